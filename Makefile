@@ -1,0 +1,52 @@
+# `make demo` and `make test` need Python 3.11 and nothing else: the first run makes .venv with the tested versions.
+#
+# On Linux, PyPI's torch brings the CUDA libraries (several GB). The smaller CPU build comes from torch's own index:
+#     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make venv
+# Another interpreter: make venv PYTHON=python3.12
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+
+.PHONY: help venv demo test lint bench docs clean
+
+help:
+	@echo "make venv | demo | test | lint | bench (as root) | docs | clean"
+
+venv: $(STAMP)
+
+# Torch goes first and fixes its version for all that follows. It brings setuptools, so that the package itself is
+# built with the tested one (no build isolation).
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) setuptools torch==2.13.0
+	$(INSTALL) --no-build-isolation -e '.[test,demo,report,accelerate]'
+	@touch $@
+
+demo: venv
+	$(BIN)/python examples/demo.py
+
+test: venv
+	$(BIN)/python -m pytest
+
+lint: venv
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+# Unequal workers are made by limiting the share of a core that a process gets, for which one must be root.
+bench: venv
+	@[ "$$(id -u)" = 0 ] || { echo "make bench limits the workers' share of a core and must run as root." >&2; exit 1; }
+	$(BIN)/python benchmarks/solver.py
+	$(BIN)/python benchmarks/balance.py
+	$(BIN)/python benchmarks/overhead.py
+
+docs: venv
+	$(INSTALL) --no-build-isolation -e '.[docs]'
+	$(BIN)/python -m sphinx -W --keep-going docs docs/_build
+
+clean:
+	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

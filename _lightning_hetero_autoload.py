@@ -1,0 +1,140 @@
+"""Make the ``hetero_ddp`` names known to Lightning before anything of lightning-hetero is imported.
+
+Torch calls :func:`boot` on ``import torch`` through the ``torch.backends`` entry point, and so does
+``import lightning_hetero``. This module stands outside the package and imports nothing heavy, because an entry point
+that drags in Lightning would be a circular import, and one that raises would break ``import torch``.
+
+A strategy is entered as a lazy factory right after the module that owns the registry was executed. The class takes the
+factory's place when its own module is imported (``lightning_hetero.strategies._registration``).
+"""
+
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+__all__ = ["DDP_ALIASES", "TARGETS", "RegistryFinder", "Target", "boot", "enter"]
+
+log = logging.getLogger("lightning_hetero")
+
+
+class Target(NamedTuple):
+    """One strategy class and the registry that it belongs to.
+
+    Attributes:
+        module: the module that owns the registry.
+        registry: name of the registry in that module.
+        strategy: the class as ``"module:name"``, imported when it is first needed.
+        name: what users give to ``Trainer(strategy=...)``.
+        aliases: suffix of each alias of ``name`` -> the arguments that the strategy is made with.
+    """
+
+    module: str
+    registry: str
+    strategy: str
+    name: str
+    aliases: Mapping[str, Mapping[str, Any]]
+
+
+_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+_UNUSED_PARAMETERS: dict[str, dict[str, bool]] = {
+    "": {},
+    "_find_unused_parameters_false": {"find_unused_parameters": False},
+    "_find_unused_parameters_true": {"find_unused_parameters": True},
+}
+DDP_ALIASES: dict[str, dict[str, Any]] = {
+    start + unused: {**flags, "start_method": method}
+    for start, method in _START_METHODS.items()
+    for unused, flags in _UNUSED_PARAMETERS.items()
+}
+
+# The one table of names. A strategy for another registry is one more line here.
+_LIGHTNING = "lightning_hetero.strategies.lightning_ddp:HeteroDDPStrategy"
+_PYTORCH_LIGHTNING = "lightning_hetero.strategies.pytorch_lightning_ddp:HeteroDDPStrategy"
+TARGETS: tuple[Target, ...] = (
+    Target("lightning.pytorch.strategies", "StrategyRegistry", _LIGHTNING, "hetero_ddp", DDP_ALIASES),
+    Target("pytorch_lightning.strategies", "StrategyRegistry", _PYTORCH_LIGHTNING, "hetero_ddp", DDP_ALIASES),
+)
+
+
+def boot() -> None:
+    """Enter every strategy of :data:`TARGETS` in its registry: now if that is loaded, else when it is imported.
+
+    Calling it again changes nothing. It never raises: what goes wrong is logged, and only the names are missing.
+    """
+    try:
+        if _FINDER not in sys.meta_path:
+            sys.meta_path.insert(0, _FINDER)
+    except Exception:
+        log.warning("The import hook that registers the hetero strategies was not installed.", exc_info=True)
+    for name in {target.module for target in TARGETS}:
+        module = sys.modules.get(name)
+        if module is not None:
+            _enter_lazily(module)
+
+
+def enter(target: Target, registry: Any, strategy: Callable[..., Any]) -> None:
+    """Put ``strategy`` into ``registry`` under all aliases of ``target``, in place of what is there."""
+    for suffix, arguments in target.aliases.items():
+        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        description = f"DDP for unequal workers ({given})"
+        registry.register(target.name + suffix, strategy, description=description, override=True, **arguments)
+
+
+class RegistryFinder(importlib.abc.MetaPathFinder):
+    """Import hook that enters the lazy factories right after a module that owns a registry was executed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Let the other finders find the module, and add to the execution of it; ``None`` for any other module."""
+        if not any(entry.module == fullname for entry in TARGETS):
+            return None
+        for finder in sys.meta_path:
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec = find and find(fullname, path, target)
+            if spec is not None:
+                _add_to_execution(spec)
+                return spec
+        return None
+
+
+_FINDER = RegistryFinder()
+
+
+def _add_to_execution(spec: importlib.machinery.ModuleSpec) -> None:
+    """Wrap ``exec_module`` of this one loader instance: the loader keeps its type, and all else that it can do."""
+    loader: Any = spec.loader
+
+    def exec_module(module: ModuleType) -> None:
+        del loader.exec_module
+        loader.exec_module(module)
+        _enter_lazily(module)
+
+    try:
+        loader.exec_module = exec_module
+    except Exception:
+        log.warning("The hetero strategies cannot be registered with %s.", spec.name, exc_info=True)
+
+
+def _enter_lazily(module: ModuleType) -> None:
+    """Enter the lazy factory of each strategy of this module's registries, unless the strategy is there already."""
+    for target in TARGETS:
+        if target.module != module.__name__:
+            continue
+        try:
+            registry = getattr(module, target.registry)
+            if target.name not in registry:
+                enter(target, registry, functools.partial(_construct, target.strategy))
+        except Exception:
+            log.warning("%r was not registered with %s.", target.name, module.__name__, exc_info=True)
+
+
+def _construct(strategy: str, *args: Any, **kwargs: Any) -> Any:
+    module, _, name = strategy.partition(":")
+    return getattr(importlib.import_module(module), name)(*args, **kwargs)

@@ -1,0 +1,176 @@
+"""One rank of a benchmark run: trains a small convolutional network and writes what each step took.
+
+Started on every node by the benchmarks of this folder; not meant to be run by hand.
+"""
+
+import argparse
+import json
+import os
+import time
+import warnings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.utilities.warnings import PossibleUserWarning
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_hetero import BatchPlan, DynamicBatchPIDCallback, GNSCallback, HeteroDDPStrategy, PerfModelCallback
+
+torch.set_num_threads(1)
+warnings.filterwarnings("ignore", category=PossibleUserWarning)
+warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+class Images(Dataset):
+    """Random images; what is in them does not matter for time."""
+
+    def __init__(self, n, size):
+        self.n, self.x = n, torch.randn(64, 1, size, size)
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        return self.x[i % 64], i % 10
+
+
+class ConvNet(L.LightningModule):
+    def __init__(self, width, size):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(1, width, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1),
+            nn.ReLU(),
+            nn.AvgPool2d(4),
+            nn.Flatten(),
+            nn.Linear(width * (size // 4) ** 2, 10),
+        )
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-3, momentum=0.9)
+
+
+class Steps(L.Callback):
+    """Times every step; adopts the plans of a script at their steps."""
+
+    def __init__(self, script):
+        self.script, self.seconds, self.sizes = script, [], []
+
+    def on_train_start(self, trainer, pl_module):
+        self.last = time.perf_counter()
+        self._adopt(trainer, 0)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        now = time.perf_counter()
+        self.seconds.append(now - self.last)
+        self.sizes.append(len(batch[0]))
+        self._adopt(trainer, batch_idx + 1)
+        self.last = now
+
+    def _adopt(self, trainer, step):
+        if str(step) in self.script:
+            sizes = self.script[str(step)]
+            trainer.strategy.adopt(BatchPlan(sum(sizes), tuple(sizes)), "script")
+
+
+class Observations(L.Callback):
+    """Keeps everything that the ranks observed."""
+
+    def __init__(self):
+        self.rows, self.predicted = [], []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        seen = trainer.strategy.observations()
+        if seen.num_steps and (not self.rows or seen is not self.rows[-1]):
+            self.rows.append(seen)
+
+    def stacked(self):
+        names = (
+            "local_batch_sizes",
+            "forward",
+            "backward",
+            "first_bucket",
+            "overlapped_sync",
+            "last_sync",
+            "step_time",
+        )
+        return (
+            {name: np.concatenate([getattr(r, name) for r in self.rows]).tolist() for name in names}
+            if self.rows
+            else {}
+        )
+
+
+def strategy_of(kind):
+    callbacks = {
+        "perf_model": [PerfModelCallback()],
+        "gns": [PerfModelCallback(), GNSCallback()],
+        "pid": [DynamicBatchPIDCallback()],
+    }.get(kind, [])
+    if kind == "ddp":
+        return "ddp", callbacks
+    if kind == "script":
+        return HeteroDDPStrategy(policy="even", replan=10), callbacks
+    return HeteroDDPStrategy(policy="even" if kind == "even" else None), callbacks
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kind", default="perf_model")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--samples", type=int, default=0)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--size", type=int, default=16)
+    parser.add_argument("--script", default="{}")
+    parser.add_argument("--out", required=True)
+    args = parser.parse_args()
+    launch = dict(os.environ)  # Lightning takes a part of it away at the end of a training
+    runs = []
+    for kind in args.kind.split(","):
+        os.environ.update(launch)
+        runs.append(train(kind, args))
+    if int(launch["RANK"]) == 0:
+        with open(args.out, "w") as file:
+            json.dump(runs if len(runs) > 1 else runs[0], file)
+
+
+def train(kind, args):
+    """One short training under a strategy; several may follow one another in the same processes."""
+    world = int(os.environ["WORLD_SIZE"])
+    L.seed_everything(0, verbose=False)
+    strategy, callbacks = strategy_of(kind)
+    steps, observations = Steps(json.loads(args.script)), Observations()
+    extra = [steps] if kind == "ddp" else [steps, observations]
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        num_nodes=world // int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        max_steps=args.steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[*callbacks, *extra],
+    )
+    data = Images(args.samples or args.steps * args.batch * world, args.size)
+    trainer.fit(ConvNet(args.width, args.size), DataLoader(data, args.batch))
+    history = [
+        (e.epoch, e.step, e.plan.local_batch_sizes, e.plan.step_time, e.reason)
+        for e in getattr(trainer.strategy, "plan_history", ())
+    ]
+    return {"seconds": steps.seconds, "history": history, "observations": observations.stacked()}
+
+
+if __name__ == "__main__":
+    main()

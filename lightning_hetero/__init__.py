@@ -1,0 +1,55 @@
+"""Data-parallel training on unequal workers, as a strategy for Lightning: ``Trainer(strategy="hetero_ddp")``.
+
+Importing the package registers the strategy's names; the public names below are imported when they are first used, so
+that neither torch nor Lightning is loaded before it is needed.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from _lightning_hetero_autoload import boot
+
+if TYPE_CHECKING:
+    from lightning_hetero.callbacks import DynamicBatchPIDCallback, GNSCallback, PerfModelCallback
+    from lightning_hetero.core import BatchPlan, ClusterTimeModel, NodeTimeModel, solve_optperf
+    from lightning_hetero.strategies.lightning_ddp import HeteroDDPStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BatchPlan",
+    "ClusterTimeModel",
+    "DynamicBatchPIDCallback",
+    "GNSCallback",
+    "HeteroDDPStrategy",
+    "NodeTimeModel",
+    "PerfModelCallback",
+    "__version__",
+    "solve_optperf",
+]
+
+_HOMES = {
+    "BatchPlan": "lightning_hetero.core",
+    "ClusterTimeModel": "lightning_hetero.core",
+    "DynamicBatchPIDCallback": "lightning_hetero.callbacks",
+    "GNSCallback": "lightning_hetero.callbacks",
+    "HeteroDDPStrategy": "lightning_hetero.strategies.lightning_ddp",
+    "NodeTimeModel": "lightning_hetero.core",
+    "PerfModelCallback": "lightning_hetero.callbacks",
+    "solve_optperf": "lightning_hetero.core",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+boot()

@@ -1,0 +1,190 @@
+"""The policies of :mod:`lightning_hetero.core.planner` as Lightning callbacks.
+
+A callback only connects: at the end of a step that is due, and at the start of each epoch, it hands its planner to the
+engine, which gathers observations, lets rank 0 decide and adopts the plan on all ranks.
+"""
+
+from typing import Any
+
+from lightning_hetero.callbacks.metrics import exchange_metrics
+from lightning_hetero.core.planner import PLANNERS, PerfModelPlanner, Planner, ProportionalPlanner
+from lightning_hetero.core.validation import check_number
+from lightning_hetero.engine import HeteroEngine
+
+try:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+except ImportError:  # only the standalone package is installed
+    from pytorch_lightning import Callback  # type: ignore[assignment]
+    from pytorch_lightning.utilities.exceptions import MisconfigurationException  # type: ignore[assignment]
+
+__all__ = ["DynamicBatchPIDCallback", "PerfModelCallback", "PolicyCallback", "policy_callback"]
+
+
+class PolicyCallback(Callback):
+    """Runs one planner. ``planner=None`` keeps the split and only reports.
+
+    Args:
+        planner: decides on plans.
+    """
+
+    def __init__(self, planner: Planner | None = None) -> None:
+        self.planner = planner
+        self._engine: HeteroEngine | None = None
+        self._bar: Any = None
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy in the table of planners, of the class of another planner, ``"fixed"`` without one."""
+        if self.planner is None:
+            return "fixed"
+        cls = type(self.planner)
+        names: dict[Any, str] = {cls: name for name, cls in PLANNERS.items()}
+        return names.get(cls, f"{cls.__module__}.{cls.__qualname__}")
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Find the engine of the strategy.
+
+        Raises:
+            MisconfigurationException: if the trainer runs with another strategy.
+        """
+        engine = getattr(trainer.strategy, "engine", None)
+        if not isinstance(engine, HeteroEngine):
+            raise MisconfigurationException(
+                f"{type(self).__name__} needs a strategy that can split batches unevenly; got "
+                f"{type(trainer.strategy).__name__}. Use Trainer(strategy='hetero_ddp')."
+            )
+        self._engine = engine
+        if stage == "fit":
+            self._show_in_progress_bar(trainer)
+
+    def _show_in_progress_bar(self, trainer: Any) -> None:
+        bar = trainer.progress_bar_callback
+        if bar is None or self._bar is not None or trainer.world_size == 1:
+            return
+        original = bar.get_metrics
+
+        def get_metrics(trainer: Any, pl_module: Any) -> dict[str, Any]:
+            metrics = original(trainer, pl_module)
+            if self._engine is not None and self._engine.plan is not None:
+                metrics["split"] = "/".join(map(str, self._engine.plan.local_batch_sizes))
+            return metrics
+
+        bar.get_metrics = get_metrics
+        self._bar = bar
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Reconsider the plan before the loader of this epoch is iterated."""
+        assert self._engine is not None
+        self._engine.observer.interrupt()
+        if trainer.current_epoch > 0 and self._engine.sampler is not None:
+            if self._engine.due_at_epoch:
+                self._exchange(trainer, (trainer.current_epoch, 0))
+            trainer.strategy.refresh_epoch_length()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Close the step's observation; reconsider the plan if it is time."""
+        assert self._engine is not None
+        self._engine.end_step()
+        if self._engine.due:
+            self._exchange(trainer, (trainer.current_epoch, batch_idx + 1))
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Validation is no step."""
+        if self._engine is not None:
+            self._engine.observer.interrupt()
+
+    def _exchange(self, trainer: Any, not_before: tuple[int, int]) -> None:
+        assert self._engine is not None
+        self._engine.accumulation = trainer.accumulate_grad_batches
+        plan = self._engine.plan
+        done = self._engine.exchange(self.planner, not_before=not_before)
+        self.planner = done.planner if done.planner is not None else self.planner
+        if plan is not None and trainer.loggers:
+            metrics = exchange_metrics(done.observations, plan, done.predicted, self._engine.accumulation)
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Take the split out of the progress bar."""
+        if self._bar is not None:
+            del self._bar.get_metrics
+            self._bar = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned, by hardware identity, and the plan; of rank 0, which decides."""
+        state: dict[str, Any] = {"policy": self.policy}
+        if self.planner is not None:
+            state["planner"] = self.planner.state_dict()
+        if self._engine is not None:
+            state["engine"] = self._engine.state_dict()
+        return state
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Take the plan over from another policy's run."""
+        states = checkpoint.get("callbacks", {})
+        if self.state_key not in states:
+            other = [
+                state for state in states.values() if isinstance(state, dict) and {"policy", "engine"} <= set(state)
+            ]
+            self.load_state_dict(other[0] if other else {})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with what was learned; another policy takes over the plan only."""
+        if self.planner is not None and state_dict.get("policy") == self.policy:
+            self.planner = self.planner.loaded(state_dict["planner"])
+        if self._engine is not None:
+            self._engine.load_state_dict(state_dict.get("engine", {}))
+
+
+class PerfModelCallback(PolicyCallback):
+    """Learn a time model of every worker and give each the exact optimum (Cannikin, sec. 3-4).
+
+    Starts with equal sizes, splits by measured speed after about eight steps (eq. 8), by the time model (OptPerf)
+    once each worker was seen at two sizes, and follows when a worker's speed drifts. Installed by default.
+
+    Example:
+        >>> PerfModelCallback().policy
+        'perf_model'
+    """
+
+    def __init__(self) -> None:
+        super().__init__(PerfModelPlanner())
+
+
+class DynamicBatchPIDCallback(PolicyCallback):
+    """Equalise compute times by proportional control, with no time model (dynamic batching, sec. III-C).
+
+    Args:
+        dead_band: sizes change only if one of them would by more than this share, 0 to 1.
+        decay: weight of the past in the moving average of compute times, 0 to 1.
+
+    Raises:
+        TypeError: if an argument is not a number.
+        ValueError: if an argument is out of range.
+
+    Example:
+        >>> DynamicBatchPIDCallback(dead_band=0.1).policy
+        'pid'
+    """
+
+    def __init__(self, dead_band: float = 0.05, decay: float = 0.9) -> None:
+        check_number("dead_band", dead_band, low=0.0, high=1.0)
+        check_number("decay", decay, low=0.0, high=1.0)
+        super().__init__(ProportionalPlanner(dead_band=dead_band, decay=decay))
+
+
+def policy_callback(policy: str | None) -> PolicyCallback:
+    """The callback of a policy by name; ``None`` is the default; ``"even"`` and ``"fixed"`` never change the split.
+
+    Example:
+        >>> type(policy_callback(None)).__name__
+        'PerfModelCallback'
+    """
+    if policy in ("even", "fixed"):
+        return PolicyCallback(None)
+    if policy in (None, "perf_model"):
+        return PerfModelCallback()
+    if policy == "pid":
+        return DynamicBatchPIDCallback()
+    return PolicyCallback(PLANNERS[policy]())  # type: ignore[index]

@@ -1,0 +1,84 @@
+"""Agreement between ranks over a host-side group of its own: gathering, broadcasting, finding disagreement."""
+
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+__all__ = ["ControlPlane", "PlanMismatchError", "check_digests"]
+
+
+class PlanMismatchError(RuntimeError):
+    """Ranks hold different plans, or different settings that must be equal."""
+
+
+def check_digests(digests: npt.NDArray[np.float64]) -> None:
+    """Check that the plans of all ranks have one fingerprint.
+
+    Raises:
+        PlanMismatchError: naming the fingerprint of each rank.
+    """
+    if len(set(digests.tolist())) > 1:
+        listing = ", ".join(f"rank {rank}: {int(digest):012x}" for rank, digest in enumerate(digests))
+        raise PlanMismatchError(
+            f"ranks hold different plans ({listing}). Change plans by adopt() on all ranks together only."
+        )
+
+
+class ControlPlane:
+    """Small host-side collectives on a gloo group, apart from the gradients' own.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks; with one, nothing is sent.
+        timeout: longest wait for another rank.
+    """
+
+    def __init__(self, rank: int, world_size: int, *, timeout: timedelta | None = None) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
+
+    def gather(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The arrays of all ranks, stacked; all must have one shape."""
+        if self._group is None:
+            return values[None]
+        mine = torch.from_numpy(np.ascontiguousarray(values))
+        everyone = torch.empty((self.world_size, *mine.shape), dtype=mine.dtype)
+        dist.all_gather(list(everyone), mine, group=self._group)
+        return everyone.numpy()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The objects of all ranks."""
+        if self._group is None:
+            return [value]
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, value, group=self._group)
+        return everyone
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's object."""
+        if self._group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def require_equal(self, what: str, value: Any) -> None:
+        """Raise on every rank if one rank's value differs from the others'.
+
+        Raises:
+            PlanMismatchError: naming the value of each rank.
+        """
+        everyone = self.gather_objects(value)
+        if any(other != everyone[0] for other in everyone):
+            listing = ", ".join(f"rank {rank}: {other!r}" for rank, other in enumerate(everyone))
+            raise PlanMismatchError(f"{what} must be equal on all ranks; got {listing}. Give every rank the same.")
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None

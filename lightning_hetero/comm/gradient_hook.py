@@ -1,0 +1,122 @@
+"""The one DDP communication hook: averages as DDP does, marks each bucket's times, takes squared norms on request.
+
+This module must not postpone the evaluation of annotations: torch inspects the hook's signature.
+"""
+
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.comm.observer import StepObserver
+
+__all__ = ["HookState", "gradient_hook"]
+
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+DIRECT_BACKWARD = (
+    "loss.backward() was called directly, so that the loss is not weighted by the worker's share of the batch. "
+    "Call self.manual_backward(loss) (Lightning) or the strategy's or accelerator's backward(loss) instead."
+)
+
+
+@dataclass
+class HookState:
+    """What the hook works with.
+
+    Args:
+        observer: takes the times of each bucket.
+        world_size: number of ranks in the average.
+        in_backward: whether the running backward pass went through the strategy, which weights the loss.
+        weighted: whether the loss has to be weighted at present, so that an unweighted backward pass is an error.
+        inner: a hook of the user's that does the averaging, e.g. ``fp16_compress_hook``.
+        inner_state: its state.
+        collect_norms: whether to take squared norms.
+        fired: whether a bucket was averaged since :meth:`take_fired`.
+        local_sq_norms: squared norm of each bucket before averaging, of the running step.
+        global_sq_norms: the same after averaging.
+    """
+
+    observer: StepObserver
+    world_size: int
+    in_backward: bool = False
+    weighted: bool = False
+    inner: Hook | None = None
+    inner_state: Any = None
+    collect_norms: bool = False
+    fired: bool = False
+    local_sq_norms: list[torch.Tensor] = field(default_factory=list)
+    global_sq_norms: list[torch.Tensor] = field(default_factory=list)
+    _running: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet, repr=False)
+
+    def settle(self, timeout: float = 5.0) -> None:
+        """Wait until the threads of the process group have let go of our callbacks, for ``timeout`` seconds at most.
+
+        Such a thread frees a callback a moment after backward has gone on. If the interpreter ends in that moment, it
+        aborts the process ("terminate called without an active exception"), after a training that went well.
+        """
+        deadline = time.monotonic() + timeout
+        while self._running and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def take_fired(self) -> bool:
+        """Whether a bucket was averaged since the last call."""
+        fired, self.fired = self.fired, False
+        return fired
+
+    def take_norms(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Sums of the squared norms since the last call, on the device; ``None`` if there are none.
+
+        The local one is that of the *weighted* gradient: divide by ``(W b_i / B)^2`` for the worker's own mean
+        gradient.
+        """
+        if not self.local_sq_norms:
+            return None
+        norms = torch.stack(self.local_sq_norms).sum(), torch.stack(self.global_sq_norms).sum()
+        self.local_sq_norms, self.global_sq_norms = [], []
+        return norms
+
+
+def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average one gradient bucket over all ranks: ``sum_i (W b_i / B) g_i / W = sum_i r_i g_i`` (Cannikin, eq. 9).
+
+    The weight ``W b_i / B`` is already in the gradient, because it was applied where the loss entered backward.
+
+    Raises:
+        RuntimeError: if the backward pass bypassed the strategy, so that its loss was not weighted.
+    """
+    if state.weighted and not state.in_backward:
+        raise RuntimeError(DIRECT_BACKWARD)
+    state.fired = True
+    number = state.observer.bucket_ready()
+    buffer = bucket.buffer()
+    if state.collect_norms:
+        state.local_sq_norms.append(_sq_norm(buffer))
+    if state.inner is not None:
+        future = state.inner(state.inner_state, bucket)
+    else:
+        buffer.div_(state.world_size)
+        future = dist.all_reduce(buffer, async_op=True).get_future()
+
+    def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
+        value = done.value()
+        result: torch.Tensor = value[0] if isinstance(value, list | tuple) else value
+        state.observer.bucket_done(number)
+        if state.collect_norms:
+            state.global_sq_norms.append(_sq_norm(result))
+        return result
+
+    state._running.add(finish)
+    return future.then(finish)
+
+
+def _sq_norm(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().view(-1)
+    return torch.linalg.vector_norm(
+        flat, dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32
+    ).square()

@@ -1,0 +1,213 @@
+"""Timings of each step on one rank, with no synchronisation: what the worker did, apart from what it waited for.
+
+A step is cut at the seams that every front end has: fetch, forward, backward, gradient buckets, end of step. ``a`` is
+all that is neither backward nor waiting; ``P`` runs from the start of the backward pass to the last gradient; what
+follows until the backward call returns is synchronisation, of which only the part that the slowest rank sees is the
+network's.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_hetero.comm.clock import Clock
+from lightning_hetero.core.time_model import StepObservations
+
+__all__ = ["StepObserver", "match_rows"]
+
+WARM_UP = 3
+KEPT_ROWS = 32
+FIELDS = len(StepObservations.FIELDS)
+
+
+@dataclass
+class _Backward:
+    """Marks of one backward pass."""
+
+    start: Any
+    end: Any = None
+    ready: list[Any] = field(default_factory=list)
+    done: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Micro:
+    """Marks of one micro-batch."""
+
+    size: int
+    wait_for_data: float
+    start: Any
+    end: Any = None
+    excluded: float = 0.0
+    backwards: list[_Backward] = field(default_factory=list)
+
+    @property
+    def marks(self) -> list[Any]:
+        done = [mark for b in self.backwards for mark in b.done.values()]
+        return [self.start, self.end, *(b.end for b in self.backwards), *done]
+
+    @property
+    def synced(self) -> _Backward:
+        """The last backward pass that was synchronised; others may follow it under ``no_sync``."""
+        return [passage for passage in self.backwards if passage.ready][-1]
+
+
+class StepObserver:
+    """Collects the timings of one rank, one row per synchronised step.
+
+    Rows are numbered by synchronised steps, which all ranks count alike, so that rows of different ranks can be matched
+    although a device may report some of them later than another.
+
+    Args:
+        clock: marks moments on this rank's device.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.synced_steps = 0
+        self.rows: deque[npt.NDArray[np.float64]] = deque(maxlen=KEPT_ROWS)
+        self._skip = WARM_UP
+        self._last_size: int | None = None
+        self._window: list[_Micro] = []
+        self._micro: _Micro | None = None
+        self._pending: deque[tuple[int, list[_Micro], Any]] = deque()
+        self._last_sync: Any = None
+        self._fetched_at: Any = None
+        self._data_seconds = 0.0
+        self._discard = False
+
+    # seams, in the order of a step
+
+    def fetch(self, iterator: Iterator[Any]) -> Any:
+        """Take the next batch, timing how long the data took."""
+        begin = time.perf_counter()
+        batch = next(iterator)
+        self._data_seconds = time.perf_counter() - begin
+        self._fetched_at = self.clock.mark()
+        return batch
+
+    def begin_step(self, size: int, *, regular: bool) -> None:
+        """A micro-batch of ``size`` samples begins; one that is not ``regular`` (ragged tail) gives no row."""
+        start = self._fetched_at if self._fetched_at is not None else self.clock.mark()
+        self._micro = _Micro(size, self._data_seconds, start)
+        self._fetched_at, self._data_seconds = None, 0.0
+        if self._last_size is not None and size != self._last_size:
+            self._skip = max(self._skip, 1)
+        self._last_size = size
+        self._discard |= not regular
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around one backward pass."""
+        if self._micro is None:
+            yield
+            return
+        passage = _Backward(self.clock.mark())
+        self._micro.backwards.append(passage)
+        yield
+        passage.end = self.clock.mark()
+
+    def bucket_ready(self) -> int | None:
+        """A gradient bucket is complete; returns its number within the backward pass."""
+        if self._micro is None or not self._micro.backwards:
+            return None
+        ready = self._micro.backwards[-1].ready
+        ready.append(self.clock.mark())
+        return len(ready) - 1
+
+    def bucket_done(self, number: int | None) -> None:
+        """A gradient bucket is averaged."""
+        if number is not None and self._micro is not None and self._micro.backwards:
+            self._micro.backwards[-1].done[number] = self.clock.mark()
+
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Around a collective outside the backward pass (a metric that is reduced): waiting, not computing."""
+        begin = time.perf_counter()
+        yield
+        if self._micro is not None:
+            self._micro.excluded += time.perf_counter() - begin
+
+    def end_step(self) -> None:
+        """The micro-batch, and with it the optimizer step if there was one, is over."""
+        micro, self._micro = self._micro, None
+        if micro is None:
+            return
+        micro.end = self.clock.mark()
+        self._window.append(micro)
+        synced = any(passage.ready for passage in micro.backwards)
+        if not synced:
+            return
+        self.synced_steps += 1
+        window, self._window = self._window, []
+        sync_end = micro.synced.end
+        usable = not self._discard and len({m.size for m in window}) == 1 and self._skip == 0
+        if usable:
+            self._pending.append((self.synced_steps, window, self._last_sync))
+        self._skip = max(0, self._skip - 1)
+        self._last_sync, self._discard = sync_end, False
+        self._resolve()
+
+    def interrupt(self) -> None:
+        """Something that is no step happens now (validation, agreement on a plan): the next step time is unknown."""
+        self._last_sync = None
+
+    # rows
+
+    def _resolve(self) -> None:
+        while self._pending:
+            number, window, previous = self._pending[0]
+            if not all(self.clock.ready(mark) for micro in window for mark in micro.marks if mark is not None):
+                return
+            self._pending.popleft()
+            self.rows.append(np.array([number, *self._row(window, previous)]))
+
+    def _row(self, window: list[_Micro], previous: Any) -> list[float]:
+        between = self.clock.seconds
+        n = len(window)
+        forward = backward = 0.0
+        for micro in window:
+            spans = sum(between(b.start, b.end) for b in micro.backwards)
+            forward += micro.wait_for_data + between(micro.start, micro.end) - spans - micro.excluded
+            backward += sum(between(b.start, b.ready[-1] if b.ready else b.end) for b in micro.backwards)
+        last = window[-1].synced
+        ready = [between(last.start, mark) for mark in last.ready]
+        done = [between(last.start, last.done.get(i, last.end)) for i in range(len(ready))]
+        sync = [done[i] - max(ready[i], done[i - 1] if i else ready[i]) for i in range(len(ready))]
+        step = between(previous, last.end) if previous is not None else float("nan")
+        return [
+            window[-1].size,
+            max(forward, 0.0) / n,
+            backward / n,
+            ready[0],
+            max(sum(sync[:-1]), 0.0),
+            max(sync[-1], 0.0),
+            step,
+        ]
+
+    def take(self) -> npt.NDArray[np.float64]:
+        """Rows since the last call, newest last: shape ``(32, 8)``, step number first, unused rows NaN."""
+        table = np.full((KEPT_ROWS, FIELDS + 1), np.nan)
+        self._resolve()
+        if self.rows:
+            table[-len(self.rows) :] = np.stack(self.rows)
+        self.rows.clear()
+        return table
+
+
+def match_rows(tables: npt.NDArray[np.float64]) -> StepObservations:
+    """Observations of all ranks for the steps that every rank has reported.
+
+    Args:
+        tables: :meth:`StepObserver.take` of every rank, shape ``(ranks, 32, 8)``.
+    """
+    common: set[float] = set.intersection(*({float(s) for s in t[:, 0] if not np.isnan(s)} for t in tables))
+    steps = sorted(common)
+    rows = [[t[np.flatnonzero(t[:, 0] == step)[0], 1:] for t in tables] for step in steps]
+    return StepObservations.from_array(np.array(rows).reshape(len(steps), len(tables), FIELDS))

@@ -1,0 +1,67 @@
+"""When ranks look at their plan: often while that is cheap, at a share of the time that nobody notices."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_hetero.core.time_model import StepObservations
+
+__all__ = ["ExchangeSchedule"]
+
+FIRST = 8
+BUDGET = 0.005
+LONGEST = 1000
+NEVER = 2**62
+
+
+@dataclass
+class ExchangeSchedule:
+    """Counts synchronised steps, which all ranks count alike, to the next exchange.
+
+    Args:
+        replan: ``"auto"``, ``"epoch"``, or a number of steps.
+
+    Example:
+        >>> schedule = ExchangeSchedule("auto")
+        >>> schedule.due(7), schedule.due(8)
+        (False, True)
+    """
+
+    replan: str | int
+    next: int = 0
+    last: int = 0
+
+    def __post_init__(self) -> None:
+        self.next = self.replan if isinstance(self.replan, int) else NEVER if self.replan == "epoch" else FIRST
+
+    def due(self, step: int) -> bool:
+        """Whether ranks exchange after this step."""
+        return step >= self.next
+
+    def due_at_epoch(self, step: int) -> bool:
+        """Whether enough steps have passed since the last exchange for one between two epochs."""
+        return self.replan == "epoch" or step - self.last >= FIRST
+
+    def after(self, step: int, observations: StepObservations, cost: float, *, changed: bool) -> int:
+        """Step of the next exchange: in ``"auto"``, as soon as exchanges cost 0.5 % of the time at most.
+
+        Args:
+            step: this exchange's step.
+            observations: what it gathered.
+            cost: seconds that it took.
+            changed: whether the plan changed, so that the next rows come a little later.
+        """
+        if self.replan == "epoch":
+            return NEVER
+        if isinstance(self.replan, int):
+            return step + self.replan
+        times = observations.step_time[np.isfinite(observations.step_time)]
+        if times.size == 0:
+            return step + FIRST
+        affordable = math.ceil(cost / BUDGET / max(float(np.median(times)), 1e-6))
+        return step + max(FIRST + 2 * changed, min(affordable, LONGEST))
+
+    def done(self, step: int, following: int) -> None:
+        """An exchange took place; all ranks take the following one from rank 0."""
+        self.last, self.next = step, following

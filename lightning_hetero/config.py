@@ -1,0 +1,115 @@
+"""Settings of heterogeneous data parallelism, checked in one place at construction."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_hetero.core.planner import PLANNERS
+from lightning_hetero.core.validation import check_choice, check_int, check_number, check_sizes
+
+__all__ = ["POLICIES", "HeteroConfig"]
+
+POLICIES = (*PLANNERS, "even")
+
+
+@dataclass(frozen=True)
+class HeteroConfig:
+    """Settings of :class:`~lightning_hetero.engine.HeteroEngine`, shared by all front ends.
+
+    Args:
+        policy: who splits the batch: ``"perf_model"`` (default: learned time model, exact optimum), ``"pid"``
+            (proportional control), ``"static"`` (by cores or peak FLOPs, once), ``"even"`` (equal sizes, as DDP).
+        loss_reduction: ``"mean"`` if the loss is a mean over the samples of the batch, ``"sum"`` if it is their sum.
+        local_batch_sizes: a fixed split, one size per rank; its sum is the total batch size.
+        min_local_batch_size: fewest samples of a rank; default 1, or 2 if the model has batch normalisation.
+        max_local_batch_sizes: most samples of a rank (memory), one number or one per rank.
+        weight_fn: counts what a batch's mean loss is a mean of (tokens, pixels): ``weight_fn(batch) -> number``.
+        replan: when plans are reconsidered: ``"auto"`` (each epoch, and within it as often as costs 0.5 % of the time
+            at most), ``"epoch"``, or a number of optimizer steps.
+        hysteresis: least predicted gain for which a plan is changed, as a share of the step time, 0 to 1.
+        balance_evaluation: split validation, test and predict data by speed, without repeating samples.
+        probe_memory: find each rank's largest batch by trial before training (CUDA).
+
+    Raises:
+        TypeError: if a value has the wrong type.
+        ValueError: if a value is out of range, or two settings contradict each other.
+
+    Example:
+        >>> HeteroConfig(local_batch_sizes=[24, 12, 16]).local_batch_sizes
+        (24, 12, 16)
+    """
+
+    policy: str | None = None
+    loss_reduction: str = "mean"
+    local_batch_sizes: Sequence[int] | None = None
+    min_local_batch_size: int | None = None
+    max_local_batch_sizes: int | Sequence[int] | None = None
+    weight_fn: Callable[[Any], Any] | None = None
+    replan: str | int = "auto"
+    hysteresis: float = 0.03
+    balance_evaluation: bool = False
+    probe_memory: bool = False
+
+    def __post_init__(self) -> None:
+        if self.policy is not None:
+            check_choice("policy", self.policy, POLICIES)
+        check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        self._check_sizes()
+        if self.weight_fn is not None and not callable(self.weight_fn):
+            raise TypeError(f"weight_fn={self.weight_fn!r} is not callable; give a function of the batch, or None.")
+        if self.weight_fn is not None and self.loss_reduction == "sum":
+            raise ValueError(
+                "weight_fn says what a mean loss is a mean of; with loss_reduction='sum' it has no meaning. Give one."
+            )
+        if isinstance(self.replan, str):
+            check_choice("replan", self.replan, ("auto", "epoch"))
+        else:
+            check_int("replan", self.replan, minimum=1)
+        check_number("hysteresis", self.hysteresis, low=0.0, high=1.0)
+        for name in ("balance_evaluation", "probe_memory"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r} must be True or False.")
+
+    def _check_sizes(self) -> None:
+        if self.local_batch_sizes is not None:
+            sizes = check_sizes("local_batch_sizes", self.local_batch_sizes, minimum=0)
+            if sum(sizes) == 0:
+                raise ValueError(f"local_batch_sizes={list(sizes)} has no samples; one entry at least must be above 0.")
+            object.__setattr__(self, "local_batch_sizes", sizes)
+            if self.policy is not None:
+                raise ValueError(
+                    f"local_batch_sizes={list(sizes)} fixes the split and policy={self.policy!r} moves it. Give one."
+                )
+        if self.min_local_batch_size is not None:
+            check_int("min_local_batch_size", self.min_local_batch_size, minimum=1)
+        if self.max_local_batch_sizes is None:
+            return
+        if isinstance(self.max_local_batch_sizes, Sequence):
+            most = check_sizes("max_local_batch_sizes", self.max_local_batch_sizes, minimum=1)
+            object.__setattr__(self, "max_local_batch_sizes", most)
+        else:
+            most = (check_int("max_local_batch_sizes", self.max_local_batch_sizes, minimum=1),)
+        if min(most) < (self.min_local_batch_size or 1):
+            raise ValueError(
+                f"max_local_batch_sizes={list(most)} is below min_local_batch_size={self.min_local_batch_size}. "
+                "Raise the one or lower the other."
+            )
+
+    def check_world_size(self, world_size: int) -> None:
+        """Check what depends on the number of ranks.
+
+        Raises:
+            ValueError: if a list has not one entry per rank.
+        """
+        for name in ("local_batch_sizes", "max_local_batch_sizes"):
+            if isinstance(getattr(self, name), tuple):
+                check_sizes(name, getattr(self, name), minimum=0, length=world_size)
+
+    def fingerprint(self) -> str:
+        """Text of all settings that must be equal on all ranks."""
+        return (
+            f"policy={self.policy}, loss_reduction={self.loss_reduction}, local_batch_sizes={self.local_batch_sizes}, "
+            f"min_local_batch_size={self.min_local_batch_size}, max_local_batch_sizes={self.max_local_batch_sizes}, "
+            f"weight_fn={self.weight_fn is not None}, replan={self.replan}, hysteresis={self.hysteresis}, "
+            f"balance_evaluation={self.balance_evaluation}"
+        )

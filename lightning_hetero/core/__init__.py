@@ -1,0 +1,18 @@
+"""The mathematics of the package: numpy and plain Python values in, values out; no process group, clock or logger."""
+
+from lightning_hetero.core.optperf import bootstrap_sizes, solve_optperf, solve_step_times, static_sizes
+from lightning_hetero.core.plan import BatchPlan, PlanEntry, PlanHistory
+from lightning_hetero.core.time_model import ClusterTimeModel, NodeTimeModel, StepObservations
+
+__all__ = [
+    "BatchPlan",
+    "ClusterTimeModel",
+    "NodeTimeModel",
+    "PlanEntry",
+    "PlanHistory",
+    "StepObservations",
+    "bootstrap_sizes",
+    "solve_optperf",
+    "solve_step_times",
+    "static_sizes",
+]

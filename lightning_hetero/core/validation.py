@@ -1,0 +1,86 @@
+"""Checks of arguments that are used in more than one place; each error says what was given, allowed, and how to fix."""
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+__all__ = ["check_choice", "check_int", "check_number", "check_sizes"]
+
+
+def check_int(name: str, value: Any, *, minimum: int) -> int:
+    """``value`` as an int.
+
+    Raises:
+        TypeError: if it is not an integer (a bool is none).
+        ValueError: if it is below ``minimum``.
+
+    Example:
+        >>> check_int("steps", 3, minimum=1)
+        3
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give an integer >= {minimum}.")
+    if value < minimum:
+        raise ValueError(f"{name}={value} is too small; give an integer >= {minimum}.")
+    return int(value)
+
+
+def check_number(name: str, value: Any, *, low: float, high: float = math.inf, include_low: bool = True) -> float:
+    """``value`` as a float.
+
+    Raises:
+        TypeError: if it is not a real number.
+        ValueError: if it is not finite or outside ``low`` to ``high``.
+
+    Example:
+        >>> check_number("hysteresis", 0.03, low=0, high=1)
+        0.03
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give a number from {low} to {high}.")
+    number = float(value)
+    if not math.isfinite(number) or number < low or number > high or (number == low and not include_low):
+        bound = "above" if not include_low else "from"
+        raise ValueError(f"{name}={value!r} is out of range; give a number {bound} {low} to {high}.")
+    return number
+
+
+def check_sizes(name: str, values: Any, *, minimum: int, length: int | None = None) -> tuple[int, ...]:
+    """``values`` as a tuple of ints, one per worker.
+
+    Raises:
+        TypeError: if it is not a sequence of integers.
+        ValueError: if it is empty, has another length than ``length``, or a value below ``minimum``.
+
+    Example:
+        >>> check_sizes("local_batch_sizes", [24, 12, 16], minimum=0, length=3)
+        (24, 12, 16)
+    """
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence | np.ndarray):
+        raise TypeError(f"{name}={values!r} must be a list of integers, one per worker, such as [24, 12, 16].")
+    sizes = tuple(values.tolist() if isinstance(values, np.ndarray) else values)
+    if not all(type(size) is int and size >= minimum for size in sizes):  # names are formatted only for what needs them
+        sizes = tuple(check_int(f"{name}[{i}]", value, minimum=minimum) for i, value in enumerate(sizes))
+    if not sizes:
+        raise ValueError(f"{name} is empty; give one integer per worker.")
+    if length is not None and len(sizes) != length:
+        raise ValueError(f"{name}={list(sizes)} has {len(sizes)} entries for {length} workers; give one per worker.")
+    return sizes
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> Any:
+    """``value`` if it is one of ``allowed``.
+
+    Raises:
+        ValueError: if it is not.
+
+    Example:
+        >>> check_choice("loss_reduction", "mean", ("mean", "sum"))
+        'mean'
+    """
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is unknown; allowed are {', '.join(repr(a) for a in allowed)}.")
+    return value

@@ -1,0 +1,110 @@
+"""The uneven batch sampler: each rank takes its slice of every global batch, as the plan history says.
+
+Step ``s`` of an epoch takes the next ``B(s)`` indices of the stream; rank ``i`` takes the slice between the prefix
+sums of ``b(s)``. All ranks have the same number of steps by construction, and each index is taken once an epoch.
+"""
+
+from collections.abc import Callable, Iterator
+
+from torch.utils.data import Sampler
+
+from lightning_hetero.core.plan import PlanHistory
+from lightning_hetero.data.stream import IndexStream
+
+__all__ = ["UnevenBatchSampler"]
+
+
+class UnevenBatchSampler(Sampler[list[int]]):
+    """Batches of one rank under a plan that may change while the epoch runs.
+
+    The history is read anew at every draw, so a new plan takes effect from the step at which all ranks agreed, which
+    lies beyond everything that any rank's DataLoader workers have drawn. A rank whose share of a step is 0 draws
+    ``min_local`` samples of the same global batch, to run with weight 0.
+
+    Args:
+        stream: order of the samples of each epoch.
+        history: returns the plan history that holds.
+        rank: which rank's batches to draw.
+        drop_last: whether the ragged last batch is dropped.
+        min_local: smallest batch that a rank can run.
+        start: ``(epoch, step)`` at which a resumed run goes on.
+
+    Example:
+        >>> from lightning_hetero.core import BatchPlan, PlanEntry
+        >>> from lightning_hetero.data.stream import PermutationStream
+        >>> history = PlanHistory((PlanEntry(0, 0, BatchPlan(4, (3, 1))),))
+        >>> stream = PermutationStream(7, shuffle=False, seed=0)
+        >>> list(UnevenBatchSampler(stream, lambda: history, rank=1))
+        [[3], [6]]
+    """
+
+    def __init__(
+        self,
+        stream: IndexStream,
+        history: Callable[[], PlanHistory],
+        rank: int,
+        *,
+        drop_last: bool = False,
+        min_local: int = 1,
+        start: tuple[int, int] = (0, 0),
+    ) -> None:
+        self.stream, self.rank, self.drop_last, self.min_local = stream, rank, drop_last, min_local
+        self._history = history
+        self.start = start
+        self.epoch = start[0]
+        self.drawn = start
+
+    @property
+    def sampler(self) -> "UnevenBatchSampler":
+        """The object on which frameworks call ``set_epoch``: this one."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order of this epoch at the next ``iter``."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.num_batches(self.epoch)
+
+    def state_dict(self, step: int | None = None) -> dict[str, int]:
+        """Where an epoch can go on: plain Python values, the same on all ranks if ``step`` is.
+
+        Args:
+            step: batches of the epoch that were trained on; by default those that were drawn, which is more where a
+                DataLoader's workers fetch ahead.
+        """
+        return {"epoch": self.epoch, "step": self.drawn[1] if step is None else step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on behind the batches that a state counts, with whatever number of ranks and plan holds now."""
+        self.start = self.drawn = (state["epoch"], state["step"])
+        self.epoch = state["epoch"]
+
+    def num_batches(self, epoch: int) -> int:
+        """Steps of an epoch, the same on every rank."""
+        return self._history().num_batches(epoch, len(self.stream), drop_last=self.drop_last)
+
+    def sizes_at(self, epoch: int, step: int) -> tuple[int, ...]:
+        """Samples of every rank at a step, the ragged tail included."""
+        return self._history().sizes_at(epoch, step, len(self.stream), min_local=self.min_local)
+
+    def is_full(self, epoch: int, step: int) -> bool:
+        """Whether a step takes a whole global batch (the ragged tail does not)."""
+        return self.sizes_at(epoch, step) == self._history().at(epoch, step).plan.local_batch_sizes
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch = self.epoch
+        order = self.stream.indices(epoch)
+        step = self.start[1] if epoch == self.start[0] else 0
+        self.drawn = (epoch, step)
+        while step < self.num_batches(epoch):
+            sizes = self.sizes_at(epoch, step)
+            first = self._history().offset(epoch, step)
+            own = first + sum(sizes[: self.rank])
+            self.drawn = (epoch, step + 1)
+            if sizes[self.rank]:
+                yield list(order[own : own + sizes[self.rank]])
+            else:
+                yield list(order[first : first + min(self.min_local, sum(sizes))])
+            step += 1
+        self.drawn = (epoch + 1, 0)

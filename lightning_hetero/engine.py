@@ -1,0 +1,387 @@
+"""The mechanism of heterogeneous data parallelism, free of any trainer.
+
+:class:`HeteroEngine` holds the plan, shards by it, weights by it, observes each step, and agrees with the other ranks
+on the next plan. The Lightning strategy and the other front ends are thin adapters that connect it to their seams;
+who decides on plans are the planners of :mod:`lightning_hetero.core.planner`.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_hetero.comm.clock import clock_for
+from lightning_hetero.comm.control import ControlPlane, check_digests
+from lightning_hetero.comm.gradient_hook import DIRECT_BACKWARD, HookState
+from lightning_hetero.comm.noise import NOISE_FIELDS, NoiseCollector
+from lightning_hetero.comm.observer import StepObserver, match_rows
+from lightning_hetero.comm.roster import Roster
+from lightning_hetero.comm.schedule import ExchangeSchedule
+from lightning_hetero.comm.weighting import LossWeighting
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.plan import BatchPlan, PlanEntry, PlanHistory
+from lightning_hetero.core.planner import PlanContext, Planner, Proposal
+from lightning_hetero.core.time_model import StepObservations
+from lightning_hetero.data.sampler import UnevenBatchSampler
+from lightning_hetero.data.stream import IndexStream
+from lightning_hetero.hardware import capacity, identity
+
+__all__ = ["Exchange", "HeteroEngine"]
+
+log = logging.getLogger("lightning_hetero")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Outcome of one agreement between ranks.
+
+    Args:
+        planner: the planner that has seen the observations (on rank 0; unchanged elsewhere).
+        observations: what all ranks measured since the last exchange.
+        entry: the plan that was adopted, ``None`` if the current one stays.
+        predicted: predicted seconds of a step under the plan that ran, ``None`` without a model.
+    """
+
+    planner: Planner | None
+    observations: StepObservations
+    entry: PlanEntry | None
+    predicted: float | None
+
+
+class HeteroEngine:
+    """Plan, shards, weights, observations and agreement of one rank.
+
+    Args:
+        config: settings, equal on all ranks.
+        rank: this rank.
+        world_size: number of ranks.
+        device: this rank's device.
+        local_rank: slot on this host, part of the identity of a CPU worker.
+        timeout: longest wait for another rank when ranks agree on plans; torch's own by default.
+
+    Raises:
+        ValueError: if a setting does not fit the number of ranks.
+        PlanMismatchError: if the settings differ between ranks.
+
+    Example:
+        >>> engine = HeteroEngine(HeteroConfig(), rank=0, world_size=1, device=torch.device("cpu"))
+        >>> from lightning_hetero.data import PermutationStream
+        >>> sampler = engine.shard(PermutationStream(10, shuffle=False, seed=0), batch_size=4)
+        >>> [len(batch) for batch in sampler]
+        [4, 4, 2]
+    """
+
+    def __init__(
+        self,
+        config: HeteroConfig,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        local_rank: int = 0,
+        timeout: timedelta | None = None,
+    ) -> None:
+        config.check_world_size(world_size)
+        self.config, self.rank, self.world_size, self.device = config, rank, world_size, device
+        self.control = ControlPlane(rank, world_size, timeout=timeout)
+        self.observer = StepObserver(clock_for(device))
+        self.hook_state = HookState(self.observer, world_size)
+        self.weighting = LossWeighting(config, world_size, device)
+        self.schedule = ExchangeSchedule(config.replan)
+        self.noise: NoiseCollector | None = None
+        self.sampler: UnevenBatchSampler | None = None
+        self.history: PlanHistory | None = None
+        self.log: list[PlanEntry] = []
+        self.last_observations = StepObservations.empty(world_size)
+        self.accumulation = 1
+        self.min_local = config.min_local_batch_size or 1
+        self.memory_bound: int | None = None
+        self._restored: PlanHistory | None = None
+        self._start = (0, 0)
+        self._position = (0, 0)
+        self._backwards, self._stepped = 0, False
+        self._identity = identity(device, local_rank)
+        self.roster: Roster | None = None
+        self._restored_workers: tuple[str, ...] = ()
+        self.control.require_equal("the settings of the strategy", config.fingerprint())
+
+    # plan
+
+    @property
+    def plan(self) -> BatchPlan | None:
+        """The plan of the running step, ``None`` before the first loader was sharded."""
+        return None if self.history is None else self.history.at(*self._position).plan
+
+    @property
+    def plan_history(self) -> tuple[PlanEntry, ...]:
+        """All plans since training began, with the step from which each held and the reason."""
+        return tuple(self.log)
+
+    def current_shares(self) -> tuple[float, ...]:
+        """Share of each rank in the newest plan; equal shares before there is one."""
+        return (1.0,) * self.world_size if self.history is None else self.history.last.plan.shares
+
+    def observations(self) -> StepObservations:
+        """What all ranks measured up to the last exchange, the same on all ranks."""
+        return self.last_observations
+
+    def shard(
+        self,
+        stream: IndexStream,
+        batch_size: int,
+        *,
+        drop_last: bool = False,
+        planner: Planner | None = None,
+        epoch: int = 0,
+    ) -> UnevenBatchSampler:
+        """Sampler of this rank over the stream; a collective call.
+
+        Args:
+            stream: order of the samples, equal on all ranks.
+            batch_size: samples per rank on average, as under DDP: the total is ``batch_size * world_size``.
+            drop_last: whether the ragged last batch is dropped.
+            planner: may know a plan from an earlier run.
+            epoch: epoch that comes next, unless a resumed position is later.
+
+        Raises:
+            PlanMismatchError: if ranks differ in dataset, order, batch size or ``drop_last``.
+            ValueError: if the bounds cannot give the total.
+        """
+        self.control.require_equal(
+            "the training data",
+            f"{len(stream)} samples, order {stream.fingerprint():08x}, batch_size={batch_size}, drop_last={drop_last}",
+        )
+        given = self.config.max_local_batch_sizes
+        own = given[self.rank] if isinstance(given, tuple) else given
+        self.roster = Roster.meet(
+            self.control,
+            self._identity,
+            capacity(self.device),
+            min_local=self.min_local,
+            bounds=(own, self.memory_bound),  # type: ignore[arg-type]
+        )
+        start = max(self._start, (epoch, 0))
+        self._position = max(self._position, start)
+        self.history = self._known_history(start)
+        fixed = self.config.local_batch_sizes
+        self._begin(sum(fixed) if fixed is not None else batch_size * self.world_size, planner, start)
+        self.sampler = UnevenBatchSampler(
+            stream,
+            lambda: self.history,  # type: ignore[arg-type, return-value]
+            self.rank,
+            drop_last=drop_last,
+            min_local=self.roster.min_local,
+            start=start,
+        )
+        return self.sampler
+
+    def _known_history(self, start: tuple[int, int]) -> PlanHistory | None:
+        """History of this run or of the checkpoint, as far as it can be continued at ``start``."""
+        history = self.history or self._restored
+        before = [entry for entry in history.entries if (entry.epoch, entry.step) <= start] if history else []
+        return PlanHistory(tuple(before)) if before else None
+
+    def _begin(self, total: int, planner: Planner | None, start: tuple[int, int]) -> None:
+        """Adopt the plan to begin with, decided by rank 0."""
+        assert self.roster is not None
+        running = None if self.history is None else self.history.at(*start).plan
+        same_workers = self._restored_workers in ((), self.roster.identities)
+        entry: PlanEntry | Exception | None = None
+        if self.rank == 0:
+            try:
+                proposal = self.roster.first_plan(self.config, total, planner, running if same_workers else None)
+                first = start if self.history is not None else (0, 0)
+                entry = None if proposal is None else PlanEntry(*first, proposal.plan, proposal.reason)
+            except Exception as error:  # noqa: BLE001 - travels as a value, because every rank has to raise it
+                entry = error
+        entry = self.control.broadcast_object(entry)
+        if isinstance(entry, Exception):
+            raise entry
+        if entry is not None:
+            self._append(entry)
+
+    def _append(self, entry: PlanEntry) -> None:
+        self.history = PlanHistory((entry,)) if self.history is None else self.history.extended(entry)
+        self.log.append(entry)
+        if self.rank == 0 and self.world_size > 1:
+            log.info("plan from epoch %d step %d: %s", entry.epoch, entry.step, entry.describe())
+
+    # one step
+
+    def fetch(self, iterator: Iterator[Any]) -> Any:
+        """Next batch of the loader, timed."""
+        return self.observer.fetch(iterator)
+
+    def begin_step(self, epoch: int, step: int, batch: Any = None) -> None:
+        """The batch of this step is at hand: take its weight, ``W b_i / B`` or what ``weight_fn`` counts."""
+        self._position = (epoch, step)
+        if self._stepped:
+            self._backwards, self._stepped = 0, False
+        self.hook_state.weighted = self.sampler is not None or self.config.weight_fn is not None
+        if self.sampler is None:
+            self.observer.begin_step(0, regular=False)
+            self.weighting.begin(1, self.world_size, batch)
+            return
+        sizes = self.sampler.sizes_at(epoch, step)
+        own = sizes[self.rank]
+        if self.noise is not None:
+            self.noise.begin_step(self.observer.synced_steps, sizes)
+        self.observer.begin_step(max(own, self.sampler.min_local), regular=self.sampler.is_full(epoch, step))
+        self.weighting.begin(own, sum(sizes), batch)
+
+    @property
+    def own_size(self) -> int | None:
+        """Samples of this rank that count in the running step; 0 if it runs with weight 0, ``None`` if not sharded."""
+        return None if self.sampler is None else self.sampler.sizes_at(*self._position)[self.rank]
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss with this rank's weight, see :class:`~lightning_hetero.comm.weighting.LossWeighting`."""
+        with self.excluded():  # with weight_fn it waits for the other ranks' counts
+            return self.weighting.scale(loss)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around every backward pass."""
+        self._backwards += 1
+        self.hook_state.in_backward = True
+        try:
+            with self.observer.backward():
+                yield
+        finally:
+            self.hook_state.in_backward = False
+
+    def check_backward(self) -> None:
+        """Make sure that the gradients of an optimizer step went through :meth:`backward`.
+
+        Raises:
+            RuntimeError: if no backward pass did since the batch of the last optimizer step.
+        """
+        if self._backwards == 0:
+            raise RuntimeError(DIRECT_BACKWARD)
+        self._stepped = True
+
+    def excluded(self) -> Any:
+        """Around collectives outside the backward pass, whose waiting is no computing."""
+        return self.observer.excluded()
+
+    def end_step(self) -> None:
+        """The step is over."""
+        before = self.observer.synced_steps
+        self.observer.end_step()
+        if self.noise is not None and self.observer.synced_steps > before:
+            self.noise.end_step()
+
+    # agreement
+
+    @property
+    def due(self) -> bool:
+        """Whether ranks agree on plans now; the same on all ranks."""
+        return self.sampler is not None and self.schedule.due(self.observer.synced_steps)
+
+    @property
+    def due_at_epoch(self) -> bool:
+        """Whether enough steps have passed since the last exchange to look at the plan between two epochs."""
+        return self.sampler is not None and self.schedule.due_at_epoch(self.observer.synced_steps)
+
+    def exchange(self, planner: Planner | None, *, not_before: tuple[int, int] = (0, 0)) -> Exchange:
+        """Gather observations, let rank 0 decide, adopt its plan from a step that no rank has drawn; collective.
+
+        Args:
+            planner: decides on rank 0; ``None`` keeps the plan.
+            not_before: earliest ``(epoch, step)`` for a new plan.
+
+        Raises:
+            PlanMismatchError: if a rank holds another plan.
+            ValueError: if the planner's plan exceeds a bound.
+        """
+
+        def decide(observations: StepObservations) -> tuple[Planner | None, Proposal | None, float | None]:
+            current = self.plan
+            if planner is None or current is None or observations.num_steps == 0:
+                return planner, None, None
+            upcoming = self.history.last.plan if self.history is not None else current
+            after, proposal = planner.decide(observations, upcoming, self._context(upcoming))
+            return after, proposal, after.predict(current, self._context(current))
+
+        return self._agree(decide, not_before)
+
+    def adopt(self, plan: BatchPlan, reason: str = "given", *, not_before: tuple[int, int] = (0, 0)) -> PlanEntry:
+        """Make rank 0's plan the plan of all ranks, from a step that no rank has drawn yet; collective.
+
+        Raises:
+            ValueError: if the plan has another number of workers, or exceeds a bound.
+        """
+        done = self._agree(lambda _: (None, Proposal(plan, reason), None), not_before)
+        assert done.entry is not None
+        return done.entry
+
+    def _context(self, plan: BatchPlan) -> PlanContext:
+        assert self.roster is not None
+        return self.roster.context(self.config, plan.total_batch_size, self.accumulation)
+
+    def _agree(
+        self,
+        decide: Callable[[StepObservations], tuple[Planner | None, Proposal | None, float | None]],
+        not_before: tuple[int, int],
+    ) -> Exchange:
+        if self.history is None or self.sampler is None or self.roster is None:
+            raise RuntimeError("no training data was sharded yet; call shard() first.")
+        begin = time.perf_counter()
+        header = np.array([self.history.digest(), *self.sampler.drawn], dtype=float)
+        noise = np.zeros(NOISE_FIELDS) if self.noise is None else self.noise.take()
+        table = self.observer.take()
+        everyone = self.control.gather(np.concatenate([header, noise, table.ravel()]))
+        check_digests(everyone[:, 0])
+        observations = match_rows(everyone[:, 3 + NOISE_FIELDS :].reshape(self.world_size, *table.shape))
+        if self.noise is not None:
+            self.noise.absorb(everyone[:, 3 : 3 + NOISE_FIELDS])
+        self.last_observations = observations if observations.num_steps else self.last_observations
+        planner: Planner | None = None
+        reply: Any = None
+        if self.rank == 0:
+            start = max(not_before, *((int(row[1]), int(row[2])) for row in everyone))
+            try:
+                planner, proposal, predicted = decide(observations)
+                if proposal is not None:
+                    self.roster.check_given(proposal.plan)
+                entry = None if proposal is None else PlanEntry(*start, proposal.plan, proposal.reason)
+                cost, step = time.perf_counter() - begin, self.observer.synced_steps
+                reply = (entry, predicted, self.schedule.after(step, observations, cost, changed=entry is not None))
+            except Exception as error:  # noqa: BLE001 - every rank has to raise it, none may wait for a plan
+                reply = error
+        reply = self.control.broadcast_object(reply)
+        if isinstance(reply, Exception):
+            raise reply
+        entry, predicted, following = reply
+        if entry is not None:
+            self._append(entry)
+            self.control.require_equal("the plan", self.history.digest())
+        self.history = self.history.since(self._position[0])
+        self.schedule.done(self.observer.synced_steps, following)
+        self.observer.interrupt()
+        return Exchange(planner, observations, entry, predicted)
+
+    # state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plan history of the running epoch as plain Python values."""
+        if self.history is None or self.roster is None:
+            return {}
+        history = self.history.since(self._position[0])
+        return {"history": history.state_dict(), "workers": list(self.roster.identities)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the plans of an earlier run."""
+        if state:
+            self._restored = PlanHistory.from_state_dict(state["history"])
+            self._restored_workers = tuple(state["workers"])
+
+    def resume_at(self, epoch: int, step: int) -> None:
+        """A resumed run goes on at this step; to be called before the data is sharded."""
+        self._start = self._position = (epoch, step)

@@ -1,0 +1,99 @@
+"""Who a worker is and what it could do: identity, open-loop capacity, memory bound."""
+
+import logging
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+__all__ = ["capacity", "cpu_share", "identity", "probe_largest_batch"]
+
+log = logging.getLogger(__name__)
+
+
+def identity(device: torch.device, local_rank: int) -> str:
+    """Name of the hardware behind a rank: host and GPU UUID, or host and slot for a CPU worker.
+
+    Example:
+        >>> identity(torch.device("cpu"), 1).endswith("/cpu:1")
+        True
+    """
+    if device.type == "cuda":
+        return f"{platform.node()}/{torch.cuda.get_device_properties(device).uuid}"
+    return f"{platform.node()}/{device.type}:{local_rank}"
+
+
+def cpu_share() -> float:
+    """Cores that this process may use, by affinity and CPU-bandwidth cgroup (version 1 or 2)."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return min([float(affinity), *_cgroup_quotas()])
+
+
+def _cgroup_quotas() -> list[float]:
+    quotas = []
+    try:
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                quota, period = (Path(f"/sys/fs/cgroup{path}") / "cpu.max").read_text().split()
+            elif "cpu" in controllers.split(","):
+                folder = Path(f"/sys/fs/cgroup/cpu{path}")
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            else:
+                continue
+            if quota.strip() not in ("max", "-1"):
+                quotas.append(int(quota) / int(period))
+    except (OSError, ValueError):
+        log.debug("no CPU quota could be read", exc_info=True)
+    return quotas
+
+
+def capacity(device: torch.device) -> float:
+    """Rough peak FLOP/s of a worker, for the open-loop split (dynamic batching, sec. III-B).
+
+    Multiprocessors x clock x 256 for a GPU; cores (share of them, under a quota) x 32 GFLOP/s for a CPU. Only ratios
+    count, and only where nothing was measured yet.
+
+    Example:
+        >>> capacity(torch.device("cpu")) > 0
+        True
+    """
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return float(properties.multi_processor_count) * getattr(properties, "clock_rate", 1_500_000) * 1e3 * 256
+    return max(min(cpu_share(), float(torch.get_num_threads())), 1e-3) * 32e9
+
+
+def probe_largest_batch(runs: Callable[[int], bool], *, start: int, limit: int) -> int:
+    """Largest batch that fits, by doubling and then halving the gap.
+
+    Args:
+        runs: tries one batch size and says whether it fitted.
+        start: first size to try, ``>= 1``.
+        limit: never try more.
+
+    Returns:
+        The largest size that ran, within 1/16 of the true bound; 0 if not even one sample fits.
+
+    Example:
+        >>> probe_largest_batch(lambda b: b <= 100, start=8, limit=1000)
+        100
+        >>> probe_largest_batch(lambda b: True, start=8, limit=50)
+        50
+    """
+    good, bad, size = 0, limit + 1, min(start, limit)
+    while good < limit and size < bad:
+        if runs(size):
+            good, size = size, min(2 * size, limit)
+        else:
+            bad = size
+            break
+    while bad - good > max(1, good // 16):
+        middle = (good + bad) // 2
+        if runs(middle):
+            good = middle
+        else:
+            bad = middle
+    return good

@@ -1,0 +1,5 @@
+"""Emulation of unequal hardware on one machine, for demonstrations and tests; training never needs it."""
+
+from lightning_hetero.simulate.throttle import Throttle
+
+__all__ = ["Throttle"]

@@ -1,0 +1,397 @@
+"""What turns Lightning's ``DDPStrategy`` into the heterogeneous one; free of the namespace it is mixed into."""
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from lightning_hetero.callbacks import PolicyCallback, policy_callback
+from lightning_hetero.comm import gradient_hook
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.plan import BatchPlan, PlanEntry
+from lightning_hetero.core.time_model import StepObservations
+from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.strategies._loaders import (
+    balanced_evaluation_loader,
+    stream_of,
+    timed_loader,
+    why_not_uneven,
+    with_batch_sampler,
+)
+from lightning_hetero.strategies._probe import probe_module
+from lightning_hetero.strategies._registration import register
+
+__all__ = ["HeteroDDPMixin"]
+
+log = logging.getLogger("lightning_hetero")
+if not logging.getLogger().hasHandlers() and not log.handlers:  # as Lightning does: nothing changes without a word
+    log.addHandler(logging.StreamHandler())
+    log.propagate = False
+if log.level == logging.NOTSET:
+    log.setLevel(logging.INFO)
+
+
+class HeteroDDPMixin:
+    """Distributed data parallel on unequal workers, with the gradients of one process (Cannikin; dynamic batching).
+
+    The DataLoader's ``batch_size`` means what it means under DDP: samples per worker on average, so the total batch is
+    ``batch_size * world_size``. Each worker gets the share of it that makes all finish together; losses are weighted by
+    that share, ``g = sum_i (b_i / B) g_i``, so the result does not depend on the split.
+
+    Args:
+        policy: who splits the batch: ``"perf_model"`` (default), ``"pid"``, ``"static"`` or ``"even"``.
+        loss_reduction: ``"mean"`` if the loss is a mean over the samples of the batch, ``"sum"`` if it is their sum.
+        local_batch_sizes: a fixed split such as ``[24, 12, 16]``; its sum is then the total batch.
+        min_local_batch_size: fewest samples of a worker; default 1, or 2 if the model has batch normalisation.
+        max_local_batch_sizes: most samples of a worker (memory), one number or one per worker.
+        weight_fn: counts what a batch's mean loss is a mean of (tokens, pixels): ``weight_fn(batch) -> number``.
+        replan: ``"auto"``, ``"epoch"``, or a number of optimizer steps between two looks at the plan.
+        hysteresis: least predicted gain for which a plan is changed, as a share of the step time.
+        balance_evaluation: split validation, test and predict data by speed, without repeating samples.
+        probe_memory: find each worker's largest batch by trial before training (CUDA).
+        kwargs: everything that Lightning's ``DDPStrategy`` takes.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if an argument is out of range, or two of them contradict each other.
+
+    Example:
+        >>> from lightning_hetero import HeteroDDPStrategy
+        >>> HeteroDDPStrategy(local_batch_sizes=[24, 12, 16]).config.local_batch_sizes
+        (24, 12, 16)
+    """
+
+    strategy_name = "hetero_ddp"
+
+    def __init__(
+        self,
+        policy: str | None = None,
+        loss_reduction: str = "mean",
+        local_batch_sizes: Sequence[int] | None = None,
+        min_local_batch_size: int | None = None,
+        max_local_batch_sizes: int | Sequence[int] | None = None,
+        weight_fn: Callable[[Any], Any] | None = None,
+        replan: str | int = "auto",
+        hysteresis: float = 0.03,
+        balance_evaluation: bool = False,
+        probe_memory: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.config = HeteroConfig(
+            policy=policy,
+            loss_reduction=loss_reduction,
+            local_batch_sizes=local_batch_sizes,
+            min_local_batch_size=min_local_batch_size,
+            max_local_batch_sizes=max_local_batch_sizes,
+            weight_fn=weight_fn,
+            replan=replan,
+            hysteresis=hysteresis,
+            balance_evaluation=balance_evaluation,
+            probe_memory=probe_memory,
+        )
+        if kwargs.get("model_averaging_period") is not None or isinstance(
+            kwargs.get("ddp_comm_state"), PostLocalSGDState
+        ):
+            raise ValueError(
+                "model averaging (post-local SGD) averages models of all workers alike, which is wrong for unequal "
+                "batches. Leave model_averaging_period and PostLocalSGDState out."
+            )
+        super().__init__(**kwargs)
+        self.engine: HeteroEngine | None = None
+        self._callback: PolicyCallback | None = None
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the class under ``hetero_ddp`` and every alias that ``ddp`` has."""
+        register(cls, strategy_registry)
+
+    # what users read
+
+    @property
+    def plan(self) -> BatchPlan | None:
+        """The split of the running step."""
+        return None if self.engine is None else self.engine.plan
+
+    @property
+    def plan_history(self) -> tuple[PlanEntry, ...]:
+        """All plans of this run, with the step from which each held and the reason."""
+        return () if self.engine is None else self.engine.plan_history
+
+    def observations(self) -> StepObservations:
+        """What all ranks measured up to the last exchange."""
+        if self.engine is None:
+            raise RuntimeError("observations() is known once training has begun; there is no engine yet.")
+        return self.engine.observations()
+
+    def adopt(self, plan: BatchPlan, reason: str = "given") -> PlanEntry:
+        """Change the split, from a step that no rank has drawn yet; all ranks have to call it together."""
+        if self.engine is None:
+            raise RuntimeError("a plan can be adopted once training has begun; there is no engine yet.")
+        entry = self.engine.adopt(plan, reason)
+        self.refresh_epoch_length()
+        return entry
+
+    # set-up
+
+    @property
+    def _trainer(self) -> Any:
+        return self.lightning_module.trainer  # type: ignore[attr-defined]
+
+    @property
+    def _namespace(self) -> str:
+        """``lightning.pytorch`` or ``pytorch_lightning``, whichever the class was mixed into."""
+        return next(c.__module__ for c in type(self).__mro__ if c.__name__ == "DDPStrategy").rpartition(".strategies")[
+            0
+        ]
+
+    @property
+    def _misconfiguration(self) -> type[Exception]:
+        """``MisconfigurationException`` of the namespace in use."""
+        module = importlib.import_module(f"{self._namespace}.utilities.exceptions")
+        error: type[Exception] = module.MisconfigurationException
+        return error
+
+    def connect(self, model: Any) -> None:
+        """Attach the module, and the callback of the policy unless the user gave one.
+
+        Raises:
+            MisconfigurationException: if two policies were given.
+        """
+        super().connect(model)  # type: ignore[misc]
+        callbacks = self._trainer.callbacks
+        given = [callback for callback in callbacks if isinstance(callback, PolicyCallback)]
+        if self._callback in given:
+            return
+        named = (
+            f"local_batch_sizes={self.config.local_batch_sizes}"
+            if self.config.local_batch_sizes
+            else self.config.policy
+        )
+        if len(given) > 1 or (given and named is not None and named != given[0].policy):
+            names = [type(callback).__name__ for callback in given] + ([str(named)] if named is not None else [])
+            raise self._misconfiguration(
+                f"several policies would decide on the same split: {', '.join(names)}. Keep one of them."
+            )
+        if given:
+            self._callback = given[0]
+            callbacks.remove(given[0])
+        else:
+            self._callback = policy_callback("fixed" if self.config.local_batch_sizes else self.config.policy)
+        callbacks.insert(0, self._callback)
+
+    def setup_environment(self) -> None:
+        """Join the process group, then meet the other ranks."""
+        super().setup_environment()  # type: ignore[misc]
+        if self.engine is None:
+            self.engine = HeteroEngine(
+                self.config,
+                rank=self.global_rank,  # type: ignore[attr-defined]
+                world_size=self.world_size,  # type: ignore[attr-defined]
+                device=self.root_device,  # type: ignore[attr-defined]
+                local_rank=self.local_rank,  # type: ignore[attr-defined]
+                timeout=self._timeout,  # type: ignore[attr-defined]
+            )
+
+    def configure_ddp(self) -> None:
+        """Look at the model before it is wrapped: its smallest batch and, if asked for, its largest."""
+        assert self.engine is not None
+        module = self.lightning_module  # type: ignore[attr-defined]
+        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+            raise self._misconfiguration(
+                "training_step(dataloader_iter) draws batches by itself, so that their samples cannot be counted. "
+                "Take `batch` in training_step, or use strategy='ddp'."
+            )
+        if self.config.min_local_batch_size is None and any(isinstance(m, _BatchNorm) for m in module.modules()):
+            self.engine.min_local = 2
+        if self.config.probe_memory:
+            self.engine.memory_bound = probe_module(self._trainer, module, self.root_device)  # type: ignore[attr-defined]
+        super().configure_ddp()  # type: ignore[misc]
+
+    def _register_ddp_hooks(self) -> None:
+        """Register our hook on every device, with the user's inside it."""
+        assert self.engine is not None
+        if not isinstance(self.model, DistributedDataParallel):  # type: ignore[attr-defined]
+            return
+        state = self.engine.hook_state
+        hook = self._ddp_comm_hook  # type: ignore[attr-defined]
+        if hook is not None and self._ddp_comm_wrapper is not None:  # type: ignore[attr-defined]
+            hook = self._ddp_comm_wrapper(hook)  # type: ignore[attr-defined]
+        state.inner, state.inner_state = hook, self._ddp_comm_state  # type: ignore[attr-defined]
+        self.model.register_comm_hook(state, gradient_hook)  # type: ignore[attr-defined]
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Replace the batch sampler of the train loader by the uneven one; leave other loaders alone by default.
+
+        Raises:
+            MisconfigurationException: if the loader cannot be split unevenly and the policy asks for it.
+        """
+        dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
+        assert self.engine is not None
+        if self._trainer.state.stage != "train":
+            return balanced_evaluation_loader(dataloader, self.engine) if self.config.balance_evaluation else dataloader
+        reason = why_not_uneven(dataloader, self.engine.world_size)
+        if reason is None:
+            return self._shard(dataloader)
+        if self.config.policy != "even":
+            raise self._misconfiguration(f"{reason}, or set policy='even' to train as plain DDP does.")
+        self.engine.sampler = None
+        return dataloader
+
+    def on_train_start(self) -> None:
+        """Refuse several train loaders, now that all of them were seen.
+
+        Raises:
+            MisconfigurationException: if there is more than one.
+        """
+        super().on_train_start()  # type: ignore[misc]
+        combined = self._trainer.fit_loop._combined_loader
+        if combined is not None and len(combined.flattened) > 1:
+            raise self._misconfiguration(
+                f"there are {len(combined.flattened)} train loaders, whose batches would need a split each. Combine "
+                "the datasets in one DataLoader, or use strategy='ddp'."
+            )
+
+    def _shard(self, loader: DataLoader) -> DataLoader:
+        assert self.engine is not None
+        assert self._callback is not None
+        stream = stream_of(loader)
+        assert stream is not None
+        batches: Any = loader.batch_sampler
+        sampler = self.engine.shard(
+            stream,
+            batches.batch_size,
+            drop_last=batches.drop_last,
+            planner=self._callback.planner,
+            epoch=self._trainer.fit_loop.epoch_progress.current.processed,
+        )
+        clone: Any = timed_loader(with_batch_sampler(loader, sampler), self.engine)
+        # Lightning takes a loader with these for one that can go on inside an epoch. The position itself is read in
+        # load_checkpoint, because Lightning asks the loader too late if configure_optimizers had set it up before.
+        clone.state_dict = lambda: sampler.state_dict(
+            self._trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        )
+        clone.load_state_dict = lambda state: None
+        return clone
+
+    def refresh_epoch_length(self) -> None:
+        """Make Lightning's counters follow an epoch of another length: batches, validation, progress bar.
+
+        Lightning counts the batches of an epoch once, when it sets the loaders up; an epoch that got longer would be
+        cut, one that got shorter would skip its validation, both in silence.
+        """
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        combined = loop._combined_loader
+        if combined is None or self.engine is None or self.engine.sampler is None:
+            return
+        connector = importlib.import_module(f"{self._namespace}.trainer.connectors.data_connector")
+        combined.limits = [
+            connector._parse_num_batches(trainer.state.stage, len(loader), trainer.limit_train_batches)
+            for loader in combined.flattened
+        ]
+        loop.max_batches = combined.limits[0]
+        if combined._iterator is not None:
+            combined._iterator.limits = combined.limits
+            loop._data_fetcher.length = loop.max_batches
+        if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
+            trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+
+    # one step
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Take the weight of this batch."""
+        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
+        assert self.engine is not None
+        self.engine.begin_step(self._trainer.current_epoch, batch_idx, batch)
+        if self.engine.own_size == 0 and self._trainer._results is not None:
+            self._trainer._results.batch_size = 0  # runs with weight 0: it must not count in logged means either
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Weight the loss by this rank's share of the batch, then run backward."""
+        assert self.engine is not None
+        loss = self.engine.scale_loss(closure_loss)
+        with self.engine.backward():
+            result: torch.Tensor = super().backward(loss, optimizer, *args, **kwargs)  # type: ignore[misc]
+        return result
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """As DDP.
+
+        Raises:
+            RuntimeError: if under manual optimization no backward pass went through the strategy before this step.
+        """
+        assert self.engine is not None
+        module = self.lightning_module  # type: ignore[attr-defined]
+        if not module.automatic_optimization:
+            self.engine.check_backward()
+        return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As DDP reduces, but a mean of integers is exact: the size counters of logged means must not be floored."""
+        assert self.engine is not None
+        is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+        if isinstance(tensor, torch.Tensor) and is_mean and not torch.is_floating_point(tensor):
+            tensor = tensor.double()
+        with self.engine.excluded():
+            return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """As DDP; what a rank waits here is not counted as computing."""
+        if self.engine is None:
+            super().barrier(*args, **kwargs)  # type: ignore[misc]
+            return
+        with self.engine.excluded():
+            super().barrier(*args, **kwargs)  # type: ignore[misc]
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As DDP; what a rank waits here is not counted as computing."""
+        if self.engine is None:
+            return super().all_gather(*args, **kwargs)  # type: ignore[misc, no-any-return]
+        with self.engine.excluded():
+            return super().all_gather(*args, **kwargs)  # type: ignore[misc, no-any-return]
+
+    # state
+
+    def teardown(self) -> None:
+        """End the run; the engine stays, so that its plans can be read and a further run goes on from them."""
+        if self.engine is not None:
+            self.engine.hook_state.settle()
+        super().teardown()  # type: ignore[misc]
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read the checkpoint, and from it the step at which the data goes on."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
+        position = resume_position(checkpoint)
+        if position is not None and self.engine is not None:
+            self.engine.resume_at(*position)
+        return checkpoint
+
+
+def resume_position(checkpoint: Mapping[str, Any]) -> tuple[int, int] | None:
+    """``(epoch, step)`` at which training data goes on after a checkpoint of Lightning's, ``None`` if it has no loops.
+
+    Example:
+        >>> progress = {"current": {"started": 1, "processed": 0, "completed": 0}}
+        >>> batches = {"current": {"ready": 3, "processed": 3, "completed": 2}, "is_last_batch": False}
+        >>> loops = {"epoch_progress": progress, "epoch_loop.batch_progress": batches}
+        >>> resume_position({"loops": {"fit_loop": loops}})
+        (0, 3)
+    """
+    try:
+        loop = checkpoint["loops"]["fit_loop"]
+        epoch, batch = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
+    except (KeyError, TypeError):
+        return None
+    inside = epoch["started"] > epoch["processed"]
+    if not inside:
+        return epoch["processed"], 0
+    saved_in_last_batch = batch["is_last_batch"] and batch["current"]["completed"] < batch["current"]["processed"]
+    if saved_in_last_batch:
+        return epoch["processed"] + 1, 0
+    return epoch["processed"], batch["current"]["processed"]

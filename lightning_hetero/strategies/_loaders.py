@@ -1,0 +1,128 @@
+"""Connect DataLoaders to the engine: which loaders can be split unevenly, and how their batch sampler is replaced."""
+
+import copy
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_hetero.data import EvaluationBatchSampler, IndexStream, PermutationStream, SamplerStream
+from lightning_hetero.engine import HeteroEngine
+
+__all__ = ["balanced_evaluation_loader", "stream_of", "timed_loader", "why_not_uneven", "with_batch_sampler"]
+
+
+def why_not_uneven(loader: Any, world_size: int) -> str | None:
+    """Why a loader cannot be split unevenly over so many ranks, with advice; ``None`` if it can."""
+    if not isinstance(loader, DataLoader):
+        return f"the train loader is a {type(loader).__name__}, not a torch DataLoader. Return a DataLoader"
+    if isinstance(loader.dataset, IterableDataset):
+        return (
+            "the train dataset is an IterableDataset, whose samples cannot be assigned to ranks by index, so that "
+            "equal numbers of steps cannot be promised. Use a map-style dataset"
+        )
+    if loader.batch_sampler is None:
+        return "the train DataLoader has batch_size=None, so that samples cannot be counted. Give it a batch_size"
+    if type(loader.batch_sampler) is not BatchSampler:
+        return (
+            f"the train DataLoader has a batch sampler of its own ({type(loader.batch_sampler).__name__}), whose "
+            "batches would be lost. Give the DataLoader a batch_size and, for the order of the samples, a sampler"
+        )
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if world_size > 1 and not isinstance(sampler, DistributedSampler):
+        return (
+            f"the train DataLoader's sampler ({type(sampler).__name__}) is not distributed, because of "
+            "Trainer(use_distributed_sampler=False): each rank would go through all samples of a dataset that may be "
+            "its own. Leave use_distributed_sampler at True and give every rank the whole dataset"
+        )
+    if isinstance(sampler, DistributedSampler) and stream_of(loader) is None:
+        return (
+            f"the train DataLoader has a distributed sampler of its own ({type(sampler).__name__}), whose order is not "
+            "known. Give the DataLoader a sampler that is not distributed; it is distributed for you"
+        )
+    return None
+
+
+def stream_of(loader: DataLoader) -> IndexStream | None:
+    """Order of a loader's samples before they are distributed over ranks; ``None`` if it cannot be told."""
+    batches: Any = loader.batch_sampler
+    sampler: Any = loader.sampler if batches is None else batches.sampler
+    seed = int(getattr(sampler, "seed", None) or os.environ.get("PL_GLOBAL_SEED") or 0)
+    inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)  # Lightning's wrapper of a user's sampler
+    if isinstance(sampler, DistributedSampler) and inner is not None:
+        return SamplerStream(inner, seed=seed)
+    if type(sampler) is DistributedSampler:
+        return PermutationStream(len(loader.dataset), shuffle=sampler.shuffle, seed=seed)  # type: ignore[arg-type]
+    if isinstance(sampler, DistributedSampler):
+        return None
+    if isinstance(sampler, RandomSampler | SequentialSampler) and getattr(sampler, "_num_samples", None) is None:
+        shuffle = isinstance(sampler, RandomSampler)
+        return PermutationStream(len(loader.dataset), shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
+    return SamplerStream(sampler, seed=seed)
+
+
+def with_batch_sampler(loader: DataLoader, batch_sampler: Any) -> DataLoader:
+    """A copy of a loader of any class with another batch sampler; the loader itself stays as it is.
+
+    ``DataLoader`` refuses to have the attribute set after construction, because its own iterators would not notice; a
+    copy has none yet. Copying keeps subclasses and all their attributes, which calling their constructor anew would
+    not.
+    """
+    clone = copy.copy(loader)
+    object.__setattr__(clone, "batch_sampler", batch_sampler)
+    object.__setattr__(clone, "_iterator", None)
+    return clone
+
+
+class _TimedIterator:
+    """Times how long each batch took to come."""
+
+    def __init__(self, iterator: Iterator[Any], engine: HeteroEngine) -> None:
+        self._iterator, self._engine = iterator, engine
+
+    def __iter__(self) -> "_TimedIterator":
+        return self
+
+    def __next__(self) -> Any:
+        return self._engine.fetch(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+def timed_loader(loader: DataLoader, engine: HeteroEngine) -> DataLoader:
+    """Make a loader report to the engine when a batch is fetched; it stays an instance of its class."""
+    cls: Any = type(loader)
+
+    def iterate(self: Any) -> _TimedIterator:
+        return _TimedIterator(cls.__iter__(self), engine)
+
+    loader.__class__ = type(cls.__name__, (cls,), {"__iter__": iterate, "__module__": cls.__module__})
+    return loader
+
+
+def balanced_evaluation_loader(loader: Any, engine: HeteroEngine) -> Any:
+    """The evaluation loader split by the shares of the current plan; unchanged where that is not possible."""
+    if (
+        not isinstance(loader, DataLoader)
+        or isinstance(loader.dataset, IterableDataset)
+        or loader.batch_sampler is None
+    ):
+        return loader
+    captured: Any = loader.batch_sampler  # Lightning wraps it for predictions, to know the indices of each batch
+    inner = getattr(captured, "_batch_sampler", captured)
+    sampler = getattr(inner, "sampler", None)
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    if not isinstance(sampler, DistributedSampler) or getattr(sampler, "shuffle", False) or size < engine.world_size:
+        return loader
+    batches = EvaluationBatchSampler(
+        size,
+        inner.batch_size,
+        engine.current_shares,
+        engine.rank,
+        engine.world_size,
+        max_local=engine.roster.max_local if engine.roster else None,
+    )
+    return with_batch_sampler(loader, batches if inner is captured else type(captured)(batches))

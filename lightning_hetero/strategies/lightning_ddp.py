@@ -1,0 +1,15 @@
+"""``hetero_ddp`` for ``lightning.pytorch``."""
+
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+from lightning_hetero.strategies._hetero_ddp import HeteroDDPMixin
+from lightning_hetero.strategies._registration import register
+
+__all__ = ["HeteroDDPStrategy"]
+
+
+class HeteroDDPStrategy(HeteroDDPMixin, DDPStrategy):
+    """Lightning's ``DDPStrategy`` for unequal workers; arguments: :class:`HeteroDDPMixin` and ``DDPStrategy``."""
+
+
+register(HeteroDDPStrategy, StrategyRegistry)

@@ -1,0 +1,203 @@
+"""Noise scale while training: the numbers are those of the gradients, for any split; logger and checkpoint get them."""
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+from lightning import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_hetero import GNSCallback
+from lightning_hetero.core.noise_scale import RunningNoiseScale, estimate_from_two_sizes, estimate_noise_scale
+from tests.helpers import Points, Regressor, fit, run_ranks
+
+N, STEPS = 48, 4
+HORIZON = 1e9  # all steps count alike
+
+
+def model():
+    """Parameters stay where they are, so that gradients of every batch can be computed afterwards."""
+    return Regressor(lr=0.0, momentum=0.0)
+
+
+def gradient(indices):
+    module, data = model(), Points(N)
+    loss = module.loss((data.x[indices], data.y[indices], None))
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(module.parameters()))])
+
+
+def groups_of(results):
+    """Samples of every rank in every step of the first epoch."""
+    return [[r["seen"][step][2] for r in results] for step in range(STEPS)]
+
+
+def expected(steps, method):
+    """What one process that has the same samples in micro-batches estimates."""
+    running = RunningNoiseScale(horizon=HORIZON)
+    for groups in steps:
+        sizes = [len(g) for g in groups]
+        norms = [float(gradient(g).square().sum()) if g else 0.0 for g in groups]
+        whole = float(gradient([i for g in groups for i in g]).square().sum())
+        estimate = estimate_noise_scale(norms, whole, sizes, method=method)
+        running = running.update(trace=estimate.trace, global_sq_norm=whole, total_batch_size=sum(sizes))
+    return running
+
+
+class Keep(Callback):
+    def on_train_end(self, trainer, pl_module):
+        gns = next(c for c in trainer.callbacks if isinstance(c, GNSCallback))
+        pl_module.result = gns.estimate.state_dict()
+
+
+def _run(rank, strategy, ranks, method, kwargs):
+    kwargs = {"dataset": Points(N), "model": model(), "max_epochs": 1, **kwargs}
+    gns = GNSCallback(method=method, horizon=HORIZON, every_n_steps=kwargs.pop("every_n_steps", 1))
+    callbacks = [gns, Keep(), *kwargs.pop("callbacks", [])]
+    module = kwargs["model"]
+    out = fit(rank, strategy, ranks, kwargs.pop("batch_size", 4), callbacks=callbacks, **kwargs)
+    return {**out, "estimate": module.result}
+
+
+@pytest.mark.parametrize("method", ["pooled", "mean", "cannikin"])
+@pytest.mark.parametrize("sizes", [(9, 3), (6, 6), (5, 4, 2, 1), (8, 0, 4)], ids=str)
+def test_estimate_is_that_of_the_workers_gradients(sizes, method):
+    strategy = {"local_batch_sizes": sizes, "replan": STEPS}
+    results = run_ranks(_run, len(sizes), strategy, len(sizes), method, {})
+    reference = expected(groups_of(results), method)
+    for result in results:
+        assert result["estimate"]["samples"] == pytest.approx(N)
+        assert result["estimate"]["trace_sum"] == pytest.approx(reference.trace_sum, rel=1e-9)
+        assert result["estimate"]["sq_norm_sum"] == pytest.approx(reference.sq_norm_sum, rel=1e-9)
+
+
+def test_an_accumulation_window_counts_as_one_batch_of_each_worker():
+    kwargs = {"accumulate_grad_batches": 2, "batch_size": 3}
+    results = run_ranks(_run, 2, {"local_batch_sizes": (4, 2), "replan": 1}, 2, "pooled", kwargs)
+    windows = [[sum((r["seen"][2 * w + k][2] for k in (0, 1)), []) for r in results] for w in range(STEPS)]
+    assert results[0]["estimate"]["trace_sum"] == pytest.approx(expected(windows, "pooled").trace_sum, rel=1e-9)
+
+
+def test_every_n_steps():
+    kwargs = {"every_n_steps": 2}
+    results = run_ranks(_run, 2, {"local_batch_sizes": (9, 3), "replan": STEPS}, 2, "pooled", kwargs)
+    assert results[0]["estimate"]["samples"] == pytest.approx(N / 2)
+
+
+def test_plain_ddp_gives_the_same_numbers_as_equal_batches():
+    kwargs = {"batch_size": 6, "max_epochs": 14}  # 56 steps: one message after 50
+    plain = run_ranks(_run, 2, "ddp", 2, "pooled", kwargs)
+    steps = [[r["seen"][s][2] for r in plain] for s in range(50)]
+    assert plain[0]["estimate"]["samples"] == pytest.approx(600)
+    assert plain[1]["estimate"] == plain[0]["estimate"]
+    assert plain[0]["estimate"]["trace_sum"] == pytest.approx(expected(steps, "pooled").trace_sum, rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["hetero_ddp", "auto"])
+def test_single_worker_with_accumulation_takes_two_sizes(strategy):
+    kwargs = {"batch_size": 4, "accumulate_grad_batches": 3}
+    (result,) = run_ranks(_run, 1, strategy, 1, "pooled", kwargs)
+    running = RunningNoiseScale(horizon=HORIZON)
+    for w in range(4):
+        micro = [result["seen"][3 * w + k][2] for k in range(3)]
+        small, big = (float(gradient(g).square().sum()) for g in (micro[0], sum(micro, [])))
+        estimate = estimate_from_two_sizes(small, 4, big, 12)
+        running = running.update(trace=estimate.trace, global_sq_norm=big, total_batch_size=12)
+    assert result["estimate"]["trace_sum"] == pytest.approx(running.trace_sum, rel=1e-9)
+    assert result["estimate"]["biased"] is False
+
+
+def test_single_worker_without_accumulation_is_flagged_biased():
+    (result,) = run_ranks(_run, 1, "auto", 1, "pooled", {"batch_size": 4})
+    assert result["estimate"]["biased"] is True
+    assert result["estimate"]["samples"] == pytest.approx(N - 4)
+
+
+class Poisoned(Regressor):
+    def __init__(self):
+        super().__init__(lr=0.0, momentum=0.0)
+
+    def loss(self, batch):
+        loss = super().loss(batch)
+        rank = self.trainer.global_rank
+        return loss * float("nan") if rank == 1 and self.trainer.global_step == 1 else loss
+
+    def on_before_optimizer_step(self, optimizer):
+        for p in self.parameters():
+            p.grad.nan_to_num_(0.0)
+        super().on_before_optimizer_step(optimizer)
+
+
+def test_nan_in_one_workers_gradient_leaves_the_estimate_finite():
+    strategy = {"local_batch_sizes": (9, 3), "replan": STEPS}
+    results = run_ranks(_run, 2, strategy, 2, "pooled", {"model": Poisoned()})
+    steps = [groups for step, groups in enumerate(groups_of(results)) if step != 1]
+    for result in results:
+        assert result["estimate"]["skipped"] == 1
+        assert result["estimate"]["samples"] == pytest.approx(36)
+        assert result["estimate"]["trace_sum"] == pytest.approx(expected(steps, "pooled").trace_sum, rel=1e-6)
+
+
+def test_logged_under_the_fixed_names(tmp_path):
+    kwargs = {"logger": CSVLogger(str(tmp_path), name="", version=""), "max_epochs": 3}
+    run_ranks(_run, 2, {"local_batch_sizes": (9, 3), "replan": 2}, 2, "pooled", kwargs)
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
+    for name in ("noise_scale", "grad_sq_norm", "grad_variance"):
+        values = [float(row[f"hetero/{name}"]) for row in rows if row.get(f"hetero/{name}")]
+        assert len(values) >= 5
+        assert all(value >= 0 for value in values)
+
+
+def test_estimate_survives_a_checkpoint(tmp_path):
+    strategy = {"local_batch_sizes": (9, 3), "replan": 1}
+    saving = {"callbacks": [ModelCheckpoint(dirpath=tmp_path)], "enable_checkpointing": True}
+    first = run_ranks(_run, 2, strategy, 2, "pooled", saving)
+    path = str(next(tmp_path.glob("*.ckpt")))
+    again = run_ranks(_run, 2, strategy, 2, "pooled", {"ckpt_path": path, "max_epochs": 2})
+    whole = run_ranks(_run, 2, strategy, 2, "pooled", {"max_epochs": 2})
+    assert first[0]["estimate"]["samples"] == pytest.approx(N)
+    assert again[0]["estimate"]["samples"] == pytest.approx(2 * N)
+    assert again[0]["estimate"]["trace_sum"] == pytest.approx(whole[0]["estimate"]["trace_sum"], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"every_n_steps": 0}, ValueError, ">= 1"),
+        ({"every_n_steps": 1.5}, TypeError, "float"),
+        ({"method": "best"}, ValueError, "'pooled', 'cannikin', 'mean'"),
+        ({"horizon": 0}, ValueError, "horizon"),
+    ],
+)
+def test_refuses(arguments, error, says):
+    with pytest.raises(error, match=says):
+        GNSCallback(**arguments)
+
+
+def test_gradients_are_not_copied_with_several_workers():
+    """Nothing is kept per parameter: the callback and the engine hold scalars only."""
+    results = run_ranks(_kept, 2)
+    assert max(np.concatenate(results)) <= 3
+
+
+def _kept(rank):
+    class Count(Keep):
+        def on_train_end(self, trainer, pl_module):
+            super().on_train_end(trainer, pl_module)
+            collector = trainer.strategy.engine.noise
+            found = [v for v in vars(collector).values() if isinstance(v, torch.Tensor)]
+            pl_module.kept = [t.numel() for t in found] or [0]
+
+    module = model()
+    fit(
+        rank,
+        {"local_batch_sizes": (9, 3)},
+        2,
+        6,
+        model=module,
+        dataset=Points(N),
+        callbacks=[GNSCallback(), Count()],
+        max_epochs=1,
+    )
+    return module.kept

@@ -1,0 +1,244 @@
+"""Policies as callbacks: metrics, progress bar, log lines, state that rides in a checkpoint."""
+
+import logging
+import re
+
+import numpy as np
+import pytest
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+
+from lightning_hetero import DynamicBatchPIDCallback, HeteroDDPStrategy, PerfModelCallback
+from lightning_hetero.callbacks import PolicyCallback, policy_callback
+from lightning_hetero.callbacks.metrics import exchange_metrics
+from lightning_hetero.config import POLICIES, HeteroConfig
+from lightning_hetero.core import BatchPlan
+from lightning_hetero.core.planner import PerfModelPlanner, Proposal, StaticPlanner
+from lightning_hetero.core.profile import NodeProfile
+from lightning_hetero.core.time_model import StepObservations
+from lightning_hetero.engine import HeteroEngine
+from tests.helpers import Points, fit, run_ranks, trainer_of
+
+
+class Swings(StaticPlanner):
+    """Another split at every look, as a user might write it."""
+
+    def initial(self, context):
+        return None
+
+    def decide(self, observations, current, context):
+        big, small = sorted(current.local_batch_sizes, reverse=True)
+        sizes = (small - 1, big + 1) if current.local_batch_sizes[0] == big else (small, big)
+        return self, Proposal(BatchPlan(sum(sizes), sizes), "swings by 10 %")
+
+
+# metrics
+
+
+def observations(step_time=(1.0, 2.0)):
+    fields = {name: np.zeros((2, 2)) for name in StepObservations.FIELDS}
+    fields["forward"] = np.array([[0.25, 0.5], [0.25, 0.5]])
+    fields["backward"] = np.array([[0.25, 0.5], [0.75, 0.5]])
+    fields["step_time"] = np.repeat(np.array(step_time)[:, None], 2, axis=1)
+    return StepObservations(**fields)
+
+
+def test_metrics_by_hand():
+    """Computing 0.75 s (median of 0.5 and 1) and 1 s in a step of 1.5 s: idle for 1 - 0.875 / 1.5."""
+    assert exchange_metrics(observations(), BatchPlan(8, (6, 2)), 1.25) == {
+        "hetero/total_batch_size": 8.0,
+        "hetero/local_batch_size/rank0": 6.0,
+        "hetero/local_batch_size/rank1": 2.0,
+        "hetero/predicted_step_time": 1.25,
+        "hetero/compute_time/rank0": 0.75,
+        "hetero/compute_time/rank1": 1.0,
+        "hetero/step_time": 1.5,
+        "hetero/idle_fraction": pytest.approx(1 - 0.875 / 1.5),
+    }
+
+
+@pytest.mark.parametrize(
+    ("step_time", "known"),
+    [((np.nan, 2.0), True), ((np.nan, np.nan), False), ((0.0, 0.0), False), ((np.inf, np.inf), False)],
+)
+def test_metrics_leave_out_what_is_not_known(step_time, known):
+    metrics = exchange_metrics(observations(step_time), BatchPlan(8, (6, 2)), None)
+    assert ("hetero/step_time" in metrics) == ("hetero/idle_fraction" in metrics) == known
+    assert "hetero/predicted_step_time" not in metrics
+    assert all(np.isfinite(value) and type(value) is float for value in metrics.values())
+
+
+def test_idle_fraction_is_a_share():
+    """More computing than time in a step (accumulation, jitter) is no negative idleness."""
+    assert exchange_metrics(observations((0.1, 0.1)), BatchPlan(8, (6, 2)), None)["hetero/idle_fraction"] == 0.0
+
+
+# names
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_by_name(name):
+    assert policy_callback(name).policy == ("fixed" if name == "even" else name)
+
+
+def test_names_of_policies():
+    assert PerfModelCallback().policy == "perf_model"
+    assert DynamicBatchPIDCallback().policy == "pid"
+    assert PolicyCallback(Swings()).policy == f"{__name__}.Swings"
+    assert PolicyCallback().policy == "fixed"
+
+
+# progress bar
+
+
+class Shown(RichProgressBar):
+    """Keeps what it shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def _update_metrics(self, trainer, pl_module):
+        self.seen.append(self.get_metrics(trainer, pl_module))
+        super()._update_metrics(trainer, pl_module)
+
+
+class ShownByTQDM(TQDMProgressBar):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        super().on_train_batch_end(trainer, pl_module, *args)
+        if trainer.is_global_zero:
+            assert "split=" in str(self.train_progress_bar)
+            self.seen.append(self.get_metrics(trainer, pl_module))
+
+
+def _bars(rank, cls, ranks):
+    bar = cls()
+    fit(rank, {"local_batch_sizes": [5, 3][:ranks]}, ranks, 4, callbacks=[bar], enable_progress_bar=True, max_epochs=1)
+    return [metrics.get("split") for metrics in bar.seen], "get_metrics" in vars(bar)
+
+
+@pytest.mark.parametrize("cls", [Shown, ShownByTQDM])
+def test_progress_bar_shows_the_split(cls):
+    (shown, left), (_, left_elsewhere) = run_ranks(_bars, 2, cls, 2)
+    assert shown
+    assert set(shown) == {"5/3"}
+    assert not left
+    assert not left_elsewhere
+
+
+def test_progress_bar_of_one_process_is_as_it_was():
+    ((shown, _),) = run_ranks(_bars, 1, Shown, 1)
+    assert set(shown) == {None}
+
+
+# log
+
+
+class Lines(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.INFO)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append((record.levelname, record.getMessage()))
+
+
+def _logged(rank, planner, strategy):
+    handler, logger = Lines(), logging.getLogger("lightning_hetero")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    callbacks = [PolicyCallback(planner)] if planner else []
+    result = fit(rank, strategy, 2, 5, dataset=Points(120), callbacks=callbacks, max_epochs=1)
+    return handler.lines, result["history"]
+
+
+def test_one_line_for_each_plan_with_its_reason():
+    (lines, history), (others, _) = run_ranks(_logged, 2, Swings(), {"replan": 4})
+    assert others == []
+    assert len(history) > 2
+    plans = [message for level, message in lines if level == "INFO" and message.startswith("plan from")]
+    assert plans == [
+        f"plan from epoch {epoch} step {step}: {'/'.join(map(str, sizes))} of 10 samples "
+        f"({'equal sizes' if i == 0 else 'swings by 10 %'})"
+        for i, (epoch, step, sizes) in enumerate(history)
+    ]
+
+
+class Learned(PerfModelPlanner):
+    """Sees two workers of which the first is three times as fast."""
+
+    def decide(self, observations, current, context):
+        scale = np.array([1e-3, 3e-3])
+        sizes = np.broadcast_to(np.array(current.local_batch_sizes, dtype=float), (5, 2))
+        zeros = np.zeros((5, 2))
+        return super().decide(
+            StepObservations(sizes, zeros, sizes * scale, zeros, zeros, zeros, zeros), current, context
+        )
+
+
+def test_line_of_a_plan_says_why_and_what_it_gains():
+    (lines, history), _ = run_ranks(_logged, 2, Learned(), {"replan": 4})
+    assert history[1][2] in ((7, 3), (8, 2))
+    second = [message for _, message in lines if message.startswith("plan from")][1]
+    assert re.search(r"first split, in proportion to measured speed: step 15\.0 -> \d\.\d ms \(\d\d% less\)", second)
+
+
+# state
+
+
+def test_state_round_trip():
+    planner = PerfModelPlanner({"a": NodeProfile().observe(4, [0.1] * 9, [0.2] * 9)}, 0.5, (0.01, 0.02), 0.003)
+    state = PolicyCallback(planner).state_dict()
+    assert state["policy"] == "perf_model"
+    restored = PerfModelCallback()
+    restored.load_state_dict(state)
+    assert restored.planner == planner
+    assert restored.state_dict() == state
+
+
+def test_state_of_another_policy_leaves_what_was_learned_alone():
+    restored = DynamicBatchPIDCallback()
+    before = restored.planner
+    restored.load_state_dict(PerfModelCallback().state_dict())
+    assert restored.planner == before
+
+
+def engine_of_one():
+    """A callback that is set up on one process, with the engine behind it."""
+    strategy = HeteroDDPStrategy()
+    trainer = trainer_of(strategy, 1)
+    strategy.engine = HeteroEngine(HeteroConfig(), rank=0, world_size=1, device=strategy.root_device)
+    return trainer, strategy.engine
+
+
+def plan_state(sizes=(7, 3)):
+    entry = {"epoch": 1, "step": 4, "plan": BatchPlan(sum(sizes), sizes).state_dict(), "reason": "learned"}
+    return {"history": {"entries": [entry]}, "workers": ["a", "b"]}
+
+
+@pytest.mark.parametrize("stored", ["other policy", "same policy", "none of ours"])
+def test_plan_is_taken_over_from_a_checkpoint(stored):
+    trainer, engine = engine_of_one()
+    loaded = []
+    engine.load_state_dict = loaded.append
+    callback = DynamicBatchPIDCallback()
+    callback.setup(trainer, None, "fit")
+    ours = {"policy": "perf_model", "planner": PerfModelPlanner().state_dict(), "engine": plan_state()}
+    states = {
+        "other policy": {"EarlyStopping": {"wait_count": 1}, "PerfModelCallback": ours},
+        "same policy": {callback.state_key: ours},
+        "none of ours": {"EarlyStopping": {"wait_count": 1}},
+    }[stored]
+    callback.on_load_checkpoint(trainer, None, {"callbacks": states})
+    # of the same policy, Lightning itself calls load_state_dict
+    assert loaded == {"other policy": [plan_state()], "same policy": [], "none of ours": [{}]}[stored]
+
+
+def test_checkpoint_of_an_earlier_version_without_callbacks():
+    trainer, _ = engine_of_one()
+    callback = PerfModelCallback()
+    callback.setup(trainer, None, "fit")
+    callback.on_load_checkpoint(trainer, None, {})

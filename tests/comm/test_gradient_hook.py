@@ -1,0 +1,154 @@
+"""The DDP hook against DDP itself: averages, a user's hook inside ours, norms, the error of a direct backward."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_hetero.comm.clock import HostClock
+from lightning_hetero.comm.gradient_hook import DIRECT_BACKWARD, HookState, gradient_hook
+from lightning_hetero.comm.observer import StepObserver
+from tests.helpers import run_ranks
+
+STEPS, WIDTH = 3, 600  # wider than the megabyte of DDP's first bucket
+TINY = 1e-4  # MB: one bucket for each parameter that does not fit into the first
+
+
+def build():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+
+def batches(rank):
+    generator = torch.Generator().manual_seed(10 + rank)
+    return [torch.randn(5, 6, generator=generator) for _ in range(STEPS)]
+
+
+def loss_of(model, x):
+    return model(x).square().mean()
+
+
+def flat(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()]).numpy().copy()
+
+
+def _gradients(rank, hook, ours, cap):
+    """Averaged gradient of each step; ``ours`` puts ``hook`` inside our own."""
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(build(), bucket_cap_mb=cap)
+    state = HookState(StepObserver(HostClock()), 2, inner=hook)
+    if ours:
+        model.register_comm_hook(state, gradient_hook)
+    elif hook is not None:
+        model.register_comm_hook(None, hook)
+    gradients = []
+    for x in batches(rank):
+        model.zero_grad()
+        loss_of(model, x).backward()
+        gradients.append(flat(model))
+    return np.stack(gradients)
+
+
+@pytest.mark.parametrize("cap", [25, TINY])
+@pytest.mark.parametrize("hook", [None, fp16_compress_hook, bf16_compress_hook], ids=str)
+def test_average_is_that_of_ddp_with_the_same_hook(hook, cap):
+    ours = run_ranks(_gradients, 2, hook, True, cap)
+    np.testing.assert_array_equal(ours[0], ours[1])
+    if hook is not bf16_compress_hook:  # which torch registers with NCCL only
+        np.testing.assert_array_equal(ours[0], run_ranks(_gradients, 2, hook, False, cap)[0])
+    exact = []
+    for step in range(STEPS):
+        model = build()
+        loss_of(model, torch.cat([batches(rank)[step] for rank in range(2)])).backward()
+        exact.append(flat(model))
+    np.testing.assert_allclose(ours[0], exact, atol=1e-6 if hook is None else 1e-2)
+    assert hook is None or np.abs(ours[0] - exact).max() > 1e-6, "the hook was not used"
+
+
+def _norms(rank, cap, hook):
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(build().double(), bucket_cap_mb=cap)
+    state = HookState(StepObserver(HostClock()), 2, collect_norms=True, inner=hook)
+    model.register_comm_hook(state, gradient_hook)
+    rows = []
+    for x in batches(rank):
+        alone = build().double()
+        loss_of(alone, x.double()).backward()
+        model.zero_grad()
+        loss_of(model, x.double()).backward()
+        buckets = len(state.local_sq_norms)
+        local, averaged = state.take_norms()
+        assert local.dtype == averaged.dtype == torch.float64
+        rows.append([buckets, local, (flat(alone) ** 2).sum(), averaged, (flat(model) ** 2).sum()])
+        assert state.take_norms() is None
+    return np.array(rows, dtype=float)
+
+
+@pytest.mark.parametrize(("cap", "hook"), [(25, None), (TINY, None), (TINY, bf16_compress_hook)], ids=str)
+def test_squared_norms_are_those_of_the_gradients(cap, hook):
+    """Before averaging of this rank's own gradient, after it of the one that the optimizer sees."""
+    for rows in run_ranks(_norms, 2, cap, hook):
+        assert (rows[1:, 0] > 2).all() if cap == TINY else (rows[1:, 0] <= 2).all()
+        np.testing.assert_allclose(rows[:, 1], rows[:, 2], rtol=1e-12)
+        np.testing.assert_allclose(rows[:, 3], rows[:, 4], rtol=1e-12)
+
+
+def _observed(rank):
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(build(), bucket_cap_mb=TINY)
+    observer = StepObserver(HostClock())
+    state = HookState(observer, 2)
+    model.register_comm_hook(state, gradient_hook)
+    for _ in range(6):
+        observer.begin_step(5, regular=True)
+        model.zero_grad()
+        loss = loss_of(model, batches(rank)[0])
+        with observer.backward():
+            loss.backward()
+        observer.end_step()
+    table = observer.take()
+    return table[~np.isnan(table[:, 0])]
+
+
+def test_every_bucket_is_timed():
+    for rows in run_ranks(_observed, 2):
+        assert rows[:, 0].tolist() == [4, 5, 6]
+        _, _, forward, backward, first, overlapped, last, step = rows.T
+        assert (forward > 0).all()
+        assert (first > 0).all()
+        assert (first < backward).all()
+        assert (overlapped >= 0).all()
+        assert (last >= 0).all()
+        assert (step > backward).all()
+
+
+def test_signature_is_the_one_that_torch_asks_for():
+    """Torch compares annotations by identity: they must be types, not strings."""
+    parameters = inspect.signature(gradient_hook).parameters
+    assert list(parameters) == ["state", "bucket"]
+    assert parameters["bucket"].annotation is dist.GradBucket
+    assert inspect.signature(gradient_hook).return_annotation == torch.futures.Future[torch.Tensor]
+
+
+def _direct(rank, weighted, through):
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(build())
+    state = HookState(StepObserver(HostClock()), 2, weighted=weighted, in_backward=through)
+    model.register_comm_hook(state, gradient_hook)
+    loss_of(model, batches(rank)[0]).backward()
+
+
+def test_backward_that_bypasses_the_weighting_is_an_error():
+    errors = run_ranks(_direct, 2, True, False, expect_errors=True)
+    assert [(rank, kind) for rank, kind, _ in errors] == [(0, "RuntimeError"), (1, "RuntimeError")]
+    assert all(DIRECT_BACKWARD in message for *_, message in errors)
+
+
+@pytest.mark.parametrize(("weighted", "through"), [(True, True), (False, False)])
+def test_weighted_or_not_to_be_weighted_is_no_error(weighted, through):
+    run_ranks(_direct, 2, weighted, through)

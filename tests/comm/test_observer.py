@@ -1,0 +1,316 @@
+"""Timings of a step from scripted clocks: every number by hand."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from lightning_hetero.comm import observer as module
+from lightning_hetero.comm.observer import KEPT_ROWS, WARM_UP, StepObserver, match_rows
+from lightning_hetero.core.time_model import StepObservations
+
+NAMES = ("step", "size", "a", "P", "first", "t_o", "t_u", "step_time")
+
+
+class Script:
+    """A clock that is told the time; marks become ready when ``reached`` passes them, as CUDA events do."""
+
+    def __init__(self):
+        self.now, self.reached = 0.0, float("inf")
+
+    def mark(self):
+        return self.now
+
+    def ready(self, mark):
+        return mark <= self.reached
+
+    def seconds(self, start, end):
+        assert max(start, end) <= self.reached, "reading this mark would wait for the device"
+        return end - start
+
+    def perf_counter(self):
+        return self.now
+
+
+class Run:
+    """Drives an observer through steps whose moments are given in seconds from the start of each part."""
+
+    def __init__(self, monkeypatch):
+        self.clock = Script()
+        self.observer = StepObserver(self.clock)
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=self.clock.perf_counter))
+
+    def batches(self, wait):
+        while True:
+            self.clock.now += wait
+            yield "batch"
+
+    def passage(self, buckets, end):
+        """One backward pass: ``buckets`` are ``(ready, done)`` and ``end`` is when the call returns."""
+        start = self.clock.now
+        events = [(moment[k], k, i) for i, moment in enumerate(buckets) for k in (0, 1)]
+        with self.observer.backward():
+            numbers = {}
+            for moment, kind, i in sorted(events):
+                self.clock.now = start + moment
+                if kind == 0:
+                    numbers[i] = self.observer.bucket_ready()
+                else:
+                    self.observer.bucket_done(numbers[i])
+            self.clock.now = start + end
+
+    def micro(
+        self, size=4, wait=1.0, forward=2.0, passages=(((), 3.0),), update=0.5, metric=0.0, regular=True, fetch=True
+    ):
+        if fetch:
+            assert self.observer.fetch(self.batches(wait)) == "batch"
+        self.observer.begin_step(size, regular=regular)
+        self.clock.now += forward
+        for buckets, end in passages:
+            self.passage(buckets, end)
+        if metric:
+            with self.observer.excluded():
+                self.clock.now += metric
+        self.clock.now += update
+        self.observer.end_step()
+
+    # two buckets: ready at 2 and 5, averaged at 3.25 and 6; a backward call of 7 seconds
+    STEP = (((2.0, 3.25), (5.0, 6.0)), 7.0)
+
+    def step(self, **kwargs):
+        self.micro(**{"passages": (self.STEP,), **kwargs})
+
+    def warm(self, **kwargs):
+        for _ in range(WARM_UP):
+            self.step(**kwargs)
+        return self
+
+    def rows(self):
+        table = self.observer.take()
+        return [dict(zip(NAMES, row, strict=True)) for row in table[~np.isnan(table[:, 0])].tolist()]
+
+
+@pytest.fixture
+def run(monkeypatch):
+    return Run(monkeypatch)
+
+
+def test_a_row_by_hand(run):
+    """a = wait 1 + forward 2 + update 0.5; P to the last ready; t_o and t_u of the two buckets; 10.5 s a step."""
+    run.warm().step()
+    assert run.rows() == [
+        {"step": 4, "size": 4, "a": 3.5, "P": 5.0, "first": 2.0, "t_o": 1.25, "t_u": 1.0, "step_time": 10.5}
+    ]
+    assert run.rows() == []
+
+
+def test_a_bucket_waits_for_the_one_before_it(run):
+    """Bucket 1 is ready at 3 but the link is busy until 6: of its synchronisation only the second from 6 counts."""
+    run.warm().step(passages=((((1.0, 6.0), (3.0, 7.0)), 7.0),))
+    (row,) = run.rows()
+    assert (row["first"], row["P"], row["t_o"], row["t_u"]) == (1.0, 3.0, 5.0, 1.0)
+
+
+def test_three_buckets_two_of_them_overlap(run):
+    run.warm().step(passages=((((1.0, 2.0), (2.5, 3.0), (4.0, 6.0)), 6.0),))
+    (row,) = run.rows()
+    assert (row["t_o"], row["t_u"]) == (1.5, 2.0)
+
+
+def test_bucket_without_an_end_is_done_when_backward_returns(run):
+    """One bucket, averaged by a hook that does not report."""
+    run.warm()
+    run.observer.fetch(run.batches(1.0))
+    run.observer.begin_step(4, regular=True)
+    start = run.clock.now
+    with run.observer.backward():
+        run.clock.now = start + 2.0
+        run.observer.bucket_ready()
+        run.clock.now = start + 5.0
+    run.observer.end_step()
+    (row,) = run.rows()
+    assert (row["P"], row["t_o"], row["t_u"]) == (2.0, 0.0, 3.0)
+
+
+def test_excluded_collectives_are_no_computing(run):
+    run.warm(metric=4.0).step(metric=4.0)
+    (row,) = run.rows()
+    assert (row["a"], row["step_time"]) == (3.5, 14.5)
+
+
+def test_more_excluded_than_there_was_gives_no_negative_time(run):
+    """On a device, host seconds of waiting may exceed what the stream spent."""
+    run.warm()
+    run.observer.fetch(run.batches(0.0))
+    run.observer.begin_step(4, regular=True)
+    run.passage(*run.STEP)
+    with run.observer.excluded():
+        run.clock.now += 2.0
+    run.clock.now -= 2.0
+    run.observer.end_step()
+    assert run.rows()[0]["a"] == 0.0
+
+
+def test_a_loader_that_is_not_timed_starts_the_step_at_its_batch(run):
+    run.warm(fetch=False)
+    run.step(fetch=False)
+    assert run.rows()[0]["a"] == 2.5
+
+
+def test_several_backward_passes_of_one_step(run):
+    """What lies between them is computing; the network's times are those of the last."""
+    run.warm().step(passages=((((1.0, 3.0),), 3.0), run.STEP))
+    (row,) = run.rows()
+    assert (row["a"], row["P"], row["first"], row["t_o"], row["t_u"]) == (3.5, 6.0, 2.0, 1.25, 1.0)
+
+
+def test_backward_pass_that_is_not_synchronised_may_be_the_last(run):
+    """As under ``no_sync`` in manual optimization."""
+    run.warm().step(passages=(run.STEP, ((), 4.0)))
+    (row,) = run.rows()
+    assert (row["a"], row["P"], row["t_o"], row["t_u"]) == (3.5, 9.0, 1.25, 1.0)
+
+
+def test_accumulation_window_is_one_row_with_the_mean_of_its_micro_batches(run):
+    for _ in range(WARM_UP + 1):
+        run.micro()
+        run.micro(forward=4.0)
+        run.step()
+    (row,) = run.rows()
+    assert row["a"] == pytest.approx((3.5 + 5.5 + 3.5) / 3)
+    assert row["P"] == pytest.approx((3.0 + 3.0 + 5.0) / 3)
+    assert row["step_time"] == 6.5 + 8.5 + 10.5
+    assert (row["step"], row["first"], row["t_o"], row["t_u"]) == (4, 2.0, 1.25, 1.0)
+
+
+def test_accumulation_window_of_different_sizes_gives_no_row(run):
+    run.warm()
+    run.micro(size=4)
+    run.step(size=6)
+    assert run.rows() == []
+    run.step(size=6)
+    assert [row["size"] for row in run.rows()] == [6]
+
+
+def test_warm_up_rows_are_dropped(run):
+    assert run.warm().rows() == []
+    run.step()
+    assert len(run.rows()) == 1
+
+
+def test_first_step_of_another_size_is_dropped(run):
+    run.warm()
+    for size in (4, 6, 6, 4, 4):
+        run.step(size=size)
+    assert [(row["step"], row["size"]) for row in run.rows()] == [(4, 4), (6, 6), (8, 4)]
+
+
+def test_ragged_tail_and_the_step_after_it_give_no_row(run):
+    run.warm().step()
+    run.step(size=1, regular=False)
+    run.step()
+    run.step()
+    assert [row["step"] for row in run.rows()] == [4, 7]
+
+
+def test_irregular_step_of_the_same_size_gives_no_row(run):
+    run.warm().step(regular=False)
+    run.step()
+    assert [row["step"] for row in run.rows()] == [5]
+
+
+def test_step_without_a_synchronisation_counts_with_the_next(run):
+    """A skipped step (no loss) has no backward pass and is no step of the group."""
+    run.warm().micro(passages=())
+    assert run.observer.synced_steps == WARM_UP
+    run.step()
+    (row,) = run.rows()
+    assert row["step"] == 4
+    assert row["step_time"] == 3.5 + 10.5
+
+
+def test_interrupted_step_time_is_unknown_and_the_rest_is_not(run):
+    run.warm().step()
+    run.observer.interrupt()
+    run.clock.now += 100.0
+    run.step()
+    run.step()
+    rows = run.rows()
+    assert [row["a"] for row in rows] == [3.5] * 3
+    np.testing.assert_array_equal([row["step_time"] for row in rows], [10.5, np.nan, 10.5])
+
+
+def test_marks_that_become_ready_later_give_their_rows_later(run):
+    """``Script.seconds`` refuses marks that the device has not reached: nothing ever waits."""
+    run.warm()
+    run.clock.reached = run.clock.now
+    run.step()
+    reached = run.clock.now
+    run.step()
+    assert run.rows() == []
+    run.clock.reached = reached
+    assert [row["step"] for row in run.rows()] == [4]
+    run.clock.reached = reached + 3.0
+    assert run.rows() == []
+    run.clock.reached = float("inf")
+    assert [row["step"] for row in run.rows()] == [5]
+
+
+def test_a_mark_of_a_bucket_holds_its_row_back(run):
+    """Bucket marks lie on another stream, which may be behind the one that computes."""
+    run.warm()
+    run.clock.ready = lambda mark: mark != start + 1.0 + 2.0 + 6.0
+    start = run.clock.now
+    run.step()
+    assert run.rows() == []
+    run.clock.ready = lambda mark: True
+    assert len(run.rows()) == 1
+
+
+def test_only_the_newest_rows_are_kept(run):
+    run.warm()
+    for _ in range(KEPT_ROWS + 5):
+        run.step()
+    table = run.observer.take()
+    assert table.shape == (KEPT_ROWS, len(NAMES))
+    np.testing.assert_array_equal(table[:, 0], np.arange(9, 9 + KEPT_ROWS))
+
+
+def test_seams_outside_a_step_do_nothing(run):
+    observer = run.observer
+    with observer.backward():
+        assert observer.bucket_ready() is None
+    observer.bucket_done(None)
+    with observer.excluded():
+        pass
+    observer.end_step()
+    assert observer.synced_steps == 0
+    assert run.rows() == []
+
+
+def test_end_of_data_is_passed_on(run):
+    with pytest.raises(StopIteration):
+        run.observer.fetch(iter(()))
+
+
+def _table(steps):
+    table = np.full((KEPT_ROWS, len(NAMES)), np.nan)
+    for row, step in zip(table[KEPT_ROWS - len(steps) :], steps, strict=True):
+        row[:] = [step, *(step * 10 + np.arange(7))]
+    return table
+
+
+def test_rows_are_matched_by_step_number():
+    """The second rank's device has not reported step 6 yet, and its list begins earlier."""
+    tables = np.stack([_table([4, 5, 6]), _table([3, 4, 5]), _table([2, 4, 5])])
+    observations = match_rows(tables)
+    assert observations.num_steps == 2
+    for i, name in enumerate(StepObservations.FIELDS):
+        np.testing.assert_array_equal(getattr(observations, name), [[40.0 + i] * 3, [50.0 + i] * 3])
+
+
+@pytest.mark.parametrize("steps", [((4,), (5,), (4, 5)), ((4,), (), (4,)), ((), (), ())], ids=str)
+def test_no_common_step_is_no_observation(steps):
+    observations = match_rows(np.stack([_table(list(s)) for s in steps]))
+    assert observations.num_steps == 0
+    assert observations.forward.shape == (0, 3)

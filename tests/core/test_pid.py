@@ -1,0 +1,175 @@
+"""The proportional controller against its paper's formula and against simulated clusters."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetero.core.pid import ControllerState, control, smooth
+from lightning_hetero.core.plan import even_sizes
+
+moderate = settings(max_examples=100, deadline=None, derandomize=True)
+
+
+class Cluster:
+    """Workers whose compute time is a line in their batch size, with multiplicative noise."""
+
+    def __init__(self, slopes, offsets, noise=0.0, seed=0):
+        self.slopes, self.offsets = np.asarray(slopes, float), np.asarray(offsets, float)
+        self.noise, self.rng = noise, np.random.default_rng(seed)
+
+    def times(self, sizes):
+        exact = self.slopes * np.asarray(sizes) + self.offsets
+        return exact * np.maximum(1 + self.noise * self.rng.standard_normal(len(exact)), 0.1)
+
+
+def drive(cluster, state, total, decisions, *, steps=5, **bounds):
+    """Run the loop; returns the last state and the decisions at which sizes changed."""
+    bounds = {"min_local": (1,) * len(state.local_batch_sizes), **bounds}
+    changes = []
+    for decision in range(decisions):
+        for _ in range(steps):
+            state = smooth(state, cluster.times(state.local_batch_sizes))
+        state, sizes = control(state, total, **bounds)
+        assert sum(state.local_batch_sizes) == total
+        if sizes is not None:
+            assert sizes == state.local_batch_sizes
+            changes.append(decision)
+    return state, changes
+
+
+def spread(cluster, sizes):
+    times = cluster.slopes * np.asarray(sizes) + cluster.offsets
+    return times.max() / times.min()
+
+
+@moderate
+@given(st.lists(st.tuples(st.integers(50, 400), st.floats(0.5, 1.5)), min_size=2, max_size=6))
+def test_one_step_is_equations_4_and_5(workers):
+    sizes, times = (np.array(column) for column in zip(*workers, strict=True))
+    error = times - times.mean()
+    paper = sizes + -(sizes / times) * error  # eq. 4 and 5, which do not keep the sum
+    expected = paper * sizes.sum() / paper.sum()
+    state = smooth(ControllerState(tuple(int(b) for b in sizes)), times)
+    _, new = control(state, int(sizes.sum()), min_local=(1,) * len(sizes), dead_band=0.0)
+    assert np.abs(np.array(state.local_batch_sizes if new is None else new) - expected).max() <= 1
+
+
+def test_one_step_in_figures():
+    # mean 0.2: 40 - 40/0.1 (0.1 - 0.2) = 80 and 40 - 40/0.3 (0.3 - 0.2) = 26.7, of 106.7; scaled to 80: 60 and 20
+    state = smooth(ControllerState((40, 40)), [0.1, 0.3])
+    assert control(state, 80, min_local=(1, 1))[1] == (60, 20)
+
+
+@settings(moderate, max_examples=60)
+@given(st.lists(st.tuples(st.floats(0.001, 0.02), st.floats(0, 0.05)), min_size=1, max_size=6), st.integers(0, 2**16))
+def test_compute_times_become_equal_within_the_dead_band(workers, seed):
+    cluster = Cluster(*zip(*workers, strict=True), seed=seed)
+    n = len(workers)
+    total = 400 * n
+    state, changes = drive(cluster, ControllerState(even_sizes(total, n)), total, 25)
+    rounding = 1 + 1 / min(state.local_batch_sizes)
+    assert spread(cluster, state.local_batch_sizes) <= 1.05 / 0.95 * rounding**2
+    assert all(decision < 15 for decision in changes)
+
+
+def test_fixed_times_are_converged_to_in_a_few_changes():
+    cluster = Cluster([0.001, 0.002, 0.008], [0.05, 0.01, 0.03])
+    state, changes = drive(cluster, ControllerState((100, 100, 100)), 300, 30)
+    assert spread(cluster, state.local_batch_sizes) < 1.1
+    assert len(changes) <= 5
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_noise_causes_no_oscillation(seed):
+    cluster = Cluster([0.001, 0.002, 0.004, 0.006], [0.01, 0.0, 0.02, 0.0], noise=0.03, seed=seed)
+    state, changes = drive(cluster, ControllerState(even_sizes(512, 4)), 512, 200, steps=10)
+    assert len(changes) <= 6
+    assert spread(cluster, state.local_batch_sizes) < 1.2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_workers_are_left_alone_under_noise(seed):
+    cluster = Cluster([0.002] * 4, [0.01] * 4, noise=0.03, seed=seed)
+    _, changes = drive(cluster, ControllerState(even_sizes(256, 4)), 256, 100, steps=10)
+    assert len(changes) <= 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_swapped_speeds_are_followed_in_a_few_changes(seed):
+    before = Cluster([0.001, 0.004], [0.01, 0.01], noise=0.02, seed=seed)
+    after = Cluster([0.004, 0.001], [0.01, 0.01], noise=0.02, seed=seed + 1)
+    state, _ = drive(before, ControllerState((100, 100)), 200, 10)
+    state, changes = drive(after, state, 200, 10)
+    assert spread(after, state.local_batch_sizes) < 1.2
+    assert 1 <= len(changes) <= 5
+    assert changes[0] <= 1
+
+
+@settings(moderate, max_examples=60)
+@given(st.lists(st.floats(0.001, 0.1), min_size=2, max_size=6), st.data(), st.floats(0, 0.2), st.integers(0, 2**16))
+def test_bounds_and_total_are_always_kept(slopes, data, noise, seed):
+    n = len(slopes)
+    low = tuple(data.draw(st.integers(1, 20)) for _ in slopes)
+    high = tuple(b + data.draw(st.integers(0, 60)) for b in low)
+    total = data.draw(st.integers(sum(low), sum(high)))
+    cluster, state = Cluster(slopes, [0.01] * n, noise, seed), ControllerState(even_sizes(total, n))
+    for _ in range(8):
+        state = smooth(state, cluster.times(state.local_batch_sizes))
+        state, sizes = control(state, total, min_local=low, max_local=high)
+        if sizes is not None:
+            assert sum(sizes) == total
+            assert all(a <= b <= c for a, b, c in zip(low, sizes, high, strict=True))
+
+
+def test_all_sizes_change_or_none():
+    state = smooth(ControllerState((100, 100, 100)), [1.0, 1.02, 0.98])
+    same, sizes = control(state, 300, min_local=(1, 1, 1))
+    assert sizes is None
+    assert same.local_batch_sizes == (100, 100, 100)
+    assert same.smoothed == state.smoothed  # the moving average goes on
+    changed, sizes = control(state, 300, min_local=(1, 1, 1), dead_band=0.01)
+    assert sizes == (100, 98, 102)
+    assert changed.smoothed == ()  # and starts afresh at new sizes
+
+
+def test_smoothing_is_a_mean_first_and_an_exponential_moving_average_then():
+    state = ControllerState((8, 8))
+    for times in ([1.0, 4.0], [2.0, 4.0], [3.0, 4.0]):
+        state = smooth(state, times, decay=0.7)
+    assert state.smoothed == pytest.approx((2.0, 4.0))
+    assert smooth(state, [6.0, 4.0], decay=0.7).smoothed == pytest.approx((0.7 * 2.0 + 0.3 * 6.0, 4.0))
+
+
+class Thrashing(Cluster):
+    """Worker 0 has memory for 60 samples; above that every sample takes five times as long."""
+
+    def times(self, sizes):
+        return super().times(sizes) * np.where((np.arange(len(sizes)) == 0) & (np.asarray(sizes) > 60), 5.0, 1.0)
+
+
+def test_upper_bound_is_learned_where_throughput_fell_after_a_rise():
+    cluster = Thrashing([0.001, 0.003], [0, 0])
+    state, changes = drive(cluster, ControllerState((50, 50)), 100, 15)
+    assert changes[0] == 0
+    assert state.learned_max[0] == 50
+    assert state.local_batch_sizes == (50, 50)
+    assert len(changes) <= 3
+
+
+def test_learned_bound_lapses_when_its_cause_is_over():
+    state, _ = drive(Thrashing([0.001, 0.003], [0, 0]), ControllerState((50, 50)), 100, 3)
+    assert state.learned_max == (50, 0)
+    healthy = Cluster([0.001, 0.003], [0, 0])
+    during, changes = drive(healthy, state, 100, 5, bound_lifetime=10)
+    assert during.local_batch_sizes == (50, 50)
+    assert changes == []
+    after, _ = drive(healthy, during, 100, 10, bound_lifetime=10)
+    assert after.learned_max == (0, 0)
+    assert after.local_batch_sizes == (75, 25)
+
+
+def test_learned_bounds_never_make_the_total_impossible():
+    state = ControllerState((50, 50), learned_max=(40, 40), bound_age=(0, 0))
+    _, sizes = control(smooth(state, [0.1, 0.3]), 100, min_local=(1, 1))
+    assert sizes == (75, 25)

@@ -1,0 +1,323 @@
+"""Policies in closed loop with simulated clusters: they see noisy times only, and are judged by the true ones."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_hetero.core.optperf import solve_optperf
+from lightning_hetero.core.plan import BatchPlan, even_sizes
+from lightning_hetero.core.planner import (
+    PLANNERS,
+    PerfModelPlanner,
+    PlanContext,
+    ProportionalPlanner,
+    Proposal,
+    StaticPlanner,
+)
+from lightning_hetero.core.time_model import ClusterTimeModel, NodeTimeModel, StepObservations
+
+FAST, MIDDLE, SLOW = (
+    NodeTimeModel(0.0004, 0.004, 0.0008, 0.003),
+    NodeTimeModel(0.0008, 0.008, 0.0016, 0.003),
+    NodeTimeModel(0.0020, 0.005, 0.0040, 0.006),
+)
+CLUSTER = ClusterTimeModel((FAST, MIDDLE, SLOW), gamma=0.2, t_o=0.02, t_u=0.004)
+
+
+def context(total, workers, **changes):
+    names = tuple(f"host-{i}" for i in range(workers))
+    return PlanContext(total, names, **{"min_local": (1,) * workers, "capacities": (1.0,) * workers, **changes})
+
+
+def slowed(cluster, rank, factor):
+    node = cluster.nodes[rank]
+    slow = NodeTimeModel(*(factor * value for value in (node.q, node.s, node.k, node.m)))
+    return replace(cluster, nodes=(*cluster.nodes[:rank], slow, *cluster.nodes[rank + 1 :]))
+
+
+def measure(cluster, sizes, rng, *, steps=10, noise=0.02):
+    """What the workers measure of ``steps`` steps; whoever is ready early waits inside its synchronisation."""
+    b = np.broadcast_to(np.asarray(sizes, dtype=float), (steps, len(sizes)))
+    q, s, k, m = np.array([(n.q, n.s, n.k, n.m) for n in cluster.nodes]).T
+    forward = (q * b + s) * (1 + noise * rng.standard_normal(b.shape))
+    backward = (k * b + m) * (1 + noise * rng.standard_normal(b.shape))
+    first = cluster.gamma * backward * (1 + noise * rng.standard_normal(b.shape))
+    start, ready = forward + first, forward + backward
+    return StepObservations(
+        b,
+        forward,
+        backward,
+        first,
+        cluster.t_o + start.max(axis=1, keepdims=True) - start,
+        cluster.t_u + ready.max(axis=1, keepdims=True) - ready,
+        np.zeros_like(b),
+    )
+
+
+def drive(planner, cluster, plan, context, decisions, rng, **how):
+    """Measure, decide, adopt, again and again; returns planner, plan and the decisions that changed it."""
+    changes = []
+    for decision in range(decisions):
+        planner, proposal = planner.decide(measure(cluster, plan.local_batch_sizes, rng, **how), plan, context)
+        if proposal is not None:
+            assert proposal.reason
+            assert proposal.plan.total_batch_size == context.total_batch_size
+            plan = proposal.plan
+            changes.append(decision)
+    return planner, plan, changes
+
+
+def even_plan(context):
+    return BatchPlan(context.total_batch_size, even_sizes(context.total_batch_size, len(context.identities)))
+
+
+def excess(cluster, plan):
+    """How much longer a step takes than it has to, by the true times."""
+    return cluster.step_time(plan.local_batch_sizes) / solve_optperf(cluster, plan.total_batch_size).step_time - 1
+
+
+def random_cluster(seed):
+    rng = np.random.default_rng(seed)
+
+    def node():
+        sample = 0.001 * np.exp(0.7 * rng.standard_normal())
+        return NodeTimeModel(0.35 * sample, rng.uniform(0, 0.006), 0.65 * sample, rng.uniform(0, 0.004))
+
+    nodes = tuple(node() for _ in range(rng.integers(2, 9)))
+    return ClusterTimeModel(nodes, rng.uniform(0.05, 0.4), rng.uniform(0, 0.04), rng.uniform(0, 0.005))
+
+
+# -- the time model
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_optimum_is_reached_within_three_decisions(seed):
+    cluster, rng = random_cluster(seed), np.random.default_rng(seed)
+    ctx = context(64 * len(cluster.nodes), len(cluster.nodes))
+    planner, plan, changes = drive(PerfModelPlanner(), cluster, even_plan(ctx), ctx, 3, rng)
+    assert excess(cluster, plan) <= 0.03 + 0.01  # the hysteresis, and the noise
+    _, later, more = drive(planner, cluster, plan, ctx, 20, rng)
+    assert excess(cluster, later) <= 0.03 + 0.01
+    assert len(changes) + len(more) <= 4
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_optimum_is_within_three_percent_with_little_hysteresis(seed):
+    cluster, rng = random_cluster(seed), np.random.default_rng(seed)
+    ctx = context(64 * len(cluster.nodes), len(cluster.nodes), hysteresis=0.005)
+    _, plan, _ = drive(PerfModelPlanner(), cluster, even_plan(ctx), ctx, 3, rng)
+    assert excess(cluster, plan) <= 0.03
+
+
+@pytest.mark.parametrize("kind", ["perf_model", "pid"])
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_workers_keep_the_even_split(kind, seed):
+    cluster = ClusterTimeModel((MIDDLE,) * 4, 0.2, 0.02, 0.004)
+    ctx = context(256, 4)
+    _, plan, changes = drive(PLANNERS[kind](), cluster, even_plan(ctx), ctx, 20, np.random.default_rng(seed))
+    assert changes == []
+    assert plan == even_plan(ctx)
+
+
+@pytest.mark.parametrize(("kind", "near", "bound"), [("perf_model", 0.05, 6), ("pid", 0.12, 14)])
+@pytest.mark.parametrize("seed", range(5))
+def test_slow_down_of_one_worker_is_followed_there_and_back(kind, near, bound, seed):
+    rng, ctx = np.random.default_rng(seed), context(192, 3)
+    planner, plan, changes = drive(PLANNERS[kind](), CLUSTER, even_plan(ctx), ctx, 8, rng)
+    assert excess(CLUSTER, plan) <= near
+    hindered = slowed(CLUSTER, 1, 10.0)
+    planner, plan, during = drive(planner, hindered, plan, ctx, 8, rng)
+    assert excess(hindered, plan) <= near
+    assert during[0] == 0
+    _, plan, after = drive(planner, CLUSTER, plan, ctx, 8, rng)
+    assert excess(CLUSTER, plan) <= near
+    assert after[0] == 0
+    assert len(changes) + len(during) + len(after) <= bound
+
+
+def test_reason_names_the_rank_that_changed():
+    rng, ctx = np.random.default_rng(0), context(192, 3)
+    planner, plan, _ = drive(PerfModelPlanner(), CLUSTER, even_plan(ctx), ctx, 5, rng)
+    obs = measure(slowed(CLUSTER, 1, 10.0), plan.local_batch_sizes, rng)
+    assert "speed of rank 1 changed" in planner.decide(obs, plan, ctx)[1].reason
+
+
+@pytest.mark.parametrize(("hysteresis", "changed"), [(0.45, True), (0.55, False)])
+def test_plan_changes_only_for_a_gain_above_the_hysteresis(hysteresis, changed):
+    # (20, 20) takes 60 ms, the optimum (30, 10) takes 30 ms: a gain of one half
+    cluster = ClusterTimeModel((NodeTimeModel(0.001, 0, 0, 0), NodeTimeModel(0.003, 0, 0, 0)))
+    ctx = context(40, 2, hysteresis=hysteresis)
+    _, proposal = PerfModelPlanner().decide(
+        measure(cluster, (20, 20), np.random.default_rng(0), noise=0.0), even_plan(ctx), ctx
+    )
+    assert (proposal is not None) is changed
+
+
+@pytest.mark.parametrize("hysteresis", [0.0, 0.03, 0.2])
+def test_no_change_gains_less_than_the_hysteresis(hysteresis):
+    rng, ctx = np.random.default_rng(1), context(192, 3, hysteresis=hysteresis)
+    planner, plan = PerfModelPlanner(), even_plan(ctx)
+    for _ in range(30):
+        planner, proposal = planner.decide(measure(CLUSTER, plan.local_batch_sizes, rng, noise=0.05), plan, ctx)
+        if proposal is not None:
+            assert proposal.plan.step_time <= (1 - hysteresis) * planner.predict(plan, ctx)
+            plan = proposal.plan
+
+
+def test_bounds_are_kept():
+    ctx = context(192, 3, min_local=(1, 1, 40), max_local=(90, 100, 100))
+    _, plan, _ = drive(PerfModelPlanner(), CLUSTER, even_plan(ctx), ctx, 4, np.random.default_rng(0))
+    assert plan.local_batch_sizes[0] <= 90
+    assert plan.local_batch_sizes[2] == 40
+
+
+def test_accumulation_counts_the_whole_window():
+    """The micro-batches before the last one hide no communication, so the optimum moves."""
+    rng, ctx = np.random.default_rng(0), context(192, 3, accumulation=8)
+    planner, plan, _ = drive(PerfModelPlanner(), CLUSTER, even_plan(ctx), ctx, 5, rng)
+    assert excess(CLUSTER.accumulated(8), plan) <= 0.05
+    window = CLUSTER.accumulated(8).step_time(plan.local_batch_sizes)
+    assert planner.predict(plan, ctx) == pytest.approx(window, rel=0.05)
+
+
+def test_prediction_is_the_true_time_after_two_sizes():
+    rng, ctx = np.random.default_rng(0), context(192, 3)
+    planner, plan, _ = drive(PerfModelPlanner(), CLUSTER, even_plan(ctx), ctx, 5, rng)
+    true = CLUSTER.step_time(plan.local_batch_sizes)
+    assert planner.predict(plan, ctx) == pytest.approx(true, rel=0.05)
+    assert plan.step_time == pytest.approx(true, rel=0.05)
+
+
+def test_another_total_is_planned_from_what_is_known():
+    rng, ctx = np.random.default_rng(0), context(192, 3)
+    planner, plan, _ = drive(PerfModelPlanner(), CLUSTER, even_plan(ctx), ctx, 5, rng)
+    larger = planner.initial(replace(ctx, total_batch_size=400))
+    assert larger.plan.total_batch_size == 400
+    assert excess(CLUSTER, larger.plan) <= 0.05
+
+
+def test_a_decision_leaves_the_planner_as_it_was():
+    planner, ctx = PerfModelPlanner(), context(192, 3)
+    learned, _ = planner.decide(measure(CLUSTER, (64, 64, 64), np.random.default_rng(0)), even_plan(ctx), ctx)
+    assert planner == PerfModelPlanner()
+    assert learned != planner
+
+
+# -- what every policy promises
+
+
+@pytest.fixture(params=PLANNERS)
+def kind(request):
+    return request.param
+
+
+def learned(kind, ctx):
+    return drive(PLANNERS[kind](), CLUSTER, even_plan(ctx), ctx, 6, np.random.default_rng(0))[0]
+
+
+def test_state_is_plain_python_and_comes_back(kind):
+    ctx = context(192, 3)
+    planner = learned(kind, ctx)
+    state = planner.state_dict()
+    back = PLANNERS[kind]().loaded(json.loads(json.dumps(state)))
+    assert back.state_dict() == state
+    assert back.initial(ctx) == planner.initial(ctx)
+
+
+def test_state_follows_the_hardware_not_the_rank(kind):
+    ctx = context(192, 3, capacities=(4.0, 2.0, 1.0))
+    planner = PLANNERS[kind]().loaded(learned(kind, ctx).state_dict())
+    turned = replace(ctx, identities=ctx.identities[::-1], capacities=ctx.capacities[::-1])
+    here, there = planner.initial(ctx), planner.initial(turned)
+    assert there.plan.local_batch_sizes == here.plan.local_batch_sizes[::-1]
+    assert here.plan.local_batch_sizes[0] > here.plan.local_batch_sizes[2]
+
+
+def test_fewer_workers_are_planned_from_what_is_known(kind):
+    ctx = context(192, 3)
+    planner = PLANNERS[kind]().loaded(learned(kind, ctx).state_dict())
+    two = replace(context(100, 2), identities=("host-2", "host-0"))
+    proposal = planner.initial(two)
+    assert isinstance(proposal, Proposal)
+    assert sum(proposal.plan.local_batch_sizes) == 100
+    if kind != "static":
+        fewer = replace(CLUSTER, nodes=(SLOW, FAST))
+        assert excess(fewer, proposal.plan) <= 0.25
+
+
+@pytest.mark.parametrize("kind", ["perf_model", "pid"])
+def test_unknown_hardware_starts_even(kind):
+    planner = learned(kind, context(192, 3))
+    assert planner.initial(replace(context(192, 3), identities=("host-0", "host-1", "new"))) is None
+    assert PLANNERS[kind]().initial(context(192, 3)) is None
+
+
+def test_no_observation_no_change(kind):
+    ctx = context(192, 3)
+    planner, proposal = PLANNERS[kind]().decide(StepObservations.empty(3), even_plan(ctx), ctx)
+    assert proposal is None
+    assert planner.state_dict() == PLANNERS[kind]().state_dict()
+
+
+def test_sizes_sum_to_the_total_from_the_first_to_the_last(kind):
+    rng = np.random.default_rng(3)
+    for total in (3, 7, 192, 1001):
+        ctx = context(total, 3)
+        _, plan, _ = drive(PLANNERS[kind](), CLUSTER, even_plan(ctx), ctx, 4, rng, noise=0.2)
+        assert sum(plan.local_batch_sizes) == total
+        assert min(plan.local_batch_sizes) >= 1
+
+
+# -- the other policies
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_proportional_makes_compute_times_equal(seed):
+    ctx = context(192, 3)
+    planner, plan, changes = drive(
+        ProportionalPlanner(), CLUSTER, even_plan(ctx), ctx, 20, np.random.default_rng(seed), noise=0.03
+    )
+    times = [node.compute_time(b) for node, b in zip(CLUSTER.nodes, plan.local_batch_sizes, strict=True)]
+    assert max(times) / min(times) < 1.15
+    assert len(changes) <= 5
+    assert planner.predict(plan, ctx) is None
+
+
+def test_proportional_leaves_out_steps_that_ran_at_other_sizes():
+    ctx = context(40, 2)
+    cluster = ClusterTimeModel((FAST, SLOW))
+    obs = measure(cluster, (30, 10), np.random.default_rng(0))
+    planner, proposal = ProportionalPlanner().decide(obs, even_plan(ctx), ctx)
+    assert proposal is None
+    assert planner.state.smoothed == ()
+
+
+def test_static_is_proportional_to_capacities_and_never_changes():
+    ctx = context(192, 3, capacities=(8, 4, 4))
+    planner = StaticPlanner()
+    plan = planner.initial(ctx).plan
+    assert plan.local_batch_sizes == (96, 48, 48)
+    _, later, changes = drive(planner, slowed(CLUSTER, 0, 10.0), plan, ctx, 5, np.random.default_rng(0))
+    assert (later, changes) == (plan, [])
+    assert planner.predict(plan, ctx) is None
+
+
+def test_static_keeps_bounds():
+    ctx = context(192, 3, capacities=(8, 4, 4), max_local=(60, 192, 192))
+    assert StaticPlanner().initial(ctx).plan.local_batch_sizes == (60, 66, 66)
+
+
+def test_scatter_alone_does_not_split_equal_workers():
+    """Equal workers whose single steps scatter by 20 %: five steps promise a gain and prove nothing."""
+    context = PlanContext(64, ("a", "b"), (1, 1))
+    even = BatchPlan(64, (32, 32))
+    zeros = np.zeros((5, 2))
+    split = 0
+    for seed in range(40):
+        noise = np.random.default_rng(seed).normal(1.0, 0.2, (5, 2))
+        obs = StepObservations(np.full((5, 2), 32.0), zeros, 0.1 * noise, zeros, zeros, zeros, zeros)
+        _, proposal = PerfModelPlanner().decide(obs, even, context)
+        split += proposal is not None
+    assert split <= 10

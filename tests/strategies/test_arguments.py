@@ -1,0 +1,141 @@
+"""Bad input ends at construction or set-up, on every rank, with what was given, what is allowed and what to do."""
+
+import pytest
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+
+from lightning_hetero import DynamicBatchPIDCallback, HeteroDDPStrategy, PerfModelCallback
+from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"policy": "fastest"}, ValueError, "'perf_model', 'pid', 'static', 'even'"),
+        ({"policy": 3}, ValueError, "policy=3 is unknown"),
+        ({"loss_reduction": "none"}, ValueError, "'mean', 'sum'"),
+        ({"local_batch_sizes": [4, -1]}, ValueError, r"local_batch_sizes\[1\]=-1 .* >= 0"),
+        ({"local_batch_sizes": [0, 0]}, ValueError, "no samples"),
+        ({"local_batch_sizes": []}, ValueError, "empty"),
+        ({"local_batch_sizes": [4, 2.5]}, TypeError, r"local_batch_sizes\[1\]=2.5 is a float; give an integer"),
+        ({"local_batch_sizes": [4, True]}, TypeError, "bool"),
+        ({"local_batch_sizes": "4,2"}, TypeError, "list of integers"),
+        ({"local_batch_sizes": 8}, TypeError, "list of integers"),
+        ({"local_batch_sizes": [4, 2], "policy": "pid"}, ValueError, "Give one"),
+        ({"min_local_batch_size": 0}, ValueError, ">= 1"),
+        ({"min_local_batch_size": 1.5}, TypeError, "float"),
+        ({"max_local_batch_sizes": 0}, ValueError, ">= 1"),
+        ({"max_local_batch_sizes": [8, -2]}, ValueError, r"max_local_batch_sizes\[1\]=-2"),
+        ({"max_local_batch_sizes": 4, "min_local_batch_size": 8}, ValueError, "below min_local_batch_size=8"),
+        ({"weight_fn": 3}, TypeError, "not callable"),
+        ({"weight_fn": len, "loss_reduction": "sum"}, ValueError, "Give one"),
+        ({"replan": "always"}, ValueError, "'auto', 'epoch'"),
+        ({"replan": 0}, ValueError, ">= 1"),
+        ({"replan": 2.5}, TypeError, "float"),
+        ({"hysteresis": -0.1}, ValueError, "out of range"),
+        ({"hysteresis": float("nan")}, ValueError, "out of range"),
+        ({"hysteresis": "3%"}, TypeError, "str"),
+        ({"balance_evaluation": "yes"}, TypeError, "True or False"),
+        ({"probe_memory": 1}, TypeError, "True or False"),
+        ({"model_averaging_period": 2}, ValueError, "post-local SGD"),
+        ({"ddp_comm_state": PostLocalSGDState(None, None, 1)}, ValueError, "post-local SGD"),
+    ],
+    ids=str,
+)
+def test_constructor_refuses(arguments, error, says):
+    with pytest.raises(error, match=says):
+        HeteroDDPStrategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"dead_band": 2}, ValueError, "dead_band=2"),
+        ({"decay": -1}, ValueError, "decay=-1"),
+        ({"decay": "slow"}, TypeError, "decay='slow'"),
+    ],
+)
+def test_pid_callback_refuses(arguments, error, says):
+    with pytest.raises(error, match=says):
+        DynamicBatchPIDCallback(**arguments)
+
+
+class Normalised(Regressor):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5).double()
+
+    def forward(self, x):
+        return self.net(self.norm(x))
+
+
+def _setup(rank, strategy, ranks, kwargs):
+    if callable(strategy):
+        strategy = strategy()
+    kwargs = dict(kwargs)
+    return fit(rank, strategy, ranks, kwargs.pop("batch_size", 4), dataset=Points(kwargs.pop("n", 24)), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kwargs", "error", "says"),
+    [
+        ({"local_batch_sizes": [4, 2, 1]}, {}, "ValueError", "3 entries for 2 workers"),
+        ({"max_local_batch_sizes": [4, 2, 1]}, {}, "ValueError", "3 entries for 2 workers"),
+        ({"max_local_batch_sizes": [3, 3]}, {}, "ValueError", "8 samples does not fit.*together 6"),
+        ({"max_local_batch_sizes": 2}, {}, "ValueError", "does not fit"),
+        ({"local_batch_sizes": [7, 1], "max_local_batch_sizes": [4, 4]}, {}, "ValueError", "do not fit"),
+        ({"min_local_batch_size": 8}, {}, "ValueError", "cannot give each of 2 workers at least 8"),
+        ({}, {"model": Normalised(), "batch_size": 1}, "ValueError", "at least 2"),
+        (
+            {},
+            {"callbacks": [PerfModelCallback(), DynamicBatchPIDCallback()]},
+            "MisconfigurationException",
+            "several policies.*PerfModelCallback, DynamicBatchPIDCallback",
+        ),
+        ({"policy": "pid"}, {"callbacks": [PerfModelCallback()]}, "MisconfigurationException", "several policies"),
+        ({"policy": "even"}, {"callbacks": [PerfModelCallback()]}, "MisconfigurationException", "several policies"),
+        (
+            {"local_batch_sizes": [4, 2]},
+            {"callbacks": [PerfModelCallback()]},
+            "MisconfigurationException",
+            "several policies.*local_batch_sizes",
+        ),
+        ("ddp", {"callbacks": [PerfModelCallback()]}, "MisconfigurationException", "Trainer.strategy='hetero_ddp'"),
+        ("fsdp", {"callbacks": [DynamicBatchPIDCallback()]}, "", "FSDP|GPU|CUDA|cuda"),
+    ],
+    ids=str,
+)
+def test_setup_refuses_on_every_rank(strategy, kwargs, error, says):
+    import re
+
+    errors = run_ranks(_setup, 2, strategy, 2, kwargs, expect_errors=True, timeout=60)
+    assert [rank for rank, *_ in errors] == [0, 1]
+    for _, kind, message in errors:
+        assert error in kind
+        assert re.search(says, message, re.DOTALL), message
+
+
+def _different(rank, what):
+    strategy = {"hysteresis": 0.1 + rank} if what == "settings" else {}
+    return fit(rank, strategy, 2, 4 + rank * (what == "batch_size"), dataset=Points(24 + rank * (what == "dataset")))
+
+
+@pytest.mark.parametrize("what", ["settings", "batch_size", "dataset"])
+def test_ranks_that_differ_are_found(what):
+    if what == "settings":
+        errors = run_ranks(_different_settings, 2, expect_errors=True, timeout=60)
+    else:
+        errors = run_ranks(_different, 2, what, expect_errors=True, timeout=60)
+    assert [(rank, kind) for rank, kind, _ in errors] == [(0, "PlanMismatchError"), (1, "PlanMismatchError")]
+    assert all("rank 0:" in message and "rank 1:" in message for *_, message in errors)
+
+
+def _different_settings(rank):
+    return fit(rank, {"hysteresis": 0.1 * (rank + 1)}, 2, 4)
+
+
+def test_trainer_accepts_every_alias():
+    for start in ("", "_spawn", "_fork", "_notebook"):
+        for unused in ("", "_find_unused_parameters_true", "_find_unused_parameters_false"):
+            trainer = trainer_of(f"hetero_ddp{start}{unused}", 1)
+            assert isinstance(trainer.strategy, HeteroDDPStrategy)

@@ -1,0 +1,324 @@
+"""The plan really changes the next batches: end to end with really unequal processes, and with every policy."""
+
+import numpy as np
+import pytest
+import torch
+from lightning import Callback
+from torch import nn
+
+from lightning_hetero import BatchPlan
+from lightning_hetero.core.planner import PLANNERS
+from lightning_hetero.simulate import Throttle
+from tests.helpers import Points, Regressor, covered, fit, run_ranks
+
+
+class Heavy(Regressor):
+    """Enough arithmetic per sample that a step is made of computing."""
+
+    def __init__(self):
+        super().__init__(features=64, dtype=torch.float32, lr=1e-3)
+        self.net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+        weight = torch.randn(700, 700, generator=torch.Generator().manual_seed(2))
+        self.register_buffer("weight", weight / 700, persistent=False)
+
+    def forward(self, x):
+        h = torch.nn.functional.pad(x, (0, 700 - x.shape[1])).repeat_interleave(16, 0)
+        for _ in range(4):
+            h = h @ self.weight
+        return self.net(x) + 0 * h.sum()
+
+
+class Speeds(Callback):
+    """Throttles this rank, and changes to the next set of speeds at given steps."""
+
+    def __init__(self, rank, phases):
+        self.rank, self.phases = rank, dict(phases)
+
+    def on_train_start(self, trainer, pl_module):
+        self.throttle = Throttle(self.phases[0][self.rank]).start()
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step in self.phases and trainer.global_step > 0:
+            self.throttle.set_share(self.phases[trainer.global_step][self.rank])
+
+    def on_train_end(self, trainer, pl_module):
+        self.throttle.stop()
+
+    on_exception = lambda self, trainer, pl_module, exception: self.throttle.stop()  # noqa: E731
+
+
+def _unequal(rank, policy, phases, steps):
+    return fit(
+        rank,
+        {"policy": policy, "replan": 8},
+        2,
+        32,
+        model=Heavy(),
+        dataset=Points(64 * steps, 64, torch.float32),
+        max_epochs=1,
+        callbacks=[Speeds(rank, phases)],
+    )
+
+
+@pytest.mark.parametrize("policy", ["perf_model", "pid"])
+def test_split_follows_the_faster_process_and_back(policy):
+    """Rank 0 is three times as fast for 90 steps, then rank 1 is."""
+    fast_first = [(0, (0.75, 0.25)), (90, (0.25, 0.75))]
+    results = run_ranks(_unequal, 2, policy, fast_first, 200, timeout=150)
+    history = results[0]["history"]
+    assert history == results[1]["history"]
+    assert covered(results, 0) == list(range(64 * 200))
+    sizes = np.array([[len(indices) for _, _, indices in r["seen"]] for r in results])
+    assert (sizes.sum(axis=0) == 64).all()
+    assert tuple(sizes[:, 0]) == (32, 32)
+    assert sizes[0, 70:88].mean() > 36
+    assert sizes[0, 180:].mean() < 28
+    assert np.ptp(sizes[0, 66:88]) <= 24, history
+    assert np.ptp(sizes[0, 150:]) <= 24, history
+    for epoch, step, split in history:
+        assert epoch == 0
+        if step < 200:
+            assert tuple(sizes[:, step]) == split
+
+
+def _table(rank, policy):
+    return fit(rank, {"policy": policy, "replan": 2}, 2, 6, dataset=Points(60), max_epochs=2)
+
+
+@pytest.mark.parametrize("policy", [*PLANNERS, "even"])
+def test_every_policy_trains_each_sample_once(policy):
+    results = run_ranks(_table, 2, policy)
+    for epoch in range(2):
+        assert covered(results, epoch) == list(range(60))
+
+
+class Adopts(Callback):
+    """Changes the plan by hand in the middle of the first epoch; the total changes with the second epoch."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 3:
+            trainer.strategy.adopt(BatchPlan(12, (10, 2)), "by hand")
+
+
+def _adopt(rank, workers):
+    kwargs = {"num_workers": workers, "persistent_workers": workers > 0}
+    return fit(
+        rank, {"policy": "even"}, 2, 6, dataset=Points(120), callbacks=[Adopts()], loader_kwargs=kwargs, max_epochs=2
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_adopted_plan_holds_beyond_the_prefetched_batches(workers):
+    results = run_ranks(_adopt, 2, workers)
+    start = 3 + 2 * workers
+    assert results[0]["history"] == [(0, 0, (6, 6)), (0, start, (10, 2))]
+    sizes = [tuple(len(r["seen"][step][2]) for r in results) for step in range(20)]
+    assert sizes == [(6, 6)] * start + [(10, 2)] * (20 - start)
+    assert covered(results, 0) == covered(results, 1) == list(range(120))
+
+
+class ChangesTotal(Callback):
+    def __init__(self, totals):
+        self.totals = totals
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        total = self.totals[trainer.current_epoch]
+        trainer.strategy.adopt(BatchPlan(total, (total - 2, 2)), "another total")
+
+
+class Validated(Regressor):
+    validations = 0
+
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader(Points(4), 2)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def on_validation_epoch_end(self):
+        type(self).validations += not self.trainer.sanity_checking
+
+
+def _totals(rank):
+    out = fit(
+        rank,
+        {"policy": "even"},
+        2,
+        6,
+        model=Validated(),
+        dataset=Points(96),
+        callbacks=[ChangesTotal([24, 6, 12])],
+        max_epochs=3,
+        val_check_interval=0.5,
+    )
+    return {**out, "validations": Validated.validations}
+
+
+def test_epochs_follow_a_total_that_grows_and_shrinks():
+    """96 samples in batches of 12, then 24, then 6: 8 + 4 + 16 steps, none cut, two validations in each epoch."""
+    for results in [run_ranks(_totals, 2)]:
+        assert [r["steps"] for r in results] == [28, 28]
+        assert [r["validations"] for r in results] == [6, 6]
+        for epoch in range(3):
+            assert covered(results, epoch) == list(range(96))
+
+
+class ChangesTotalInside(Callback):
+    def __init__(self, total):
+        self.total = total
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 4:
+            trainer.strategy.adopt(BatchPlan(self.total, (self.total - 2, 2)), "another total")
+
+
+def _inside(rank, total, workers):
+    return fit(
+        rank,
+        {"policy": "even"},
+        2,
+        6,
+        dataset=Points(120),
+        callbacks=[ChangesTotalInside(total)],
+        max_epochs=2,
+        loader_kwargs={"num_workers": workers},
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("total", [6, 24])
+def test_epoch_follows_a_total_that_changes_inside_it(total, workers):
+    """10 steps of 12 samples; from step 4 (and what was prefetched) on, the total is another one."""
+    results = run_ranks(_inside, 2, total, workers)
+    start = 4 + 2 * workers
+    first = start + (120 - 12 * start) // total
+    assert [r["steps"] for r in results] == [first + 120 // total] * 2
+    for epoch in range(2):
+        assert covered(results, epoch) == list(range(120))
+
+
+def _mismatch(rank):
+    class Alone(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            engine = trainer.strategy.engine
+            if rank == 1 and trainer.global_step == 2:
+                from lightning_hetero.core import PlanEntry
+
+                engine.history = engine.history.extended(PlanEntry(0, 9, BatchPlan(12, (1, 11))))
+
+    return fit(rank, {"replan": 4}, 2, 6, dataset=Points(240), callbacks=[Alone()], max_epochs=1)
+
+
+def test_rank_with_another_plan_is_found_before_the_next_collective():
+    errors = run_ranks(_mismatch, 2, expect_errors=True, timeout=60)
+    assert [(rank, kind) for rank, kind, _ in errors] == [(0, "PlanMismatchError"), (1, "PlanMismatchError")]
+    assert all("rank 0:" in message and "adopt()" in message for *_, message in errors)
+
+
+def _broken_planner(rank):
+    from lightning_hetero.callbacks import PolicyCallback
+    from lightning_hetero.core.planner import StaticPlanner
+
+    class Broken(StaticPlanner):
+        def decide(self, observations, current, context):
+            raise ZeroDivisionError("cannot decide")
+
+    return fit(rank, {"replan": 2}, 2, 6, dataset=Points(120), callbacks=[PolicyCallback(Broken())], max_epochs=1)
+
+
+def test_error_in_a_policy_is_raised_on_every_rank():
+    errors = run_ranks(_broken_planner, 2, expect_errors=True, timeout=60)
+    assert [(rank, kind, message) for rank, kind, message in errors] == [
+        (0, "ZeroDivisionError", "cannot decide"),
+        (1, "ZeroDivisionError", "cannot decide"),
+    ]
+
+
+def _evaluate(rank, balance):
+    from lightning_hetero import HeteroDDPStrategy
+    from tests.helpers import trainer_of
+
+    class Evaluated(Regressor):
+        def validation_step(self, batch, batch_idx):
+            self.seen.append(("val", batch_idx, batch[2].tolist()))
+            self.log("val_loss", self.loss(batch), sync_dist=True)
+
+        def test_step(self, batch, batch_idx):
+            self.seen.append(("test", batch_idx, batch[2].tolist()))
+
+        def predict_step(self, batch, batch_idx):
+            return batch[2]
+
+    strategy = HeteroDDPStrategy(local_batch_sizes=[6, 2], balance_evaluation=balance)
+    trainer = trainer_of(strategy, 2, max_epochs=1)
+    model, loader = Evaluated(), torch.utils.data.DataLoader(Points(33), 4)
+    trainer.fit(model, torch.utils.data.DataLoader(Points(24), 4), loader)
+    model.seen.clear()
+    validation = trainer.validate(model, loader, verbose=False)
+    trainer.test(model, loader, verbose=False)
+    predictions = torch.cat(trainer.predict(model, loader)).tolist()
+    return model.seen, predictions, validation[0]["val_loss"], model.flat()
+
+
+def test_balanced_evaluation_repeats_no_sample_and_splits_by_speed():
+    results = run_ranks(_evaluate, 2, True)
+    for stage in ("val", "test"):
+        parts = [[i for s, _, indices in seen if s == stage for i in indices] for seen, *_ in results]
+        assert sorted(parts[0] + parts[1]) == list(range(33))
+        assert len(parts[0]) > 2 * len(parts[1])
+    assert sorted(results[0][1] + results[1][1]) == list(range(33))
+    model = Regressor()
+    torch.nn.utils.vector_to_parameters(torch.as_tensor(results[0][3]), model.parameters())
+    data = Points(33)
+    with torch.no_grad():
+        expected = float(model.loss((data.x, data.y, None)))
+    assert results[0][2] == pytest.approx(expected, rel=1e-5)
+
+
+def test_evaluation_loaders_are_lightnings_own_by_default():
+    results = run_ranks(_evaluate, 2, False)
+    parts = [[i for s, _, indices in seen if s == "val" for i in indices] for seen, *_ in results]
+    assert len(parts[0]) == len(parts[1]) == 17
+
+
+def _settings(rank, replan, hysteresis, steps):
+    """A planner that swaps the split whenever it is asked, if it is told of the hysteresis that was set."""
+    from lightning_hetero.callbacks import PolicyCallback
+    from lightning_hetero.core.planner import Proposal, StaticPlanner
+
+    class Swaps(StaticPlanner):
+        def initial(self, context):
+            return None
+
+        def decide(self, observations, current, context):
+            first = 8 if current.local_batch_sizes[0] != 8 else 4
+            plan = BatchPlan(12, (first, 12 - first))
+            return self, Proposal(plan, "swap") if context.hysteresis == hysteresis else None
+
+    strategy = {"replan": replan, "hysteresis": hysteresis}
+    return fit(rank, strategy, 2, 6, dataset=Points(12 * steps), callbacks=[PolicyCallback(Swaps())], max_epochs=3)[
+        "history"
+    ]
+
+
+def test_replan_says_when_plans_change_and_hysteresis_reaches_the_planner():
+    by_epoch = run_ranks(_settings, 2, "epoch", 0.07, 12)[0]
+    assert [(epoch, step) for epoch, step, _ in by_epoch] == [(0, 0), (1, 0), (2, 0)]
+    by_steps = run_ranks(_settings, 2, 5, 0.07, 12)[0]
+    inside = [12 * epoch + step for epoch, step, _ in by_steps if step]
+    assert inside[:2] == [5, 10]
+    assert len(by_steps) > 4
+
+
+def _static(rank):
+    """Two workers of which the first says that it has three times the capacity."""
+    import lightning_hetero.engine as engine
+
+    engine.capacity = lambda device: (3.0, 1.0)[rank]
+    return fit(rank, {"policy": "static"}, 2, 6, dataset=Points(48), max_epochs=1)
+
+
+def test_static_policy_splits_by_capacity():
+    results = run_ranks(_static, 2)
+    assert results[0]["history"] == [(0, 0, (9, 3))]
+    assert [[len(indices) for *_, indices in r["seen"]] for r in results] == [[9] * 4, [3] * 4]

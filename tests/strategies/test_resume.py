@@ -1,0 +1,136 @@
+"""Checkpoints: continue identically, with another number of workers, from and to plain DDP; each sample once."""
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_hetero import PerfModelCallback
+from tests.helpers import Points, Regressor, fit, run_ranks
+
+N, BATCH = 70, 5
+SPLIT = {"local_batch_sizes": [7, 3]}
+
+
+def _fit(rank, strategy, world_size, kwargs):
+    kwargs = {"dataset": Points(N), "batch_size": BATCH, **kwargs}
+    batch_size = kwargs.pop("batch_size")
+    return fit(rank, strategy, world_size, batch_size, **kwargs)
+
+
+def run(strategy, world_size, **kwargs):
+    return run_ranks(_fit, world_size, strategy, world_size, kwargs)
+
+
+def checkpoints(folder, **kwargs):
+    return {
+        "callbacks": [ModelCheckpoint(dirpath=folder, save_top_k=-1, filename="{epoch}-{step}", **kwargs)],
+        "enable_checkpointing": True,
+    }
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("step", [3, 7, 10, 14])
+def test_mid_epoch_and_epoch_end_continue_identically(tmp_path, step, workers):
+    """7 steps an epoch: saved inside the first and second epoch and after their last batches."""
+    loader = {"num_workers": workers}
+    whole = run(SPLIT, 2, max_epochs=3, loader_kwargs=loader, **checkpoints(tmp_path, every_n_train_steps=1))
+    path = next(tmp_path.glob(f"*step={step}.ckpt"))
+    rest = run(SPLIT, 2, max_epochs=3, loader_kwargs=loader, ckpt_path=str(path))
+    for full, part in zip(whole, rest, strict=True):
+        np.testing.assert_array_equal(part["weights"], full["weights"])
+        assert part["seen"] == full["seen"][step:]
+        assert part["steps"] == 21
+
+
+@pytest.mark.parametrize("when", [{"save_on_train_epoch_end": True}, {"save_on_train_epoch_end": False}])
+def test_epoch_checkpoints_continue_identically(tmp_path, when):
+    validate = {"model": WithValidation()}
+    whole = run(SPLIT, 2, max_epochs=3, **validate, **checkpoints(tmp_path, **when))
+    path = next(tmp_path.glob("epoch=0*.ckpt"))
+    rest = run(SPLIT, 2, max_epochs=3, **validate, ckpt_path=str(path))
+    for full, part in zip(whole, rest, strict=True):
+        np.testing.assert_array_equal(part["weights"], full["weights"])
+        assert part["seen"] == full["seen"][7:]
+
+
+class WithValidation(Regressor):
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader(Points(8), 2)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.loss(batch), sync_dist=True)
+
+
+class AsksForSteps(Regressor):
+    """Sets up the loaders early, before the loops are restored."""
+
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches == 21
+        return super().configure_optimizers()
+
+
+def test_estimated_stepping_batches_does_not_lose_the_position(tmp_path):
+    whole = run(SPLIT, 2, max_epochs=3, model=AsksForSteps(), **checkpoints(tmp_path, every_n_train_steps=1))
+    path = next(tmp_path.glob("*step=10.ckpt"))
+    rest = run(SPLIT, 2, max_epochs=3, model=AsksForSteps(), ckpt_path=str(path))
+    assert [r["seen"] for r in rest] == [r["seen"][10:] for r in whole]
+
+
+@pytest.mark.parametrize("new_size", [1, 3])
+def test_another_number_of_workers_takes_each_sample_once(tmp_path, new_size):
+    whole = run("hetero_ddp", 2, max_epochs=2, **checkpoints(tmp_path, every_n_train_steps=1))
+    path = next(tmp_path.glob("*step=3.ckpt"))
+    rest = run("hetero_ddp", new_size, max_epochs=2, ckpt_path=str(path))
+    before = [i for r in whole for e, step, indices in r["seen"] if (e, step) < (0, 3) for i in indices]
+    after = [i for r in rest for e, _, indices in r["seen"] if e == 0 for i in indices]
+    assert sorted(before + after) == list(range(N))
+    assert sorted(i for r in rest for e, _, indices in r["seen"] if e == 1 for i in indices) == list(range(N))
+
+
+def _load_everywhere(rank, path):
+    return fit(rank, "ddp", 1, 10, dataset=Points(N), max_epochs=1, ckpt_path=path)
+
+
+def test_plain_ddp_reads_our_checkpoint_and_we_read_its(tmp_path):
+    ours = tmp_path / "ours"
+    run(SPLIT, 2, max_epochs=1, **checkpoints(ours))
+    state = torch.load(next(ours.glob("*.ckpt")), weights_only=True)
+    plain = tmp_path / "plain"
+    run("ddp", 2, max_epochs=1, **checkpoints(plain))
+    theirs = torch.load(next(plain.glob("*.ckpt")), weights_only=True)
+    assert set(state) == set(theirs)
+    assert set(state["state_dict"]) == set(theirs["state_dict"])
+    again = run(SPLIT, 2, max_epochs=2, ckpt_path=str(next(plain.glob("*.ckpt"))))
+    assert [r["steps"] for r in again] == [14, 14]
+    run_ranks(_load_everywhere, 1, str(next(ours.glob("*.ckpt"))))
+
+
+class Pretender(PerfModelCallback):
+    """Two workers of this host with known models, the first three times as fast."""
+
+    def setup(self, trainer, pl_module, stage):
+        super().setup(trainer, pl_module, stage)
+        from lightning_hetero.core.planner import PerfModelPlanner
+        from lightning_hetero.core.profile import NodeProfile, ProfilePoint
+        from lightning_hetero.hardware import identity
+
+        names = [identity(torch.device("cpu"), slot) for slot in range(2)]
+        profiles = {
+            name: NodeProfile((ProfilePoint(4, 0.1 * k, 0.1 * k, 5.0), ProfilePoint(8, 0.2 * k, 0.2 * k, 5.0)))
+            for name, k in zip(names, (1, 3), strict=True)
+        }
+        self.planner = PerfModelPlanner(profiles, 1.0, (0.0, 0.0))
+
+
+def test_learned_models_ride_in_the_checkpoint_by_hardware(tmp_path):
+    """What was learned of each piece of hardware splits the first batch of a resumed run, whatever its size."""
+    ours = checkpoints(tmp_path)
+    ours["callbacks"] = [Pretender(), *ours["callbacks"]]
+    first = run({"hysteresis": 1.0}, 2, batch_size=8, max_epochs=1, **ours)
+    assert first[0]["history"][0][2] == (12, 4)
+    path = str(next(tmp_path.glob("*.ckpt")))
+    again = run({"hysteresis": 1.0}, 2, batch_size=10, max_epochs=2, ckpt_path=path)
+    assert again[0]["history"][0] == (1, 0, (15, 5))
+    alone = run({"hysteresis": 1.0}, 1, batch_size=10, max_epochs=2, ckpt_path=path)
+    assert alone[0]["history"][0] == (1, 0, (10,))

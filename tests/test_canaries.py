@@ -1,0 +1,350 @@
+"""Names of Lightning and torch that are not public and that the package relies on: each is there and acts as used.
+
+When a new version of a dependency changes one of them, the message here says which of our files uses it and for what,
+which a failing fit would not.
+"""
+
+import importlib
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_hetero.strategies._hetero_ddp import resume_position
+from lightning_hetero.strategies._loaders import stream_of, with_batch_sampler
+from tests.helpers import Points, run_ranks
+
+STRATEGY, LOADERS = "strategies/_hetero_ddp.py", "strategies/_loaders.py"
+POLICY, PROBE, HOOK = "callbacks/policy.py", "strategies/_probe.py", "comm/gradient_hook.py"
+NAMESPACES = ["lightning.pytorch", "pytorch_lightning"]
+
+
+def used(file, what):
+    """Message of a canary."""
+    return f"lightning_hetero/{file} uses this {what}"
+
+
+@pytest.fixture(params=NAMESPACES)
+def pl(request):
+    return pytest.importorskip(request.param)
+
+
+def submodule(pl, name):
+    return importlib.import_module(f"{pl.__name__}.{name}")
+
+
+def module_of(pl):
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(5, 1).double()
+
+        def training_step(self, batch, batch_idx):
+            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            self.log("train", loss, on_epoch=True, on_step=False, sync_dist=True)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Module()
+
+
+def fitted(pl, callback=None, loader=None, **kwargs):
+    """A short fit on one process with plain Lightning."""
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    settings = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **dict.fromkeys(off, False), **kwargs}
+    trainer = pl.Trainer(callbacks=[callback] if callback else [], **settings)
+    trainer.fit(module_of(pl), DataLoader(Points(8), 2) if loader is None else loader)
+    return trainer
+
+
+def watch(pl, hook, look):
+    """A callback that calls ``look(trainer)`` at a hook, once."""
+    seen = []
+
+    def call(self, trainer, *args, **kwargs):
+        if not seen:
+            seen.append(look(trainer))
+
+    return type("Watch", (pl.Callback,), {hook: call})(), seen
+
+
+# the length of an epoch
+
+
+def test_limits_and_max_batches_say_how_long_an_epoch_is(pl):
+    """Both are lowered in the first epoch to two batches; the second epoch then has two."""
+    message = used(STRATEGY, "in refresh_epoch_length() to let an epoch have another length")
+    batches = []
+
+    class Shortens(pl.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                combined = trainer.fit_loop._combined_loader
+                assert [type(loader) for loader in combined.flattened] == [DataLoader], message
+                assert combined.limits == [4], message
+                assert trainer.fit_loop.max_batches == 4, message
+                combined.limits = [2]
+                trainer.fit_loop.max_batches = 2
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            batches.append((trainer.current_epoch, batch_idx))
+
+    fitted(pl, Shortens(), max_epochs=2)
+    assert batches == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)], message
+
+
+def test_parse_num_batches(pl):
+    message = used(STRATEGY, "in refresh_epoch_length() to apply limit_train_batches")
+    connector = submodule(pl, "trainer.connectors.data_connector")
+    stage = submodule(pl, "trainer.states").RunningStage.TRAINING
+    cases = {(10, 1.0): 10, (10, 4): 4, (10, 0.5): 5, (3, 8): 3}
+    for (length, limit), expected in cases.items():
+        assert connector._parse_num_batches(stage, length, limit) == expected, message
+
+
+def test_val_check_batch_is_a_share_of_the_epoch(pl):
+    message = used(STRATEGY, "in refresh_epoch_length() to validate at the same shares of a longer epoch")
+    callback, seen = watch(pl, "on_train_start", lambda trainer: (trainer.val_check_interval, trainer.val_check_batch))
+    fitted(pl, callback, val_check_interval=0.5)
+    assert seen == [(0.5, 2)], message
+
+
+def test_stage_is_compared_with_its_name(pl):
+    message = used(STRATEGY, "in process_dataloader() to tell the train loader from others")
+    callback, seen = watch(pl, "on_train_start", lambda trainer: trainer.state.stage == "train")
+    fitted(pl, callback)
+    assert seen == [True], message
+
+
+def test_number_of_epochs_that_are_done(pl):
+    message = used(STRATEGY, "in _shard() for the epoch that comes next")
+    callback, seen = watch(
+        pl, "on_train_epoch_start", lambda trainer: trainer.fit_loop.epoch_progress.current.processed
+    )
+    trainer = fitted(pl, callback)
+    assert [*seen, trainer.fit_loop.epoch_progress.current.processed] == [0, 1], message
+
+
+def test_steps_that_loggers_count(pl):
+    message = used(POLICY, "for the step of its metrics, as Lightning's own")
+    trainer = fitted(pl, accumulate_grad_batches=2, max_epochs=2)
+    assert trainer.fit_loop.epoch_loop._batches_that_stepped == 4, message
+
+
+def test_batch_size_of_logged_means_can_be_set_before_a_step(pl):
+    """A batch that is said to have no samples does not count in the mean of an epoch."""
+    message = used(STRATEGY, "in on_train_batch_start() for a rank that runs with weight 0")
+    values = []
+
+    class Weightless(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            assert trainer._results is trainer.fit_loop.epoch_loop._results, message
+            if batch_idx == 1:
+                trainer._results.batch_size = 0
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            values.append(float(outputs["loss"]))
+
+    trainer = fitted(pl, Weightless(), DataLoader(Points(4), 2))
+    assert float(trainer.callback_metrics["train"]) == pytest.approx(values[0], rel=1e-6), message
+
+
+# checkpoints
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"), [(1, (0, 1)), (3, (0, 3)), (4, (1, 0)), (6, (1, 2)), (8, (2, 0))], ids=str
+)
+def test_checkpoint_says_where_the_data_goes_on(pl, tmp_path, step, expected):
+    message = used(STRATEGY, "in resume_position(), from checkpoint['loops']['fit_loop']")
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == step:
+                trainer.save_checkpoint(tmp_path / "one.ckpt")
+
+    fitted(pl, Saves(), max_epochs=2)
+    checkpoint = torch.load(tmp_path / "one.ckpt", weights_only=True)
+    assert {"epoch_progress", "epoch_loop.batch_progress"} <= set(checkpoint["loops"]["fit_loop"]), message
+    assert resume_position(checkpoint) == expected, message
+
+
+def test_loader_with_a_state_counts_as_stateful(pl):
+    message = used(STRATEGY, "in _shard(), so that Lightning resumes in the middle of an epoch")
+    stateful = submodule(pl, "utilities.combined_loader")._Stateful
+    loader = DataLoader(Points(4), 2)
+    assert not isinstance(loader, stateful), message
+    loader.state_dict, loader.load_state_dict = dict, lambda state: None
+    assert isinstance(loader, stateful), message
+
+
+# strategy and precision
+
+
+def test_attributes_of_the_ddp_strategy(pl):
+    message = used(STRATEGY, "in _register_ddp_hooks() and setup_environment()")
+    timeout, state = object(), object()
+    strategy = pl.strategies.DDPStrategy(
+        timeout=timeout, ddp_comm_state=state, ddp_comm_hook=len, ddp_comm_wrapper=repr
+    )
+    assert strategy._timeout is timeout, message
+    assert strategy._ddp_comm_state is state, message
+    assert (strategy._ddp_comm_hook, strategy._ddp_comm_wrapper) == (len, repr), message
+
+
+def _hooks_on_cpu(rank, name):
+    pl, wrapped = importlib.import_module(name), []
+
+    class Looks(pl.strategies.DDPStrategy):
+        def configure_ddp(self):
+            wrapped.append(isinstance(self.model, DistributedDataParallel))
+            super().configure_ddp()
+
+        def _register_ddp_hooks(self):
+            wrapped.append(isinstance(self.model, DistributedDataParallel))
+
+    fitted(pl, strategy=Looks())
+    return wrapped
+
+
+@pytest.mark.parametrize("name", NAMESPACES)
+def test_hooks_are_registered_by_a_method_that_runs_on_every_device(name):
+    """Called by ``configure_ddp`` once the module is wrapped."""
+    pytest.importorskip(name)
+    message = used(STRATEGY, "to put its own communication hook in")
+    assert run_ranks(_hooks_on_cpu, 1, name) == [[False, True]], message
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        ("connect", ["self", "model"]),
+        ("setup_environment", ["self"]),
+        ("configure_ddp", ["self"]),
+        ("_register_ddp_hooks", ["self"]),
+        ("process_dataloader", ["self", "dataloader"]),
+        ("on_train_start", ["self"]),
+        ("on_train_batch_start", ["self", "batch", "batch_idx"]),
+        ("backward", ["self", "closure_loss", "optimizer", "args", "kwargs"]),
+        ("optimizer_step", ["self", "optimizer", "closure", "model", "kwargs"]),
+        ("reduce", ["self", "tensor", "group", "reduce_op"]),
+        ("barrier", ["self", "args", "kwargs"]),
+    ],
+)
+def test_methods_that_the_strategy_extends(pl, method, parameters):
+    found = list(inspect.signature(getattr(pl.strategies.DDPStrategy, method)).parameters)
+    assert found == parameters, used(STRATEGY, "as a seam")
+
+
+def test_loader_of_the_training_data_before_it_is_set_up(pl):
+    message = used(PROBE, "to take samples before training")
+    callback, seen = watch(pl, "setup", lambda trainer: type(trainer.fit_loop._data_source.dataloader()).__name__)
+    fitted(pl, callback)
+    assert seen == ["DataLoader"], message
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("32-true", torch.float32), ("bf16-true", torch.bfloat16)])
+def test_precision_plugin_converts_and_wraps(pl, precision, dtype):
+    message = used(PROBE, "to try batches in the precision of training")
+    plugin = pl.Trainer(accelerator="cpu", devices=1, precision=precision, logger=False).precision_plugin
+    assert plugin.convert_input([torch.zeros(1)])[0].dtype == dtype, message
+    with plugin.train_step_context():
+        assert torch.zeros(1).dtype == dtype, message
+
+
+def test_progress_bars_show_what_get_metrics_returns(pl):
+    """An attribute of the instance takes the place of the method, and leaves with ``del``."""
+    message = used(POLICY, "to show the split")
+
+    class Bar(pl.callbacks.ProgressBar):
+        def disable(self):
+            pass
+
+        def enable(self):
+            pass
+
+    callback, seen = watch(pl, "on_train_start", lambda trainer: trainer.progress_bar_callback)
+    bar = Bar()
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[bar, callback], **off)
+    trainer.fit(module_of(pl), DataLoader(Points(8), 2))
+    assert seen == [bar], message
+    for name in ("RichProgressBar", "TQDMProgressBar"):
+        source = inspect.getsource(getattr(pl.callbacks, name))
+        assert "self.get_metrics(trainer, pl_module)" in source, message
+
+
+# samplers and loaders
+
+
+def test_users_sampler_inside_lightnings_distributed_one(pl):
+    message = used(LOADERS, "in stream_of() to find the order of a user's sampler")
+    fabric = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}[pl.__name__]
+    wrapper_of = importlib.import_module(f"{fabric}.utilities.distributed").DistributedSamplerWrapper
+    sampler = WeightedRandomSampler([1.0] * 6, 6)
+    wrapper = wrapper_of(sampler, num_replicas=2, rank=0)
+    assert isinstance(wrapper, DistributedSampler), message
+    assert wrapper.dataset._sampler is sampler, message
+
+
+def test_batch_sampler_inside_lightnings_wrapper_for_predictions(pl):
+    message = used(LOADERS, "in balanced_evaluation_loader()")
+    wrapper_of = submodule(pl, "overrides.distributed")._IndexBatchSamplerWrapper
+    batches = BatchSampler(SequentialSampler(range(4)), 2, drop_last=False)
+    wrapper = wrapper_of(batches)
+    assert wrapper._batch_sampler is batches, message
+    assert list(wrapper_of(batches)) == [[0, 1], [2, 3]], message
+
+
+def test_random_samplers_keep_what_the_user_asked_for():
+    message = used(LOADERS, "in stream_of() to see a number of samples that the user gave")
+    assert RandomSampler(range(4))._num_samples is None, message
+    given = DataLoader(range(8), 2, sampler=RandomSampler(range(8), num_samples=4))
+    assert given.sampler._num_samples == 4, message
+    assert len(stream_of(given)) == 4, message
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_copied_loader_takes_another_batch_sampler(workers):
+    """Torch refuses to set the attribute; a copy that has it from the start iterates by it, in workers as well."""
+    message = used(LOADERS, "in with_batch_sampler()")
+    loader = DataLoader(range(8), 4, num_workers=workers, persistent_workers=workers > 0)
+    with pytest.raises(ValueError, match="batch_sampler"):
+        loader.batch_sampler = [[1]]
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]], message
+    clone = with_batch_sampler(loader, [[0], [5, 6]])
+    for _ in range(2):
+        assert [batch.tolist() for batch in clone] == [[0], [5, 6]], message
+    assert len(clone) == 2, message
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]], message
+
+
+def test_distributed_sampler_tells_its_seed_and_order():
+    message = used(LOADERS, "in stream_of() to take the same permutation")
+    loader = DataLoader(range(9), 3, sampler=DistributedSampler(range(9), 1, 0, shuffle=True, seed=7))
+    loader.sampler.set_epoch(2)
+    assert stream_of(loader).indices(2) == list(loader.sampler), message
+
+
+# torch
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, nn.LazyBatchNorm1d])
+def test_base_of_batch_normalisation(norm):
+    assert issubclass(norm, _BatchNorm), used(STRATEGY, "in configure_ddp() to find the smallest batch")
+
+
+def test_bucket_of_a_communication_hook():
+    assert {"buffer", "index", "gradients"} <= set(dir(dist.GradBucket)), used(HOOK, "as its argument")
+
+
+def test_out_of_memory_is_an_error_of_its_own():
+    assert issubclass(torch.OutOfMemoryError, RuntimeError), used(PROBE, "to tell it from a user's error")

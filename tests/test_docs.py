@@ -1,0 +1,179 @@
+"""README and docs keep to the code: what they link, name, import, list and quote exists."""
+
+import ast
+import importlib
+import inspect
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import lightning_hetero
+from lightning_hetero import BatchPlan, HeteroDDPStrategy
+from lightning_hetero.callbacks.metrics import exchange_metrics
+from lightning_hetero.core import StepObservations
+from lightning_hetero.strategies._hetero_ddp import HeteroDDPMixin
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {path: path.read_text() for path in PAGES}
+
+# Made from the benchmarks' results; it may be missing as long as the numbers are.
+PICTURES_TO_COME = {"docs/figures/speedup.png"} if "TBD" in TEXTS[ROOT / "README.md"] else set()
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+NAMED = re.compile(r"\b(?:tests|benchmarks|examples|docs)/[\w./-]+\.(?:py|json|md|png|svg)\b")
+NAMED_TEST = re.compile(r"`(test_\w+)`\s+in\s+`(tests/[\w/]+\.py)`")
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
+METRIC = re.compile(r"hetero/\w+(?:/rank\{i\})?")
+NUMBERS = re.compile(r"<!-- numbers: (benchmarks/results/\w+\.json) -->\n\n((?:\|.*\n)+)")
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+
+
+def prose(page):
+    """A page without its blocks of code."""
+    return FENCE.sub("", TEXTS[page])
+
+
+def anchor(heading):
+    """What a heading is called in a link, as GitHub and MyST do."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def python_blocks():
+    for page, text in TEXTS.items():
+        for match in FENCE.finditer(text):
+            if match[1] == "python":
+                line = text[: match.start()].count("\n") + 1
+                yield pytest.param(match[2], id=f"{page.relative_to(ROOT).as_posix()}:{line}")
+
+
+def rows(table):
+    """Cells of the body of a table."""
+    return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.strip().splitlines()[2:]]
+
+
+def settings():
+    """Keywords of the strategy's own, with their defaults."""
+    parameters = inspect.signature(HeteroDDPMixin.__init__).parameters
+    return {
+        name: p.default
+        for name, p in parameters.items()
+        if name != "self" and p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    }
+
+
+@every_page
+def test_relative_links_lead_somewhere(page):
+    for target in LINK.findall(prose(page)):
+        if re.match(r"https?://", target):
+            continue
+        name, _, heading = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        inside = path.relative_to(ROOT).as_posix()
+        assert path.is_file() or inside in PICTURES_TO_COME, f"{target} leads to no file"
+        if heading:
+            headings = re.findall(r"^#+ (.+)$", path.read_text(), re.M)
+            assert heading in map(anchor, headings), f"{target} leads to no heading"
+
+
+@every_page
+def test_named_files_exist(page):
+    missing = {name for name in NAMED.findall(TEXTS[page]) if not (ROOT / name).is_file()}
+    results_to_come = {name for name, table in NUMBERS.findall(TEXTS[page]) if "TBD" in table}
+    assert missing <= PICTURES_TO_COME | results_to_come
+
+
+@every_page
+def test_named_tests_exist(page):
+    for name, file in NAMED_TEST.findall(TEXTS[page]):
+        assert re.search(rf"^def {name}\b", (ROOT / file).read_text(), re.M), f"{file} has no {name}"
+
+
+def test_there_are_blocks_of_code():
+    assert len(list(python_blocks())) > 5
+
+
+@pytest.mark.parametrize("source", list(python_blocks()))
+def test_code_compiles_and_its_names_exist(source):
+    tree = ast.parse(source)
+    ours = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "lightning_hetero":
+            ours |= {alias.name: getattr(importlib.import_module(node.module), alias.name) for alias in node.names}
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                importlib.import_module(alias.name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ours:
+            keywords = {keyword.arg: None for keyword in node.keywords}
+            inspect.signature(ours[node.func.id]).bind(*node.args, **keywords)
+
+
+def metrics_written():
+    """Names of all metrics that a comparison of the ranks can write."""
+    seen = StepObservations.from_array(np.ones((3, 2, len(StepObservations.FIELDS))))
+    return {re.sub(r"rank\d+", "rank{i}", name) for name in exchange_metrics(seen, BatchPlan(8, (6, 2)), 0.5)}
+
+
+def test_metrics_are_all_in_the_quickstart():
+    quickstart = TEXTS[ROOT / "docs" / "quickstart.md"]
+    assert set(re.findall(r"^\| `(hetero/[^`]+)` \|", quickstart, re.M)) == metrics_written()
+
+
+def noise_metrics():
+    """Names of the metrics that the callback of the gradient noise scale writes."""
+    return set(METRIC.findall((ROOT / "lightning_hetero" / "callbacks" / "noise_scale.py").read_text()))
+
+
+@every_page
+def test_metrics_named_are_written(page):
+    assert set(METRIC.findall(prose(page))) <= metrics_written() | noise_metrics()
+
+
+def test_metrics_of_the_noise_scale_are_all_in_their_page():
+    page = TEXTS[ROOT / "docs" / "noise-scale.md"]
+    assert set(re.findall(r"^\| `(hetero/[^`]+)` \|", page, re.M)) == noise_metrics()
+
+
+def test_table_of_settings_is_the_strategys():
+    listed = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", TEXTS[ROOT / "docs" / "quickstart.md"], re.M)
+    assert {name: ast.literal_eval(default) for name, default in listed} == settings()
+    assert set(settings()) <= set(inspect.signature(HeteroDDPStrategy).parameters)
+
+
+def test_reference_lists_every_public_name():
+    reference = TEXTS[ROOT / "docs" / "api.md"]
+    named = re.findall(r"^\.\. auto\w+:: ([\w.]+)$", reference, re.M)
+    for name in named:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+    public = {name for name in lightning_hetero.__all__ if not name.startswith("_")}
+    assert public <= {name.rpartition(".")[2] for name in named} | {"HeteroDDPStrategy"}
+    assert "`lightning_hetero.HeteroDDPStrategy`" in reference
+
+
+def test_every_page_is_in_the_index():
+    listed = re.search(r"```\{toctree\}.*?```", TEXTS[ROOT / "docs" / "index.md"], re.S)[0].splitlines()
+    assert {path.stem for path in PAGES[1:]} - {"index"} == set(listed) & {path.stem for path in PAGES[1:]}
+
+
+def test_solver_numbers_are_those_of_the_benchmark():
+    table = dict(NUMBERS.findall(TEXTS[ROOT / "README.md"]))["benchmarks/results/solver.json"]
+    measured = json.loads((ROOT / "benchmarks" / "results" / "solver.json").read_text())["rows"]
+    columns = ("workers", "optperf_ms", "optperf_bounds_ms", "100_candidates_ms", "linprog_ms")
+    for cells, row in zip(rows(table), measured, strict=True):
+        for cell, column in zip(cells, columns, strict=True):
+            expected = row[column]
+            assert (not cell) if expected is None else float(cell) == pytest.approx(expected, rel=0.05), (cell, column)
+
+
+def test_nothing_is_measured_by_hand():
+    """Every table of measured numbers says which result it was taken from, and the benchmark that writes it exists."""
+    names = [name for name, _ in NUMBERS.findall(TEXTS[ROOT / "README.md"])]
+    assert len(names) == TEXTS[ROOT / "README.md"].count("<!-- numbers:") > 0
+    source = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
+    assert not [name for name in names if Path(name).name not in source]

@@ -1,0 +1,332 @@
+"""Faults as data, one invariant for each: no rank hangs, the first error is told, no sample is lost, plans stay sane.
+
+All of them happen to real processes under a wall limit.
+"""
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from lightning import Callback
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import Dataset
+
+from lightning_hetero.callbacks import PolicyCallback
+from lightning_hetero.core.planner import PerfModelPlanner
+from tests.helpers import Points, Regressor, covered, fit, run_ranks
+
+N, STEPS, REPLAN = 160, 20, 4
+WALL = 45
+"""Seconds after which a run counts as hanging."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A rank is gone at once, as when the kernel takes its memory or a node is lost."""
+
+    rank: int
+    step: int
+
+    def strike(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Raise:
+    """The user's code fails on one rank."""
+
+    rank: int
+    step: int
+
+    def strike(self):
+        raise ZeroDivisionError("a bug of the user's")
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """A rank stands still for some seconds, as under memory pressure or a debugger."""
+
+    rank: int
+    step: int
+    seconds: float
+
+    def strike(self):
+        subprocess.Popen(["sh", "-c", f"sleep {self.seconds}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@dataclass(frozen=True)
+class NotANumber:
+    """The loss of a rank is NaN from a step on."""
+
+    rank: int
+    step: int
+
+
+class Strikes(Regressor):
+    """Suffers the fault in its training step."""
+
+    def __init__(self, fault, rank):
+        super().__init__()
+        self.fault, self.mine = fault, fault is not None and fault.rank == rank
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if not self.mine:
+            return loss
+        if isinstance(self.fault, NotANumber):
+            return loss * float("nan") if self.global_step >= self.fault.step else loss
+        if self.global_step == self.fault.step:
+            self.fault.strike()
+        return loss
+
+
+class InExchange(Callback):
+    """Suffers the fault when its rank enters the agreement on a plan; rank 0 when it is about to decide."""
+
+    def __init__(self, fault, rank):
+        self.fault, self.rank = fault, rank
+
+    def on_train_start(self, trainer, pl_module):
+        engine, fault = trainer.strategy.engine, self.fault
+        if fault.rank != self.rank:
+            return
+        name = "broadcast_object" if self.rank == 0 else "gather"
+        original, calls = getattr(engine.control, name), []
+
+        def struck(value):
+            calls.append(value)
+            if len(calls) == 2:
+                fault.strike()
+            return original(value)
+
+        setattr(engine.control, name, struck)
+
+
+def _train(rank, fault, where, timeout, policy, dataset):
+    in_step = where == "step"
+    strategy = {"replan": REPLAN, "policy": policy}
+    if timeout is not None:
+        strategy["timeout"] = timedelta(seconds=timeout)
+    return fit(
+        rank,
+        strategy,
+        2,
+        4,
+        model=Strikes(fault if in_step else None, rank),
+        dataset=dataset or Points(N),
+        callbacks=[] if in_step else [InExchange(fault, rank)],
+        max_epochs=1,
+    )
+
+
+def run(fault, where="step", *, timeout=None, policy=None, dataset=None, **kwargs):
+    return run_ranks(_train, 2, fault, where, timeout, policy, dataset, timeout=WALL, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left_behind():
+    """Whatever a rank suffered, the test ends with the processes that it began with."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert not alive
+
+
+# a rank is lost
+
+
+@pytest.mark.parametrize("where", ["step", "exchange"])
+@pytest.mark.parametrize("fault", [Kill(0, 6), Kill(1, 0)], ids=str)
+def test_survivor_of_a_killed_rank_ends_with_an_error(fault, where):
+    """``run_ranks`` raises if a rank is not done within the wall limit, far below torch's timeout of 30 minutes."""
+    errors = {rank: (kind, message) for rank, kind, message in run(fault, where, expect_errors=True)}
+    assert set(errors) == {0, 1}
+    assert errors[fault.rank][0] == "Died"
+    kind, message = errors[1 - fault.rank]
+    assert kind != "Died"
+    assert message
+
+
+@pytest.mark.parametrize("where", ["step", "exchange"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_error_on_one_rank_ends_all_of_them(rank, where):
+    errors = {rank: (kind, message) for rank, kind, message in run(Raise(rank, 6), where, expect_errors=True)}
+    assert errors[rank] == ("ZeroDivisionError", "a bug of the user's")
+    assert set(errors) == {0, 1}
+
+
+def test_rank_that_stays_away_from_an_agreement_is_given_up_after_the_timeout_of_the_strategy():
+    """It is frozen for much longer than the four seconds that the user allows."""
+    errors = {rank: message for rank, _, message in run(Freeze(1, 0, 9), "exchange", timeout=4, expect_errors=True)}
+    assert "imed out" in errors[0] or "imeout" in errors[0], errors[0]
+    assert set(errors) == {0, 1}
+
+
+# a rank is slow
+
+
+@pytest.mark.parametrize("where", ["step", "exchange"])
+def test_frozen_rank_loses_no_sample(where):
+    results = run(Freeze(1, 6, 3), where)
+    assert covered(results, 0) == list(range(N))
+    assert [r["steps"] for r in results] == [STEPS, STEPS]
+    np.testing.assert_array_equal(results[0]["weights"], results[1]["weights"])
+    assert all(sum(sizes) == 8 for *_, sizes in results[0]["history"])
+
+
+class SlowToLoad(Dataset):
+    """Takes its time for every sample, on one rank only."""
+
+    def __init__(self, n, rank):
+        self.points, self.rank = Points(n), rank
+
+    def __len__(self):
+        return len(self.points)
+
+    def __getitem__(self, i):
+        if os.environ["RANK"] == str(self.rank):
+            time.sleep(0.004)
+        return self.points[i]
+
+
+@pytest.mark.parametrize("policy", ["perf_model", "pid"])
+def test_plan_moves_away_from_a_slow_loader(policy):
+    """Loading is part of a worker's time per sample; the last plans leave little to the slow one."""
+    results = run(None, policy=policy, dataset=SlowToLoad(480, rank=1))
+    assert covered(results, 0) == list(range(480))
+    sizes = [split[1] for *_, split in results[0]["history"]]
+    assert sizes[0] == 4
+    assert sizes[-1] < 4
+
+
+# a rank computes nonsense
+
+
+def _nan(rank, strategy):
+    model = Strikes(NotANumber(1, 6), rank)
+    seen = []
+
+    class Watch(Callback):
+        def on_train_end(self, trainer, pl_module):
+            engine = getattr(trainer.strategy, "engine", None)
+            if engine is not None:
+                observations = engine.observations()
+                seen.append([observations.compute.tolist(), observations.num_steps])
+                seen.append(json.dumps(trainer.callbacks[0].planner.state_dict(), allow_nan=False))
+
+    result = fit(rank, strategy, 2, 4, model=model, dataset=Points(N), callbacks=[Watch()], max_epochs=1)
+    return {**result, "watched": seen}
+
+
+def test_nan_on_one_rank_is_what_it_is_under_ddp():
+    """Every rank has NaN from that step on, never only some of them; timings and plans do not notice."""
+    ours, plain = (run_ranks(_nan, 2, s, timeout=WALL) for s in ({"replan": REPLAN}, "ddp"))
+    for results in (ours, plain):
+        for result in results:
+            finite = np.isfinite(result["grads"]).all(axis=1)
+            assert finite.tolist() == [True] * 6 + [False] * (STEPS - 6)
+            assert np.isnan(result["weights"]).all()
+    assert covered(ours, 0) == list(range(N))
+    for result in ours:
+        (compute, steps), state = result["watched"]
+        assert steps > 0
+        assert np.isfinite(compute).all()
+    assert json.loads(ours[0]["watched"][1])["profiles"]
+    assert all(sum(sizes) == 8 for *_, sizes in ours[0]["history"])
+
+
+# the disk is full
+
+
+class Logs(Regressor):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+def _full_disk(rank, strategy, folder, flush):
+    logger = CSVLogger(folder, name="", version="", flush_logs_every_n_steps=flush)
+    if rank == 0:
+        logger.experiment.metrics_file_path = "/dev/full"
+    return fit(rank, strategy, 2, 4, model=Logs(), dataset=Points(N), logger=logger, log_every_n_steps=1, max_epochs=1)[
+        "steps"
+    ]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("flush", [1, 1000], ids=["in training", "at the end"])
+def test_full_disk_is_no_worse_than_under_ddp(tmp_path, flush):
+    """Lightning's logger raises on rank 0 when it writes; with ours writing too, it raises no other error."""
+    kinds = []
+    for strategy in ("ddp", {"replan": REPLAN}):
+        errors = run_ranks(_full_disk, 2, strategy, str(tmp_path), flush, timeout=WALL, expect_errors=True)
+        kinds.append([(rank, kind) for rank, kind, _ in errors])
+        assert kinds[-1][0] == (0, "OSError")
+    assert kinds[0] == kinds[1]
+
+
+# clocks
+
+
+def wall_clocks(tree):
+    """Uses of the time of day, which differs between hosts and is set back and forth."""
+    banned = {"time", "time_ns", "ctime", "localtime", "gmtime", "now", "today", "utcnow"}
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in banned
+            and ast.unparse(node.value)
+            in (
+                "time",
+                "datetime",
+                "datetime.datetime",
+                "date",
+            )
+        ):
+            yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom) and node.module == "time":
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name in banned)
+
+
+def test_the_package_reads_no_time_of_day():
+    root = Path(__file__).parents[1] / "lightning_hetero"
+    found = [
+        f"{path.relative_to(root)}:{line} {what}"
+        for path in sorted(root.rglob("*.py"))
+        for line, what in wall_clocks(ast.parse(path.read_text()))
+    ]
+    assert not found, "use time.perf_counter() or time.monotonic()"
+
+
+@pytest.mark.parametrize("source", ["import time\ntime.time()", "from time import time", "datetime.datetime.now()"])
+def test_a_time_of_day_is_found(source):
+    assert list(wall_clocks(ast.parse(source)))
+
+
+def _skewed(rank, hours):
+    """The clocks of the hosts differ."""
+    honest = time.time
+    time.time = lambda: honest() + 3600 * hours * rank
+    return fit(
+        rank, {"replan": REPLAN}, 2, 4, dataset=Points(N), callbacks=[PolicyCallback(PerfModelPlanner())], max_epochs=1
+    )
+
+
+@pytest.mark.parametrize("hours", [5, -5])
+def test_clocks_of_hosts_may_differ(hours):
+    results = run_ranks(_skewed, 2, hours, timeout=WALL)
+    assert covered(results, 0) == list(range(N))
+    assert torch.isfinite(torch.as_tensor(results[0]["weights"])).all()

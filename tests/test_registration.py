@@ -1,0 +1,221 @@
+"""The names of the strategy are known to Lightning, whatever is imported first, and never at the cost of an import."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+import _lightning_hetero_autoload as autoload
+import lightning_hetero
+from lightning_hetero.strategies._registration import register
+
+NAMESPACES = {
+    "lightning.pytorch": "lightning_hetero.strategies.lightning_ddp",
+    "pytorch_lightning": "lightning_hetero.strategies.pytorch_lightning_ddp",
+}
+namespaces = pytest.mark.parametrize("namespace", NAMESPACES)
+
+# Prints, for `ddp` and for `hetero_ddp`, the arguments behind each alias, by the alias's suffix.
+DUMP_ALIASES = """
+import json
+from {namespace}.strategies import StrategyRegistry
+def aliases(name):
+    return {{key[len(name):]: entry["init_params"] for key, entry in StrategyRegistry.items()
+            if key.startswith(name) and "zero" not in key}}
+print(json.dumps([aliases("ddp"), aliases("hetero_ddp")]))
+"""
+
+# Makes the strategy by each alias; prints its class's module and the start methods, ours and that of `ddp`.
+MAKE_STRATEGIES = """
+import json
+from {namespace} import Trainer
+from {namespace}.strategies import StrategyRegistry
+strategy = Trainer(strategy="hetero_ddp", accelerator="cpu", devices=1, logger=False).strategy
+pairs = [[StrategyRegistry.get(prefix + key[len("hetero_ddp"):])._start_method for prefix in ("ddp", "hetero_ddp")]
+         for key in StrategyRegistry if key.startswith("hetero_ddp")]
+flags = [StrategyRegistry.get("hetero_ddp_find_unused_parameters_" + flag)._ddp_kwargs["find_unused_parameters"]
+         for flag in ("true", "false")]
+ours = [entry["strategy"] for key, entry in StrategyRegistry.items() if key.startswith("hetero_ddp")]
+print(json.dumps([type(strategy).__module__, pairs, flags, [made is type(strategy) for made in ours]]))
+"""
+
+
+def run(code, cwd, autoload=True, **env):
+    """Run ``code`` in a fresh interpreter, away from the checkout; return what it printed last."""
+    env = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(autoload)), **env}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, env=env, timeout=120, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1] if done.stdout else ""
+
+
+@namespaces
+def test_aliases_are_those_of_ddp_with_no_import(namespace, tmp_path):
+    ddp, hetero = json.loads(run(DUMP_ALIASES.format(namespace=namespace), tmp_path))
+    assert len(hetero) == 12
+    assert hetero == ddp
+
+
+@pytest.mark.parametrize("first", ["lightning_hetero", "lightning"])
+@namespaces
+def test_one_import_is_enough_without_autoload(namespace, first, tmp_path):
+    imports = ["import lightning_hetero", f"import {namespace}"]
+    code = "\n".join(imports if first == "lightning_hetero" else imports[::-1])
+    ddp, hetero = json.loads(run(code + DUMP_ALIASES.format(namespace=namespace), tmp_path, autoload=False))
+    assert len(hetero) == 12
+    assert hetero == ddp
+
+
+@namespaces
+def test_every_alias_makes_the_strategy_of_its_namespace(namespace, tmp_path):
+    module, start_methods, flags, registered = json.loads(run(MAKE_STRATEGIES.format(namespace=namespace), tmp_path))
+    assert module == NAMESPACES[namespace]
+    assert len(start_methods) == 12
+    assert all(ours == theirs for theirs, ours in start_methods)
+    assert flags == [True, False]
+    assert registered == [True] * 12, "the class takes the place of the lazy factory under all names"
+
+
+def test_an_import_of_the_strategy_leaves_the_other_namespace_alone(tmp_path):
+    code = "import sys; from lightning_hetero import HeteroDDPStrategy; print('pytorch_lightning' in sys.modules)"
+    assert run(code, tmp_path) == "False"
+
+
+def test_importing_the_package_imports_nothing_heavy(tmp_path):
+    code = "import sys; import lightning_hetero; print(sorted({'torch', 'lightning', 'numpy'} & set(sys.modules)))"
+    assert run(code, tmp_path) == "[]"
+
+
+def test_a_broken_package_breaks_no_import_of_torch(tmp_path):
+    package = tmp_path / "lightning_hetero"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('broken installation')")
+    code = """
+import torch
+from lightning.pytorch.strategies import StrategyRegistry
+try:
+    StrategyRegistry.get("hetero_ddp")
+except RuntimeError as error:
+    print(error)
+"""
+    assert run(code, tmp_path, PYTHONPATH=str(tmp_path)) == "broken installation"
+
+
+def test_an_import_system_that_refuses_the_hook_breaks_no_import_of_torch(tmp_path):
+    code = "import sys; sys.meta_path = tuple(sys.meta_path); import torch; print(torch.ones(1).item())"
+    assert run(code, tmp_path) == "1.0"
+
+
+def test_public_names_and_their_homes_agree():
+    assert set(lightning_hetero.__all__) == {*lightning_hetero._HOMES, "__version__"}
+    assert set(lightning_hetero.__all__) <= set(dir(lightning_hetero))
+
+
+@pytest.mark.parametrize("name", lightning_hetero.__all__)
+def test_public_name_resolves(name):
+    assert getattr(lightning_hetero, name) is not None
+
+
+def test_unknown_public_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'HeteroDPStrategy'"):
+        lightning_hetero.HeteroDPStrategy  # noqa: B018
+
+
+class Registry(dict):
+    """What of Lightning's registry is used here."""
+
+    def register(self, name, strategy, description, override, **init_params):
+        if name in self and not override:
+            raise ValueError(name)
+        self[name] = {"strategy": strategy, "init_params": init_params, "description": description}
+
+
+class Strategy:
+    """Stands for a strategy class."""
+
+    def __init__(self, **arguments):
+        self.arguments = arguments
+
+
+@pytest.fixture
+def target(monkeypatch):
+    """A table of one line, for a registry in the module ``owner_of_registry``."""
+    target = autoload.Target(
+        "owner_of_registry", "REGISTRY", f"{__name__}:Strategy", "hetero_test", {"": {}, "_spawn": {"how": "spawn"}}
+    )
+    monkeypatch.setattr(autoload, "TARGETS", (target,))
+    monkeypatch.setattr("lightning_hetero.strategies._registration.TARGETS", (target,))
+    return target
+
+
+@pytest.fixture
+def loaded(target, monkeypatch):
+    """The module of the target, loaded already."""
+    module = types.ModuleType(target.module)
+    module.REGISTRY = Registry()
+    monkeypatch.setitem(sys.modules, target.module, module)
+    return module
+
+
+def test_boot_registers_at_once_with_a_loaded_registry(loaded):
+    autoload.boot()
+    assert {name: entry["init_params"] for name, entry in loaded.REGISTRY.items()} == {
+        "hetero_test": {},
+        "hetero_test_spawn": {"how": "spawn"},
+    }
+    entry = loaded.REGISTRY["hetero_test_spawn"]
+    made = entry["strategy"](**entry["init_params"])
+    assert type(made).__name__ == "Strategy"
+    assert made.arguments == {"how": "spawn"}
+
+
+def test_boot_twice_is_boot_once(loaded):
+    autoload.boot()
+    entries = dict(loaded.REGISTRY)
+    autoload.boot()
+    assert entries == loaded.REGISTRY
+    assert sum(isinstance(finder, autoload.RegistryFinder) for finder in sys.meta_path) == 1
+
+
+def test_class_replaces_factory_and_stays(loaded):
+    autoload.boot()
+    register(Strategy, loaded.REGISTRY)
+    autoload.boot()
+    assert {entry["strategy"] for entry in loaded.REGISTRY.values()} == {Strategy}
+
+
+@pytest.mark.usefixtures("target")
+def test_class_outside_the_table_is_refused():
+    with pytest.raises(ValueError, match="Registry is in no line of the table .* Add a line to TARGETS"):
+        register(Registry, Registry())
+
+
+def test_a_registry_that_refuses_is_logged_not_raised(loaded, caplog):
+    loaded.REGISTRY = None
+    autoload.boot()
+    assert "'hetero_test' was not registered with owner_of_registry" in caplog.text
+
+
+def test_hook_registers_after_import_and_leaves_the_loader_as_it_was(target, tmp_path, monkeypatch):
+    (tmp_path / f"{target.module}.py").write_text(f"from {__name__} import Registry\nREGISTRY = Registry()")
+    monkeypatch.syspath_prepend(tmp_path)
+    autoload.boot()
+    try:
+        module = importlib.import_module(target.module)
+        assert set(module.REGISTRY) == {"hetero_test", "hetero_test_spawn"}
+        assert type(module.__spec__.loader).__name__ == "SourceFileLoader"
+        assert "exec_module" not in vars(module.__spec__.loader)
+        assert set(importlib.reload(module).REGISTRY) == {"hetero_test", "hetero_test_spawn"}
+    finally:
+        sys.modules.pop(target.module, None)
+
+
+def test_hook_hides_no_missing_module(target):
+    autoload.boot()
+    with pytest.raises(ModuleNotFoundError, match=target.module):
+        importlib.import_module(target.module)
