@@ -4,6 +4,7 @@ Lightning starts the other workers by itself. Rank 0 writes what it measured as 
 """
 
 import argparse
+import atexit
 import json
 import logging
 import os
@@ -29,6 +30,7 @@ BATCH_SIZE = 96  # per worker on average
 TRAIN_IMAGES = 1440  # 5 total batches: no ragged step, so both strategies see the very same batches
 
 torch.set_num_threads(1)
+atexit.register(time.sleep, 0.1)  # torch's gloo threads still free tensors, which aborts an interpreter that ends
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.WARNING)
 warnings.filterwarnings("ignore", message=".*does not have many workers")

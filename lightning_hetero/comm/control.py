@@ -1,5 +1,7 @@
 """Agreement between ranks over a host-side group of its own: gathering, broadcasting, finding disagreement."""
 
+import atexit
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +30,17 @@ def check_digests(digests: npt.NDArray[np.float64]) -> None:
         )
 
 
+def let_threads_go(seconds: float = 0.1) -> None:
+    """Give the interpreter lock to the threads of gloo for ``seconds``, so that they can free what they hold.
+
+    A gloo thread frees the tensor of a finished collective a moment after the caller has gone on, and needs the lock
+    for that. If the interpreter ends in that moment, it aborts the process ("terminate called without an active
+    exception", after a training that went well; plain DDP is hit as well, with torch 2.13). So every process that has a
+    control plane waits that moment at exit.
+    """
+    time.sleep(seconds)
+
+
 class ControlPlane:
     """Small host-side collectives on a gloo group, apart from the gradients' own.
 
@@ -40,6 +53,9 @@ class ControlPlane:
     def __init__(self, rank: int, world_size: int, *, timeout: timedelta | None = None) -> None:
         self.rank, self.world_size = rank, world_size
         self._group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
+        if world_size > 1:
+            atexit.unregister(let_threads_go)
+            atexit.register(let_threads_go)
 
     def gather(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """The arrays of all ranks, stacked; all must have one shape."""
