@@ -10,13 +10,19 @@ from typing import TYPE_CHECKING, Any
 from _lightning_hetero_autoload import boot
 
 if TYPE_CHECKING:
-    from lightning_hetero.callbacks import DynamicBatchPIDCallback, GNSCallback, PerfModelCallback
+    from lightning_hetero.callbacks import (
+        AdaptiveBatchCallback,
+        DynamicBatchPIDCallback,
+        GNSCallback,
+        PerfModelCallback,
+    )
     from lightning_hetero.core import BatchPlan, ClusterTimeModel, NodeTimeModel, solve_optperf
     from lightning_hetero.strategies.lightning_ddp import HeteroDDPStrategy
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveBatchCallback",
     "BatchPlan",
     "ClusterTimeModel",
     "DynamicBatchPIDCallback",
@@ -29,6 +35,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AdaptiveBatchCallback": "lightning_hetero.callbacks",
     "BatchPlan": "lightning_hetero.core",
     "ClusterTimeModel": "lightning_hetero.core",
     "DynamicBatchPIDCallback": "lightning_hetero.callbacks",

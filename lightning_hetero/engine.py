@@ -25,6 +25,7 @@ from lightning_hetero.comm.roster import Roster
 from lightning_hetero.comm.schedule import ExchangeSchedule
 from lightning_hetero.comm.weighting import LossWeighting
 from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.plan import BatchPlan, PlanEntry, PlanHistory
 from lightning_hetero.core.planner import PlanContext, Planner, Proposal
 from lightning_hetero.core.time_model import StepObservations
@@ -95,6 +96,7 @@ class HeteroEngine:
         self.weighting = LossWeighting(config, world_size, device)
         self.schedule = ExchangeSchedule(config.replan)
         self.noise: NoiseCollector | None = None
+        self.noise_scale: Callable[[], RunningNoiseScale | None] = lambda: None
         self.sampler: UnevenBatchSampler | None = None
         self.history: PlanHistory | None = None
         self.log: list[PlanEntry] = []
@@ -191,6 +193,8 @@ class HeteroEngine:
         """Adopt the plan to begin with, decided by rank 0."""
         assert self.roster is not None
         running = None if self.history is None else self.history.at(*start).plan
+        if running is not None and getattr(planner, "moves_total", False):
+            total = running.total_batch_size
         same_workers = self._restored_workers in ((), self.roster.identities)
         entry: PlanEntry | Exception | None = None
         if self.rank == 0:
@@ -306,7 +310,8 @@ class HeteroEngine:
             if planner is None or current is None or observations.num_steps == 0:
                 return planner, None, None
             upcoming = self.history.last.plan if self.history is not None else current
-            after, proposal = planner.decide(observations, upcoming, self._context(upcoming))
+            context = self._context(upcoming, noise=self.noise_scale(), epoch_begins=not_before[1] == 0)
+            after, proposal = planner.decide(observations, upcoming, context)
             return after, proposal, after.predict(current, self._context(current))
 
         return self._agree(decide, not_before)
@@ -321,9 +326,9 @@ class HeteroEngine:
         assert done.entry is not None
         return done.entry
 
-    def _context(self, plan: BatchPlan) -> PlanContext:
+    def _context(self, plan: BatchPlan, **known: Any) -> PlanContext:
         assert self.roster is not None
-        return self.roster.context(self.config, plan.total_batch_size, self.accumulation)
+        return self.roster.context(self.config, plan.total_batch_size, self.accumulation, **known)
 
     def _agree(
         self,
@@ -345,7 +350,8 @@ class HeteroEngine:
         planner: Planner | None = None
         reply: Any = None
         if self.rank == 0:
-            start = max(not_before, *((int(row[1]), int(row[2])) for row in everyone))
+            epoch, step = max(not_before, *((int(row[1]), int(row[2])) for row in everyone))
+            start = epoch, -(-step // self.accumulation) * self.accumulation  # a window has one plan
             try:
                 planner, proposal, predicted = decide(observations)
                 if proposal is not None:

@@ -13,11 +13,12 @@ from lightning_hetero.callbacks.policy import Callback, MisconfigurationExceptio
 from lightning_hetero.comm.clock import HostClock
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState, gradient_hook
-from lightning_hetero.comm.noise import NoiseCollector
+from lightning_hetero.comm.noise import PRECONDITIONED_AFTER, NoiseCollector
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.core.noise_scale import METHODS, RunningNoiseScale, estimate_from_two_sizes
 from lightning_hetero.core.validation import check_choice, check_int, check_number
 from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.optim import AdamPreconditioner, is_adam
 
 __all__ = ["GNSCallback"]
 
@@ -27,6 +28,8 @@ INTERVAL = 50
 
 class _Source:
     """Where gradients come from: what there is to do at the seams of a step, nothing by default."""
+
+    def precondition(self, preconditioner: AdamPreconditioner | None) -> None: ...
 
     def start(self, trainer: Any) -> None: ...
 
@@ -46,6 +49,9 @@ class _Engine(_Source):
 
     def __init__(self, engine: HeteroEngine, **settings: Any) -> None:
         self.collector = engine.noise = NoiseCollector(engine.hook_state, engine.rank, **settings)
+
+    def precondition(self, preconditioner: AdamPreconditioner | None) -> None:
+        self.collector.hook.preconditioner = preconditioner
 
     @property
     def running(self) -> RunningNoiseScale:
@@ -105,9 +111,21 @@ class _Alone(_Source):
         self.previous_size = 0
         self.pending: list[tuple[torch.Tensor, torch.Tensor, int, int, bool]] = []
         self.observed = self.kept = True
+        self.preconditioner: AdamPreconditioner | None = None
+
+    def precondition(self, preconditioner: AdamPreconditioner | None) -> None:
+        self.preconditioner = preconditioner
+
+    def _sq_norm(self, pl_module: Any, tensors: list[torch.Tensor]) -> torch.Tensor:
+        if self.preconditioner is not None:
+            parameters = [p for p in pl_module.parameters() if p.grad is not None]
+            tensors = [self.preconditioner(p, t) for p, t in zip(parameters, tensors, strict=True)]
+        norms = torch._foreach_norm(tensors)
+        return torch.stack([norm.double() for norm in norms]).square().sum()
 
     def begin(self, batch_size: int, step: int) -> None:
-        self.observed = step % self.every_n_steps == 0
+        known = self.preconditioner is None or step >= PRECONDITIONED_AFTER
+        self.observed = known and step % self.every_n_steps == 0
         self.kept = (step + 1) % self.every_n_steps == 0  # without accumulation the step before is needed, too
         self.sizes.append(batch_size)
 
@@ -115,7 +133,7 @@ class _Alone(_Source):
         if self.observed and len(self.sizes) == 1 and trainer.accumulate_grad_batches > 1:
             scaler = getattr(trainer.precision_plugin, "scaler", None)
             scale = trainer.accumulate_grad_batches / (scaler.get_scale() if scaler is not None else 1.0)
-            self.first = _sq_norm(_gradients(pl_module)) * scale**2
+            self.first = self._sq_norm(pl_module, _gradients(pl_module)) * scale**2
 
     def before_step(self, trainer: Any, pl_module: Any) -> None:
         sizes, first, previous = self.sizes, self.first, self.previous
@@ -127,11 +145,11 @@ class _Alone(_Source):
         if window == 1 and self.kept:
             self.previous = [gradient.detach().clone() for gradient in gradients]
         if first is not None and len(sizes) == window:
-            self.pending.append((first, _sq_norm(gradients), sizes[0], sum(sizes), False))
+            self.pending.append((first, self._sq_norm(pl_module, gradients), sizes[0], sum(sizes), False))
         elif window == 1 and self.observed and len(previous) == len(gradients) and self.previous_size == sizes[0]:
             # the mean gradient of a batch, and the mean of two of them, which stands for one batch of twice the size
-            both = _sq_norm([(a + b) / 2 for a, b in zip(gradients, previous, strict=True)])
-            one = (_sq_norm(gradients) + _sq_norm(previous)) / 2
+            both = self._sq_norm(pl_module, [(a + b) / 2 for a, b in zip(gradients, previous, strict=True)])
+            one = (self._sq_norm(pl_module, gradients) + self._sq_norm(pl_module, previous)) / 2
             self.pending.append((one, both, sizes[0], 2 * sizes[0], True))
         self.previous_size = sizes[0]
         if len(self.pending) >= INTERVAL:
@@ -155,11 +173,6 @@ def _gradients(module: Any) -> list[torch.Tensor]:
     return [p.grad for p in module.parameters() if p.grad is not None]
 
 
-def _sq_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    norms = torch._foreach_norm(tensors)
-    return torch.stack([norm.double() for norm in norms]).square().sum()
-
-
 class GNSCallback(Callback):
     """Estimates the gradient noise scale ``tr(Sigma) / |G|^2`` while training and logs it.
 
@@ -172,6 +185,8 @@ class GNSCallback(Callback):
         method: weights of the workers' estimates: ``"pooled"`` (minimum variance), ``"cannikin"`` (as printed) or
             ``"mean"``.
         horizon: samples over which the estimate looks back, ``> 0``.
+        preconditioner: ``"adam"`` takes the noise scale of the gradient as Adam scales it (Pollux, sec. 3.1; in whose
+            units the three metrics then are); ``"auto"`` does so if all optimizers are of the Adam family.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -182,10 +197,17 @@ class GNSCallback(Callback):
         0.0
     """
 
-    def __init__(self, every_n_steps: int = 1, method: str = "pooled", horizon: float = 50_000.0) -> None:
+    def __init__(
+        self,
+        every_n_steps: int = 1,
+        method: str = "pooled",
+        horizon: float = 50_000.0,
+        preconditioner: str | None = None,
+    ) -> None:
         self.every_n_steps = check_int("every_n_steps", every_n_steps, minimum=1)
         self.method = check_choice("method", method, tuple(METHODS))
         self.horizon = check_number("horizon", horizon, low=0.0, include_low=False)
+        self.preconditioner = check_choice("preconditioner", preconditioner, (None, "adam", "auto"))
         self._source: _Engine | _Alone | None = None
         self._saved = RunningNoiseScale(horizon=self.horizon)
         self._logged = 0.0
@@ -218,10 +240,24 @@ class GNSCallback(Callback):
                 "none. Use strategy='hetero_ddp' or 'ddp'."
             )
         self._source.running = saved
+        if isinstance(engine, HeteroEngine):
+            engine.noise_scale = lambda: self.estimate
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to observe."""
+        """Begin to observe.
+
+        Raises:
+            MisconfigurationException: if Adam's scaling was asked for and an optimizer is none of that family.
+        """
         assert self._source is not None
+        others = [type(optimizer).__name__ for optimizer in trainer.optimizers if not is_adam(optimizer)]
+        if self.preconditioner == "adam" and others:
+            raise MisconfigurationException(
+                f"GNSCallback(preconditioner='adam') reads Adam's second moments, which {', '.join(others)} has not. "
+                "Use preconditioner='auto' or None."
+            )
+        by_adam = self.preconditioner is not None and trainer.optimizers and not others
+        self._source.precondition(AdamPreconditioner(trainer.optimizers) if by_adam else None)
         self._source.start(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

@@ -42,6 +42,10 @@ class PolicyCallback(Callback):
         names: dict[Any, str] = {cls: name for name, cls in PLANNERS.items()}
         return names.get(cls, f"{cls.__module__}.{cls.__qualname__}")
 
+    def companions(self, callbacks: list[Any]) -> list[Any]:
+        """Callbacks that this one needs and that are not among those given."""
+        return []
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Find the engine of the strategy.
 
@@ -100,6 +104,8 @@ class PolicyCallback(Callback):
         plan = self._engine.plan
         done = self._engine.exchange(self.planner, not_before=not_before)
         self.planner = done.planner if done.planner is not None else self.planner
+        if plan is not None and done.entry is not None and done.entry.plan.total_batch_size != plan.total_batch_size:
+            trainer.strategy.refresh_epoch_length()
         if plan is not None and trainer.loggers:
             metrics = exchange_metrics(done.observations, plan, done.predicted, self._engine.accumulation)
             for logger in trainer.loggers:

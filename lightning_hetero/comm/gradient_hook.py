@@ -37,6 +37,7 @@ class HookState:
         inner: a hook of the user's that does the averaging, e.g. ``fp16_compress_hook``.
         inner_state: its state.
         collect_norms: whether to take squared norms.
+        preconditioner: ``(parameter, gradient) -> gradient``, applied before norms are taken.
         fired: whether a bucket was averaged since :meth:`take_fired`.
         local_sq_norms: squared norm of each bucket before averaging, of the running step.
         global_sq_norms: the same after averaging.
@@ -49,6 +50,7 @@ class HookState:
     inner: Hook | None = None
     inner_state: Any = None
     collect_norms: bool = False
+    preconditioner: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     fired: bool = False
     local_sq_norms: list[torch.Tensor] = field(default_factory=list)
     global_sq_norms: list[torch.Tensor] = field(default_factory=list)
@@ -63,6 +65,14 @@ class HookState:
         deadline = time.monotonic() + timeout
         while self._running and time.monotonic() < deadline:
             time.sleep(0.001)
+
+    def sq_norm(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
+        """Squared norm of a bucket, whose parameters lie one after the other in it."""
+        if self.preconditioner is None:
+            return _sq_norm(flat)
+        parts = flat.view(-1).split([parameter.numel() for parameter in parameters])
+        scaled = [self.preconditioner(p, part.view_as(p)) for p, part in zip(parameters, parts, strict=True)]
+        return torch.stack([_sq_norm(part) for part in scaled]).sum()
 
     def take_fired(self) -> bool:
         """Whether a bucket was averaged since the last call."""
@@ -94,9 +104,10 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
         raise RuntimeError(DIRECT_BACKWARD)
     state.fired = True
     number = state.observer.bucket_ready()
+    parameters = bucket.parameters() if state.collect_norms else []
     buffer = bucket.buffer()
     if state.collect_norms:
-        state.local_sq_norms.append(_sq_norm(buffer))
+        state.local_sq_norms.append(state.sq_norm(buffer, parameters))
     if state.inner is not None:
         future = state.inner(state.inner_state, bucket)
     else:
@@ -108,7 +119,7 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
         result: torch.Tensor = value[0] if isinstance(value, list | tuple) else value
         state.observer.bucket_done(number)
         if state.collect_norms:
-            state.global_sq_norms.append(_sq_norm(result))
+            state.global_sq_norms.append(state.sq_norm(result, parameters))
         return result
 
     state._running.add(finish)
@@ -116,7 +127,7 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
 
 
 def _sq_norm(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().view(-1)
+    flat = tensor.detach().reshape(-1)
     return torch.linalg.vector_norm(
         flat, dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32
     ).square()

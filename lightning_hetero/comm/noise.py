@@ -16,6 +16,8 @@ from lightning_hetero.core.noise_scale import METHODS, RunningNoiseScale
 __all__ = ["NOISE_FIELDS", "NoiseCollector", "merge_parts"]
 
 NOISE_FIELDS = 5
+PRECONDITIONED_AFTER = 10
+"""Steps after which Adam's second moments are an average of some gradients, and not just the last one."""
 
 
 class NoiseCollector:
@@ -50,7 +52,8 @@ class NoiseCollector:
 
     def begin_step(self, number: int, sizes: tuple[int, ...]) -> None:
         """A micro-batch of these sizes begins, in the optimizer step of this number."""
-        self.hook.collect_norms = number % self.every_n_steps == 0
+        known = self.hook.preconditioner is None or number >= PRECONDITIONED_AFTER
+        self.hook.collect_norms = known and number % self.every_n_steps == 0
         self._window.append(sizes)
 
     def end_step(self) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.config import HeteroConfig
@@ -46,8 +47,8 @@ class Roster:
         """Number of workers."""
         return len(self.identities)
 
-    def context(self, config: HeteroConfig, total: int, accumulation: int = 1) -> PlanContext:
-        """What a planner has to respect for a total batch."""
+    def context(self, config: HeteroConfig, total: int, accumulation: int = 1, **known: Any) -> PlanContext:
+        """What a planner has to respect for a total batch, with further fields of the context."""
         return PlanContext(
             total,
             self.identities,
@@ -56,6 +57,7 @@ class Roster:
             config.hysteresis,
             accumulation,
             self.capacities,
+            **known,
         )
 
     def check(self, plan: BatchPlan, min_local: int | None = None) -> None:

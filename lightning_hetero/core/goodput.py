@@ -100,6 +100,8 @@ def goodput_table(
     initial_total: int,
     min_local: Sequence[int],
     max_local: Sequence[int] | None = None,
+    micro_batch_limit: int | None = None,
+    accumulation: int | None = None,
 ) -> tuple[Candidate, ...]:
     """Goodput of every candidate; totals beyond the memory of all workers run as equal micro-batches.
 
@@ -115,6 +117,8 @@ def goodput_table(
         initial_total: ``B_0``.
         min_local: fewest samples of each worker and micro-batch.
         max_local: most samples of each worker and micro-batch.
+        micro_batch_limit: most samples of all workers in a micro-batch; by default the sum of ``max_local``.
+        accumulation: number of micro-batches; by default as few as the limit allows.
 
     Example:
         >>> from lightning_hetero.core.time_model import NodeTimeModel
@@ -123,11 +127,11 @@ def goodput_table(
         >>> [round(c.throughput) for c in table], [round(c.efficiency, 3) for c in table]
         ([667, 1000], [1.0, 0.667])
     """
-    memory = None if max_local is None else sum(max_local)
+    limit = sum(max_local) if micro_batch_limit is None and max_local is not None else micro_batch_limit
     groups: dict[int, list[int]] = {}
     for total in totals:
-        count = _micro_batches(total, memory)
-        if total >= count * sum(min_local):
+        count = (1 if limit is None else -(-total // limit)) if accumulation is None else accumulation
+        if total >= count * sum(min_local) and (limit is None or -(-total // count) <= limit):
             groups.setdefault(count, []).append(total)
     table = []
     for count, group in groups.items():
@@ -138,10 +142,6 @@ def goodput_table(
             share = efficiency(total, noise_scale, initial_total)
             table.append(Candidate(total, count, seconds, total / seconds, share, total / seconds * share))
     return tuple(sorted(table, key=lambda candidate: candidate.total_batch_size))
-
-
-def _micro_batches(total: int, memory: int | None) -> int:
-    return 1 if memory is None else -(-total // memory)
 
 
 def choose_total(table: Sequence[Candidate], current: int, *, hysteresis: float = 0.05) -> Candidate:

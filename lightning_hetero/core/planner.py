@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.optperf import solve_optperf, static_sizes
 from lightning_hetero.core.pid import ControllerState, control, smooth
 from lightning_hetero.core.plan import BatchPlan
@@ -44,6 +45,8 @@ class PlanContext:
         hysteresis: least predicted gain (share of the step time) for which a plan is changed.
         accumulation: micro-batches of a step; only the last is synchronised.
         capacities: open-loop capacity of each rank (cores or peak FLOPs).
+        noise: gradient noise so far, ``None`` if nobody measures it.
+        epoch_begins: whether the next plan begins with an epoch, so that ``accumulation`` may change with it.
     """
 
     total_batch_size: int
@@ -53,6 +56,8 @@ class PlanContext:
     hysteresis: float = 0.03
     accumulation: int = 1
     capacities: tuple[float, ...] = ()
+    noise: RunningNoiseScale | None = None
+    epoch_begins: bool = False
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ class HeteroDDPMixin:
             callbacks.remove(given[0])
         else:
             self._callback = policy_callback("fixed" if self.config.local_batch_sizes else self.config.policy)
-        callbacks.insert(0, self._callback)
+        callbacks[:0] = [self._callback, *self._callback.companions(callbacks)]
 
     def setup_environment(self) -> None:
         """Join the process group, then meet the other ranks."""

@@ -1,0 +1,158 @@
+"""Total batch size and split decided together, by goodput (Cannikin, sec. 4.1 and 4.5), as a planner."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning_hetero.core.goodput import Candidate, candidate_totals, choose_total, goodput_table
+from lightning_hetero.core.optperf import solve_optperf
+from lightning_hetero.core.plan import BatchPlan
+from lightning_hetero.core.planner import PerfModelPlanner, PlanContext, Proposal
+from lightning_hetero.core.time_model import ClusterTimeModel, StepObservations
+
+__all__ = ["GoodputPlanner"]
+
+GROWTH = 2.0
+"""Largest factor between two totals: neither the time model nor the noise scale is known far from what was run."""
+
+
+@dataclass(frozen=True)
+class GoodputPlanner:
+    """Splits by the time model, and moves the total to where goodput is highest.
+
+    A total that exceeds the memory of all workers runs as several micro-batches; their number changes only between
+    epochs, because a window must not be cut. While a worker was seen at one size only, its time model has no constant
+    part, so smaller totals look better than they are: then the total does not shrink.
+
+    Args:
+        max_total_batch_size: greatest total.
+        min_total_batch_size: least total, ``None`` for the smallest that the workers' bounds allow.
+        hysteresis: least predicted gain in goodput for which the total is changed.
+        min_steps: observed steps between two changes of the total.
+        model: planner of the split, with the time models.
+        initial_total: ``B_0``, the total against which efficiency counts; set when training begins.
+        micro_batch_limit: samples of all workers together in one micro-batch if no bounds are known, ``None`` for no
+            limit.
+        table: candidates of the last decision.
+        steps: observed steps since the total changed.
+        accumulation: micro-batches of the total in use.
+        moves_total: tells the engine that a run goes on with the total that it had reached.
+
+    Example:
+        >>> from lightning_hetero.core.noise_scale import RunningNoiseScale
+        >>> import numpy as np
+        >>> noise = RunningNoiseScale().update(trace=900.0, global_sq_norm=1.0 + 900 / 40, total_batch_size=40)
+        >>> context = PlanContext(40, ("a", "b"), (1, 1), noise=noise)
+        >>> sizes = np.array([[20.0, 20.0], [30.0, 10.0]] * 20)
+        >>> zeros = np.zeros_like(sizes)
+        >>> seconds = 0.05 + sizes * [0.001, 0.003]
+        >>> obs = StepObservations(sizes, zeros, seconds, zeros, zeros, zeros, zeros)
+        >>> planner, proposal = GoodputPlanner(400, initial_total=40).decide(obs, BatchPlan(40, (30, 10)), context)
+        >>> proposal.plan.total_batch_size, proposal.plan.local_batch_sizes
+        (80, (60, 20))
+    """
+
+    max_total_batch_size: int
+    min_total_batch_size: int | None = None
+    hysteresis: float = 0.05
+    min_steps: int = 30
+    model: PerfModelPlanner = field(default_factory=PerfModelPlanner)
+    initial_total: int | None = None
+    micro_batch_limit: int | None = None
+    table: tuple[Candidate, ...] = ()
+    steps: int = 0
+    accumulation: int = 1
+    moves_total: bool = True
+
+    def initial(self, context: PlanContext) -> Proposal | None:
+        """As the time model's planner."""
+        return self.model.initial(context)
+
+    def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
+        """As the time model's planner."""
+        return self.model.predict(plan, context)
+
+    def decide(
+        self, observations: StepObservations, current: BatchPlan, context: PlanContext
+    ) -> tuple["GoodputPlanner", Proposal | None]:
+        """Learn from the observations; propose the best total with its optimal split, or a better split of this one."""
+        model, split = self.model.decide(observations, current, context)
+        planner = replace(
+            self, model=model, steps=self.steps + observations.num_steps, accumulation=context.accumulation
+        )
+        cluster = model.cluster(replace(context, accumulation=1))
+        if cluster is None or context.noise is None or self.initial_total is None:
+            return planner, split
+        total = current.total_batch_size * context.accumulation
+        planner = replace(planner, table=planner.candidates(cluster, total, context))
+        if planner.steps < self.min_steps or not any(c.total_batch_size == total for c in planner.table):
+            return planner, split
+        chosen = choose_total(planner.table, total, hysteresis=self.hysteresis)
+        if chosen.total_batch_size == total:
+            return planner, split
+        plan = solve_optperf(
+            cluster.accumulated(chosen.accumulation),
+            round(chosen.total_batch_size / chosen.accumulation),
+            min_local=context.min_local,
+            max_local=context.max_local,
+        )
+        now = next(c for c in planner.table if c.total_batch_size == total)
+        reason = (
+            f"total batch {total} -> {plan.total_batch_size * chosen.accumulation}: goodput "
+            f"{chosen.goodput / now.goodput - 1:+.0%} at a noise scale of {context.noise.noise_scale:.3g} samples"
+        )
+        return replace(planner, steps=0, accumulation=chosen.accumulation), Proposal(plan, reason)
+
+    def candidates(self, cluster: ClusterTimeModel, total: int, context: PlanContext) -> tuple[Candidate, ...]:
+        """Goodput of every total that may follow the current one, itself included.
+
+        Args:
+            cluster: time model of one micro-batch.
+            total: total that runs now.
+            context: bounds, noise, and whether the number of micro-batches may change.
+        """
+        assert context.noise is not None
+        assert self.initial_total is not None
+        least = sum(context.min_local) * (1 if context.epoch_begins else context.accumulation)
+        low = max(least, self.min_total_batch_size or 1, round(total / GROWTH))
+        high = min(self.max_total_batch_size, round(total * GROWTH))
+        known_at_two_sizes = all(len(self.model.profiles[name].sizes) > 1 for name in context.identities)
+        if not known_at_two_sizes:
+            low = max(low, total)
+        totals = {total} if high < low else {*candidate_totals(low, high), total}
+        limit = self.micro_batch_limit if context.max_local is None else sum(context.max_local)
+        return goodput_table(
+            cluster,
+            sorted(totals),
+            noise_scale=context.noise.noise_scale,
+            initial_total=self.initial_total,
+            min_local=context.min_local,
+            max_local=context.max_local,
+            micro_batch_limit=limit,
+            accumulation=None if context.epoch_begins else context.accumulation,
+        )
+
+    def current(self, table: Sequence[Candidate], total: int) -> Candidate | None:
+        """The candidate that runs now, ``None`` before there is a table."""
+        return next((candidate for candidate in table if candidate.total_batch_size == total), None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the time model learned, and where the total stands."""
+        return {
+            "model": self.model.state_dict(),
+            "initial_total": self.initial_total,
+            "micro_batch_limit": self.micro_batch_limit,
+            "steps": self.steps,
+            "accumulation": self.accumulation,
+        }
+
+    def loaded(self, state: dict[str, Any]) -> "GoodputPlanner":
+        """The planner with what :meth:`state_dict` described."""
+        return replace(
+            self,
+            model=self.model.loaded(state["model"]),
+            initial_total=state["initial_total"],
+            micro_batch_limit=state["micro_batch_limit"],
+            steps=int(state["steps"]),
+            accumulation=int(state["accumulation"]),
+        )

@@ -1,0 +1,60 @@
+"""A factor on the scheduled learning rate, for the duration of each optimizer step."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+__all__ = ["LearningRateGain"]
+
+
+class LearningRateGain:
+    """Multiplies the learning rate of every parameter group while the optimizer steps, and puts it back after.
+
+    The scheduled rate itself is never touched, so the factor goes with any scheduler, with warm-up, with several
+    groups, with gradient scalers, and is in no checkpoint of the optimizer.
+
+    Args:
+        optimizers: optimizers to act on.
+        gain: gives the factor of the step at hand, above 0.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(1))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+        >>> gain = LearningRateGain([optimizer], lambda: 2.0)
+        >>> weight.grad = torch.ones(1)
+        >>> optimizer.step()
+        >>> round(weight.item(), 6), optimizer.param_groups[0]["lr"], gain.steps
+        (-0.2, 0.1, 2.0)
+    """
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], gain: Callable[[], float]) -> None:
+        self.steps = 0.0
+        """Sum of the factors over the steps of the first optimizer: AdaScale's scale-invariant step count."""
+        self._gain = gain
+        self._scheduled: dict[int, list[Any]] = {}
+        self._handles: list[Any] = []
+        for number, optimizer in enumerate(optimizers):
+            self._handles.append(optimizer.register_step_pre_hook(self._before))
+            self._handles.append(optimizer.register_step_post_hook(self._after if number else self._after_first))
+
+    def remove(self) -> None:
+        """Let go of the optimizers."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        gain = self._gain()
+        if gain != 1.0:
+            self._scheduled[id(optimizer)] = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * gain
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, self._scheduled.pop(id(optimizer), ()), strict=False):
+            group["lr"] = rate
+
+    def _after_first(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._after(optimizer, args, kwargs)
+        self.steps += self._gain()
