@@ -1,5 +1,6 @@
 """Total batch size and split decided together, by goodput (Cannikin, sec. 4.1 and 4.5), as a planner."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +16,11 @@ __all__ = ["GoodputPlanner"]
 GROWTH = 2.0
 """Largest factor between two totals: neither the time model nor the noise scale is known far from what was run."""
 
+PROBE = 1.5
+"""Factor to a total that is tried because only one size of a worker is known."""
+WASTE = 0.2
+"""Largest loss of efficiency for that."""
+
 
 @dataclass(frozen=True)
 class GoodputPlanner:
@@ -22,7 +28,8 @@ class GoodputPlanner:
 
     A total that exceeds the memory of all workers runs as several micro-batches; their number changes only between
     epochs, because a window must not be cut. While a worker was seen at one size only, its time model has no constant
-    part, so smaller totals look better than they are: then the total does not shrink.
+    part, and every total would promise the same throughput: then the next total is one that tells, half as large again
+    or, if that would waste more than a fifth of the samples, smaller by as much.
 
     Args:
         max_total_batch_size: greatest total.
@@ -85,9 +92,13 @@ class GoodputPlanner:
             return planner, split
         total = current.total_batch_size * context.accumulation
         planner = replace(planner, table=planner.candidates(cluster, total, context))
-        if planner.steps < self.min_steps or not any(c.total_batch_size == total for c in planner.table):
+        now = planner.current(planner.table, total)
+        if planner.steps < self.min_steps or now is None:
             return planner, split
-        chosen = choose_total(planner.table, total, hysteresis=self.hysteresis)
+        explores = any(len(model.profiles[name].sizes) < 2 for name in context.identities)
+        chosen = (
+            _probe(planner.table, now) if explores else choose_total(planner.table, total, hysteresis=self.hysteresis)
+        )
         if chosen.total_batch_size == total:
             return planner, split
         plan = solve_optperf(
@@ -96,10 +107,12 @@ class GoodputPlanner:
             min_local=context.min_local,
             max_local=context.max_local,
         )
-        now = next(c for c in planner.table if c.total_batch_size == total)
+        gain = (
+            "to learn the constant part of a step" if explores else f"goodput {chosen.goodput / now.goodput - 1:+.0%}"
+        )
         reason = (
-            f"total batch {total} -> {plan.total_batch_size * chosen.accumulation}: goodput "
-            f"{chosen.goodput / now.goodput - 1:+.0%} at a noise scale of {context.noise.noise_scale:.3g} samples"
+            f"total batch {total} -> {plan.total_batch_size * chosen.accumulation}: {gain}, at a noise scale of "
+            f"{context.noise.noise_scale:.3g} samples"
         )
         return replace(planner, steps=0, accumulation=chosen.accumulation), Proposal(plan, reason)
 
@@ -116,9 +129,6 @@ class GoodputPlanner:
         least = sum(context.min_local) * (1 if context.epoch_begins else context.accumulation)
         low = max(least, self.min_total_batch_size or 1, round(total / GROWTH))
         high = min(self.max_total_batch_size, round(total * GROWTH))
-        known_at_two_sizes = all(len(self.model.profiles[name].sizes) > 1 for name in context.identities)
-        if not known_at_two_sizes:
-            low = max(low, total)
         totals = {total} if high < low else {*candidate_totals(low, high), total}
         limit = self.micro_batch_limit if context.max_local is None else sum(context.max_local)
         return goodput_table(
@@ -156,3 +166,17 @@ class GoodputPlanner:
             steps=int(state["steps"]),
             accumulation=int(state["accumulation"]),
         )
+
+
+def _probe(table: Sequence[Candidate], now: Candidate) -> Candidate:
+    """The candidate nearest to half as much again; below the current total if that would waste too many samples."""
+
+    def distance(candidate: Candidate, factor: float) -> float:
+        return abs(candidate.total_batch_size / now.total_batch_size - factor)
+
+    larger = [c for c in table if c.total_batch_size > now.total_batch_size]
+    larger = [c for c in larger if c.efficiency >= (1 - WASTE) * now.efficiency]
+    smaller = [c for c in table if c.total_batch_size < now.total_batch_size and not math.isnan(c.efficiency)]
+    if larger:
+        return min(larger, key=lambda c: distance(c, PROBE))
+    return min(smaller, key=lambda c: distance(c, 1 / PROBE)) if smaller else now
