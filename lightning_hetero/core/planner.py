@@ -20,6 +20,7 @@ from lightning_hetero.core.time_model import (
     StepObservations,
     estimate_gamma,
     estimate_sync_times,
+    last_arrivals,
 )
 
 __all__ = [
@@ -109,6 +110,8 @@ class PerfModelPlanner:
         overhead: seconds of a step that eq. 7 does not explain: the loop's own time, and the jitter by which the
             slowest of several workers exceeds each one's median. Counted into ``t_u``, because it is the same for
             every split.
+        arrivals: seconds of averaging after each piece of hardware came last, where it did. What exceeds the least of
+            them is that worker's own, and counts into its constant time.
 
     Example:
         >>> context = PlanContext(40, ("a", "b"), (1, 1))
@@ -124,13 +127,19 @@ class PerfModelPlanner:
     gamma: float = 1.0
     sync_times: tuple[float, float] | None = None
     overhead: float = 0.0
+    arrivals: Mapping[str, float] = field(default_factory=dict)
 
     def cluster(self, context: PlanContext) -> ClusterTimeModel | None:
         """Time model of the ranks at hand, ``None`` if one of them is unknown."""
         if self.sync_times is None or any(identity not in self.profiles for identity in context.identities):
             return None
-        nodes = tuple(self.profiles[identity].model() for identity in context.identities)
+        models = {identity: self.profiles[identity].model() for identity in context.identities}
         t_o, t_u = self.sync_times
+        t_u = min([t_u, *(self.arrivals[identity] for identity in context.identities if identity in self.arrivals)])
+        nodes = tuple(
+            replace(model, s=model.s + max(self.arrivals.get(identity, t_u) - t_u, 0.0))
+            for identity, model in models.items()
+        )
         return ClusterTimeModel(nodes, self.gamma, t_o, t_u + self.overhead).accumulated(context.accumulation)
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
@@ -166,7 +175,11 @@ class PerfModelPlanner:
         if self.sync_times is not None:
             gamma = _blend(self.gamma, gamma)
             t_o, t_u = _blend(self.sync_times[0], t_o), _blend(self.sync_times[1], t_u)
-        planner = PerfModelPlanner(profiles, gamma, (t_o, t_u), self.overhead)
+        arrivals = dict(self.arrivals)
+        for rank, seconds in last_arrivals(observations.last_sync).items():
+            identity = context.identities[rank]
+            arrivals[identity] = _blend(arrivals.get(identity, seconds), seconds)
+        planner = PerfModelPlanner(profiles, gamma, (t_o, t_u), self.overhead, arrivals)
         return replace(planner, overhead=planner._overhead(observations, context))
 
     def _overhead(self, observations: StepObservations, context: PlanContext) -> float:
@@ -213,6 +226,7 @@ class PerfModelPlanner:
             "gamma": float(self.gamma),
             "sync_times": None if self.sync_times is None else [float(t) for t in self.sync_times],
             "overhead": float(self.overhead),
+            "arrivals": {identity: float(seconds) for identity, seconds in self.arrivals.items()},
         }
 
     def loaded(self, state: dict[str, Any]) -> "PerfModelPlanner":
@@ -223,6 +237,7 @@ class PerfModelPlanner:
             float(state["gamma"]),
             None if sync is None else (float(sync[0]), float(sync[1])),
             float(state["overhead"]),
+            {identity: float(seconds) for identity, seconds in state.get("arrivals", {}).items()},
         )
 
 

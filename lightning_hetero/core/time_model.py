@@ -20,6 +20,7 @@ __all__ = [
     "StepObservations",
     "estimate_gamma",
     "estimate_sync_times",
+    "last_arrivals",
     "fit_line",
     "fit_node",
 ]
@@ -361,3 +362,25 @@ def estimate_sync_times(overlapped: Array, last: Array) -> tuple[float, float]:
         (0.2, 0.03)
     """
     return float(np.median(overlapped.min(axis=1))), float(np.median(last.min(axis=1)))
+
+
+def last_arrivals(last: Array) -> dict[int, float]:
+    """Seconds of the last bucket's averaging by the worker that came last, who alone sees it without waiting.
+
+    A slow worker often moves data slowly, too: then a step in which it comes last ends later after its arrival than a
+    step that waits for a fast one. ``t_u`` is the least of these times; what is above is the worker's own.
+
+    Args:
+        last: seconds of each step and worker for the last bucket, waiting included, shape ``(steps, workers)``.
+
+    Returns:
+        Median over the steps in which the worker came last, by worker; for those that did in five steps at least.
+
+    Example:
+        >>> last_arrivals(np.array([[0.02, 0.05], [0.04, 0.01]] * 5))
+        {0: 0.02, 1: 0.01}
+    """
+    finite = last[np.isfinite(last).all(axis=1)]
+    latest = finite.argmin(axis=1) if len(finite) else np.array([], dtype=int)
+    times = {int(rank): finite[latest == rank, rank] for rank in np.unique(latest)}
+    return {rank: float(np.median(seen)) for rank, seen in times.items() if len(seen) >= 5}

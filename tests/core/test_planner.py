@@ -16,7 +16,7 @@ from lightning_hetero.core.planner import (
     Proposal,
     StaticPlanner,
 )
-from lightning_hetero.core.time_model import ClusterTimeModel, NodeTimeModel, StepObservations
+from lightning_hetero.core.time_model import ClusterTimeModel, NodeTimeModel, StepObservations, last_arrivals
 
 FAST, MIDDLE, SLOW = (
     NodeTimeModel(0.0004, 0.004, 0.0008, 0.003),
@@ -321,3 +321,30 @@ def test_scatter_alone_does_not_split_equal_workers():
         _, proposal = PerfModelPlanner().decide(obs, even, context)
         split += proposal is not None
     assert split <= 10
+
+
+@pytest.mark.parametrize("own", [0.0, 0.010])
+def test_a_worker_that_moves_data_slowly_gets_less_to_do(own):
+    """Steps in which rank 2 comes last end ``own`` later after its arrival than those that wait for another."""
+    rng, ctx = np.random.default_rng(0), context(192, 3, hysteresis=0.0)
+    truth = replace(CLUSTER, nodes=(FAST, MIDDLE, replace(SLOW, s=SLOW.s + own)))
+
+    def observed(sizes):
+        seen = measure(CLUSTER, sizes, rng)
+        ready = seen.forward + seen.backward
+        late = ready.argmax(axis=1) == 2
+        return replace(seen, last_sync=seen.last_sync + own * late[:, None])
+
+    planner, plan = PerfModelPlanner(), even_plan(ctx)
+    for _ in range(12):
+        planner, proposal = planner.decide(observed(plan.local_batch_sizes), plan, ctx)
+        plan = plan if proposal is None else proposal.plan
+    assert excess(truth, plan) < 0.02
+    blind = solve_optperf(CLUSTER, 192)
+    assert (excess(truth, blind) > 0.04) == (own > 0)
+
+
+def test_arrivals_are_those_of_the_worker_that_came_last():
+    last = np.array([[0.02, 0.05]] * 6 + [[0.04, 0.01]] * 4 + [[np.nan, 0.0]] * 9)
+    assert last_arrivals(last) == {0: 0.02}
+    assert last_arrivals(last[:0]) == {}
