@@ -32,22 +32,33 @@ def cpu_share() -> float:
 
 
 def _cgroup_quotas() -> list[float]:
+    """Cores by the quota of this process's cgroup and of every cgroup around it."""
     quotas = []
     try:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:
-                quota, period = (Path(f"/sys/fs/cgroup{path}") / "cpu.max").read_text().split()
+                root, names = "/sys/fs/cgroup", ("cpu.max",)
             elif "cpu" in controllers.split(","):
-                folder = Path(f"/sys/fs/cgroup/cpu{path}")
-                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+                root, names = "/sys/fs/cgroup/cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")
             else:
                 continue
-            if quota.strip() not in ("max", "-1"):
-                quotas.append(int(quota) / int(period))
+            parts = [part for part in path.split("/") if part]
+            for depth in range(len(parts), -1, -1):
+                folder = Path("/".join([root, *parts[:depth]]))
+                quotas += _quota([folder / name for name in names])
     except (OSError, ValueError):
         log.debug("no CPU quota could be read", exc_info=True)
     return quotas
+
+
+def _quota(files: list[Path]) -> list[float]:
+    """Quota over period, empty where a cgroup has none or does not show it."""
+    try:
+        quota, period = " ".join(file.read_text() for file in files).split()
+        return [] if quota in ("max", "-1") else [int(quota) / int(period)]
+    except (OSError, ValueError):
+        return []
 
 
 def capacity(device: torch.device) -> float:

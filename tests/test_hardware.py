@@ -48,6 +48,8 @@ V1_FOLDER = "sys/fs/cgroup/cpu/job/7/cpu.cfs"
         ({**V1, f"{V1_FOLDER}_quota_us": "-1\n", f"{V1_FOLDER}_period_us": "100000\n"}, 8),
         (V1, 8),
         ({"proc/self/cgroup": "nonsense\n"}, 8),
+        ({**V2, "sys/fs/cgroup/job/cpu.max": "50000 100000\n", "sys/fs/cgroup/job/7/cpu.max": "max 100000\n"}, 0.5),
+        ({**V2, "sys/fs/cgroup/cpu.max": "300000 100000\n"}, 3),
     ],
     ids=str,
 )

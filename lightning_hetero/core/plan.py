@@ -105,8 +105,9 @@ def _cycle_until(order: np.ndarray, sizes: np.ndarray, high: np.ndarray, total: 
 def tail_sizes(remaining: int, sizes: Sequence[int], min_local: int = 1) -> tuple[int, ...]:
     """Split of the ragged last batch of an epoch in the proportion of the full one.
 
-    A share between zero and ``min_local`` goes to the worker with the largest one, because a module may not be able
-    to run such a batch (batch normalisation of a single sample); that worker then runs with weight 0.
+    A share between zero and ``min_local`` goes to workers with larger ones, because a module may not be able to run such
+    a batch (batch normalisation of a single sample); the worker that had it runs with weight 0. No worker gets more than
+    in a full batch, but for fewer than ``min_local`` samples that would otherwise be a batch of their own.
 
     Args:
         remaining: samples left, ``0 < remaining <= sum(sizes)``.
@@ -123,11 +124,16 @@ def tail_sizes(remaining: int, sizes: Sequence[int], min_local: int = 1) -> tupl
         (5, 0, 0)
     """
     shares = list(proportional_sizes(remaining, sizes))
-    largest = max(range(len(shares)), key=shares.__getitem__)
-    for i, share in enumerate(shares):
-        if 0 < share < min_local and i != largest:
-            shares[largest] += share
-            shares[i] = 0
+    order = sorted(range(len(shares)), key=lambda i: (-shares[i], -sizes[i], i))
+    spare = 0
+    for i in order[1:]:
+        if shares[i] < min_local:
+            spare, shares[i] = spare + shares[i], 0
+    for i in order:
+        taken = min(spare, sizes[i] - shares[i])
+        if shares[i] or taken >= min_local:
+            spare, shares[i] = spare - taken, shares[i] + taken
+    shares[order[0]] += spare
     return tuple(shares)
 
 
