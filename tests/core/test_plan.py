@@ -251,8 +251,9 @@ def test_proportional_sizes_name_bad_bounds(bounds):
 @moderate
 @given(st.lists(st.integers(0, 64), min_size=1, max_size=8).filter(any), st.data())
 def test_tail_is_split_in_proportion_with_no_crumbs(sizes, data):
-    remaining = data.draw(st.integers(1, sum(sizes)))
     min_local = data.draw(st.integers(1, 4))
+    sizes = [size + min_local - 1 if size else 0 for size in sizes]  # a plan's sizes can be run
+    remaining = data.draw(st.integers(1, sum(sizes)))
     shares = tail_sizes(remaining, sizes, min_local)
     assert sum(shares) == remaining
     assert all(share == 0 or share >= min(min_local, remaining) for share in shares)
