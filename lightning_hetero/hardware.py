@@ -38,9 +38,9 @@ def _cgroup_quotas() -> list[float]:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:
-                root, names = "/sys/fs/cgroup", ("cpu.max",)
+                root, names = "/sys/fs/cgroup", ["cpu.max"]
             elif "cpu" in controllers.split(","):
-                root, names = "/sys/fs/cgroup/cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+                root, names = "/sys/fs/cgroup/cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
             else:
                 continue
             parts = [part for part in path.split("/") if part]

@@ -1,6 +1,8 @@
 """README and docs keep to the code: what they link, name, import, list and quote exists."""
 
 import ast
+import dataclasses
+import doctest
 import importlib
 import inspect
 import json
@@ -14,6 +16,7 @@ import lightning_hetero
 from lightning_hetero import BatchPlan, HeteroDDPStrategy
 from lightning_hetero.callbacks.metrics import exchange_metrics
 from lightning_hetero.core import StepObservations
+from lightning_hetero.core.goodput import Candidate
 from lightning_hetero.strategies._hetero_ddp import HeteroDDPMixin
 
 ROOT = Path(__file__).parents[1]
@@ -113,15 +116,36 @@ def test_code_compiles_and_its_names_exist(source):
             inspect.signature(ours[node.func.id]).bind(*node.args, **keywords)
 
 
+def sessions():
+    for page, text in TEXTS.items():
+        source = "".join(match[2] + "\n" for match in FENCE.finditer(text) if match[1] == "pycon")
+        if source:
+            yield pytest.param(source, id=page.relative_to(ROOT).as_posix())
+
+
+@pytest.mark.parametrize("source", list(sessions()))
+def test_sessions_give_what_is_shown(source):
+    """The interactive sessions of a page are one, so that a later one may use the names of an earlier one."""
+    test = doctest.DocTestParser().get_doctest(source, {}, "page", None, 0)
+    assert test.examples
+    assert doctest.DocTestRunner().run(test).failed == 0
+
+
 def metrics_written():
     """Names of all metrics that a comparison of the ranks can write."""
     seen = StepObservations.from_array(np.ones((3, 2, len(StepObservations.FIELDS))))
     return {re.sub(r"rank\d+", "rank{i}", name) for name in exchange_metrics(seen, BatchPlan(8, (6, 2)), 0.5)}
 
 
+def adaptive_metrics():
+    """Names of the metrics that the callback of the total batch writes."""
+    return set(METRIC.findall((ROOT / "lightning_hetero" / "callbacks" / "adaptive_batch.py").read_text()))
+
+
 def test_metrics_are_all_in_the_quickstart():
     quickstart = TEXTS[ROOT / "docs" / "quickstart.md"]
-    assert set(re.findall(r"^\| `(hetero/[^`]+)` \|", quickstart, re.M)) == metrics_written()
+    listed = set(re.findall(r"^\| `(hetero/[^`]+)` \|", quickstart, re.M))
+    assert listed == metrics_written() | adaptive_metrics()
 
 
 def noise_metrics():
@@ -131,12 +155,19 @@ def noise_metrics():
 
 @every_page
 def test_metrics_named_are_written(page):
-    assert set(METRIC.findall(prose(page))) <= metrics_written() | noise_metrics()
+    assert set(METRIC.findall(prose(page))) <= metrics_written() | noise_metrics() | adaptive_metrics()
 
 
 def test_metrics_of_the_noise_scale_are_all_in_their_page():
     page = TEXTS[ROOT / "docs" / "noise-scale.md"]
     assert set(re.findall(r"^\| `(hetero/[^`]+)` \|", page, re.M)) == noise_metrics()
+
+
+def test_columns_of_the_candidates_are_in_their_page():
+    fields = [field.name for field in dataclasses.fields(Candidate)]
+    page = TEXTS[ROOT / "docs" / "adaptive-batch.md"]
+    table = page.partition("| column | is |\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.M) == ["step", *fields, "running"]
 
 
 def test_table_of_settings_is_the_strategys():

@@ -43,7 +43,7 @@ def output_of(name, *arguments, limit):
 
 def test_every_example_is_tested():
     names = {path.stem for path in EXAMPLES.glob("*.py") if not path.stem.startswith("_")}
-    assert names == {*SHOWN, "demo"}
+    assert names == {*SHOWN, "adaptive_batch", "demo"}
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -53,6 +53,14 @@ def test_example(name):
     found = re.findall(pattern, output)
     assert found, output
     assert sum(map(int, found[-1])) == total
+
+
+def test_total_of_the_adaptive_example_grows():
+    output = output_of("adaptive_batch", limit=120)
+    totals = [int(total) for total in re.search(r"^totals (.+)$", output, re.M)[1].split(" -> ")]
+    assert totals[0] == 32 < totals[-1] <= 256, output
+    steps, worth = map(int, re.search(r"^(\d+) steps, worth (\d+) at the initial total$", output, re.M).groups())
+    assert steps < worth, output
 
 
 def test_demo_reports_and_draws(tmp_path):

@@ -41,7 +41,8 @@ class AdaptiveBatchCallback(PolicyCallback):
             ``(total, initial, trace, grad_sq_norm) -> factor``, or ``"auto"``: AdaScale for SGD, else the square root.
         min_total_batch_size: least total; by default what the workers' bounds allow.
         hysteresis: least predicted gain in goodput for which the total is changed, 0 to 1.
-        min_steps: optimizer steps to observe between two changes of the total, ``>= 1``.
+        min_steps: steps to observe between two changes of the total, ``>= 1``; of a long interval between two looks at
+            the plan, the last 32 are observed.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -107,7 +108,7 @@ class AdaptiveBatchCallback(PolicyCallback):
 
     def companions(self, callbacks: list[Any]) -> list[Any]:
         """A noise scale callback, unless there is one."""
-        return [] if any(isinstance(c, GNSCallback) for c in callbacks) else [GNSCallback(preconditioner="auto")]
+        return [] if any(isinstance(c, GNSCallback) for c in callbacks) else [GNSCallback()]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Find the engine of the strategy.
@@ -126,15 +127,12 @@ class AdaptiveBatchCallback(PolicyCallback):
         """Take the initial total, and take hold of the optimizers.
 
         Raises:
-            MisconfigurationException: if the initial total is above the greatest one.
+            MisconfigurationException: if the initial total, or that of the checkpoint, is outside the bounds.
         """
         engine, planner = self._engine, self.goodput_planner
         assert engine is not None
-        if engine.plan is None or engine.roster is None:
-            raise MisconfigurationException(
-                "AdaptiveBatchCallback changes the batches of the train loader, which policy='even' left alone here "
-                "because it cannot be split. Use a map-style dataset with a batch_size."
-            )
+        assert engine.plan is not None
+        assert engine.roster is not None
         if planner.initial_total is None:
             count = trainer.accumulate_grad_batches
             micro = engine.plan.total_batch_size
@@ -145,12 +143,12 @@ class AdaptiveBatchCallback(PolicyCallback):
                 micro_batch_limit=None if known else micro,
                 accumulation=count,
             )
-        total = planner.initial_total or 0
-        if total > planner.max_total_batch_size:
-            raise MisconfigurationException(
-                f"the initial total batch is {total} samples, above max_total_batch_size="
-                f"{planner.max_total_batch_size}. Raise it, or lower the DataLoader's batch_size."
-            )
+        self._check_total("the initial total batch is", planner.initial_total or 0)
+        self._check_total("the checkpoint goes on with", engine.plan.total_batch_size * planner.accumulation)
+        if not pl_module.automatic_optimization and engine.roster.max_local is not None:
+            # the module's own loop does not follow accumulate_grad_batches: what does not fit cannot be run
+            most = min(planner.max_total_batch_size, sum(engine.roster.max_local))
+            planner = replace(planner, max_total_batch_size=most)
         self.planner = planner
         trainer.accumulate_grad_batches = engine.accumulation = planner.accumulation
         if self.lr_scaling == "auto":
@@ -159,6 +157,15 @@ class AdaptiveBatchCallback(PolicyCallback):
         self._lr = LearningRateGain(trainer.optimizers, lambda: self.lr_gain)
         directory = trainer.log_dir if trainer.loggers else None  # collective
         self._directory = Path(directory) if directory and trainer.is_global_zero else None
+
+    def _check_total(self, what: str, total: int) -> None:
+        low, high = self.goodput_planner.min_total_batch_size or 1, self.goodput_planner.max_total_batch_size
+        if not low <= total <= high:
+            name = "min_total_batch_size" if total < low else "max_total_batch_size"
+            raise MisconfigurationException(
+                f"{what} {total} samples, outside {name}={low if total < low else high}. Change the bound, or the "
+                "DataLoader's batch_size."
+            )
 
     def _exchange(self, trainer: Any, not_before: tuple[int, int]) -> None:
         """Reconsider the plan; then all ranks take the learning rates and micro-batches of rank 0."""
@@ -199,7 +206,10 @@ class AdaptiveBatchCallback(PolicyCallback):
 
     def _report(self, trainer: Any, running: Candidate | None) -> None:
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        metrics = {"hetero/lr_gain": self.lr_gain}
+        assert self._engine is not None
+        assert self._engine.history is not None
+        upcoming = self._engine.history.last.plan.total_batch_size  # as goodput and efficiency are of
+        metrics = {"hetero/lr_gain": self._gains.get(upcoming, 1.0)}
         if running is not None:
             metrics |= {"hetero/goodput": running.goodput, "hetero/efficiency": running.efficiency}
         for logger in trainer.loggers:
@@ -217,12 +227,19 @@ class AdaptiveBatchCallback(PolicyCallback):
                 writer.writeheader()
             writer.writerows(rows)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Let go of the optimizers."""
+    def _let_go(self) -> None:
         self._steps_before = self.scale_invariant_steps
         if self._lr is not None:
             self._lr.remove()
             self._lr = None
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Let go of the optimizers, whose rates a checkpoint of the exception is to have as scheduled."""
+        self._let_go()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Let go of the optimizers."""
+        self._let_go()
         super().teardown(trainer, pl_module, stage)
 
     def state_dict(self) -> dict[str, Any]:

@@ -50,6 +50,10 @@ class _Engine(_Source):
     def __init__(self, engine: HeteroEngine, **settings: Any) -> None:
         self.collector = engine.noise = NoiseCollector(engine.hook_state, engine.rank, **settings)
 
+    def start(self, trainer: Any) -> None:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)  # on the device: get_scale() would wait for it
+        self.collector.hook.loss_scale = None if scaler is None else scaler._get_scale_async
+
     def precondition(self, preconditioner: AdamPreconditioner | None) -> None:
         self.collector.hook.preconditioner = preconditioner
 
@@ -73,6 +77,7 @@ class _PlainDDP(_Engine):
         self.steps = 0
 
     def start(self, trainer: Any) -> None:
+        super().start(trainer)
         model = trainer.strategy.model
         if (
             not isinstance(model, DistributedDataParallel)
@@ -186,7 +191,8 @@ class GNSCallback(Callback):
             ``"mean"``.
         horizon: samples over which the estimate looks back, ``> 0``.
         preconditioner: ``"adam"`` takes the noise scale of the gradient as Adam scales it (Pollux, sec. 3.1; in whose
-            units the three metrics then are); ``"auto"`` does so if all optimizers are of the Adam family.
+            units the three metrics then are); ``"auto"`` does so if all optimizers are of the Adam family; ``None``
+            never does.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -202,7 +208,7 @@ class GNSCallback(Callback):
         every_n_steps: int = 1,
         method: str = "pooled",
         horizon: float = 50_000.0,
-        preconditioner: str | None = None,
+        preconditioner: str | None = "auto",
     ) -> None:
         self.every_n_steps = check_int("every_n_steps", every_n_steps, minimum=1)
         self.method = check_choice("method", method, tuple(METHODS))

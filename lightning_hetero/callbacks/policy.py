@@ -104,8 +104,11 @@ class PolicyCallback(Callback):
         plan = self._engine.plan
         done = self._engine.exchange(self.planner, not_before=not_before)
         self.planner = done.planner if done.planner is not None else self.planner
-        if plan is not None and done.entry is not None and done.entry.plan.total_batch_size != plan.total_batch_size:
+        if done.entry is not None:  # also one with the running total: it may replace another that was to come
             trainer.strategy.refresh_epoch_length()
+            bar = getattr(trainer.progress_bar_callback, "train_progress_bar", None) if not_before[1] else None
+            if bar is not None:  # inside an epoch; at its start the bar takes the length by itself
+                bar.total = trainer.fit_loop.max_batches
         if plan is not None and trainer.loggers:
             metrics = exchange_metrics(done.observations, plan, done.predicted, self._engine.accumulation)
             for logger in trainer.loggers:

@@ -1,6 +1,7 @@
 """Agreement between ranks over a host-side group of its own: gathering, broadcasting, finding disagreement."""
 
 import atexit
+import pickle
 import time
 from datetime import timedelta
 from typing import Any
@@ -41,6 +42,15 @@ def let_threads_go(seconds: float = 0.1) -> None:
     time.sleep(seconds)
 
 
+def _portable(error: Exception) -> Exception:
+    """The exception, or one that says the same where it cannot be pickled, so that no rank waits for it in vain."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - pickling calls the exception's own code
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
 class ControlPlane:
     """Small host-side collectives on a gloo group, apart from the gradients' own.
 
@@ -75,12 +85,12 @@ class ControlPlane:
         return everyone
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's object."""
+        """Rank 0's object; an exception that cannot be sent arrives as a ``RuntimeError`` of its name and text."""
         if self._group is None:
             return value
-        box = [value]
+        box = [_portable(value) if self.rank == 0 and isinstance(value, Exception) else value]
         dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
+        return value if self.rank == 0 else box[0]
 
     def require_equal(self, what: str, value: Any) -> None:
         """Raise on every rank if one rank's value differs from the others'.

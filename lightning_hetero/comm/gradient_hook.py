@@ -38,6 +38,8 @@ class HookState:
         inner_state: its state.
         collect_norms: whether to take squared norms.
         preconditioner: ``(parameter, gradient) -> gradient``, applied before norms are taken.
+        loss_scale: gives the factor on the loss of a gradient scaler, as a number or on the device; norms are those
+            without it.
         fired: whether a bucket was averaged since :meth:`take_fired`.
         local_sq_norms: squared norm of each bucket before averaging, of the running step.
         global_sq_norms: the same after averaging.
@@ -51,6 +53,7 @@ class HookState:
     inner_state: Any = None
     collect_norms: bool = False
     preconditioner: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    loss_scale: Callable[[], torch.Tensor | float] | None = None
     fired: bool = False
     local_sq_norms: list[torch.Tensor] = field(default_factory=list)
     global_sq_norms: list[torch.Tensor] = field(default_factory=list)
@@ -69,10 +72,12 @@ class HookState:
     def sq_norm(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
         """Squared norm of a bucket, whose parameters lie one after the other in it."""
         if self.preconditioner is None:
-            return _sq_norm(flat)
-        parts = flat.view(-1).split([parameter.numel() for parameter in parameters])
-        scaled = [self.preconditioner(p, part.view_as(p)) for p, part in zip(parameters, parts, strict=True)]
-        return torch.stack([_sq_norm(part) for part in scaled]).sum()
+            norm = _sq_norm(flat)
+        else:
+            parts = flat.view(-1).split([parameter.numel() for parameter in parameters])
+            seen = [self.preconditioner(p, part.view_as(p)) for p, part in zip(parameters, parts, strict=True)]
+            norm = torch.stack([_sq_norm(part) for part in seen]).sum()
+        return norm if self.loss_scale is None else norm / self.loss_scale() ** 2
 
     def take_fired(self) -> bool:
         """Whether a bucket was averaged since the last call."""

@@ -95,18 +95,12 @@ class GoodputPlanner:
         now = planner.current(planner.table, total)
         if planner.steps < self.min_steps or now is None:
             return planner, split
-        explores = any(len(model.profiles[name].sizes) < 2 for name in context.identities)
-        chosen = (
-            _probe(planner.table, now) if explores else choose_total(planner.table, total, hysteresis=self.hysteresis)
-        )
+        probe = _probe(planner.table, now)
+        explores = _tells(model, _plan(cluster, probe, context), context)
+        chosen = probe if explores else choose_total(planner.table, total, hysteresis=self.hysteresis)
         if chosen.total_batch_size == total:
             return planner, split
-        plan = solve_optperf(
-            cluster.accumulated(chosen.accumulation),
-            round(chosen.total_batch_size / chosen.accumulation),
-            min_local=context.min_local,
-            max_local=context.max_local,
-        )
+        plan = _plan(cluster, chosen, context)
         gain = (
             "to learn the constant part of a step" if explores else f"goodput {chosen.goodput / now.goodput - 1:+.0%}"
         )
@@ -129,8 +123,12 @@ class GoodputPlanner:
         least = sum(context.min_local) * (1 if context.epoch_begins else context.accumulation)
         low = max(least, self.min_total_batch_size or 1, round(total / GROWTH))
         high = min(self.max_total_batch_size, round(total * GROWTH))
-        totals = {total} if high < low else {*candidate_totals(low, high), total}
         limit = self.micro_batch_limit if context.max_local is None else sum(context.max_local)
+        count = None if context.epoch_begins else context.accumulation
+        grid = () if high < low else candidate_totals(low, high)
+        full = () if limit is None else range(-(-low // limit) * limit, high + 1, limit)  # what just fits
+        parts = (_in_equal_parts(b, limit, count) for b in (*grid, *full))
+        totals = {total, *(b for b in parts if b >= low)}
         return goodput_table(
             cluster,
             sorted(totals),
@@ -139,7 +137,7 @@ class GoodputPlanner:
             min_local=context.min_local,
             max_local=context.max_local,
             micro_batch_limit=limit,
-            accumulation=None if context.epoch_begins else context.accumulation,
+            accumulation=count,
         )
 
     def current(self, table: Sequence[Candidate], total: int) -> Candidate | None:
@@ -166,6 +164,34 @@ class GoodputPlanner:
             steps=int(state["steps"]),
             accumulation=int(state["accumulation"]),
         )
+
+
+def _in_equal_parts(total: int, limit: int | None, count: int | None) -> int:
+    """The largest total up to ``total`` that its micro-batches, ``count`` or as few as ``limit`` allows, share evenly.
+
+    Example:
+        >>> _in_equal_parts(31, limit=10, count=None), _in_equal_parts(31, limit=None, count=2)
+        (27, 30)
+    """
+    while total % (parts := count or (1 if limit is None else -(-total // limit))):
+        total -= total % parts
+    return total
+
+
+def _plan(cluster: ClusterTimeModel, chosen: Candidate, context: PlanContext) -> BatchPlan:
+    """The best split of one micro-batch of a candidate."""
+    return solve_optperf(
+        cluster.accumulated(chosen.accumulation),
+        chosen.total_batch_size // chosen.accumulation,
+        min_local=context.min_local,
+        max_local=context.max_local,
+    )
+
+
+def _tells(model: PerfModelPlanner, plan: BatchPlan, context: PlanContext) -> bool:
+    """Whether a worker that was seen at one size only would be seen at a second one."""
+    known = (model.profiles[name].sizes for name in context.identities)
+    return any(len(sizes) < 2 and b not in sizes for sizes, b in zip(known, plan.local_batch_sizes, strict=True))
 
 
 def _probe(table: Sequence[Candidate], now: Candidate) -> Candidate:

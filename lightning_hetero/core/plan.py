@@ -105,9 +105,9 @@ def _cycle_until(order: np.ndarray, sizes: np.ndarray, high: np.ndarray, total: 
 def tail_sizes(remaining: int, sizes: Sequence[int], min_local: int = 1) -> tuple[int, ...]:
     """Split of the ragged last batch of an epoch in the proportion of the full one.
 
-    A share between zero and ``min_local`` goes to workers with larger ones, because a module may not be able to run such
-    a batch (batch normalisation of a single sample); the worker that had it runs with weight 0. No worker gets more than
-    in a full batch, but for fewer than ``min_local`` samples that would otherwise be a batch of their own.
+    A share between zero and ``min_local`` goes to workers with larger ones, because a module may not be able to run
+    such a batch (batch normalisation of a single sample); the worker that had it runs with weight 0. No worker gets
+    more than in a full batch, but for fewer than ``min_local`` samples that would otherwise be a batch of their own.
 
     Args:
         remaining: samples left, ``0 < remaining <= sum(sizes)``.

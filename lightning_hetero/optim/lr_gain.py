@@ -34,17 +34,25 @@ class LearningRateGain:
         self._gain = gain
         self._scheduled: dict[int, list[Any]] = {}
         self._handles: list[Any] = []
-        for number, optimizer in enumerate(optimizers):
+        self._optimizers = list(optimizers)
+        for number, optimizer in enumerate(self._optimizers):
             self._handles.append(optimizer.register_step_pre_hook(self._before))
             self._handles.append(optimizer.register_step_post_hook(self._after if number else self._after_first))
 
     def remove(self) -> None:
-        """Let go of the optimizers."""
+        """Let go of the optimizers, with the scheduled rates, also after a step that failed half-way."""
+        for optimizer in self._optimizers:
+            self._restore(optimizer)
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
+    def _restore(self, optimizer: torch.optim.Optimizer) -> None:
+        for group, rate in zip(optimizer.param_groups, self._scheduled.pop(id(optimizer), ()), strict=False):
+            group["lr"] = rate
+
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._restore(optimizer)  # a closure that raised in the last step has left its factor
         gain = self._gain()
         if gain != 1.0:
             self._scheduled[id(optimizer)] = [group["lr"] for group in optimizer.param_groups]
@@ -52,9 +60,8 @@ class LearningRateGain:
                 group["lr"] = group["lr"] * gain
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for group, rate in zip(optimizer.param_groups, self._scheduled.pop(id(optimizer), ()), strict=False):
-            group["lr"] = rate
+        self._restore(optimizer)
 
     def _after_first(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._after(optimizer, args, kwargs)
+        self._restore(optimizer)
         self.steps += self._gain()

@@ -8,6 +8,7 @@ import torch
 from lightning import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_hetero import GNSCallback
 from lightning_hetero.core.noise_scale import RunningNoiseScale, estimate_from_two_sizes, estimate_noise_scale
@@ -53,7 +54,8 @@ class Keep(Callback):
 
 def _run(rank, strategy, ranks, method, kwargs):
     kwargs = {"dataset": Points(N), "model": model(), "max_epochs": 1, **kwargs}
-    gns = GNSCallback(method=method, horizon=HORIZON, every_n_steps=kwargs.pop("every_n_steps", 1))
+    settings = {name: kwargs.pop(name) for name in ("every_n_steps", "preconditioner") if name in kwargs}
+    gns = GNSCallback(method=method, horizon=HORIZON, **settings)
     callbacks = [gns, Keep(), *kwargs.pop("callbacks", [])]
     module = kwargs["model"]
     out = fit(rank, strategy, ranks, kwargs.pop("batch_size", 4), callbacks=callbacks, **kwargs)
@@ -168,11 +170,128 @@ def test_estimate_survives_a_checkpoint(tmp_path):
         ({"every_n_steps": 1.5}, TypeError, "float"),
         ({"method": "best"}, ValueError, "'pooled', 'cannikin', 'mean'"),
         ({"horizon": 0}, ValueError, "horizon"),
+        ({"preconditioner": "rmsprop"}, ValueError, "preconditioner='rmsprop' is unknown; allowed are None, 'adam'"),
     ],
 )
 def test_refuses(arguments, error, says):
     with pytest.raises(error, match=says):
         GNSCallback(**arguments)
+
+
+# as Adam scales it
+
+FIRST = 10  # steps that fill Adam's second moments
+
+
+class WithAdam(Regressor):
+    """Gradients fill the second moments, parameters stay where they are."""
+
+    def __init__(self, cls=torch.optim.Adam):
+        super().__init__(lr=0.0)
+        self.cls = cls
+
+    def configure_optimizers(self):
+        return self.cls(self.parameters(), lr=0.0)
+
+
+def preconditioned(steps):
+    """By hand, of the groups of samples of every optimizer step: each step's squared norms, before its own moment."""
+    moment, beta, eps = 0.0, 0.999, 1e-8
+    for number, groups in enumerate(steps):
+        whole = gradient([i for g in groups for i in g])
+        if number >= FIRST:
+            scale = 1.0 / ((moment / (1 - beta**number)).sqrt() + eps)
+            norms = [float((scale * gradient(g)).square().sum()) for g in groups]
+            yield groups, norms, float((scale * whole).square().sum())
+        moment = beta * moment + (1 - beta) * whole**2
+
+
+def expected_preconditioned(steps):
+    running = RunningNoiseScale(horizon=HORIZON)
+    for groups, norms, whole in preconditioned(steps):
+        sizes = [len(g) for g in groups]
+        estimate = estimate_noise_scale(norms, whole, sizes)
+        running = running.update(trace=estimate.trace, global_sq_norm=whole, total_batch_size=sum(sizes))
+    return running
+
+
+def every_step(results):
+    return [[r["seen"][s][2] for r in results] for s in range(len(results[0]["seen"]))]
+
+
+def assert_is(result, reference):
+    for name in ("samples", "trace_sum", "sq_norm_sum", "inverse_sum"):
+        assert result["estimate"][name] == pytest.approx(getattr(reference, name), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("preconditioner", "options"),
+    [("adam", {}), ("auto", {}), ("adam", {"bucket_cap_mb": 1e-4}), ("adam", {"gradient_as_bucket_view": True})],
+    ids=["adam", "auto", "many buckets", "bucket views"],
+)
+def test_preconditioned_estimate_is_that_of_the_workers_gradients(preconditioner, options):
+    strategy = {"local_batch_sizes": (9, 3), "replan": STEPS, **options}
+    kwargs = {"model": WithAdam(), "max_epochs": 4, "preconditioner": preconditioner}
+    results = run_ranks(_run, 2, strategy, 2, "pooled", kwargs)
+    reference = expected_preconditioned(every_step(results))
+    assert reference.samples == 6 * 12
+    for result in results:
+        assert_is(result, reference)
+    plain = RunningNoiseScale.from_state_dict(results[0]["estimate"])
+    assert plain.trace != pytest.approx(expected(every_step(results)[FIRST:], "pooled").trace, rel=0.5)
+
+
+def test_preconditioned_estimate_with_plain_ddp():
+    kwargs = {"model": WithAdam(torch.optim.AdamW), "max_epochs": 13, "batch_size": 6, "preconditioner": "adam"}
+    results = run_ranks(_run, 2, "ddp", 2, "pooled", kwargs)
+    assert_is(results[1], expected_preconditioned(every_step(results)[:50]))
+
+
+def test_preconditioned_estimate_of_a_single_worker_with_accumulation():
+    kwargs = {"batch_size": 2, "accumulate_grad_batches": 2, "model": WithAdam(), "preconditioner": "auto"}
+    (result,) = run_ranks(_run, 1, "hetero_ddp", 1, "pooled", kwargs)
+    micro = [indices for _, _, indices in result["seen"]]
+    running = RunningNoiseScale(horizon=HORIZON)
+    for _, norms, whole in preconditioned(zip(micro[::2], micro[1::2], strict=True)):
+        estimate = estimate_from_two_sizes(norms[0], 2, whole, 4)
+        running = running.update(trace=estimate.trace, global_sq_norm=whole, total_batch_size=4)
+    assert running.samples == 2 * 4
+    assert_is(result, running)
+
+
+def test_preconditioned_estimate_of_a_single_worker_by_successive_steps():
+    kwargs = {"batch_size": 4, "model": WithAdam(), "preconditioner": "adam", "max_epochs": 2}
+    (result,) = run_ranks(_run, 1, "auto", 1, "pooled", kwargs)
+    steps = [indices for _, _, indices in result["seen"]]
+    moment, running = 0.0, RunningNoiseScale(horizon=HORIZON)
+    for number, indices in enumerate(steps):
+        if number >= FIRST:
+            scale = 1.0 / ((moment / (1 - 0.999**number)).sqrt() + 1e-8)
+            now, before = scale * gradient(indices), scale * gradient(steps[number - 1])
+            one, both = (now.square().sum() + before.square().sum()) / 2, ((now + before) / 2).square().sum()
+            estimate = estimate_from_two_sizes(float(one), 4, float(both), 8, biased=True)
+            running = running.update(
+                trace=estimate.trace, global_sq_norm=float(both), total_batch_size=8, steps=0.5, biased=True
+            )
+        moment = 0.999 * moment + 0.001 * gradient(indices) ** 2
+    assert_is(result, running)
+
+
+def test_auto_leaves_other_optimizers_alone():
+    strategy = {"local_batch_sizes": (9, 3), "replan": STEPS}
+    results = run_ranks(_run, 2, strategy, 2, "pooled", {"preconditioner": "auto"})
+    reference = expected(groups_of(results), "pooled")
+    assert results[0]["estimate"]["trace_sum"] == pytest.approx(reference.trace_sum, rel=1e-9)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("hetero_ddp", 2), ("ddp", 2), ("auto", 1)])
+def test_second_moments_that_are_not_there_are_an_error_on_every_rank(strategy, ranks):
+    errors = run_ranks(
+        _run, ranks, strategy, ranks, "pooled", {"preconditioner": "adam"}, expect_errors=True, timeout=30
+    )
+    assert [(rank, name) for rank, name, _ in errors] == [(r, "MisconfigurationException") for r in range(ranks)]
+    for _, _, text in errors:
+        assert "reads Adam's second moments, which SGD has not. Use preconditioner='auto' or None" in text
 
 
 def test_gradients_are_not_copied_with_several_workers():
@@ -201,3 +320,21 @@ def _kept(rank):
         max_epochs=1,
     )
     return module.kept
+
+
+def _scaled(rank, strategy, scaled):
+    callback = GNSCallback()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000) if scaled else None
+    plugins = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]} if scaled else {}
+    model, data = Regressor(dtype=torch.float32, lr=0.01), Points(160, dtype=torch.float32)
+    fit(rank, strategy, 2, 8, model=model, dataset=data, callbacks=[callback], max_epochs=1, **plugins)
+    return callback.estimate
+
+
+def test_norms_are_those_without_the_factor_of_a_gradient_scaler():
+    split = {"local_batch_sizes": [12, 4], "replan": 5}
+    (plain, _), (scaled, _) = (run_ranks(_scaled, 2, split, flag) for flag in (False, True))
+    assert scaled.samples == plain.samples
+    assert scaled.skipped == 0
+    assert scaled.trace == pytest.approx(plain.trace, rel=0.03)
+    assert scaled.grad_sq_norm == pytest.approx(plain.grad_sq_norm, rel=0.03, abs=0.03 * plain.trace / 16)

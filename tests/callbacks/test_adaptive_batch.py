@@ -1,0 +1,697 @@
+"""The adaptive total end to end, with really unequal processes: what a decision changes, and what stays as it is."""
+
+import csv
+import math
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from lightning import Callback
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import distributed as dist
+from torch.utils.data import DataLoader
+
+from lightning_hetero import AdaptiveBatchCallback, GNSCallback
+from lightning_hetero.callbacks import PolicyCallback
+from lightning_hetero.core import BatchPlan
+from lightning_hetero.core.noise_scale import RunningNoiseScale
+from lightning_hetero.core.planner import Proposal, StaticPlanner
+from tests.helpers import Points, RankError, Regressor, covered, fit, run_ranks
+
+N, BATCH, LR = 240, 4, 0.02
+SPEEDS = (0.0002, 0.0008)  # seconds of a sample, of each rank
+FIXED = 0.004  # seconds of a step
+
+
+class Uneven(Regressor):
+    """Sleeps in proportion to its samples; keeps the learning rate of every step and when it validated."""
+
+    def __init__(self, optimizer="sgd", gamma=None):
+        super().__init__(lr=LR)
+        self.optimizer, self.gamma = optimizer, gamma
+        self.used, self.validated = [], []
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(FIXED + len(batch[0]) * SPEEDS[min(self.global_rank, 1)])
+        return super().training_step(batch, batch_idx)
+
+    def val_dataloader(self):
+        return DataLoader(Points(4), 2)
+
+    def validation_step(self, batch, batch_idx):
+        if batch_idx == 0 and not self.trainer.sanity_checking:
+            self.validated.append(self.trainer.current_epoch)
+
+    def configure_optimizers(self):
+        cls = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamax": torch.optim.Adamax}[self.optimizer]
+        momentum = {"momentum": 0.9} if self.optimizer == "sgd" else {}
+        optimizer = cls(self.parameters(), lr=self.lr, **momentum)
+        optimizer.register_step_post_hook(lambda o, *_: self.used.append(o.param_groups[0]["lr"]))
+        if self.gamma is None:
+            return optimizer
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, self.gamma)]
+
+
+class Epochs(Callback):
+    """At the end of each epoch: what the trainer believes of it, and the plan that it ended with."""
+
+    def __init__(self):
+        self.rows, self.scheduled, self.windows = [], [], []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.scheduled.append(trainer.optimizers[0].param_groups[0]["lr"])
+        self.windows.append(trainer.accumulate_grad_batches)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        batches = trainer.fit_loop.epoch_loop.batch_progress
+        self.rows.append(
+            {
+                "sizes": trainer.strategy.plan.local_batch_sizes,
+                "num": trainer.num_training_batches,
+                "max": trainer.fit_loop.max_batches,
+                "done": batches.current.completed,
+                "last": batches.is_last_batch,
+                "lr": pl_module.used[-1],
+                "accumulation": trainer.accumulate_grad_batches,
+                "steps": trainer.global_step,
+            }
+        )
+
+
+class Noise(GNSCallback):
+    """Measures, and reports this noise scale whatever was measured; ``inf``: larger totals cost no samples."""
+
+    def __init__(self, phi=math.inf):
+        super().__init__()
+        signal = 0.5 / 16 if phi == math.inf else 1.0 + phi / 16
+        self.pinned = RunningNoiseScale().update(
+            trace=1.0 if phi == math.inf else phi, global_sq_norm=signal, total_batch_size=16
+        )
+
+    @property
+    def estimate(self):
+        return self.pinned
+
+    def load_state_dict(self, state_dict):
+        pass
+
+
+def steps_only(rank, ranks, options, callback, kwargs):
+    """Fit with the callback; what a test may want to know."""
+    kwargs = dict(kwargs)
+    pinned = kwargs.pop("noise", math.inf)
+    adaptive = AdaptiveBatchCallback(**{"max_total_batch_size": 64, "min_steps": 8, "lr_scaling": "linear", **callback})
+    epochs = Epochs()
+    extra = [] if pinned is None else [Noise(pinned)]
+    model = kwargs.pop("model", None) or Uneven()
+    strategy = options if isinstance(options, str) else {"replan": "epoch", **options}
+    result = fit(
+        rank,
+        strategy,
+        ranks,
+        kwargs.pop("batch_size", BATCH),
+        model=model,
+        dataset=kwargs.pop("dataset", None) or Points(N),
+        callbacks=[*kwargs.pop("callbacks", []), adaptive, epochs, *extra],
+        **{"max_epochs": 4, **kwargs},
+    )
+    trainer = model.trainer
+    return {
+        **result,
+        "epochs": epochs.rows,
+        "scheduled": epochs.scheduled,
+        "windows": epochs.windows,
+        "used": model.used,
+        "validated": model.validated,
+        "rates": [g["lr"] for o in trainer.optimizers for g in o.param_groups],
+        "scale_invariant_steps": adaptive.scale_invariant_steps,
+        "state": adaptive.state_dict(),
+        "callbacks": [type(c).__name__ for c in trainer.callbacks],
+        "measured": float(adaptive._engine.noise_scale().noise_scale),
+        "rule": adaptive.lr_scaling,
+    }
+
+
+def run(ranks=2, options=None, callback=None, **kwargs):
+    return run_ranks(steps_only, ranks, ranks, options or {}, callback or {}, kwargs)
+
+
+def saving(folder, **kwargs):
+    return {
+        "callbacks": [ModelCheckpoint(dirpath=folder, filename="{epoch}-{step}", save_top_k=-1, **kwargs)],
+        "enable_checkpointing": True,
+    }
+
+
+def totals(result):
+    return [sum(row["sizes"]) * row["accumulation"] for row in result["epochs"]]
+
+
+def micro_batches(results):
+    """Samples of all ranks in each micro-batch, in order, with their epoch."""
+    for row in zip(*(r["seen"] for r in results), strict=True):
+        yield row[0][0], [i for _, _, indices in row for i in indices]
+
+
+def replay(results, model=None, windows=None):
+    """Weights of one process that trains on the same global batches with the same learning rates."""
+    model, data = model or Regressor(lr=LR), Points(N)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    window, grads, used = [], [], iter(results[0]["used"])
+    sizes = iter(windows or [1] * len(results[0]["seen"]))
+    batches = list(micro_batches(results))
+    for position, (epoch, indices) in enumerate(batches):
+        window.append(indices)
+        count = next(sizes)
+        last_of_epoch = position + 1 == len(batches) or batches[position + 1][0] != epoch
+        if len(window) < count and not last_of_epoch:
+            continue
+        optimizer.zero_grad()
+        for part in window:
+            (model.loss((data.x[part], data.y[part], None)) / count).backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]).numpy())
+        optimizer.param_groups[0]["lr"] = next(used)
+        optimizer.step()
+        window = []
+    assert next(used, None) is None
+    return model.flat(), np.stack(grads)
+
+
+# one run, looked at from all sides
+
+
+@pytest.fixture(scope="module")
+def adaptive(tmp_path_factory):
+    """Four epochs of two unequal workers, the total from 8 to 64, with all that a trainer may have."""
+    folder = tmp_path_factory.mktemp("adaptive")
+    results = run(
+        logger=CSVLogger(str(folder), name="", version=""),
+        model=Uneven(gamma=0.9),
+        log_every_n_steps=1,
+        enable_progress_bar=True,
+        **saving(folder, every_n_epochs=1),
+    )
+    return results, folder
+
+
+def test_a_decision_changes_total_split_rate_and_number_of_batches(adaptive):
+    (first, _), _ = adaptive
+    assert totals(first) == [8, 12, 24, 48]  # half as much again to learn a second size, then by two
+    assert first["epochs"][0]["sizes"] == (4, 4)
+    for row in first["epochs"][2:]:
+        assert row["sizes"][0] > row["sizes"][1]
+    assert [row["max"] for row in first["epochs"]] == [30, 20, 10, 5]
+    assert [row["num"] for row in first["epochs"]] == [30, 20, 10, 5]
+    assert [row["done"] for row in first["epochs"]] == [30, 20, 10, 5]
+    assert all(row["last"] for row in first["epochs"])
+    assert [row["steps"] for row in first["epochs"]] == [30, 50, 60, 65]
+    assert [row["lr"] for row in first["epochs"]] == pytest.approx(
+        [LR * 0.9**epoch * total / 8 for epoch, total in enumerate([8, 12, 24, 48])]
+    )
+
+
+def test_the_schedule_does_not_see_the_factor(adaptive):
+    (first, _), _ = adaptive
+    expected = [LR * 0.9**epoch for epoch, count in enumerate([30, 20, 10, 5]) for _ in range(count)]
+    assert first["scheduled"] == pytest.approx(expected)
+    assert first["rates"] == pytest.approx([LR * 0.9**4])
+
+
+def test_scale_invariant_steps_are_the_sum_of_the_factors(adaptive):
+    results, _ = adaptive
+    for result in results:
+        assert result["scale_invariant_steps"] == pytest.approx(30 + 20 * 1.5 + 10 * 3 + 5 * 6)
+
+
+def test_every_sample_once_an_epoch(adaptive):
+    results, _ = adaptive
+    for epoch in range(4):
+        assert covered(results, epoch) == list(range(N))
+
+
+def test_replicas_are_identical(adaptive):
+    (first, second), _ = adaptive
+    np.testing.assert_array_equal(first["weights"], second["weights"])
+    np.testing.assert_array_equal(first["grads"], second["grads"])
+    assert first["history"] == second["history"]
+    assert first["used"] == second["used"]
+
+
+def test_equals_one_process_with_the_same_global_batches(adaptive):
+    results, _ = adaptive
+    weights, grads = replay(results)
+    np.testing.assert_allclose(results[0]["grads"], grads, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(results[0]["weights"], weights, rtol=0, atol=1e-13)
+
+
+def test_every_epoch_validates_once(adaptive):
+    (first, _), _ = adaptive
+    assert first["validated"] == [0, 1, 2, 3]
+
+
+def test_every_epoch_has_its_checkpoint(adaptive):
+    _, folder = adaptive
+    found = sorted(path.stem for path in folder.glob("*.ckpt"))
+    assert found == ["epoch=0-step=30", "epoch=1-step=50", "epoch=2-step=60", "epoch=3-step=65"]
+
+
+def test_metrics(adaptive):
+    _, folder = adaptive
+    rows = list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
+    gains = [float(row["hetero/lr_gain"]) for row in rows if row.get("hetero/lr_gain")]
+    assert gains == pytest.approx([1.5, 3.0, 6.0])  # all three are of the total that was decided on
+    goodput = [float(row["hetero/goodput"]) for row in rows if row.get("hetero/goodput")]
+    efficiency = [float(row["hetero/efficiency"]) for row in rows if row.get("hetero/efficiency")]
+    assert len(goodput) == len(efficiency) == 3
+    assert all(value > 0 for value in goodput)
+    assert efficiency == [1.0, 1.0, 1.0]  # noise alone
+
+
+def test_candidates_as_a_table(adaptive):
+    _, folder = adaptive
+    rows = list(csv.DictReader((folder / "hetero_candidates.csv").read_text().splitlines()))
+    fields = ["total_batch_size", "accumulation", "step_time", "throughput", "efficiency", "goodput"]
+    assert list(rows[0]) == ["step", *fields, "running"]
+    assert sorted({int(row["step"]) for row in rows}) == [30, 50, 60]
+    running = [(int(row["step"]), int(row["total_batch_size"])) for row in rows if row["running"] == "1"]
+    assert running == [(30, 12), (50, 24), (60, 48)]
+    for row in rows:
+        assert float(row["goodput"]) == pytest.approx(float(row["throughput"]) * float(row["efficiency"]))
+        assert int(row["total_batch_size"]) <= 64
+
+
+def test_noise_scale_callback_of_the_user_is_used(adaptive):
+    (first, second), _ = adaptive
+    assert first["callbacks"].count("Noise") == 1
+    assert "GNSCallback" not in first["callbacks"]
+    assert first["measured"] == second["measured"] == math.inf
+
+
+# decisions from what was really measured
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Nothing pinned, decisions inside one long epoch."""
+    options = {"replan": 8}
+    return run(options=options, noise=None, max_epochs=1, dataset=Points(1600), callback={"lr_scaling": "auto"})
+
+
+def test_noise_scale_callback_is_added_once(measured):
+    for result in measured:
+        assert result["callbacks"].count("GNSCallback") == 1
+        assert result["callbacks"].index("GNSCallback") == 1
+        assert math.isfinite(result["measured"])
+        assert result["rule"] == "adascale"
+
+
+def test_total_changes_inside_a_long_epoch(measured):
+    first, second = measured
+    seen = [len(indices) for _, indices in micro_batches(measured)]
+    assert covered(measured, 0) == list(range(1600))
+    changes = [(e, s, sum(sizes)) for e, s, sizes in first["history"]]
+    assert len({total for _, _, total in changes}) > 1
+    assert all(epoch == 0 for epoch, _, _ in changes)
+    for (_, start, total), following in zip(changes, [*changes[1:], (0, len(seen), 0)], strict=True):
+        assert set(seen[start : following[1]][:-1]) <= {total}
+    (row,) = first["epochs"]
+    assert row["max"] == row["num"] == row["done"] == len(seen) == first["steps"] < 200
+    assert row["last"]
+    assert first["validated"] == [0]
+    np.testing.assert_array_equal(first["weights"], second["weights"])
+    assert first["used"] == second["used"]
+    assert max(first["used"]) > LR  # AdaScale's factor was between 1 and the ratio of totals
+    assert max(first["used"]) <= LR * max(seen) / 8
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamax"])
+def test_auto_is_the_square_root_for_other_optimizers(optimizer):
+    results = run(noise=None, model=Uneven(optimizer), callback={"lr_scaling": "auto"}, max_epochs=2)
+    first, second = results
+    assert totals(first) == [8, 12]
+    assert first["rule"] == "sqrt"
+    assert first["used"][-1] == pytest.approx(LR * math.sqrt(1.5))
+    assert not math.isnan(first["measured"])
+    np.testing.assert_array_equal(first["weights"], second["weights"])
+
+
+def test_one_worker_adapts_as_well():
+    (result,) = run(1, batch_size=8, noise=None, max_epochs=3)
+    assert totals(result)[1] > 8
+    assert covered([result], 1) == list(range(N))
+    assert result["used"][-1] == pytest.approx(LR * totals(result)[-1] / 8)
+    assert [row["max"] for row in result["epochs"]] == [math.ceil(N / total) for total in totals(result)]
+    np.testing.assert_allclose(result["weights"], replay([result])[0], rtol=0, atol=1e-13)
+
+
+def test_three_workers():
+    results = run(3, batch_size=3, max_epochs=3)
+    first = results[0]
+    assert totals(first)[0] == 9
+    assert totals(first)[2] > totals(first)[1] > 9
+    assert len({len(row["sizes"]) for row in first["epochs"]}) == 1
+    for epoch in range(3):
+        assert covered(results, epoch) == list(range(N))
+    for other in results[1:]:
+        np.testing.assert_array_equal(first["weights"], other["weights"])
+
+
+def test_total_shrinks():
+    """Smaller totals make longer epochs and lower rates."""
+    callback = {"max_total_batch_size": 24, "min_steps": 4}
+    (first, second) = run(noise=0.0, batch_size=12, max_epochs=3, callback=callback)
+    assert totals(first)[0] == 24
+    assert 12 <= totals(first)[1] < 24  # nothing above is allowed, so the second size is a smaller one
+    assert totals(first)[2] <= 24
+    assert [row["max"] for row in first["epochs"]] == [math.ceil(N / total) for total in totals(first)]
+    assert [row["lr"] for row in first["epochs"]] == pytest.approx([LR * total / 24 for total in totals(first)])
+    assert first["validated"] == [0, 1, 2]
+    for epoch in range(3):
+        assert covered([first, second], epoch) == list(range(N))
+
+
+def test_max_steps_stops_exactly():
+    results = run(max_epochs=-1, max_steps=57)
+    assert [r["steps"] for r in results] == [57, 57]
+    assert [len(r["used"]) for r in results] == [57, 57]
+    assert sum(results[0]["epochs"][-1]["sizes"]) > 8
+
+
+class Returns(StaticPlanner):
+    """Doubles the total and takes that back before its first step, which loader workers put off."""
+
+    def __init__(self):
+        super().__init__()
+        object.__setattr__(self, "plans", [BatchPlan(8, (4, 4)), BatchPlan(4, (2, 2))])
+
+    def initial(self, context):
+        return None
+
+    def decide(self, observations, current, context):
+        return self, Proposal(self.plans.pop(0), "as told") if self.plans else None
+
+
+def _returning(rank):
+    options = {"replan": 1}
+    callbacks, loader = [PolicyCallback(Returns())], {"num_workers": 2, "prefetch_factor": 3}
+    return fit(rank, options, 2, 2, dataset=Points(101), callbacks=callbacks, max_epochs=1, loader_kwargs=loader)
+
+
+def test_a_total_that_is_taken_back_leaves_the_epoch_as_long_as_it_was():
+    results = run_ranks(_returning, 2)
+    (_, changed), (_, back) = [(e, s) for e, s, _ in results[0]["history"][1:]]
+    assert changed < back <= changed + 1
+    assert covered(results, 0) == list(range(101))
+
+
+# resume
+
+
+def pinned(folder=None, **kwargs):
+    """From 8 to the greatest total, 12, at the second epoch: no later decision can change it."""
+    kwargs = {"callback": {"max_total_batch_size": 12}, "options": {"hysteresis": 1.0}, "max_epochs": 4, **kwargs}
+    return run(**(kwargs | saving(folder, every_n_train_steps=1, save_on_train_epoch_end=False) if folder else kwargs))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resume")
+    return pinned(folder), folder
+
+
+@pytest.mark.parametrize("step", [50, 57], ids=["after an epoch", "inside an epoch"])
+def test_resume_after_the_decision_continues_identically(uninterrupted, step):
+    whole, folder = uninterrupted
+    assert totals(whole[0]) == [8, 12, 12, 12]
+    (path,) = folder.glob(f"*step={step}.ckpt")
+    rest = pinned(ckpt_path=str(path))
+    for full, part in zip(whole, rest, strict=True):
+        assert part["seen"] == full["seen"][step:]
+        assert part["used"] == full["used"][step:]
+        np.testing.assert_array_equal(part["weights"], full["weights"])
+        assert part["steps"] == full["steps"] == 90
+        assert part["scale_invariant_steps"] == pytest.approx(30 + 60 * 1.5)
+        assert part["state"]["gains"] == full["state"]["gains"]
+        assert part["state"]["planner"]["initial_total"] == 8
+    assert [row["max"] for row in rest[0]["epochs"]] == [20, 20]
+
+
+def test_checkpoint_of_the_decision_is_plain(uninterrupted):
+    _, folder = uninterrupted
+    (path,) = folder.glob("*step=57.ckpt")
+    checkpoint = torch.load(path, weights_only=True)
+    state = checkpoint["callbacks"]["AdaptiveBatchCallback"]
+    assert state["gains"][12] == pytest.approx(1.5)
+    assert state["scale_invariant_steps"] == pytest.approx(30 + 27 * 1.5)
+    assert state["engine"]["history"]["entries"][-1]["plan"]["total_batch_size"] == 12
+    assert [g["lr"] for g in checkpoint["optimizer_states"][0]["param_groups"]] == [LR]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_resume_with_other_workers_keeps_the_total(uninterrupted, ranks):
+    _, folder = uninterrupted
+    (path,) = folder.glob("*step=50.ckpt")
+    rest = pinned(ranks=ranks, batch_size=12 // ranks, ckpt_path=str(path), max_epochs=3)
+    assert totals(rest[0]) == [12]
+    assert rest[0]["used"] == pytest.approx([1.5 * LR] * 20)
+    assert rest[0]["state"]["planner"]["initial_total"] == 8
+    assert covered(rest, 2) == list(range(N))
+
+
+# accumulation
+
+
+def slow_network(state, bucket):
+    """Averages as DDP does, 30 ms later: what makes it worth to synchronise less often."""
+    time.sleep(0.03)
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+@pytest.fixture(scope="module")
+def accumulating(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("accumulating")
+    options = {"max_local_batch_sizes": [8, 6], "ddp_comm_hook": slow_network}
+    arguments = {"options": options, "max_epochs": 4, "callback": {"max_total_batch_size": 24}}
+    return run(**arguments, **saving(folder, every_n_train_steps=1, save_on_train_epoch_end=False)), arguments, folder
+
+
+def test_totals_beyond_memory_accumulate_from_an_epoch_on(accumulating):
+    results, _, _ = accumulating
+    first = results[0]
+    counts = [row["accumulation"] for row in first["epochs"]]
+    assert counts[0] == 1
+    assert counts[-1] == 2
+    for row in first["epochs"]:
+        assert all(size <= most for size, most in zip(row["sizes"], (8, 6), strict=True))
+        assert row["max"] == row["done"] == math.ceil(N / sum(row["sizes"]))
+    assert 14 < totals(first)[-1] <= 24
+    per_epoch = np.diff([0, *(row["steps"] for row in first["epochs"])])
+    assert per_epoch.tolist() == [math.ceil(row["max"] / row["accumulation"]) for row in first["epochs"]]
+    assert len(first["used"]) == first["steps"]
+    assert first["used"][-1] == pytest.approx(LR * totals(first)[-1] / 8)
+    for epoch in range(4):
+        assert covered(results, epoch) == list(range(N))
+    windows = [count for row, count in zip(first["epochs"], counts, strict=True) for _ in range(row["max"])]
+    assert first["windows"] == windows  # it changes with an epoch
+
+
+def test_accumulated_gradients_are_those_of_one_process(accumulating):
+    results, _, _ = accumulating
+    weights, grads = replay(results, windows=results[0]["windows"])
+    np.testing.assert_allclose(results[0]["grads"], grads, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(results[0]["weights"], weights, rtol=0, atol=1e-13)
+    np.testing.assert_array_equal(results[0]["weights"], results[1]["weights"])
+
+
+def test_resume_goes_on_with_the_micro_batches(accumulating):
+    """Inside the last epoch, three optimizer steps before its end, so that nothing is decided again."""
+    whole, arguments, folder = accumulating
+    (path,) = folder.glob(f"*step={whole[0]['steps'] - 3}.ckpt")
+    rest = run(**arguments, ckpt_path=str(path))
+    assert rest[0]["windows"] == [2] * len(rest[0]["seen"])
+    for full, part in zip(whole, rest, strict=True):
+        assert part["seen"] == full["seen"][-len(part["seen"]) :]
+        assert part["used"] == full["used"][-3:]
+        np.testing.assert_array_equal(part["weights"], full["weights"])
+        assert part["steps"] == full["steps"]
+
+
+class Alternates(StaticPlanner):
+    """Another total at every look."""
+
+    def initial(self, context):
+        return None
+
+    def decide(self, observations, current, context):
+        size = 6 - current.local_batch_sizes[0]
+        return self, Proposal(BatchPlan(2 * size, (size, size)), "as told")
+
+
+def _alternating(rank, prefetch):
+    callbacks, loader = [PolicyCallback(Alternates())], {"num_workers": 1, "prefetch_factor": prefetch}
+    arguments = {"callbacks": callbacks, "max_epochs": 2, "loader_kwargs": loader, "accumulate_grad_batches": 2}
+    return fit(rank, {"replan": 1}, 2, 2, dataset=Points(N), **arguments)
+
+
+@pytest.mark.parametrize("prefetch", [2, 3])
+def test_a_window_of_micro_batches_has_one_total(prefetch):
+    """However far loader workers have drawn ahead."""
+    results = run_ranks(_alternating, 2, prefetch)
+    steps = [step for _, step, _ in results[0]["history"]]
+    assert len(set(steps)) > 4
+    assert all(step % 2 == 0 for step in steps)
+    for epoch in range(2):
+        assert covered(results, epoch) == list(range(N))
+        sizes = [len(indices) for e, indices in micro_batches(results) if e == epoch]
+        assert all(one == other for one, other in list(zip(sizes[::2], sizes[1::2], strict=False))[:-1])
+
+
+def test_the_users_accumulation_counts_in_the_initial_total():
+    """2 x 2 x 4 samples; without known bounds a micro-batch stays what the user can hold."""
+    results = run(accumulate_grad_batches=2, options={"ddp_comm_hook": slow_network}, max_epochs=3)
+    first = results[0]
+    assert first["state"]["planner"]["initial_total"] == totals(first)[0] == 16
+    assert totals(first)[-1] > 16
+    assert all(sum(row["sizes"]) <= 8 for row in first["epochs"])
+    assert first["used"][-1] == pytest.approx(LR * totals(first)[-1] / 16)
+    np.testing.assert_allclose(first["weights"], replay(results, windows=first["windows"])[0], rtol=0, atol=1e-13)
+
+
+# faults
+
+
+class Poisoned(Uneven):
+    """A loss of one worker is no number, and its user leaves such a gradient out."""
+
+    def loss(self, batch):
+        loss = super().loss(batch)
+        return loss * float("nan") if self.global_rank == 1 and self.trainer.global_step == 5 else loss
+
+    def on_before_optimizer_step(self, optimizer):
+        for p in self.parameters():
+            p.grad.nan_to_num_(0.0)
+        super().on_before_optimizer_step(optimizer)
+
+
+def test_nan_in_one_workers_gradient_leaves_the_decision_alive():
+    first, second = run(noise=None, model=Poisoned(), max_epochs=2)
+    assert math.isfinite(first["measured"])
+    assert first["measured"] == second["measured"]
+    assert totals(first) == [8, 12]
+    assert np.isfinite(first["weights"]).all()
+    np.testing.assert_array_equal(first["weights"], second["weights"])
+
+
+class Fails(Uneven):
+    def training_step(self, batch, batch_idx):
+        if self.trainer.current_epoch == 2:
+            raise RuntimeError("out of coffee")
+        return super().training_step(batch, batch_idx)
+
+
+class SavesAtExceptions(Callback):
+    """As ``OnExceptionCheckpoint``."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_exception(self, trainer, pl_module, exception):
+        trainer.save_checkpoint(self.path)
+
+
+def test_checkpoint_of_an_exception_has_the_scheduled_rate(tmp_path):
+    path = tmp_path / "failed.ckpt"
+    with pytest.raises(RankError, match="out of coffee"):
+        pinned(model=Fails(), callbacks=[SavesAtExceptions(path)])
+    checkpoint = torch.load(path, weights_only=True)
+    assert [g["lr"] for g in checkpoint["optimizer_states"][0]["param_groups"]] == [LR]
+    state = checkpoint["callbacks"]["AdaptiveBatchCallback"]
+    assert state["scale_invariant_steps"] == pytest.approx(30 + 20 * 1.5)
+
+
+class NotBuiltAnewError(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} {two}")
+
+
+class NotSentError(Exception):
+    def __init__(self, text):
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+def rule_that_raises(error, *arguments):
+    def rule(*_):
+        raise error(*arguments)
+
+    return rule
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        (lambda *_: -1.0, "lr_scaling gave -1.0 for a total of 12; it has to be a positive number"),
+        (lambda *_: "fast", "lr_scaling gave 'fast' for a total of 12"),
+        (rule_that_raises(KeyError, "no such total"), "no such total"),
+        (rule_that_raises(NotBuiltAnewError, "nothing is", "known"), "nothing is known"),
+        (rule_that_raises(NotSentError, "nothing is known"), "nothing is known"),
+    ],
+    ids=["negative", "no number", "raises", "raises what cannot be built anew", "raises what cannot be sent"],
+)
+def test_a_rule_that_fails_raises_on_every_rank(rule, says):
+    arguments = (2, {}, {"lr_scaling": rule}, {"max_epochs": 2})
+    errors = run_ranks(steps_only, 2, *arguments, expect_errors=True, timeout=20)
+    assert [rank for rank, _, _ in errors] == [0, 1]
+    assert all(says in text for _, _, text in errors)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"max_total_batch_size": 0}, ValueError, "max_total_batch_size=0 is too small"),
+        ({"max_total_batch_size": 2.5}, TypeError, "max_total_batch_size=2.5 is a float"),
+        ({"max_total_batch_size": True}, TypeError, "max_total_batch_size=True is a bool"),
+        ({"min_total_batch_size": 0}, ValueError, "min_total_batch_size=0 is too small"),
+        ({"min_total_batch_size": 65}, ValueError, "min_total_batch_size=65 is above max_total_batch_size=64"),
+        ({"lr_scaling": "cubic"}, ValueError, "lr_scaling='cubic' is unknown; allowed are 'auto', 'adascale'"),
+        ({"lr_scaling": None}, ValueError, "lr_scaling=None"),
+        ({"lr_scaling": 2.0}, ValueError, "lr_scaling=2.0"),
+        ({"hysteresis": -0.1}, ValueError, "hysteresis=-0.1 is out of range"),
+        ({"hysteresis": math.nan}, ValueError, "hysteresis=nan"),
+        ({"hysteresis": "5%"}, TypeError, "hysteresis='5%'"),
+        ({"min_steps": 0}, ValueError, "min_steps=0 is too small"),
+        ({"min_steps": 1.5}, TypeError, "min_steps=1.5 is a float"),
+    ],
+    ids=str,
+)
+def test_constructor_refuses(arguments, error, says):
+    with pytest.raises(error, match=says):
+        AdaptiveBatchCallback(**{"max_total_batch_size": 64, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("options", "callback", "kwargs", "says"),
+    [
+        ({}, {"max_total_batch_size": 7}, {}, "the initial total batch is 8 samples, outside max_total_batch_size=7"),
+        ({}, {"min_total_batch_size": 32}, {}, "the initial total batch is 8 samples, outside min_total_batch_size=32"),
+        ({}, {}, {"callbacks": [GradientAccumulationScheduler({1: 2})]}, "GradientAccumulationScheduler"),
+        ({"policy": "pid"}, {}, {}, "several policies would decide on the same split: AdaptiveBatchCallback, pid"),
+        ({"local_batch_sizes": [6, 2]}, {}, {}, r"AdaptiveBatchCallback, local_batch_sizes=\(6, 2\)"),
+        ("ddp", {}, {}, "AdaptiveBatchCallback needs a strategy .* got DDPStrategy. Use .*'hetero_ddp'"),
+    ],
+    ids=["total above", "total below", "scheduler", "pid", "fixed split", "ddp"],
+)
+def test_contradictions_are_refused_on_every_rank(options, callback, kwargs, says):
+    arguments = (2, options, callback, {"max_epochs": 1, **kwargs})
+    errors = run_ranks(steps_only, 2, *arguments, expect_errors=True, timeout=30)
+    assert [(rank, name) for rank, name, _ in errors] == [
+        (0, "MisconfigurationException"),
+        (1, "MisconfigurationException"),
+    ]
+    for _, _, text in errors:
+        with pytest.raises(RuntimeError, match=says):
+            raise RuntimeError(text)
