@@ -11,6 +11,7 @@ from _lightning_hetero_autoload import boot
 
 if TYPE_CHECKING:
     from lightning_hetero.callbacks import DynamicBatchPIDCallback, GNSCallback, PerfModelCallback
+    from lightning_hetero.compression import BlockTopK
     from lightning_hetero.core import BatchPlan, ClusterTimeModel, NodeTimeModel, solve_optperf
     from lightning_hetero.strategies.lightning_ddp import HeteroDDPStrategy
 
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BatchPlan",
+    "BlockTopK",
     "ClusterTimeModel",
     "DynamicBatchPIDCallback",
     "GNSCallback",
@@ -30,6 +32,7 @@ __all__ = [
 
 _HOMES = {
     "BatchPlan": "lightning_hetero.core",
+    "BlockTopK": "lightning_hetero.compression",
     "ClusterTimeModel": "lightning_hetero.core",
     "DynamicBatchPIDCallback": "lightning_hetero.callbacks",
     "GNSCallback": "lightning_hetero.callbacks",
