@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +50,8 @@ class StepReport:
 def gather_rows(rows: torch.Tensor, rank: int, group: Any = None) -> None:
     """All-gather in place: row ``i`` is rank ``i``'s; this rank's own is filled already.
 
-    NCCL gathers in one call. On gloo, whose all-gather allocates in every call, a broadcast of each row into its place is
-    faster (1.4 to 5 times from 0.26 MB on, over loopback).
+    NCCL gathers in one call. On gloo, whose all-gather allocates in every call, a broadcast of each row into its place
+    is faster (``benchmarks/compression.py``).
     """
     if rows.is_cuda:
         dist.all_gather_into_tensor(rows, rows[rank].clone(), group=group)
@@ -77,7 +77,7 @@ class BlockExchange:
     def __init__(
         self,
         settings: BlockTopK,
-        parameters: dict[str, torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
         hook: HookState,
         rank: int,
         *,
@@ -97,7 +97,7 @@ class BlockExchange:
         self._waiting: list[tuple[Any, list[tuple[Slot, torch.Tensor]], Any]] = []
         self._finite, self._weight, self._scale, self._encode = True, 1.0, 1.0, 0.0
 
-    def _encoder(self, parameters: dict[str, torch.Tensor]) -> BlockEncoder:
+    def _encoder(self, parameters: Mapping[str, torch.Tensor]) -> BlockEncoder:
         """The encoder for the parameters' device."""
         s = self.settings
         double = any(p.dtype == torch.float64 for p in parameters.values())

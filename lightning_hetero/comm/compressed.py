@@ -1,7 +1,7 @@
 """Gradient compression of one rank, as the engine holds it: made when the model is known, saved with the checkpoint."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -129,7 +129,7 @@ class GradientCompression:
         return {**ranks[0], "residuals": {name: residual / world_size for name, residual in total.items()}}
 
 
-def check_parameters(parameters: dict[str, torch.Tensor]) -> None:
+def check_parameters(parameters: Mapping[str, torch.Tensor]) -> None:
     """Check that gradients of these parameters can be compressed.
 
     Raises:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ REPEATS = 3
 SAMPLE_ELEMENTS = 8_000_000
 
 
-def choose(settings: Automatic, parameters: dict[str, torch.Tensor], control: ControlPlane) -> BlockTopK | None:
+def choose(settings: Automatic, parameters: Mapping[str, torch.Tensor], control: ControlPlane) -> BlockTopK | None:
     """Block top-k at the density that the measurements speak for, ``None`` for dense sums; a collective call."""
     measured = measure(parameters, control, settings)
     choice = choose_density(measured, settings.densities, settings.value_dtype)
@@ -35,7 +36,7 @@ def choose(settings: Automatic, parameters: dict[str, torch.Tensor], control: Co
     return BlockTopK(density=choice.density, value_dtype=settings.value_dtype)
 
 
-def measure(parameters: dict[str, torch.Tensor], control: ControlPlane, settings: Automatic) -> LinkMeasurement:
+def measure(parameters: Mapping[str, torch.Tensor], control: ControlPlane, settings: Automatic) -> LinkMeasurement:
     """Latency and rate of the exchange and cost of selection: the best of three, of the slowest rank."""
     device = next(iter(parameters.values())).device
     numel = sum(p.numel() for p in parameters.values())

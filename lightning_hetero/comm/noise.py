@@ -99,8 +99,8 @@ class NoiseCollector:
     def add_local(self, norms: tuple[torch.Tensor, torch.Tensor], sizes: tuple[int, ...], micro_batches: int) -> None:
         """Add a step whose sum was compressed, from the local norms of unequal batches alone.
 
-        The regression ``|g_i|^2 = |G|^2 + tr(Sigma) / b_i`` is linear in the norms, so that each rank adds its own part;
-        ``|g|^2`` of the sum that was not seen is ``|G|^2 + tr(Sigma) / B``.
+        The regression ``|g_i|^2 = |G|^2 + tr(Sigma) / b_i`` is linear in the norms, so that each rank adds its own
+        part; ``|g|^2`` of the sum that was not seen is ``|G|^2 + tr(Sigma) / B``.
         """
         local, whole = (norm.double() for norm in norms)
         total, own, ranks = sum(sizes), sizes[self.rank], len(sizes)

@@ -1,6 +1,6 @@
 """Torch's own compression hooks behind the same argument: 16-bit sums and PowerSGD."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ def _ring(world_size: int) -> float:
 class HalfExchange:
     """Sums in 16 bits: torch's ``fp16_compress_hook`` or ``bf16_compress_hook``. It keeps no residual."""
 
-    def __init__(self, settings: HalfPrecision, parameters: dict[str, torch.Tensor], hook: HookState) -> None:
+    def __init__(self, settings: HalfPrecision, parameters: Mapping[str, torch.Tensor], hook: HookState) -> None:
         self.hook, self.world_size, self.report = hook, hook.world_size, StepReport()
         self.inner: Any = fp16_compress_hook if settings.dtype == "float16" else bf16_compress_hook
         self._bytes = 2 * sum(p.numel() for p in parameters.values())
@@ -64,7 +64,7 @@ class LowRankExchange:
     def __init__(
         self,
         settings: LowRank,
-        parameters: dict[str, torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
         hook: HookState,
         *,
         grad_scale: Callable[[], float] | None = None,

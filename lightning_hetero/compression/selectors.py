@@ -2,7 +2,7 @@
 
 All return ascending numbers, each once, never more than ``k``, none with a score of 0. ``"exact"`` and ``"histogram"``
 take at least 95 % of the mass of the exact top-k in every step; ``"sample"`` depends on luck with its sample, and
-``"aimd"`` is the paper's controller, which under error feedback takes about 5 % (``tests/compression/test_selectors.py``).
+``"aimd"`` is the paper's controller, which falls behind under error feedback (``tests/compression/test_selectors.py``).
 """
 
 from collections.abc import Callable
@@ -36,15 +36,17 @@ class SelectorState:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python values, fit for any checkpoint."""
-        state = self.rng.bit_generator.state["state"]
-        words = [str(state["state"]), str(state["inc"])]  # 128 bits, which not every reader of checkpoints takes
-        return {"first": float(self.first), "threshold": float(self.threshold), "rng": words}
+        state = self.rng.bit_generator.state
+        words = [str(state["state"][key]) for key in ("state", "inc")]  # 128 bits, more than every reader takes
+        buffered = [int(state["has_uint32"]), int(state["uinteger"])]
+        return {"first": float(self.first), "threshold": float(self.threshold), "rng": words, "buffered": buffered}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on as :meth:`state_dict` described."""
         self.first, self.threshold = state["first"], state["threshold"]
-        inner = self.rng.bit_generator.state
+        inner = dict(self.rng.bit_generator.state)
         inner["state"] = dict(zip(("state", "inc"), map(int, state["rng"]), strict=True))
+        inner["has_uint32"], inner["uinteger"] = state["buffered"]
         self.rng.bit_generator.state = inner
 
 

@@ -123,7 +123,14 @@ class MessageFormat:
         return tuple(parts)
 
     def write(
-        self, message: torch.Tensor, indices: np.ndarray, blocks: torch.Tensor, *, bucket: int, step: int, flags: int = 0
+        self,
+        message: torch.Tensor,
+        indices: np.ndarray,
+        blocks: torch.Tensor,
+        *,
+        bucket: int,
+        step: int,
+        flags: int = 0,
     ) -> torch.Tensor:
         """Write a message in place.
 

@@ -33,8 +33,8 @@ class BlockTopK:
     """Send the blocks of ``residual + weight * gradient`` with the largest sums of magnitudes (StellaTrain, sec. 3.1).
 
     What is not sent stays in the residual and is sent later. As in StellaTrain, ``density`` is what all workers send
-    together: each of ``N`` workers sends ``density / N`` of the blocks. ``density=1`` sends every block of every worker,
-    which gives the dense sum.
+    together: each of ``N`` workers sends ``density / N`` of the blocks. ``density=1`` sends every block of every
+    worker, which gives the dense sum.
 
     Args:
         density: share of all blocks that all workers together send in a step, above 0, to 1.
@@ -78,8 +78,8 @@ class LowRank:
 
     Args:
         rank: columns of the thin matrices, at least 1.
-        start: steps that are dense before it begins, at least 2 (torch keys its residuals by DDP's buckets, which change
-            after the first step).
+        start: steps that are dense before it begins, at least 2 (torch keys its residuals by DDP's buckets, which
+            change after the first step).
 
     Example:
         >>> LowRank().rank

@@ -14,7 +14,7 @@ KEY = "lightning_hetero_residuals"
 
 
 def add_residuals(checkpoint: dict[str, Any], engine: HeteroEngine | None) -> None:
-    """Put the gradients that no rank has sent yet into the checkpoint; a collective call if gradients are compressed."""
+    """Put the gradients that were not sent yet into the checkpoint; a collective call if gradients are compressed."""
     state = {} if engine is None or engine.compression is None else engine.compression.state_dict()
     if state:
         checkpoint[KEY] = state

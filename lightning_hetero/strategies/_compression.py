@@ -1,4 +1,4 @@
-"""Connects gradient compression to what Lightning's DDP strategy knows: the module, the loss scaler, unused parameters."""
+"""Connects gradient compression to what Lightning's DDP strategy knows: module, loss scaler, unused parameters."""
 
 from typing import Any
 
