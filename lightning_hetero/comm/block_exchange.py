@@ -15,7 +15,7 @@ from lightning_hetero.compression.layout import Layout, Slot, flat_view
 from lightning_hetero.compression.wire import MessageFormat
 from lightning_hetero.core.compressors import BlockTopK, blocks_per_rank
 
-__all__ = ["BlockExchange", "StepReport", "gather_rows"]
+__all__ = ["BlockExchange", "StepReport", "gather_rows", "pending"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -59,6 +59,11 @@ def gather_rows(rows: torch.Tensor, rank: int, group: Any = None) -> None:
     works = [dist.broadcast(row, src=peer, group=group, async_op=True) for peer, row in enumerate(rows)]
     for work in works:
         work.wait()
+
+
+def pending(buffer: torch.Tensor) -> Any:
+    """A future that is set by hand, for a tensor on this device."""
+    return torch.futures.Future(devices=[buffer.device]) if buffer.is_cuda else torch.futures.Future()
 
 
 class BlockExchange:
@@ -127,8 +132,7 @@ class BlockExchange:
         begin = time.perf_counter()
         pieces = self._take(bucket)
         self._encode += time.perf_counter() - begin
-        devices = [bucket.buffer().device] if bucket.buffer().is_cuda else None
-        future: Any = torch.futures.Future(devices=devices)
+        future = pending(bucket.buffer())
         self._waiting.append((bucket.buffer(), pieces, future))
         if bucket.is_last():
             self._exchange()

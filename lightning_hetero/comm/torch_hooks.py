@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from lightning_hetero.comm.block_exchange import StepReport
+from lightning_hetero.comm.block_exchange import StepReport, pending
 from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.core.compressors import HalfPrecision, LowRank
 
@@ -104,7 +104,7 @@ class LowRankExchange:
         buffer = bucket.buffer().fill_(float("nan"))
         self.hook.step_dropped = True
         self.state.maybe_increase_iter(bucket)
-        future: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+        future = pending(buffer)
         future.set_result(buffer)
         result: torch.futures.Future[torch.Tensor] = future
         return result
@@ -115,7 +115,7 @@ class LowRankExchange:
         first = index not in self._places
         if first:
             self._places[index] = [
-                (self.names[p], g.storage_offset() - buffer.storage_offset(), g.numel())
+                (self.names[p], int(g.storage_offset() - buffer.storage_offset()), g.numel())
                 for g, p in zip(bucket.gradients(), bucket.parameters(), strict=True)
             ]
         scale = 1.0 if self.grad_scale is None else self.grad_scale()

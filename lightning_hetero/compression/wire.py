@@ -28,6 +28,7 @@ MAGIC = 0x4C48424B << 8
 VERSION = 1
 SEGMENT = 65_536
 BITMAP_FROM = 0.10
+SEALS = (0x5851F42D4C957F2D, 0x14057B7EF767814F, 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85)
 NON_FINITE = 1
 """Flag: the sender's gradient was not finite, so that all ranks leave the step out."""
 
@@ -41,6 +42,17 @@ def checksum(payload: torch.Tensor, positions: torch.Tensor) -> tuple[int, int]:
     """
     words = payload.view(torch.int32).to(torch.int64)
     return int(words.sum()), int(torch.dot(words, positions))
+
+
+def seal(first: int, fields: tuple[int, int, int, int]) -> int:
+    """The first sum with bucket, step, flags and number of blocks in it, so that it covers the header as well.
+
+    Example:
+        >>> seal(5, (0, 0, 0, 0)), seal(5, (0, 0, 1, 0)) != 5
+        (5, True)
+    """
+    total = first + sum(weight * field for weight, field in zip(SEALS, fields, strict=True))
+    return (total + 2**63) % 2**64 - 2**63
 
 
 @dataclass(frozen=True)
@@ -151,8 +163,9 @@ class MessageFormat:
         parts = self.value_parts(message, count)
         for part, values in zip(parts, self.codec.encode(blocks), strict=True):
             part.copy_(values)
-        sums = checksum(message[HEADER:], self.positions)
-        header = (MAGIC | VERSION, bucket, step, flags, count, *sums, self.fingerprint)
+        first, second = checksum(message[HEADER:], self.positions)
+        fields = (bucket, step, flags, count)
+        header = (MAGIC | VERSION, *fields, seal(first, fields), second, self.fingerprint)
         message[:HEADER].view(torch.int64).copy_(torch.tensor(header, dtype=torch.int64))
         return self.codec.decode(parts)
 
@@ -184,12 +197,13 @@ class MessageFormat:
             raise refuse(f"it has {message.numel()} bytes of {message.dtype} where {self.num_bytes} are due")
         header = message[:HEADER].view(torch.int64).tolist()
         kind, its_bucket, its_step, flags, count, *sums, fingerprint = header
+        first, second = checksum(message[HEADER:], self.positions)
         for got, due, what in (
             (kind, MAGIC | VERSION, "magic and version"),
             (fingerprint, self.fingerprint, "format fingerprint"),
             (its_bucket, bucket, "bucket"),
             (its_step, step, "step"),
-            (tuple(sums), checksum(message[HEADER:], self.positions), "checksum"),
+            (tuple(sums), (seal(first, (its_bucket, its_step, flags, count)), second), "checksum"),
         ):
             if got != due:
                 raise refuse(f"{what} is {got}, not {due}")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_hetero.compression import BlockEncoder, Layout, MessageFormat, Pack, compress, encoder, merge
 from lightning_hetero.compression.layout import flat_view
 from lightning_hetero.compression.values import CODECS
-from lightning_hetero.compression.wire import HEADER
+from lightning_hetero.compression.wire import HEADER, checksum, seal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -174,8 +174,9 @@ def test_bytes_of_a_block(values, most):
 
 def resealed(form, message):
     """The message with a checksum that fits what is in it, as a faulty sender would write it."""
-    words = message[HEADER:].view(torch.int32).long()
-    message[40:56].view(torch.int64).copy_(torch.stack([words.sum(), (words * form.positions).sum()]))
+    first, second = checksum(message[HEADER:], form.positions)
+    fields = tuple(message[8:40].view(torch.int64).tolist())
+    message[40:56].view(torch.int64).copy_(torch.tensor([seal(first, fields), second]))
     return message
 
 
