@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def gather_rows(rows: torch.Tensor, rank: int, group: Any = None) -> None:
     NCCL gathers in one call. On gloo, whose all-gather allocates in every call, a broadcast of each row into its place
     is faster (``benchmarks/compression.py``).
     """
-    if rows.is_cuda:
+    if dist.get_backend(group) == "nccl":
         dist.all_gather_into_tensor(rows, rows[rank].clone(), group=group)
         return
     works = [dist.broadcast(row, src=peer, group=group, async_op=True) for peer, row in enumerate(rows)]
@@ -96,18 +97,25 @@ class BlockExchange:
         self.encoder = self._encoder(parameters)
         device = next(iter(parameters.values())).device
         self.rows = torch.zeros((self.world_size, self.encoder.form.num_bytes), dtype=torch.uint8, device=device)
+        self.on_host = device.type != self.encoder.residual.device.type
+        self._message = self.rows[rank].cpu() if self.on_host else self.rows[rank]
         self.step, self.dropped = 0, 0
         self.report = StepReport()
         self._dense_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
         self._waiting: list[tuple[Any, list[tuple[Slot, torch.Tensor]], Any]] = []
         self._finite, self._weight, self._scale, self._encode = True, 1.0, 1.0, 0.0
 
-    def _encoder(self, parameters: Mapping[str, torch.Tensor]) -> BlockEncoder:
-        """The encoder for the parameters' device."""
+    def _encoder(self, parameters: Mapping[str, torch.Tensor]) -> Any:
+        """The encoder for the parameters' device: Triton's on GPU, unless something was asked for that only CPU has."""
         s = self.settings
         double = any(p.dtype == torch.float64 for p in parameters.values())
         k = blocks_per_rank(self.layout.num_blocks, s.density, self.world_size)
         form = MessageFormat(self.layout.num_blocks, k, s.block, s.value_dtype, self.layout.fingerprint())
+        device = next(iter(parameters.values())).device
+        if device.type == "cuda" and not double and s.selector in (None, "histogram") and find_spec("triton"):
+            from lightning_hetero.compression.triton_encoder import TritonEncoder
+
+            return TritonEncoder(self.layout, form, device)
         return BlockEncoder(self.layout, form, s.selector or "exact", torch.float64 if double else torch.float32)
 
     # the hook
@@ -150,19 +158,22 @@ class BlockExchange:
             slot, flat = self.slots[parameter], flat_view(gradient)
             pieces.append((slot, flat))
             if self._finite:
-                self._finite = self.encoder.accumulate(slot, flat, self._weight, hold=self.hold_unused)
+                local = flat.cpu() if self.on_host else flat
+                self._finite = self.encoder.accumulate(slot, local, self._weight, hold=self.hold_unused)
         return pieces
 
     def _exchange(self) -> None:
         """Send, receive, merge, and hand the sum to DDP."""
         begin = time.perf_counter()
         if self._finite:
-            self.encoder.encode(self.rows[self.rank], step=self.step)
+            self.encoder.encode(self._message, step=self.step)
         else:
-            self.encoder.give_up(self.rows[self.rank], step=self.step)
+            self.encoder.give_up(self._message, step=self.step)
+        if self.on_host:
+            self.rows[self.rank].copy_(self._message)
         self._encode += time.perf_counter() - begin
         gather_rows(self.rows, self.rank)
-        packs = self.encoder.read(self.rows, step=self.step)
+        packs = self.encoder.read(self.rows.cpu() if self.on_host else self.rows, step=self.step)
         if packs is None:
             self._drop()
         else:

@@ -33,26 +33,27 @@ NON_FINITE = 1
 """Flag: the sender's gradient was not finite, so that all ranks leave the step out."""
 
 
-def checksum(payload: torch.Tensor, positions: torch.Tensor) -> tuple[int, int]:
+def checksum(payload: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``(sum w_i, sum (i + 1) w_i)`` of the 32-bit words, modulo 2^64.
 
     Example:
-        >>> checksum(torch.tensor([1, 0, 0, 0, 2, 0, 0, 0], dtype=torch.uint8), torch.arange(1, 3))
-        (3, 5)
+        >>> sums = checksum(torch.tensor([1, 0, 0, 0, 2, 0, 0, 0], dtype=torch.uint8), torch.arange(1, 3))
+        >>> [int(s) for s in sums]
+        [3, 5]
     """
     words = payload.view(torch.int32).to(torch.int64)
-    return int(words.sum()), int(torch.dot(words, positions))
+    return words.sum(), (words * positions).sum()
 
 
-def seal(first: int, fields: tuple[int, int, int, int]) -> int:
+def seal(first: torch.Tensor, fields: torch.Tensor) -> torch.Tensor:
     """The first sum with bucket, step, flags and number of blocks in it, so that it covers the header as well.
 
     Example:
-        >>> seal(5, (0, 0, 0, 0)), seal(5, (0, 0, 1, 0)) != 5
-        (5, True)
+        >>> int(seal(torch.tensor(5), torch.tensor([0, 0, 0, 0])))
+        5
     """
-    total = first + sum(weight * field for weight, field in zip(SEALS, fields, strict=True))
-    return (total + 2**63) % 2**64 - 2**63
+    weights = torch.tensor(SEALS, dtype=torch.int64, device=fields.device)
+    return first + (weights * fields).sum()
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,12 @@ class MessageFormat:
             parts.append(view[:count] if per_block else view[: count * self.block].view(count, self.block))
         return tuple(parts)
 
+    def index_views(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Indices, int16 to be read without sign or the bytes of the bitmap, and blocks of each segment."""
+        places = message[HEADER + self.counts_bytes : self.values_at]
+        counts = message[HEADER : HEADER + self.counts_bytes].view(torch.int32)
+        return (places if self.bitmap else places.view(torch.int16)), counts[: self.segments]
+
     def write(
         self,
         message: torch.Tensor,
@@ -159,26 +166,29 @@ class MessageFormat:
         """
         count = len(indices)
         message.zero_()
-        self._write_indices(message.numpy(), indices)
-        parts = self.value_parts(message, count)
-        for part, values in zip(parts, self.codec.encode(blocks), strict=True):
-            part.copy_(values)
-        first, second = checksum(message[HEADER:], self.positions)
-        fields = (bucket, step, flags, count)
-        header = (MAGIC | VERSION, *fields, seal(first, fields), second, self.fingerprint)
-        message[:HEADER].view(torch.int64).copy_(torch.tensor(header, dtype=torch.int64))
-        return self.codec.decode(parts)
-
-    def _write_indices(self, raw: np.ndarray, indices: np.ndarray) -> None:
-        places = raw[HEADER + self.counts_bytes : self.values_at]
+        places, counts = self.index_views(message)
         if self.bitmap:
             bits = np.zeros(8 * len(places), dtype=bool)
             bits[indices] = True
-            places[:] = np.packbits(bits, bitorder="little")
-            return
-        counts = raw[HEADER : HEADER + self.counts_bytes].view(np.int32)
-        counts[: self.segments] = np.bincount(indices // SEGMENT, minlength=self.segments)
-        places.view(np.uint16)[: len(indices)] = indices % SEGMENT
+            places.numpy()[:] = np.packbits(bits, bitorder="little")
+        else:
+            counts.numpy()[:] = np.bincount(indices // SEGMENT, minlength=self.segments)
+            places.numpy().view(np.uint16)[:count] = indices % SEGMENT
+        parts = self.value_parts(message, count)
+        for part, values in zip(parts, self.codec.encode(blocks), strict=True):
+            part.copy_(values)
+        self.write_header(message, count, flags, bucket=bucket, step=step)
+        return self.codec.decode(parts)
+
+    def write_header(
+        self, message: torch.Tensor, count: int | torch.Tensor, flags: int | torch.Tensor, *, bucket: int, step: int
+    ) -> None:
+        """Write the header over a payload; ``count`` and ``flags`` may be on the device, and nothing waits for it."""
+        header = message[:HEADER].view(torch.int64)
+        first, second = checksum(message[HEADER:], self.positions.to(message.device))
+        for place, value in enumerate((MAGIC | VERSION, bucket, step, flags, count, first, second, self.fingerprint)):
+            header[place] = value
+        header[5] = seal(first, header[1:5])
 
     def read(self, message: torch.Tensor, *, rank: int, bucket: int, step: int) -> tuple[Pack, int]:
         """Pack and flags of a message.
@@ -195,36 +205,42 @@ class MessageFormat:
 
         if message.dtype != torch.uint8 or message.numel() != self.num_bytes:
             raise refuse(f"it has {message.numel()} bytes of {message.dtype} where {self.num_bytes} are due")
-        header = message[:HEADER].view(torch.int64).tolist()
-        kind, its_bucket, its_step, flags, count, *sums, fingerprint = header
-        first, second = checksum(message[HEADER:], self.positions)
+        header = message[:HEADER].view(torch.int64)
+        first, second = checksum(message[HEADER:], self.positions.to(message.device))
+        kind, its_bucket, its_step, flags, count, *sums, fingerprint, due_first, due_second = torch.cat(
+            [header, torch.stack([seal(first, header[1:5]), second])]
+        ).tolist()
         for got, due, what in (
             (kind, MAGIC | VERSION, "magic and version"),
             (fingerprint, self.fingerprint, "format fingerprint"),
             (its_bucket, bucket, "bucket"),
             (its_step, step, "step"),
-            (tuple(sums), (seal(first, (its_bucket, its_step, flags, count)), second), "checksum"),
+            (sums, [due_first, due_second], "checksum"),
         ):
             if got != due:
                 raise refuse(f"{what} is {got}, not {due}")
         if not 0 <= count <= self.k or flags not in (0, NON_FINITE):
             raise refuse(f"it names {count} blocks and flags {flags}, where at most {self.k} blocks are allowed")
-        indices = self._read_indices(message.numpy(), count)
-        if indices is None or len(indices) != count:
+        _, counts = self.index_views(message)
+        if not self.bitmap and (int(counts.sum()) != count or int(counts.min()) < 0):
             raise refuse("its indices do not match its number of blocks")
-        if count and (indices[-1] >= self.num_blocks or (np.diff(indices) <= 0).any()):
+        pack = self.unpack(message, count)
+        if len(pack.indices) != count:
+            raise refuse("its indices do not match its number of blocks")
+        if count and (int(pack.indices[-1]) >= self.num_blocks or bool((pack.indices.diff() <= 0).any())):
             raise refuse(f"its indices are not ascending numbers below {self.num_blocks}")
-        values = self.codec.decode(self.value_parts(message, count))
-        if not bool(torch.isfinite(values).all()):
+        if flags == 0 and not bool(torch.isfinite(pack.values).all()):
             raise refuse("it has values that are not finite")
-        return Pack(torch.from_numpy(indices), values), flags
+        return pack, flags
 
-    def _read_indices(self, raw: np.ndarray, count: int) -> np.ndarray | None:
-        places = raw[HEADER + self.counts_bytes : self.values_at]
+    def unpack(self, message: torch.Tensor, count: int | None = None) -> Pack:
+        """Pack of a message that is known to be in order."""
+        places, counts = self.index_views(message)
+        number = int(message[:HEADER].view(torch.int64)[4]) if count is None else count
         if self.bitmap:
-            return np.flatnonzero(np.unpackbits(places, bitorder="little"))
-        counts = raw[HEADER : HEADER + self.counts_bytes].view(np.int32)[: self.segments]
-        if (counts < 0).any() or int(counts.sum(dtype=np.int64)) != count:
-            return None
-        base = np.repeat(np.arange(self.segments, dtype=np.int64) * SEGMENT, counts)
-        return base + places.view(np.uint16)[:count]
+            bits = places[:, None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=message.device)) & 1
+            indices = bits.view(-1).nonzero().view(-1)
+        else:
+            base = torch.arange(self.segments, device=message.device) * SEGMENT
+            indices = base.repeat_interleave(counts.long(), output_size=number) + (places[:number].long() & 0xFFFF)
+        return Pack(indices, self.codec.decode(self.value_parts(message, number)))

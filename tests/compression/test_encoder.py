@@ -175,8 +175,7 @@ def test_bytes_of_a_block(values, most):
 def resealed(form, message):
     """The message with a checksum that fits what is in it, as a faulty sender would write it."""
     first, second = checksum(message[HEADER:], form.positions)
-    fields = tuple(message[8:40].view(torch.int64).tolist())
-    message[40:56].view(torch.int64).copy_(torch.tensor([seal(first, fields), second]))
+    message[40:56].view(torch.int64).copy_(torch.stack([seal(first, message[8:40].view(torch.int64)), second]))
     return message
 
 
