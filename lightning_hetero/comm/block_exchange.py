@@ -102,6 +102,7 @@ class BlockExchange:
         self.step, self.dropped = 0, 0
         self.report = StepReport()
         self._dense_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
+        self._packs: list[torch.Tensor] | None = None
         self._waiting: list[tuple[Any, list[tuple[Slot, torch.Tensor]], Any]] = []
         self._finite, self._weight, self._scale, self._encode = True, 1.0, 1.0, 0.0
 
@@ -129,6 +130,7 @@ class BlockExchange:
     def __call__(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Take one bucket; DDP hands them over in the same order on all ranks."""
         self.hook.exact_sum, self.hook.one_message = self.dense, not self.dense
+        self._packs = None
         if self.dense:
             buffer = bucket.buffer().div_(self.world_size)
             if bucket.is_last():
@@ -184,6 +186,7 @@ class BlockExchange:
         count = sum(len(pack.indices) for pack in packs or ())
         sent = (self.world_size - 1) * self.encoder.form.num_bytes
         self.report.add(sent, count / self.layout.num_blocks, self._encode)
+        self._packs = [pack.indices for pack in packs or ()]
         self.encoder.finish()
         self.step += 1
         waiting, self._waiting = self._waiting, []
@@ -209,6 +212,23 @@ class BlockExchange:
                 "of this process" if not self._finite else "other than this",
                 self.dropped,
             )
+
+    def touched_blocks(self) -> dict[torch.Tensor, torch.Tensor] | None:
+        """Numbers of the blocks of each parameter that the last gradient touches; ``None`` if it was sent densely."""
+        if self._packs is None:
+            return None
+        nothing = torch.zeros(0, dtype=torch.int64, device=self.rows.device)
+        blocks = torch.cat([nothing, *self._packs]).unique()
+        starts = torch.tensor([slot.start // self.layout.block for slot in self.layout.slots])
+        ends = torch.searchsorted(
+            blocks.cpu(), torch.cat([starts[1:], torch.tensor([self.layout.num_blocks])])
+        ).tolist()
+        touched, begin = {}, 0
+        for parameter, end in zip(self.slots, ends, strict=True):
+            first = self.slots[parameter].start // self.layout.block
+            touched[parameter] = (blocks[begin:end] - first).to(parameter.device)
+            begin = end
+        return touched
 
     # state
 

@@ -1,7 +1,7 @@
 """Gradient compression of one rank, as the engine holds it: made when the model is known, saved with the checkpoint."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.comm.link import choose
 from lightning_hetero.comm.torch_hooks import HalfExchange, LowRankExchange
 from lightning_hetero.core.compressors import Automatic, BlockTopK, Compressor, HalfPrecision, LowRank
+from lightning_hetero.optim.sparse import SparseOptimizer
 
 __all__ = ["GradientCompression"]
 
@@ -69,6 +70,12 @@ class GradientCompression:
             self._go_on(self._restored)
         elif before:  # another fit of the same run
             self._take_over(before)
+
+    def lead(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Tell sparse optimizers which blocks a gradient touches."""
+        for optimizer in optimizers:
+            if isinstance(optimizer, SparseOptimizer) and isinstance(self.exchange, BlockExchange):
+                optimizer.follow(self.exchange.touched_blocks, self.exchange.layout.block)
 
     # state
 

@@ -236,6 +236,13 @@ class HeteroDDPMixin:
         attach_compression(self)
         self.model.register_comm_hook(state, gradient_hook)  # type: ignore[attr-defined]
 
+    def setup_optimizers(self, trainer: Any) -> None:
+        """As DDP; sparse optimizers are told which blocks a compressed gradient touches."""
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+        assert self.engine is not None
+        if self.engine.compression is not None:
+            self.engine.compression.lead(self.optimizers)  # type: ignore[attr-defined]
+
     def process_dataloader(self, dataloader: Any) -> Any:
         """Replace the batch sampler of the train loader by the uneven one; leave other loaders alone by default.
 

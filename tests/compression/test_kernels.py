@@ -1,4 +1,4 @@
-"""Triton's kernels: what they compute, in Triton's interpreter, and what they compile to, for GPUs that are not here."""
+"""Triton's kernels: what they compute, in its interpreter, and what they compile to, for GPUs that are not here."""
 
 import os
 import re

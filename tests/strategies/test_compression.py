@@ -1,6 +1,7 @@
 """Compressed gradients in real processes: what they change, what is the same on all ranks, what survives a resume."""
 
 import copy
+import warnings
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState, gradient_hook
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.core.link_model import LinkMeasurement
+from lightning_hetero.optim import SparseAdamW, SparseSGD, sparse
 from tests.comm.test_gradient_hook import TINY, batches, build, loss_of
 from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
 
@@ -389,3 +391,55 @@ def test_a_corrupted_message_ends_the_run_with_rank_and_bucket():
     for _, kind, message in errors:
         assert kind == "ValueError"
         assert "the gradient message of rank 0, bucket 0, step 2 is refused: checksum" in message
+
+
+# sparse optimizers
+
+
+class WithSparse(Wide):
+    """Remembers which share of the weights each step has written."""
+
+    def __init__(self, optimizer="SparseSGD", lr=0.01):
+        super().__init__(lr=lr)
+        self.optimizer, self.written = optimizer, []
+
+    def configure_optimizers(self):
+        cls = {"SparseSGD": SparseSGD, "SGD": torch.optim.SGD, "SparseAdamW": SparseAdamW}[self.optimizer]
+        settings = {} if self.optimizer == "SparseAdamW" else {"momentum": 0.5}
+        return cls(self.parameters(), lr=self.lr, **settings)
+
+    def on_before_optimizer_step(self, optimizer):
+        super().on_before_optimizer_step(optimizer)
+        self.before = self.flat().copy()
+
+    def on_train_batch_end(self, *args):
+        self.written.append((self.flat() != self.before).mean())
+
+
+def _fit_sparse(rank, optimizer, settings, kwargs):
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+    sparse.BREAK_EVEN = 0.5  # of a model of 20 blocks, one is a lot
+    model = WithSparse(optimizer)
+    out = _fit(rank, [3, 1], settings, {"model": model, **kwargs})
+    return {**out, "written": model.written}
+
+
+FEW = BlockTopK(density=0.05, value_dtype="float32")
+
+
+@pytest.mark.parametrize("optimizer", ["SparseSGD", "SparseAdamW"])
+def test_sparse_optimizers_write_what_the_gradient_touches(optimizer):
+    results = run_ranks(_fit_sparse, 2, optimizer, FEW, {})
+    same_everywhere(results)
+    written = results[0]["written"]
+    assert min(written[:2]) > 0.9, "warm-up steps are dense"
+    assert 0 < np.mean(written[2:]) < 0.3
+    dense = run_ranks(_fit_sparse, 2, "SGD", FEW, {})[0]
+    assert np.mean(dense["written"][2:]) > 0.6
+
+
+def test_a_resumed_run_with_a_sparse_optimizer_goes_on_identically(tmp_path):
+    whole = run_ranks(_fit_sparse, 2, "SparseSGD", FEW, saving(tmp_path))
+    path = next(tmp_path.glob("*step=10.ckpt"))
+    rest = run_ranks(_fit_sparse, 2, "SparseSGD", FEW, {"ckpt_path": str(path), **saving(tmp_path)})
+    np.testing.assert_array_equal(rest[0]["weights"], whole[0]["weights"])
