@@ -43,7 +43,7 @@ def output_of(name, *arguments, limit):
 
 def test_every_example_is_tested():
     names = {path.stem for path in EXAMPLES.glob("*.py") if not path.stem.startswith("_")}
-    assert names == {*SHOWN, "demo"}
+    assert names == {*SHOWN, "compression", "demo"}
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -53,6 +53,13 @@ def test_example(name):
     found = re.findall(pattern, output)
     assert found, output
     assert sum(map(int, found[-1])) == total
+
+
+def test_compression_sends_less():
+    output = output_of("compression", limit=120)
+    found = re.search(r"^sent ([\d.]+) kB a step, (\d+) times less than ([\d.]+) kB$", output, re.M)
+    assert found, output
+    assert int(found[2]) > 10
 
 
 def test_demo_reports_and_draws(tmp_path):

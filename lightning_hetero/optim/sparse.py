@@ -11,8 +11,14 @@ gradient counts. What ``n`` steps without a gradient do is known in closed form:
   W_{n-1}(t - 1)`` and ``c_n(t) = (1 - l w) c_{n-1}(t - 1) + l (beta_1 / sqrt(beta_2))^n sqrt(1 - beta_2^t) / (1 -
   beta_1^t)``. Exact but for ``eps``, which would count anew in every one of these steps.
 
-StellaTrain (sec. 3.2) leaves untouched blocks as they are and calls the error small. Between two touches the forward
-pass sees a block without what it owes; :meth:`~SparseOptimizer.settle`, which saving calls, pays for all of them.
+StellaTrain (sec. 3.2) leaves untouched blocks as they are and calls the error small.
+
+Between two touches the forward pass sees a block without what it owes, and with error feedback that may be a hundred
+steps: gradients then go on asking for a move that momentum has made already, and training overshoots. So by default
+momentum is paid *ahead*: a touched block takes at once all that its momentum would still move it (SGD: ``m / (1 - m)
+l b``, the whole geometric sum), and its momentum is 0 afterwards. The sum of all moves is the dense optimizer's either
+way. With ``pay="later"`` momentum is owed as above, and settled parameters equal the dense optimizer's. Weight decay is
+always owed. :meth:`~SparseOptimizer.settle`, which saving calls, pays all debts.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,6 +26,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from lightning_hetero.core.validation import check_choice
 
 __all__ = ["SparseAdamW", "SparseOptimizer", "SparseSGD", "Touched"]
 
@@ -41,6 +49,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     """
 
     block = 16
+    pay = "ahead"
     _touched: Callable[[], Touched | None] | None = None
 
     def follow(self, touched: Callable[[], Touched | None], block: int) -> None:
@@ -189,9 +198,10 @@ def _flat(t: torch.Tensor) -> torch.Tensor:
 
 
 class SparseSGD(SparseOptimizer, torch.optim.SGD):
-    """``torch.optim.SGD`` that touches only the blocks of a compressed gradient; untouched ones owe their momentum.
+    """``torch.optim.SGD`` that touches only the blocks of a compressed gradient.
 
-    It takes the arguments of ``torch.optim.SGD``. Steps are dense with dampening, ``maximize`` and a learning rate that
+    It takes the arguments of ``torch.optim.SGD`` and ``pay``: when momentum moves a block that is no longer touched,
+    ``"ahead"`` or ``"later"``. Steps are dense with dampening, ``maximize`` and a learning rate that
     is a tensor.
 
     Example:
@@ -202,6 +212,10 @@ class SparseSGD(SparseOptimizer, torch.optim.SGD):
         >>> round(p[0].item(), 6)
         0.9
     """
+
+    def __init__(self, params: Any, *args: Any, pay: str = "ahead", **kwargs: Any) -> None:
+        super().__init__(params, *args, **kwargs)
+        self.pay = check_choice("pay", pay, ("ahead", "later"))
 
     def _ready(self, parameters: list[torch.Tensor]) -> bool:
         plain = all(
@@ -245,12 +259,17 @@ class SparseSGD(SparseOptimizer, torch.optim.SGD):
             parts[1].mul_(m).add_(g)
             g = g.add(parts[1], alpha=m) if group["nesterov"] else parts[1]
         p.add_(g, alpha=-group["lr"])
+        if m and self.pay == "ahead":  # sum over j of m^j b, of which Nesterov's step takes m times as much
+            rest = group["lr"] * m / (1 - m) * (m if group["nesterov"] else 1.0)
+            p.add_(parts[1], alpha=-rest)
+            parts[1].zero_()
 
 
 class SparseAdamW(SparseOptimizer, torch.optim.AdamW):
-    """``torch.optim.AdamW`` that touches only the blocks of a compressed gradient; untouched ones owe their moments.
+    """``torch.optim.AdamW`` that touches only the blocks of a compressed gradient.
 
-    It takes the arguments of ``torch.optim.AdamW``. Steps are dense with ``amsgrad``, ``maximize``, ``capturable``, and
+    It takes the arguments of ``torch.optim.AdamW`` and ``pay``: when the first moment moves a block that is no longer
+    touched, ``"ahead"`` or ``"later"``. Steps are dense with ``amsgrad``, ``maximize``, ``capturable``, and
     a learning rate that is a tensor.
 
     Example:
@@ -261,6 +280,10 @@ class SparseAdamW(SparseOptimizer, torch.optim.AdamW):
         >>> round(p[0].item(), 6)
         0.9
     """
+
+    def __init__(self, params: Any, *args: Any, pay: str = "ahead", **kwargs: Any) -> None:
+        super().__init__(params, *args, **kwargs)
+        self.pay = check_choice("pay", pay, ("ahead", "later"))
 
     def _ready(self, parameters: list[torch.Tensor]) -> bool:
         plain = all(
@@ -304,7 +327,11 @@ class SparseAdamW(SparseOptimizer, torch.optim.AdamW):
         m.lerp_(g, 1 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         denominator = (v.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
-        p.addcdiv_(m, denominator, value=-group["lr"] / (1 - beta1**step))
+        ratio = beta1 / beta2**0.5
+        ahead = 1 / (1 - ratio) if self.pay == "ahead" and ratio < 1 else 1.0  # sum over j of (beta_1 / sqrt(beta_2))^j
+        p.addcdiv_(m, denominator, value=-group["lr"] * ahead / (1 - beta1**step))
+        if ahead > 1:
+            m.zero_()
 
 
 EPSILON = 1e-8

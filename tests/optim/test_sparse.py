@@ -33,7 +33,7 @@ def made(kind, touched, dtype=torch.float64):
     ours, theirs, settings = KINDS[kind]
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(n, dtype=dtype)) for n in SIZES]
-    sparse = ours(parameters, **settings)
+    sparse = ours(parameters, pay="later", **settings)
     sparse.follow(lambda: touched["now"], 16)
     twins = [nn.Parameter(p.detach().clone()) for p in parameters]
     return parameters, sparse, twins, theirs(twins, **settings)
@@ -145,3 +145,37 @@ def test_without_a_source_and_with_many_blocks_it_is_dense():
         sparse.step()
         dense.step()
     same(parameters, twins, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["momentum", "nesterov", "adamw"])
+def test_paid_ahead_a_block_is_at_once_where_the_dense_optimizer_takes_it(kind):
+    """One touch, then nothing: the dense optimizer gets there after hundreds of steps without a gradient."""
+    ours, theirs, settings = KINDS[kind]
+    settings = {**settings, "weight_decay": 0.0}
+    p = nn.Parameter(torch.randn(16 * 40, dtype=torch.float64))
+    twin = nn.Parameter(p.detach().clone())
+    sparse, dense = ours([p], **settings), theirs([twin], **settings)
+    for parameter, optimizer in ((p, sparse), (twin, dense)):
+        parameter.grad = torch.full_like(parameter, 1e-3)
+        optimizer.step()
+    for state in (sparse.state[p], dense.state[twin]):
+        state["momentum_buffer" if "exp_avg" not in state else "exp_avg"].zero_()
+        if kind == "adamw":
+            state["step"].fill_(20_000)  # its bias corrections would change for thousands of steps
+    for parameter in (p, twin):
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad[32:48] = torch.linspace(-2, 2, 16, dtype=torch.float64)
+    sparse.follow(lambda: {p: torch.tensor([2])}, 16)
+    sparse.step()
+    dense.step()
+    twin.grad.zero_()
+    for _ in range(400):
+        dense.step()
+    torch.testing.assert_close(
+        p.detach()[32:48], twin.detach()[32:48], rtol=0.02 if kind == "adamw" else 1e-9, atol=2e-3
+    )
+
+
+def test_pay_is_one_of_two():
+    with pytest.raises(ValueError, match="pay='never' is unknown; allowed are 'ahead', 'later'"):
+        SparseSGD([nn.Parameter(torch.zeros(3))], lr=0.1, pay="never")
