@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         GNSCallback,
         PerfModelCallback,
     )
+    from lightning_hetero.compression import BlockTopK
     from lightning_hetero.core import BatchPlan, ClusterTimeModel, NodeTimeModel, solve_optperf
     from lightning_hetero.strategies.lightning_ddp import HeteroDDPStrategy
 
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdaptiveBatchCallback",
     "BatchPlan",
+    "BlockTopK",
     "ClusterTimeModel",
     "DynamicBatchPIDCallback",
     "GNSCallback",
@@ -37,6 +39,7 @@ __all__ = [
 _HOMES = {
     "AdaptiveBatchCallback": "lightning_hetero.callbacks",
     "BatchPlan": "lightning_hetero.core",
+    "BlockTopK": "lightning_hetero.compression",
     "ClusterTimeModel": "lightning_hetero.core",
     "DynamicBatchPIDCallback": "lightning_hetero.callbacks",
     "GNSCallback": "lightning_hetero.callbacks",

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_hetero.core.compressors import Compressor, parse_compression
 from lightning_hetero.core.planner import PLANNERS
 from lightning_hetero.core.validation import check_choice, check_int, check_number, check_sizes
 
@@ -29,6 +30,8 @@ class HeteroConfig:
         hysteresis: least predicted gain for which a plan is changed, as a share of the step time, 0 to 1.
         balance_evaluation: split validation, test and predict data by speed, without repeating samples.
         probe_memory: find each rank's largest batch by trial before training (CUDA).
+        compression: what is sent of gradients: ``None`` (all), settings such as ``BlockTopK(density=0.01)``, or a name
+            of :data:`~lightning_hetero.core.compressors.COMPRESSORS`.
 
     Raises:
         TypeError: if a value has the wrong type.
@@ -49,10 +52,12 @@ class HeteroConfig:
     hysteresis: float = 0.03
     balance_evaluation: bool = False
     probe_memory: bool = False
+    compression: Compressor | str | None = None
 
     def __post_init__(self) -> None:
         if self.policy is not None:
             check_choice("policy", self.policy, POLICIES)
+        object.__setattr__(self, "compression", parse_compression(self.compression))
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         self._check_sizes()
         if self.weight_fn is not None and not callable(self.weight_fn):
@@ -111,5 +116,5 @@ class HeteroConfig:
             f"policy={self.policy}, loss_reduction={self.loss_reduction}, local_batch_sizes={self.local_batch_sizes}, "
             f"min_local_batch_size={self.min_local_batch_size}, max_local_batch_sizes={self.max_local_batch_sizes}, "
             f"weight_fn={self.weight_fn is not None}, replan={self.replan}, hysteresis={self.hysteresis}, "
-            f"balance_evaluation={self.balance_evaluation}"
+            f"balance_evaluation={self.balance_evaluation}, compression={self.compression}"
         )

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from lightning_hetero.comm.clock import clock_for
+from lightning_hetero.comm.compressed import GradientCompression
 from lightning_hetero.comm.control import ControlPlane, check_digests
 from lightning_hetero.comm.gradient_hook import DIRECT_BACKWARD, HookState
 from lightning_hetero.comm.noise import NOISE_FIELDS, NoiseCollector
@@ -93,6 +94,8 @@ class HeteroEngine:
         self.control = ControlPlane(rank, world_size, timeout=timeout)
         self.observer = StepObserver(clock_for(device))
         self.hook_state = HookState(self.observer, world_size)
+        settings: Any = config.compression
+        self.compression = None if settings is None else GradientCompression(settings, self.control, self.hook_state)
         self.weighting = LossWeighting(config, world_size, device)
         self.schedule = ExchangeSchedule(config.replan)
         self.noise: NoiseCollector | None = None

@@ -14,6 +14,7 @@ import pytest
 
 import lightning_hetero
 from lightning_hetero import BatchPlan, HeteroDDPStrategy
+from lightning_hetero.callbacks import metrics
 from lightning_hetero.callbacks.metrics import exchange_metrics
 from lightning_hetero.core import StepObservations
 from lightning_hetero.core.goodput import Candidate
@@ -153,9 +154,20 @@ def noise_metrics():
     return set(METRIC.findall((ROOT / "lightning_hetero" / "callbacks" / "noise_scale.py").read_text()))
 
 
+def compression_metrics():
+    """Names of the metrics of compressed gradients."""
+    return set(METRIC.findall(inspect.getsource(metrics.compression_metrics)))
+
+
 @every_page
 def test_metrics_named_are_written(page):
-    assert set(METRIC.findall(prose(page))) <= metrics_written() | noise_metrics() | adaptive_metrics()
+    written = metrics_written() | noise_metrics() | adaptive_metrics() | compression_metrics()
+    assert set(METRIC.findall(prose(page))) <= written
+
+
+def test_metrics_of_compression_are_all_in_their_page():
+    page = TEXTS[ROOT / "docs" / "compression.md"]
+    assert set(re.findall(r"^\| `(hetero/[^`]+)` \|", page, re.M)) == compression_metrics()
 
 
 def test_metrics_of_the_noise_scale_are_all_in_their_page():

@@ -84,6 +84,14 @@ class ControlPlane:
         dist.all_gather_object(everyone, value, group=self._group)
         return everyone
 
+    def gather_objects_at_zero(self, value: Any) -> list[Any]:
+        """The objects of all ranks on rank 0, nothing elsewhere."""
+        if self._group is None:
+            return [value]
+        everyone: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, everyone, dst=0, group=self._group)
+        return everyone or []
+
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's object; an exception that cannot be sent arrives as a ``RuntimeError`` of its name and text."""
         if self._group is None:

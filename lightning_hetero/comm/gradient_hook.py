@@ -34,12 +34,15 @@ class HookState:
         world_size: number of ranks in the average.
         in_backward: whether the running backward pass went through the strategy, which weights the loss.
         weighted: whether the loss has to be weighted at present, so that an unweighted backward pass is an error.
-        inner: a hook of the user's that does the averaging, e.g. ``fp16_compress_hook``.
+        inner: a hook that does the averaging: a user's, e.g. ``fp16_compress_hook``, or a compressor.
         inner_state: its state.
         collect_norms: whether to take squared norms.
         preconditioner: ``(parameter, gradient) -> gradient``, applied before norms are taken.
         loss_scale: gives the factor on the loss of a gradient scaler, as a number or on the device; norms are those
             without it.
+        exact_sum: whether the running step's gradient is the sum of all ranks', rather than a compressed one.
+        one_message: whether all buckets are exchanged together with the last one.
+        step_dropped: whether the running step was left out on all ranks, because a gradient was not finite.
         fired: whether a bucket was averaged since :meth:`take_fired`.
         local_sq_norms: squared norm of each bucket before averaging, of the running step.
         global_sq_norms: the same after averaging.
@@ -54,6 +57,9 @@ class HookState:
     collect_norms: bool = False
     preconditioner: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     loss_scale: Callable[[], torch.Tensor | float] | None = None
+    exact_sum: bool = True
+    one_message: bool = False
+    step_dropped: bool = False
     fired: bool = False
     local_sq_norms: list[torch.Tensor] = field(default_factory=list)
     global_sq_norms: list[torch.Tensor] = field(default_factory=list)
@@ -119,10 +125,15 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
         buffer.div_(state.world_size)
         future = dist.all_reduce(buffer, async_op=True).get_future()
 
+    early = state.one_message and not bucket.is_last()
+    if early:  # it travels with the last bucket, so what it waits for is no communication of its own
+        state.observer.bucket_done(number)
+
     def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
         value = done.value()
         result: torch.Tensor = value[0] if isinstance(value, list | tuple) else value
-        state.observer.bucket_done(number)
+        if not early:
+            state.observer.bucket_done(number)
         if state.collect_norms:
             state.global_sq_norms.append(state.sq_norm(result, parameters))
         return result

@@ -5,19 +5,22 @@ own part, ``w_i S_i`` with ``S_i`` of Cannikin, eq. 10, and the parts are summed
 gradient is kept or copied, and nothing waits for the device in between.
 """
 
+import logging
 from functools import lru_cache
 
 import numpy as np
 import torch
 
 from lightning_hetero.comm.gradient_hook import HookState
-from lightning_hetero.core.noise_scale import METHODS, RunningNoiseScale
+from lightning_hetero.core.noise_scale import METHODS, RunningNoiseScale, estimate_from_local_norms
 
 __all__ = ["NOISE_FIELDS", "NoiseCollector", "merge_parts"]
 
 NOISE_FIELDS = 5
 PRECONDITIONED_AFTER = 10
 """Steps after which Adam's second moments are an average of some gradients, and not just the last one."""
+
+log = logging.getLogger("lightning_hetero")
 
 
 class NoiseCollector:
@@ -49,6 +52,7 @@ class NoiseCollector:
         self._sums: torch.Tensor | None = None
         self._steps = 0
         self._inverse = 0.0
+        self._warned = False
 
     def begin_step(self, number: int, sizes: tuple[int, ...]) -> None:
         """A micro-batch of these sizes begins, in the optimizer step of this number."""
@@ -59,10 +63,23 @@ class NoiseCollector:
     def end_step(self) -> None:
         """The gradients of an optimizer step were averaged: take their norms."""
         norms = self.hook.take_norms()
+        dropped, self.hook.step_dropped = self.hook.step_dropped, False
         (sizes, *others), micro_batches, self._window = self._window, len(self._window), []
         if norms is None or any(other != sizes for other in others) or sum(size > 0 for size in sizes) < 2:
             return
-        self.add(norms, sizes, micro_batches)
+        if dropped:
+            norms = norms[0], torch.full_like(norms[1], torch.nan)
+        if self.hook.exact_sum:
+            self.add(norms, sizes, micro_batches)
+        elif len({size for size in sizes if size}) > 1:
+            self.add_local(norms, sizes, micro_batches)
+        elif not self._warned:
+            self._warned = True
+            log.warning(
+                "the noise scale cannot be seen in compressed sums of equal batches (%s): it is estimated from dense "
+                "steps only. Set dense_every in BlockTopK, or use unequal batches.",
+                "/".join(map(str, sizes)),
+            )
 
     def add(self, norms: tuple[torch.Tensor, torch.Tensor], sizes: tuple[int, ...], micro_batches: int = 1) -> None:
         """Add a step in which every rank ran ``micro_batches`` batches of ``sizes``.
@@ -77,6 +94,28 @@ class NoiseCollector:
         mean_sq = local * ((total / (len(sizes) * own)) ** 2 if own else 0.0)
         weight = _weights(self.method, sizes)[self.rank] * own * total / max(total - own, 1) * micro_batches
         part = torch.stack([weight * (mean_sq - whole), whole, torch.ones_like(whole)])
+        part = torch.where(torch.isfinite(whole), part, torch.zeros_like(part))
+        self._sums = part if self._sums is None else self._sums + part
+        self._steps += 1
+        self._inverse += 1.0 / (total * micro_batches)
+
+    def add_local(self, norms: tuple[torch.Tensor, torch.Tensor], sizes: tuple[int, ...], micro_batches: int) -> None:
+        """Add a step whose sum was compressed, from the local norms of unequal batches alone.
+
+        The regression ``|g_i|^2 = |G|^2 + tr(Sigma) / b_i`` is linear in the norms, so that each rank adds its own
+        part; ``|g|^2`` of the sum that was not seen is ``|G|^2 + tr(Sigma) / B``.
+        """
+        local, whole = (norm.double() for norm in norms)
+        total, own, ranks = sum(sizes), sizes[self.rank], len(sizes)
+        mean_sq = local * ((total / (ranks * own)) ** 2 if own else 0.0)
+        trace, signal = _regression(sizes)
+        part = torch.stack(
+            [
+                trace[self.rank] * mean_sq * micro_batches,
+                (signal[self.rank] + trace[self.rank] / total) * mean_sq * ranks,
+                torch.ones_like(whole),
+            ]
+        )
         part = torch.where(torch.isfinite(whole), part, torch.zeros_like(part))
         self._sums = part if self._sums is None else self._sums + part
         self._steps += 1
@@ -103,6 +142,14 @@ def _weights(method: str, sizes: tuple[int, ...]) -> tuple[float, ...]:
     return tuple(float(w) for w in weights)
 
 
+@lru_cache(maxsize=64)
+def _regression(sizes: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Coefficients of each rank's ``|g_i|^2`` in ``tr(Sigma)`` and in ``|G|^2``, 0 for ranks without samples."""
+    units = np.eye(len(sizes))
+    estimates = [estimate_from_local_norms(unit, sizes) for unit in units]
+    return tuple(e.trace for e in estimates), tuple(e.grad_sq_norm for e in estimates)
+
+
 def merge_parts(running: RunningNoiseScale, parts: np.ndarray) -> RunningNoiseScale:
     """The running estimate with the parts of all ranks, shape ``(ranks, 5)``, of one interval.
 
@@ -115,7 +162,7 @@ def merge_parts(running: RunningNoiseScale, parts: np.ndarray) -> RunningNoiseSc
     if finite:
         running = running.update(
             trace=float(parts[:, 0].sum() / finite),
-            global_sq_norm=float(parts[0, 1] / finite),
+            global_sq_norm=float(parts[:, 1].mean() / finite),
             total_batch_size=float(steps / inverse),
             steps=float(finite),
         )

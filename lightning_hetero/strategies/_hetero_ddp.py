@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,12 @@ from torch.utils.data import DataLoader
 from lightning_hetero.callbacks import PolicyCallback, policy_callback
 from lightning_hetero.comm import gradient_hook
 from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.compressors import Compressor
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.strategies._checkpoint import add_residuals, resume_position, take_residuals
+from lightning_hetero.strategies._compression import attach_compression
 from lightning_hetero.strategies._loaders import (
     balanced_evaluation_loader,
     stream_of,
@@ -56,6 +59,8 @@ class HeteroDDPMixin:
         hysteresis: least predicted gain for which a plan is changed, as a share of the step time.
         balance_evaluation: split validation, test and predict data by speed, without repeating samples.
         probe_memory: find each worker's largest batch by trial before training (CUDA).
+        compression: what is sent of gradients: ``None`` (all of them), ``BlockTopK(density=0.01)``, ``"block_topk"``,
+            ``"powersgd"``, ``"fp16"``, ``"bf16"``, or ``"auto"`` (block top-k where it shortens the step).
         kwargs: everything that Lightning's ``DDPStrategy`` takes.
 
     Raises:
@@ -82,6 +87,7 @@ class HeteroDDPMixin:
         hysteresis: float = 0.03,
         balance_evaluation: bool = False,
         probe_memory: bool = False,
+        compression: Compressor | str | None = None,
         **kwargs: Any,
     ) -> None:
         self.config = HeteroConfig(
@@ -95,7 +101,10 @@ class HeteroDDPMixin:
             hysteresis=hysteresis,
             balance_evaluation=balance_evaluation,
             probe_memory=probe_memory,
+            compression=compression,
         )
+        if compression is not None and kwargs.get("ddp_comm_hook") is not None:
+            raise ValueError("compression= and ddp_comm_hook= both say what is sent of gradients. Give one of them.")
         if kwargs.get("model_averaging_period") is not None or isinstance(
             kwargs.get("ddp_comm_state"), PostLocalSGDState
         ):
@@ -224,7 +233,15 @@ class HeteroDDPMixin:
         if hook is not None and self._ddp_comm_wrapper is not None:  # type: ignore[attr-defined]
             hook = self._ddp_comm_wrapper(hook)  # type: ignore[attr-defined]
         state.inner, state.inner_state = hook, self._ddp_comm_state  # type: ignore[attr-defined]
+        attach_compression(self)
         self.model.register_comm_hook(state, gradient_hook)  # type: ignore[attr-defined]
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """As DDP; sparse optimizers are told which blocks a compressed gradient touches."""
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+        assert self.engine is not None
+        if self.engine.compression is not None:
+            self.engine.compression.lead(self.optimizers)  # type: ignore[attr-defined]
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Replace the batch sampler of the train loader by the uneven one; leave other loaders alone by default.
@@ -364,34 +381,16 @@ class HeteroDDPMixin:
             self.engine.hook_state.settle()
         super().teardown()  # type: ignore[misc]
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As DDP, with the gradients that compression has not sent yet, of all ranks."""
+        add_residuals(checkpoint, self.engine)
+        super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
+
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read the checkpoint, and from it the step at which the data goes on."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
+        take_residuals(checkpoint, self.engine)
         position = resume_position(checkpoint)
         if position is not None and self.engine is not None:
             self.engine.resume_at(*position)
         return checkpoint
-
-
-def resume_position(checkpoint: Mapping[str, Any]) -> tuple[int, int] | None:
-    """``(epoch, step)`` at which training data goes on after a checkpoint of Lightning's, ``None`` if it has no loops.
-
-    Example:
-        >>> progress = {"current": {"started": 1, "processed": 0, "completed": 0}}
-        >>> batches = {"current": {"ready": 3, "processed": 3, "completed": 2}, "is_last_batch": False}
-        >>> loops = {"epoch_progress": progress, "epoch_loop.batch_progress": batches}
-        >>> resume_position({"loops": {"fit_loop": loops}})
-        (0, 3)
-    """
-    try:
-        loop = checkpoint["loops"]["fit_loop"]
-        epoch, batch = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
-    except (KeyError, TypeError):
-        return None
-    inside = epoch["started"] > epoch["processed"]
-    if not inside:
-        return epoch["processed"], 0
-    saved_in_last_batch = batch["is_last_batch"] and batch["current"]["completed"] < batch["current"]["processed"]
-    if saved_in_last_batch:
-        return epoch["processed"] + 1, 0
-    return epoch["processed"], batch["current"]["processed"]

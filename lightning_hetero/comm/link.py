@@ -1,0 +1,82 @@
+"""``compression="auto"``: measure the link and the cost of selection once, when the model is known."""
+
+import logging
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.comm.block_exchange import gather_rows
+from lightning_hetero.comm.control import ControlPlane
+from lightning_hetero.compression.encoder import BlockEncoder
+from lightning_hetero.compression.layout import Layout
+from lightning_hetero.compression.wire import MessageFormat
+from lightning_hetero.core.compressors import Automatic, BlockTopK, blocks_per_rank
+from lightning_hetero.core.link_model import LinkMeasurement, choose_density
+
+__all__ = ["choose", "measure"]
+
+log = logging.getLogger("lightning_hetero")
+
+PROBE_BYTES = 1_000_000
+REPEATS = 3
+SAMPLE_ELEMENTS = 8_000_000
+
+
+def choose(settings: Automatic, parameters: Mapping[str, torch.Tensor], control: ControlPlane) -> BlockTopK | None:
+    """Block top-k at the density that the measurements speak for, ``None`` for dense sums; a collective call."""
+    measured = measure(parameters, control, settings)
+    choice = choose_density(measured, settings.densities, settings.value_dtype)
+    if control.rank == 0:
+        log.info("compression='auto': %s", choice.describe())
+    if choice.density is None:
+        return None
+    return BlockTopK(density=choice.density, value_dtype=settings.value_dtype)
+
+
+def measure(parameters: Mapping[str, torch.Tensor], control: ControlPlane, settings: Automatic) -> LinkMeasurement:
+    """Latency and rate of the exchange and cost of selection: the best of three, of the slowest rank."""
+    device = next(iter(parameters.values())).device
+    numel = sum(p.numel() for p in parameters.values())
+    small, large = (_exchange_seconds(size, control, device) for size in (64, PROBE_BYTES))
+    encode = _encode_seconds(numel, settings) if device.type == "cpu" else 0.0
+    mine = np.array([small, max(large - small, 1e-9), encode])
+    latency, transfer, encode = control.gather(mine).max(axis=0)
+    rate = (control.world_size - 1) * PROBE_BYTES / transfer
+    size = max(p.element_size() for p in parameters.values())
+    return LinkMeasurement(float(latency), float(rate), float(encode), control.world_size, numel, size)
+
+
+def _exchange_seconds(size: int, control: ControlPlane, device: torch.device) -> float:
+    rows = torch.zeros((control.world_size, size), dtype=torch.uint8, device=device)
+    best = float("inf")
+    for _ in range(REPEATS):
+        dist.barrier()
+        begin = time.perf_counter()
+        gather_rows(rows, control.rank)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def _encode_seconds(numel: int, settings: Automatic) -> float:
+    """Error feedback, selection and merging at the middle density, on a tensor of at most 8 million elements."""
+    sample = min(numel, SAMPLE_ELEMENTS)
+    layout = Layout.of([("probe", sample)], 16)
+    k = blocks_per_rank(layout.num_blocks, settings.densities[len(settings.densities) // 2], 2)
+    encoder = BlockEncoder(layout, MessageFormat(layout.num_blocks, k, 16, settings.value_dtype))
+    gradient = torch.rand(sample)
+    message = torch.zeros(encoder.form.num_bytes, dtype=torch.uint8)
+    best = float("inf")
+    for step in range(REPEATS):
+        begin = time.perf_counter()
+        encoder.accumulate(layout.slots[0], gradient, 1.0)
+        encoder.encode(message, step=step)
+        encoder.merge(encoder.read(message[None], step=step) or [])
+        gradient.copy_(encoder.merged[:sample])
+        encoder.finish()
+        best = min(best, time.perf_counter() - begin)
+    return best * numel / sample

@@ -1,0 +1,140 @@
+"""Residuals of one rank and what is done with them in a step, on CPU: accumulate, select, write, merge.
+
+Same results as :mod:`lightning_hetero.compression.reference`, in chunks that stay in the second-level cache, with every
+buffer of the model's size allocated once.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_hetero.compression.layout import Layout, Slot
+from lightning_hetero.compression.reference import Pack
+from lightning_hetero.compression.selectors import SELECT, SelectorState
+from lightning_hetero.compression.wire import NON_FINITE, MessageFormat
+
+__all__ = ["BlockEncoder"]
+
+CHUNK = 131_072
+
+
+class BlockEncoder:
+    """Error feedback and block selection of one rank.
+
+    Args:
+        layout: where parameters lie.
+        form: format of its messages.
+        selector: a name of :data:`~lightning_hetero.compression.selectors.SELECT`.
+        dtype: of residuals, float32, or float64 for models in float64.
+
+    Example:
+        >>> layout = Layout.of([("weight", 40)], block=16)
+        >>> encoder = BlockEncoder(layout, MessageFormat(3, 1, 16, "float32"))
+        >>> encoder.accumulate(layout.slots[0], torch.arange(40.0), weight=0.5)
+        True
+        >>> message = torch.empty(encoder.form.num_bytes, dtype=torch.uint8)
+        >>> encoder.encode(message, step=0)
+        1
+        >>> encoder.residual[16:32].abs().sum()
+        tensor(0.)
+    """
+
+    def __init__(
+        self, layout: Layout, form: MessageFormat, selector: str = "exact", dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.layout, self.form, self.selector = layout, form, selector
+        self.state = SelectorState()
+        self.residual = torch.zeros(layout.numel, dtype=dtype)
+        self.scores = torch.zeros(layout.num_blocks, dtype=dtype)
+        self.merged = torch.zeros(layout.numel)
+        self.touched: list[torch.Tensor] = []
+        self._ones = torch.ones(layout.block, dtype=dtype)
+        self._magnitudes = torch.empty(min(CHUNK, layout.numel), dtype=dtype)
+        self._added: list[tuple[torch.Tensor, torch.Tensor, float]] = []
+        self._sent: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    # one step
+
+    def accumulate(self, slot: Slot, gradient: torch.Tensor, weight: float, *, hold: bool = False) -> bool:
+        """``r += w g`` for one parameter, and its scores.
+
+        Args:
+            slot: the parameter's place.
+            gradient: flat; it must stay as it is until the step ends, because :meth:`undo` needs it.
+            weight: what the gradient is multiplied by.
+            hold: whether the parameter's residual waits for another step if its gradient is all 0.
+
+        Returns:
+            ``False`` if the gradient is not finite; it is then left out from there on.
+        """
+        block, largest = self.layout.block, 0.0
+        for begin in range(0, slot.padded, CHUNK):
+            size = min(CHUNK, slot.padded - begin)
+            start = slot.start + begin
+            residual, piece = self.residual[start : start + size], gradient[begin : begin + size]
+            total = float(piece.sum(dtype=None if piece.dtype == torch.float64 else torch.float32))
+            if not np.isfinite(total):
+                return False
+            residual[: len(piece)].add_(piece, alpha=weight)
+            self._added.append((residual[: len(piece)], piece, weight))
+            magnitudes = torch.abs(residual, out=self._magnitudes[:size]).view(-1, block)
+            torch.mv(magnitudes, self._ones, out=self.scores[start // block : (start + size) // block])
+            if hold:
+                largest = max(largest, float(piece.abs().max()))
+        if hold and largest == 0.0:
+            self.scores[slot.start // block : (slot.start + slot.padded) // block] = 0.0
+        return True
+
+    def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0) -> int:
+        """Write the message of this step and take what it holds out of the residual; returns its number of blocks."""
+        indices = SELECT[self.selector](self.scores.numpy(), min(self.form.k, len(self.scores)), self.state)
+        blocks = self.residual.view(-1, self.layout.block)
+        where = torch.from_numpy(indices)
+        chosen = blocks.index_select(0, where)
+        sent = self.form.write(message, indices, chosen, bucket=bucket, step=step).to(chosen.dtype)
+        blocks.index_copy_(0, where, chosen.sub_(sent))
+        self._sent = (where, sent)
+        return len(indices)
+
+    def give_up(self, message: torch.Tensor, *, step: int, bucket: int = 0) -> None:
+        """Write a message that says that this rank's gradient is not finite."""
+        nothing = torch.zeros(0, self.layout.block)
+        self.form.write(message, np.zeros(0, np.int64), nothing, bucket=bucket, step=step, flags=NON_FINITE)
+
+    def undo(self) -> None:
+        """Leave the step out: take back what was sent, then the gradient, to one rounding."""
+        if self._sent is not None:
+            where, sent = self._sent
+            self.residual.view(-1, self.layout.block).index_add_(0, where, sent)
+        for residual, piece, weight in reversed(self._added):
+            residual.add_(piece, alpha=-weight)
+
+    def finish(self) -> None:
+        """The step is over: forget what :meth:`undo` would need, and clear the merged blocks."""
+        self._added, self._sent = [], None
+        for where in self.touched:
+            self.merged.view(-1, self.layout.block).index_fill_(0, where, 0.0)
+        self.touched = []
+
+    def read(self, rows: torch.Tensor, *, step: int, bucket: int = 0) -> list[Pack] | None:
+        """Packs of all ranks' messages; ``None`` if a rank says that its gradient is not finite.
+
+        Raises:
+            ValueError: if a message is malformed; all are checked before any is applied.
+        """
+        packs = [self.form.read(row, rank=rank, bucket=bucket, step=step) for rank, row in enumerate(rows)]
+        return None if any(flags for _, flags in packs) else [pack for pack, _ in packs]
+
+    def merge(self, packs: list[Pack]) -> None:
+        """Add packs in the order of ranks to :attr:`merged`."""
+        blocks = self.merged.view(-1, self.layout.block)
+        for pack in packs:
+            blocks.index_add_(0, pack.indices, pack.values)
+            self.touched.append(pack.indices)
+
+    # state
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this rank."""
+        return {"residual": self.residual, "selector": self.state.state_dict()}

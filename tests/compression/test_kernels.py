@@ -1,0 +1,108 @@
+"""Triton's kernels: what they compute, in its interpreter, and what they compile to, for GPUs that are not here."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from lightning_hetero.compression import kernels  # noqa: E402
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+NVIDIA = [80, 90, 100]
+AMD = GPUTarget("hip", "gfx942", 64)
+
+F32, I32 = "*fp32", "*i32"
+BLOCKS = {"BLOCK": 16, "TILE": 128}
+
+
+def accumulate(gradient):
+    signature = {"g_ptr": gradient, "r_ptr": F32, "score_ptr": F32, "hist_ptr": I32, "weight": "fp32"}
+    return kernels.accumulate, {**signature, "numel": "i32", "num_blocks": "i32"}, {**BLOCKS, "ITERS": 8}
+
+
+def pack(values):
+    int8 = values == "*i8"
+    signature = {"chosen_ptr": I32, "r_ptr": F32, "value_ptr": values, "scale_ptr": "*bf16", "index_ptr": "*i16"}
+    return kernels.pack, {**signature, "counts_ptr": I32, "k": "i32"}, {**BLOCKS, "INT8": int8, "SEGMENTS": True}
+
+
+SCORES = {"score_ptr": F32, "plan_ptr": I32, "num_blocks": "i32"}
+TILES = {"score_ptr": F32, "plan_ptr": I32, "above_ptr": I32, "edge_ptr": I32}
+KERNELS = {
+    "accumulate fp32": accumulate("*fp32"),
+    "accumulate bf16": accumulate("*bf16"),
+    "accumulate fp16": accumulate("*fp16"),
+    "pick": (kernels.pick, {"hist_ptr": I32, "plan_ptr": I32, "k": "i32"}, {"FINE": True}),
+    "refine": (kernels.refine, {**SCORES, "hist_ptr": I32}, {"TILE": 1024, "ITERS": 8}),
+    "count": (kernels.count, {**TILES, "num_blocks": "i32"}, {"TILE": 1024}),
+    "place": (kernels.place, {**TILES, "chosen_ptr": I32, "num_blocks": "i32", "k": "i32"}, {"TILE": 1024}),
+    "pack fp32": pack("*fp32"),
+    "pack bf16": pack("*bf16"),
+    "pack int8": pack("*i8"),
+    "revert": (kernels.revert, {"g_ptr": F32, "r_ptr": F32, "weight": "fp32", "numel": "i32"}, {"TILE": 1024}),
+}
+WIDE = {"accumulate fp32", "accumulate bf16", "accumulate fp16", "pack fp32", "pack bf16", "revert"}
+
+
+def test_kernels_compute_what_the_reference_does():
+    """In a process of its own: Triton asks for its interpreter before the kernels are imported."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreted.py")]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+def compiled(name, target):
+    function, signature, constants = KERNELS[name]
+    names = function.arg_names
+    aligned = [
+        n for n in names if n in signature and (signature[n].startswith("*") or n in ("numel", "num_blocks", "k"))
+    ]
+    source = ASTSource(
+        fn=function,
+        signature={n: signature.get(n, "constexpr") for n in names},
+        constexprs=constants,
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+    return triton.compile(source, target=target, options={"num_warps": 4, "enable_fp_fusion": False})
+
+
+def tool(name):
+    found = sorted(Path(triton.__file__).parent.glob(f"backends/nvidia/bin/{name}"))
+    return str(found[0]) if found else pytest.skip(f"this Triton carries no {name}")
+
+
+HEAVY = [name for name in KERNELS if name.startswith(("accumulate", "pack"))]
+BUILDS = [(name, capability) for name in KERNELS for capability in (NVIDIA if name in HEAVY else [90])]
+
+
+@pytest.mark.parametrize(("name", "capability"), BUILDS)
+def test_nvidia_builds_do_not_spill_and_load_128_bits(name, capability, tmp_path):
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled(name, GPUTarget("cuda", capability, 32)).asm["cubin"])
+    usage = subprocess.run([tool("cuobjdump"), "-res-usage", str(cubin)], capture_output=True, text=True, check=True)
+    registers = int(re.search(r"REG:(\d+)", usage.stdout)[1])
+    spilled = int(re.search(r"STACK:(\d+)", usage.stdout)[1]) + int(re.search(r"LOCAL:(\d+)", usage.stdout)[1])
+    code = subprocess.run([tool("nvdisasm"), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    wide = len(re.findall(r"LDG\.E\S*\.128|LDG\.E\.128", code))
+    assert spilled == 0
+    assert registers <= (64 if name.startswith("accumulate") and capability >= 90 else 80)
+    assert wide > 0 if name in WIDE else True
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_amd_builds_do_not_spill(name):
+    code = compiled(name, AMD).asm["amdgcn"]
+    assert int(re.search(r"\.vgpr_spill_count:\s+(\d+)", code)[1]) == 0
+    assert int(re.search(r"\.vgpr_count:\s+(\d+)", code)[1]) <= 128

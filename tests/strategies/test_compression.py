@@ -1,0 +1,445 @@
+"""Compressed gradients in real processes: what they change, what is the same on all ranks, what survives a resume."""
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from lightning_hetero import BlockTopK, GNSCallback, HeteroDDPStrategy
+from lightning_hetero.comm import block_exchange, link
+from lightning_hetero.comm.clock import HostClock
+from lightning_hetero.comm.compressed import GradientCompression
+from lightning_hetero.comm.control import ControlPlane
+from lightning_hetero.comm.gradient_hook import HookState, gradient_hook
+from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.core.link_model import LinkMeasurement
+from lightning_hetero.optim import SparseAdamW, SparseSGD, sparse
+from tests.comm.test_gradient_hook import TINY, batches, build, loss_of
+from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
+
+N, FEATURES = 60, 40
+SPARSE = {"density": 0.2, "warmup_steps": 2}
+COMPRESSORS = {
+    "exact": BlockTopK(**SPARSE),
+    "histogram, int8": BlockTopK(**SPARSE, selector="histogram", value_dtype="int8"),
+    "sample, float32": BlockTopK(**SPARSE, selector="sample", value_dtype="float32", block=32),
+    "aimd": BlockTopK(**SPARSE, selector="aimd"),
+    "low rank": "powersgd(rank=1, start=3)",
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "auto": "auto",
+}
+
+
+class Wide(Regressor):
+    def __init__(self, lr=0.01, momentum=0.0, dtype=torch.float32):
+        super().__init__(features=FEATURES, lr=lr, momentum=momentum, dtype=dtype)
+
+
+def points(dtype=torch.float32):
+    return Points(N, features=FEATURES, dtype=dtype)
+
+
+def _fit(rank, sizes, compression, kwargs):
+    strategy = {"local_batch_sizes": sizes, "compression": compression, **kwargs.pop("strategy", {})}
+    defaults = {"model": Wide(), "dataset": points(), "max_epochs": 2}
+    return fit(rank, strategy, len(sizes), sum(sizes) // len(sizes), **{**defaults, **kwargs})
+
+
+def run(compression, sizes=(3, 1), **kwargs):
+    return run_ranks(_fit, len(sizes), list(sizes), compression, kwargs)
+
+
+def same_everywhere(results):
+    for result in results[1:]:
+        np.testing.assert_array_equal(result["weights"], results[0]["weights"])
+        np.testing.assert_array_equal(result["grads"], results[0]["grads"])
+    return results[0]
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_replicas_are_the_same_bit_by_bit_after_100_steps(name):
+    result = same_everywhere(run(COMPRESSORS[name], max_epochs=7, strategy={"bucket_cap_mb": TINY}))
+    assert result["steps"] >= 100
+    assert np.isfinite(result["weights"]).all()
+
+
+@pytest.mark.parametrize("name", [name for name in COMPRESSORS if name != "auto"])
+def test_what_is_applied_is_the_compressed_gradient(name):
+    """The first steps are dense, later ones are not; block top-k touches its share of blocks and no more."""
+    dense, ours = run(None)[0]["grads"], same_everywhere(run(COMPRESSORS[name]))["grads"]
+    settings = COMPRESSORS[name]
+    assert np.abs(ours[1:] - dense[1:]).max() > 0
+    if isinstance(settings, BlockTopK):
+        np.testing.assert_allclose(ours[:2], dense[:2], rtol=1e-5, atol=1e-7)
+        assert (dense[2:] != 0).mean() > 0.95
+        touched = (ours[2:] != 0).mean()
+        assert 0.02 < touched < 0.4
+
+
+def test_density_1_is_the_dense_gradient():
+    settings = BlockTopK(density=1.0, value_dtype="float32")
+    for sizes in ((3, 1), (4, 0), (2, 1, 1)):
+        expected, ours = run(None, sizes)[0], same_everywhere(run(settings, sizes))
+        np.testing.assert_allclose(ours["grads"], expected["grads"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["exact", "histogram, int8"])
+def test_three_ranks_accumulation_and_clipping(name):
+    """Clipping holds for the merged gradient, which is the same on all ranks."""
+    kwargs = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.01, "model": ClippedGradients()}
+    result = same_everywhere(run(COMPRESSORS[name], (3, 2, 1), **kwargs))
+    norms = np.linalg.norm(result["grads"], axis=1)
+    assert norms.max() <= 0.01 * (1 + 1e-4)
+    assert (norms > 0).all()
+
+
+class ClippedGradients(Wide):
+    def on_before_zero_grad(self, optimizer):
+        if self.trainer.global_step > len(self.grads) and any(p.grad is not None for p in self.parameters()):
+            super().on_before_optimizer_step(optimizer)
+
+    def on_before_optimizer_step(self, optimizer):
+        pass
+
+
+# nothing is lost
+
+
+class Branched(nn.Module):
+    """With a branch that no rank uses in odd steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.extra, self.used = build(), nn.Linear(6, 30), True
+
+    def forward(self, x):
+        out = self.net(x)
+        return out + self.extra(x).sum(1, keepdim=True) if self.used else out
+
+
+def _flat(model):
+    return torch.cat([p.grad.flatten() if p.grad is not None else torch.zeros(p.numel()) for p in model.parameters()])
+
+
+def _sums(rank, settings, steps, cap, unused):
+    """Applied gradients of several steps at fixed weights, what is left in the residual, and the local gradients."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = Branched()
+    alone = copy.deepcopy(model)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=cap, find_unused_parameters=unused)
+    state = HookState(StepObserver(HostClock()), 2)
+    compression = GradientCompression(settings, ControlPlane(rank, 2), state)
+    compression.attach(model, hold_unused=unused)
+    ddp.register_comm_hook(state, gradient_hook)
+    applied, local = 0.0, 0.0
+    for step in range(steps):
+        x = batches(rank)[step % 3]
+        for replica in (alone, model):
+            replica.used = not unused or step % 2 == 0
+            replica.zero_grad()
+        loss_of(alone, x).backward()
+        loss_of(ddp, x).backward()
+        applied, local = applied + _flat(model), local + _flat(alone) / 2
+    left = compression.exchange.residuals()
+    return applied.numpy(), torch.cat([left[name] for name, _ in model.named_parameters()]).numpy(), local.numpy()
+
+
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("cap", [25, TINY])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        BlockTopK(density=0.02, value_dtype="float32", warmup_steps=0),
+        BlockTopK(density=0.3, value_dtype="int8", selector="histogram", dense_every=4),
+    ],
+    ids=["1", "2"],
+)
+def test_applied_and_left_make_up_all_gradients(settings, cap, unused):
+    a, b = run_ranks(_sums, 2, settings, 7, cap, unused)
+    np.testing.assert_array_equal(a[0], b[0])
+    np.testing.assert_allclose(a[0] + a[1] + b[1], a[2] + b[2], rtol=1e-4, atol=1e-5)
+    assert np.abs(a[1]).max() > 0.01
+
+
+# gradients that are not finite
+
+
+class Poisoned(Wide):
+    """One rank's loss is not finite in one step."""
+
+    def loss(self, batch):
+        loss = super().loss(batch)
+        bad = self.trainer.global_rank == 1 and self.trainer.global_step == 6
+        return loss * float("inf") if bad else loss
+
+
+def test_a_gradient_that_is_not_finite_is_left_out_on_all_ranks():
+    result = same_everywhere(run(BlockTopK(**SPARSE), model=Poisoned()))
+    assert np.isfinite(result["weights"]).all()
+    assert (np.abs(result["grads"]).max(axis=1) == 0).tolist() == [step == 6 for step in range(result["steps"])]
+
+
+def scaled():
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3))
+
+
+class Scaled(Poisoned):
+    """With a loss scaler; remembers scales."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = []
+
+    def on_train_batch_end(self, *args):
+        self.scales.append(self.trainer.precision_plugin.scaler.get_scale())
+
+
+def _fit_scaled(rank, compression):
+    model = Scaled()
+    out = _fit(rank, [3, 1], compression, {"model": model, "plugins": [scaled()]})
+    return {**out, "scales": model.scales}
+
+
+def test_loss_scaler_and_residuals_agree():
+    """The scale changes all the time; residuals do not. The step that overflows is skipped on all ranks."""
+    results = run_ranks(_fit_scaled, 2, BlockTopK(density=1.0, value_dtype="float32"))
+    same_everywhere(results)
+    expected = run_ranks(_fit_scaled, 2, None)[0]
+    assert results[0]["scales"] == results[1]["scales"] == expected["scales"]
+    assert len(set(results[0]["scales"])) > 3
+    np.testing.assert_allclose(results[0]["weights"], expected["weights"], rtol=2e-2, atol=2e-3)
+    sparse = run_ranks(_fit_scaled, 2, BlockTopK(**SPARSE))
+    assert np.isfinite(same_everywhere(sparse)["weights"]).all()
+    assert sparse[0]["scales"] == expected["scales"]
+
+
+# checkpoints
+
+
+def saving(folder):
+    return {
+        "callbacks": [ModelCheckpoint(dirpath=folder, save_top_k=-1, filename="{step}", every_n_train_steps=1)],
+        "enable_checkpointing": True,
+    }
+
+
+@pytest.mark.parametrize("name", ["exact", "aimd", "sample, float32"])
+def test_a_resumed_run_goes_on_identically(tmp_path, name):
+    whole = run(COMPRESSORS[name], **saving(tmp_path))
+    path = next(tmp_path.glob("*step=10.ckpt"))
+    state = torch.load(path, weights_only=True)["lightning_hetero_residuals"]
+    assert [sum(float(r.abs().sum()) for r in rank["residuals"].values()) > 0 for rank in state["ranks"]] == [True] * 2
+    rest = run(COMPRESSORS[name], ckpt_path=str(path))
+    for full, part in zip(whole, rest, strict=True):
+        np.testing.assert_array_equal(part["grads"], full["grads"][10:])
+        np.testing.assert_array_equal(part["weights"], full["weights"])
+
+
+def _resumed_residuals(rank, path, world_size, compression):
+    strategy = HeteroDDPStrategy(policy="even", compression=compression)
+    trainer = trainer_of(strategy, world_size, max_steps=10, max_epochs=-1)
+    trainer.fit(Wide(), DataLoader(points(), 2), ckpt_path=path)
+    exchange = strategy.engine.compression.exchange
+    return {k: v.numpy() for k, v in exchange.residuals().items()}
+
+
+@pytest.mark.parametrize(("world_size", "compression"), [(2, "block_topk"), (3, "block_topk"), (3, "powersgd")])
+def test_residuals_are_kept_on_another_number_of_ranks(tmp_path, world_size, compression):
+    """Their sum over ranks is what it was, also under another compressor."""
+    run(COMPRESSORS["exact"], **saving(tmp_path))
+    path = next(tmp_path.glob("*step=10.ckpt"))
+    ranks = torch.load(path, weights_only=True)["lightning_hetero_residuals"]["ranks"]
+    after = run_ranks(_resumed_residuals, world_size, str(path), world_size, compression)
+    for name in ranks[0]["residuals"]:
+        before = sum(rank["residuals"][name] for rank in ranks)
+        np.testing.assert_allclose(sum(rank[name] for rank in after), before.flatten(), rtol=1e-5, atol=1e-6)
+
+
+def test_checkpoints_without_compression_are_as_before(tmp_path):
+    run(None, max_epochs=1, **saving(tmp_path))
+    assert "lightning_hetero_residuals" not in torch.load(next(tmp_path.glob("*.ckpt")), weights_only=True)
+
+
+# what is seen
+
+
+class Rows(DummyLogger):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append(metrics)
+
+
+def _logged(rank, compression):
+    strategy = HeteroDDPStrategy(local_batch_sizes=[3, 1], compression=compression, replan=5)
+    logger = Rows()
+    trainer = trainer_of(strategy, 2, logger=logger, max_epochs=2)
+    trainer.fit(Wide(), DataLoader(points(), 2))
+    return [row for row in logger.rows if "hetero/bytes_sent" in row]
+
+
+@pytest.mark.parametrize("compression", [BlockTopK(density=0.2, warmup_steps=0), "fp16", "powersgd(start=2, rank=1)"])
+def test_bytes_density_and_time_are_logged(compression):
+    rows = run_ranks(_logged, 2, compression)[0]
+    assert len(rows) >= 2
+    dense = 4 * sum(p.numel() for p in Wide().parameters())
+    for row in rows[1:]:  # the first has the dense steps
+        assert 0 < row["hetero/bytes_sent"] < 0.6 * dense
+        assert row["hetero/bytes_received"] == row["hetero/bytes_sent"]
+        assert 0 < row["hetero/compression_density"] <= 1
+        if isinstance(compression, BlockTopK):
+            assert row["hetero/encode_time"] > 0
+            assert row["hetero/compression_density"] == pytest.approx(0.2, abs=0.1)
+
+
+class Shifted(Points):
+    """Targets with a mean, so that the gradient has a signal."""
+
+    def __init__(self):
+        super().__init__(N, features=FEATURES, dtype=torch.float32)
+        self.y = self.y + 3.0
+
+
+def _noise(rank, settings, sizes):
+    torch.manual_seed(0)
+    callback = GNSCallback(horizon=1e9)
+    strategy = HeteroDDPStrategy(local_batch_sizes=sizes, compression=settings, replan=10)
+    trainer = trainer_of(strategy, 2, callbacks=[callback], max_epochs=25)
+    trainer.fit(Wide(lr=0.0), DataLoader(Shifted(), sum(sizes) // 2, shuffle=True))
+    estimate = callback.estimate
+    return estimate.trace, estimate.grad_sq_norm, estimate.samples
+
+
+@pytest.mark.parametrize("sizes", [[5, 1], [3, 3]], ids=str)
+def test_noise_scale_does_not_see_the_compression(sizes):
+    """From local norms where batches are unequal, from dense steps where they are equal."""
+    expected = run_ranks(_noise, 2, None, sizes)[0]
+    ours, other = run_ranks(_noise, 2, BlockTopK(density=0.05, dense_every=4), sizes)
+    assert ours == other
+    assert ours[2] == expected[2] if sizes == [5, 1] else 0.2 * expected[2] < ours[2] < 0.3 * expected[2]
+    np.testing.assert_allclose(ours[:2], expected[:2], rtol=0.3)
+
+
+def _auto(rank, rate):
+    link.measure = lambda parameters, control, settings: LinkMeasurement(1e-6, rate, 1e-6, 2, 10**8)
+    lines = []
+    link.log.info = lambda text, *args: lines.append(text % args)
+    out = _fit(rank, [3, 1], "auto(densities=[0.05])", {})
+    return out["grads"], lines
+
+
+@pytest.mark.parametrize(("rate", "compressed"), [(1e7, True), (1e20, False)])
+def test_auto_compresses_where_it_pays_and_says_why(rate, compressed):
+    (ours, lines), (other, _) = run_ranks(_auto, 2, rate)
+    np.testing.assert_array_equal(ours, other)
+    assert ((ours[5:] == 0).mean() > 0.5) == compressed
+    said = [line for line in lines if line.startswith("compression='auto'")]
+    assert len(said) == 1
+    assert ("density 0.05, because dense takes" in said[0]) == compressed
+
+
+# what is wrong
+
+
+def test_wrong_arguments_are_refused_at_construction():
+    with pytest.raises(ValueError, match="allowed are 'block_topk'"):
+        HeteroDDPStrategy(compression="topk")
+    with pytest.raises(TypeError, match="compression=0.01"):
+        HeteroDDPStrategy(compression=0.01)
+    with pytest.raises(ValueError, match="ddp_comm_hook"):
+        HeteroDDPStrategy(compression="fp16", ddp_comm_hook=lambda state, bucket: None)
+
+
+def _different(rank):
+    return _fit(rank, [3, 1], BlockTopK(density=0.1 * (rank + 1)), {})
+
+
+def test_ranks_with_different_settings_are_refused():
+    errors = run_ranks(_different, 2, expect_errors=True)
+    assert [(rank, kind) for rank, kind, _ in errors] == [(0, "PlanMismatchError"), (1, "PlanMismatchError")]
+
+
+def _corrupted(rank):
+    gather = block_exchange.gather_rows
+
+    def flip(rows, rank, group=None):
+        gather(rows, rank, group)
+        rows[0, -1] ^= 4
+
+    block_exchange.gather_rows = flip
+    return _fit(rank, [3, 1], BlockTopK(**SPARSE), {})
+
+
+def test_a_corrupted_message_ends_the_run_with_rank_and_bucket():
+    errors = run_ranks(_corrupted, 2, expect_errors=True)
+    assert [rank for rank, *_ in errors] == [0, 1]
+    for _, kind, message in errors:
+        assert kind == "ValueError"
+        assert "the gradient message of rank 0, bucket 0, step 2 is refused: checksum" in message
+
+
+# sparse optimizers
+
+
+class WithSparse(Wide):
+    """Remembers which share of the weights each step has written."""
+
+    def __init__(self, optimizer="SparseSGD", lr=0.01):
+        super().__init__(lr=lr)
+        self.optimizer, self.written = optimizer, []
+
+    def configure_optimizers(self):
+        cls = {"SparseSGD": SparseSGD, "SGD": torch.optim.SGD, "SparseAdamW": SparseAdamW}[self.optimizer]
+        settings = {} if self.optimizer == "SparseAdamW" else {"momentum": 0.5}
+        return cls(self.parameters(), lr=self.lr, **settings)
+
+    def on_before_optimizer_step(self, optimizer):
+        super().on_before_optimizer_step(optimizer)
+        self.before = self.flat().copy()
+
+    def on_train_batch_end(self, *args):
+        self.written.append((self.flat() != self.before).mean())
+
+
+def _fit_sparse(rank, optimizer, settings, kwargs):
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+    sparse.BREAK_EVEN = 0.5  # of a model of 20 blocks, one is a lot
+    model = WithSparse(optimizer)
+    out = _fit(rank, [3, 1], settings, {"model": model, **kwargs})
+    return {**out, "written": model.written}
+
+
+FEW = BlockTopK(density=0.05, value_dtype="float32")
+
+
+@pytest.mark.parametrize("optimizer", ["SparseSGD", "SparseAdamW"])
+def test_sparse_optimizers_write_what_the_gradient_touches(optimizer):
+    results = run_ranks(_fit_sparse, 2, optimizer, FEW, {})
+    same_everywhere(results)
+    written = results[0]["written"]
+    assert min(written[:2]) > 0.9, "warm-up steps are dense"
+    assert 0 < np.mean(written[2:]) < 0.3
+    dense = run_ranks(_fit_sparse, 2, "SGD", FEW, {})[0]
+    assert np.mean(dense["written"][2:]) > 0.6
+
+
+def test_a_resumed_run_with_a_sparse_optimizer_goes_on_identically(tmp_path):
+    whole = run_ranks(_fit_sparse, 2, "SparseSGD", FEW, saving(tmp_path))
+    path = next(tmp_path.glob("*step=10.ckpt"))
+    rest = run_ranks(_fit_sparse, 2, "SparseSGD", FEW, {"ckpt_path": str(path), **saving(tmp_path)})
+    np.testing.assert_array_equal(rest[0]["weights"], whole[0]["weights"])
