@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_hetero.callbacks import DynamicBatchPIDCallback, GNSCallback, PerfModelCallback
     from lightning_hetero.core import BatchPlan, ClusterTimeModel, NodeTimeModel, solve_optperf
     from lightning_hetero.strategies.lightning_ddp import HeteroDDPStrategy
+    from lightning_hetero.strategies.lightning_elastic import HeteroElasticStrategy
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ __all__ = [
     "DynamicBatchPIDCallback",
     "GNSCallback",
     "HeteroDDPStrategy",
+    "HeteroElasticStrategy",
     "NodeTimeModel",
     "PerfModelCallback",
     "__version__",
@@ -34,6 +36,7 @@ _HOMES = {
     "DynamicBatchPIDCallback": "lightning_hetero.callbacks",
     "GNSCallback": "lightning_hetero.callbacks",
     "HeteroDDPStrategy": "lightning_hetero.strategies.lightning_ddp",
+    "HeteroElasticStrategy": "lightning_hetero.strategies.lightning_elastic",
     "NodeTimeModel": "lightning_hetero.core",
     "PerfModelCallback": "lightning_hetero.callbacks",
     "solve_optperf": "lightning_hetero.core",

@@ -74,6 +74,14 @@ class ControlPlane:
         dist.all_gather_object(everyone, value, group=self._group)
         return everyone
 
+    def collect_objects(self, value: Any) -> list[Any]:
+        """The objects of all ranks on rank 0; an empty list elsewhere, which spares the others their memory."""
+        if self._group is None:
+            return [value]
+        everyone: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, everyone, dst=0, group=self._group)
+        return everyone or []
+
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's object."""
         if self._group is None:
