@@ -47,11 +47,19 @@ class BatchDispatcher:
         # Every rank makes its dispatchers in the same order, so its own count tells runs in one job apart.
         run = store.add(f"lightning_hetero/elastic/runs/{rank}", 1)
         self._store = dist.PrefixStore(f"lightning_hetero/elastic/{run}", store)
-        self._key = ""
+        self._key = self._last = ""
 
     def open(self, name: str) -> None:
-        """Turn to a mega-batch, by a name that all ranks give it and none was given before."""
-        self._key = name
+        """Turn to a mega-batch, by a name that all ranks give it and none was given before.
+
+        Rank 0 forgets the one before the last, which all ranks have left. None touches the store after its last merge,
+        because then rank 0, which may hold the store, may have ended.
+        """
+        if self.rank == 0 and self._last:
+            with self._answering():
+                for key in ("claimed", *(f"arrived/{r}" for r in range(self.world_size))):
+                    self._store.delete_key(f"{self._last}/{key}")
+        self._last, self._key = self._key, name
 
     def claim(self, size: int) -> int:
         """Count ``size`` samples as this rank's; the value of the counter before.
@@ -79,13 +87,6 @@ class BatchDispatcher:
         """
         with self._answering():
             return [r for r in range(self.world_size) if not self._store.check([f"{self._key}/arrived/{r}"])]
-
-    def close(self) -> None:
-        """Forget a mega-batch that all ranks have left."""
-        with self._answering():
-            self._store.delete_key(f"{self._key}/arrived/{self.rank}")
-            if self.rank == 0:
-                self._store.delete_key(f"{self._key}/claimed")
 
     @contextmanager
     def _answering(self) -> Iterator[None]:

@@ -293,7 +293,6 @@ class ElasticEngine:
         if self.rank == 0 and self.world_size > 1:
             level = logging.INFO if self.batch_sizes != record.batch_sizes else logging.DEBUG
             log.log(level, "merge at epoch %d sample %d: %s", epoch, mega.stop, record.describe())
-        self.dispatcher.close()
         return record
 
     @contextmanager
