@@ -54,7 +54,11 @@ def _fit(rank, world_size, batch_size, arguments, costs, kwargs):
     model = kwargs.pop("model", Regressor)()
     callbacks = [*kwargs.pop("callbacks", []), *([Clocked(costs)] if costs else [])]
     result = fit(
-        rank, strategy, world_size, batch_size, **{"dataset": Points(64), "model": model, "callbacks": callbacks, **kwargs}
+        rank,
+        strategy,
+        world_size,
+        batch_size,
+        **{"dataset": Points(64), "model": model, "callbacks": callbacks, **kwargs},
     )
     outcome = getattr(model, "outcome", None)
     return {**result, "merges": strategy.merges, "outcome": outcome, "sizes": strategy.engine.batch_sizes}
