@@ -50,8 +50,8 @@ class Replica:
     def norm(self) -> float:
         """``||w_i||_2 / |w|``: the norm over the number of parameters; not finite if one of them is not."""
         parameters = list(self.parameters.values())
-        squares = torch.stack([p.detach().double().square().sum() for p in parameters])
-        return float(squares.sum().sqrt()) / sum(p.numel() for p in parameters)
+        norms = torch.stack([torch.linalg.vector_norm(p.detach()).double() for p in parameters])
+        return float(torch.linalg.vector_norm(norms)) / sum(p.numel() for p in parameters)
 
     @torch.no_grad()
     def merge(self, weight: float, *, share: float, diverged: bool) -> None:
