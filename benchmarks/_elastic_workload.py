@@ -51,8 +51,11 @@ class Curve(L.Callback):
 
 
 def strategy_of(kind, args):
-    if kind in MERGES:
-        return HeteroElasticStrategy(merge=kind, mega_batch_size=args.mega_batch, momentum=args.momentum)
+    merge, _, renormalize = kind.partition("+")
+    if merge in MERGES:
+        return HeteroElasticStrategy(
+            merge=merge, mega_batch_size=args.mega_batch, momentum=args.momentum, renormalize=bool(renormalize)
+        )
     return HeteroDDPStrategy() if kind == "hetero_ddp" else "ddp"
 
 
@@ -75,7 +78,7 @@ def main():
     shape = replace(SHAPES[args.shape].scaled(args.scale), classes=args.classes, train=args.samples, test=600)
     train, test = synthetic_multilabel(shape)
     # Averaged gradients go dense, which is faster here (sparse ones run too); local steps are faster with sparse ones.
-    model = SparseMLP(train.num_features, train.num_classes, lr=args.lr, sparse=args.kind in MERGES)
+    model = SparseMLP(train.num_features, train.num_classes, lr=args.lr, sparse=args.kind.partition("+")[0] in MERGES)
     curve, local = Curve(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     trainer = L.Trainer(
         strategy=strategy_of(args.kind, args),

@@ -37,10 +37,7 @@ class SparseMLP(L.LightningModule):
 
     def validation_step(self, batch: SparseBatch, batch_idx: int) -> None:
         self.precision_at_one.update(self(batch), batch.labels, batch.label_rows)
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("precision_at_1", self.precision_at_one.compute())
-        self.precision_at_one.reset()
+        self.log("precision_at_1", self.precision_at_one, on_step=False, on_epoch=True, batch_size=batch.size)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.lr)

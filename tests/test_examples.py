@@ -43,7 +43,17 @@ def output_of(name, *arguments, limit):
 
 def test_every_example_is_tested():
     names = {path.stem for path in EXAMPLES.glob("*.py") if not path.stem.startswith("_")}
-    assert names == {*SHOWN, "demo"}
+    assert names == {*SHOWN, "demo", "elastic"}
+
+
+def test_elastic_merges_and_learns():
+    output = output_of("elastic", limit=120)
+    merges = re.findall(r"^epoch (\d) sample (\d+): updates \[(\d+), (\d+)\]", output, re.M)
+    assert [(int(epoch), int(done)) for epoch, done, *_ in merges] == [
+        (epoch, done) for epoch in range(3) for done in range(1600, 6401, 1600)
+    ]
+    assert all(int(first) + int(second) >= 25 for *_, first, second in merges)
+    assert float(re.search(r"^precision at 1: ([\d.]+)$", output, re.M)[1]) > 0.1
 
 
 @pytest.mark.parametrize("name", SHOWN)
