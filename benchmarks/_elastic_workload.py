@@ -51,10 +51,14 @@ class Curve(L.Callback):
 
 
 def strategy_of(kind, args):
-    merge, _, renormalize = kind.partition("+")
+    merge, _, printed = kind.partition("+")
     if merge in MERGES:
         return HeteroElasticStrategy(
-            merge=merge, mega_batch_size=args.mega_batch, momentum=args.momentum, renormalize=bool(renormalize)
+            merge=merge,
+            mega_batch_size=args.mega_batch,
+            momentum=args.momentum,
+            renormalize=not printed,
+            damped=not printed,
         )
     return HeteroDDPStrategy() if kind == "hetero_ddp" else "ddp"
 

@@ -19,7 +19,7 @@ from hardware import write_table
 HERE = Path(__file__).parent
 SUBNET = "10.79.0"  # not that of the other benchmarks
 CLUSTERS = {"equal": (0.6, 0.6, 0.6), "unequal": (1.0, 0.5, 0.3)}
-KINDS = ("adaptive", "adaptive+renormalize", "elastic", "crossbow", "mean", "hetero_ddp", "ddp")
+KINDS = ("adaptive", "adaptive+printed", "elastic", "crossbow", "mean", "hetero_ddp", "ddp")
 FULL = {"scale": 0.05, "classes": 500, "samples": 16000, "batch": 64, "mega-batch": 2000, "epochs": 8, "lr": 4.0}
 QUICK = {"scale": 0.01, "classes": 60, "samples": 1200, "batch": 32, "mega-batch": 600, "epochs": 2, "lr": 4.0}
 

@@ -4,10 +4,11 @@ Workers train replicas of their own on batches that they take one by one, ``u_i`
 batch sizes are scaled (Algorithm 1) and the replicas are merged (Algorithm 2): ``w' = sum_i alpha_i w_i + gamma (w -
 w_p)``. :data:`MERGES` is the table of all merge rules.
 
-What differs from the paper, each by an argument: a step of Algorithm 1 never goes beyond the size at which the worker
-would have done ``mean(u)`` updates, because ``beta`` alone overshoots, or stays put for ever, where workers differ by
-more than about a third (``damped=False`` is as printed); ties for the most and least updated replica are broken by the
-batch size; weights may be normalised after the perturbation (``renormalize``).
+What differs from the paper, which was written for workers that differ by a third: a step of Algorithm 1 never goes
+beyond the size at which the worker would have done ``mean(u)`` updates, because ``beta`` alone overshoots or stays put
+for ever (``damped=False`` is as printed); weights are normalised after the perturbation too, because unequal workers
+have weights that sum to more than 1, by which each merge inflates the model (``renormalize=False`` is as printed); ties
+for the most and least updated replica are broken by the batch size.
 """
 
 from collections.abc import Sequence
@@ -61,7 +62,7 @@ MERGES = {
 
 @dataclass(frozen=True)
 class AdaptiveSettings:
-    """Constants of Adaptive SGD, with the paper's defaults.
+    """Constants of Adaptive SGD, with the paper's defaults but for the last two.
 
     Args:
         max_batch_size: ``b_max``, with which every worker begins.
@@ -89,7 +90,7 @@ class AdaptiveSettings:
     perturbation: float = 0.1
     perturbation_threshold: float = 0.1
     momentum: float = 0.9
-    renormalize: bool = False
+    renormalize: bool = True
     damped: bool = True
 
     def __post_init__(self) -> None:
@@ -187,7 +188,8 @@ def merge_weights(
         ValueError: if the lists differ in length, or no replica is finite.
 
     Example:
-        >>> merge_weights(MERGES["adaptive"], [64, 64], [3, 1], [0.01, 0.01], AdaptiveSettings(64)).weights
+        >>> printed = AdaptiveSettings(64, renormalize=False)
+        >>> merge_weights(MERGES["adaptive"], [64, 64], [3, 1], [0.01, 0.01], printed).weights
         (0.8250000000000001, 0.225)
         >>> merge_weights(MERGES["adaptive"], [48, 16], [2, 2], [0.5, 0.5], AdaptiveSettings(64)).weights
         (0.75, 0.25)

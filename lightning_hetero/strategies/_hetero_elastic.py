@@ -46,8 +46,8 @@ class HeteroElasticMixin:
         perturbation: what the most updated replica counts more and the least updated less, 0 to 1.
         perturbation_threshold: weights are perturbed only if all replicas' norms per parameter are below.
         momentum: of the global model, 0 to below 1.
-        renormalize: whether weights sum to 1 after the perturbation too.
-        damped: whether batch sizes stop where a worker would have done the mean number of updates.
+        renormalize: whether weights sum to 1 after the perturbation too; the paper's do not.
+        damped: whether batch sizes stop where a worker would have done the mean number of updates; the paper's do not.
         kwargs: of Lightning's ``DDPStrategy``: ``timeout``, ``process_group_backend``, ``start_method``, and plugins.
 
     Raises:
@@ -72,7 +72,7 @@ class HeteroElasticMixin:
         perturbation: float = 0.1,
         perturbation_threshold: float = 0.1,
         momentum: float = 0.9,
-        renormalize: bool = False,
+        renormalize: bool = True,
         damped: bool = True,
         **kwargs: Any,
     ) -> None:

@@ -115,7 +115,7 @@ def test_calls_out_of_order_are_refused():
 
 def test_perturbation_moves_the_merged_model():
     """With weights that are perturbed the model is another one than without: the decision reaches the parameters."""
-    settings = AdaptiveSettings(8)
+    settings = AdaptiveSettings(8, renormalize=False)
     found = merge_weights(MERGES["adaptive"], (8, 8), (3, 1), (0.01, 0.01), settings)
     plain = merge_weights(MERGES["adaptive"], (8, 8), (3, 1), (0.5, 0.5), settings)
     first, second = (run_ranks(_merge_twice, 2, "adaptive", w.weights)[0][0] for w in (found, plain))

@@ -124,7 +124,10 @@ class Ends(Regressor):
         self.how = how
 
     def training_step(self, batch, batch_idx):
-        if self.trainer.global_rank == 1 and batch_idx == 1:
+        if batch_idx == 1 and self.trainer.global_rank == 0:
+            job_store().wait(["rank1 has its second batch"])
+        elif batch_idx == 1:
+            job_store().set("rank1 has its second batch", "")
             if self.how == "killed":
                 os._exit(9)
             if self.how == "raises":
