@@ -6,6 +6,7 @@ which a failing fit would not.
 
 import importlib
 import inspect
+import signal
 import sys
 
 import pytest
@@ -24,6 +25,7 @@ from tests.helpers import Points, run_ranks
 STRATEGY, LOADERS = "strategies/_hetero_ddp.py", "strategies/_loaders.py"
 POLICY, PROBE, HOOK = "callbacks/policy.py", "strategies/_probe.py", "comm/gradient_hook.py"
 ELASTIC, RULES = "strategies/_hetero_elastic.py", "strategies/_elastic_rules.py"
+SIGNALS = "strategies/_signals.py"
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 NAMESPACES = ["lightning.pytorch", "pytorch_lightning"]
 
@@ -121,6 +123,15 @@ def test_the_signal_to_end_is_broadcast_in_every_batch(pl):
         assert "self._broadcast_sigterm_tensor()" in inspect.getsource(loop.advance), used(
             ELASTIC, "in on_train_start() to have no collective in a batch"
         )
+
+
+def test_the_handler_of_sigterm_is_found_by_its_name(pl):
+    callback, seen = watch(pl, "on_train_start", lambda trainer: signal.getsignal(signal.SIGTERM).signal_handlers)
+    trainer = fitted(pl, callback)
+    assert "_sigterm_notifier_fn" in [handler.__name__ for handler in seen[0]], used(
+        SIGNALS, "to replace its broadcast"
+    )
+    assert trainer._signal_connector.received_sigterm is False, used(ELASTIC, "in end_batch() to end all ranks")
 
 
 def test_checkpoints_and_timers_say_when_they_act(pl):

@@ -45,6 +45,7 @@ class MergeRecord:
         weights: of the replicas in the merge.
         perturbed: whether the weights were perturbed.
         busy: seconds of each rank from the first batch to the end of its last.
+        end: whether a rank has asked to end the training, see :meth:`ElasticEngine.request_end`.
     """
 
     epoch: int
@@ -55,6 +56,7 @@ class MergeRecord:
     weights: tuple[float, ...]
     perturbed: bool
     busy: tuple[float, ...]
+    end: bool = False
 
     def describe(self) -> str:
         """One line for the log."""
@@ -113,12 +115,13 @@ class ElasticEngine:
         self._drawn = False
         self._opened = self._updates = self._trained = 0
         self._began = 0.0
+        self._end = False
 
     # set-up
 
     def attach(self, module: nn.Module) -> None:
         """Take the model whose replicas are merged, and give all ranks rank 0's; collective."""
-        self.inside = False
+        self.inside = self._end = False
         settings = AdaptiveSettings(1, **{**self.config.settings, "min_batch_size": 1})
         self._replica = Replica(module, self.config.rule, momentum=settings.momentum, world_size=self.world_size)
         if self._replica_state is not None:
@@ -263,6 +266,10 @@ class ElasticEngine:
         self._begin(record.epoch, record.position)
         return record
 
+    def request_end(self) -> None:
+        """Ask to end the training at the next merge, which tells all ranks (``MergeRecord.end``)."""
+        self._end = True
+
     # merge
 
     def _merge(self, mega: MegaBatch) -> MergeRecord:
@@ -272,7 +279,8 @@ class ElasticEngine:
         norm = self._replica.norm()
         self.dispatcher.arrive()
         with self._together():
-            rows = self.control.gather(np.array([digest, self._updates, self._trained, norm, busy]))
+            header = [digest, self._updates, self._trained, norm, busy, self._end]
+            rows = self.control.gather(np.array(header, dtype=float))
         self._check(rows, mega)
         updates, samples = (tuple(int(v) for v in rows[:, column]) for column in (1, 2))
         found = merge_weights(self.config.rule, self.batch_sizes, updates, rows[:, 3].tolist(), self._settings)
@@ -283,9 +291,16 @@ class ElasticEngine:
         alpha = found.weights[self.rank]
         with self._together():
             self._replica.merge(alpha, share=alpha / sum(found.weights), diverged=self.diverged)
-        busy_all = tuple(float(seconds) for seconds in rows[:, 4])
         record = MergeRecord(
-            epoch, mega.stop, self.batch_sizes, updates, samples, found.weights, found.perturbed, busy_all
+            epoch,
+            mega.stop,
+            self.batch_sizes,
+            updates,
+            samples,
+            found.weights,
+            found.perturbed,
+            busy=tuple(float(seconds) for seconds in rows[:, 4]),
+            end=bool(rows[:, 5].any()),
         )
         self.merges.append(record)
         if self.config.rule.scales and self.world_size > 1:

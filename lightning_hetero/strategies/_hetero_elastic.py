@@ -20,6 +20,7 @@ from lightning_hetero.strategies._elastic_rules import why_not_elastic
 from lightning_hetero.strategies._hetero_ddp import resume_position
 from lightning_hetero.strategies._loaders import stream_of, why_not_uneven, with_batch_sampler
 from lightning_hetero.strategies._registration import register
+from lightning_hetero.strategies._signals import defer_sigterm
 
 __all__ = ["HeteroElasticMixin"]
 
@@ -198,6 +199,7 @@ class HeteroElasticMixin:
         if loop._combined_loader is not None and len(loop._combined_loader.flattened) > 1:
             raise self._misconfigured("hetero_elastic takes one train loader. Combine the datasets in one DataLoader.")
         loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # a collective in every batch
+        defer_sigterm(self._trainer, self.engine.request_end)
         ended = loop.restarting and loop.epoch_loop.batch_progress.is_last_batch
         self._trainer.val_check_batch = 1 if ended else NEVER
         self._schedulers = []
@@ -263,6 +265,8 @@ class HeteroElasticMixin:
         if self.engine.diverged:
             for optimizer in self.optimizers:  # type: ignore[attr-defined]
                 optimizer.state.clear()
+        if record.end:  # Lightning's loops then raise on all ranks
+            trainer._signal_connector.received_sigterm = True
         before = record.position - sum(record.samples)
         self._set_last(self.engine.epoch_over)
         if self.engine.epoch_over and self._automatic:

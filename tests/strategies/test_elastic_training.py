@@ -1,16 +1,24 @@
 """What surrounds the steps of elastic averaging: resume, schedules, validation, logging, and what is refused."""
 
+import os
+import signal
 from datetime import timedelta
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    Timer,
+)
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_hetero import HeteroElasticStrategy, PerfModelCallback
+from lightning_hetero import GNSCallback, HeteroElasticStrategy, PerfModelCallback
 from lightning_hetero.core.adaptive_sgd import MERGES
 from tests.helpers import Points, Regressor, covered, run_ranks, trainer_of
 from tests.strategies.elastic_helpers import elastic
@@ -265,6 +273,7 @@ def test_what_needs_all_ranks_is_refused_inside_a_mega_batch(model, message):
         ({"callbacks": [ModelCheckpoint(every_n_train_steps=3)], "enable_checkpointing": True}, "ModelCheckpoint"),
         ({"callbacks": [GradientAccumulationScheduler({0: 2})]}, "every batch is a local update"),
         ({"callbacks": [PerfModelCallback()]}, "PerfModelCallback"),
+        ({"callbacks": [GNSCallback()]}, "GNSCallback"),
         ({"loader_kwargs": {"num_workers": 1}}, "num_workers=1"),
         ({"dataset": Points(1)}, "cannot give each of 2 workers a batch"),
         ({"use_distributed_sampler": False}, "use_distributed_sampler"),
@@ -348,3 +357,70 @@ def test_the_name_is_known():
     trainer = L.Trainer(strategy="hetero_elastic", accelerator="cpu", devices=1, logger=False)
     assert isinstance(trainer.strategy, HeteroElasticStrategy)
     assert trainer.strategy.config.merge == "adaptive"
+
+
+class Grows(Regressor):
+    """Another dataset in each epoch."""
+
+    def train_dataloader(self):
+        return DataLoader(Points(40 + 11 * self.trainer.current_epoch), 4, shuffle=True)
+
+
+class Stops(Validated):
+    """Validates four times an epoch; worse each time."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", float(self.trainer.global_step), sync_dist=True, batch_size=4)
+
+
+def _fit_own_loader(rank, model, kwargs):
+    model = model()
+    strategy = HeteroElasticStrategy(mega_batch_size=16)
+    trainer = trainer_of(strategy, 2, **kwargs)
+    trainer.fit(model, *([] if isinstance(model, Grows) else [DataLoader(Points(), 4)]))
+    return {"seen": model.seen, "merges": strategy.merges, "weights": model.flat()}
+
+
+def test_reloaded_data_may_change_their_length():
+    results = run_ranks(_fit_own_loader, 2, Grows, {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3})
+    for epoch in range(3):
+        assert covered(results, epoch) == list(range(40 + 11 * epoch))
+
+
+def test_early_stopping_inside_an_epoch_stops_all_ranks_at_one_merge():
+    stopping = EarlyStopping("val", patience=1)
+    results = run_ranks(
+        _fit_own_loader, 2, Stops, {"val_check_interval": 0.25, "callbacks": [stopping], "max_epochs": 5}
+    )
+    assert [m.position for m in results[0]["merges"]] == [16, 32]
+    assert len(covered(results, 0)) == 32
+    np.testing.assert_array_equal(results[0]["weights"], results[1]["weights"])
+
+
+class Signalled(Regressor):
+    """Rank 1 is asked to end in its first batch."""
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:.*was called without a model:UserWarning")
+def test_a_worker_that_is_asked_to_end_tells_all_at_the_merge(tmp_path):
+    """All ranks end there, so that what saves at an exception can save."""
+    saving = OnExceptionCheckpoint(tmp_path)
+    kwargs = {"callbacks": [saving], "enable_checkpointing": True, "default_root_dir": tmp_path}
+    errors = elastic(2, 4, SLOW, model=Signalled, **kwargs, expect_errors=True, timeout=30)
+    assert [kind for _, kind, _ in errors] == ["SIGTERMException"] * 2
+    state = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
+    assert state["hetero_elastic"]["position"] == [0, 24]
+
+
+@pytest.mark.parametrize("alias", ["hetero_elastic_fork", "hetero_elastic_spawn"])
+def test_launched_by_lightning_itself(alias):
+    model = Regressor()
+    trainer = trainer_of(alias, 2, max_epochs=1)
+    before = model.flat()
+    trainer.fit(model, DataLoader(Points(), 4))
+    assert np.abs(model.flat() - before).max() > 0
