@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
     ModelCheckpoint,
-    OnExceptionCheckpoint,
     Timer,
 )
 from torch import nn
@@ -406,15 +405,20 @@ class Signalled(Regressor):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.filterwarnings("ignore:.*was called without a model:UserWarning")
+class SavesAtTheEnd(L.Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_exception(self, trainer, pl_module, exception):
+        trainer.save_checkpoint(self.path)
+
+
 def test_a_worker_that_is_asked_to_end_tells_all_at_the_merge(tmp_path):
     """All ranks end there, so that what saves at an exception can save."""
-    saving = OnExceptionCheckpoint(tmp_path)
-    kwargs = {"callbacks": [saving], "enable_checkpointing": True, "default_root_dir": tmp_path}
-    errors = elastic(2, 4, SLOW, model=Signalled, **kwargs, expect_errors=True, timeout=30)
+    path = str(tmp_path / "end.ckpt")
+    errors = elastic(2, 4, SLOW, model=Signalled, callbacks=[SavesAtTheEnd(path)], expect_errors=True, timeout=30)
     assert [kind for _, kind, _ in errors] == ["SIGTERMException"] * 2
-    state = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
-    assert state["hetero_elastic"]["position"] == [0, 24]
+    assert torch.load(path, weights_only=True)["hetero_elastic"]["position"] == [0, 24]
 
 
 @pytest.mark.parametrize("alias", ["hetero_elastic_fork", "hetero_elastic_spawn"])
