@@ -4,11 +4,14 @@ Workers train replicas of their own on batches that they take one by one, ``u_i`
 batch sizes are scaled (Algorithm 1) and the replicas are merged (Algorithm 2): ``w' = sum_i alpha_i w_i + gamma (w -
 w_p)``. :data:`MERGES` is the table of all merge rules.
 
-What differs from the paper, which was written for workers that differ by a third: a step of Algorithm 1 never goes
-beyond the size at which the worker would have done ``mean(u)`` updates, because ``beta`` alone overshoots or stays put
-for ever (``damped=False`` is as printed); weights are normalised after the perturbation too, because unequal workers
-have weights that sum to more than 1, by which each merge inflates the model (``renormalize=False`` is as printed); ties
-for the most and least updated replica are broken by the batch size.
+What differs from the paper, which was written for workers that differ by a third:
+
+- A step of Algorithm 1 never goes beyond the size at which the worker would have done ``mean(u)`` updates, because
+  ``beta`` alone overshoots or stays put for ever; and the largest size is always ``b_max``, because with noise all
+  would shrink (``damped=False`` is as printed).
+- Weights are normalised after the perturbation too, because unequal workers have weights that sum to more than 1, by
+  which each merge inflates the model (``renormalize=False`` is as printed).
+- Ties for the most and least updated replica are broken by the batch size.
 """
 
 from collections.abc import Sequence
@@ -72,7 +75,7 @@ class AdaptiveSettings:
         perturbation_threshold: ``pert_thr``: largest ``||w_i||_2 / |w|`` of a replica that counts as regular.
         momentum: ``gamma``, 0 to below 1.
         renormalize: whether weights sum to 1 after the perturbation too.
-        damped: whether a size stops where the worker would have done ``mean(u)`` updates.
+        damped: whether a size stops where the worker would have done ``mean(u)`` updates, and the largest is ``b_max``.
 
     Raises:
         TypeError: if a value has the wrong type.
@@ -123,7 +126,8 @@ def scale_batch_sizes(
         batch_sizes: ``b_i`` of each worker, between the bounds.
         updates: ``u_i``, updates that each worker did in the mega-batch.
         settings: bounds and ``beta``. With ``damped`` the step is ``min(beta, b_i / mean(u))`` per update and ends at
-            a bound; without, a step that would cross a bound is left out, as printed.
+            a bound, and then all sizes grow alike until the largest is ``b_max``; without, a step that would cross a
+            bound is left out, as printed.
 
     Raises:
         ValueError: if the lists differ in length, or no worker did an update.
@@ -146,6 +150,7 @@ def scale_batch_sizes(
     low, high = settings.min_batch_size, settings.max_batch_size
     if settings.damped:
         scaled = np.clip(sizes + np.minimum(settings.beta, sizes / mean) * (u - mean), low, high)
+        scaled *= high / scaled.max()
     else:
         printed = sizes + settings.beta * (u - mean)
         scaled = np.where((printed >= low) & (printed <= high), printed, sizes)

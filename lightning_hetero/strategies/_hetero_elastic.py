@@ -48,7 +48,8 @@ class HeteroElasticMixin:
         perturbation_threshold: weights are perturbed only if all replicas' norms per parameter are below.
         momentum: of the global model, 0 to below 1.
         renormalize: whether weights sum to 1 after the perturbation too; the paper's do not.
-        damped: whether batch sizes stop where a worker would have done the mean number of updates; the paper's do not.
+        damped: whether batch sizes stop where a worker would have done the mean number of updates, and the largest is
+            always the DataLoader's; the paper's do not.
         kwargs: of Lightning's ``DDPStrategy``: ``timeout``, ``process_group_backend``, ``start_method``, and plugins.
 
     Raises:

@@ -4,6 +4,7 @@ import os
 import time
 from datetime import timedelta
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -148,6 +149,26 @@ def _ends(rank, how):
             job_store().set("rank0 heard", "")
             time.sleep(0.3)  # rank 0 holds the store, which rank 1 looks at
         raise ElasticWorkerError(f"trained on {len(covered([vars(model)], 0))}: {error}") from error
+
+
+def _ends_with_the_store(rank):
+    model = Regressor()
+    strategy = HeteroElasticStrategy(merge="mean", mega_batch_size=64)
+    fit(rank, strategy, 2, 4, model=model, callbacks=[KillsRankZero()])
+
+
+class KillsRankZero(L.Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == 0 and batch_idx == 1:
+            os._exit(9)
+
+
+def test_the_end_of_the_process_that_holds_the_store_is_told():
+    errors = {rank: (kind, message) for rank, kind, message in run_ranks(_ends_with_the_store, 2, expect_errors=True)}
+    assert errors[1][0] == "ElasticWorkerError"
+    assert (
+        "have not arrived: 0" in errors[1][1] or "store, which hands out the batches, does not answer" in errors[1][1]
+    )
 
 
 @pytest.mark.parametrize("how", ["killed", "raises", "stuck"])
