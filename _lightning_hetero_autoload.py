@@ -1,4 +1,4 @@
-"""Make the ``hetero_ddp`` names known to Lightning before anything of lightning-hetero is imported.
+"""Make the names of the strategies known to Lightning before anything of lightning-hetero is imported.
 
 Torch calls :func:`boot` on ``import torch`` through the ``torch.backends`` entry point, and so does
 ``import lightning_hetero``. This module stands outside the package and imports nothing heavy, because an entry point
@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["DDP_ALIASES", "TARGETS", "RegistryFinder", "Target", "boot", "enter"]
+__all__ = ["DDP_ALIASES", "ELASTIC_ALIASES", "TARGETS", "RegistryFinder", "Target", "boot", "enter"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -53,12 +53,26 @@ DDP_ALIASES: dict[str, dict[str, Any]] = {
     for unused, flags in _UNUSED_PARAMETERS.items()
 }
 
+ELASTIC_ALIASES: dict[str, dict[str, Any]] = {
+    start: {"start_method": method} for start, method in _START_METHODS.items()
+}
+
 # The one table of names. A strategy for another registry is one more line here.
 _LIGHTNING = "lightning_hetero.strategies.lightning_ddp:HeteroDDPStrategy"
 _PYTORCH_LIGHTNING = "lightning_hetero.strategies.pytorch_lightning_ddp:HeteroDDPStrategy"
+_LIGHTNING_ELASTIC = "lightning_hetero.strategies.lightning_elastic:HeteroElasticStrategy"
+_PYTORCH_LIGHTNING_ELASTIC = "lightning_hetero.strategies.pytorch_lightning_elastic:HeteroElasticStrategy"
 TARGETS: tuple[Target, ...] = (
     Target("lightning.pytorch.strategies", "StrategyRegistry", _LIGHTNING, "hetero_ddp", DDP_ALIASES),
     Target("pytorch_lightning.strategies", "StrategyRegistry", _PYTORCH_LIGHTNING, "hetero_ddp", DDP_ALIASES),
+    Target("lightning.pytorch.strategies", "StrategyRegistry", _LIGHTNING_ELASTIC, "hetero_elastic", ELASTIC_ALIASES),
+    Target(
+        "pytorch_lightning.strategies",
+        "StrategyRegistry",
+        _PYTORCH_LIGHTNING_ELASTIC,
+        "hetero_elastic",
+        ELASTIC_ALIASES,
+    ),
 )
 
 
@@ -82,7 +96,7 @@ def enter(target: Target, registry: Any, strategy: Callable[..., Any]) -> None:
     """Put ``strategy`` into ``registry`` under all aliases of ``target``, in place of what is there."""
     for suffix, arguments in target.aliases.items():
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        description = f"DDP for unequal workers ({given})"
+        description = f"{target.name} of lightning-hetero, for unequal workers ({given})"
         registry.register(target.name + suffix, strategy, description=description, override=True, **arguments)
 
 

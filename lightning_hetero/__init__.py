@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_hetero.compression import BlockTopK
     from lightning_hetero.core import BatchPlan, ClusterTimeModel, NodeTimeModel, solve_optperf
     from lightning_hetero.strategies.lightning_ddp import HeteroDDPStrategy
+    from lightning_hetero.strategies.lightning_elastic import HeteroElasticStrategy
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "DynamicBatchPIDCallback",
     "GNSCallback",
     "HeteroDDPStrategy",
+    "HeteroElasticStrategy",
     "NodeTimeModel",
     "PerfModelCallback",
     "__version__",
@@ -44,6 +46,7 @@ _HOMES = {
     "DynamicBatchPIDCallback": "lightning_hetero.callbacks",
     "GNSCallback": "lightning_hetero.callbacks",
     "HeteroDDPStrategy": "lightning_hetero.strategies.lightning_ddp",
+    "HeteroElasticStrategy": "lightning_hetero.strategies.lightning_elastic",
     "NodeTimeModel": "lightning_hetero.core",
     "PerfModelCallback": "lightning_hetero.callbacks",
     "solve_optperf": "lightning_hetero.core",

@@ -6,6 +6,8 @@ which a failing fit would not.
 
 import importlib
 import inspect
+import signal
+import sys
 
 import pytest
 import torch
@@ -22,6 +24,9 @@ from tests.helpers import Points, run_ranks
 
 STRATEGY, LOADERS = "strategies/_hetero_ddp.py", "strategies/_loaders.py"
 POLICY, PROBE, HOOK = "callbacks/policy.py", "strategies/_probe.py", "comm/gradient_hook.py"
+ELASTIC, RULES = "strategies/_hetero_elastic.py", "strategies/_elastic_rules.py"
+SIGNALS = "strategies/_signals.py"
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 NAMESPACES = ["lightning.pytorch", "pytorch_lightning"]
 
 
@@ -77,6 +82,78 @@ def watch(pl, hook, look):
 
 
 # the length of an epoch
+
+
+def test_an_epoch_ends_when_a_callback_says_so(pl):
+    """What elastic averaging does: the number of batches is not known before, the last one is told at its end."""
+    message = used(ELASTIC, "in _set_last() to let each rank do a number of batches of its own")
+    batches, validated = [], []
+
+    class Ends(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            batches.append((trainer.current_epoch, batch_idx))
+            self.tell(trainer, False)
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                self.tell(trainer, True)
+                trainer.val_check_batch = 1
+
+        def on_validation_start(self, trainer, pl_module):
+            validated.append(batches[-1])
+
+        def tell(self, trainer, last):
+            loop = trainer.fit_loop
+            loop.max_batches = loop.epoch_loop.batch_progress.current.ready if last else float("inf")
+            loop.epoch_loop.batch_progress.is_last_batch = last
+            loop._data_fetcher.done, loop._data_fetcher.length = last, sys.maxsize
+            trainer.val_check_batch = sys.maxsize
+
+    trainer = pl.Trainer(callbacks=[Ends()], accelerator="cpu", max_epochs=2, num_sanity_val_steps=0, **QUIET)
+    module = module_of(pl)
+    type(module).validation_step = lambda self, batch, batch_idx: None
+    trainer.fit(module, DataLoader(Points(8), 2), DataLoader(Points(2), 2))
+    assert batches == [(e, i) for e in range(2) for i in range(3)], message
+    assert validated == [(0, 2), (1, 2)], message
+
+
+def test_the_signal_to_end_is_broadcast_in_every_batch(pl):
+    loop = submodule(pl, "loops.training_epoch_loop")._TrainingEpochLoop
+    if hasattr(loop, "_broadcast_sigterm_tensor"):  # from 2.6 on
+        assert "self._broadcast_sigterm_tensor()" in inspect.getsource(loop.advance), used(
+            ELASTIC, "in on_train_start() to have no collective in a batch"
+        )
+
+
+def test_the_handler_of_sigterm_is_found_by_its_name(pl):
+    callback, seen = watch(pl, "on_train_start", lambda trainer: signal.getsignal(signal.SIGTERM).signal_handlers)
+    trainer = fitted(pl, callback)
+    assert "_sigterm_notifier_fn" in [handler.__name__ for handler in seen[0]], used(
+        SIGNALS, "to replace its broadcast"
+    )
+    assert trainer._signal_connector.received_sigterm is False, used(ELASTIC, "in end_batch() to end all ranks")
+
+
+def test_checkpoints_and_timers_say_when_they_act(pl):
+    message = used(RULES, "to refuse what acts on all ranks inside an epoch")
+    assert pl.callbacks.ModelCheckpoint(every_n_train_steps=3)._every_n_train_steps == 3, message
+    assert pl.callbacks.ModelCheckpoint()._every_n_train_steps == 0, message
+    assert pl.callbacks.Timer()._interval.endswith("step"), message
+
+
+def test_the_jobs_store_counts():
+    assert run_ranks(_count, 2) == [[1, 3], [1, 3]], used("comm/dispatch.py", "to hand out batches")
+
+
+def _count(rank):
+    dist.init_process_group("gloo")
+    store = dist.distributed_c10d._get_default_store()
+    own = store.add(f"own{rank}", 1)
+    store.add("common", rank + 1)
+    dist.barrier()
+    found = [own, int(store.add("common", 0))]
+    dist.barrier()
+    return found
 
 
 def test_limits_and_max_batches_say_how_long_an_epoch_is(pl):

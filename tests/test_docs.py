@@ -15,10 +15,14 @@ import pytest
 import lightning_hetero
 from lightning_hetero import BatchPlan, HeteroDDPStrategy
 from lightning_hetero.callbacks import metrics
+from lightning_hetero.callbacks.elastic import merge_metrics
 from lightning_hetero.callbacks.metrics import exchange_metrics
 from lightning_hetero.core import StepObservations
+from lightning_hetero.core.adaptive_sgd import MERGES
 from lightning_hetero.core.goodput import Candidate
+from lightning_hetero.elastic import MergeRecord
 from lightning_hetero.strategies._hetero_ddp import HeteroDDPMixin
+from lightning_hetero.strategies._hetero_elastic import HeteroElasticMixin
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -60,9 +64,9 @@ def rows(table):
     return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.strip().splitlines()[2:]]
 
 
-def settings():
-    """Keywords of the strategy's own, with their defaults."""
-    parameters = inspect.signature(HeteroDDPMixin.__init__).parameters
+def settings(strategy=HeteroDDPMixin):
+    """Keywords of a strategy's own, with their defaults."""
+    parameters = inspect.signature(strategy.__init__).parameters
     return {
         name: p.default
         for name, p in parameters.items()
@@ -159,15 +163,30 @@ def compression_metrics():
     return set(METRIC.findall(inspect.getsource(metrics.compression_metrics)))
 
 
+def elastic_metrics():
+    """Names of the metrics of a merge."""
+    record = MergeRecord(0, 2, (1, 1), (1, 1), (1, 1), (0.5, 0.5), False, (1.0, 1.0))
+    return {re.sub(r"rank\d+", "rank{i}", name) for name in merge_metrics(record, (1, 1))}
+
+
 @every_page
 def test_metrics_named_are_written(page):
-    written = metrics_written() | noise_metrics() | adaptive_metrics() | compression_metrics()
+    written = metrics_written() | noise_metrics() | adaptive_metrics() | compression_metrics() | elastic_metrics()
     assert set(METRIC.findall(prose(page))) <= written
 
 
 def test_metrics_of_compression_are_all_in_their_page():
     page = TEXTS[ROOT / "docs" / "compression.md"]
     assert set(re.findall(r"^\| `(hetero/[^`]+)` \|", page, re.M)) == compression_metrics()
+
+
+def test_metrics_and_settings_of_elastic_averaging_are_all_in_their_page():
+    page = TEXTS[ROOT / "docs" / "elastic.md"]
+    assert set(re.findall(r"^\| `(hetero/[^`]+)` \|", page, re.M)) == elastic_metrics()
+    listed = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", page, re.M)
+    assert {name: ast.literal_eval(default) for name, default in listed} == settings(HeteroElasticMixin)
+    rules = re.findall(r'^\| `"(\w+)"` \|', page, re.M)
+    assert rules == list(MERGES)
 
 
 def test_metrics_of_the_noise_scale_are_all_in_their_page():
@@ -195,7 +214,7 @@ def test_reference_lists_every_public_name():
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), name
     public = {name for name in lightning_hetero.__all__ if not name.startswith("_")}
-    assert public <= {name.rpartition(".")[2] for name in named} | {"HeteroDDPStrategy"}
+    assert public <= {name.rpartition(".")[2] for name in named} | {"HeteroDDPStrategy", "HeteroElasticStrategy"}
     assert "`lightning_hetero.HeteroDDPStrategy`" in reference
 
 

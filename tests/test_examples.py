@@ -56,6 +56,16 @@ def first_that(shows, name, tries=3):
     pytest.fail(f"{name} ran {tries} times and never showed it; it printed:\n{output}")
 
 
+def test_elastic_merges_and_learns():
+    output = output_of("elastic", limit=120)
+    merges = re.findall(r"^epoch (\d) sample (\d+): updates \[(\d+), (\d+)\]", output, re.M)
+    assert [(int(epoch), int(done)) for epoch, done, *_ in merges] == [
+        (epoch, done) for epoch in range(3) for done in range(1600, 6401, 1600)
+    ]
+    assert all(int(first) + int(second) >= 25 for *_, first, second in merges)
+    assert float(re.search(r"^precision at 1: ([\d.]+)$", output, re.M)[1]) > 0.1
+
+
 @pytest.mark.parametrize("name", SHOWN)
 def test_example(name):
     pattern, total = SHOWN[name]

@@ -15,7 +15,7 @@ FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 ROOMS = (
     *("cli", "report", "simulate"),
     *("accelerate", "strategies", "callbacks"),
-    "engine",
+    *("engine", "elastic"),
     *("comm", "optim", "compression", "data", "config", "hardware"),
     "core",
 )

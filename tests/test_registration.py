@@ -81,6 +81,24 @@ def test_every_alias_makes_the_strategy_of_its_namespace(namespace, tmp_path):
     assert registered == [True] * 12, "the class takes the place of the lazy factory under all names"
 
 
+# Makes `hetero_elastic` by each alias; prints its class's module and the start methods.
+MAKE_ELASTIC = """
+import json
+from {namespace}.strategies import StrategyRegistry
+made = {{key: StrategyRegistry.get(key) for key in StrategyRegistry if key.startswith("hetero_elastic")}}
+print(json.dumps([{{key: strategy._start_method for key, strategy in made.items()}},
+                  sorted({{type(strategy).__module__ for strategy in made.values()}})]))
+"""
+
+
+@namespaces
+def test_elastic_averaging_has_its_names(namespace, tmp_path):
+    made, modules = json.loads(run(MAKE_ELASTIC.format(namespace=namespace), tmp_path))
+    methods = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+    assert made == {f"hetero_elastic{suffix}": method for suffix, method in methods.items()}
+    assert modules == [NAMESPACES[namespace].replace("_ddp", "_elastic")]
+
+
 def test_an_import_of_the_strategy_leaves_the_other_namespace_alone(tmp_path):
     code = "import sys; from lightning_hetero import HeteroDDPStrategy; print('pytorch_lightning' in sys.modules)"
     assert run(code, tmp_path) == "False"

@@ -1,7 +1,26 @@
-"""Which samples each rank sees: index streams, the uneven batch sampler, evaluation shards."""
+"""Which samples each rank sees: index streams, samplers, evaluation shards; and sparse multi-label data."""
 
+from lightning_hetero.data.claims import ClaimedBatchSampler, MegaBatch
 from lightning_hetero.data.evaluation import EvaluationBatchSampler
+from lightning_hetero.data.multilabel import SparseBatch, SparseMultiLabelDataset, load_libsvm, sparse_loader
 from lightning_hetero.data.sampler import UnevenBatchSampler
 from lightning_hetero.data.stream import IndexStream, PermutationStream, SamplerStream
+from lightning_hetero.data.synthetic import AMAZON_670K, DELICIOUS_200K, SparseShape, synthetic_multilabel
 
-__all__ = ["EvaluationBatchSampler", "IndexStream", "PermutationStream", "SamplerStream", "UnevenBatchSampler"]
+__all__ = [
+    "AMAZON_670K",
+    "DELICIOUS_200K",
+    "ClaimedBatchSampler",
+    "EvaluationBatchSampler",
+    "IndexStream",
+    "MegaBatch",
+    "PermutationStream",
+    "SamplerStream",
+    "SparseBatch",
+    "SparseMultiLabelDataset",
+    "SparseShape",
+    "UnevenBatchSampler",
+    "load_libsvm",
+    "sparse_loader",
+    "synthetic_multilabel",
+]

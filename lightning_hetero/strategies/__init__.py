@@ -1,6 +1,7 @@
 """Lightning strategies; one module per namespace, so that neither drags in the other.
 
-``lightning_ddp`` is for ``lightning.pytorch``, ``pytorch_lightning_ddp`` for the standalone ``pytorch_lightning``.
+``lightning_ddp`` and ``lightning_elastic`` are for ``lightning.pytorch``, ``pytorch_lightning_ddp`` and
+``pytorch_lightning_elastic`` for the standalone ``pytorch_lightning``.
 """
 
 __all__: list[str] = []

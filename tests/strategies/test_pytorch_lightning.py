@@ -23,7 +23,7 @@ class Module(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         x, y, indices = batch
         engine = getattr(self.trainer.strategy, "engine", None)
-        self.seen += [] if engine is not None and engine.own_size == 0 else indices.tolist()
+        self.seen += [] if getattr(engine, "own_size", None) == 0 else indices.tolist()
         loss = nn.functional.mse_loss(self.net(x), y)
         self.log("train", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
@@ -95,3 +95,17 @@ def _bad(rank):
 
 def test_errors_are_those_of_the_namespace():
     run_ranks(_bad, 2, timeout=60)
+
+
+def _elastic(rank):
+    from lightning_hetero.strategies.pytorch_lightning_elastic import HeteroElasticStrategy
+
+    return _fit(rank, HeteroElasticStrategy(merge="adaptive", mega_batch_size=16), 2, 4)
+
+
+def test_elastic_averaging():
+    for results in (run_ranks(_elastic, 2), run_ranks(_fit, 2, "hetero_elastic", 2, 4)):
+        assert {r["strategy"] for r in results} == {"lightning_hetero.strategies.pytorch_lightning_elastic"}
+        assert sorted(i for r in results for i in r["seen"]) == sorted([*range(N)] * EPOCHS)
+        np.testing.assert_array_equal(results[0]["weights"], results[1]["weights"])
+        assert results[0]["metrics"] == results[1]["metrics"]

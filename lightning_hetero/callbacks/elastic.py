@@ -1,0 +1,58 @@
+"""What elastic averaging has to do at the end of each batch and epoch, and the metrics of a merge."""
+
+from typing import Any
+
+from lightning_hetero.elastic import MergeRecord
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:  # only the standalone package is installed
+    from pytorch_lightning import Callback  # type: ignore[assignment]
+
+__all__ = ["ElasticCallback", "merge_metrics"]
+
+
+def merge_metrics(record: MergeRecord, batch_sizes: tuple[int, ...]) -> dict[str, float]:
+    """Metrics of one mega-batch; ``hetero/idle_fraction`` is what the ranks waited for the last, of all their time.
+
+    Args:
+        record: the merge at its end.
+        batch_sizes: that hold from now on.
+
+    Example:
+        >>> record = MergeRecord(0, 64, (8, 8), (6, 2), (48, 16), (0.75, 0.25), False, (1.0, 1.0))
+        >>> metrics = merge_metrics(record, (8, 6))
+        >>> metrics["hetero/updates/rank0"], metrics["hetero/local_batch_size/rank1"], metrics["hetero/idle_fraction"]
+        (6.0, 6.0, 0.0)
+    """
+    busy = record.busy
+    metrics = {
+        "hetero/perturbed": float(record.perturbed),
+        "hetero/idle_fraction": 1.0 - sum(busy) / len(busy) / max(*busy, 1e-9),
+    }
+    for rank, size in enumerate(batch_sizes):
+        metrics[f"hetero/local_batch_size/rank{rank}"] = float(size)
+        metrics[f"hetero/updates/rank{rank}"] = float(record.updates[rank])
+        metrics[f"hetero/merge_weight/rank{rank}"] = record.weights[rank]
+    return metrics
+
+
+class ElasticCallback(Callback):
+    """Installed by ``hetero_elastic`` before all other callbacks, which then see the merged model."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Claim the next batch, or merge."""
+        strategy = trainer.strategy
+        record = strategy.end_batch()
+        if record is not None and trainer.world_size > 1:
+            metrics = merge_metrics(record, strategy.engine.batch_sizes)
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Make sure that this rank did not leave the others behind.
+
+        Raises:
+            RuntimeError: if it left the epoch inside a mega-batch.
+        """
+        trainer.strategy.engine.require_merged("leaving an epoch (a skipped batch, trainer.should_stop)")

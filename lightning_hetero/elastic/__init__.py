@@ -1,0 +1,7 @@
+"""Elastic averaging for irregular work (Adaptive SGD), free of any trainer."""
+
+from lightning_hetero.elastic.config import ElasticConfig
+from lightning_hetero.elastic.engine import ElasticEngine, MergeRecord
+from lightning_hetero.elastic.replicas import Replica
+
+__all__ = ["ElasticConfig", "ElasticEngine", "MergeRecord", "Replica"]

@@ -1,0 +1,115 @@
+"""One rank's replica of the model: its norm, its part in a merge, and what the next merge needs of the global model."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_hetero.comm.merging import synchronize, weighted_sums
+from lightning_hetero.core.adaptive_sgd import MergeRule
+
+__all__ = ["Replica"]
+
+
+class Replica:
+    """The model that a rank trains, and the global one that it came from.
+
+    After a merge the module holds the global model. Where replicas keep something of their own (CROSSBOW), that comes
+    back with :meth:`resume`, so that what is validated or saved in between is the global model.
+
+    Args:
+        module: whose trainable parameters are merged; frozen ones are equal on all ranks and stay as they are.
+        rule: merge rule.
+        momentum: ``gamma``.
+        world_size: number of ranks.
+
+    Example:
+        >>> from lightning_hetero.core.adaptive_sgd import MERGES
+        >>> replica = Replica(nn.Linear(1, 1), MERGES["mean"], momentum=0.9, world_size=1)
+        >>> replica.merge(1.0, share=1.0, diverged=False)
+    """
+
+    def __init__(self, module: nn.Module, rule: MergeRule, *, momentum: float, world_size: int) -> None:
+        self.module, self.rule, self.momentum, self.world_size = module, rule, momentum, world_size
+        self._current: dict[str, torch.Tensor] = {}
+        self._previous: dict[str, torch.Tensor] = {}
+        self._own: dict[str, torch.Tensor] = {}
+
+    def synchronize(self) -> None:
+        """Give all ranks rank 0's model; collective."""
+        tensors: dict[str, torch.Tensor] = dict(self.module.named_parameters())
+        synchronize(tensors | dict(self.module.named_buffers()), world_size=self.world_size)
+        self._remember()
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Trainable parameters by name."""
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def norm(self) -> float:
+        """``||w_i||_2 / |w|``: the norm over the number of parameters; not finite if one of them is not."""
+        parameters = list(self.parameters.values())
+        norms = torch.stack([torch.linalg.vector_norm(p.detach()).double() for p in parameters])
+        return float(torch.linalg.vector_norm(norms)) / sum(p.numel() for p in parameters)
+
+    @torch.no_grad()
+    def merge(self, weight: float, *, share: float, diverged: bool) -> None:
+        """``w' = sum_i alpha_i w_i + gamma (w - w_p)``; collective.
+
+        Args:
+            weight: ``alpha_i``.
+            share: of this rank in the means of floating-point buffers; they sum to 1. Other buffers take the largest.
+            diverged: whether this replica is not finite, so that nothing of it is kept.
+        """
+        if self.world_size == 1:
+            return
+        parameters = self.parameters
+        for name, merged in weighted_sums(parameters, weight, world_size=self.world_size):
+            parameter, before = parameters[name], self._current.get(name)
+            if self.rule.elastic and before is not None:
+                own = before if diverged else parameter
+                self._own[name] = own - self.rule.pull(self.world_size) * (own - before)
+            if self.rule.momentum and before is not None:
+                merged = merged + self.momentum * (before - self._previous[name])
+                self._previous[name] = before
+            parameter.copy_(merged)
+        self._merge_buffers(share)
+        self._remember()
+
+    def _merge_buffers(self, share: float) -> None:
+        named = dict(self.module.named_buffers())
+        floating = {name: buffer for name, buffer in named.items() if buffer.is_floating_point()}
+        for name, merged in weighted_sums(floating, share, world_size=self.world_size):
+            floating[name].copy_(merged)
+        for name in sorted(set(named) - set(floating)):
+            largest = named[name].to(torch.int64)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+            named[name].copy_(largest)
+
+    def _remember(self) -> None:
+        """Keep what the next merge needs of the model that all ranks have now."""
+        if self.world_size == 1 or not (self.rule.momentum or self.rule.elastic):
+            return
+        for name, parameter in self.parameters.items():
+            self._current[name] = parameter.detach().clone()
+            self._previous[name] = self._previous.get(name, self._current[name]).to(parameter.device)
+
+    @torch.no_grad()
+    def resume(self) -> None:
+        """Put what the replica kept of its own back into the module."""
+        for name, parameter in self.parameters.items():
+            if name in self._own:
+                parameter.copy_(self._own[name])
+        self._own = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The global model before the last one (equal on all ranks), and what this replica keeps of its own."""
+        return {
+            "previous": {name: tensor.cpu() for name, tensor in self._previous.items()},
+            "own": {name: tensor.cpu() for name, tensor in self._own.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        self._previous, self._own = dict(state["previous"]), dict(state["own"])

@@ -1,0 +1,15 @@
+"""``hetero_elastic`` for ``lightning.pytorch``."""
+
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+from lightning_hetero.strategies._hetero_elastic import HeteroElasticMixin
+from lightning_hetero.strategies._registration import register
+
+__all__ = ["HeteroElasticStrategy"]
+
+
+class HeteroElasticStrategy(HeteroElasticMixin, DDPStrategy):
+    """Replicas that are averaged, for unequal workers and irregular work; arguments: :class:`HeteroElasticMixin`."""
+
+
+register(HeteroElasticStrategy, StrategyRegistry)

@@ -1,0 +1,123 @@
+"""The engine with no trainer: a plain training loop of torch, as Fabric and Accelerate users can write it."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_hetero.comm import PlanMismatchError
+from lightning_hetero.core.adaptive_sgd import MERGES, AdaptiveSettings, merge_weights
+from lightning_hetero.data import PermutationStream
+from lightning_hetero.elastic import ElasticConfig, ElasticEngine, Replica
+from tests.helpers import Points, run_ranks
+
+
+def _plain_loop(rank, merge):
+    dist.init_process_group("gloo")
+    torch.manual_seed(rank)  # replicas differ until they are attached
+    model, data, seen = nn.Linear(5, 1, dtype=torch.float64), Points(30), []
+    engine = ElasticEngine(ElasticConfig(merge, mega_batch_size=12), rank=rank, world_size=2)
+    engine.attach(model)
+    sampler = engine.shard(PermutationStream(len(data), shuffle=True, seed=0), batch_size=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for x, y, indices in DataLoader(data, batch_sampler=sampler):
+            engine.begin_batch()
+            optimizer.param_groups[0]["lr"] = 0.05 * engine.lr_factor
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            seen += indices.tolist()
+            engine.end_batch()
+    dist.barrier()
+    return seen, model.weight.detach().numpy(), len(engine.merges)
+
+
+@pytest.mark.parametrize("merge", sorted(MERGES))
+def test_a_plain_training_loop(merge):
+    results = run_ranks(_plain_loop, 2, merge)
+    assert sorted(i for seen, *_ in results for i in seen) == sorted([*range(30)] * 2)
+    np.testing.assert_array_equal(results[0][1], results[1][1])
+    assert results[0][2] == results[1][2] == 6
+
+
+def _merge_twice(rank, merge, weights):
+    dist.init_process_group("gloo")
+    model = nn.Linear(3, 1, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    replica = Replica(model, MERGES[merge], momentum=0.5, world_size=2)
+    replica.synchronize()
+    history = []
+    for _ in range(2):
+        replica.resume()
+        with torch.no_grad():
+            model.weight.add_(rank + 1.0)  # what rank 0 and 1 learn
+        own = model.weight[0, 0].item()
+        replica.merge(weights[rank], share=0.5, diverged=False)
+        history.append((own, model.weight[0, 0].item()))
+    replica.resume()
+    dist.barrier()
+    return history, model.weight[0, 0].item()
+
+
+@pytest.mark.parametrize("merge", sorted(MERGES))
+def test_merges_are_the_printed_equations(merge):
+    """Two merges by hand: ``w' = sum alpha_i w_i + gamma (w - w_p)``; CROSSBOW keeps half of a distance."""
+    rule, weights = MERGES[merge], (0.25, 0.75) if merge == "adaptive" else (0.5, 0.5)
+    results = run_ranks(_merge_twice, 2, merge, weights)
+    model = previous = 1.0
+    replicas = [1.0, 1.0]
+    for turn in range(2):
+        replicas = [replicas[0] + 1.0, replicas[1] + 2.0]
+        merged = weights[0] * replicas[0] + weights[1] * replicas[1]
+        merged += 0.5 * (model - previous) if rule.momentum else 0.0
+        for rank, (history, _) in enumerate(results):
+            assert history[turn] == (pytest.approx(replicas[rank]), pytest.approx(merged))
+        pull = 0.5 if rule.elastic else 1.0
+        replicas = [w - pull * (w - model) if rule.elastic else merged for w in replicas]
+        previous, model = model, merged
+    assert [last for _, last in results] == pytest.approx(replicas)
+
+
+def _differ(rank, how):
+    dist.init_process_group("gloo")
+    config = ElasticConfig("mean" if how == "settings" and rank else "elastic")
+    engine = ElasticEngine(config, rank=rank, world_size=2)
+    engine.shard(PermutationStream(300, shuffle=True, seed=rank if how == "data" else 0), batch_size=2)
+
+
+@pytest.mark.parametrize("how", ["settings", "data"])
+def test_ranks_that_differ_are_told(how):
+    errors = run_ranks(_differ, 2, how, expect_errors=True)
+    assert [kind for _, kind, _ in errors] == [PlanMismatchError.__name__] * 2
+
+
+def test_a_batch_drawn_ahead_is_refused():
+    engine = ElasticEngine(ElasticConfig(), rank=0, world_size=1)
+    engine.attach(nn.Linear(1, 1))
+    batches = iter(engine.shard(PermutationStream(300, shuffle=False, seed=0), batch_size=2))
+    next(batches)
+    with pytest.raises(RuntimeError, match="num_workers=0"):
+        next(batches)
+
+
+def test_calls_out_of_order_are_refused():
+    engine = ElasticEngine(ElasticConfig(), rank=0, world_size=1)
+    with pytest.raises(RuntimeError, match="no batch drawn"):
+        engine.end_batch()
+    with pytest.raises(RuntimeError, match="call attach"):
+        engine.begin_batch()
+
+
+def test_perturbation_moves_the_merged_model():
+    """With weights that are perturbed the model is another one than without: the decision reaches the parameters."""
+    settings = AdaptiveSettings(8, renormalize=False)
+    found = merge_weights(MERGES["adaptive"], (8, 8), (3, 1), (0.01, 0.01), settings)
+    plain = merge_weights(MERGES["adaptive"], (8, 8), (3, 1), (0.5, 0.5), settings)
+    first, second = (run_ranks(_merge_twice, 2, "adaptive", w.weights)[0][0] for w in (found, plain))
+    assert first[0][1] == pytest.approx(2 * 0.825 + 3 * 0.225)
+    assert second[0][1] == pytest.approx(2 * 0.75 + 3 * 0.25)

@@ -1,0 +1,71 @@
+"""Elastic runs on forked ranks whose batches are claimed in the order of a virtual clock, so that counts are exact."""
+
+import time
+
+import lightning as L
+import torch
+
+from lightning_hetero import HeteroElasticStrategy
+from lightning_hetero.comm.dispatch import BatchDispatcher, job_store
+from tests.helpers import Points, Regressor, fit, run_ranks
+
+
+class VirtualClock(BatchDispatcher):
+    """Lets a rank claim only when its virtual time, the samples it trained on times its cost, is the least of all."""
+
+    def __init__(self, rank, costs):
+        super().__init__(job_store(), rank, len(costs))
+        self.cost, self.now = costs[rank], 0.0
+
+    def claim(self, size):
+        self._store.set(f"{self._key}/time/{self.rank}", repr(self.now))
+        others = [r for r in range(self.world_size) if r != self.rank]
+        while any((self._time(r), r) < (self.now, self.rank) for r in others):
+            time.sleep(0.0005)
+        return super().claim(size)
+
+    def _time(self, rank):
+        key = f"{self._key}/time/{rank}"
+        return float(self._store.get(key)) if self._store.check([key]) else -1.0
+
+    def arrive(self):
+        self._store.set(f"{self._key}/time/{self.rank}", "inf")
+        self.now = 0.0
+        super().arrive()
+
+
+class Clocked(L.Callback):
+    """Puts the virtual clock in, and lets it run."""
+
+    def __init__(self, costs):
+        self.costs = costs
+
+    def on_fit_start(self, trainer, pl_module):
+        trainer.strategy.engine.dispatcher = VirtualClock(trainer.global_rank, self.costs)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        clock = trainer.strategy.engine.dispatcher
+        clock.now += clock.cost * len(batch[0])
+
+
+def _fit(rank, world_size, batch_size, arguments, costs, kwargs):
+    torch.manual_seed(0)
+    strategy = HeteroElasticStrategy(**arguments)
+    model = kwargs.pop("model", Regressor)()
+    callbacks = [*kwargs.pop("callbacks", []), *([Clocked(costs)] if costs else [])]
+    result = fit(
+        rank,
+        strategy,
+        world_size,
+        batch_size,
+        **{"dataset": Points(64), "model": model, "callbacks": callbacks, **kwargs},
+    )
+    outcome = getattr(model, "outcome", None)
+    return {**result, "merges": strategy.merges, "outcome": outcome, "sizes": strategy.engine.batch_sizes}
+
+
+def elastic(world_size, batch_size, arguments=None, *, costs=None, timeout=90.0, expect_errors=False, **kwargs):
+    """Results of all ranks; ``costs`` are virtual seconds of a sample on each rank."""
+    arguments = {"merge": "mean", **(arguments or {})}
+    given = (world_size, batch_size, arguments, costs, kwargs)
+    return run_ranks(_fit, world_size, *given, timeout=timeout, expect_errors=expect_errors)
