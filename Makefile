@@ -42,7 +42,10 @@ bench: venv
 	$(BIN)/python benchmarks/solver.py
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/adaptive.py
 	$(BIN)/python benchmarks/elastic.py
+	$(BIN)/python benchmarks/compression.py
+	$(BIN)/python benchmarks/wan.py
 
 docs: venv
 	$(INSTALL) --no-build-isolation -e '.[docs]'

@@ -1,8 +1,8 @@
 """Two clusters with a thin link: step time, time to a target loss, and bytes, for sums and compressors.
 
-Two emulated nodes (``benchmarks/cluster.py``; needs root) stand for the clusters' leaders. Both train one network on the
-digits; between them the link has 100, 500 or 1000 Mbit/s. ``--local`` runs on the loopback, with no limits and no root;
-its bytes are those of all that runs on the machine.
+Two emulated nodes (``benchmarks/cluster.py``; needs root) stand for the leaders of two clusters. Both train one network
+on the digits; between them the link has 100, 500 or 1000 Mbit/s. ``--local`` runs on the loopback, with no limits and
+no root; its bytes are those of all that runs on the machine.
 """
 
 import argparse

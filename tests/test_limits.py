@@ -341,6 +341,17 @@ def comm_hook():
         assert not np.array_equal(ours["weights"], exact["weights"]), "the hook was not used"
 
 
+@case("`compression`")
+def compression():
+    single = {"dtype": torch.float32}
+    exact = epochs_of(run(model=Model(**single), data=points(**single)))
+    whole = {**SPLIT, "compression": "block_topk(density=1.0, value_dtype='float32')"}
+    ours = epochs_of(run(model=Model(**single), data=points(**single), strategy=whole))
+    np.testing.assert_allclose(ours["weights"], exact["weights"], rtol=1e-4, atol=1e-6)
+    for name in ("block_topk", "powersgd", "fp16", "bf16"):
+        epochs_of(run(model=Model(**single), data=points(**single), strategy={**SPLIT, "compression": name}))
+
+
 @case("model averaging (`model_averaging_period`)")
 def model_averaging():
     refused("[Ll]eave", strategy={"model_averaging_period": 2})

@@ -130,7 +130,7 @@ class BlockExchange:
     def __call__(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Take one bucket; DDP hands them over in the same order on all ranks."""
         self.hook.exact_sum, self.hook.one_message = self.dense, not self.dense
-        self._packs = None
+        self.hook.step_dropped, self._packs = False, None
         if self.dense:
             buffer = bucket.buffer().div_(self.world_size)
             if bucket.is_last():

@@ -16,7 +16,7 @@ from lightning_hetero.compression.wire import NON_FINITE, MessageFormat
 
 __all__ = ["BlockEncoder"]
 
-CHUNK = 131_072
+CHUNK = 262_144
 
 
 class BlockEncoder:

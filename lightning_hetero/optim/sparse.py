@@ -111,11 +111,12 @@ class SparseOptimizer(torch.optim.Optimizer):
             owed = self._steps - settled[p][where]
             for view, chosen in _parts(p, where, self.block):
                 flat = [view(t) for t in (p, *self._buffers(p))]
-                parts = [t[chosen.rows] for t in flat]
-                self._pay(parts, self._row(table, owed[chosen.mask], p))
-                self._apply(group, parts, view(p.grad)[chosen.rows], self._steps_of(p) + 1)
+                parts = [t.index_select(0, chosen.rows) for t in flat]
+                if self._owes(group):
+                    self._pay(parts, self._row(table, owed[chosen.mask], p))
+                self._apply(group, parts, view(p.grad).index_select(0, chosen.rows), self._steps_of(p) + 1)
                 for whole, part in zip(flat, parts, strict=True):
-                    whole[chosen.rows] = part
+                    whole.index_copy_(0, chosen.rows, part)
             settled[p][where] = self._steps + 1
             self._count(p)
         tables[number] = self._extended(table, group, self._steps_of(group["params"][0]))
@@ -126,7 +127,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             for number, group in enumerate(self.param_groups):
                 for p in group["params"]:
-                    if p not in settled or number not in tables:
+                    if p not in settled or number not in tables or not self._owes(group):
                         continue
                     where = torch.arange(len(settled[p]), device=p.device)
                     owed = self._steps - settled[p]
@@ -146,6 +147,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         return rows.T.unsqueeze(-1)
 
     # what each optimizer says of itself
+
+    def _owes(self, group: dict[str, Any]) -> bool:
+        """Whether a step without a gradient changes anything."""
+        return True
 
     def _start(self, group: dict[str, Any]) -> np.ndarray:
         raise NotImplementedError
@@ -228,6 +233,9 @@ class SparseSGD(SparseOptimizer, torch.optim.SGD):
             for p in group["params"]
             if group["momentum"]
         )
+
+    def _owes(self, group: dict[str, Any]) -> bool:
+        return bool(group["weight_decay"] or (group["momentum"] and self.pay == "later"))
 
     def _start(self, group: dict[str, Any]) -> np.ndarray:
         return np.array([[1.0, 0.0, 0.0, 1.0]])
