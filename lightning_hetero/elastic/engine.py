@@ -31,6 +31,9 @@ __all__ = ["ElasticEngine", "MergeRecord"]
 
 log = logging.getLogger("lightning_hetero")
 
+NOTABLE = 0.1
+"""Share by which a batch size has to change to be told in the log."""
+
 
 @dataclass(frozen=True)
 class MergeRecord:
@@ -126,6 +129,7 @@ class ElasticEngine:
         self._replica = Replica(module, self.config.rule, momentum=settings.momentum, world_size=self.world_size)
         if self._replica_state is not None:
             self._replica.load_state_dict(self._replica_state)
+            self._replica_state = None
         self._replica.synchronize()
 
     def shard(
@@ -306,7 +310,8 @@ class ElasticEngine:
         if self.config.rule.scales and self.world_size > 1:
             self.batch_sizes = scale_batch_sizes(self.batch_sizes, updates, self._settings)
         if self.rank == 0 and self.world_size > 1:
-            level = logging.INFO if self.batch_sizes != record.batch_sizes else logging.DEBUG
+            changes = (abs(new - old) / old for new, old in zip(self.batch_sizes, record.batch_sizes, strict=True))
+            level = logging.INFO if max(changes) > NOTABLE else logging.DEBUG
             log.log(level, "merge at epoch %d sample %d: %s", epoch, mega.stop, record.describe())
         return record
 

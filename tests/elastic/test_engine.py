@@ -14,21 +14,42 @@ from lightning_hetero.elastic import ElasticConfig, ElasticEngine, Replica
 from tests.helpers import Points, run_ranks
 
 
-def _plain_loop(rank, merge):
+def _torch():
     dist.init_process_group("gloo")
+    return lambda loader: loader, torch.Tensor.backward
+
+
+def _fabric():
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    return lambda loader: fabric.setup_dataloaders(loader, use_distributed_sampler=False), fabric.backward
+
+
+def _accelerate():
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    return lambda loader: loader, accelerator.backward
+
+
+def _loop(rank, merge, front_end):
+    loaded, backward = front_end()
     torch.manual_seed(rank)  # replicas differ until they are attached
     model, data, seen = nn.Linear(5, 1, dtype=torch.float64), Points(30), []
     engine = ElasticEngine(ElasticConfig(merge, mega_batch_size=12), rank=rank, world_size=2)
     engine.attach(model)
     sampler = engine.shard(PermutationStream(len(data), shuffle=True, seed=0), batch_size=3)
+    loader = loaded(DataLoader(data, batch_sampler=sampler))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for epoch in range(2):
         sampler.set_epoch(epoch)
-        for x, y, indices in DataLoader(data, batch_sampler=sampler):
+        for x, y, indices in loader:
             engine.begin_batch()
             optimizer.param_groups[0]["lr"] = 0.05 * engine.lr_factor
             optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
+            backward(nn.functional.mse_loss(model(x), y))
             optimizer.step()
             seen += indices.tolist()
             engine.end_batch()
@@ -36,12 +57,22 @@ def _plain_loop(rank, merge):
     return seen, model.weight.detach().numpy(), len(engine.merges)
 
 
-@pytest.mark.parametrize("merge", sorted(MERGES))
-def test_a_plain_training_loop(merge):
-    results = run_ranks(_plain_loop, 2, merge)
+def check_loop(merge, front_end):
+    results = run_ranks(_loop, 2, merge, front_end)
     assert sorted(i for seen, *_ in results for i in seen) == sorted([*range(30)] * 2)
     np.testing.assert_array_equal(results[0][1], results[1][1])
     assert results[0][2] == results[1][2] == 6
+
+
+@pytest.mark.parametrize("merge", sorted(MERGES))
+def test_a_plain_training_loop(merge):
+    check_loop(merge, _torch)
+
+
+@pytest.mark.parametrize("front_end", [_fabric, _accelerate])
+def test_a_loop_of_fabric_or_accelerate(front_end):
+    """Their launch, loaders and backward; the model is not prepared, since that would average gradients."""
+    check_loop("adaptive", front_end)
 
 
 def _merge_twice(rank, merge, weights):

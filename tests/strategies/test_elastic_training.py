@@ -12,14 +12,16 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
     ModelCheckpoint,
+    RichProgressBar,
     Timer,
+    TQDMProgressBar,
 )
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import GNSCallback, HeteroElasticStrategy, PerfModelCallback
 from lightning_hetero.core.adaptive_sgd import MERGES
-from tests.helpers import Points, Regressor, covered, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, covered, fit, run_ranks, trainer_of
 from tests.strategies.elastic_helpers import elastic
 
 COSTS = (1.0, 2.5)
@@ -65,17 +67,25 @@ def test_resume_is_as_if_there_had_been_no_break(tmp_path, merge, inside):
     assert len(covered(resumed, 0)) == (16 if inside else 0)
 
 
-def test_resume_with_another_number_of_workers_and_from_plain_ddp(tmp_path):
+def test_resume_with_another_number_of_workers_and_to_and_from_plain_ddp(tmp_path):
     saving = {"enable_checkpointing": True, "max_epochs": 1}
     elastic(2, 4, SLOW, callbacks=[ModelCheckpoint(tmp_path, filename="two")], **saving)
     resumed = elastic(3, 4, {"merge": "adaptive", **SLOW}, ckpt_path=str(tmp_path / "two.ckpt"))
     assert covered(resumed, 1) == list(range(64))
     assert not covered(resumed, 0)
     assert len({tuple(r["weights"]) for r in resumed}) == 1
+    for strategy in ("ddp", "hetero_ddp"):
+        resumed = run_ranks(_resume, 2, strategy, str(tmp_path / "two.ckpt"))
+        assert covered(resumed, 1) == list(range(64))
+        assert not covered(resumed, 0)
     run_ranks(_ddp_until, 2, str(tmp_path / "plain"))
     resumed = elastic(2, 4, SLOW, ckpt_path=str(tmp_path / "plain" / "ddp.ckpt"))
     assert covered(resumed, 1) == list(range(64))
     assert not covered(resumed, 0)
+
+
+def _resume(rank, strategy, path):
+    return fit(rank, strategy, 2, 4, ckpt_path=path)
 
 
 def _ddp_until(rank, folder):
@@ -419,6 +429,12 @@ def test_a_worker_that_is_asked_to_end_tells_all_at_the_merge(tmp_path):
     errors = elastic(2, 4, SLOW, model=Signalled, callbacks=[SavesAtTheEnd(path)], expect_errors=True, timeout=30)
     assert [kind for _, kind, _ in errors] == ["SIGTERMException"] * 2
     assert torch.load(path, weights_only=True)["hetero_elastic"]["position"] == [0, 24]
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_progress_bars(bar, capfd):
+    results = elastic(2, 4, SLOW, costs=COSTS, model=Validated, callbacks=[bar()], enable_progress_bar=True)
+    assert covered(results, 1) == list(range(64))
 
 
 @pytest.mark.parametrize("alias", ["hetero_elastic_fork", "hetero_elastic_spawn"])
