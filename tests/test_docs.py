@@ -12,8 +12,8 @@ import pytest
 
 import lightning_hetero
 from lightning_hetero import BatchPlan, HeteroDDPStrategy
-from lightning_hetero.callbacks.metrics import exchange_metrics
 from lightning_hetero.core import StepObservations
+from lightning_hetero.core.metrics import exchange_metrics
 from lightning_hetero.strategies._hetero_ddp import HeteroDDPMixin
 
 ROOT = Path(__file__).parents[1]

@@ -6,7 +6,7 @@ engine, which gathers observations, lets rank 0 decide and adopts the plan on al
 
 from typing import Any
 
-from lightning_hetero.callbacks.metrics import exchange_metrics
+from lightning_hetero.core.metrics import exchange_metrics
 from lightning_hetero.core.planner import PLANNERS, PerfModelPlanner, Planner, ProportionalPlanner
 from lightning_hetero.core.validation import check_number
 from lightning_hetero.engine import HeteroEngine
