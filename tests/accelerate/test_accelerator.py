@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from tests.accelerate.loop import every_sample_once, global_batches, replay, train
 from tests.helpers import run_ranks
+from tests.loops import accelerate_loop, every_sample_once, global_batches, replay
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 
 
 def _train(rank, plugin, batch_size, kwargs):
-    return train(rank, plugin, batch_size, **kwargs)
+    return accelerate_loop(rank, plugin, batch_size, **kwargs)
 
 
 def run(plugin, world_size, batch_size=5, **kwargs):
@@ -22,14 +22,6 @@ def check(results, **kwargs):
     expected = replay(results, schedule=len(results), **kwargs)
     for result in results:
         np.testing.assert_allclose(result["weights"], expected, **EXACT)
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("sizes", [(1, 3), (5, 0), (7, 2, 1)], ids=str)
-def test_weights_equal_one_process(sizes, accumulate):
-    results = run({"local_batch_sizes": sizes}, len(sizes), accumulate=accumulate)
-    check(results, accumulate=accumulate)
-    assert [len(i) for _, _, i in results[0]["seen"][:2]] == [sizes[0]] * 2
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -44,12 +36,6 @@ def test_changing_plans_change_the_next_batch_and_not_the_result(workers):
             holding = [sizes for e, s, sizes in history if (e, s) <= (epoch, step)][-1]
             if step < 6 or workers == 0:
                 assert len(indices) in (holding[rank], *([] if step < 6 else range(10)))
-
-
-def test_another_total_batch_changes_the_number_of_steps():
-    results = run({"replan": 1000}, 2, plans={(0, 0): (14, 7)})
-    check(results)
-    assert [len(batch) for batch in global_batches(results)] == [10, 10, 21, 21, 8, 21, 21, 21, 7]
 
 
 def test_clipping_by_norm():
@@ -83,12 +69,3 @@ def test_resume_is_identical(tmp_path, step, workers):
         assert part["seen"] == full["seen"][step:]
         np.testing.assert_array_equal(part["weights"], full["weights"])
         assert part["lr"] == full["lr"]
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_resume_with_another_number_of_workers_takes_each_sample_once(tmp_path, world_size):
-    folder = str(tmp_path / "state")
-    whole = run({}, 2, save={3: folder})
-    rest = run({}, world_size, resume=folder)
-    before = [{"seen": r["seen"][:3]} for r in whole]
-    every_sample_once([*before, *rest])

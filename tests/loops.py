@@ -1,11 +1,15 @@
-"""A training loop of Accelerate's as users write it, and its replay on one process."""
+"""One training through each front end, written as users write it, and its replay on one process in plain torch.
+
+Every function trains on one rank and returns the weights, the plans, and what it saw as (epoch, step, samples that
+count) of each batch. ``plans`` maps (epoch, step) to sizes to adopt then, ``save`` a number of steps to a place.
+"""
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.helpers import Points
+from tests.helpers import Points, Regressor, fit
 
 SAMPLES = 70  # ragged: no total below divides it
 
@@ -19,7 +23,7 @@ def flat(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().copy()
 
 
-def train(
+def accelerate_loop(
     rank,
     plugin,
     batch_size,
@@ -31,9 +35,10 @@ def train(
     workers=0,
     save=None,
     resume=None,
+    scheduled=True,
     **kwargs,
 ):
-    """Train on this rank; ``plans`` maps (epoch, step) to sizes to adopt, ``save`` a step of all to a folder."""
+    """Accelerate; also a schedule, clipping, and what ``gather_for_metrics`` returns."""
     from accelerate.utils import set_seed
 
     from lightning_hetero import BatchPlan
@@ -67,7 +72,8 @@ def train(
                 if clip is not None and accelerator.sync_gradients:
                     norms.append(float(accelerator.clip_grad_norm_(model.parameters(), clip)))
                 optimizer.step()
-                scheduler.step()
+                if scheduled:
+                    scheduler.step()
                 optimizer.zero_grad()
             metrics.append(accelerator.gather_for_metrics(index).tolist())
             if plans and (epoch, step) in plans:
@@ -86,6 +92,89 @@ def train(
     }
     accelerator.end_training()
     return result
+
+
+def fabric_loop(
+    rank, settings, batch_size, *, world_size, epochs=2, accumulate=1, plans=None, save=None, resume=None, **kwargs
+):
+    """Fabric, with its own way to accumulate."""
+    from lightning.fabric import Fabric
+
+    from lightning_hetero import BatchPlan
+    from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy
+
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=HeteroDDPStrategy(**settings), **kwargs)
+    fabric.launch()
+    model = network(torch.float32 if "precision" in kwargs else torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer = fabric.setup(model, optimizer)
+    dtype = torch.float32 if "precision" in kwargs else torch.float64
+    loader = fabric.setup_dataloaders(DataLoader(Points(SAMPLES, dtype=dtype), batch_size, shuffle=True))
+    state = {"model": model, "optimizer": optimizer, "loader": loader, "epoch": 0}
+    if resume is not None:
+        fabric.load(resume, state)
+    session, seen, steps = fabric.strategy.session, [], 0
+    for epoch in range(state["epoch"], epochs):
+        for x, y, index in loader:
+            step = session.position[1] - 1
+            seen.append((epoch, step, index[: session.engine.own_size].tolist()))
+            final = (step + 1) % accumulate == 0 or step + 1 == len(loader)
+            with fabric.no_backward_sync(model, enabled=not final):
+                fabric.backward(nn.functional.mse_loss(model(x), y) / accumulate)
+            if final:
+                optimizer.step()
+                optimizer.zero_grad()
+            if plans and (epoch, step) in plans:
+                fabric.strategy.adopt(BatchPlan(sum(plans[epoch, step]), plans[epoch, step]))
+            steps += 1
+            if save is not None and steps in save:
+                fabric.save(save[steps], {**state, "epoch": epoch})
+    history = [(e.epoch, e.step, e.plan.local_batch_sizes) for e in fabric.strategy.plan_history]
+    result = {"weights": flat(model), "seen": seen, "history": history, "rank": fabric.global_rank}
+    fabric.strategy.teardown()
+    return result
+
+
+def lightning_loop(
+    rank, settings, batch_size, *, world_size, epochs=2, accumulate=1, plans=None, save=None, resume=None
+):
+    """Lightning's Trainer."""
+    return fit(
+        rank,
+        settings,
+        world_size,
+        batch_size,
+        model=Planned(plans or {}, save or {}),
+        dataset=Points(SAMPLES),
+        max_epochs=epochs,
+        accumulate_grad_batches=accumulate,
+        ckpt_path=resume,
+    )
+
+
+class Planned(Regressor):
+    """Adopts plans and saves at given steps."""
+
+    def __init__(self, plans, save):
+        super().__init__()
+        self.plans, self.save, self.steps = plans, save, 0
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        from lightning_hetero import BatchPlan
+
+        self.steps += 1
+        sizes = self.plans.get((self.trainer.current_epoch, batch_idx))
+        if sizes is not None:
+            self.trainer.strategy.adopt(BatchPlan(sum(sizes), sizes))
+        if self.steps in self.save:
+            self.trainer.save_checkpoint(self.save[self.steps])
+
+
+def _accelerate(rank, settings, batch_size, *, world_size, **kwargs):
+    return accelerate_loop(rank, settings, batch_size, scheduled=False, **kwargs)
+
+
+FRONT_ENDS = {"lightning": lightning_loop, "fabric": fabric_loop, "accelerate": _accelerate}
 
 
 def global_batches(results):
