@@ -135,11 +135,11 @@ class HeteroSession:
                 yield batch
         finally:
             if self._pass is mine:
-                self._rest()
+                self._leave()
 
     def _begin_pass(self) -> None:
         if self._pass is not None:
-            self._rest()
+            self._leave()
         if self._step > 0:  # the last pass was left early
             self._epoch, self._step = self._epoch + 1, 0
         skip, self._skip = self._skip or 0, None
@@ -152,15 +152,23 @@ class HeteroSession:
         assert self.engine.sampler is not None
         self.engine.sampler.set_epoch(self._epoch)
 
-    def _rest(self) -> None:
-        """No batch of the pass is at hand any more: from here to the next pass losses have weight 1, as under DDP."""
+    def _leave(self) -> None:
+        """The pass is over; the weight of its last batch holds on, for ``next(iter(loader))``."""
         self._pass = None
         self.engine.end_step()
         self._synced = self.engine.observer.synced_steps
-        self.engine.hook_state.weighted = False
-        self.engine.weighting.reset()
         if self.engine.sampler is not None:
             self.engine.sampler.set_epoch(self._epoch)
+
+    def another_loader(self) -> None:
+        """A loader that is not split begins: the running step is not measured, and outside a pass losses have weight 1.
+
+        Inside a pass, as in an evaluation every so many steps, losses keep the weight of the pass's batch.
+        """
+        self.engine.observer.discard()
+        if self._pass is None:
+            self.engine.hook_state.weighted = False
+            self.engine.weighting.reset()
 
     def _end_step(self) -> None:
         engine = self.engine
@@ -219,7 +227,7 @@ class HeteroSession:
         if not state:
             return
         if self._pass is not None:
-            self._rest()
+            self._leave()
         if self.planner is not None and state["policy"] == self._policy:
             self.planner = self.planner.loaded(state["planner"])
         self._epoch, self._step, self._restored = int(state["epoch"]), 0, state

@@ -167,18 +167,18 @@ class HeteroAccelerator(Accelerator):
             log.warning("%s. It is left to Accelerate, which splits it evenly.", reason)
         elif wanted:
             log.warning("a second training loader is split evenly; only the first one is split by speed.")
-        self._no_step_while(prepared)
+        self._announce(prepared)
         return prepared
 
-    def _no_step_while(self, loader: Any) -> None:
-        """An evaluation inside the training loop is no part of a step: that step is not measured."""
+    def _announce(self, loader: Any) -> None:
+        """Tell the session when a loader that is not split begins."""
         begin, session = loader.begin, self._session()
 
-        def discard_and_begin() -> None:
-            session.engine.observer.discard()
+        def announced() -> None:
+            session.another_loader()
             begin()
 
-        loader.begin = discard_and_begin
+        loader.begin = announced
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """As ``Accelerator.prepare_model``; no rank gets a batch of one sample if the model normalises batches."""

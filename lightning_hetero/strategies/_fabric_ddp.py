@@ -1,6 +1,7 @@
 """What turns Fabric's ``DDPStrategy`` into the heterogeneous one; free of the namespace it is mixed into."""
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -133,32 +134,37 @@ class HeteroFabricMixin:
         dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
         engine = self._running().engine
         if not _shuffles(dataloader):
-            return balanced_evaluation_loader(dataloader, engine) if self.config.balance_evaluation else dataloader
+            balanced = self.config.balance_evaluation
+            return self._announced(balanced_evaluation_loader(dataloader, engine) if balanced else dataloader)
         if self._train_loader is not None:
             log.warning("a second training loader is split evenly; only the first one is split by speed.")
-            return dataloader
+            return self._announced(dataloader)
         reason = why_not_uneven(dataloader, engine.world_size)
         if reason is None:
             self._train_loader = self._shard(dataloader)
             return self._train_loader
         if self.config.policy != "even":
             raise ValueError(f"{reason}, or set policy='even' to train as plain DDP does.")
-        return dataloader
+        return self._announced(dataloader)
 
-    def _shard(self, loader: DataLoader) -> DataLoader:
+    def _shard(self, loader: DataLoader) -> Any:
         session, stream, batches = self._running(), stream_of(loader), loader.batch_sampler
         assert stream is not None
         shared = session.shard(stream, batches.batch_size, drop_last=batches.drop_last)  # type: ignore[union-attr]
-        clone: Any = with_batch_sampler(loader, shared)
-        cls: Any = type(loader)
-
-        def iterate(self: Any) -> Iterator[Any]:
-            return session.steps(lambda: cls.__iter__(self))
-
-        clone.__class__ = type(cls.__name__, (cls,), {"__iter__": iterate, "__module__": cls.__module__})
+        clone = _iterated_by(with_batch_sampler(loader, shared), session.steps)
         clone.state_dict = lambda: {"step": session.position[1]}
         clone.load_state_dict = self._want_position
-        return clone  # type: ignore[no-any-return]
+        return clone
+
+    def _announced(self, loader: DataLoader) -> DataLoader:
+        """The loader, which tells the session when it begins."""
+        session = self._running()
+
+        def begin(open_loader: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+            session.another_loader()
+            return open_loader()
+
+        return _iterated_by(copy.copy(loader), begin) if type(loader).__iter__ is DataLoader.__iter__ else loader
 
     def _want_position(self, state: dict[str, Any]) -> None:
         self._wanted_step = int(state["step"])
@@ -217,6 +223,14 @@ class HeteroFabricMixin:
         if self.session is not None:
             self.session.close()
         super().teardown()  # type: ignore[misc]
+
+
+def _iterated_by(loader: DataLoader, iterate: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]]) -> Any:
+    """The loader, still of its class, with ``iterate(open_loader)`` as its iterator."""
+    cls: Any = type(loader)
+    methods = {"__iter__": lambda self: iterate(lambda: cls.__iter__(self)), "__module__": cls.__module__}
+    loader.__class__ = type(cls.__name__, (cls,), methods)
+    return loader
 
 
 def _shuffles(loader: Any) -> bool:
