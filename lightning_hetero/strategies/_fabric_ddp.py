@@ -143,8 +143,9 @@ class HeteroFabricMixin:
         if reason is None:
             self._train_loader = self._shard(dataloader)
             return self._train_loader
-        if self.config.policy != "even":
-            raise ValueError(f"{reason}, or set policy='even' to train as plain DDP does.")
+        if self.config.policy not in (None, "even") or self.config.local_batch_sizes is not None:
+            raise ValueError(f"{reason}, or leave the policy and the sizes out to train as plain DDP does.")
+        log.warning("%s. It is split evenly, as plain DDP does.", reason)
         return self._announced(dataloader)
 
     def _shard(self, loader: DataLoader) -> Any:
