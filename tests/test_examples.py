@@ -11,21 +11,38 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
+FOLLOWS = r"split (\d+)/(\d+) from epoch \d+ step \d+: (?:first split|optimum|speed)"
+
 # Name of the example and the split that it ends with: a pattern, and the total batch.
 SHOWN = {
     "basic": (r"split (\d+)/(\d+) from epoch \d+ step \d+: (?:first split|optimum|speed)", 256),
     "explicit_split": (r"split (170)/(86) from epoch 0 step 0: ", 256),
     "pid": (r"split (\d+)/(\d+) from epoch \d+ step \d+: compute times", 256),
     "token_weights": (r"split (\d+)/(\d+) from epoch \d+ step \d+: (?:first split|optimum|speed)", 128),
+    "fabric": (FOLLOWS, 256),
+    "accelerate_loop": (FOLLOWS, 256),
+    "cli": (r"split (\d+)/(\d+) from epoch \d+ step \d+: compute times", 256),
+    "elastic": (FOLLOWS, 256),
+    "ray_train": (FOLLOWS, 256),
     "custom_planner": (r"split (\d+)/(\d+) from epoch 0 step \d+: by samples per second, once", 256),
 }
 
 
-def output_of(name, *arguments, limit):
+# Examples that a launcher starts: its command, before the name of the script, and what comes after it.
+BIN = Path(sys.executable).parent
+TORCHRUN = [BIN / "torchrun", "--standalone", "--nproc_per_node=2"]
+LAUNCHED = {
+    "accelerate_loop": ([BIN / "lightning-hetero", "launch", "--config_file", EXAMPLES / "accelerate_loop.yaml"], []),
+    "cli": ([sys.executable], ["fit", "--config", EXAMPLES / "cli.yaml"]),
+    "elastic": (TORCHRUN, ["{tmp}"]),
+}
+
+
+def output_of(name, *arguments, limit, launcher=(sys.executable,)):
     """What an example prints; it must succeed within ``limit`` seconds, and all its processes are ended if not."""
     process = subprocess.Popen(
-        [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        list(map(str, [*launcher, EXAMPLES / f"{name}.py", *arguments])),
+        env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -47,9 +64,12 @@ def test_every_example_is_tested():
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_example(name):
+def test_example(name, tmp_path):
+    if name == "ray_train":
+        pytest.importorskip("ray", reason="the ray extra is not installed")
     pattern, total = SHOWN[name]
-    output = output_of(name, limit=120)
+    launcher, arguments = LAUNCHED.get(name, ([sys.executable], []))
+    output = output_of(name, *(str(a).format(tmp=tmp_path) for a in arguments), limit=180, launcher=launcher)
     found = re.findall(pattern, output)
     assert found, output
     assert sum(map(int, found[-1])) == total
