@@ -16,9 +16,21 @@ from lightning_hetero.core.planner import PLANNERS, Planner
 from lightning_hetero.data.stream import IndexStream
 from lightning_hetero.engine import HeteroEngine
 
-__all__ = ["HeteroSession", "SessionBatches", "planner_of"]
+__all__ = ["HeteroSession", "SessionBatches", "log", "planner_of", "show_log"]
 
 log = logging.getLogger("lightning_hetero")
+
+
+def show_log() -> None:
+    """Show our lines at level INFO unless logging is set up already, as Lightning does: nothing changes silently."""
+    if not logging.getLogger().hasHandlers() and not log.handlers:
+        log.addHandler(logging.StreamHandler())
+        log.propagate = False
+    if log.level == logging.NOTSET:
+        log.setLevel(logging.INFO)
+
+
+show_log()
 
 
 def planner_of(config: HeteroConfig) -> Planner | None:

@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.session import show_log
 from lightning_hetero.strategies._loaders import (
     balanced_evaluation_loader,
     stream_of,
@@ -30,12 +30,7 @@ from lightning_hetero.strategies._registration import register
 
 __all__ = ["HeteroDDPMixin"]
 
-log = logging.getLogger("lightning_hetero")
-if not logging.getLogger().hasHandlers() and not log.handlers:  # as Lightning does: nothing changes without a word
-    log.addHandler(logging.StreamHandler())
-    log.propagate = False
-if log.level == logging.NOTSET:
-    log.setLevel(logging.INFO)
+show_log()
 
 
 class HeteroDDPMixin:
