@@ -23,6 +23,7 @@ SHOWN = {
     "accelerate_loop": (FOLLOWS, 256),
     "cli": (r"split (\d+)/(\d+) from epoch \d+ step \d+: compute times", 256),
     "elastic": (FOLLOWS, 256),
+    "mixed_devices": (FOLLOWS, 256),
     "ray_train": (FOLLOWS, 256),
     "custom_planner": (r"split (\d+)/(\d+) from epoch 0 step \d+: by samples per second, once", 256),
 }
@@ -35,6 +36,7 @@ LAUNCHED = {
     "accelerate_loop": ([BIN / "lightning-hetero", "launch", "--config_file", EXAMPLES / "accelerate_loop.yaml"], []),
     "cli": ([sys.executable], ["fit", "--config", EXAMPLES / "cli.yaml"]),
     "elastic": (TORCHRUN, ["{tmp}"]),
+    "mixed_devices": (TORCHRUN, []),
 }
 
 

@@ -155,7 +155,7 @@ class HeteroAccelerator(Accelerator):
         if known or self.hetero_session is None:
             return prepared
         if wanted and self._hetero_loader is None:
-            reason = why_not(data_loader, dispatch=self.dispatch_batches)
+            reason = why_not(data_loader, dispatch=self.dispatch_batches, stateful=self.use_stateful_dataloader)
             if reason is None:
                 self._hetero_loader = uneven_loader(
                     prepared, self.hetero_session, self.num_processes, split=self.split_batches
@@ -208,9 +208,9 @@ class HeteroAccelerator(Accelerator):
 
     @property
     def _in_pass(self) -> bool:
-        """Whether the batch at hand is one of the uneven loader."""
+        """Whether the batch at hand is one of the uneven loader, split over several ranks."""
         loader = self._hetero_loader
-        return loader is not None and self.gradient_state.active_dataloader is loader
+        return self.num_processes > 1 and loader is not None and self.gradient_state.active_dataloader is loader
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -46,10 +46,15 @@ class HeteroDataLoader(DataLoaderShard):
         return int(self.base_dataloader.batch_sampler.batch_size)
 
 
-def why_not(loader: Any, *, dispatch: bool | None) -> str | None:
+def why_not(loader: Any, *, dispatch: bool | None, stateful: bool) -> str | None:
     """Why a loader cannot be split unevenly under Accelerate, with advice; ``None`` if it can."""
     if dispatch:
         return "dispatch_batches=True hands out equal slices of each batch. Leave dispatch_batches out"
+    if stateful:
+        return (
+            "use_stateful_dataloader=True keeps a position of its own. Leave it out; load_state and "
+            "skip_first_batches(loader) go on at the exact batch"
+        )
     return why_not_uneven(loader, world_size=1)
 
 
