@@ -1,6 +1,7 @@
 """What turns Fabric's ``DDPStrategy`` into the heterogeneous one; free of the namespace it is mixed into."""
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_hetero.core.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import HeteroSession, log
+from lightning_hetero.strategies._elastic import warn_of_stale_addresses
 from lightning_hetero.strategies._loaders import (
     balanced_evaluation_loader,
     stream_of,
@@ -102,6 +104,7 @@ class HeteroFabricMixin:
 
     def setup_environment(self) -> None:
         """Join the process group, then meet the other ranks."""
+        warn_of_stale_addresses(os.environ)
         super().setup_environment()  # type: ignore[misc]
         engine = HeteroEngine(
             self.config,

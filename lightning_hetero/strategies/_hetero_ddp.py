@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_hetero.core.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import show_log
+from lightning_hetero.strategies._elastic import warn_of_stale_addresses
 from lightning_hetero.strategies._loaders import (
     balanced_evaluation_loader,
     stream_of,
@@ -183,6 +185,7 @@ class HeteroDDPMixin:
 
     def setup_environment(self) -> None:
         """Join the process group, then meet the other ranks."""
+        warn_of_stale_addresses(os.environ)
         super().setup_environment()  # type: ignore[misc]
         if self.engine is None:
             self.engine = HeteroEngine(

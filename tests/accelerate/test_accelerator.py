@@ -11,7 +11,16 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero.session import SessionBatches
 from tests.helpers import Points, run_ranks
-from tests.loops import SAMPLES, accelerate_loop, every_sample_once, flat, global_batches, network, replay
+from tests.loops import (
+    SAMPLES,
+    accelerate_loop,
+    every_sample_once,
+    flat,
+    forget_accelerate,
+    global_batches,
+    network,
+    replay,
+)
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 
@@ -81,6 +90,7 @@ def test_resume_is_identical(tmp_path, step, workers):
 def _accelerator(**kwargs):
     from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
 
+    forget_accelerate()
     plugin = HeteroPlugin(**kwargs.pop("plugin", {}))
     return HeteroAccelerator(cpu=True, hetero_plugin=plugin, **kwargs)
 
@@ -290,6 +300,7 @@ def test_the_split_follows_the_faster_process(policy):
 def _plain_state(rank, folder, kind):
     from accelerate import Accelerator
 
+    forget_accelerate()
     accelerator = Accelerator(cpu=True) if kind == "plain" else _accelerator(plugin={"local_batch_sizes": (7, 3)})
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

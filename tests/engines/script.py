@@ -11,19 +11,15 @@ import sys
 import time
 from pathlib import Path
 
+import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
-torch.set_num_threads(1)
+from lightning_hetero import HeteroDDPStrategy, PerfModelCallback
+from lightning_hetero.comm import ControlPlane
 
-import lightning as L  # noqa: E402
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
-
-from lightning_hetero import HeteroDDPStrategy, PerfModelCallback  # noqa: E402
-from lightning_hetero.comm import ControlPlane  # noqa: E402
-
-folder, batch_size, epochs = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 SAMPLES = 96
 
 
@@ -85,31 +81,32 @@ class Data(torch.utils.data.Dataset):
         return torch.full((4,), float(i), dtype=torch.float64) / SAMPLES, i
 
 
-model = Model()
-gather = ControlPlane.gather
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder, batch_size, epochs = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    model = Model()
+    gather = ControlPlane.gather
 
+    def gather_or_die(self, values):
+        if model._trainer is not None:
+            model.die("exchange")
+        return gather(self, values)
 
-def gather_or_die(self, values):
-    if model._trainer is not None:
-        model.die("exchange")
-    return gather(self, values)
+    ControlPlane.gather = gather_or_die
 
-
-ControlPlane.gather = gather_or_die
-
-trainer = L.Trainer(
-    accelerator="cpu",
-    devices=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", 1))),
-    num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", os.environ.get("SLURM_NNODES", 1))),
-    strategy=HeteroDDPStrategy(replan=4),
-    max_epochs=epochs,
-    callbacks=[PerfModelCallback(), ModelCheckpoint(folder / "checkpoints", save_last=True, every_n_train_steps=1)],
-    logger=False,
-    enable_progress_bar=False,
-    enable_model_summary=False,
-)
-loader = DataLoader(Data(), batch_size=batch_size, shuffle=True)
-last = folder / "checkpoints" / "last.ckpt"
-trainer.fit(model, loader, ckpt_path=str(last) if last.exists() else None)
-if trainer.is_global_zero:
-    (folder / "done").write_text(json.dumps({"step": trainer.global_step, "world": trainer.world_size}))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", 1))),
+        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", os.environ.get("SLURM_NNODES", 1))),
+        strategy=HeteroDDPStrategy(replan=4),
+        max_epochs=epochs,
+        callbacks=[PerfModelCallback(), ModelCheckpoint(folder / "checkpoints", save_last=True, every_n_train_steps=1)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(Data(), batch_size=batch_size, shuffle=True)
+    last = folder / "checkpoints" / "last.ckpt"
+    trainer.fit(model, loader, ckpt_path=str(last) if last.exists() else None)
+    if trainer.is_global_zero:
+        (folder / "done").write_text(json.dumps({"step": trainer.global_step, "world": trainer.world_size}))
