@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["DDP_ALIASES", "ELASTIC_ALIASES", "TARGETS", "RegistryFinder", "Target", "boot", "enter"]
+__all__ = ["DDP_ALIASES", "ELASTIC_ALIASES", "FABRIC_ALIASES", "TARGETS", "RegistryFinder", "Target", "boot", "enter"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -57,11 +57,18 @@ ELASTIC_ALIASES: dict[str, dict[str, Any]] = {
     start: {"start_method": method} for start, method in _START_METHODS.items()
 }
 
+FABRIC_ALIASES: dict[str, dict[str, Any]] = {
+    **{start: {"start_method": method} for start, method in _START_METHODS.items()},
+    "_find_unused_parameters_true": {"find_unused_parameters": True, "start_method": "popen"},
+}
+
 # The one table of names. A strategy for another registry is one more line here.
 _LIGHTNING = "lightning_hetero.strategies.lightning_ddp:HeteroDDPStrategy"
 _PYTORCH_LIGHTNING = "lightning_hetero.strategies.pytorch_lightning_ddp:HeteroDDPStrategy"
 _LIGHTNING_ELASTIC = "lightning_hetero.strategies.lightning_elastic:HeteroElasticStrategy"
 _PYTORCH_LIGHTNING_ELASTIC = "lightning_hetero.strategies.pytorch_lightning_elastic:HeteroElasticStrategy"
+_FABRIC = "lightning_hetero.strategies.fabric_ddp:HeteroDDPStrategy"
+_LIGHTNING_FABRIC = "lightning_hetero.strategies.lightning_fabric_ddp:HeteroDDPStrategy"
 TARGETS: tuple[Target, ...] = (
     Target("lightning.pytorch.strategies", "StrategyRegistry", _LIGHTNING, "hetero_ddp", DDP_ALIASES),
     Target("pytorch_lightning.strategies", "StrategyRegistry", _PYTORCH_LIGHTNING, "hetero_ddp", DDP_ALIASES),
@@ -73,6 +80,8 @@ TARGETS: tuple[Target, ...] = (
         "hetero_elastic",
         ELASTIC_ALIASES,
     ),
+    Target("lightning.fabric.strategies", "STRATEGY_REGISTRY", _FABRIC, "hetero_ddp", FABRIC_ALIASES),
+    Target("lightning_fabric.strategies", "STRATEGY_REGISTRY", _LIGHTNING_FABRIC, "hetero_ddp", FABRIC_ALIASES),
 )
 
 

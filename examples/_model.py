@@ -1,5 +1,6 @@
 """What the examples share, so that each of them is the small difference: a model, its data, and a slow worker."""
 
+import contextlib
 import logging
 import warnings
 
@@ -62,9 +63,25 @@ class SlowSecondWorker(L.Callback):
             self._throttle.stop()
 
 
+@contextlib.contextmanager
+def slow_second_worker(rank: int, share: float = 0.5):
+    """The same for a training loop of one's own."""
+    throttle = Throttle(share).start() if rank == 1 else None
+    try:
+        yield
+    finally:
+        if throttle is not None:
+            throttle.stop()
+
+
+def report_plans(history) -> None:
+    """Print plans."""
+    for entry in history:
+        sizes = "/".join(map(str, entry.plan.local_batch_sizes))
+        print(f"split {sizes} from epoch {entry.epoch} step {entry.step}: {entry.reason}", flush=True)
+
+
 def report(trainer: L.Trainer) -> None:
     """Print the plans of the run, on one process only."""
     if trainer.is_global_zero:
-        for entry in trainer.strategy.plan_history:
-            sizes = "/".join(map(str, entry.plan.local_batch_sizes))
-            print(f"split {sizes} from epoch {entry.epoch} step {entry.step}: {entry.reason}")
+        report_plans(trainer.strategy.plan_history)

@@ -26,6 +26,7 @@ from lightning_hetero.comm.roster import Roster
 from lightning_hetero.comm.schedule import ExchangeSchedule
 from lightning_hetero.comm.weighting import LossWeighting
 from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.metrics import exchange_metrics
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.plan import BatchPlan, PlanEntry, PlanHistory
 from lightning_hetero.core.planner import PlanContext, Planner, Proposal
@@ -94,8 +95,7 @@ class HeteroEngine:
         self.control = ControlPlane(rank, world_size, timeout=timeout)
         self.observer = StepObserver(clock_for(device))
         self.hook_state = HookState(self.observer, world_size)
-        settings: Any = config.compression
-        self.compression = None if settings is None else GradientCompression(settings, self.control, self.hook_state)
+        self.compression = GradientCompression.of(config.compression, self.control, self.hook_state)
         self.weighting = LossWeighting(config, world_size, device)
         self.schedule = ExchangeSchedule(config.replan)
         self.noise: NoiseCollector | None = None
@@ -108,8 +108,7 @@ class HeteroEngine:
         self.min_local = config.min_local_batch_size or 1
         self.memory_bound: int | None = None
         self._restored: PlanHistory | None = None
-        self._start = (0, 0)
-        self._position = (0, 0)
+        self._start = self._position = (0, 0)
         self._backwards, self._stepped = 0, False
         self._identity = identity(device, local_rank)
         self.roster: Roster | None = None
@@ -133,7 +132,7 @@ class HeteroEngine:
         return (1.0,) * self.world_size if self.history is None else self.history.last.plan.shares
 
     def observations(self) -> StepObservations:
-        """What all ranks measured up to the last exchange, the same on all ranks."""
+        """What all ranks measured up to the last exchange."""
         return self.last_observations
 
     def shard(
@@ -375,6 +374,11 @@ class HeteroEngine:
         self.schedule.done(self.observer.synced_steps, following)
         self.observer.interrupt()
         return Exchange(planner, observations, entry, predicted)
+
+    def metrics(self, done: Exchange, plan: BatchPlan) -> dict[str, float]:
+        """Metrics of the steps up to an exchange and of what was sent in them."""
+        metrics = exchange_metrics(done.observations, plan, done.predicted, self.accumulation)
+        return metrics if self.compression is None else metrics | self.compression.metrics()
 
     # state
 

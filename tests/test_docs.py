@@ -14,12 +14,12 @@ import pytest
 
 import lightning_hetero
 from lightning_hetero import BatchPlan, HeteroDDPStrategy
-from lightning_hetero.callbacks import metrics
 from lightning_hetero.callbacks.elastic import merge_metrics
-from lightning_hetero.callbacks.metrics import exchange_metrics
+from lightning_hetero.comm.compressed import GradientCompression
 from lightning_hetero.core import StepObservations
 from lightning_hetero.core.adaptive_sgd import MERGES
 from lightning_hetero.core.goodput import Candidate
+from lightning_hetero.core.metrics import exchange_metrics
 from lightning_hetero.elastic import MergeRecord
 from lightning_hetero.strategies._hetero_ddp import HeteroDDPMixin
 from lightning_hetero.strategies._hetero_elastic import HeteroElasticMixin
@@ -160,7 +160,7 @@ def noise_metrics():
 
 def compression_metrics():
     """Names of the metrics of compressed gradients."""
-    return set(METRIC.findall(inspect.getsource(metrics.compression_metrics)))
+    return set(METRIC.findall(inspect.getsource(GradientCompression.metrics)))
 
 
 def elastic_metrics():

@@ -11,21 +11,40 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
+FOLLOWS = r"split (\d+)/(\d+) from epoch \d+ step \d+: (?:first split|optimum|speed)"
+
 # Name of the example and the split that it ends with: a pattern, and the total batch.
 SHOWN = {
     "basic": (r"split (\d+)/(\d+) from epoch \d+ step \d+: (?:first split|optimum|speed)", 256),
     "explicit_split": (r"split (170)/(86) from epoch 0 step 0: ", 256),
     "pid": (r"split (\d+)/(\d+) from epoch \d+ step \d+: compute times", 256),
     "token_weights": (r"split (\d+)/(\d+) from epoch \d+ step \d+: (?:first split|optimum|speed)", 128),
+    "fabric": (FOLLOWS, 256),
+    "accelerate_loop": (FOLLOWS, 256),
+    "cli": (r"split (\d+)/(\d+) from epoch \d+ step \d+: compute times", 256),
+    "torchrun": (FOLLOWS, 256),
+    "mixed_devices": (FOLLOWS, 256),
+    "ray_train": (FOLLOWS, 256),
     "custom_planner": (r"split (\d+)/(\d+) from epoch 0 step \d+: by samples per second, once", 256),
 }
 
 
-def output_of(name, *arguments, limit):
+# Examples that a launcher starts: its command, before the name of the script, and what comes after it.
+BIN = Path(sys.executable).parent
+TORCHRUN = [BIN / "torchrun", "--standalone", "--nproc_per_node=2"]
+LAUNCHED = {
+    "accelerate_loop": ([BIN / "lightning-hetero", "launch", "--config_file", EXAMPLES / "accelerate_loop.yaml"], []),
+    "cli": ([sys.executable], ["fit", "--config", EXAMPLES / "cli.yaml"]),
+    "torchrun": (TORCHRUN, ["{tmp}"]),
+    "mixed_devices": (TORCHRUN, []),
+}
+
+
+def output_of(name, *arguments, limit, launcher=(sys.executable,)):
     """What an example prints; it must succeed within ``limit`` seconds, and all its processes are ended if not."""
     process = subprocess.Popen(
-        [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        list(map(str, [*launcher, EXAMPLES / f"{name}.py", *arguments])),
+        env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -47,10 +66,10 @@ def test_every_example_is_tested():
     assert [name for name in sorted(names) if f'"{name}"' not in tested] == []
 
 
-def first_that(shows, name, tries=3):
+def first_that(shows, name, *arguments, tries=3, limit=120, launcher=(sys.executable,)):
     """Output of a run of which ``shows`` holds: on a machine busy with other work, scatter may keep the first plan."""
     for _ in range(tries):
-        output = output_of(name, limit=120)
+        output = output_of(name, *arguments, limit=limit, launcher=launcher)
         if shows(output):
             return output
     pytest.fail(f"{name} ran {tries} times and never showed it; it printed:\n{output}")
@@ -67,9 +86,13 @@ def test_elastic_merges_and_learns():
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_example(name):
+def test_example(name, tmp_path):
+    if name == "ray_train":
+        pytest.importorskip("ray", reason="the ray extra is not installed")
     pattern, total = SHOWN[name]
-    output = first_that(lambda output: re.search(pattern, output), name)
+    launcher, arguments = LAUNCHED.get(name, ([sys.executable], []))
+    arguments = [str(a).format(tmp=tmp_path) for a in arguments]
+    output = first_that(lambda output: re.search(pattern, output), name, *arguments, limit=180, launcher=launcher)
     assert sum(map(int, re.findall(pattern, output)[-1])) == total
 
 

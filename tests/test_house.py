@@ -15,12 +15,13 @@ FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 ROOMS = (
     *("cli", "report", "simulate"),
     *("accelerate", "strategies", "callbacks"),
+    "session",
     *("engine", "elastic"),
     *("comm", "optim", "compression", "data", "config", "hardware"),
     "core",
 )
 TRAINERS = ("lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "transformers")
-FREE_OF_TRAINERS = ROOMS[ROOMS.index("engine") :]
+FREE_OF_TRAINERS = ROOMS[ROOMS.index("session") :]
 MAX_LINES = 400
 
 

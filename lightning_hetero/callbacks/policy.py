@@ -6,7 +6,6 @@ engine, which gathers observations, lets rank 0 decide and adopts the plan on al
 
 from typing import Any
 
-from lightning_hetero.callbacks.metrics import compression_metrics, exchange_metrics
 from lightning_hetero.core.planner import PLANNERS, PerfModelPlanner, Planner, ProportionalPlanner
 from lightning_hetero.core.validation import check_number
 from lightning_hetero.engine import HeteroEngine
@@ -110,8 +109,7 @@ class PolicyCallback(Callback):
             if bar is not None:  # inside an epoch; at its start the bar takes the length by itself
                 bar.total = trainer.fit_loop.max_batches
         if plan is not None and trainer.loggers:
-            metrics = exchange_metrics(done.observations, plan, done.predicted, self._engine.accumulation)
-            metrics |= compression_metrics(self._engine.compression)
+            metrics = self._engine.metrics(done, plan)
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 

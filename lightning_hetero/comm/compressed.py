@@ -1,6 +1,7 @@
 """Gradient compression of one rank, as the engine holds it: made when the model is known, saved with the checkpoint."""
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -35,6 +36,12 @@ class GradientCompression:
         self.settings, self.control, self.hook = settings, control, hook
         self.exchange: Exchange | None = None
         self._restored: dict[str, Any] = {}
+        self._module: weakref.ref[nn.Module] | None = None
+
+    @classmethod
+    def of(cls, settings: Any, control: ControlPlane, hook: HookState) -> "GradientCompression | None":
+        """Compression by these settings, ``None`` without any."""
+        return None if settings is None else cls(settings, control, hook)
 
     def attach(
         self, module: nn.Module, *, grad_scale: Callable[[], float] | None = None, hold_unused: bool = False
@@ -51,6 +58,12 @@ class GradientCompression:
         """
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         check_parameters(parameters)
+        if self._module is not None and self._module() not in (None, module):
+            raise ValueError(
+                "compression= sends the gradients of one model, and a second one was set up. Put both into one module, "
+                "or set compression=None."
+            )
+        self._module = weakref.ref(module)
         before, self.exchange = self.state_dict_of_rank(), None
         if self.control.world_size == 1 or not parameters:
             return
@@ -85,6 +98,18 @@ class GradientCompression:
             return None
         report, self.exchange.report = self.exchange.report, StepReport()
         return report
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of compressed gradients on this rank, means over the steps since the last call; none without any."""
+        report = self.take_report()
+        if report is None:
+            return {}
+        return {
+            "hetero/bytes_sent": report.sent / report.steps,
+            "hetero/bytes_received": report.received / report.steps,
+            "hetero/compression_density": report.density / report.steps,
+            "hetero/encode_time": report.encode / report.steps,
+        }
 
     def state_dict_of_rank(self) -> dict[str, Any]:
         """Residuals by parameter, and what else this rank needs to go on."""

@@ -158,6 +158,12 @@ class StepObserver:
         """Something that is no step happens now (validation, agreement on a plan): the next step time is unknown."""
         self._last_sync = None
 
+    def discard(self) -> None:
+        """The running step did something else as well (an evaluation inside the loop): it gives no row."""
+        if self._micro is not None:
+            self._discard = True
+        self.interrupt()
+
     # rows
 
     def _resolve(self) -> None:

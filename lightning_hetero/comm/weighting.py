@@ -47,6 +47,10 @@ class LossWeighting:
         else:
             self._weight = self.world_size * own / total
 
+    def reset(self) -> None:
+        """Losses that come now belong to no batch: they have weight 1."""
+        self._weight, self._count = 1.0, None
+
     def _sum_counts(self, count: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Start adding up the counts of all ranks; the sum is needed only when backward begins."""
         own = torch.as_tensor(count, dtype=torch.float64, device=self.device).detach().reshape(())

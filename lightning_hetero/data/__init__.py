@@ -2,6 +2,7 @@
 
 from lightning_hetero.data.claims import ClaimedBatchSampler, MegaBatch
 from lightning_hetero.data.evaluation import EvaluationBatchSampler
+from lightning_hetero.data.live import LiveStream
 from lightning_hetero.data.multilabel import SparseBatch, SparseMultiLabelDataset, load_libsvm, sparse_loader
 from lightning_hetero.data.sampler import UnevenBatchSampler
 from lightning_hetero.data.stream import IndexStream, PermutationStream, SamplerStream
@@ -9,10 +10,11 @@ from lightning_hetero.data.synthetic import AMAZON_670K, DELICIOUS_200K, SparseS
 
 __all__ = [
     "AMAZON_670K",
-    "DELICIOUS_200K",
     "ClaimedBatchSampler",
+    "DELICIOUS_200K",
     "EvaluationBatchSampler",
     "IndexStream",
+    "LiveStream",
     "MegaBatch",
     "PermutationStream",
     "SamplerStream",

@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +19,7 @@ from lightning_hetero.core.compressors import Compressor
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.session import show_log
 from lightning_hetero.strategies._checkpoint import add_residuals, resume_position, take_residuals
 from lightning_hetero.strategies._compression import attach_compression
 from lightning_hetero.strategies._loaders import (
@@ -30,15 +31,11 @@ from lightning_hetero.strategies._loaders import (
 )
 from lightning_hetero.strategies._probe import probe_module
 from lightning_hetero.strategies._registration import register
+from lightning_hetero.strategies._restarts import warn_of_stale_addresses
 
 __all__ = ["HeteroDDPMixin"]
 
-log = logging.getLogger("lightning_hetero")
-if not logging.getLogger().hasHandlers() and not log.handlers:  # as Lightning does: nothing changes without a word
-    log.addHandler(logging.StreamHandler())
-    log.propagate = False
-if log.level == logging.NOTSET:
-    log.setLevel(logging.INFO)
+show_log()
 
 
 class HeteroDDPMixin:
@@ -197,6 +194,7 @@ class HeteroDDPMixin:
 
     def setup_environment(self) -> None:
         """Join the process group, then meet the other ranks."""
+        warn_of_stale_addresses(os.environ)
         super().setup_environment()  # type: ignore[misc]
         if self.engine is None:
             self.engine = HeteroEngine(

@@ -9,9 +9,9 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from lightning_hetero import DynamicBatchPIDCallback, HeteroDDPStrategy, PerfModelCallback
 from lightning_hetero.callbacks import PolicyCallback, policy_callback
-from lightning_hetero.callbacks.metrics import exchange_metrics
 from lightning_hetero.config import POLICIES, HeteroConfig
 from lightning_hetero.core import BatchPlan
+from lightning_hetero.core.metrics import exchange_metrics
 from lightning_hetero.core.planner import PerfModelPlanner, Proposal, StaticPlanner
 from lightning_hetero.core.profile import NodeProfile
 from lightning_hetero.core.time_model import StepObservations

@@ -4,11 +4,10 @@ import warnings
 
 import numpy as np
 
-from lightning_hetero.comm.compressed import GradientCompression
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.time_model import StepObservations
 
-__all__ = ["compression_metrics", "exchange_metrics"]
+__all__ = ["exchange_metrics"]
 
 
 def exchange_metrics(
@@ -47,21 +46,3 @@ def exchange_metrics(
         metrics["hetero/step_time"] = step_time
         metrics["hetero/idle_fraction"] = float(np.clip(1.0 - accumulation * compute.mean() / step_time, 0.0, 1.0))
     return metrics
-
-
-def compression_metrics(compression: GradientCompression | None) -> dict[str, float]:
-    """Metrics of compressed gradients on this rank, means over the steps since the last call; none without compression.
-
-    Example:
-        >>> compression_metrics(None)
-        {}
-    """
-    report = None if compression is None else compression.take_report()
-    if report is None:
-        return {}
-    return {
-        "hetero/bytes_sent": report.sent / report.steps,
-        "hetero/bytes_received": report.received / report.steps,
-        "hetero/compression_density": report.density / report.steps,
-        "hetero/encode_time": report.encode / report.steps,
-    }

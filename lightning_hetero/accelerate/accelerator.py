@@ -1,0 +1,354 @@
+"""``HeteroAccelerator``: Accelerate's ``Accelerator`` with batches split by speed and losses weighted by the split."""
+
+import contextlib
+import os
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_hetero.accelerate.gathering import gather_uneven, keep_first
+from lightning_hetero.accelerate.loaders import (
+    HeteroDataLoader,
+    SkippedLoader,
+    training_loader,
+    uneven_loader,
+    why_not,
+)
+from lightning_hetero.accelerate.plugin import HeteroPlugin, switched_on
+from lightning_hetero.comm import gradient_hook
+from lightning_hetero.core.plan import BatchPlan, PlanEntry
+from lightning_hetero.core.time_model import StepObservations
+from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.session import HeteroSession, log
+
+__all__ = ["HeteroAccelerator"]
+
+STATE_FILE = "hetero_state.pt"
+PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+class HeteroAccelerator(Accelerator):
+    """Accelerate's ``Accelerator`` on unequal workers, with the gradients of one process.
+
+    The training loader that goes through ``prepare`` is split by speed, the loss is weighted in ``backward``, and the
+    split follows what is measured. The loader's ``batch_size`` means what it means under ``Accelerator``. The loader
+    that shuffles is the training loader; without one, the first that is prepared together with an optimizer. All other
+    loaders are left to Accelerate.
+
+    Args:
+        hetero_plugin: settings; by default those of the environment. ``ACCELERATE_USE_HETERO=false`` without a plugin
+            makes this a plain ``Accelerator``.
+        kwargs: arguments of ``Accelerator``.
+
+    Raises:
+        TypeError: if the plugin is none, or a setting has the wrong type.
+        ValueError: if a setting is out of range, or the distributed type is none of CPU, GPU and DDP.
+
+    Example:
+        >>> accelerator = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(policy="pid"))
+        >>> accelerator.hetero_plugin.policy
+        'pid'
+    """
+
+    def __init__(self, *args: Any, hetero_plugin: HeteroPlugin | None = None, **kwargs: Any) -> None:
+        if hetero_plugin is not None and not isinstance(hetero_plugin, HeteroPlugin):
+            raise TypeError(
+                f"hetero_plugin={hetero_plugin!r} is a {type(hetero_plugin).__name__}; give a HeteroPlugin."
+            )
+        if hetero_plugin is None and switched_on():
+            hetero_plugin = HeteroPlugin()
+        super().__init__(*args, **kwargs)
+        self.hetero_plugin = hetero_plugin
+        self.hetero_session: HeteroSession | None = None
+        self._hetero_loader: HeteroDataLoader | None = None
+        self._chosen: Any = None
+        self._metrics: dict[str, float] = {}
+        if hetero_plugin is None:
+            return
+        if self.distributed_type not in PLAIN or self.parallelism_config is not None:
+            raise ValueError(
+                f"distributed_type={self.distributed_type.value}, parallelism_config={self.parallelism_config}: "
+                "unequal batches are for plain data parallelism on CPUs or GPUs. Leave the other plugin out, or use "
+                "Accelerator."
+            )
+        engine = HeteroEngine(
+            hetero_plugin,
+            rank=self.process_index,
+            world_size=self.num_processes,
+            device=self.device,
+            local_rank=self.local_process_index,
+        )
+        self.hetero_session = HeteroSession(engine, on_metrics=self._keep_metrics)
+        given: Any = self.ddp_handler  # type: ignore[has-type]
+        self.ddp_handler = _HookedDDP(given or DistributedDataParallelKwargs(), self)
+        self.register_save_state_pre_hook(self._save_hetero)
+        self.register_load_state_pre_hook(self._load_hetero)
+
+    # what users read
+
+    @property
+    def _engine(self) -> HeteroEngine | None:
+        return None if self.hetero_session is None else self.hetero_session.engine
+
+    @property
+    def plan(self) -> BatchPlan | None:
+        """The split of the running step."""
+        return None if self._engine is None else self._engine.plan
+
+    @property
+    def plan_history(self) -> tuple[PlanEntry, ...]:
+        """All plans of this run, with the step from which each held and the reason."""
+        return () if self._engine is None else self._engine.plan_history
+
+    def observations(self) -> StepObservations:
+        """What all ranks measured up to the last exchange."""
+        return self._session().engine.observations()
+
+    def adopt(self, plan: BatchPlan, reason: str = "given") -> PlanEntry:
+        """Change the split, from a step that no rank has drawn yet; all ranks have to call it together."""
+        return self._session().adopt(plan, reason)
+
+    def _session(self) -> HeteroSession:
+        if self.hetero_session is None:
+            raise RuntimeError(
+                "ACCELERATE_USE_HETERO=false: there are no plans. Set it to true, or give a HeteroPlugin."
+            )
+        return self.hetero_session
+
+    # prepare
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As ``Accelerator.prepare``; the training loader is split by speed."""
+        if self._hetero_loader is None:
+            self._chosen = training_loader(args)
+        try:
+            prepared = super().prepare(*args, device_placement=device_placement)
+        finally:
+            self._chosen = None
+        if self._engine is not None and self._engine.compression is not None:
+            self._engine.compression.lead(wrapped.optimizer for wrapped in self._optimizers)
+        return prepared
+
+    def prepare_data_loader(
+        self,
+        data_loader: torch.utils.data.DataLoader,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
+        uneven: bool | None = None,
+    ) -> Any:
+        """As ``Accelerator.prepare_data_loader``.
+
+        Args:
+            data_loader: loader to prepare.
+            device_placement: whether its batches are moved to the device.
+            slice_fn_for_dispatch: how batches are sliced with ``dispatch_batches=True``.
+            uneven: whether to split it by speed; by default if it is the training loader.
+
+        Raises:
+            ValueError: if it is to be split and cannot be.
+        """
+        known = getattr(data_loader, "_is_accelerate_prepared", False)
+        prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        wanted = data_loader is self._chosen or (uneven is None and training_loader([data_loader]) is data_loader)
+        wanted = wanted if uneven is None else uneven
+        if known or self.hetero_session is None:
+            return prepared
+        if wanted and self._hetero_loader is None:
+            reason = why_not(data_loader, dispatch=self.dispatch_batches, stateful=self.use_stateful_dataloader)
+            if reason is None:
+                self._hetero_loader = uneven_loader(
+                    prepared, self.hetero_session, self.num_processes, split=self.split_batches
+                )
+                self._dataloaders[-1] = self._hetero_loader
+                return self._hetero_loader
+            if uneven or self.hetero_plugin.local_batch_sizes is not None:  # type: ignore[union-attr]
+                raise ValueError(f"{reason}, or leave the split to Accelerate with policy='even' and no sizes.")
+            log.warning("%s. It is left to Accelerate, which splits it evenly.", reason)
+        elif wanted:
+            log.warning("a second training loader is split evenly; only the first one is split by speed.")
+        self._announce(prepared)
+        return prepared
+
+    def _announce(self, loader: Any) -> None:
+        """Tell the session when a loader that is not split begins."""
+        begin, session = loader.begin, self._session()
+
+        def announced() -> None:
+            session.another_loader()
+            begin()
+
+        loader.begin = announced
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """As ``Accelerator.prepare_model``; no rank gets a batch of one sample if the model normalises batches."""
+        engine = self._engine
+        if engine is not None and engine.config.min_local_batch_size is None and not evaluation_mode:
+            normalises = any(isinstance(module, _BatchNorm) for module in model.modules())
+            if normalises and engine.min_local < 2:
+                engine.min_local = 2
+                self._session().reshard()
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As ``Accelerator.free_memory``; the next training loader is split anew."""
+        self._hetero_loader = None
+        return super().free_memory(*objects)
+
+    # one step
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Weight the loss by this rank's share of the batch, then run backward."""
+        engine = self._engine
+        if engine is None:
+            super().backward(loss, **kwargs)
+            return
+        with engine.backward():
+            super().backward(engine.scale_loss(loss), **kwargs)
+
+    @property
+    def _in_pass(self) -> bool:
+        """Whether the batch at hand is one of the uneven loader, split over several ranks."""
+        loader = self._hetero_loader
+        return self.num_processes > 1 and loader is not None and self.gradient_state.active_dataloader is loader
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Around collectives, whose waiting is no computing."""
+        with contextlib.nullcontext() if self._engine is None else self._engine.excluded():
+            yield
+
+    def gather(self, tensor: Any) -> Any:
+        """As ``Accelerator.gather``; rows of unequal batches come rank by rank, none lost, none padded."""
+        with self._waiting():
+            if self._in_pass:
+                return gather_uneven(tensor, self._session().engine.control)
+            return super().gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As ``Accelerator.gather_for_metrics``: each sample of the total batch once, whatever the split."""
+        if not self._in_pass:
+            with self._waiting():
+                return super().gather_for_metrics(input_data, use_gather_object)
+        engine = self._session().engine
+        count = None if engine.own_size else 0  # a rank with share 0 runs samples that do not count
+        with self._waiting():
+            if use_gather_object or not _only_tensors(input_data):
+                mine = input_data if count is None else input_data[:0]
+                return [item for items in engine.control.gather_objects(mine) for item in items]
+            return gather_uneven(input_data if count is None else keep_first(input_data, 0), engine.control)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """As ``Accelerator.reduce``, which averages ranks alike; what a rank waits is not counted as computing."""
+        with self._waiting():
+            return super().reduce(tensor, reduction, scale)
+
+    def wait_for_everyone(self) -> None:
+        """As ``Accelerator.wait_for_everyone``; what a rank waits is not counted as computing."""
+        with self._waiting():
+            super().wait_for_everyone()
+
+    # tracking
+
+    def _keep_metrics(self, metrics: dict[str, float]) -> None:
+        self._metrics.update(metrics)
+
+    def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
+        """As ``Accelerator.log``, with the newest ``hetero/...`` metrics added."""
+        kept, self._metrics = self._metrics, {}
+        super().log({**kept, **values}, step=step, log_kwargs=log_kwargs or {})
+
+    def end_training(self) -> None:
+        """As ``Accelerator.end_training``; metrics that were not logged yet are."""
+        if self._metrics and self.trackers:
+            self.log({})
+        if self.hetero_session is not None:
+            self.hetero_session.close()
+        super().end_training()
+
+    # state
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int | None = None) -> Any:
+        """As ``Accelerator.skip_first_batches``; by default, skips what the loaded state had behind it."""
+        if dataloader is self._hetero_loader and self._hetero_loader is not None:
+            return SkippedLoader(self._hetero_loader, num_batches)
+        return super().skip_first_batches(dataloader, num_batches or 0)
+
+    def _save_hetero(self, models: list[Any], weights: list[Any], folder: str) -> None:
+        if self._hetero_loader is None:
+            return
+        session = self._session()
+        session.engine.observer.discard()
+        compression = session.engine.compression
+        unsent = {} if compression is None else compression.state_dict()  # collective
+        if self.is_main_process:
+            extra = {"loader": {"iteration": self._hetero_loader.iteration}, "residuals": unsent}
+            torch.save({**session.state_dict(), **extra}, os.path.join(folder, STATE_FILE))
+
+    def _load_hetero(self, models: list[Any], folder: str) -> None:
+        """Rank 0 reads, all ranks take what it read; a checkpoint of plain Accelerate has nothing to read."""
+        session = self._session()
+        state: Any = None
+        if self.is_main_process:
+            try:
+                path = os.path.join(folder, STATE_FILE)
+                state = torch.load(path, weights_only=True, map_location="cpu") if os.path.isfile(path) else {}
+            except Exception as error:  # noqa: BLE001 - travels as a value, because every rank has to raise it
+                state = RuntimeError(f"{os.path.join(folder, STATE_FILE)} cannot be read: {error}")
+        state = session.engine.control.broadcast_object(state)
+        if isinstance(state, Exception):
+            raise state
+        loader, unsent = state.pop("loader", {}), state.pop("residuals", {})
+        if unsent and session.engine.compression is None:
+            log.warning("the state has gradients that compression has not sent yet; without it they are left out.")
+        elif unsent and session.engine.compression is not None:
+            session.engine.compression.load_state_dict(unsent)
+        session.load_state_dict(state)
+        if self._hetero_loader is not None and loader:
+            self._hetero_loader.iteration = int(loader["iteration"])
+
+
+class _HookedDDP(DistributedDataParallelKwargs):
+    """The user's DDP arguments, with our communication hook around theirs; a model can have only one."""
+
+    def __init__(self, given: DistributedDataParallelKwargs, accelerator: HeteroAccelerator) -> None:
+        engine = accelerator._session().engine
+        self.given, self.state, self.compression = given, engine.hook_state, engine.compression
+        self.accelerator = weakref.ref(accelerator)
+
+    def to_kwargs(self) -> dict[str, Any]:
+        return self.given.to_kwargs()  # type: ignore[no-any-return]
+
+    def register_comm_hook(self, model: Any) -> None:
+        taken = _TakenHook()
+        self.given.register_comm_hook(taken)
+        if taken.hook is not None and self.compression is not None:
+            raise ValueError("compression= and a comm_hook both say what is sent of gradients. Give one of them.")
+        self.state.inner, self.state.inner_state = taken.hook, taken.state
+        if self.compression is not None:
+            scaler = getattr(self.accelerator(), "scaler", None)
+            scale = None if scaler is None else scaler.get_scale
+            self.compression.attach(model.module, grad_scale=scale, hold_unused=model.find_unused_parameters)
+        model.register_comm_hook(self.state, gradient_hook)
+
+
+class _TakenHook:
+    """Stands in for a model, to learn which hook would be registered with it."""
+
+    hook: Any = None
+    state: Any = None
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        self.state, self.hook = state, hook
+
+
+def _only_tensors(data: Any) -> bool:
+    if isinstance(data, list | tuple):
+        return all(map(_only_tensors, data))
+    if isinstance(data, dict):
+        return all(map(_only_tensors, data.values()))
+    return isinstance(data, torch.Tensor)

@@ -1,0 +1,110 @@
+"""Accelerate's DataLoader under a session, and which of a script's loaders is the one to split."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from accelerate.data_loader import DataLoaderShard
+from torch.utils.data import DataLoader, SequentialSampler
+
+from lightning_hetero.data import LiveStream
+from lightning_hetero.session import HeteroSession
+from lightning_hetero.strategies._loaders import why_not_uneven, with_batch_sampler
+
+__all__ = ["HeteroDataLoader", "SkippedLoader", "training_loader", "uneven_loader", "why_not"]
+
+
+def training_loader(objects: Sequence[Any]) -> DataLoader | None:
+    """The loader among the arguments of ``prepare`` that is split by speed: the one that shuffles.
+
+    Without one, the first loader beside an optimizer; ``None`` if there is no optimizer, as in an evaluation.
+    """
+    loaders = [
+        obj for obj in objects if isinstance(obj, DataLoader) and not getattr(obj, "_is_accelerate_prepared", False)
+    ]
+    shuffled = [loader for loader in loaders if _shuffles(loader)]
+    beside_optimizer = loaders if any(isinstance(obj, torch.optim.Optimizer) for obj in objects) else []
+    return next(iter([*shuffled, *beside_optimizer]), None)
+
+
+def _shuffles(loader: DataLoader) -> bool:
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    return sampler is not None and not isinstance(sampler, SequentialSampler)
+
+
+class HeteroDataLoader(DataLoaderShard):
+    """Accelerate's loader, iterated as the passes of a session; made by :func:`uneven_loader`."""
+
+    session: HeteroSession
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.session.steps(lambda: DataLoaderShard.__iter__(self))
+
+    @property
+    def total_batch_size(self) -> int:
+        """Total batch size of the running plan."""
+        return int(self.base_dataloader.batch_sampler.batch_size)
+
+
+def why_not(loader: Any, *, dispatch: bool | None, stateful: bool) -> str | None:
+    """Why a loader cannot be split unevenly under Accelerate, with advice; ``None`` if it can."""
+    if dispatch:
+        return "dispatch_batches=True hands out equal slices of each batch. Leave dispatch_batches out"
+    if stateful:
+        return (
+            "use_stateful_dataloader=True keeps a position of its own. Leave it out; load_state and "
+            "skip_first_batches(loader) go on at the exact batch"
+        )
+    return why_not_uneven(loader, world_size=1)
+
+
+def uneven_loader(prepared: DataLoaderShard, session: HeteroSession, world_size: int, *, split: bool) -> Any:
+    """The loader that Accelerate has prepared, with the session's batches in place of its equal ones.
+
+    Args:
+        prepared: of Accelerate's.
+        session: splits the data; a collective call.
+        world_size: number of ranks.
+        split: whether the loader's batch size is the total (``split_batches=True``) and not each rank's.
+
+    Raises:
+        ValueError: if a total batch cannot be shared by the ranks.
+    """
+    inner: Any = prepared.base_dataloader.batch_sampler
+    while not isinstance(getattr(inner, "sampler", None), torch.utils.data.Sampler) or hasattr(inner, "batch_sampler"):
+        inner = inner.batch_sampler
+    sampler = prepared.get_sampler() or inner.sampler
+    control, rank = session.engine.control, session.engine.rank
+    stream = LiveStream(sampler, control.broadcast_object, rank)
+    batches = session.shard(
+        stream, inner.batch_size // world_size if split else inner.batch_size, drop_last=inner.drop_last
+    )
+    batches.sampler = sampler
+    loader = HeteroDataLoader.__new__(HeteroDataLoader)
+    loader.__dict__.update(prepared.__dict__)
+    loader.base_dataloader = with_batch_sampler(prepared.base_dataloader, batches)
+    loader.session = session
+    return loader
+
+
+class SkippedLoader:
+    """The first pass of a loader without its first batches; all else is the loader's.
+
+    Args:
+        loader: of :func:`uneven_loader`.
+        steps: batches to leave out; those of the loaded state by default.
+    """
+
+    def __init__(self, loader: HeteroDataLoader, steps: int | None) -> None:
+        self._loader = loader
+        self._steps = loader.session.restored_step if steps is None else steps
+
+    def __iter__(self) -> Iterator[Any]:
+        self._loader.session.skip(self._steps)
+        return iter(self._loader)
+
+    def __len__(self) -> int:
+        return max(0, len(self._loader) - self._steps)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)

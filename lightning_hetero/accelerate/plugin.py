@@ -1,0 +1,166 @@
+"""Settings of :class:`HeteroAccelerator`, each with an environment variable, as Accelerate's own plugins have them."""
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import yaml
+
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.validation import check_choice
+
+__all__ = ["PREFIX", "SETTINGS", "SWITCH", "HeteroPlugin", "as_environment", "switched_on"]
+
+PREFIX = "ACCELERATE_HETERO_"
+SWITCH = "ACCELERATE_USE_HETERO"
+CONFIG_FILE = PREFIX + "CONFIG_FILE"
+SECTION = "hetero_config"
+
+ONLY_LIGHTNING = {
+    "balance_evaluation": "leave evaluation loaders to Accelerate",
+    "probe_memory": "give max_local_batch_sizes",
+}
+SETTINGS = tuple(field.name for field in fields(HeteroConfig) if field.name not in ONLY_LIGHTNING)
+"""Settings by name; the variable of ``local_batch_sizes`` is ``ACCELERATE_HETERO_LOCAL_BATCH_SIZES``."""
+
+
+@dataclass(frozen=True, init=False)
+class HeteroPlugin(HeteroConfig):
+    """Settings of heterogeneous data parallelism for Accelerate, those of :class:`HeteroConfig`.
+
+    What is not given is read from its environment variable, ``ACCELERATE_HETERO_POLICY`` for ``policy`` and so on; what
+    has no variable either, from the section ``hetero_config`` of the YAML file that ``ACCELERATE_HETERO_CONFIG_FILE``
+    names. In a variable, sizes are written as ``24,12,16`` and ``weight_fn`` as ``module:function``.
+
+    Args:
+        settings: arguments of :class:`HeteroConfig`, except those for Lightning's Trainer only.
+
+    Raises:
+        TypeError: if a setting is unknown or has the wrong type.
+        ValueError: if a value is out of range, or two settings contradict each other; the message names the variable
+            if the value came from there.
+
+    Example:
+        >>> HeteroPlugin(local_batch_sizes=[24, 12, 16]).local_batch_sizes
+        (24, 12, 16)
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        _check_names("HeteroPlugin", settings)
+        sources = {name: name for name in settings}
+        found = _from_file(os.environ.get(CONFIG_FILE))
+        sources.update({name: f"{SECTION}.{name} in {os.environ.get(CONFIG_FILE)}" for name in found})
+        for name, text in _variables(os.environ).items():
+            found[name] = parsed(name, text)
+            sources[name] = f"{PREFIX}{name.upper()}={text!r}"
+        given = {**found, **settings}
+        try:
+            super().__init__(**given)
+        except (TypeError, ValueError) as error:
+            elsewhere = [sources[name] for name in found if name not in settings and name in str(error)]
+            if not elsewhere:
+                raise
+            raise type(error)(f"{', '.join(elsewhere)}: {error}") from error
+
+
+def switched_on(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``ACCELERATE_USE_HETERO`` leaves the plugin on; only ``false`` turns it off.
+
+    Raises:
+        ValueError: if the variable is neither true nor false.
+
+    Example:
+        >>> switched_on({}), switched_on({"ACCELERATE_USE_HETERO": "false"})
+        (True, False)
+    """
+    text = environment.get(SWITCH, "true").strip().lower()
+    check_choice(SWITCH, text, ("true", "1", "yes", "on", "false", "0", "no", "off"))
+    return text in ("true", "1", "yes", "on")
+
+
+def parsed(name: str, text: str) -> Any:
+    """Value of a setting as it is written in an environment variable.
+
+    Example:
+        >>> parsed("local_batch_sizes", "24,12,16"), parsed("hysteresis", "0.05"), parsed("policy", "pid")
+        ([24, 12, 16], 0.05, 'pid')
+    """
+    text = text.strip()
+    if name == "weight_fn":
+        return None if text.lower() in ("", "none", "null") else _function(text)
+    if text.lower() == "none":
+        return None
+    try:
+        return yaml.safe_load(f"[{text}]" if "," in text and not text.startswith("[") else text)
+    except yaml.YAMLError:
+        return text
+
+
+def as_environment(section: Mapping[str, Any]) -> dict[str, str]:
+    """Environment variables of a ``hetero_config`` section.
+
+    Raises:
+        TypeError: if the section has a setting that does not exist.
+
+    Example:
+        >>> as_environment({"policy": "pid", "local_batch_sizes": None})
+        {'ACCELERATE_USE_HETERO': 'true', 'ACCELERATE_HETERO_POLICY': 'pid'}
+    """
+    _check_names(SECTION, section)
+    variables = {SWITCH: "true"}
+    for name, value in section.items():
+        if value is not None:
+            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            variables[PREFIX + name.upper()] = text.lower() if isinstance(value, bool) else text
+    return variables
+
+
+def _check_names(where: str, settings: Mapping[str, Any]) -> None:
+    unknown = sorted(set(settings) - set(SETTINGS))
+    for name in set(unknown) & set(ONLY_LIGHTNING):
+        raise TypeError(f"{where}: {name} is for Lightning's Trainer only; {ONLY_LIGHTNING[name]}.")
+    if unknown:
+        raise TypeError(f"{where} has no setting {', '.join(unknown)}. Allowed are {', '.join(SETTINGS)}.")
+
+
+def _variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Setting -> text of all of our variables that are set.
+
+    Raises:
+        ValueError: if a variable with our prefix belongs to no setting.
+    """
+    given = {name: text for name, text in environment.items() if name.startswith(PREFIX) and name != CONFIG_FILE}
+    known = {PREFIX + name.upper(): name for name in SETTINGS}
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{name}={given[name]!r} is no setting. Allowed are {', '.join(known)}, {CONFIG_FILE}.")
+    return {known[name]: text for name, text in given.items() if text.strip()}
+
+
+def _from_file(path: str | None) -> dict[str, Any]:
+    if not path:
+        return {}
+    try:
+        with open(path) as file:
+            content = yaml.safe_load(file) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{CONFIG_FILE}={path!r} cannot be read: {error}. Give the path of a YAML file.") from error
+    section = content.get(SECTION, content) if isinstance(content, dict) else None
+    if not isinstance(section, dict):
+        raise ValueError(f"{CONFIG_FILE}={path!r} has no section {SECTION!r} with settings. Add one.")
+    _check_names(f"{SECTION} in {path}", section)
+    return {name: parsed(name, value) if isinstance(value, str) else value for name, value in section.items()}
+
+
+def _function(text: str) -> Callable[[Any], Any]:
+    """The function that ``module:function`` names."""
+    module, _, name = text.partition(":")
+    try:
+        function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"weight_fn={text!r} cannot be imported: {error}. Write it as module:function, in a module on PYTHONPATH."
+        ) from error
+    return function

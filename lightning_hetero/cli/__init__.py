@@ -1,0 +1,49 @@
+"""The command ``lightning-hetero``: one table of subcommands, each in a module of its own that is imported when run."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from lightning_hetero import __version__
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = {
+    "config": ("lightning_hetero.cli.configure", "ask for the settings and write an Accelerate config file with them"),
+    "launch": ("lightning_hetero.cli.launch", "start a script as `accelerate launch` does, with a `hetero_config`"),
+}
+"""Name of each subcommand -> module with ``main(argv) -> exit code``, and what it does."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand.
+
+    Args:
+        argv: arguments without the program's name; those of the process by default.
+
+    Returns:
+        The exit code: 0, 2 for wrong arguments.
+
+    Example:
+        >>> main(["--version"])
+        0.1.0
+        0
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments else "--help"
+    if name in ("--version", "-V"):
+        sys.stdout.write(f"{__version__}\n")
+        return 0
+    if name in ("--help", "-h"):
+        sys.stdout.write(_usage())
+        return 0 if arguments else 2
+    if name not in COMMANDS:
+        sys.stderr.write(f"lightning-hetero: unknown command {name!r}. Commands are {', '.join(COMMANDS)}.\n")
+        return 2
+    code: int = importlib.import_module(COMMANDS[name][0]).main(arguments[1:])
+    return code
+
+
+def _usage() -> str:
+    lines = [f"  {name:10}{what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(["usage: lightning-hetero COMMAND [arguments]", "", *lines, ""])

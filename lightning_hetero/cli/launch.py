@@ -1,0 +1,147 @@
+"""``lightning-hetero launch``: Accelerate's launcher for config files with a ``hetero_config`` section.
+
+Accelerate refuses keys that it does not know. The section is taken out and handed to the workers as environment
+variables; everything else, all options included, goes to ``accelerate launch`` as it is.
+"""
+
+import contextlib
+import os
+import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+from accelerate.commands.config.config_args import default_config_file
+from accelerate.commands.launch import launch_command, launch_command_parser
+
+from lightning_hetero.accelerate.plugin import PREFIX, SECTION, SETTINGS, HeteroPlugin, as_environment, parsed
+
+__all__ = ["hetero_environment", "main", "read_config"]
+
+HELP = {
+    "policy": "perf_model, pid, static or even",
+    "loss_reduction": "mean or sum",
+    "local_batch_sizes": "a fixed split such as 24,12,16",
+    "min_local_batch_size": "fewest samples of a worker",
+    "max_local_batch_sizes": "most samples of a worker, one number or one per worker",
+    "weight_fn": "module:function that counts what the mean loss of a batch is a mean of",
+    "replan": "auto, epoch, or a number of steps",
+    "hysteresis": "least predicted gain for which the split changes, 0 to 1",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Start a script on all workers of this machine.
+
+    Args:
+        argv: arguments of ``accelerate launch``, and ``--hetero_<setting>`` for each setting.
+    """
+    parser = _parser()
+    args = parser.parse_args(list(argv))
+    flags = {name: vars(args)[f"hetero_{name}"] for name in SETTINGS if vars(args)[f"hetero_{name}"] is not None}
+    try:
+        config, section = read_config(args.config_file or _default_config())
+        environment = hetero_environment(section, flags, os.environ)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+    os.environ.update(environment)
+    _start_cpu_workers(args, config)
+    with _config_file(config) as path:
+        args.config_file = path
+        launch_command(args)
+    return 0
+
+
+def _parser() -> ArgumentParser:
+    parser: ArgumentParser = launch_command_parser()
+    parser.prog = "lightning-hetero launch"
+    group = parser.add_argument_group("Unequal workers", "Settings of HeteroPlugin; they go before those of the file.")
+    for name in SETTINGS:
+        group.add_argument(f"--hetero_{name}", default=None, metavar="VALUE", help=HELP.get(name, name))
+    return parser
+
+
+def _default_config() -> str | None:
+    return default_config_file if os.path.isfile(default_config_file) else None
+
+
+def read_config(path: str | None) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Content of a config file without our section, and the section.
+
+    Raises:
+        ValueError: if the file cannot be read, or is no table.
+    """
+    if path is None:
+        return None, {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = yaml.safe_load(file)
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"--config_file {path} cannot be read: {error}. Give a YAML file.") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"--config_file {path} has no settings. Write one with `lightning-hetero config`.")
+    section = config.pop(SECTION, None) or {}
+    if not isinstance(section, dict):
+        raise ValueError(f"{SECTION} in {path} is {section!r}; it must be a table of settings.")
+    return config or None, section
+
+
+def hetero_environment(
+    section: Mapping[str, Any], flags: Mapping[str, str], environment: Mapping[str, str]
+) -> dict[str, str]:
+    """Variables to set for the workers: a flag goes before an exported variable, which goes before the file.
+
+    Raises:
+        TypeError: if a setting is unknown or has the wrong type.
+        ValueError: if a value is out of range; the message names the flag, the variable or the section.
+
+    Example:
+        >>> hetero_environment({"policy": "pid"}, {"replan": "epoch"}, {})["ACCELERATE_HETERO_REPLAN"]
+        'epoch'
+    """
+    variables = as_environment(section)
+    exported = {name: environment[name] for name in variables if name in environment}
+    variables.update(exported)
+    variables.update({PREFIX + name.upper(): value for name, value in flags.items()})
+    sources, settings = {}, {}
+    for name in SETTINGS:
+        variable = PREFIX + name.upper()
+        text = variables.get(variable, environment.get(variable))
+        if text is None or name == "weight_fn":  # the workers can import what the launcher cannot
+            continue
+        settings[name] = parsed(name, text)
+        from_environment = f"{variable}={text}" if variable in environment else f"{SECTION}.{name}={text}"
+        sources[name] = f"--hetero_{name} {text}" if name in flags else from_environment
+    try:
+        HeteroPlugin(**{name: value for name, value in settings.items() if value is not None})
+    except (TypeError, ValueError) as error:
+        named = [source for name, source in sources.items() if name in str(error)]
+        raise type(error)(f"{', '.join(named)}: {error}") from error
+    return variables
+
+
+def _start_cpu_workers(args: Namespace, config: dict[str, Any] | None) -> None:
+    """Have several CPU workers started by torchrun, where Accelerate would start one process and say nothing."""
+    given = config or {}
+    on_cpu = args.cpu or given.get("use_cpu") or given.get("distributed_type") == "MULTI_CPU"
+    several = (args.num_processes or given.get("num_processes") or 1) > 1
+    if not on_cpu or not several or given.get("mpirun_config"):
+        return
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    args.cpu, args.multi_gpu = False, True
+    if config is not None:
+        config.update(use_cpu=False, distributed_type="MULTI_GPU")
+
+
+@contextlib.contextmanager
+def _config_file(config: dict[str, Any] | None) -> Iterator[str | None]:
+    """A file for Accelerate with what was left of the config."""
+    if config is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "config.yaml")
+        with open(path, "w", encoding="utf-8") as file:
+            yaml.safe_dump(config, file)
+        yield path

@@ -1,0 +1,269 @@
+"""What turns Fabric's ``DDPStrategy`` into the heterogeneous one; free of the namespace it is mixed into."""
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_hetero.comm import gradient_hook
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.plan import BatchPlan, PlanEntry
+from lightning_hetero.core.time_model import StepObservations
+from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.session import HeteroSession, log
+from lightning_hetero.strategies._checkpoint import KEY as RESIDUALS
+from lightning_hetero.strategies._checkpoint import add_residuals, take_residuals
+from lightning_hetero.strategies._loaders import (
+    balanced_evaluation_loader,
+    stream_of,
+    why_not_uneven,
+    with_batch_sampler,
+)
+from lightning_hetero.strategies._registration import register
+from lightning_hetero.strategies._restarts import warn_of_stale_addresses
+
+__all__ = ["HeteroFabricMixin"]
+
+KEY = "hetero_ddp"
+
+
+class HeteroFabricMixin:
+    """Fabric's DDP on unequal workers, with the gradients of one process: ``Fabric(strategy="hetero_ddp")``.
+
+    The first loader given to ``setup_dataloaders`` that shuffles, or has a sampler of its own, is the training loader
+    and is split by speed; the others stay as they are. Its ``batch_size`` means what it means under ``ddp``.
+
+    Args:
+        kwargs: settings of :class:`~lightning_hetero.config.HeteroConfig` (``policy``, ``local_batch_sizes``, ...), and
+            everything that Fabric's ``DDPStrategy`` takes.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if an argument is out of range, or two of them contradict each other.
+
+    Example:
+        >>> from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy
+        >>> HeteroDDPStrategy(local_batch_sizes=[24, 12, 16]).config.local_batch_sizes
+        (24, 12, 16)
+    """
+
+    strategy_name = "hetero_ddp"
+
+    def __init__(self, **kwargs: Any) -> None:
+        names = [field.name for field in fields(HeteroConfig)]
+        self.config = HeteroConfig(**{name: kwargs.pop(name) for name in names if name in kwargs})
+        if self.config.probe_memory:
+            raise ValueError("probe_memory=True tries out a LightningModule; under Fabric, give max_local_batch_sizes.")
+        super().__init__(**kwargs)
+        self.session: HeteroSession | None = None
+        self.metrics: dict[str, float] = {}
+        self._train_loader: DataLoader | None = None
+        self._wanted_step: int | None = None
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the class under ``hetero_ddp`` and every alias that ``ddp`` has."""
+        register(cls, strategy_registry)
+
+    # what users read
+
+    @property
+    def engine(self) -> HeteroEngine | None:
+        """The mechanism, once the processes have met."""
+        return None if self.session is None else self.session.engine
+
+    @property
+    def plan(self) -> BatchPlan | None:
+        """The split of the running step."""
+        return None if self.engine is None else self.engine.plan
+
+    @property
+    def plan_history(self) -> tuple[PlanEntry, ...]:
+        """All plans of this run, with the step from which each held and the reason."""
+        return () if self.engine is None else self.engine.plan_history
+
+    def _running(self) -> HeteroSession:
+        if self.session is None:
+            raise RuntimeError("this is known once fabric.launch() was called; there is no process group yet.")
+        return self.session
+
+    def observations(self) -> StepObservations:
+        """What all ranks measured up to the last exchange."""
+        return self._running().engine.observations()
+
+    def adopt(self, plan: BatchPlan, reason: str = "given") -> PlanEntry:
+        """Change the split, from a step that no rank has drawn yet; all ranks have to call it together."""
+        return self._running().adopt(plan, reason)
+
+    # set-up
+
+    def setup_environment(self) -> None:
+        """Join the process group, then meet the other ranks."""
+        warn_of_stale_addresses(os.environ)
+        super().setup_environment()  # type: ignore[misc]
+        engine = HeteroEngine(
+            self.config,
+            rank=self.global_rank,  # type: ignore[attr-defined]
+            world_size=self.world_size,  # type: ignore[attr-defined]
+            device=self.root_device,  # type: ignore[attr-defined]
+            local_rank=self.local_rank,  # type: ignore[attr-defined]
+            timeout=self._timeout,  # type: ignore[attr-defined]
+        )
+        self.session = HeteroSession(engine, on_metrics=self.metrics.update)
+
+    def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
+        """Wrap the model as DDP does, with our communication hook."""
+        session = self._running()
+        engine = session.engine
+        normalises = any(isinstance(m, _BatchNorm) for m in module.modules())
+        if self.config.min_local_batch_size is None and engine.min_local < 2 and normalises:
+            engine.min_local = 2
+            session.reshard()
+        model: DistributedDataParallel = super().setup_module(module)  # type: ignore[misc]
+        if engine.compression is not None:
+            scaler = getattr(self.precision, "scaler", None)  # type: ignore[attr-defined]
+            engine.compression.attach(
+                module,
+                grad_scale=None if scaler is None else scaler.get_scale,
+                hold_unused=bool(model.find_unused_parameters),
+            )
+        model.register_comm_hook(engine.hook_state, gradient_hook)
+        return model
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        """As DDP; a sparse optimizer learns which blocks a compressed gradient touches."""
+        optimizer = super().setup_optimizer(optimizer)  # type: ignore[misc]
+        compression = self._running().engine.compression
+        if compression is not None:
+            compression.lead([optimizer])
+        return optimizer
+
+    def process_dataloader(self, dataloader: DataLoader) -> DataLoader:
+        """Split the training loader by speed; leave the others as they are.
+
+        Raises:
+            ValueError: if the training loader cannot be split unevenly and the policy asks for it.
+        """
+        dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
+        engine = self._running().engine
+        if not _shuffles(dataloader):
+            balanced = self.config.balance_evaluation
+            return self._announced(balanced_evaluation_loader(dataloader, engine) if balanced else dataloader)
+        if self._train_loader is not None:
+            log.warning("a second training loader is split evenly; only the first one is split by speed.")
+            return self._announced(dataloader)
+        reason = why_not_uneven(dataloader, engine.world_size)
+        if reason is None:
+            self._train_loader = self._shard(dataloader)
+            return self._train_loader
+        if self.config.policy not in (None, "even") or self.config.local_batch_sizes is not None:
+            raise ValueError(f"{reason}, or leave the policy and the sizes out to train as plain DDP does.")
+        log.warning("%s. It is split evenly, as plain DDP does.", reason)
+        return self._announced(dataloader)
+
+    def _shard(self, loader: DataLoader) -> Any:
+        session, stream, batches = self._running(), stream_of(loader), loader.batch_sampler
+        assert stream is not None
+        shared = session.shard(stream, batches.batch_size, drop_last=batches.drop_last)  # type: ignore[union-attr]
+        clone = _iterated_by(with_batch_sampler(loader, shared), session.steps)
+        clone.state_dict = lambda: {"step": session.position[1]}
+        clone.load_state_dict = self._want_position
+        return clone
+
+    def _announced(self, loader: DataLoader) -> DataLoader:
+        """The loader, which tells the session when it begins."""
+        session = self._running()
+
+        def begin(open_loader: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+            session.another_loader()
+            return open_loader()
+
+        return _iterated_by(copy.copy(loader), begin) if type(loader).__iter__ is DataLoader.__iter__ else loader
+
+    def _want_position(self, state: dict[str, Any]) -> None:
+        self._wanted_step = int(state["step"])
+
+    # one step
+
+    def backward(self, tensor: torch.Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
+        """Weight the loss by this rank's share of the batch, then run backward."""
+        engine = self._running().engine
+        loss = engine.scale_loss(tensor)
+        with engine.backward():
+            super().backward(loss, module, *args, **kwargs)  # type: ignore[misc]
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As DDP, which averages ranks alike; what a rank waits here is not counted as computing."""
+        with self._running().engine.excluded():
+            return super().all_reduce(*args, **kwargs)  # type: ignore[misc, no-any-return]
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As DDP; what a rank waits here is not counted as computing."""
+        with self._running().engine.excluded():
+            return super().all_gather(*args, **kwargs)  # type: ignore[misc, no-any-return]
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """As DDP; what a rank waits here is not counted as computing."""
+        if self.session is None:
+            super().barrier(*args, **kwargs)  # type: ignore[misc]
+            return
+        with self.session.engine.excluded():
+            super().barrier(*args, **kwargs)  # type: ignore[misc]
+
+    # state
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Save the state, with the plans, what was learned, and the gradients that compression has not sent yet."""
+        session = self._running()
+        session.engine.observer.discard()
+        state = {**state, KEY: session.state_dict()}
+        add_residuals(state, session.engine)
+        super().save_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load the state; training goes on in the epoch of the checkpoint, at its first batch.
+
+        If the training loader is in ``state``, it goes on at the exact batch.
+        """
+        self._wanted_step = None
+        rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
+        if state and not isinstance(state, torch.nn.Module | torch.optim.Optimizer):
+            session = self._running()
+            session.load_state_dict(rest.pop(KEY, {}))
+            take_residuals(rest, session.engine)
+            rest.pop(RESIDUALS, None)
+            if self._wanted_step is not None:
+                session.skip(self._wanted_step)
+        return rest
+
+    def teardown(self) -> None:
+        """End the run."""
+        if self.session is not None:
+            self.session.close()
+        super().teardown()  # type: ignore[misc]
+
+
+def _iterated_by(loader: DataLoader, iterate: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]]) -> Any:
+    """The loader, still of its class, with ``iterate(open_loader)`` as its iterator."""
+    cls: Any = type(loader)
+    methods = {"__iter__": lambda self: iterate(lambda: cls.__iter__(self)), "__module__": cls.__module__}
+    loader.__class__ = type(cls.__name__, (cls,), methods)
+    return loader
+
+
+def _shuffles(loader: Any) -> bool:
+    """Whether a loader is one to train with: it shuffles, or has a sampler of the user's."""
+    if not isinstance(loader, DataLoader):
+        return False
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if type(sampler) is DistributedSampler:
+        return bool(sampler.shuffle)
+    inner = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
+    return inner is not None and not isinstance(inner, SequentialSampler)

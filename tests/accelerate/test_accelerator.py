@@ -1,0 +1,332 @@
+"""``HeteroAccelerator``: the mathematics of one process, whatever the split, and the state of a run."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from accelerate.tracking import GeneralTracker
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_hetero.session import SessionBatches
+from tests.helpers import Points, run_ranks
+from tests.loops import (
+    SAMPLES,
+    accelerate_loop,
+    every_sample_once,
+    flat,
+    forget_accelerate,
+    global_batches,
+    network,
+    replay,
+)
+
+EXACT = {"rtol": 1e-12, "atol": 1e-13}
+
+
+def _train(rank, plugin, batch_size, kwargs):
+    return accelerate_loop(rank, plugin, batch_size, **kwargs)
+
+
+def run(plugin, world_size, batch_size=5, **kwargs):
+    return run_ranks(_train, world_size, plugin, batch_size, kwargs, env={"OMP_NUM_THREADS": "1"})
+
+
+def check(results, **kwargs):
+    every_sample_once(results)
+    expected = replay(results, schedule=len(results), **kwargs)
+    for result in results:
+        np.testing.assert_allclose(result["weights"], expected, **EXACT)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_changing_plans_change_the_next_batch_and_not_the_result(workers):
+    plans = {(0, 0): (8, 2), (1, 1): (1, 9)}
+    results = run({"replan": 1000}, 2, plans=plans, workers=workers)
+    check(results)
+    history = results[0]["history"]
+    assert [sizes for _, _, sizes in history] == [(5, 5), (8, 2), (1, 9)]
+    for rank, result in enumerate(results):
+        for epoch, step, indices in result["seen"]:
+            holding = [sizes for e, s, sizes in history if (e, s) <= (epoch, step)][-1]
+            if step < 6 or workers == 0:
+                assert len(indices) in (holding[rank], *([] if step < 6 else range(10)))
+
+
+def test_clipping_by_norm():
+    results = run({"local_batch_sizes": (7, 2, 1)}, 3, clip=0.05)
+    check(results, clip=0.05)
+    assert results[0]["norms"] == results[1]["norms"]
+    assert max(results[0]["norms"]) > 0.05
+
+
+def test_bf16_is_close():
+    results = run({"local_batch_sizes": (7, 3)}, 2, mixed_precision="bf16")
+    np.testing.assert_allclose(results[0]["weights"], replay(results, schedule=2), rtol=0.05, atol=5e-3)
+    np.testing.assert_array_equal(results[0]["weights"], results[1]["weights"])
+
+
+@pytest.mark.parametrize("sizes", [(7, 3), (10, 0)], ids=str)
+def test_gather_for_metrics_has_each_sample_once(sizes):
+    results = run({"local_batch_sizes": sizes}, 2)
+    for result in results:
+        assert result["metrics"] == global_batches(results)
+
+
+@pytest.mark.parametrize(("step", "workers"), [(3, 0), (7, 0), (7, 2), (9, 2)])
+def test_resume_is_identical(tmp_path, step, workers):
+    """7 steps an epoch: saved inside the first epoch, in its last step, and inside the second."""
+    folder = str(tmp_path / "state")
+    plugin, kwargs = {"replan": 1000}, {"plans": {(0, 0): (8, 2)}, "epochs": 3, "workers": workers}
+    whole = run(plugin, 2, save={step: folder}, **kwargs)
+    rest = run(plugin, 2, resume=folder, **kwargs)
+    for full, part in zip(whole, rest, strict=True):
+        assert part["seen"] == full["seen"][step:]
+        np.testing.assert_array_equal(part["weights"], full["weights"])
+        assert part["lr"] == full["lr"]
+
+
+def _accelerator(**kwargs):
+    from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
+
+    forget_accelerate()
+    plugin = HeteroPlugin(**kwargs.pop("plugin", {}))
+    return HeteroAccelerator(cpu=True, hetero_plugin=plugin, **kwargs)
+
+
+def _loader(samples=SAMPLES, batch_size=5, **kwargs):
+    return DataLoader(Points(samples), batch_size, **{"shuffle": True, **kwargs})
+
+
+def ranks(fn, world_size=2, *args, **kwargs):
+    return run_ranks(fn, world_size, *args, env={"OMP_NUM_THREADS": "1"}, **kwargs)
+
+
+def _with_user_hook(rank):
+    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+    handler = DistributedDataParallelKwargs(
+        comm_hook=DDPCommunicationHookType.BF16, find_unused_parameters=True, bucket_cap_mb=1
+    )
+    accelerator = _accelerator(plugin={"local_batch_sizes": (7, 3)}, kwargs_handlers=[handler])
+    model, loader = accelerator.prepare(network(torch.float32), _loader())
+    x, y, _ = next(iter(loader))
+    accelerator.backward(nn.functional.mse_loss(model(x.float()), y.float()))
+    grads = [p.grad for p in model.parameters()]
+    accelerator.end_training()
+    return model.find_unused_parameters, [bool((g.bfloat16().float() == g).all()) for g in grads]
+
+
+def test_the_users_communication_hook_and_ddp_arguments_are_kept():
+    """Sums made in bfloat16 are bfloat16 numbers."""
+    for find_unused, rounded in ranks(_with_user_hook):
+        assert find_unused
+        assert all(rounded)
+
+
+class Tracker(GeneralTracker):
+    name, requires_logging_directory = "list", False
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    tracker = property(lambda self: self.rows)
+
+    def store_init_configuration(self, values):
+        pass
+
+    def log(self, values, step=None, **kwargs):
+        self.rows.append((step, values))
+
+
+def _tracked(rank):
+    tracker = Tracker()
+    accelerator = _accelerator(plugin={"replan": 4}, log_with=tracker)
+    accelerator.init_trackers("test")
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, _loader(200))
+    for i, (x, y, _) in enumerate(loader):
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        accelerator.log({"loss": 1.0}, step=i)
+    accelerator.end_training()
+    return tracker.rows
+
+
+def test_metrics_come_with_the_users_own_log():
+    rows = ranks(_tracked)[0]
+    with_metrics = [(step, values) for step, values in rows if "hetero/step_time" in values]
+    assert {"loss", "hetero/local_batch_size/rank1", "hetero/idle_fraction"} <= set(with_metrics[0][1])
+    assert 4 <= with_metrics[0][0] <= 12
+    assert sum("loss" in values for _, values in rows) == 20
+
+
+def _evaluating(rank):
+    """An evaluation inside the training loop, with a loader that Accelerate shards evenly."""
+    accelerator = _accelerator(plugin={"local_batch_sizes": (7, 3)})
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer, loader, evaluation = accelerator.prepare(
+        model, optimizer, _loader(), _loader(13, 2, shuffle=False)
+    )
+    seen, gathered = [], []
+    for epoch in range(2):
+        for step, (x, y, index) in enumerate(loader):
+            seen.append((epoch, step, index.tolist()))
+            if step == 2:
+                gathered.append([i for batch in evaluation for i in accelerator.gather_for_metrics(batch[2]).tolist()])
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if (epoch, step) == (0, 4):
+                break
+    weights = flat(model)
+    accelerator.end_training()
+    return {"weights": weights, "seen": seen, "gathered": gathered}
+
+
+def test_evaluation_inside_the_loop_and_a_loop_left_early():
+    results = ranks(_evaluating)
+    for result in results:
+        assert [sorted(indices) for indices in result["gathered"]] == [list(range(13))] * 2
+        np.testing.assert_allclose(result["weights"], replay(results, schedule=0), **EXACT)
+    second = [indices for r in results for epoch, _, indices in r["seen"] if epoch == 1]
+    assert sorted(sum(second, [])) == list(range(SAMPLES))
+
+
+def _gathers(rank):
+    accelerator = _accelerator(plugin={"local_batch_sizes": (5, 2)})
+    loader = accelerator.prepare(_loader(14))
+    for _, _, index in loader:
+        rows = accelerator.gather({"i": index, "one": torch.tensor(float(rank)), "same": torch.full((2,), rank)})
+        objects = accelerator.gather_for_metrics([f"s{i}" for i in index.tolist()])
+    accelerator.end_training()
+    return {name: value.tolist() for name, value in rows.items()}, objects
+
+
+def test_gather_takes_any_structure():
+    (rows, objects), other = ranks(_gathers)
+    assert (rows, objects) == other
+    assert [f"s{i}" for i in rows["i"]] == objects
+    assert len(objects) == 7
+    assert rows["one"] == [0.0, 1.0]
+    assert rows["same"] == [0, 0, 1, 1]
+
+
+def _refused(rank, what):
+    accelerator = _accelerator(plugin={"local_batch_sizes": (3, 1)})
+    if what == "iterable":
+        return accelerator.prepare_data_loader(DataLoader(Stream(), 2), uneven=True)
+    model = network()
+    if what == "batch norm":
+        model = nn.Sequential(model, nn.BatchNorm1d(1))
+    model, loader = accelerator.prepare(model, _loader(batch_size=2))
+    x, y, _ = next(iter(loader))
+    return nn.functional.mse_loss(model(x), y).backward()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("direct backward", "loss.backward() was called directly"),
+        ("batch norm", "has a size below min_local_batch_size=2"),
+        ("iterable", "the train dataset is an IterableDataset"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_on_every_rank(what, message):
+    errors = ranks(_refused, 2, what, expect_errors=True)
+    assert [rank for rank, *_ in errors] == [0, 1]
+    assert all(message in text for *_, text in errors)
+
+
+def _left_to_accelerate(rank):
+    accelerator = _accelerator()
+    stream, first, second, evaluation = accelerator.prepare(
+        DataLoader(Stream(), 2), _loader(), _loader(), _loader(shuffle=False)
+    )
+    split = [isinstance(loader.batch_sampler, SessionBatches) for loader in (first, second, evaluation)]
+    items = [i for batch in stream for i in batch.tolist()]
+    accelerator.free_memory()
+    again = accelerator.prepare(_loader())
+    accelerator.end_training()
+    return split, items, isinstance(again.batch_sampler, SessionBatches)
+
+
+def test_only_the_first_training_loader_is_split():
+    results = ranks(_left_to_accelerate)
+    assert [split for split, *_ in results] == [[True, False, False]] * 2
+    assert sorted(i for _, items, _ in results for i in items) == list(range(8))
+    assert all(again for *_, again in results)
+
+
+def _slow(rank, policy):
+    from lightning_hetero.simulate import Throttle
+
+    accelerator = _accelerator(plugin={"policy": policy, "replan": 8})
+    weight = torch.randn(500, 500)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, _loader(64 * 40, 32))
+    sizes, throttle = [], Throttle((0.75, 0.25)[rank]).start()
+    for x, y, _ in loader:
+        h = weight[: len(x)].repeat_interleave(16, 0)
+        for _ in range(3):
+            h = h @ weight / 25
+        accelerator.backward(nn.functional.mse_loss(model(x) + 0 * h.sum(), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        sizes.append(len(x))
+    throttle.stop()
+    accelerator.end_training()
+    return sizes
+
+
+@pytest.mark.parametrize("policy", ["perf_model", "pid"])
+def test_the_split_follows_the_faster_process(policy):
+    first, second = ranks(_slow, 2, policy)
+    assert (first[0], second[0]) == (32, 32)
+    assert all(a + b == 64 for a, b in zip(first, second, strict=True))
+    assert max(first) > 36
+
+
+def _plain_state(rank, folder, kind):
+    from accelerate import Accelerator
+
+    forget_accelerate()
+    accelerator = Accelerator(cpu=True) if kind == "plain" else _accelerator(plugin={"local_batch_sizes": (7, 3)})
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, _loader())
+    if os.path.isdir(folder):
+        accelerator.load_state(folder)
+    for x, y, _ in loader:
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+    accelerator.wait_for_everyone()
+    accelerator.save_state(folder)
+    accelerator.end_training()
+    return flat(model)
+
+
+@pytest.mark.parametrize("order", [("plain", "hetero"), ("hetero", "plain")], ids="-then-".join)
+def test_states_go_to_and_from_plain_accelerate(order, tmp_path):
+    for kind in order:
+        weights = ranks(_plain_state, 2, str(tmp_path / "state"), kind)
+        np.testing.assert_array_equal(*weights)
+
+
+def test_a_broken_state_is_an_error_on_every_rank(tmp_path):
+    folder = tmp_path / "state"
+    ranks(_plain_state, 2, str(folder), "hetero")
+    (folder / "hetero_state.pt").write_bytes(b"broken")
+    errors = ranks(_plain_state, 2, str(folder), "hetero", expect_errors=True)
+    assert [rank for rank, *_ in errors] == [0, 1]
+    assert all("hetero_state.pt cannot be read" in text for *_, text in errors)

@@ -1,0 +1,210 @@
+"""Real launches: torchrun, ``accelerate launch``, ``lightning-hetero launch``; Accelerate's own test script."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from lightning_hetero import cli
+from lightning_hetero.cli.configure import ask_settings
+from lightning_hetero.cli.launch import hetero_environment, read_config
+from tests.helpers import free_port
+
+BIN = Path(sys.executable).parent
+
+PLAIN = """
+import json, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+accelerator = Accelerator()
+set_seed(0)
+x = torch.randn(70, 4, dtype=torch.float64)
+data = TensorDataset(x, x.sum(1, keepdim=True))
+model = nn.Linear(4, 1, dtype=torch.float64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+loader = DataLoader(data, batch_size=int(sys.argv[1]), shuffle=True, generator=torch.Generator().manual_seed(5))
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for epoch in range(2):
+    for inputs, targets in loader:
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+if accelerator.is_main_process:
+    weights = [p.tolist() for p in model.parameters()]
+    history = [e.plan.local_batch_sizes for e in getattr(accelerator, "plan_history", ())]
+    print(json.dumps({"weights": weights, "processes": accelerator.num_processes, "history": history}), flush=True)
+accelerator.end_training()
+"""
+
+# The two lines that a script for plain Accelerate changes.
+CHANGES = {
+    "from accelerate import Accelerator": "from lightning_hetero.accelerate import HeteroAccelerator",
+    "accelerator = Accelerator()": "accelerator = HeteroAccelerator()",
+}
+
+
+def execute(*command, limit=120, **env):
+    """Exit code and output of a command; its processes are ended if it takes longer."""
+    defaults = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
+    process = subprocess.Popen(
+        list(map(str, command)),
+        env={**os.environ, **defaults, **env},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"{command} was not done within {limit} s; it printed:\n{output}")
+    return process.returncode, output
+
+
+def torchrun(*arguments, processes=2, **env):
+    return execute(BIN / "torchrun", f"--nproc_per_node={processes}", f"--master_port={free_port()}", *arguments, **env)
+
+
+def result_of(run):
+    code, output = run
+    assert code == 0, output
+    return json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+
+
+@pytest.fixture
+def scripts(tmp_path):
+    """A script for plain Accelerate, and the same with two lines changed."""
+    plain, hetero = tmp_path / "plain.py", tmp_path / "hetero.py"
+    plain.write_text(PLAIN)
+    text = PLAIN
+    for before, after in CHANGES.items():
+        assert text.count(before) == 1
+        text = text.replace(before, after)
+    hetero.write_text(text)
+    return plain, hetero
+
+
+def test_two_changed_lines_give_the_result_of_one_process(scripts):
+    plain, hetero = scripts
+    one = result_of(execute(sys.executable, plain, 16))
+    two = result_of(torchrun(hetero, 8, ACCELERATE_HETERO_LOCAL_BATCH_SIZES="13,3"))
+    assert (one["processes"], two["processes"], two["history"]) == (1, 2, [[13, 3]])
+    for a, b in zip(one["weights"], two["weights"], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+def test_accelerate_launch_with_the_environment(scripts):
+    run = execute(
+        *(BIN / "accelerate", "launch", "--multi_gpu", "--num_processes", 2, "--main_process_port", free_port()),
+        *(scripts[1], 8),
+        ACCELERATE_HETERO_LOCAL_BATCH_SIZES="11,5",
+    )
+    assert result_of(run)["history"] == [[11, 5]]
+
+
+def test_launch_with_a_section_in_the_config_file(scripts, tmp_path):
+    path = tmp_path / "config.yaml"
+    base = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "num_processes": 2}
+    path.write_text(yaml.safe_dump({**base, "use_cpu": True, "hetero_config": {"local_batch_sizes": [11, 5]}}))
+    launch = (BIN / "lightning-hetero", "launch", "--config_file", path, "--main_process_port", free_port())
+    result = result_of(execute(*launch, "--hetero_replan", "epoch", scripts[1], 8))
+    assert (result["processes"], result["history"]) == (2, [[11, 5]])
+
+
+def test_accelerates_own_test_script_passes(tmp_path):
+    """Unevenly split too: its trainings have a total batch of 16, and must equal one process."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import accelerate, accelerate.test_utils.scripts.test_script as script\n"
+        "from lightning_hetero.accelerate import HeteroAccelerator\n"
+        "script.Accelerator = accelerate.Accelerator = HeteroAccelerator\n"
+        "script.main()\n"
+    )
+    code, output = torchrun(script, ACCELERATE_HETERO_LOCAL_BATCH_SIZES="12,4")
+    assert code == 0, output
+    assert output.count("Training yielded the same results on one CPU or distributed setup with batch split") > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hetero_policy", "fastest"], "--hetero_policy fastest: policy='fastest' is unknown; allowed are"),
+        (["--hetero_hysteresis", "7"], "--hetero_hysteresis 7: hysteresis=7"),
+        (["--config_file", "/nowhere.yaml"], "--config_file /nowhere.yaml cannot be read"),
+    ],
+)
+def test_a_bad_flag_is_named_before_anything_starts(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["launch", *arguments, "script.py"])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_flag_goes_before_a_variable_before_the_section():
+    section, exported = {"policy": "static", "replan": 5, "hysteresis": 0.1}, {"ACCELERATE_HETERO_REPLAN": "6"}
+    variables = hetero_environment(section, {"policy": "pid"}, exported)
+    assert variables == {
+        "ACCELERATE_USE_HETERO": "true",
+        "ACCELERATE_HETERO_POLICY": "pid",
+        "ACCELERATE_HETERO_REPLAN": "6",
+        "ACCELERATE_HETERO_HYSTERESIS": "0.1",
+    }
+
+
+def test_sections_are_checked(tmp_path):
+    with pytest.raises(TypeError, match="hetero_config has no setting speed. Allowed are policy"):
+        hetero_environment({"speed": 3}, {}, {})
+    with pytest.raises(ValueError, match="hetero_config.replan=never: replan='never' is unknown"):
+        hetero_environment({"replan": "never"}, {}, {})
+    with pytest.raises(ValueError, match="ACCELERATE_HETERO_REPLAN=never: replan='never'"):
+        hetero_environment({}, {}, {"ACCELERATE_HETERO_REPLAN": "never"})
+    path = tmp_path / "config.yaml"
+    path.write_text("hetero_config: 3\n")
+    with pytest.raises(ValueError, match="must be a table of settings"):
+        read_config(str(path))
+
+
+def test_config_asks_and_launch_reads_it(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "config.yaml"
+    answers = "\n".join(["2", "", "true", "", "pid", "", "100", "", "sometimes", "epoch", ""]) + "\n"
+    monkeypatch.setattr("sys.stdin", __import__("io").StringIO(answers))
+    assert cli.main(["config", "--config_file", str(path)]) == 0
+    assert "replan='sometimes' is unknown" in capsys.readouterr().err
+    config, section = read_config(str(path))
+    assert section == {"policy": "pid", "max_local_batch_sizes": 100, "replan": "epoch"}
+    assert (config["num_processes"], config["distributed_type"]) == (2, "MULTI_CPU")
+    monkeypatch.setattr("sys.stdin", __import__("io").StringIO("even\n\n\n\n\n\n"))
+    assert cli.main(["config", "--config_file", str(path)]) == 0
+    assert read_config(str(path)) == (config, {"policy": "even"})
+
+
+def test_config_writes_nothing_if_answers_end_early(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdin", __import__("io").StringIO("2\n"))
+    assert cli.main(["config", "--config_file", str(tmp_path / "config.yaml")]) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_fixed_split_takes_the_place_of_the_policy():
+    answers = iter(["pid", "6,2", "", "", "", ""])
+    assert ask_settings(lambda question: next(answers)) == {"local_batch_sizes": [6, 2]}
+
+
+def test_unknown_command(capsys):
+    assert cli.main(["lunch"]) == 2
+    assert "unknown command 'lunch'. Commands are config, launch" in capsys.readouterr().err
+    assert cli.main([]) == 2
+    assert cli.main(["--help"]) == 0

@@ -1,0 +1,88 @@
+"""``HeteroPlugin``: each setting from its argument, its environment variable or a file, in that order, and checked."""
+
+import pytest
+
+from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
+from lightning_hetero.accelerate.plugin import PREFIX, SETTINGS, as_environment, switched_on
+from lightning_hetero.config import HeteroConfig
+
+VALUES = {
+    "policy": ("pid", "pid"),
+    "loss_reduction": ("sum", "sum"),
+    "local_batch_sizes": ("24, 12,16", (24, 12, 16)),
+    "min_local_batch_size": ("3", 3),
+    "max_local_batch_sizes": ("[64, 32]", (64, 32)),
+    "weight_fn": ("operator:itemgetter", __import__("operator").itemgetter),
+    "replan": ("epoch", "epoch"),
+    "hysteresis": ("0.1", 0.1),
+}
+
+
+def test_every_setting_has_a_value_here():
+    assert set(VALUES) <= set(SETTINGS), "a setting is gone"
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_setting_is_read_from_its_variable(name, monkeypatch):
+    text, value = VALUES[name]
+    monkeypatch.setenv(PREFIX + name.upper(), text)
+    assert getattr(HeteroPlugin(), name) == value
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_an_empty_variable_and_none_leave_the_default(name, monkeypatch):
+    monkeypatch.setenv(PREFIX + name.upper(), "  ")
+    assert getattr(HeteroPlugin(), name) == getattr(HeteroConfig(), name)
+
+
+def test_argument_goes_before_variable_before_file(tmp_path, monkeypatch):
+    path = tmp_path / "settings.yaml"
+    path.write_text("hetero_config:\n  hysteresis: 0.2\n  replan: 7\n  policy: static\n")
+    monkeypatch.setenv("ACCELERATE_HETERO_CONFIG_FILE", str(path))
+    monkeypatch.setenv("ACCELERATE_HETERO_REPLAN", "9")
+    monkeypatch.setenv("ACCELERATE_HETERO_POLICY", "pid")
+    plugin = HeteroPlugin(policy="even")
+    assert (plugin.policy, plugin.replan, plugin.hysteresis) == ("even", 9, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("POLICY", "fastest", r"ACCELERATE_HETERO_POLICY='fastest': policy='fastest' is unknown; allowed are .*pid"),
+        ("HYSTERESIS", "2", r"ACCELERATE_HETERO_HYSTERESIS='2': hysteresis=2"),
+        ("HYSTERESIS", "a lot", r"ACCELERATE_HETERO_HYSTERESIS='a lot'"),
+        ("LOCAL_BATCH_SIZES", "3,x", r"ACCELERATE_HETERO_LOCAL_BATCH_SIZES='3,x'"),
+        ("WEIGHT_FN", "no_module:count", r"weight_fn='no_module:count' cannot be imported"),
+        ("POLICI", "pid", r"ACCELERATE_HETERO_POLICI='pid' is no setting. Allowed are .*ACCELERATE_HETERO_POLICY"),
+        ("CONFIG_FILE", "/nowhere.yaml", r"ACCELERATE_HETERO_CONFIG_FILE='/nowhere.yaml' cannot be read"),
+    ],
+)
+def test_a_wrong_variable_is_named_with_its_value(variable, text, message, monkeypatch):
+    monkeypatch.setenv(PREFIX + variable, text)
+    with pytest.raises((ValueError, TypeError), match=message):
+        HeteroPlugin()
+
+
+def test_wrong_arguments():
+    with pytest.raises(TypeError, match="HeteroPlugin has no setting polici. Allowed are policy, "):
+        HeteroPlugin(polici="pid")
+    with pytest.raises(TypeError, match="probe_memory is for Lightning's Trainer only; give max_local_batch_sizes"):
+        HeteroPlugin(probe_memory=True)
+    with pytest.raises(ValueError, match="^policy='x' is unknown"):
+        HeteroPlugin(policy="x")
+    with pytest.raises(TypeError, match="hetero_config has no setting speed"):
+        as_environment({"speed": 1})
+    with pytest.raises(TypeError, match="hetero_plugin='pid' is a str; give a HeteroPlugin"):
+        HeteroAccelerator(cpu=True, hetero_plugin="pid")
+
+
+def test_switch(monkeypatch):
+    with pytest.raises(ValueError, match="ACCELERATE_USE_HETERO='maybe' is unknown; allowed are 'true'"):
+        switched_on({"ACCELERATE_USE_HETERO": "maybe"})
+    monkeypatch.setenv("ACCELERATE_USE_HETERO", "false")
+    accelerator = HeteroAccelerator(cpu=True)
+    assert accelerator.plan is None
+    assert accelerator.hetero_session is None
+    with pytest.raises(RuntimeError, match="ACCELERATE_USE_HETERO=false"):
+        accelerator.observations()
+    assert HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin()).hetero_session is not None

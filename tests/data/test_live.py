@@ -1,0 +1,65 @@
+"""The live stream: what the sampler yields when a pass begins, the same on every rank, and again after a resume."""
+
+import pytest
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSampler
+
+from lightning_hetero.data import LiveStream
+
+
+def random(seed=0, n=20):
+    return RandomSampler(range(n), generator=torch.Generator().manual_seed(seed))
+
+
+def test_order_is_the_samplers_own():
+    stream, alone = LiveStream(random()), random()
+    for epoch in range(3):
+        assert list(stream.indices(epoch)) == list(alone)
+
+
+def test_a_pass_is_drawn_once():
+    stream = LiveStream(random())
+    assert stream.indices(0) == stream.indices(0)
+    assert stream.indices(0) != stream.indices(1)
+
+
+def test_other_ranks_take_the_order_of_rank_0():
+    box = {}
+    first = LiveStream(random(1), lambda value: box.setdefault("order", value), rank=0)
+    other = LiveStream(random(2), lambda value: box["order"], rank=1)
+    assert list(first.indices(0)) == list(other.indices(0))
+
+
+def test_sequential_order_needs_no_message():
+    stream = LiveStream(SequentialSampler(range(4)), lambda value: pytest.fail("nothing to share"))
+    assert list(stream.indices(3)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("make", [random, lambda: WeightedRandomSampler([1.0] * 20, 20, generator=torch.Generator())])
+def test_state_draws_the_running_pass_and_the_later_ones_again(make):
+    stream = LiveStream(make())
+    orders = [list(stream.indices(0))]
+    state = stream.state_dict(0)
+    orders += [list(stream.indices(epoch)) for epoch in (1, 2)]
+    resumed = LiveStream(make())
+    resumed.indices(0)
+    resumed.load_state_dict(state, 0)
+    assert [list(resumed.indices(epoch)) for epoch in range(3)] == orders
+
+
+class Liar(SequentialSampler):
+    def __iter__(self):
+        return iter(range(3))
+
+
+def test_wrong_samplers():
+    with pytest.raises(ValueError, match="says that it has 4 samples and yielded 3. Make __len__ and __iter__ agree"):
+        LiveStream(Liar(range(4))).indices(0)
+    with pytest.raises(ValueError, match="0 samples; it needs at least one"):
+        LiveStream(SequentialSampler([]))
+
+
+def test_fingerprint_tells_kinds_and_sizes_apart():
+    marks = {LiveStream(s).fingerprint() for s in (random(), random(n=21), SequentialSampler(range(20)))}
+    assert len(marks) == 3
+    assert LiveStream(random(5)).fingerprint() in marks

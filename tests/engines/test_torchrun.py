@@ -1,0 +1,141 @@
+"""torchrun: killed workers, workers that leave and come; every sample is accounted for, and nothing is left behind.
+
+A step that a checkpoint holds is done; what a killed attempt did after its last checkpoint is done again.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers import free_port
+
+SCRIPT = Path(__file__).with_name("script.py")
+TORCHRUN = Path(sys.executable).with_name("torchrun")
+SAMPLES = 96
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts torchrun with arguments; all that it started is ended after the test."""
+    started = []
+
+    def _start(*arguments, epochs=2):
+        # With the agent's own store, workers that start again may meet addresses of those that were killed.
+        env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        command = [TORCHRUN, "--monitor-interval=0.2", *arguments, SCRIPT, tmp_path, 4, epochs]
+        with open(tmp_path / f"log-{len(started)}", "w") as log:
+            process = subprocess.Popen(
+                list(map(str, command)), env={**os.environ, **env}, stdout=log, stderr=log, start_new_session=True
+            )
+        started.append(process)
+        return process
+
+    yield _start
+    for process in started:
+        kill_group(process)
+
+
+def kill_group(process):
+    """End an agent and its workers at once, as a machine that is switched off does."""
+    children = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(process.pid).children(recursive=True)
+    for victim in [process, *children]:
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            victim.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def logs(folder):
+    return "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("log-*")))
+
+
+def wait_for(condition, folder, limit):
+    deadline = time.monotonic() + limit
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {limit} s; the logs end with\n{logs(folder)}")
+        time.sleep(0.1)
+
+
+def attempts(folder):
+    """For each attempt, its first line and the steps of all ranks."""
+    found = {}
+    for path in sorted(folder.glob("attempt-*.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        if lines:
+            head, steps = found.setdefault(path.name.split("-")[1], (lines[0], []))
+            steps.extend(lines[1:])
+    return [found[name] for name in sorted(found)]
+
+
+def check_samples(folder, epochs):
+    """Of each attempt counts what came before the step at which the next one went on."""
+    runs = attempts(folder)
+    starts = [head["start"] for head, _ in runs]
+    assert starts == sorted(starts)
+    for epoch in range(epochs):
+        taken = []
+        for (_, steps), following in zip(runs, [*starts[1:], 10**9], strict=True):
+            taken += [i for s in steps if s["epoch"] == epoch and s["step"] < following for i in s["indices"]]
+        assert sorted(taken) == list(range(SAMPLES)), epoch
+
+
+def test_workers_killed_at_several_points(start, tmp_path):
+    (tmp_path / "kill").write_text("1 backward 5\n0 saving 9\n1 exchange 14\n")
+    process = start("--standalone", "--nproc_per_node=2", "--max-restarts=3")
+    wait_for(lambda: process.poll() is not None, tmp_path, 150)
+    assert process.returncode == 0, logs(tmp_path)
+    assert json.loads((tmp_path / "done").read_text()) == {"step": 24, "world": 2}
+    check_samples(tmp_path, 2)
+    runs = attempts(tmp_path)
+    assert len(runs) == 4
+    assert runs[0][0]["known"] == []
+    assert len(runs[2][0]["known"]) == 2, "time models are known after a restart"
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
+
+
+def test_more_kills_than_restarts_are_an_error(start, tmp_path):
+    (tmp_path / "kill").write_text("1 forward 2\n")
+    process = start("--standalone", "--nproc_per_node=2", "--max-restarts=0")
+    wait_for(lambda: process.poll() is not None, tmp_path, 100)
+    assert process.returncode != 0
+    assert "exitcode  : -9" in logs(tmp_path)
+
+
+def test_a_machine_leaves_and_another_comes(start, tmp_path):
+    """Two machines, one is switched off, the other goes on alone, a third joins."""
+    (tmp_path / "slow").touch()
+    rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=elastic")
+    timeouts = "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=100"
+    arguments = ("--nnodes=1:3", "--nproc_per_node=1", "--max-restarts=5", *rendezvous, timeouts)
+
+    def reached(world, after=0):
+        runs = attempts(tmp_path)
+        return len(runs) > after and runs[-1][0]["world"] == world and len(runs[-1][1]) >= 4 * world
+
+    first = start(*arguments, epochs=20)
+    time.sleep(1)
+    second = start(*arguments, epochs=20)
+    wait_for(lambda: reached(2), tmp_path, 100)
+    kill_group(second)
+    before = len(attempts(tmp_path))
+    wait_for(lambda: reached(1, before), tmp_path, 100)
+    third = start(*arguments, epochs=20)
+    before = len(attempts(tmp_path))
+    wait_for(lambda: reached(2, before), tmp_path, 100)
+    (tmp_path / "slow").unlink()
+    wait_for(lambda: first.poll() is not None and third.poll() is not None, tmp_path, 100)
+    assert (first.returncode, third.returncode) == (0, 0), logs(tmp_path)
+    check_samples(tmp_path, 20)
+    worlds = [head["world"] for head, _ in attempts(tmp_path)]
+    assert worlds[-1] == 2
+    assert 1 in worlds

@@ -1,0 +1,223 @@
+"""One training through each front end, written as users write it, and its replay on one process in plain torch.
+
+Every function trains on one rank and returns the weights, the plans, and what it saw as (epoch, step, samples that
+count) of each batch. ``plans`` maps (epoch, step) to sizes to adopt then, ``save`` a number of steps to a place.
+"""
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.helpers import Points, Regressor, fit
+
+SAMPLES = 70  # ragged: no total below divides it
+
+
+def network(dtype=torch.float64):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).to(dtype)
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().copy()
+
+
+def forget_accelerate():
+    """A forked rank must not take the state of an ``Accelerator`` that a test has made before it."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+    GradientState._reset_state()
+
+
+def accelerate_loop(
+    rank,
+    plugin,
+    batch_size,
+    *,
+    epochs=2,
+    accumulate=1,
+    clip=None,
+    plans=None,
+    workers=0,
+    save=None,
+    resume=None,
+    scheduled=True,
+    **kwargs,
+):
+    """Accelerate; also a schedule, clipping, and what ``gather_for_metrics`` returns."""
+    from accelerate.utils import set_seed
+
+    from lightning_hetero import BatchPlan
+    from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
+
+    forget_accelerate()
+    set_seed(3)
+    dtype = torch.float32 if "mixed_precision" in kwargs else torch.float64
+    accelerator = HeteroAccelerator(
+        cpu=True, hetero_plugin=HeteroPlugin(**plugin), gradient_accumulation_steps=accumulate, **kwargs
+    )
+    dataset = Points(SAMPLES, dtype=dtype)
+    model = network(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.01 * step))
+    loader = DataLoader(dataset, batch_size, shuffle=True, num_workers=workers)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    seen, metrics, steps, norms = [], [], 0, []
+    first, skipped = 0, None
+    if resume is not None:
+        accelerator.load_state(resume)
+        first, skipped = accelerator.hetero_session.position[0], accelerator.skip_first_batches(loader)
+    for epoch in range(first, epochs):
+        for batch in loader if skipped is None else skipped:
+            x, y, index = batch
+            step = accelerator.hetero_session.position[1] - 1
+            counted = accelerator.hetero_session.engine.own_size
+            seen.append((epoch, step, index[:counted].tolist()))
+            with accelerator.accumulate(model):
+                output = model(x)
+                accelerator.backward(nn.functional.mse_loss(output, y))
+                if clip is not None and accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), clip)))
+                optimizer.step()
+                if scheduled:
+                    scheduler.step()
+                optimizer.zero_grad()
+            metrics.append(accelerator.gather_for_metrics(index).tolist())
+            if plans and (epoch, step) in plans:
+                accelerator.adopt(BatchPlan(sum(plans[epoch, step]), plans[epoch, step]))
+            steps += 1
+            if save is not None and steps in save:
+                accelerator.save_state(save[steps])
+        skipped = None
+    result = {
+        "weights": flat(model),
+        "seen": seen,
+        "metrics": metrics,
+        "norms": norms,
+        "lr": scheduler.get_last_lr()[0],
+        "history": [(e.epoch, e.step, e.plan.local_batch_sizes) for e in accelerator.plan_history],
+    }
+    accelerator.end_training()
+    return result
+
+
+def fabric_loop(
+    rank, settings, batch_size, *, world_size, epochs=2, accumulate=1, plans=None, save=None, resume=None, **kwargs
+):
+    """Fabric, with its own way to accumulate."""
+    from lightning.fabric import Fabric
+
+    from lightning_hetero import BatchPlan
+    from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy
+
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=HeteroDDPStrategy(**settings), **kwargs)
+    fabric.launch()
+    model = network(torch.float32 if "precision" in kwargs else torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer = fabric.setup(model, optimizer)
+    dtype = torch.float32 if "precision" in kwargs else torch.float64
+    loader = fabric.setup_dataloaders(DataLoader(Points(SAMPLES, dtype=dtype), batch_size, shuffle=True))
+    state = {"model": model, "optimizer": optimizer, "loader": loader, "epoch": 0}
+    if resume is not None:
+        fabric.load(resume, state)
+    session, seen, steps = fabric.strategy.session, [], 0
+    for epoch in range(state["epoch"], epochs):
+        for x, y, index in loader:
+            step = session.position[1] - 1
+            seen.append((epoch, step, index[: session.engine.own_size].tolist()))
+            final = (step + 1) % accumulate == 0 or step + 1 == len(loader)
+            with fabric.no_backward_sync(model, enabled=not final):
+                fabric.backward(nn.functional.mse_loss(model(x), y) / accumulate)
+            if final:
+                optimizer.step()
+                optimizer.zero_grad()
+            if plans and (epoch, step) in plans:
+                fabric.strategy.adopt(BatchPlan(sum(plans[epoch, step]), plans[epoch, step]))
+            steps += 1
+            if save is not None and steps in save:
+                fabric.save(save[steps], {**state, "epoch": epoch})
+    history = [(e.epoch, e.step, e.plan.local_batch_sizes) for e in fabric.strategy.plan_history]
+    result = {"weights": flat(model), "seen": seen, "history": history, "rank": fabric.global_rank}
+    fabric.strategy.teardown()
+    return result
+
+
+def lightning_loop(
+    rank, settings, batch_size, *, world_size, epochs=2, accumulate=1, plans=None, save=None, resume=None
+):
+    """Lightning's Trainer."""
+    return fit(
+        rank,
+        settings,
+        world_size,
+        batch_size,
+        model=Planned(plans or {}, save or {}),
+        dataset=Points(SAMPLES),
+        max_epochs=epochs,
+        accumulate_grad_batches=accumulate,
+        ckpt_path=resume,
+    )
+
+
+class Planned(Regressor):
+    """Adopts plans and saves at given steps."""
+
+    def __init__(self, plans, save):
+        super().__init__()
+        self.plans, self.save, self.steps = plans, save, 0
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        from lightning_hetero import BatchPlan
+
+        self.steps += 1
+        sizes = self.plans.get((self.trainer.current_epoch, batch_idx))
+        if sizes is not None:
+            self.trainer.strategy.adopt(BatchPlan(sum(sizes), sizes))
+        if self.steps in self.save:
+            self.trainer.save_checkpoint(self.save[self.steps])
+
+
+def _accelerate(rank, settings, batch_size, *, world_size, **kwargs):
+    return accelerate_loop(rank, settings, batch_size, scheduled=False, **kwargs)
+
+
+FRONT_ENDS = {"lightning": lightning_loop, "fabric": fabric_loop, "accelerate": _accelerate}
+
+
+def global_batches(results):
+    """Samples of all ranks in each step, in order of time."""
+    return [sum((r["seen"][i][2] for r in results), []) for i in range(len(results[0]["seen"]))]
+
+
+def replay(results, *, accumulate=1, clip=None, lr=0.05, schedule=1):
+    """The same global batches on one process in plain torch; the schedule steps as often as Accelerate does."""
+    model = network()
+    data = Points(SAMPLES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.01 * step))
+    batches, epochs = global_batches(results), [epoch for epoch, _, _ in results[0]["seen"]]
+    waiting = 0
+    for i, indices in enumerate(batches):
+        loss = nn.functional.mse_loss(model(data.x[indices]), data.y[indices])
+        (loss / accumulate).backward()
+        waiting += 1
+        last = i + 1 == len(batches) or epochs[i + 1] != epochs[i]
+        if waiting < accumulate and not last:
+            continue
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        for _ in range(schedule):
+            scheduler.step()
+        waiting = 0
+    return flat(model)
+
+
+def every_sample_once(results, epochs=2):
+    for epoch in range(epochs):
+        taken = sorted(i for r in results for e, _, indices in r["seen"] if e == epoch for i in indices)
+        np.testing.assert_array_equal(taken, np.arange(SAMPLES))

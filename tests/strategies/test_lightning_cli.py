@@ -1,0 +1,53 @@
+"""LightningCLI makes the strategy from its name, from a class with arguments, and from YAML."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_hetero import DynamicBatchPIDCallback, HeteroDDPStrategy
+from tests.helpers import Regressor
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _no_arguments_of_pytest(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py"])
+
+
+def trainer_of(*arguments):
+    given = ["--trainer.accelerator=cpu", *arguments]
+    return LightningCLI(
+        Regressor, run=False, args=given, save_config_callback=None, seed_everything_default=False
+    ).trainer
+
+
+def test_by_name():
+    assert type(trainer_of("--trainer.strategy=hetero_ddp", "--trainer.devices=2").strategy) is HeteroDDPStrategy
+
+
+def test_arguments_of_the_class():
+    arguments = ("--trainer.strategy.local_batch_sizes=[6,2]", "--trainer.strategy.find_unused_parameters=true")
+    strategy = trainer_of("--trainer.strategy=lightning_hetero.HeteroDDPStrategy", *arguments).strategy
+    assert strategy.config.local_batch_sizes == (6, 2)
+    assert strategy._ddp_kwargs["find_unused_parameters"] is True
+
+
+def test_strategy_and_callbacks_from_yaml(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    try:
+        trainer = trainer_of(f"--config={EXAMPLES / 'cli.yaml'}")
+    finally:
+        sys.modules.pop("_model", None)
+    assert trainer.strategy.config.hysteresis == 0.05
+    assert [callback.policy for callback in trainer.callbacks if isinstance(callback, DynamicBatchPIDCallback)] == [
+        "pid"
+    ]
+
+
+def test_an_unknown_setting_is_an_error_that_names_it(capsys):
+    with pytest.raises(SystemExit):
+        trainer_of("--trainer.strategy=lightning_hetero.HeteroDDPStrategy", "--trainer.strategy.hysteresis=[1]")
+    assert "hysteresis" in capsys.readouterr().err

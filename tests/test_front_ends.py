@@ -1,0 +1,106 @@
+"""One promise through every front end: the mathematics of one process, each sample once, and a run that goes on."""
+
+import numpy as np
+import pytest
+
+from lightning_hetero import BlockTopK
+from tests.helpers import run_ranks
+from tests.loops import FRONT_ENDS, every_sample_once, global_batches, replay
+
+EXACT = {"rtol": 1e-12, "atol": 1e-13}
+every_front_end = pytest.mark.parametrize("front_end", FRONT_ENDS)
+
+
+def _run(rank, front_end, settings, world_size, kwargs):
+    return FRONT_ENDS[front_end](rank, settings, kwargs.pop("batch_size", 5), world_size=world_size, **kwargs)
+
+
+def run(front_end, settings, world_size, **kwargs):
+    return run_ranks(_run, world_size, front_end, settings, world_size, kwargs, env={"OMP_NUM_THREADS": "1"})
+
+
+def check(results, **kwargs):
+    every_sample_once(results)
+    expected = replay(results, schedule=0, **kwargs)
+    for result in results:
+        np.testing.assert_allclose(result["weights"], expected, **EXACT)
+
+
+@pytest.mark.parametrize(("sizes", "accumulate"), [((1, 3), 1), ((5, 0), 3), ((7, 2, 1), 2)], ids=str)
+@every_front_end
+def test_weights_equal_one_process(front_end, sizes, accumulate):
+    results = run(front_end, {"local_batch_sizes": sizes}, len(sizes), accumulate=accumulate)
+    check(results, accumulate=accumulate)
+    assert [len(r["seen"][0][2]) for r in results] == list(sizes)
+
+
+@every_front_end
+def test_plans_change_the_next_batches_and_not_the_result(front_end):
+    results = run(front_end, {"replan": 1000}, 2, plans={(0, 0): (8, 2), (0, 3): (14, 7), (1, 1): (1, 20)})
+    check(results)
+    history = results[0]["history"]
+    assert [sizes for _, _, sizes in history] == [(5, 5), (8, 2), (14, 7), (1, 20)]
+    assert history == results[1]["history"]
+    full = 0
+    for rank, result in enumerate(results):
+        for i, (epoch, step, indices) in enumerate(result["seen"]):
+            sizes = [sizes for e, s, sizes in history if (e, s) <= (epoch, step)][-1]
+            if len(global_batches(results)[i]) == sum(sizes):  # not the ragged last batch
+                assert len(indices) == sizes[rank]
+                full += 1
+    assert full > 12
+
+
+@every_front_end
+def test_resume_goes_on_at_the_next_batch(front_end, tmp_path):
+    """Saved after 9 steps, the second of the second epoch."""
+    path, settings = str(tmp_path / "saved"), {"local_batch_sizes": (7, 3)}
+    whole = run(front_end, settings, 2, epochs=3, save={9: path})
+    rest = run(front_end, settings, 2, epochs=3, resume=path)
+    for full, part in zip(whole, rest, strict=True):
+        assert part["seen"] == full["seen"][9:]
+        np.testing.assert_array_equal(part["weights"], full["weights"])
+
+
+@every_front_end
+def test_another_number_of_workers_takes_each_sample_once(front_end, tmp_path):
+    path = str(tmp_path / "saved")
+    whole = run(front_end, {}, 2, save={3: path})
+    rest = run(front_end, {}, 3, resume=path)
+    every_sample_once([*({"seen": r["seen"][:3]} for r in whole), *rest])
+
+
+SPARSE = {"local_batch_sizes": (7, 3), "compression": BlockTopK(density=0.3, block=8, warmup_steps=0)}
+
+
+@every_front_end
+def test_compression_acts_and_replicas_stay_the_same_bit_by_bit(front_end):
+    first, second = run(front_end, SPARSE, 2)
+    np.testing.assert_array_equal(first["weights"], second["weights"])
+    dense, _ = run(front_end, {"local_batch_sizes": (7, 3)}, 2)
+    assert np.abs(first["weights"] - dense["weights"]).max() > 1e-4
+
+
+@every_front_end
+def test_gradients_that_were_not_sent_yet_are_in_the_checkpoint(front_end, tmp_path):
+    path = str(tmp_path / "saved")
+    whole = run(front_end, SPARSE, 2, epochs=3, save={9: path})
+    rest = run(front_end, SPARSE, 2, epochs=3, resume=path)
+    for full, part in zip(whole, rest, strict=True):
+        np.testing.assert_array_equal(part["weights"], full["weights"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"local_batch_sizes": (3, 1, 2)}, "local_batch_sizes"),
+        ({"policy": "fastest"}, "policy='fastest' is unknown; allowed are"),
+        ({"local_batch_sizes": (3, 1), "policy": "pid"}, "Give one"),
+    ],
+    ids=["length", "policy", "contradiction"],
+)
+@every_front_end
+def test_wrong_settings_are_errors_on_every_rank(front_end, settings, message):
+    errors = run_ranks(_run, 2, front_end, settings, 2, {}, env={"OMP_NUM_THREADS": "1"}, expect_errors=True)
+    assert [rank for rank, *_ in errors] == [0, 1]
+    assert all(message in text for *_, text in errors)

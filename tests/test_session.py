@@ -1,0 +1,131 @@
+"""``HeteroSession``: a plain loop of torch's under the engine; passes that end, are left early, skipped and resumed."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from lightning_hetero.comm import gradient_hook
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.planner import PLANNERS
+from lightning_hetero.data import PermutationStream
+from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.session import HeteroSession, planner_of
+from tests.helpers import Points, run_ranks
+from tests.loops import SAMPLES, every_sample_once, flat, network, replay
+
+
+def session_of(samples=10, batch_size=4, **config):
+    engine = HeteroEngine(HeteroConfig(**config), rank=0, world_size=1, device=torch.device("cpu"))
+    session = HeteroSession(engine)
+    return session, session.shard(PermutationStream(samples, shuffle=True, seed=0), batch_size)
+
+
+def one_pass(session, batches):
+    return list(session.steps(lambda: iter(batches)))
+
+
+def test_passes_are_permutations_of_their_own():
+    session, batches = session_of()
+    passes = [one_pass(session, batches) for _ in range(2)]
+    assert [len(p) for p in passes] == [3, 3]
+    assert passes[0] != passes[1]
+    assert all(sorted(sum(p, [])) == list(range(10)) for p in passes)
+    assert session.position == (2, 0)
+
+
+def test_a_pass_left_early_is_over():
+    session, batches = session_of()
+    whole = [one_pass(session_of()[0], batches)]
+    for _ in session.steps(lambda: iter(batches)):
+        break
+    assert session.position == (0, 1)
+    assert sorted(sum(one_pass(session, batches), [])) == list(range(10))
+    assert session.position == (2, 0)
+    assert whole
+
+
+def test_two_iterators_at_once_end_the_first():
+    session, batches = session_of()
+    first = session.steps(lambda: iter(batches))
+    next(first)
+    second = session.steps(lambda: iter(batches))
+    next(second)
+    assert list(first) == []
+    assert sum(map(len, second)) == 6
+
+
+def test_skip_leaves_out_the_first_steps_of_one_pass():
+    session, batches = session_of()
+    whole = one_pass(*session_of())
+    session.skip(2)
+    assert one_pass(session, batches) == whole[2:]
+    assert len(one_pass(session, batches)) == 3
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_state_goes_on_where_it_was(taken):
+    session, batches = session_of()
+    iterator = session.steps(lambda: iter(batches))
+    for _ in range(taken):
+        next(iterator)
+    state = session.state_dict()
+    rest = [list(iterator), one_pass(session, batches)]
+    again, batches = session_of()
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    again.skip()
+    assert [one_pass(again, batches), one_pass(again, batches)] == rest
+
+
+def test_state_may_be_loaded_before_the_data_is_there():
+    session, batches = session_of()
+    next(session.steps(lambda: iter(batches)))
+    engine = HeteroEngine(HeteroConfig(), rank=0, world_size=1, device=torch.device("cpu"))
+    early = HeteroSession(engine)
+    early.load_state_dict(session.state_dict())
+    assert early.restored_step == 1
+    batches = early.shard(PermutationStream(10, shuffle=True, seed=0), 4)
+    early.skip()
+    assert one_pass(early, batches) == one_pass(*session_of())[1:]
+
+
+def test_planners_of_settings():
+    for name, planner in PLANNERS.items():
+        assert type(planner_of(HeteroConfig(policy=name))) is planner
+    assert planner_of(HeteroConfig(local_batch_sizes=(3, 1))) is None
+
+
+def _plain_torch(rank):
+    """The loop of somebody who uses no trainer at all."""
+    torch.distributed.init_process_group("gloo")
+    engine = HeteroEngine(
+        HeteroConfig(local_batch_sizes=(7, 3)), rank=rank, world_size=2, device=torch.device("cpu"), local_rank=rank
+    )
+    session = HeteroSession(engine)
+    batches = session.shard(PermutationStream(SAMPLES, shuffle=True, seed=0), batch_size=5)
+    loader = DataLoader(Points(SAMPLES), batch_sampler=batches)
+    model = DistributedDataParallel(network())
+    model.register_comm_hook(engine.hook_state, gradient_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    seen = []
+    for epoch in range(2):
+        for step, (x, y, index) in enumerate(session.steps(lambda: iter(loader))):
+            seen.append((epoch, step, index.tolist()))
+            with engine.backward():
+                engine.scale_loss(nn.functional.mse_loss(model(x), y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    result = {"seen": seen, "weights": flat(model)}
+    session.close()
+    torch.distributed.destroy_process_group()
+    return result
+
+
+def test_a_loop_of_plain_torch_equals_one_process():
+    results = run_ranks(_plain_torch, 2)
+    every_sample_once(results)
+    for result in results:
+        np.testing.assert_allclose(result["weights"], replay(results, schedule=0), rtol=1e-12, atol=1e-13)
