@@ -4,10 +4,11 @@ import warnings
 
 import numpy as np
 
+from lightning_hetero.comm.staleness import Staleness
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.time_model import StepObservations
 
-__all__ = ["exchange_metrics"]
+__all__ = ["exchange_metrics", "staleness_metrics"]
 
 
 def exchange_metrics(
@@ -45,4 +46,23 @@ def exchange_metrics(
     if np.isfinite(step_time) and step_time > 0:
         metrics["hetero/step_time"] = step_time
         metrics["hetero/idle_fraction"] = float(np.clip(1.0 - accumulation * compute.mean() / step_time, 0.0, 1.0))
+    return metrics
+
+
+def staleness_metrics(staleness: Staleness | None) -> dict[str, float]:
+    """Metrics of the link and of gradients that arrive a step later; none with ``staleness=0``.
+
+    ``hetero/bandwidth`` is in bytes per second, ``hetero/delayed_share`` the share of the gradient that is delayed.
+
+    Example:
+        >>> staleness_metrics(None)
+        {}
+    """
+    if staleness is None or staleness.limit == 0:
+        return {}
+    metrics = {"hetero/delayed_share": staleness.delayed_share}
+    if staleness.link.rate is not None:
+        metrics["hetero/bandwidth"] = staleness.link.rate
+    if staleness.choice is not None:
+        metrics["hetero/transfer_time"] = staleness.choice.transfer
     return metrics

@@ -6,7 +6,8 @@ engine, which gathers observations, lets rank 0 decide and adopts the plan on al
 
 from typing import Any
 
-from lightning_hetero.callbacks.metrics import exchange_metrics
+from lightning_hetero.callbacks.last_sums import apply_last_sums, check_staleness
+from lightning_hetero.callbacks.metrics import exchange_metrics, staleness_metrics
 from lightning_hetero.core.planner import PLANNERS, PerfModelPlanner, Planner, ProportionalPlanner
 from lightning_hetero.core.validation import check_number
 from lightning_hetero.engine import HeteroEngine
@@ -77,6 +78,17 @@ class PolicyCallback(Callback):
         bar.get_metrics = get_metrics
         self._bar = bar
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse a delay of gradients that nobody would decide on, or that the optimizer could not take in the end.
+
+        Raises:
+            MisconfigurationException: if the loader is not split, or the optimizer needs a closure.
+        """
+        assert self._engine is not None
+        reason = check_staleness(trainer, self._engine)
+        if reason is not None:
+            raise MisconfigurationException(reason)
+
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Reconsider the plan before the loader of this epoch is iterated."""
         assert self._engine is not None
@@ -108,8 +120,14 @@ class PolicyCallback(Callback):
             trainer.strategy.refresh_epoch_length()
         if plan is not None and trainer.loggers:
             metrics = exchange_metrics(done.observations, plan, done.predicted, self._engine.accumulation)
+            metrics |= staleness_metrics(self._engine.hook_state.staleness)
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Apply what gradients of the last step are still under way."""
+        assert self._engine is not None
+        apply_last_sums(trainer, pl_module, self._engine)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the split out of the progress bar."""

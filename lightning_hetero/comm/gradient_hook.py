@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.comm.staleness import Staleness
 
 __all__ = ["HookState", "gradient_hook"]
 
@@ -36,6 +37,7 @@ class HookState:
         weighted: whether the loss has to be weighted at present, so that an unweighted backward pass is an error.
         inner: a hook of the user's that does the averaging, e.g. ``fp16_compress_hook``.
         inner_state: its state.
+        staleness: averages in place of ``inner``, some buckets with a delay of one step.
         collect_norms: whether to take squared norms.
         preconditioner: ``(parameter, gradient) -> gradient``, applied before norms are taken.
         fired: whether a bucket was averaged since :meth:`take_fired`.
@@ -49,6 +51,7 @@ class HookState:
     weighted: bool = False
     inner: Hook | None = None
     inner_state: Any = None
+    staleness: Staleness | None = None
     collect_norms: bool = False
     preconditioner: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     fired: bool = False
@@ -108,7 +111,9 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     buffer = bucket.buffer()
     if state.collect_norms:
         state.local_sq_norms.append(state.sq_norm(buffer, parameters))
-    if state.inner is not None:
+    if state.staleness is not None:
+        future = state.staleness(bucket)
+    elif state.inner is not None:
         future = state.inner(state.inner_state, bucket)
     else:
         buffer.div_(state.world_size)

@@ -27,6 +27,7 @@ from lightning_hetero.strategies._loaders import (
 )
 from lightning_hetero.strategies._probe import probe_module
 from lightning_hetero.strategies._registration import register
+from lightning_hetero.strategies._staleness import attach_staleness
 
 __all__ = ["HeteroDDPMixin"]
 
@@ -56,6 +57,7 @@ class HeteroDDPMixin:
         hysteresis: least predicted gain for which a plan is changed, as a share of the step time.
         balance_evaluation: split validation, test and predict data by speed, without repeating samples.
         probe_memory: find each worker's largest batch by trial before training (CUDA).
+        staleness: 1 lets gradients that would make steps wait for the link arrive a step later; 0 lets none.
         kwargs: everything that Lightning's ``DDPStrategy`` takes.
 
     Raises:
@@ -82,6 +84,7 @@ class HeteroDDPMixin:
         hysteresis: float = 0.03,
         balance_evaluation: bool = False,
         probe_memory: bool = False,
+        staleness: int = 0,
         **kwargs: Any,
     ) -> None:
         self.config = HeteroConfig(
@@ -95,6 +98,7 @@ class HeteroDDPMixin:
             hysteresis=hysteresis,
             balance_evaluation=balance_evaluation,
             probe_memory=probe_memory,
+            staleness=staleness,
         )
         if kwargs.get("model_averaging_period") is not None or isinstance(
             kwargs.get("ddp_comm_state"), PostLocalSGDState
@@ -169,11 +173,8 @@ class HeteroDDPMixin:
         given = [callback for callback in callbacks if isinstance(callback, PolicyCallback)]
         if self._callback in given:
             return
-        named = (
-            f"local_batch_sizes={self.config.local_batch_sizes}"
-            if self.config.local_batch_sizes
-            else self.config.policy
-        )
+        sizes = self.config.local_batch_sizes
+        named = f"local_batch_sizes={sizes}" if sizes else self.config.policy
         if len(given) > 1 or (given and named is not None and named != given[0].policy):
             names = [type(callback).__name__ for callback in given] + ([str(named)] if named is not None else [])
             raise self._misconfiguration(
@@ -224,6 +225,7 @@ class HeteroDDPMixin:
         if hook is not None and self._ddp_comm_wrapper is not None:  # type: ignore[attr-defined]
             hook = self._ddp_comm_wrapper(hook)  # type: ignore[attr-defined]
         state.inner, state.inner_state = hook, self._ddp_comm_state  # type: ignore[attr-defined]
+        attach_staleness(self)
         self.model.register_comm_hook(state, gradient_hook)  # type: ignore[attr-defined]
 
     def process_dataloader(self, dataloader: Any) -> Any:
