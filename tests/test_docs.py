@@ -12,7 +12,7 @@ import pytest
 
 import lightning_hetero
 from lightning_hetero import BatchPlan, HeteroDDPStrategy
-from lightning_hetero.callbacks.metrics import exchange_metrics
+from lightning_hetero.callbacks.metrics import exchange_metrics, staleness_metrics
 from lightning_hetero.core import StepObservations
 from lightning_hetero.strategies._hetero_ddp import HeteroDDPMixin
 
@@ -116,7 +116,8 @@ def test_code_compiles_and_its_names_exist(source):
 def metrics_written():
     """Names of all metrics that a comparison of the ranks can write."""
     seen = StepObservations.from_array(np.ones((3, 2, len(StepObservations.FIELDS))))
-    return {re.sub(r"rank\d+", "rank{i}", name) for name in exchange_metrics(seen, BatchPlan(8, (6, 2)), 0.5)}
+    names = {re.sub(r"rank\d+", "rank{i}", name) for name in exchange_metrics(seen, BatchPlan(8, (6, 2)), 0.5)}
+    return names | set(METRIC.findall(inspect.getsource(staleness_metrics)))
 
 
 def test_metrics_are_all_in_the_quickstart():

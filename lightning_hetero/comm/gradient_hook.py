@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_hetero.comm import sums
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.comm.staleness import Staleness
 
@@ -117,7 +118,7 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
         future = state.inner(state.inner_state, bucket)
     else:
         buffer.div_(state.world_size)
-        future = dist.all_reduce(buffer, async_op=True).get_future()
+        future = sums.sum_over_ranks(buffer)
 
     def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
         value = done.value()

@@ -15,8 +15,10 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from lightning_hetero.comm import sums
 from lightning_hetero.comm.clock import Clock
 from lightning_hetero.comm.control import ControlPlane
+from lightning_hetero.comm.sums import tensor_of
 from lightning_hetero.comm.transfers import TransferLog, combine
 from lightning_hetero.core.bandwidth import LinkEstimate, sum_bytes
 from lightning_hetero.core.delay import BucketTimes, DelayChoice, choose_fresh
@@ -48,7 +50,7 @@ class _Lane:
         """Wait for the sums that are under way, by parameter; they are no longer the lane's."""
         if self.sums is None:
             return {}
-        flat, self.sums = _tensor_of(self.sums.wait()), None
+        flat, self.sums = tensor_of(self.sums.wait()), None
         return {name: part.clone() for name, part in zip(self.names, flat.split(self.sizes), strict=True)}
 
 
@@ -99,7 +101,7 @@ class Staleness:
         future = self._delay(lane, bucket.buffer()) if delayed else self._await(lane, bucket.buffer())
 
         def released(done: Future) -> torch.Tensor:
-            value = _tensor_of(done.value())
+            value = tensor_of(done.value())
             release()
             return value
 
@@ -145,7 +147,7 @@ class Staleness:
         delayed = self.delayed
 
         def settle(done: Future) -> torch.Tensor:
-            flat = _tensor_of(done.value())
+            flat = tensor_of(done.value())
             for name, part in zip(lane.names, flat.split(lane.sizes), strict=True):
                 owed = self._sums.pop(name, None)
                 if name in delayed:
@@ -159,10 +161,10 @@ class Staleness:
 
     def _start(self, buffer: torch.Tensor, group: Any) -> Future:
         arrived = self._log.send()
-        future: Future = sum_over_ranks(buffer, group)
+        future: Future = sums.sum_over_ranks(buffer, group)
 
         def mark(done: Future) -> torch.Tensor:
-            value = _tensor_of(done.value())
+            value = tensor_of(done.value())
             arrived()
             return value
 
@@ -182,8 +184,8 @@ class Staleness:
     def take_sums(self) -> dict[str, torch.Tensor]:
         """All sums that the optimizer has not had yet, by parameter, flat; from now on they are the caller's."""
         self._sums.update(self._settle())
-        sums, self._sums = self._sums, {}
-        return sums
+        owed, self._sums = self._sums, {}
+        return owed
 
     # the decision
 
@@ -267,21 +269,9 @@ class Staleness:
         held = {**self._sums}
         for lane in self._lanes.values():
             if lane.sums is not None:
-                flat = _tensor_of(lane.sums.wait())
+                flat = tensor_of(lane.sums.wait())
                 held |= dict(zip(lane.names, flat.split(lane.sizes), strict=True))
         if not held and not self.delayed:
             return {}
-        sums = {name: value.detach().cpu().clone() for name, value in held.items()}
-        return {"delayed": sorted(self.delayed), "sums": sums, "rate": self.link.rate}
-
-
-def sum_over_ranks(buffer: torch.Tensor, group: Any = None) -> Future:
-    """Add a buffer up over all ranks, in place and while other things go on."""
-    future: Future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
-    return future
-
-
-def _tensor_of(value: Any) -> torch.Tensor:
-    """The tensor of a finished collective, which some backends give in a list."""
-    result: torch.Tensor = value[0] if isinstance(value, list | tuple) else value
-    return result
+        owed = {name: value.detach().cpu().clone() for name, value in held.items()}
+        return {"delayed": sorted(self.delayed), "sums": owed, "rate": self.link.rate}

@@ -1,14 +1,11 @@
 """``staleness=1`` end to end: delayed sums by hand, checkpoints, the end of a training, and who decides on delays."""
 
-import queue
-import threading
 import time
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -16,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import AdaptiveBatchCallback, GNSCallback
 from lightning_hetero.comm import staleness as module
+from lightning_hetero.simulate import ThinLink
 from tests.helpers import Points, Regressor, fit, run_ranks
 
 SAMPLES = 64
@@ -221,28 +219,6 @@ def test_what_is_owed_is_applied_once_by_any_number_of_ranks_and_without_delays(
 # the decision
 
 
-class ThinLink:
-    """Hands out the sums of gradients as a link of so many bytes per second would, one after the other."""
-
-    def __init__(self, rate):
-        self.rate, self.free, self.waiting = rate, 0.0, queue.Queue()
-        threading.Thread(target=self._work, daemon=True).start()
-
-    def __call__(self, buffer, group=None):
-        done = dist.all_reduce(buffer, group=group, async_op=True).get_future()
-        self.free = max(time.perf_counter(), self.free) + buffer.numel() * buffer.element_size() / self.rate
-        late = torch.futures.Future()
-        self.waiting.put((done, self.free, late))
-        return late
-
-    def _work(self):
-        while True:
-            done, due, late = self.waiting.get()
-            value = done.wait()
-            time.sleep(max(due - time.perf_counter(), 0.0))
-            late.set_result(value)
-
-
 class Slow(Regressor):
     """Computes for 80 ms a step; nearly all of its parameters are in the first layer."""
 
@@ -259,10 +235,10 @@ class Slow(Regressor):
 
 
 def _thin(rank, folder):
-    module.sum_over_ranks = ThinLink(1.6e6)
     logger = CSVLogger(folder, name="", version="") if rank == 0 else False
     kwargs = {"model": Slow(), "dataset": Points(240), "max_epochs": 1, "logger": logger}
-    return _run(rank, {**SPLIT, "replan": 8, "staleness": 1}, kwargs)
+    with ThinLink(1.6e6, world_size=2):
+        return _run(rank, {**SPLIT, "replan": 8, "staleness": 1}, kwargs)
 
 
 def test_ranks_delay_what_a_thin_link_would_make_them_wait_for(tmp_path):
