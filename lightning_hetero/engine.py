@@ -392,6 +392,8 @@ class HeteroEngine:
             self._restored = PlanHistory.from_state_dict(state["history"])
             self._restored_workers = tuple(state["workers"])
             self.restored_staleness = state.get("staleness", {})
+            if self.hook_state.staleness is not None:
+                self.hook_state.staleness.load_state_dict(self.restored_staleness)
 
     def resume_at(self, epoch: int, step: int) -> None:
         """A resumed run goes on at this step; to be called before the data is sharded."""

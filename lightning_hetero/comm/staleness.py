@@ -80,17 +80,17 @@ class Staleness:
         restored: dict[str, Any] | None = None,
         running: Any = None,
     ) -> None:
-        state = restored or {}
         self.limit, self.world_size, self.hysteresis, self.group = limit, world_size, hysteresis, group
         self.parameters = parameters
-        self.delayed = frozenset(name for name in state.get("delayed", ()) if limit and name in parameters)
-        self.link = LinkEstimate(state.get("rate"))
+        self.delayed: frozenset[str] = frozenset()
+        self.link = LinkEstimate()
         self.choice: DelayChoice | None = None
         self._running = running
         self._names = {parameter: name for name, parameter in parameters.items()}
-        self._sums = {name: value.to(parameters[name].device) for name, value in state.get("sums", {}).items()}
+        self._sums: dict[str, torch.Tensor] = {}
         self._lanes: dict[int, _Lane] = {}
         self._log = TransferLog(clock)
+        self.load_state_dict(restored or {})
 
     # the hook
 
@@ -275,3 +275,26 @@ class Staleness:
             return {}
         owed = {name: value.detach().cpu().clone() for name, value in held.items()}
         return {"delayed": sorted(self.delayed), "sums": owed, "rate": self.link.rate}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; what is under way now belongs to steps that are taken back.
+
+        Raises:
+            ValueError: if a sum does not fit its parameter.
+        """
+        self.take_sums()
+        self.delayed = frozenset(name for name in state.get("delayed", ()) if self.limit and name in self.parameters)
+        self.link = LinkEstimate(state.get("rate"))
+        for name, value in state.get("sums", {}).items():
+            parameter = self.parameters.get(name)
+            if parameter is None:
+                log.warning(
+                    "staleness: %s is not trained any more, so that its last delayed gradient is left out", name
+                )
+                continue
+            if parameter.numel() != value.numel():
+                raise ValueError(
+                    f"the delayed gradient of {name} has {value.numel()} elements, the parameter {parameter.numel()}. "
+                    "Resume with the model that the checkpoint was made with."
+                )
+            self._sums[name] = value.to(parameter.device, parameter.dtype)

@@ -20,9 +20,12 @@ def attach_staleness(strategy: Any) -> None:
     """
     engine = strategy.engine
     state, limit = engine.hook_state, engine.config.staleness
+    parameters = {name: p for name, p in strategy.lightning_module.named_parameters() if p.requires_grad}
     restored, engine.restored_staleness = engine.restored_staleness, {}
-    group = None if state.staleness is None else state.staleness.group
-    state.staleness = None
+    before, state.staleness = state.staleness, None
+    group = None if before is None else before.group
+    if before is not None and all(before.parameters.get(name) is p for name, p in parameters.items()):
+        restored = restored or before.state_dict()  # a training of this module that was interrupted
     if not restored.get("sums") and (limit == 0 or engine.world_size == 1):
         return
     reason = _why_not(strategy)
@@ -33,7 +36,7 @@ def attach_staleness(strategy: Any) -> None:
         group = dist.new_group(timeout=strategy._timeout)
     state.staleness = Staleness(
         limit if engine.world_size > 1 else 0,
-        {name: p for name, p in strategy.lightning_module.named_parameters() if p.requires_grad},
+        parameters,
         world_size=engine.world_size,
         clock=engine.observer.clock,
         hysteresis=engine.config.hysteresis,

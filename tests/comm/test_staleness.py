@@ -161,7 +161,9 @@ def test_state_continues_identically(cut, cap):
 
 
 def _wrong(rank, limit, names):
-    start(2, limit=limit)[1].delay(names)
+    staleness = start(2, limit=limit)[1]
+    dist.barrier()
+    staleness.delay(names)
 
 
 @pytest.mark.parametrize(("limit", "names", "says"), [(1, ["5.weight"], "named_parameters"), (0, INPUT, "staleness=1")])

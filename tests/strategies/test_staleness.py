@@ -6,15 +6,15 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.utils.data import DataLoader
 
-from lightning_hetero import AdaptiveBatchCallback, GNSCallback
+from lightning_hetero import AdaptiveBatchCallback, GNSCallback, HeteroDDPStrategy
 from lightning_hetero.comm import staleness as module
 from lightning_hetero.simulate import ThinLink
-from tests.helpers import Points, Regressor, fit, run_ranks
+from tests.helpers import Points, RankError, Regressor, fit, run_ranks, trainer_of
 
 SAMPLES = 64
 SPLIT = {"local_batch_sizes": [7, 3], "replan": 10_000, "bucket_cap_mb": 1e-5}
@@ -214,6 +214,67 @@ def test_what_is_owed_is_applied_once_by_any_number_of_ranks_and_without_delays(
         assert result["seen"]
         np.testing.assert_allclose(result["weights"], expected["weights"], **EXACT)
     assert np.abs(rest[0]["weights"] - whole[0]["weights"]).max() > 1e-6
+
+
+class Interrupts(L.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 4:
+            raise ValueError("interrupted")
+
+
+def _twice(rank, interrupted):
+    """Two trainings with one strategy; what the second starts from."""
+    model, delays = Regressor(), Delays({1: ALL})
+    callbacks = [delays, Interrupts()] if interrupted else [delays]
+    trainer = trainer_of(HeteroDDPStrategy(**SPLIT, staleness=1), 2, max_epochs=1, callbacks=callbacks)
+    loader = DataLoader(Points(SAMPLES), 5, shuffle=True)
+    try:
+        trainer.fit(model, loader)
+    except ValueError:
+        trainer.callbacks.remove(callbacks[-1])
+    else:
+        assert not interrupted
+    before = trainer.strategy.engine.hook_state.staleness
+    owed = {name: value.clone() for name, value in before.state_dict().get("sums", {}).items()}
+    delays.schedule, found = {}, []
+    delays.on_train_start = lambda trainer, module: found.append(
+        trainer.strategy.engine.hook_state.staleness.state_dict().get("sums", {})
+    )
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, loader)
+    return *({name: value.numpy() for name, value in sums.items()} for sums in (owed, found[0])), model.flat()
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_second_training_takes_over_what_an_interrupted_one_owes(interrupted):
+    results = run_ranks(_twice, 2, interrupted)
+    for owed, found, weights in results:
+        assert set(owed) == set(found) == (set(ALL) if interrupted else set())
+        for name, value in owed.items():
+            np.testing.assert_array_equal(found[name], value)
+        np.testing.assert_array_equal(weights, results[0][2])
+
+
+def test_a_search_for_the_learning_rate_leaves_nothing_behind():
+    """Its steps are taken back, and so are the delayed sums of the last of them."""
+    finder = LearningRateFinder(num_training_steps=5, update_attr=False)
+    model = Regressor()
+    model.hparams["lr"] = model.lr
+    results = run({1: ALL}, model=model, callbacks=[finder])
+    plain = run({1: ALL})
+    np.testing.assert_array_equal(results[0]["weights"], plain[0]["weights"])
+
+
+class Dies(L.Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 4 and trainer.global_rank == 1:
+            raise ValueError("this worker fails")
+
+
+def test_a_worker_that_fails_ends_the_others_while_sums_are_under_way():
+    with pytest.raises(RankError) as raised:
+        run({1: ALL}, callbacks=[Dies()])
+    assert {rank for rank, *_ in raised.value.errors} == {0, 1}
 
 
 # the decision
