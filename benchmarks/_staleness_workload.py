@@ -1,4 +1,4 @@
-"""One rank of benchmarks/wan.py: trains a network whose gradients are large for its computing, in several ways.
+"""One rank of benchmarks/staleness.py: trains a network whose gradients are large for its computing, in several ways.
 
 Started on every node by the benchmark; not meant to be run by hand.
 """

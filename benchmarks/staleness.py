@@ -4,8 +4,8 @@ At each rate, DDP, ``hetero_ddp`` and ``hetero_ddp`` with ``staleness=1`` train 
 step is compared with a step that is computing only: the median of what the slowest node of that run computed, as the
 ranks observed it (of the run without delays, for DDP at equal sizes there is no such number).
 
-    python benchmarks/wan.py            # all rates
-    python benchmarks/wan.py --quick    # a small model at one rate, to see that it runs
+    python benchmarks/staleness.py            # all rates
+    python benchmarks/staleness.py --quick    # a small model at one rate, to see that it runs
 """
 
 import argparse
@@ -28,7 +28,7 @@ def trained(mbit, arguments):
     """Rows of all strategies on links of this rate."""
     with tempfile.TemporaryDirectory() as folder, Cluster([Node(share, mbit) for share in SHARES]) as cluster:
         out = Path(folder) / "out.json"
-        command = [sys.executable, str(HERE / "_wan_workload.py"), "--out", str(out), *arguments]
+        command = [sys.executable, str(HERE / "_staleness_workload.py"), "--out", str(out), *arguments]
         results = cluster.run(command, timeout=900, echo=False)
         if any(result.returncode for result in results):
             raise SystemExit("\n".join(result.stdout[-2000:] + result.stderr[-3000:] for result in results))
@@ -65,10 +65,9 @@ def main():
             rows = [row for mbit in RATES for row in rows_of(mbit, args.rounds, ())]
     except ClusterError as error:
         raise SystemExit(str(error)) from None
-    name = "wan-quick" if args.quick else "wan"
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) if args.quick else HERE / "results"
-        write_table(rows, target / f"{name}.json", "thin links")
+        write_table(rows, target / "staleness.json", "delayed gradients on thin links")
 
 
 if __name__ == "__main__":
