@@ -111,7 +111,6 @@ class HeteroEngine:
         self._identity = identity(device, local_rank)
         self.roster: Roster | None = None
         self._restored_workers: tuple[str, ...] = ()
-        self.restored_staleness: dict[str, Any] = {}
         self.control.require_equal("the settings of the strategy", config.fingerprint())
 
     # plan
@@ -371,8 +370,7 @@ class HeteroEngine:
             self.control.require_equal("the plan", self.history.digest())
         self.history = self.history.since(self._position[0])
         self.schedule.done(self.observer.synced_steps, following)
-        if self.hook_state.staleness is not None:
-            self.hook_state.staleness.agree(self.control)
+        self.hook_state.agree(self.control)
         self.observer.interrupt()
         return Exchange(planner, observations, entry, predicted)
 
@@ -383,17 +381,15 @@ class HeteroEngine:
         if self.history is None or self.roster is None:
             return {}
         history = self.history.since(self._position[0])
-        owed = {} if self.hook_state.staleness is None else {"staleness": self.hook_state.staleness.state_dict()}
-        return {"history": history.state_dict(), "workers": list(self.roster.identities), **owed}
+        state = {"history": history.state_dict(), "workers": list(self.roster.identities)}
+        return {**state, "staleness": self.hook_state.delayed_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the plans of an earlier run."""
         if state:
             self._restored = PlanHistory.from_state_dict(state["history"])
             self._restored_workers = tuple(state["workers"])
-            self.restored_staleness = state.get("staleness", {})
-            if self.hook_state.staleness is not None:
-                self.hook_state.staleness.load_state_dict(self.restored_staleness)
+            self.hook_state.load_delayed_state(state.get("staleness", {}))
 
     def resume_at(self, epoch: int, step: int) -> None:
         """A resumed run goes on at this step; to be called before the data is sharded."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm import sums
+from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.comm.staleness import Staleness
 
@@ -39,6 +40,7 @@ class HookState:
         inner: a hook of the user's that does the averaging, e.g. ``fp16_compress_hook``.
         inner_state: its state.
         staleness: averages in place of ``inner``, some buckets with a delay of one step.
+        restored: state of ``staleness`` in a checkpoint, until there is one that takes it.
         collect_norms: whether to take squared norms.
         preconditioner: ``(parameter, gradient) -> gradient``, applied before norms are taken.
         fired: whether a bucket was averaged since :meth:`take_fired`.
@@ -53,6 +55,7 @@ class HookState:
     inner: Hook | None = None
     inner_state: Any = None
     staleness: Staleness | None = None
+    restored: dict[str, Any] = field(default_factory=dict)
     collect_norms: bool = False
     preconditioner: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     fired: bool = False
@@ -69,6 +72,21 @@ class HookState:
         deadline = time.monotonic() + timeout
         while self._running and time.monotonic() < deadline:
             time.sleep(0.001)
+
+    def agree(self, control: ControlPlane) -> None:
+        """Let ranks decide which gradients are delayed; a collective call."""
+        if self.staleness is not None:
+            self.staleness.agree(control)
+
+    def delayed_state(self) -> dict[str, Any]:
+        """What is delayed and still under way, for a checkpoint."""
+        return self.restored if self.staleness is None else self.staleness.state_dict()
+
+    def load_delayed_state(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint, once the model is known or at once."""
+        self.restored = state
+        if self.staleness is not None:
+            self.staleness.load_state_dict(state)
 
     def sq_norm(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
         """Squared norm of a bucket, whose parameters lie one after the other in it."""

@@ -21,7 +21,7 @@ def attach_staleness(strategy: Any) -> None:
     engine = strategy.engine
     state, limit = engine.hook_state, engine.config.staleness
     parameters = {name: p for name, p in strategy.lightning_module.named_parameters() if p.requires_grad}
-    restored, engine.restored_staleness = engine.restored_staleness, {}
+    restored, state.restored = state.restored, {}
     before, state.staleness = state.staleness, None
     group = None if before is None else before.group
     if before is not None and all(before.parameters.get(name) is p for name, p in parameters.items()):
