@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.utils.data import DataLoader
 
@@ -263,6 +264,48 @@ def test_a_search_for_the_learning_rate_leaves_nothing_behind():
     results = run({1: ALL}, model=model, callbacks=[finder])
     plain = run({1: ALL})
     np.testing.assert_array_equal(results[0]["weights"], plain[0]["weights"])
+
+
+class Told(L.Callback):
+    """Rank 0 is told to end in its fourth batch."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 3 and trainer.global_rank == 0:
+            trainer._signal_connector.received_sigterm = True
+
+
+def _told(rank, staleness):
+    model = Regressor()
+    try:
+        fit(rank, {**SPLIT, "staleness": staleness}, 2, 5, model=model, dataset=Points(SAMPLES), callbacks=[Told()])
+    except SIGTERMException:
+        return len(model.seen)
+    return None
+
+
+def test_ranks_end_together_when_one_is_told_to():
+    """Before the next batch without delayed gradients, one batch later with them."""
+    assert run_ranks(_told, 2, 0) == [4, 4]
+    assert run_ranks(_told, 2, 1) == [5, 5]
+
+
+def _check_of_loop(rank, staleness):
+    found = []
+
+    class Looks(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            found.append("_broadcast_sigterm_tensor" in vars(trainer.fit_loop.epoch_loop))
+
+        def teardown(self, trainer, pl_module, stage):
+            found.append("_broadcast_sigterm_tensor" in vars(trainer.fit_loop.epoch_loop))
+
+    fit(rank, {**SPLIT, "staleness": staleness}, 2, 5, dataset=Points(SAMPLES), callbacks=[Looks()], max_epochs=1)
+    return set(found[:-1]), found[-1]
+
+
+def test_lightnings_check_before_each_batch_is_replaced_only_while_gradients_may_be_late():
+    assert run_ranks(_check_of_loop, 2, 0) == [({False}, False)] * 2
+    assert run_ranks(_check_of_loop, 2, 1) == [({True}, False)] * 2
 
 
 class Dies(L.Callback):
