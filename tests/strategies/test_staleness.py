@@ -1,11 +1,15 @@
 """``staleness=1`` end to end: delayed sums by hand, checkpoints, the end of a training, and who decides on delays."""
 
+import os
+import signal
 import time
+from types import SimpleNamespace
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -13,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.utils.data import DataLoader
 
 from lightning_hetero import AdaptiveBatchCallback, GNSCallback, HeteroDDPStrategy
+from lightning_hetero.callbacks.late_signal import NAME, LateSignal
 from lightning_hetero.comm import staleness as module
 from lightning_hetero.simulate import ThinLink
 from tests.helpers import Points, RankError, Regressor, fit, run_ranks, trainer_of
@@ -267,11 +272,11 @@ def test_a_search_for_the_learning_rate_leaves_nothing_behind():
 
 
 class Told(L.Callback):
-    """Rank 0 is told to end in its fourth batch."""
+    """All ranks are told to end in their fourth batch, as a scheduler does."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if batch_idx == 3 and trainer.global_rank == 0:
-            trainer._signal_connector.received_sigterm = True
+        if batch_idx == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _told(rank, staleness):
@@ -283,10 +288,31 @@ def _told(rank, staleness):
     return None
 
 
-def test_ranks_end_together_when_one_is_told_to():
-    """Before the next batch without delayed gradients, one batch later with them."""
-    assert run_ranks(_told, 2, 0) == [4, 4]
-    assert run_ranks(_told, 2, 1) == [5, 5]
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_ranks_that_are_told_to_end_do_so_after_the_same_batch(staleness):
+    assert run_ranks(_told, 2, staleness) == [4, 4]
+
+
+def _late(rank):
+    dist.init_process_group("gloo")
+    loop = SimpleNamespace(**{NAME: lambda: None})
+    trainer = SimpleNamespace(
+        fit_loop=SimpleNamespace(epoch_loop=loop),
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        received_sigterm=False,
+    )
+    LateSignal(trainer).start()
+    for batch in range(6):
+        trainer.received_sigterm = rank == 0 and batch >= 2
+        try:
+            getattr(loop, NAME)()
+        except SIGTERMException:
+            return batch
+    return None
+
+
+def test_what_rank_0_is_told_all_ranks_learn_one_batch_later():
+    assert run_ranks(_late, 3) == [3, 3, 3]
 
 
 def _check_of_loop(rank, staleness):
