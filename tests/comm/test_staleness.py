@@ -18,9 +18,23 @@ ALL = ["0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"]
 INPUT = ALL[:2]
 
 
+class Crossed(nn.Module):
+    """Layers are not listed in the order in which they are used, so that DDP's buckets change after the first step."""
+
+    def __init__(self):
+        super().__init__()
+        for name, sizes in (("2", (9, 8)), ("4", (8, 1)), ("0", (6, 9))):
+            self.add_module(name, nn.Linear(*sizes))
+
+    def forward(self, x):
+        for name in ("0", "2"):
+            x = self.get_submodule(name)(x).tanh()
+        return self.get_submodule("4")(x)
+
+
 def build():
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    return Crossed().double()
 
 
 def batch(rank, step):
