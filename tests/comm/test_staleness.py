@@ -122,7 +122,8 @@ def check(schedule, world_size=2, **kwargs):
 
 SCHEDULES = {
     "never": {},
-    "from the first step, over the new layout of buckets": {0: INPUT},
+    "some from the first step": {0: INPUT},
+    "everything from the first step, over the new layout of buckets": {0: ALL},
     "everything": {2: ALL},
     "more, less, none, again": {1: INPUT, 3: ALL, 4: ["0.weight"], 5: [], 6: ALL},
     "part of a bucket": {2: ["0.weight", "4.bias"]},
