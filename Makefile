@@ -42,6 +42,7 @@ bench: venv
 	$(BIN)/python benchmarks/solver.py
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/staleness.py
 
 docs: venv
 	$(INSTALL) --no-build-isolation -e '.[docs]'

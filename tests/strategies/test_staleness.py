@@ -1,6 +1,8 @@
 """``staleness=1`` end to end: delayed sums by hand, checkpoints, the end of a training, and who decides on delays."""
 
+import logging
 import os
+import re
 import signal
 import time
 from types import SimpleNamespace
@@ -398,7 +400,11 @@ def _given_times(rank, seconds):
         return table
 
     module.TransferLog.take = take
-    return _run(rank, {**SPLIT, "replan": 2, "staleness": 1}, {"dataset": Points(SAMPLES)})
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append((record.levelname, record.getMessage()))
+    logging.getLogger("lightning_hetero").addHandler(handler)
+    done = _run(rank, {**SPLIT, "replan": 2, "staleness": 1}, {"dataset": Points(SAMPLES)})
+    return {**done, "said": [line for line in said if line[1].startswith("staleness: ")]}
 
 
 def test_delays_follow_the_link_and_no_gradient_is_lost():
@@ -410,6 +416,11 @@ def test_delays_follow_the_link_and_no_gradient_is_lost():
     assert results[0]["delayed"][13] == [], "something is still delayed although the link is fast"
     assert "net.0.weight" in results[0]["delayed"][-1]
     check(results)
+    *usual, last = results[0]["said"]
+    assert {level for level, _ in usual} == {"INFO"}
+    assert last[0] == "WARNING"
+    assert re.search(r"network-bound: the gradients of a step take 8e\+03 ms on the link$", last[1])
+    assert results[1]["said"] == [], "a rank other than 0 speaks"
 
 
 # what it does not go with
@@ -435,6 +446,7 @@ class Closure(Regressor):
         ({"ddp_comm_hook": fp16_compress_hook}, {}, "communication hook"),
         ({}, {"callbacks": [GNSCallback()]}, "GNSCallback"),
         ({"local_batch_sizes": None}, {"callbacks": [AdaptiveBatchCallback(64)]}, "AdaptiveBatchCallback"),
+        ({"local_batch_sizes": None, "policy": "even"}, {"use_distributed_sampler": False}, "policy='even'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
