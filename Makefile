@@ -46,6 +46,7 @@ bench: venv
 	$(BIN)/python benchmarks/elastic.py
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/wan.py
+	$(BIN)/python benchmarks/staleness.py
 
 docs: venv
 	$(INSTALL) --no-build-isolation -e '.[docs]'

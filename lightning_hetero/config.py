@@ -32,6 +32,7 @@ class HeteroConfig:
         probe_memory: find each rank's largest batch by trial before training (CUDA).
         compression: what is sent of gradients: ``None`` (all), settings such as ``BlockTopK(density=0.01)``, or a name
             of :data:`~lightning_hetero.core.compressors.COMPRESSORS`.
+        staleness: most steps by which a gradient may arrive late: 0, or 1 where the link would make every step wait.
 
     Raises:
         TypeError: if a value has the wrong type.
@@ -53,6 +54,7 @@ class HeteroConfig:
     balance_evaluation: bool = False
     probe_memory: bool = False
     compression: Compressor | str | None = None
+    staleness: int = 0
 
     def __post_init__(self) -> None:
         if self.policy is not None:
@@ -71,6 +73,7 @@ class HeteroConfig:
         else:
             check_int("replan", self.replan, minimum=1)
         check_number("hysteresis", self.hysteresis, low=0.0, high=1.0)
+        check_choice("staleness", check_int("staleness", self.staleness, minimum=0), (0, 1))
         for name in ("balance_evaluation", "probe_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False.")
@@ -116,5 +119,6 @@ class HeteroConfig:
             f"policy={self.policy}, loss_reduction={self.loss_reduction}, local_batch_sizes={self.local_batch_sizes}, "
             f"min_local_batch_size={self.min_local_batch_size}, max_local_batch_sizes={self.max_local_batch_sizes}, "
             f"weight_fn={self.weight_fn is not None}, replan={self.replan}, hysteresis={self.hysteresis}, "
-            f"balance_evaluation={self.balance_evaluation}, compression={self.compression}"
+            f"balance_evaluation={self.balance_evaluation}, compression={self.compression}, "
+            f"staleness={self.staleness}"
         )

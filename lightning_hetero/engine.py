@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +28,7 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.metrics import exchange_metrics
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.plan import BatchPlan, PlanEntry, PlanHistory
-from lightning_hetero.core.planner import PlanContext, Planner, Proposal
+from lightning_hetero.core.planner import Exchange, PlanContext, Planner, Proposal
 from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.data.sampler import UnevenBatchSampler
 from lightning_hetero.data.stream import IndexStream
@@ -38,23 +37,6 @@ from lightning_hetero.hardware import capacity, identity
 __all__ = ["Exchange", "HeteroEngine"]
 
 log = logging.getLogger("lightning_hetero")
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Outcome of one agreement between ranks.
-
-    Args:
-        planner: the planner that has seen the observations (on rank 0; unchanged elsewhere).
-        observations: what all ranks measured since the last exchange.
-        entry: the plan that was adopted, ``None`` if the current one stays.
-        predicted: predicted seconds of a step under the plan that ran, ``None`` without a model.
-    """
-
-    planner: Planner | None
-    observations: StepObservations
-    entry: PlanEntry | None
-    predicted: float | None
 
 
 class HeteroEngine:
@@ -372,13 +354,16 @@ class HeteroEngine:
             self.control.require_equal("the plan", self.history.digest())
         self.history = self.history.since(self._position[0])
         self.schedule.done(self.observer.synced_steps, following)
+        self.hook_state.agree(self.control)
         self.observer.interrupt()
         return Exchange(planner, observations, entry, predicted)
 
     def metrics(self, done: Exchange, plan: BatchPlan) -> dict[str, float]:
         """Metrics of the steps up to an exchange and of what was sent in them."""
         metrics = exchange_metrics(done.observations, plan, done.predicted, self.accumulation)
-        return metrics if self.compression is None else metrics | self.compression.metrics()
+        for part in (self.compression, self.hook_state.staleness):
+            metrics |= {} if part is None else part.metrics()
+        return metrics
 
     # state
 
@@ -387,13 +372,15 @@ class HeteroEngine:
         if self.history is None or self.roster is None:
             return {}
         history = self.history.since(self._position[0])
-        return {"history": history.state_dict(), "workers": list(self.roster.identities)}
+        state = {"history": history.state_dict(), "workers": list(self.roster.identities)}
+        return {**state, "staleness": self.hook_state.delayed_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the plans of an earlier run."""
         if state:
             self._restored = PlanHistory.from_state_dict(state["history"])
             self._restored_workers = tuple(state["workers"])
+            self.hook_state.load_delayed_state(state.get("staleness", {}))
 
     def resume_at(self, epoch: int, step: int) -> None:
         """A resumed run goes on at this step; to be called before the data is sharded."""

@@ -16,6 +16,7 @@ import lightning_hetero
 from lightning_hetero import BatchPlan, HeteroDDPStrategy
 from lightning_hetero.callbacks.elastic import merge_metrics
 from lightning_hetero.comm.compressed import GradientCompression
+from lightning_hetero.comm.staleness import Staleness
 from lightning_hetero.core import StepObservations
 from lightning_hetero.core.adaptive_sgd import MERGES
 from lightning_hetero.core.goodput import Candidate
@@ -139,7 +140,8 @@ def test_sessions_give_what_is_shown(source):
 def metrics_written():
     """Names of all metrics that a comparison of the ranks can write."""
     seen = StepObservations.from_array(np.ones((3, 2, len(StepObservations.FIELDS))))
-    return {re.sub(r"rank\d+", "rank{i}", name) for name in exchange_metrics(seen, BatchPlan(8, (6, 2)), 0.5)}
+    names = {re.sub(r"rank\d+", "rank{i}", name) for name in exchange_metrics(seen, BatchPlan(8, (6, 2)), 0.5)}
+    return names | set(METRIC.findall(inspect.getsource(Staleness.metrics)))
 
 
 def adaptive_metrics():

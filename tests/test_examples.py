@@ -17,6 +17,7 @@ FOLLOWS = r"split (\d+)/(\d+) from epoch \d+ step \d+: (?:first split|optimum|sp
 SHOWN = {
     "basic": (r"split (\d+)/(\d+) from epoch \d+ step \d+: (?:first split|optimum|speed)", 256),
     "explicit_split": (r"split (170)/(86) from epoch 0 step 0: ", 256),
+    "thin_link": (r"split (128)/(128) from epoch 0 step 0: ", 256),
     "pid": (r"split (\d+)/(\d+) from epoch \d+ step \d+: compute times", 256),
     "token_weights": (r"split (\d+)/(\d+) from epoch \d+ step \d+: (?:first split|optimum|speed)", 128),
     "fabric": (FOLLOWS, 256),

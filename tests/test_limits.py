@@ -352,6 +352,17 @@ def compression():
         epochs_of(run(model=Model(**single), data=points(**single), strategy={**SPLIT, "compression": name}))
 
 
+@case("`staleness=1`")
+def staleness():
+    late = {**SPLIT, "staleness": 1}
+    exact = epochs_of(run(data=points()))
+    ours = epochs_of(run(data=points(), strategy=late))
+    np.testing.assert_array_equal(ours["weights"], exact["weights"])  # nothing is delayed before it was measured
+    refused("staleness=0", model=Manual(), strategy=late)
+    refused("staleness=0", strategy={**late, "find_unused_parameters": True})
+    refused("staleness=0", strategy={**late, "ddp_comm_hook": fp16_compress_hook})
+
+
 @case("model averaging (`model_averaging_period`)")
 def model_averaging():
     refused("[Ll]eave", strategy={"model_averaging_period": 2})

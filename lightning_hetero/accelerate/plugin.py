@@ -21,9 +21,12 @@ SECTION = "hetero_config"
 ONLY_LIGHTNING = {
     "balance_evaluation": "leave evaluation loaders to Accelerate",
     "probe_memory": "give max_local_batch_sizes",
+    "staleness": "it needs a trainer that applies the last sums; compress gradients with compression='block_topk'",
 }
 SETTINGS = tuple(field.name for field in fields(HeteroConfig) if field.name not in ONLY_LIGHTNING)
 """Settings by name; the variable of ``local_batch_sizes`` is ``ACCELERATE_HETERO_LOCAL_BATCH_SIZES``."""
+
+NAMES = (*SETTINGS, "density")
 
 
 @dataclass(frozen=True, init=False)
@@ -32,7 +35,8 @@ class HeteroPlugin(HeteroConfig):
 
     What is not given is read from its environment variable, ``ACCELERATE_HETERO_POLICY`` for ``policy`` and so on; what
     has no variable either, from the section ``hetero_config`` of the YAML file that ``ACCELERATE_HETERO_CONFIG_FILE``
-    names. In a variable, sizes are written as ``24,12,16`` and ``weight_fn`` as ``module:function``.
+    names. In a variable, sizes are written as ``24,12,16`` and ``weight_fn`` as ``module:function``. ``density`` is
+    short for ``compression="block_topk(density=...)"``.
 
     Args:
         settings: arguments of :class:`HeteroConfig`, except those for Lightning's Trainer only.
@@ -57,12 +61,30 @@ class HeteroPlugin(HeteroConfig):
             sources[name] = f"{PREFIX}{name.upper()}={text!r}"
         given = {**found, **settings}
         try:
-            super().__init__(**given)
+            super().__init__(**_with_density(given))
         except (TypeError, ValueError) as error:
             elsewhere = [sources[name] for name in found if name not in settings and name in str(error)]
             if not elsewhere:
                 raise
             raise type(error)(f"{', '.join(elsewhere)}: {error}") from error
+
+
+def _with_density(given: dict[str, Any]) -> dict[str, Any]:
+    """Settings with ``density`` taken into the compression.
+
+    Example:
+        >>> _with_density({"density": 0.05})
+        {'compression': 'block_topk(density=0.05)'}
+    """
+    density, rest = given.get("density"), {name: value for name, value in given.items() if name != "density"}
+    if density is None:
+        return rest
+    if rest.get("compression") not in (None, "block_topk"):
+        raise ValueError(
+            f"density={density!r} is that of compression='block_topk', and {rest['compression']!r} is given. "
+            "Write the density there, or leave one of them out."
+        )
+    return {**rest, "compression": f"block_topk(density={density})"}
 
 
 def switched_on(environment: Mapping[str, str] = os.environ) -> bool:
@@ -92,6 +114,8 @@ def parsed(name: str, text: str) -> Any:
         return None if text.lower() in ("", "none", "null") else _function(text)
     if text.lower() == "none":
         return None
+    if name == "compression":
+        return text
     try:
         return yaml.safe_load(f"[{text}]" if "," in text and not text.startswith("[") else text)
     except yaml.YAMLError:
@@ -118,11 +142,11 @@ def as_environment(section: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_names(where: str, settings: Mapping[str, Any]) -> None:
-    unknown = sorted(set(settings) - set(SETTINGS))
+    unknown = sorted(set(settings) - set(NAMES))
     for name in set(unknown) & set(ONLY_LIGHTNING):
         raise TypeError(f"{where}: {name} is for Lightning's Trainer only; {ONLY_LIGHTNING[name]}.")
     if unknown:
-        raise TypeError(f"{where} has no setting {', '.join(unknown)}. Allowed are {', '.join(SETTINGS)}.")
+        raise TypeError(f"{where} has no setting {', '.join(unknown)}. Allowed are {', '.join(NAMES)}.")
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -132,7 +156,7 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
         ValueError: if a variable with our prefix belongs to no setting.
     """
     given = {name: text for name, text in environment.items() if name.startswith(PREFIX) and name != CONFIG_FILE}
-    known = {PREFIX + name.upper(): name for name in SETTINGS}
+    known = {PREFIX + name.upper(): name for name in NAMES}
     for name in given:
         if name not in known:
             raise ValueError(f"{name}={given[name]!r} is no setting. Allowed are {', '.join(known)}, {CONFIG_FILE}.")

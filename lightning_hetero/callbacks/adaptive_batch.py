@@ -129,6 +129,7 @@ class AdaptiveBatchCallback(PolicyCallback):
         Raises:
             MisconfigurationException: if the initial total, or that of the checkpoint, is outside the bounds.
         """
+        super().on_train_start(trainer, pl_module)
         engine, planner = self._engine, self.goodput_planner
         assert engine is not None
         assert engine.plan is not None

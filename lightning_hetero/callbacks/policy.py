@@ -6,6 +6,8 @@ engine, which gathers observations, lets rank 0 decide and adopts the plan on al
 
 from typing import Any
 
+from lightning_hetero.callbacks.last_sums import apply_last_sums, check_staleness
+from lightning_hetero.callbacks.late_signal import LateSignal
 from lightning_hetero.core.planner import PLANNERS, PerfModelPlanner, Planner, ProportionalPlanner
 from lightning_hetero.core.validation import check_number
 from lightning_hetero.engine import HeteroEngine
@@ -31,6 +33,7 @@ class PolicyCallback(Callback):
         self.planner = planner
         self._engine: HeteroEngine | None = None
         self._bar: Any = None
+        self._signal: LateSignal | None = None
 
     @property
     def policy(self) -> str:
@@ -76,6 +79,19 @@ class PolicyCallback(Callback):
         bar.get_metrics = get_metrics
         self._bar = bar
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse a delay of gradients that nobody would decide on, or that the optimizer could not take in the end.
+
+        Raises:
+            MisconfigurationException: if the loader is not split, or the optimizer needs a closure.
+        """
+        assert self._engine is not None
+        reason = check_staleness(trainer, self._engine)
+        if reason is not None:
+            raise MisconfigurationException(reason)
+        if self._engine.config.staleness and self._engine.world_size > 1:
+            self._signal = LateSignal(trainer).start()
+
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Reconsider the plan before the loader of this epoch is iterated."""
         assert self._engine is not None
@@ -113,8 +129,19 @@ class PolicyCallback(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Apply what gradients of the last step are still under way."""
+        assert self._engine is not None
+        if self._signal is not None:
+            self._signal.stop(wait=True)
+            self._signal = None
+        apply_last_sums(trainer, pl_module, self._engine)
+
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take the split out of the progress bar."""
+        """Take the split out of the progress bar, and leave the loop as it was."""
+        if self._signal is not None:
+            self._signal.stop(wait=False)
+            self._signal = None
         if self._bar is not None:
             del self._bar.get_metrics
             self._bar = None

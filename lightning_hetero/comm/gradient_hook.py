@@ -12,7 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_hetero.comm import sums
+from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.comm.staleness import Staleness
 
 __all__ = ["HookState", "gradient_hook"]
 
@@ -36,6 +39,8 @@ class HookState:
         weighted: whether the loss has to be weighted at present, so that an unweighted backward pass is an error.
         inner: a hook that does the averaging: a user's, e.g. ``fp16_compress_hook``, or a compressor.
         inner_state: its state.
+        staleness: averages in place of ``inner``, some buckets with a delay of one step.
+        restored: state of ``staleness`` in a checkpoint, until there is one that takes it.
         collect_norms: whether to take squared norms.
         preconditioner: ``(parameter, gradient) -> gradient``, applied before norms are taken.
         loss_scale: gives the factor on the loss of a gradient scaler, as a number or on the device; norms are those
@@ -54,6 +59,8 @@ class HookState:
     weighted: bool = False
     inner: Hook | None = None
     inner_state: Any = None
+    staleness: Staleness | None = None
+    restored: dict[str, Any] = field(default_factory=dict)
     collect_norms: bool = False
     preconditioner: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     loss_scale: Callable[[], torch.Tensor | float] | None = None
@@ -74,6 +81,21 @@ class HookState:
         deadline = time.monotonic() + timeout
         while self._running and time.monotonic() < deadline:
             time.sleep(0.001)
+
+    def agree(self, control: ControlPlane) -> None:
+        """Let ranks decide which gradients are delayed; a collective call."""
+        if self.staleness is not None:
+            self.staleness.agree(control)
+
+    def delayed_state(self) -> dict[str, Any]:
+        """What is delayed and still under way, for a checkpoint."""
+        return self.restored if self.staleness is None else self.staleness.state_dict()
+
+    def load_delayed_state(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint, once the model is known or at once."""
+        self.restored = state
+        if self.staleness is not None:
+            self.staleness.load_state_dict(state)
 
     def sq_norm(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
         """Squared norm of a bucket, whose parameters lie one after the other in it."""
@@ -119,11 +141,13 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     buffer = bucket.buffer()
     if state.collect_norms:
         state.local_sq_norms.append(state.sq_norm(buffer, parameters))
-    if state.inner is not None:
+    if state.staleness is not None:
+        future = state.staleness(bucket)
+    elif state.inner is not None:
         future = state.inner(state.inner_state, bucket)
     else:
         buffer.div_(state.world_size)
-        future = dist.all_reduce(buffer, async_op=True).get_future()
+        future = sums.sum_over_ranks(buffer)
 
     early = state.one_message and not bucket.is_last()
     if early:  # it travels with the last bucket, so what it waits for is no communication of its own

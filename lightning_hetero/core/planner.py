@@ -13,7 +13,7 @@ import numpy as np
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.optperf import solve_optperf, static_sizes
 from lightning_hetero.core.pid import ControllerState, control, smooth
-from lightning_hetero.core.plan import BatchPlan
+from lightning_hetero.core.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.profile import NodeProfile
 from lightning_hetero.core.time_model import (
     ClusterTimeModel,
@@ -25,6 +25,7 @@ from lightning_hetero.core.time_model import (
 
 __all__ = [
     "PLANNERS",
+    "Exchange",
     "PerfModelPlanner",
     "PlanContext",
     "Planner",
@@ -93,6 +94,23 @@ class Planner(Protocol):
 
     def loaded(self, state: dict[str, Any]) -> "Planner":
         """The planner with what :meth:`state_dict` described."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Outcome of one agreement between ranks.
+
+    Args:
+        planner: the planner that has seen the observations (on rank 0; unchanged elsewhere).
+        observations: what all ranks measured since the last exchange.
+        entry: the plan that was adopted, ``None`` if the current one stays.
+        predicted: predicted seconds of a step under the plan that ran, ``None`` without a model.
+    """
+
+    planner: Planner | None
+    observations: StepObservations
+    entry: PlanEntry | None
+    predicted: float | None
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Emulation of unequal hardware on one machine, for demonstrations and tests; training never needs it."""
 
+from lightning_hetero.simulate.thin_link import ThinLink
 from lightning_hetero.simulate.throttle import Throttle
 
-__all__ = ["Throttle"]
+__all__ = ["ThinLink", "Throttle"]

@@ -61,6 +61,11 @@ class HeteroFabricMixin:
         self.config = HeteroConfig(**{name: kwargs.pop(name) for name in names if name in kwargs})
         if self.config.probe_memory:
             raise ValueError("probe_memory=True tries out a LightningModule; under Fabric, give max_local_batch_sizes.")
+        if self.config.staleness:
+            raise ValueError(
+                "staleness=1 needs a trainer that applies the last sums; under Fabric, set staleness=0, or compress "
+                "gradients with compression='block_topk'."
+            )
         super().__init__(**kwargs)
         self.session: HeteroSession | None = None
         self.metrics: dict[str, float] = {}

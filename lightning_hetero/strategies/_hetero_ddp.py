@@ -32,6 +32,7 @@ from lightning_hetero.strategies._loaders import (
 from lightning_hetero.strategies._probe import probe_module
 from lightning_hetero.strategies._registration import register
 from lightning_hetero.strategies._restarts import warn_of_stale_addresses
+from lightning_hetero.strategies._staleness import attach_staleness
 
 __all__ = ["HeteroDDPMixin"]
 
@@ -58,6 +59,7 @@ class HeteroDDPMixin:
         probe_memory: find each worker's largest batch by trial before training (CUDA).
         compression: what is sent of gradients: ``None`` (all of them), ``BlockTopK(density=0.01)``, ``"block_topk"``,
             ``"powersgd"``, ``"fp16"``, ``"bf16"``, or ``"auto"`` (block top-k where it shortens the step).
+        staleness: 1 lets gradients that would make steps wait for the link arrive a step later; 0 lets none.
         kwargs: everything that Lightning's ``DDPStrategy`` takes.
 
     Raises:
@@ -85,6 +87,7 @@ class HeteroDDPMixin:
         balance_evaluation: bool = False,
         probe_memory: bool = False,
         compression: Compressor | str | None = None,
+        staleness: int = 0,
         **kwargs: Any,
     ) -> None:
         self.config = HeteroConfig(
@@ -99,6 +102,7 @@ class HeteroDDPMixin:
             balance_evaluation=balance_evaluation,
             probe_memory=probe_memory,
             compression=compression,
+            staleness=staleness,
         )
         if compression is not None and kwargs.get("ddp_comm_hook") is not None:
             raise ValueError("compression= and ddp_comm_hook= both say what is sent of gradients. Give one of them.")
@@ -175,11 +179,8 @@ class HeteroDDPMixin:
         given = [callback for callback in callbacks if isinstance(callback, PolicyCallback)]
         if self._callback in given:
             return
-        named = (
-            f"local_batch_sizes={self.config.local_batch_sizes}"
-            if self.config.local_batch_sizes
-            else self.config.policy
-        )
+        sizes = self.config.local_batch_sizes
+        named = f"local_batch_sizes={sizes}" if sizes else self.config.policy
         if len(given) > 1 or (given and named is not None and named != given[0].policy):
             names = [type(callback).__name__ for callback in given] + ([str(named)] if named is not None else [])
             raise self._misconfiguration(
@@ -232,6 +233,7 @@ class HeteroDDPMixin:
             hook = self._ddp_comm_wrapper(hook)  # type: ignore[attr-defined]
         state.inner, state.inner_state = hook, self._ddp_comm_state  # type: ignore[attr-defined]
         attach_compression(self)
+        attach_staleness(self)
         self.model.register_comm_hook(state, gradient_hook)  # type: ignore[attr-defined]
 
     def setup_optimizers(self, trainer: Any) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from lightning_hetero import BlockTopK
 from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
 from lightning_hetero.accelerate.plugin import PREFIX, SETTINGS, as_environment, switched_on
 from lightning_hetero.config import HeteroConfig
@@ -15,6 +16,7 @@ VALUES = {
     "weight_fn": ("operator:itemgetter", __import__("operator").itemgetter),
     "replan": ("epoch", "epoch"),
     "hysteresis": ("0.1", 0.1),
+    "compression": ("block_topk(density=0.03, value_dtype='int8')", BlockTopK(density=0.03, value_dtype="int8")),
 }
 
 
@@ -27,6 +29,19 @@ def test_setting_is_read_from_its_variable(name, monkeypatch):
     text, value = VALUES[name]
     monkeypatch.setenv(PREFIX + name.upper(), text)
     assert getattr(HeteroPlugin(), name) == value
+
+
+@pytest.mark.parametrize("compression", [None, "block_topk"])
+def test_density_is_that_of_block_topk(compression, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_HETERO_DENSITY", "0.05")
+    if compression is not None:
+        monkeypatch.setenv("ACCELERATE_HETERO_COMPRESSION", compression)
+    assert HeteroPlugin().compression == BlockTopK(density=0.05)
+
+
+def test_density_of_another_compressor_is_refused():
+    with pytest.raises(ValueError, match="density=0.05 is that of compression='block_topk'.*'powersgd' is given"):
+        HeteroPlugin(density=0.05, compression="powersgd")
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -1,0 +1,311 @@
+"""Gradient sums that arrive one step later, where the link would make every step wait (StellaTrain, sec. 3.3).
+
+Of a *delayed* parameter the optimizer gets the sum of the step before, while this step's sum travels through the
+optimizer, the next forward and the next backward pass. All ranks delay the same parameters and hold the same sums, so
+that replicas stay identical. No sum is lost: it is applied once, when the parameter's next gradient is, or by
+:meth:`Staleness.take_sums` at the end of a training; until then it rides in the checkpoint.
+"""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.comm import sums
+from lightning_hetero.comm.clock import Clock
+from lightning_hetero.comm.control import ControlPlane
+from lightning_hetero.comm.sums import tensor_of
+from lightning_hetero.comm.transfers import TransferLog, combine
+from lightning_hetero.core.bandwidth import LinkEstimate, sum_bytes
+from lightning_hetero.core.delay import BucketTimes, DelayChoice, choose_fresh
+
+__all__ = ["Staleness"]
+
+log = logging.getLogger("lightning_hetero")
+
+Future = torch.futures.Future[Any]
+
+
+class _Lane:
+    """One bucket: its parameters, and two buffers, one that sends while the other is read."""
+
+    def __init__(self, names: tuple[str, ...], sizes: list[int], num_bytes: int) -> None:
+        self.names, self.sizes, self.num_bytes = names, sizes, num_bytes
+        self.sums: Future | None = None
+        self._buffers: list[torch.Tensor] = []
+        self._turn = 0
+
+    def buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """The buffer whose sum was read in the last step."""
+        if not self._buffers:
+            self._buffers = [torch.empty_like(like), torch.empty_like(like)]
+        self._turn ^= 1
+        return self._buffers[self._turn]
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """Wait for the sums that are under way, by parameter; they are no longer the lane's."""
+        if self.sums is None:
+            return {}
+        flat, self.sums = tensor_of(self.sums.wait()), None
+        return {name: part.clone() for name, part in zip(self.names, flat.split(self.sizes), strict=True)}
+
+
+class Staleness:
+    """Averages gradient buckets for DDP's hook, some of them with a delay of one step.
+
+    Args:
+        limit: greatest delay in steps, 0 or 1.
+        parameters: the module's parameters that need gradients, by name.
+        world_size: number of ranks.
+        clock: marks moments on this rank's device.
+        hysteresis: least predicted gain for which more is delayed, as a share of the step time.
+        group: process group for delayed sums, so that no other collective waits behind them; ``None`` for the default.
+        restored: :meth:`state_dict` of an earlier run.
+        running: set of callbacks that a thread of the process group may still hold.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        parameters: dict[str, torch.Tensor],
+        *,
+        world_size: int,
+        clock: Clock,
+        hysteresis: float = 0.03,
+        group: Any = None,
+        restored: dict[str, Any] | None = None,
+        running: Any = None,
+    ) -> None:
+        self.limit, self.world_size, self.hysteresis, self.group = limit, world_size, hysteresis, group
+        self.parameters = parameters
+        self.delayed: frozenset[str] = frozenset()
+        self.link = LinkEstimate()
+        self.choice: DelayChoice | None = None
+        self._running = running
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        self._sums: dict[str, torch.Tensor] = {}
+        self._lanes: dict[int, _Lane] = {}
+        self._log = TransferLog(clock)
+        self.load_state_dict(restored or {})
+
+    # the hook
+
+    def __call__(self, bucket: dist.GradBucket) -> Future:
+        """Average one bucket; DDP hands them over in the same order on all ranks."""
+        lane, release = self._lane(bucket), self._log.ready(bucket.index())
+        delayed = bool(lane.names) and self.delayed.issuperset(lane.names)
+        future = self._delay(lane, bucket.buffer()) if delayed else self._await(lane, bucket.buffer())
+
+        def released(done: Future) -> torch.Tensor:
+            value = tensor_of(done.value())
+            release()
+            return value
+
+        return self._then(future, released)
+
+    def _lane(self, bucket: dist.GradBucket) -> _Lane:
+        """The bucket's lane. DDP lays its buckets out anew after the first step; sums under way follow by name."""
+        names = tuple(self._names[parameter] for parameter in bucket.parameters())
+        lane = self._lanes.get(bucket.index())
+        if lane is None or lane.names != names:
+            if lane is not None:
+                self._sums.update(self._settle())
+                self._lanes.clear()
+            sizes = [parameter.numel() for parameter in bucket.parameters()]
+            lane = _Lane(names, sizes, bucket.buffer().numel() * bucket.buffer().element_size())
+            self._lanes[bucket.index()] = lane
+        return lane
+
+    def _delay(self, lane: _Lane, buffer: torch.Tensor) -> Future:
+        """Send this step's gradient, hand out the sum of the step before."""
+        before, sent = lane.sums, lane.buffer(buffer)
+        torch.div(buffer, self.world_size, out=sent)
+        lane.sums = self._start(sent, self.group)
+        if before is not None:
+            return before
+        buffer.zero_()
+        for name, part in zip(lane.names, buffer.split(lane.sizes), strict=True):
+            if name in self._sums:
+                part.copy_(self._sums.pop(name))
+        done: Future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)  # type: ignore[list-item]
+        done.set_result(buffer)
+        return done
+
+    def _await(self, lane: _Lane, buffer: torch.Tensor) -> Future:
+        """Hand out the sum of this step, with what the step before still owes.
+
+        A bucket that has delayed and other parameters, as the first after a resume may, is awaited as a whole.
+        """
+        self._sums.update(lane.take())
+        future = self._start(buffer.div_(self.world_size), None)
+        if not any(name in self._sums or name in self.delayed for name in lane.names):
+            return future
+        delayed = self.delayed
+
+        def settle(done: Future) -> torch.Tensor:
+            flat = tensor_of(done.value())
+            for name, part in zip(lane.names, flat.split(lane.sizes), strict=True):
+                owed = self._sums.pop(name, None)
+                if name in delayed:
+                    self._sums[name] = part.clone()
+                    part.zero_()
+                if owed is not None:
+                    part.add_(owed)
+            return flat
+
+        return self._then(future, settle)
+
+    def _start(self, buffer: torch.Tensor, group: Any) -> Future:
+        arrived = self._log.send()
+        future: Future = sums.sum_over_ranks(buffer, group)
+
+        def mark(done: Future) -> torch.Tensor:
+            value = tensor_of(done.value())
+            arrived()
+            return value
+
+        return self._then(future, mark)
+
+    def _then(self, future: Future, callback: Any) -> Future:
+        if self._running is not None:
+            self._running.add(callback)
+        return future.then(callback)
+
+    # sums that are owed
+
+    def _settle(self) -> dict[str, torch.Tensor]:
+        """Wait for all that is under way."""
+        return {name: value for lane in self._lanes.values() for name, value in lane.take().items()}
+
+    def take_sums(self) -> dict[str, torch.Tensor]:
+        """All sums that the optimizer has not had yet, by parameter, flat; from now on they are the caller's."""
+        self._sums.update(self._settle())
+        owed, self._sums = self._sums, {}
+        return owed
+
+    # the decision
+
+    @property
+    def delayed_share(self) -> float:
+        """Share of the gradient's elements that is delayed, 0 to 1."""
+        sizes = {name: parameter.numel() for name, parameter in self.parameters.items()}
+        return sum(sizes[name] for name in self.delayed) / max(sum(sizes.values()), 1)
+
+    def metrics(self) -> dict[str, float]:
+        """Bytes per second of the link, seconds that a step's gradients take on it, and the share that is delayed."""
+        if self.limit == 0:
+            return {}
+        metrics = {"hetero/delayed_share": self.delayed_share}
+        if self.link.rate is not None:
+            metrics["hetero/bandwidth"] = self.link.rate
+        if self.choice is not None:
+            metrics["hetero/transfer_time"] = self.choice.transfer
+        return metrics
+
+    def delay(self, names: Iterable[str]) -> None:
+        """Delay these parameters from the next backward pass on; all ranks have to call it together.
+
+        Raises:
+            ValueError: if a name is unknown, or the limit is 0.
+        """
+        wanted = frozenset(names)
+        unknown = sorted(wanted - set(self.parameters))
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is no parameter that is trained; give names of named_parameters().")
+        if wanted and self.limit == 0:
+            raise ValueError("staleness=0 awaits every gradient. Set staleness=1 to delay some of them.")
+        self.delayed = wanted
+
+    def agree(self, control: ControlPlane) -> None:
+        """Look at the link, and let rank 0 decide what is delayed from the next step on; a collective call."""
+        if self.limit == 0 or not self._lanes:
+            return
+        everyone = control.gather(self._log.take(len(self._lanes)))
+        reply: Any = None
+        if control.rank == 0:
+            try:
+                reply = self._decide(everyone)
+            except Exception as error:  # noqa: BLE001 - every rank has to raise it, none may wait for a decision
+                reply = error
+        reply = control.broadcast_object(reply)
+        if isinstance(reply, Exception):
+            raise reply
+        self.link, choice = reply
+        if choice is not None:
+            self._follow(choice, say=control.rank == 0)
+
+    def _decide(self, everyone: npt.NDArray[np.float64]) -> tuple[LinkEstimate, DelayChoice | None]:
+        """What the link is worth by the newest steps, and how many buckets it can carry in time."""
+        seen = combine(everyone)
+        if seen is None:
+            return self.link, None
+        sent = [sum_bytes(lane.num_bytes, self.world_size) for lane in self._ordered()]
+        link = self.link.observe(sum(sent) / max(seen[0], 1e-9))
+        times = BucketTimes(tuple(seen[1].tolist()), tuple(link.seconds(num_bytes) for num_bytes in sent))
+        return link, choose_fresh(times, self._fresh(), hysteresis=self.hysteresis)
+
+    def _ordered(self) -> list[_Lane]:
+        return [self._lanes[index] for index in sorted(self._lanes)]
+
+    def _fresh(self) -> int:
+        """Buckets from the output side on of which nothing is delayed."""
+        lanes = self._ordered()
+        return next((i for i, lane in enumerate(lanes) if not self.delayed.isdisjoint(lane.names)), len(lanes))
+
+    def _follow(self, choice: DelayChoice, *, say: bool) -> None:
+        """Delay what rank 0 has chosen, and say so if that is a change."""
+        bound = self.choice is not None and self.choice.network_bound
+        before, self.choice = self.delayed, choice
+        lanes = self._ordered()
+        self.delay(name for lane in lanes[choice.fresh :] for name in lane.names)
+        if say and (self.delayed != before or choice.network_bound != bound):
+            log.log(
+                logging.WARNING if choice.network_bound else logging.INFO,
+                "staleness: %d of %d gradient buckets (%.0f %% of the gradient) come a step later; link %.4g MB/s: %s",
+                len(lanes) - choice.fresh,
+                len(lanes),
+                100 * self.delayed_share,
+                (self.link.rate or 0.0) / 1e6,
+                choice.describe(),
+            )
+
+    # state
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is delayed and the sums that are owed, equal on all ranks; waits for what is under way."""
+        held = {**self._sums}
+        for lane in self._lanes.values():
+            if lane.sums is not None:
+                flat = tensor_of(lane.sums.wait())
+                held |= dict(zip(lane.names, flat.split(lane.sizes), strict=True))
+        if not held and not self.delayed:
+            return {}
+        owed = {name: value.detach().cpu().clone() for name, value in held.items()}
+        return {"delayed": sorted(self.delayed), "sums": owed, "rate": self.link.rate}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; what is under way now belongs to steps that are taken back.
+
+        Raises:
+            ValueError: if a sum does not fit its parameter.
+        """
+        self.take_sums()
+        self.delayed = frozenset(name for name in state.get("delayed", ()) if self.limit and name in self.parameters)
+        self.link = LinkEstimate(state.get("rate"))
+        for name, value in state.get("sums", {}).items():
+            parameter = self.parameters.get(name)
+            if parameter is None:
+                log.warning(
+                    "staleness: %s is not trained any more, so that its last delayed gradient is left out", name
+                )
+                continue
+            if parameter.numel() != value.numel():
+                raise ValueError(
+                    f"the delayed gradient of {name} has {value.numel()} elements, the parameter {parameter.numel()}. "
+                    "Resume with the model that the checkpoint was made with."
+                )
+            self._sums[name] = value.to(parameter.device, parameter.dtype)

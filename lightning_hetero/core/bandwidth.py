@@ -1,0 +1,73 @@
+"""How fast a link is, as a conservative estimate: down at once, up slowly (StellaTrain, sec. 4.1 and 7).
+
+A link that is believed too fast makes every step wait; one that is believed too slow costs a little staleness. So a
+slower observation is believed almost at once and a faster one bit by bit. Seconds per byte are averaged, not bytes per
+second, so that one fast moment does not hide a slow link.
+"""
+
+from dataclasses import dataclass, replace
+
+from lightning_hetero.core.validation import check_number
+
+__all__ = ["LinkEstimate", "sum_bytes"]
+
+DOWN = 0.8
+"""Weight of an observation below the estimate."""
+
+UP = 0.5
+"""Weight of an observation above it."""
+
+MARGIN = 0.9
+"""Share of the estimate that plans count on."""
+
+
+@dataclass(frozen=True)
+class LinkEstimate:
+    """Bytes per second that a worker can send, from transfers of gradients.
+
+    Args:
+        rate: smoothed rate, bytes per second, above 0; ``None`` before the first observation.
+
+    Raises:
+        TypeError: if the rate is no number.
+        ValueError: if it is not above 0.
+
+    Example:
+        >>> down, up = LinkEstimate(100.0).observe(10.0), LinkEstimate(10.0).observe(100.0)
+        >>> round(down.rate, 1), round(up.rate, 1)
+        (12.2, 18.2)
+    """
+
+    rate: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.rate is not None:
+            check_number("rate", self.rate, low=0.0, include_low=False)
+
+    def observe(self, rate: float) -> "LinkEstimate":
+        """The estimate after an observation in bytes per second; one that is not finite or not above 0 says nothing."""
+        if not 0.0 < rate < float("inf"):
+            return self
+        if self.rate is None:
+            return replace(self, rate=rate)
+        weight = DOWN if rate < self.rate else UP
+        return replace(self, rate=1.0 / ((1.0 - weight) / self.rate + weight / rate))
+
+    def seconds(self, num_bytes: float) -> float:
+        """Seconds to count on for sending so many bytes; 0 before the first observation.
+
+        Example:
+            >>> LinkEstimate(rate=1000.0).seconds(90.0)
+            0.1
+        """
+        return 0.0 if self.rate is None else num_bytes / (MARGIN * self.rate)
+
+
+def sum_bytes(num_bytes: float, world_size: int) -> float:
+    """Bytes that each worker sends to sum up a buffer over all of them: ``2 (N - 1) / N`` times its size (ring).
+
+    Example:
+        >>> sum_bytes(100.0, 2), sum_bytes(100.0, 4)
+        (100.0, 150.0)
+    """
+    return 2.0 * (world_size - 1) / world_size * num_bytes

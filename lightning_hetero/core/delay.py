@@ -1,0 +1,164 @@
+"""Which gradient buckets are awaited, and which arrive a step later (partial staleness, StellaTrain, sec. 3.3).
+
+All sums cross one link in the order in which they become ready. A *fresh* one has to be there when the backward pass
+ends, a *delayed* one when the next backward pass ends, so that order is that of their deadlines. Input-side layers are
+ready last, so that they are the first to be delayed: the only question is how many buckets, from the output side on,
+are fresh.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from lightning_hetero.core.validation import check_number
+
+__all__ = ["BucketTimes", "DelayChoice", "choose_fresh"]
+
+STEPS = 12
+"""Simulated steps; the second half is measured, when the pattern repeats itself."""
+
+TOLERANCE = 0.02
+"""A step may take so much longer than with the fewest fresh buckets, so that more of them are fresh."""
+
+CAUTION = (0.8, 0.9, 1.0, 1.12, 1.25)
+"""Fewer buckets are delayed than now only if that holds for transfers of all these lengths: no going to and fro."""
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """One step without waiting, and what its gradients take on the link.
+
+    Args:
+        ready: seconds from the end of one synchronisation until each bucket is ready on the slowest worker, increasing;
+            the last is the time of a step that is computing only.
+        transfer: seconds that the sum of each bucket takes on the link, ``>= 0``.
+
+    Raises:
+        TypeError: if a value is no number.
+        ValueError: if there is no bucket, their numbers differ, ``ready`` decreases, or a value is out of range.
+
+    Example:
+        >>> BucketTimes(ready=(3.0, 4.0), transfer=(1.0, 3.0)).step_time(2)
+        7.0
+    """
+
+    ready: tuple[float, ...]
+    transfer: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.ready or len(self.ready) != len(self.transfer):
+            raise ValueError(
+                f"ready has {len(self.ready)} and transfer has {len(self.transfer)} entries; give one per bucket."
+            )
+        for name, values in (("ready", self.ready), ("transfer", self.transfer)):
+            for i, value in enumerate(values):
+                check_number(f"{name}[{i}]", value, low=0.0)
+        if any(later < earlier for earlier, later in zip(self.ready, self.ready[1:], strict=False)):
+            raise ValueError(f"ready={self.ready} decreases; give the buckets in the order of the backward pass.")
+
+    @property
+    def compute(self) -> float:
+        """Seconds of a step that waits for nothing."""
+        return self.ready[-1]
+
+    def step_time(self, fresh: int) -> float:
+        """Seconds of a step whose first ``fresh`` buckets are awaited and whose others arrive a step later.
+
+        Example:
+            >>> times = BucketTimes(ready=(3.0, 4.0), transfer=(1.0, 3.0))
+            >>> times.step_time(1), times.step_time(0)
+            (4.0, 4.0)
+        """
+        begin, link, awaited = 0.0, 0.0, 0.0
+        ends: list[float] = []
+        for _ in range(STEPS):
+            end, later = max(begin + self.compute, awaited), 0.0
+            for number, (ready, seconds) in enumerate(zip(self.ready, self.transfer, strict=True)):
+                link = max(begin + ready, link) + seconds
+                if number < fresh:
+                    end = max(end, link)
+                else:
+                    later = link
+            ends.append(end)
+            begin, awaited = end, later
+        half = STEPS // 2
+        return max((ends[-1] - ends[half - 1]) / half, sum(self.transfer))  # the queue may still grow slowly
+
+    def slowed(self, factor: float) -> "BucketTimes":
+        """The same computing on a link that takes ``factor`` times as long."""
+        return BucketTimes(self.ready, tuple(factor * seconds for seconds in self.transfer))
+
+
+@dataclass(frozen=True)
+class DelayChoice:
+    """How many buckets are fresh, and the predictions that it rests on.
+
+    Args:
+        fresh: buckets, from the output side on, that are awaited.
+        step_time: predicted seconds of a step.
+        all_fresh: predicted seconds of a step in which every bucket is awaited.
+        compute: seconds of a step that waits for nothing.
+        transfer: seconds that a step's gradients take on the link.
+    """
+
+    fresh: int
+    step_time: float
+    all_fresh: float
+    compute: float
+    transfer: float
+
+    @property
+    def network_bound(self) -> bool:
+        """Whether gradients take longer than computing, so that no delay of one step can hide them."""
+        return self.transfer > (1.0 + TOLERANCE) * self.compute
+
+    def describe(self) -> str:
+        """One line for the log."""
+        text = (
+            f"step {1e3 * self.all_fresh:.3g} -> {1e3 * self.step_time:.3g} ms, computing {1e3 * self.compute:.3g} ms"
+        )
+        if self.network_bound:
+            text += f"; network-bound: the gradients of a step take {1e3 * self.transfer:.3g} ms on the link"
+        return text
+
+
+def choose_fresh(times: BucketTimes, current: int, *, hysteresis: float = 0.03) -> DelayChoice:
+    """As many fresh buckets as fit without making a step longer; from the present number only for a gain.
+
+    Fewer are fresh if that makes a step shorter by ``hysteresis`` at least; more are fresh only if the step would not
+    get longer on a link slower or faster by a quarter either.
+
+    Args:
+        times: of the buckets, in the order of the backward pass.
+        current: buckets that are fresh now, 0 to their number.
+        hysteresis: least predicted gain for which more buckets are delayed, as a share of the step time.
+
+    Raises:
+        ValueError: if ``current`` is out of range.
+
+    Example:
+        >>> thin = BucketTimes(ready=(3.0, 4.0), transfer=(0.5, 3.0))
+        >>> choose_fresh(thin, current=2).fresh
+        1
+        >>> choose_fresh(BucketTimes(ready=(3.0, 4.0), transfer=(0.5, 0.01)), current=1).fresh
+        2
+    """
+    if not 0 <= current <= len(times.ready):
+        raise ValueError(f"current={current} must be from 0 to {len(times.ready)}, the number of buckets.")
+    fresh = _most_fresh(times)
+    if fresh > current:
+        fresh = max(current, min(_most_fresh(times.slowed(factor)) for factor in CAUTION))
+    elif times.step_time(fresh) > (1.0 - hysteresis) * times.step_time(current):
+        fresh = current
+    return DelayChoice(
+        fresh, times.step_time(fresh), times.step_time(len(times.ready)), times.compute, sum(times.transfer)
+    )
+
+
+def _most_fresh(times: BucketTimes) -> int:
+    """Greatest number of fresh buckets whose step is as short as one can be, but for the tolerance.
+
+    A bucket more that is awaited never makes a step shorter, so that bisection finds it.
+    """
+    limit = (1.0 + TOLERANCE) * times.step_time(0)
+    numbers = range(1, len(times.ready) + 1)
+    return bisect_left(numbers, True, key=lambda fresh: times.step_time(fresh) > limit)

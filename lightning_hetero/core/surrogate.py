@@ -1,0 +1,231 @@
+"""What compression, staleness and batch size cost in convergence: a surrogate of probe trainings (StellaTrain, Alg. 1).
+
+``g(r, x)`` is the relative difference in the smoothed loss after a probe training at compression rate ``r`` and total
+batch ``x``, against one with neither compression nor staleness. A Gaussian process stands for it. The next probe is
+at a random rate, and at the batch whose expected improvement at that rate is greatest, so that all rates are explored.
+
+This is the search itself; what a probe trains is the caller's.
+"""
+
+import json
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy.stats import norm
+
+from lightning_hetero.core.validation import check_int, check_number
+
+__all__ = ["ConvergenceProfile", "ConvergenceSurrogate", "expected_improvement", "profile_convergence"]
+
+Array = npt.NDArray[np.float64]
+
+MAX_RATE = 0.999
+CANDIDATES = 64
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class ConvergenceProfile:
+    """Probe trainings of one model: the file that a controller loads.
+
+    Args:
+        min_total: least total batch that was tried.
+        max_total: greatest total batch that was tried.
+        baseline: smoothed loss of the probe without compression and staleness, above 0.
+        points: ``(compression rate, total batch, relative extra loss)`` of each probe.
+
+    Raises:
+        TypeError: if a value has the wrong type.
+        ValueError: if a value is out of range, or there is no point.
+
+    Example:
+        >>> profile = ConvergenceProfile(32, 512, 0.5, ((0.9, 64, 0.1),))
+        >>> ConvergenceProfile.from_json(profile.to_json()) == profile
+        True
+    """
+
+    min_total: int
+    max_total: int
+    baseline: float
+    points: tuple[tuple[float, float, float], ...]
+
+    def __post_init__(self) -> None:
+        check_int("min_total", self.min_total, minimum=1)
+        check_int("max_total", self.max_total, minimum=self.min_total)
+        check_number("baseline", self.baseline, low=0.0, include_low=False)
+        object.__setattr__(self, "points", tuple((float(r), float(x), float(y)) for r, x, y in self.points))
+        if not self.points:
+            raise ValueError("points is empty; a profile has one probe training at least.")
+        for i, (rate, total, extra) in enumerate(self.points):
+            check_number(f"points[{i}][0]", rate, low=0.0, high=1.0)
+            check_number(f"points[{i}][1]", total, low=self.min_total, high=self.max_total)
+            check_number(f"points[{i}][2]", extra, low=-math.inf)
+
+    def to_json(self) -> str:
+        """The profile as text."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "ConvergenceProfile":
+        """The profile that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: if the text is no profile, or one of another version.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            version = fields.pop("format")
+            known = {name: fields[name] for name in ("min_total", "max_total", "baseline", "points")}
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is no convergence profile ({error!r}); make one by profiling.") from error
+        if version != FORMAT:
+            raise ValueError(f"the convergence profile has format {version!r}, but {FORMAT} is read. Profile again.")
+        return cls(**known)
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile, whole or not at all."""
+        part = Path(path).with_suffix(".part")
+        part.write_text(self.to_json() + "\n", encoding="utf-8")
+        part.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "ConvergenceProfile":
+        """The profile of a file."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+class ConvergenceSurrogate:
+    """Gaussian process over a profile: extra loss, and how uncertain it is, at any compression rate and total batch.
+
+    Rates are compared by ``log10(1 - r + 0.001)`` and batches by their logarithm: from 0.99 to 0.999 it is as far as
+    from 0.9 to 0.99.
+
+    Args:
+        profile: probe trainings.
+
+    Raises:
+        ImportError: if scikit-learn is missing.
+
+    Example:
+        >>> profile = ConvergenceProfile(16, 256, 1.0, ((0.0, 64, 0.0), (0.9, 64, 0.2), (0.99, 64, 0.4)))
+        >>> surrogate = ConvergenceSurrogate(profile)
+        >>> bool(0.0 < surrogate.extra_loss(0.7, 64) < surrogate.extra_loss(0.97, 64) < 0.4)
+        True
+    """
+
+    def __init__(self, profile: ConvergenceProfile) -> None:
+        try:
+            from sklearn.gaussian_process import GaussianProcessRegressor
+            from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
+        except ImportError as error:
+            raise ImportError("convergence profiles need scikit-learn; install lightning-hetero[demo].") from error
+        self.profile = profile
+        rates, totals, extra = np.array(profile.points).T
+        kernel = ConstantKernel(1.0, (1e-2, 1e2)) * Matern([1.0, 1.0], (0.2, 10.0), nu=2.5) + WhiteKernel(
+            1e-2, (1e-4, 1.0)
+        )
+        self._process = GaussianProcessRegressor(kernel, normalize_y=True, random_state=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a scale at its bound, as few points may put it
+            self._process.fit(self._features(rates, totals), extra)
+
+    def _features(self, rates: Any, totals: Any) -> Array:
+        rates, totals = np.broadcast_arrays(np.asarray(rates, dtype=float), np.asarray(totals, dtype=float))
+        low, high = math.log(self.profile.min_total), math.log(self.profile.max_total)
+        batches = (np.log(totals) - low) / max(high - low, 1e-9)
+        return np.stack([-np.log10(1.0 - rates + 1e-3) / 3.0, batches], axis=-1)
+
+    def predict(self, rate: float, totals: Any) -> tuple[Array, Array]:
+        """Mean and standard deviation of the relative extra loss at a compression rate and total batches."""
+        features = self._features(rate, np.atleast_1d(totals))
+        mean, deviation = self._process.predict(features, return_std=True)
+        return mean, deviation
+
+    def extra_loss(self, rate: float, total: float) -> float:
+        """``g(r, x)``: relative extra loss at compression rate ``r``, 0 to 1, and total batch ``x``."""
+        return float(self.predict(check_number("rate", rate, low=0.0, high=1.0), total)[0][0])
+
+
+def expected_improvement(mean: Array, deviation: Array, best: float) -> Array:
+    """Expected decrease below the best value so far, of normally distributed values (minimisation).
+
+    Example:
+        >>> expected_improvement(np.array([1.0, 1.0]), np.array([0.0, 1.0]), best=1.5).round(3).tolist()
+        [0.5, 0.698]
+    """
+    spread = np.maximum(deviation, 1e-12)
+    z = (best - mean) / spread
+    improvement: Array = (best - mean) * norm.cdf(z) + spread * norm.pdf(z)
+    return improvement
+
+
+def profile_convergence(
+    probe: Callable[[float, int, int], float],
+    *,
+    min_total: int,
+    max_total: int,
+    probes: int = 30,
+    rng: np.random.Generator | None = None,
+) -> ConvergenceProfile:
+    """Choose and run probe trainings (StellaTrain, Alg. 1).
+
+    Args:
+        probe: ``(compression rate, total batch, staleness) -> smoothed loss`` of a short training on some of the data.
+        min_total: least total batch.
+        max_total: greatest total batch.
+        probes: trainings besides the one that others are compared with, ``>= 1``.
+        rng: source of the random rates.
+
+    Raises:
+        ImportError: if scikit-learn is missing.
+        ValueError: if an argument is out of range, or the first probe's loss is not above 0.
+
+    Example:
+        >>> def probe(rate, total, staleness):
+        ...     return 1.0 + 0.2 * rate + 0.1 * abs(np.log2(total / 64))
+        >>> profile = profile_convergence(probe, min_total=16, max_total=256, probes=4)
+        >>> len(profile.points)
+        4
+    """
+    check_int("min_total", min_total, minimum=1)
+    check_int("max_total", max_total, minimum=min_total)
+    check_int("probes", probes, minimum=1)
+    rng = np.random.default_rng(0) if rng is None else rng
+    baseline = float(probe(0.0, (min_total + max_total) // 2, 0))
+    if not (math.isfinite(baseline) and baseline > 0):
+        raise ValueError(f"the probe without compression ended with a loss of {baseline}; it must be finite, above 0.")
+    points: list[tuple[float, float, float]] = []
+    for _ in range(probes):
+        rate = float(rng.uniform(0.0, MAX_RATE))
+        total = _next_total(rate, points, min_total, max_total, baseline, rng)
+        loss = float(probe(rate, total, 1))
+        points.append((rate, total, _extra(loss, baseline)))
+    return ConvergenceProfile(min_total, max_total, baseline, tuple(points))
+
+
+def _extra(loss: float, baseline: float) -> float:
+    """Relative extra loss; a training that diverged counts as ten times the loss."""
+    return min(loss / baseline - 1.0, 9.0) if math.isfinite(loss) else 9.0
+
+
+def _next_total(
+    rate: float,
+    points: list[tuple[float, float, float]],
+    min_total: int,
+    max_total: int,
+    baseline: float,
+    rng: np.random.Generator,
+) -> int:
+    """Total batch of the greatest expected improvement at this rate; a random one while there are too few points."""
+    totals = np.unique(np.geomspace(min_total, max_total, CANDIDATES).round().astype(int))
+    if len(points) < 3:
+        return int(rng.choice(totals))
+    surrogate = ConvergenceSurrogate(ConvergenceProfile(min_total, max_total, baseline, tuple(points)))
+    mean, deviation = surrogate.predict(rate, totals)
+    return int(totals[int(np.argmax(expected_improvement(mean, deviation, best=float(mean.min()))))])

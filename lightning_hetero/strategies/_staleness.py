@@ -1,0 +1,74 @@
+"""Connects delayed gradients to what Lightning's DDP strategy knows: module, precision, communication hook."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_hetero.callbacks import GNSCallback
+from lightning_hetero.comm.staleness import Staleness
+
+__all__ = ["attach_staleness"]
+
+
+def attach_staleness(strategy: Any) -> None:
+    """Let gradients of a strategy's module arrive late, if it was asked to; a collective call.
+
+    With ``staleness=0`` it takes over only what a run with delayed gradients left in its checkpoint.
+
+    Raises:
+        MisconfigurationException: if a delayed gradient would be lost, or end up in another loss's step.
+    """
+    engine = strategy.engine
+    state, limit = engine.hook_state, engine.config.staleness
+    parameters = {name: p for name, p in strategy.lightning_module.named_parameters() if p.requires_grad}
+    restored, state.restored = state.restored, {}
+    before, state.staleness = state.staleness, None
+    group = None if before is None else before.group
+    if before is not None and all(before.parameters.get(name) is p for name, p in parameters.items()):
+        restored = restored or before.state_dict()  # a training of this module that was interrupted
+    if not restored.get("sums") and (limit == 0 or engine.world_size == 1):
+        return
+    reason = _why_not(strategy)
+    if reason is not None:
+        cure = "or set staleness=0" if limit else "or end the run that saved this checkpoint as it was begun"
+        raise strategy._misconfiguration(f"{reason}, {cure}.")
+    if limit and engine.world_size > 1 and group is None:
+        group = dist.new_group(timeout=strategy._timeout)
+    state.staleness = Staleness(
+        limit if engine.world_size > 1 else 0,
+        parameters,
+        world_size=engine.world_size,
+        clock=engine.observer.clock,
+        hysteresis=engine.config.hysteresis,
+        group=group,
+        restored=restored,
+        running=state._running,
+    )
+
+
+def _why_not(strategy: Any) -> str | None:
+    """What a delayed gradient cannot go with."""
+    module, state = strategy.lightning_module, strategy.engine.hook_state
+    if not module.automatic_optimization:
+        return (
+            "staleness=1 and manual optimization: a delayed gradient could reach the step of another loss. Use "
+            "automatic optimization"
+        )
+    if state.inner is not None:
+        return (
+            "staleness=1 sends gradients by itself, and so does the communication hook or compressor that is given as "
+            "well. Keep one of them"
+        )
+    if strategy._ddp_kwargs.get("find_unused_parameters", False):
+        return (
+            "staleness=1 and find_unused_parameters=True: the delayed gradient of a parameter that is left out in the "
+            "next step would be lost. Use all parameters in every step"
+        )
+    if getattr(strategy.precision_plugin, "scaler", None) is not None:
+        return "staleness=1 and a loss scaler: a delayed gradient carries the scale of the step before. Use bf16-mixed"
+    if any(isinstance(callback, GNSCallback) for callback in strategy._trainer.callbacks):
+        return (
+            "staleness=1 and GNSCallback (which AdaptiveBatchCallback brings along): the norms of delayed sums belong "
+            "to another step than those of the workers. Use one of them"
+        )
+    return None

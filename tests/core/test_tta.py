@@ -1,0 +1,120 @@
+"""StellaTrain's throughput model on its own Table 2, its equations by hand, the search against trying everything."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from lightning_hetero.core.plan import BatchPlan
+from lightning_hetero.core.time_model import ClusterTimeModel, NodeTimeModel
+from lightning_hetero.core.tta import (
+    ThroughputModel,
+    iteration_time_variation,
+    largest_density,
+    minimise_time_to_accuracy,
+    time_to_accuracy,
+)
+
+TABLE_2 = {  # (alpha, beta): samples that saturate the GPU, images per second then
+    "ResNet152": {"RTX 2080 Ti": (32, 118), "RTX 3090": (48, 183), "RTX 4090": (64, 270)},
+    "ViT-B-16": {"RTX 2080 Ti": (20, 99), "RTX 3090": (32, 148), "RTX 4090": (28, 300)},
+    "Swin-B": {"RTX 2080 Ti": (16, 80), "RTX 3090": (36, 112), "RTX 4090": (40, 217)},
+}
+GPUS = [pytest.param(pair, id=f"{m}, {gpu}") for m, row in TABLE_2.items() for gpu, pair in row.items()]
+SIZES = [4, 8, 16, 24, 32, 48, 64, 96, 128]
+
+
+@pytest.mark.parametrize("pair", GPUS)
+def test_table_2_is_found_from_its_own_times(pair):
+    truth = ThroughputModel(*pair)
+    times = [truth.seconds(x) for x in SIZES]
+    found = ThroughputModel.fit(SIZES, times)
+    assert (found.alpha, found.beta) == pytest.approx(pair, rel=1e-3)
+    for x, seconds in zip(SIZES, times, strict=True):
+        assert x / truth.throughput(x) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("pair", GPUS)
+def test_table_2_is_found_in_noise(pair):
+    rng, truth, errors = np.random.default_rng(0), ThroughputModel(*pair), []
+    for _ in range(10):
+        times = [truth.seconds(x) * rng.normal(1.0, 0.02) for x in SIZES * 3]
+        found = ThroughputModel.fit(SIZES * 3, times)
+        errors.append([found.alpha / truth.alpha - 1, found.beta / truth.beta - 1])
+    assert np.abs(np.median(errors, axis=0)).max() < 0.03
+
+
+@pytest.mark.parametrize(("sizes", "seconds"), [([], []), ([1], [0.0]), ([0], [1.0]), ([1, 2], [1.0])])
+def test_nothing_to_fit_is_refused(sizes, seconds):
+    with pytest.raises(ValueError, match="one time above 0"):
+        ThroughputModel.fit(sizes, seconds)
+
+
+def test_variation_is_the_true_one():
+    """As printed, eq. 3 is the root of a negative number for all but one worker."""
+    times = [0.2, 0.3, 0.4]
+    assert iteration_time_variation(times) == pytest.approx(np.std(times) / np.mean(times))
+    assert iteration_time_variation([0.5, 0.5]) == 0.0
+    assert sum(t**2 for t in times) < sum(times) ** 2
+
+
+def test_bytes_are_compared_with_bytes():
+    """A model of 1 MB on 12.5 MB/s with steps of 40 ms: half of it fits; so says 1 - B / m x / f."""
+    budget = 12.5e6 * 0.04
+    assert largest_density(budget, lambda d: 1e6 * d, [0.1, 0.5, 0.6, 1.0]) == 0.5
+    assert pytest.approx(0.5) == 1 - 12.5e6 / 1e6 * 0.04
+    assert largest_density(1.0, lambda d: 1e6 * d, [0.1, 0.5]) == 0.1
+    with pytest.raises(ValueError, match="densities is empty"):
+        largest_density(1.0, lambda d: d, [])
+
+
+CLUSTER = ClusterTimeModel(
+    (NodeTimeModel(1e-4, 5e-3, 2e-4, 1e-3), NodeTimeModel(3e-4, 5e-3, 6e-4, 1e-3)), 0.2, 0.0, 1e-3
+)
+TOTALS, DENSITIES = [32, 64, 128, 256, 512], [0.001, 0.01, 0.1, 1.0]
+
+
+def message(density):
+    return 4e6 * density
+
+
+def penalty(density, total):
+    return 0.1 * -np.log10(density) + total / 1000
+
+
+@pytest.mark.parametrize("bandwidth", [1e5, 1e6, 1.25e7, 1.25e8, 1e10])
+def test_search_is_as_good_as_trying_every_split(bandwidth):
+    found = minimise_time_to_accuracy(
+        CLUSTER, TOTALS, DENSITIES, bandwidth=bandwidth, message_bytes=message, penalty=penalty, min_local=(1, 1)
+    )
+    best = np.inf
+    for total, density in itertools.product(TOTALS, DENSITIES):
+        for first in range(1, total):
+            step = CLUSTER.step_time([first, total - first])
+            if message(density) <= bandwidth * step:
+                best = min(best, time_to_accuracy(total, step, penalty(density, total)))
+    if np.isfinite(best):
+        assert found.objective <= best * (1 + 1e-3)
+    assert isinstance(found.plan, BatchPlan)
+
+
+def test_a_thinner_link_never_gets_a_higher_density_at_the_same_total():
+    found = [
+        minimise_time_to_accuracy(
+            CLUSTER, [128], DENSITIES, bandwidth=b, message_bytes=message, penalty=penalty, min_local=(1, 1)
+        ).density
+        for b in np.geomspace(1e5, 1e10, 30)
+    ]
+    assert found == sorted(found)
+    assert found[0] == 0.001
+    assert found[-1] == 1.0
+
+
+def test_wrong_arguments_are_refused():
+    given = {"bandwidth": 1e6, "message_bytes": message, "penalty": penalty, "min_local": (1, 1)}
+    with pytest.raises(ValueError, match="totals is empty"):
+        minimise_time_to_accuracy(CLUSTER, [], DENSITIES, **given)
+    with pytest.raises(ValueError, match="bandwidth=0"):
+        minimise_time_to_accuracy(CLUSTER, [32], DENSITIES, **{**given, "bandwidth": 0})
+    with pytest.raises(ValueError, match="above -1"):
+        minimise_time_to_accuracy(CLUSTER, [32], DENSITIES, **{**given, "penalty": lambda d, x: -1.0})
