@@ -1,6 +1,11 @@
-"""Which modules pytest leaves alone: those of kernels, where there is no Triton (it is for Linux only)."""
+"""What holds for all tests: one thread in each process, and no kernels where there is no Triton (Linux only)."""
 
+import os
 from importlib.util import find_spec
+
+# Tests fork their ranks. OpenMP does not survive a fork: once a test has used its threads in this process, a rank would
+# wait for ever for threads that it does not have. To be set before torch is imported.
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 KERNELS = ["compression/kernels.py", "compression/triton_encoder.py"]
 collect_ignore = [] if find_spec("triton") else [f"lightning_hetero/{name}" for name in KERNELS]
