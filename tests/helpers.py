@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 import warnings
@@ -32,6 +33,16 @@ class RankError(AssertionError):
         self.errors = errors
 
 
+def _forget_accelerate():
+    """A forked rank must not take the state of an ``Accelerator`` that a test has made before it."""
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        PartialState._reset_state()
+        GradientState._reset_state()
+
+
 def _child(connection, fn, args, rank, world_size, port, env):
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint")
@@ -46,6 +57,7 @@ def _child(connection, fn, args, rank, world_size, port, env):
         GLOO_SOCKET_IFNAME="lo",
         **env,
     )
+    _forget_accelerate()
     try:
         result = ("ok", fn(rank, *args))
     except BaseException as error:  # noqa: BLE001 - everything goes to the test

@@ -23,15 +23,6 @@ def flat(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().copy()
 
 
-def forget_accelerate():
-    """A forked rank must not take the state of an ``Accelerator`` that a test has made before it."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState._reset_state()
-    GradientState._reset_state()
-
-
 def accelerate_loop(
     rank,
     plugin,
@@ -53,7 +44,6 @@ def accelerate_loop(
     from lightning_hetero import BatchPlan
     from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
 
-    forget_accelerate()
     set_seed(3)
     dtype = torch.float32 if "mixed_precision" in kwargs else torch.float64
     accelerator = HeteroAccelerator(

@@ -16,7 +16,6 @@ from tests.loops import (
     accelerate_loop,
     every_sample_once,
     flat,
-    forget_accelerate,
     global_batches,
     network,
     replay,
@@ -90,7 +89,6 @@ def test_resume_is_identical(tmp_path, step, workers):
 def _accelerator(**kwargs):
     from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
 
-    forget_accelerate()
     plugin = HeteroPlugin(**kwargs.pop("plugin", {}))
     return HeteroAccelerator(cpu=True, hetero_plugin=plugin, **kwargs)
 
@@ -300,7 +298,6 @@ def test_the_split_follows_the_faster_process(policy):
 def _plain_state(rank, folder, kind):
     from accelerate import Accelerator
 
-    forget_accelerate()
     accelerator = Accelerator(cpu=True) if kind == "plain" else _accelerator(plugin={"local_batch_sizes": (7, 3)})
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
