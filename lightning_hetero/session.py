@@ -81,6 +81,11 @@ class HeteroSession:
         self._restored: dict[str, Any] | None = None
 
     @property
+    def running(self) -> bool:
+        """Whether a pass over the data is under way."""
+        return self._pass is not None
+
+    @property
     def position(self) -> tuple[int, int]:
         """Pass over the data, and the steps of it whose batches were handed out."""
         return self._epoch, self._step
@@ -265,6 +270,12 @@ class SessionBatches:
 
     def __iter__(self) -> Iterator[list[int]]:
         assert self.session.engine.sampler is not None
+        if self.session.engine.world_size > 1 and not self.session.running:
+            raise RuntimeError(
+                "the training data is split unevenly and was iterated by a loader that does not weight its batches, "
+                "such as one of accelerate.skip_first_batches(). Iterate the prepared loader, or use the accelerator's "
+                "own skip_first_batches()."
+            )
         return iter(self.session.engine.sampler)
 
     def __len__(self) -> int:

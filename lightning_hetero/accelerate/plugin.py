@@ -56,24 +56,26 @@ class HeteroPlugin(HeteroConfig):
         sources = {name: name for name in settings}
         found = _from_file(os.environ.get(CONFIG_FILE))
         sources.update({name: f"{SECTION}.{name} in {os.environ.get(CONFIG_FILE)}" for name in found})
-        for name, text in _variables(os.environ).items():
+        for name, text in check_variables(os.environ).items():
             found[name] = parsed(name, text)
             sources[name] = f"{PREFIX}{name.upper()}={text!r}"
         given = {**found, **settings}
         try:
-            super().__init__(**_with_density(given))
+            super().__init__(**with_density(given))
         except (TypeError, ValueError) as error:
-            elsewhere = [sources[name] for name in found if name not in settings and name in str(error)]
+            own = [name for name in found if name not in settings]
+            elsewhere = [sources[name] for name in own if name in str(error)]
+            elsewhere = elsewhere or [sources[name] for name in own if name == "compression"]
             if not elsewhere:
                 raise
             raise type(error)(f"{', '.join(elsewhere)}: {error}") from error
 
 
-def _with_density(given: dict[str, Any]) -> dict[str, Any]:
+def with_density(given: dict[str, Any]) -> dict[str, Any]:
     """Settings with ``density`` taken into the compression.
 
     Example:
-        >>> _with_density({"density": 0.05})
+        >>> with_density({"density": 0.05})
         {'compression': 'block_topk(density=0.05)'}
     """
     density, rest = given.get("density"), {name: value for name, value in given.items() if name != "density"}
@@ -149,7 +151,7 @@ def _check_names(where: str, settings: Mapping[str, Any]) -> None:
         raise TypeError(f"{where} has no setting {', '.join(unknown)}. Allowed are {', '.join(NAMES)}.")
 
 
-def _variables(environment: Mapping[str, str]) -> dict[str, str]:
+def check_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Setting -> text of all of our variables that are set.
 
     Raises:

@@ -271,7 +271,9 @@ class GNSCallback(Callback):
         if isinstance(self._source, _PlainDDP | _Alone):
             loader = trainer.train_dataloader
             given = getattr(loader, "batch_size", None) or 1
-            self._source.begin(_first_dimension(batch) or given, trainer.global_step)
+            seen = _first_dimension(batch) or given
+            most = getattr(loader, "batch_size", None) or seen  # more would be no samples: non-zeros, time steps
+            self._source.begin(min(seen, most), trainer.global_step)
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """Take the norm of the first micro-batch of a window."""

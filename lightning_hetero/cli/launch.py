@@ -15,7 +15,16 @@ import yaml
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command, launch_command_parser
 
-from lightning_hetero.accelerate.plugin import PREFIX, SECTION, SETTINGS, HeteroPlugin, as_environment, parsed
+from lightning_hetero.accelerate.plugin import (
+    NAMES,
+    PREFIX,
+    SECTION,
+    as_environment,
+    check_variables,
+    parsed,
+    with_density,
+)
+from lightning_hetero.config import HeteroConfig
 
 __all__ = ["hetero_environment", "main", "read_config"]
 
@@ -28,6 +37,8 @@ HELP = {
     "weight_fn": "module:function that counts what the mean loss of a batch is a mean of",
     "replan": "auto, epoch, or a number of steps",
     "hysteresis": "least predicted gain for which the split changes, 0 to 1",
+    "compression": "what is sent of gradients: block_topk, powersgd, fp16, bf16 or auto",
+    "density": "share of the gradient that block_topk sends, 0 to 1",
 }
 
 
@@ -39,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = _parser()
     args = parser.parse_args(list(argv))
-    flags = {name: vars(args)[f"hetero_{name}"] for name in SETTINGS if vars(args)[f"hetero_{name}"] is not None}
+    flags = {name: vars(args)[f"hetero_{name}"] for name in NAMES if vars(args)[f"hetero_{name}"] is not None}
     try:
         config, section = read_config(args.config_file or _default_config())
         environment = hetero_environment(section, flags, os.environ)
@@ -57,7 +68,7 @@ def _parser() -> ArgumentParser:
     parser: ArgumentParser = launch_command_parser()
     parser.prog = "lightning-hetero launch"
     group = parser.add_argument_group("Unequal workers", "Settings of HeteroPlugin; they go before those of the file.")
-    for name in SETTINGS:
+    for name in NAMES:
         group.add_argument(f"--hetero_{name}", default=None, metavar="VALUE", help=HELP.get(name, name))
     return parser
 
@@ -105,7 +116,8 @@ def hetero_environment(
     variables.update(exported)
     variables.update({PREFIX + name.upper(): value for name, value in flags.items()})
     sources, settings = {}, {}
-    for name in SETTINGS:
+    check_variables(environment)
+    for name in NAMES:
         variable = PREFIX + name.upper()
         text = variables.get(variable, environment.get(variable))
         if text is None or name == "weight_fn":  # the workers can import what the launcher cannot
@@ -114,9 +126,10 @@ def hetero_environment(
         from_environment = f"{variable}={text}" if variable in environment else f"{SECTION}.{name}={text}"
         sources[name] = f"--hetero_{name} {text}" if name in flags else from_environment
     try:
-        HeteroPlugin(**{name: value for name, value in settings.items() if value is not None})
+        HeteroConfig(**with_density({name: value for name, value in settings.items() if value is not None}))
     except (TypeError, ValueError) as error:
         named = [source for name, source in sources.items() if name in str(error)]
+        named = named or [source for name, source in sources.items() if name == "compression"]
         raise type(error)(f"{', '.join(named)}: {error}") from error
     return variables
 

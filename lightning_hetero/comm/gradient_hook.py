@@ -103,7 +103,7 @@ class HookState:
             norm = _sq_norm(flat)
         else:
             parts = flat.view(-1).split([parameter.numel() for parameter in parameters])
-            seen = [self.preconditioner(p, part.view_as(p)) for p, part in zip(parameters, parts, strict=True)]
+            seen = [self.preconditioner(p, _laid_out_as(p, part)) for p, part in zip(parameters, parts, strict=True)]
             norm = torch.stack([_sq_norm(part) for part in seen]).sum()
         return norm if self.loss_scale is None else norm / self.loss_scale() ** 2
 
@@ -164,6 +164,16 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
 
     state._running.add(finish)
     return future.then(finish)
+
+
+def _laid_out_as(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A parameter's gradient in a bucket, where DDP keeps the parameter's own order in memory (channels last, say)."""
+    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    return (
+        part.as_strided(parameter.size(), parameter.stride(), part.storage_offset())
+        if dense
+        else part.view_as(parameter)
+    )
 
 
 def _sq_norm(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -170,8 +170,10 @@ class ElasticEngine:
             )
         self._mega_samples, self._least = self.config.samples(batch_size, self.world_size), least
         self._settings = AdaptiveSettings(max_batch_size=batch_size, **self.config.settings)
-        low = self._settings.min_batch_size
-        assert low is not None
+        given = self._settings.min_batch_size
+        assert given is not None
+        low = min(max(given, least), batch_size)
+        self._settings = replace(self._settings, min_batch_size=low)
         known = self.batch_sizes if len(self.batch_sizes) == self.world_size else (batch_size,) * self.world_size
         self.batch_sizes = tuple(min(max(size, low), batch_size) for size in known)
         self.steps_per_epoch = math.ceil(self._samples / total)
@@ -366,8 +368,10 @@ class ElasticEngine:
         same = len(state["replicas"]) == self.world_size
         own = state["replicas"][self.rank] if same else {}
         self._replica_state = {"previous": state["previous"], "own": own}
-        if same:
+        if same and self.config.rule.scales:
             self.batch_sizes = tuple(state["batch_sizes"])
+        elif same:
+            log.debug("resumed with merge=%r, which keeps batches equal", self.config.merge)
         else:
             log.info("resumed with %d workers instead of %d: equal batches", self.world_size, len(state["replicas"]))
 

@@ -258,6 +258,21 @@ def _left_to_accelerate(rank):
     return split, items, isinstance(again.batch_sampler, SessionBatches)
 
 
+def _skipped_by_accelerate(rank):
+    from accelerate import skip_first_batches
+
+    accelerator = _accelerator(plugin={"local_batch_sizes": (7, 3)})
+    model = network()
+    _, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), _loader())
+    next(iter(skip_first_batches(loader, 1)))
+
+
+def test_a_loader_that_would_not_weight_its_batches_is_refused():
+    errors = run_ranks(_skipped_by_accelerate, 2, expect_errors=True)
+    assert [rank for rank, *_ in errors] == [0, 1]
+    assert all("skip_first_batches" in text for *_, text in errors)
+
+
 def test_only_the_first_training_loader_is_split():
     results = ranks(_left_to_accelerate)
     assert [split for split, *_ in results] == [[True, False, False]] * 2

@@ -144,6 +144,8 @@ def test_accelerates_own_test_script_passes(tmp_path):
     [
         (["--hetero_policy", "fastest"], "--hetero_policy fastest: policy='fastest' is unknown; allowed are"),
         (["--hetero_hysteresis", "7"], "--hetero_hysteresis 7: hysteresis=7"),
+        (["--hetero_compression", "block_topk(density=7)"], "--hetero_compression block_topk(density=7): "),
+        (["--hetero_density", "7"], "--hetero_density 7: "),
         (["--config_file", "/nowhere.yaml"], "--config_file /nowhere.yaml cannot be read"),
     ],
 )
@@ -163,6 +165,11 @@ def test_a_flag_goes_before_a_variable_before_the_section():
         "ACCELERATE_HETERO_REPLAN": "6",
         "ACCELERATE_HETERO_HYSTERESIS": "0.1",
     }
+
+
+def test_a_weight_function_is_left_to_the_workers():
+    exported = {"ACCELERATE_HETERO_WEIGHT_FN": "not_here:count"}
+    assert hetero_environment({}, {}, exported) == {"ACCELERATE_USE_HETERO": "true"}
 
 
 def test_sections_are_checked(tmp_path):

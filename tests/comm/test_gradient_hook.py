@@ -152,3 +152,15 @@ def test_backward_that_bypasses_the_weighting_is_an_error():
 @pytest.mark.parametrize(("weighted", "through"), [(True, True), (False, False)])
 def test_weighted_or_not_to_be_weighted_is_no_error(weighted, through):
     run_ranks(_direct, 2, weighted, through)
+
+
+def test_preconditioned_norms_follow_the_order_in_memory():
+    """DDP keeps a parameter's own order (channels last) in its buckets."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    gradient, divisor = torch.randn(4, 3, 2, 2), torch.rand(4, 3, 2, 2) + 0.5
+    flat = torch.empty(48)
+    flat.as_strided(weight.size(), weight.stride()).copy_(gradient)
+    state = HookState(StepObserver(HostClock()), 1, preconditioner=lambda parameter, part: part / divisor)
+    norm = state.sq_norm(torch.cat([torch.zeros(8), flat])[8:], [weight])
+    torch.testing.assert_close(norm, (gradient / divisor).square().sum())

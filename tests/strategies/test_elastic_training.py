@@ -182,6 +182,13 @@ def test_buffers_are_averaged_and_no_batch_has_one_sample():
     assert covered(results, 0) == list(range(65))
 
 
+def test_scaled_batches_have_two_samples_too_if_the_model_normalises():
+    adaptive = {"merge": "adaptive", "mega_batch_size": 96}
+    results = elastic(2, 4, adaptive, costs=(1, 3), model=Normalised, dataset=Points(384))
+    sizes = [len(indices) for *_, indices in results[1]["seen"]]
+    assert 2 == min(sizes) < max(sizes) == 4
+
+
 class TwoOptimizers(Regressor):
     """Manual optimization with two steps in a batch."""
 
