@@ -42,6 +42,7 @@ LR_RULES: dict[str, Rule] = {
     "linear": lambda total, initial, trace, grad_sq_norm: total / initial,
     "none": lambda total, initial, trace, grad_sq_norm: 1.0,
 }
+"""Rules by name: AdaScale's gain; ``sqrt(B / B_0)``; ``B / B_0``; 1."""
 
 
 def lr_gain(rule: str | Rule, total: float, initial: float, trace: float, grad_sq_norm: float) -> float:
