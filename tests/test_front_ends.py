@@ -36,7 +36,9 @@ def test_weights_equal_one_process(front_end, sizes, accumulate):
 
 @every_front_end
 def test_plans_change_the_next_batches_and_not_the_result(front_end):
-    results = run(front_end, {"replan": 1000}, 2, plans={(0, 0): (8, 2), (0, 3): (14, 7), (1, 1): (1, 20)})
+    results = run(
+        front_end, {"replan": 1000, "hysteresis": 1.0}, 2, plans={(0, 0): (8, 2), (0, 3): (14, 7), (1, 1): (1, 20)}
+    )
     check(results)
     history = results[0]["history"]
     assert [sizes for _, _, sizes in history] == [(5, 5), (8, 2), (14, 7), (1, 20)]

@@ -42,7 +42,7 @@ def check(results, **kwargs):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_changing_plans_change_the_next_batch_and_not_the_result(workers):
     plans = {(0, 0): (8, 2), (1, 1): (1, 9)}
-    results = run({"replan": 1000}, 2, plans=plans, workers=workers)
+    results = run({"replan": 1000, "hysteresis": 1.0}, 2, plans=plans, workers=workers)
     check(results)
     history = results[0]["history"]
     assert [sizes for _, _, sizes in history] == [(5, 5), (8, 2), (1, 9)]
@@ -77,7 +77,7 @@ def test_gather_for_metrics_has_each_sample_once(sizes):
 def test_resume_is_identical(tmp_path, step, workers):
     """7 steps an epoch: saved inside the first epoch, in its last step, and inside the second."""
     folder = str(tmp_path / "state")
-    plugin, kwargs = {"replan": 1000}, {"plans": {(0, 0): (8, 2)}, "epochs": 3, "workers": workers}
+    plugin, kwargs = {"replan": 1000, "hysteresis": 1.0}, {"plans": {(0, 0): (8, 2)}, "epochs": 3, "workers": workers}
     whole = run(plugin, 2, save={step: folder}, **kwargs)
     rest = run(plugin, 2, resume=folder, **kwargs)
     for full, part in zip(whole, rest, strict=True):
