@@ -4,14 +4,12 @@ Same results as :mod:`lightning_hetero.compression.reference`, in chunks that st
 buffer of the model's size allocated once.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 
 from lightning_hetero.compression.layout import Layout, Slot
-from lightning_hetero.compression.reference import Pack
-from lightning_hetero.compression.selectors import SELECT, SelectorState
+from lightning_hetero.compression.merging import BlockMerger
+from lightning_hetero.compression.selectors import SELECT
 from lightning_hetero.compression.wire import NON_FINITE, MessageFormat
 
 __all__ = ["BlockEncoder"]
@@ -19,7 +17,7 @@ __all__ = ["BlockEncoder"]
 CHUNK = 262_144
 
 
-class BlockEncoder:
+class BlockEncoder(BlockMerger):
     """Error feedback and block selection of one rank.
 
     Args:
@@ -43,12 +41,10 @@ class BlockEncoder:
     def __init__(
         self, layout: Layout, form: MessageFormat, selector: str = "exact", dtype: torch.dtype = torch.float32
     ) -> None:
-        self.layout, self.form, self.selector = layout, form, selector
-        self.state = SelectorState()
+        super().__init__(layout, form)
+        self.selector = selector
         self.residual = torch.zeros(layout.numel, dtype=dtype)
         self.scores = torch.zeros(layout.num_blocks, dtype=dtype)
-        self.merged = torch.zeros(layout.numel)
-        self.touched: list[torch.Tensor] = []
         self._ones = torch.ones(layout.block, dtype=dtype)
         self._magnitudes = torch.empty(min(CHUNK, layout.numel), dtype=dtype)
         self._added: list[tuple[torch.Tensor, torch.Tensor, float]] = []
@@ -113,28 +109,4 @@ class BlockEncoder:
     def finish(self) -> None:
         """The step is over: forget what :meth:`undo` would need, and clear the merged blocks."""
         self._added, self._sent = [], None
-        for where in self.touched:
-            self.merged.view(-1, self.layout.block).index_fill_(0, where, 0.0)
-        self.touched = []
-
-    def read(self, rows: torch.Tensor, *, step: int, bucket: int = 0) -> list[Pack] | None:
-        """Packs of all ranks' messages; ``None`` if a rank says that its gradient is not finite.
-
-        Raises:
-            ValueError: if a message is malformed; all are checked before any is applied.
-        """
-        packs = [self.form.read(row, rank=rank, bucket=bucket, step=step) for rank, row in enumerate(rows)]
-        return None if any(flags for _, flags in packs) else [pack for pack, _ in packs]
-
-    def merge(self, packs: list[Pack]) -> None:
-        """Add packs in the order of ranks to :attr:`merged`."""
-        blocks = self.merged.view(-1, self.layout.block)
-        for pack in packs:
-            blocks.index_add_(0, pack.indices, pack.values)
-            self.touched.append(pack.indices)
-
-    # state
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this rank."""
-        return {"residual": self.residual, "selector": self.state.state_dict()}
+        super().finish()

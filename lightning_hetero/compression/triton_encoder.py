@@ -10,8 +10,7 @@ import torch
 
 from lightning_hetero.compression import kernels
 from lightning_hetero.compression.layout import Layout, Slot
-from lightning_hetero.compression.reference import Pack
-from lightning_hetero.compression.selectors import SelectorState
+from lightning_hetero.compression.merging import BlockMerger
 from lightning_hetero.compression.wire import MessageFormat
 
 __all__ = ["TritonEncoder"]
@@ -22,7 +21,7 @@ MOST = 2**31 - 1
 OPTIONS: Any = {"num_warps": 4, "enable_fp_fusion": False}
 
 
-class TritonEncoder:
+class TritonEncoder(BlockMerger):
     """Error feedback and block selection of one rank on its GPU.
 
     Args:
@@ -39,11 +38,9 @@ class TritonEncoder:
             raise ValueError(
                 f"a parameter has more than {MOST} elements, too many for block top-k on GPU. Split the parameter."
             )
-        self.layout, self.form, self.state = layout, form, SelectorState()
+        super().__init__(layout, form, device)
         self.residual = torch.zeros(layout.numel, device=device)
         self.scores = torch.zeros(layout.num_blocks, device=device)
-        self.merged = torch.zeros(layout.numel, device=device)
-        self.touched: list[torch.Tensor] = []
         self._hist = torch.zeros(kernels.EXPONENTS, dtype=torch.int32, device=device)
         self._plan = torch.zeros(5, dtype=torch.int32, device=device)
         tiles = -(-layout.num_blocks // SCORES)
@@ -121,26 +118,4 @@ class TritonEncoder:
     def finish(self) -> None:
         """The step is over: forget what :meth:`undo` would need, and clear the merged blocks."""
         self._added, self._message = [], None
-        for where in self.touched:
-            self.merged.view(-1, self.layout.block).index_fill_(0, where, 0.0)
-        self.touched = []
-
-    def read(self, rows: torch.Tensor, *, step: int, bucket: int = 0) -> list[Pack] | None:
-        """Packs of all ranks' messages; ``None`` if a rank says that its gradient is not finite.
-
-        Raises:
-            ValueError: if a message is malformed; all are checked before any is applied.
-        """
-        packs = [self.form.read(row, rank=rank, bucket=bucket, step=step) for rank, row in enumerate(rows)]
-        return None if any(flags for _, flags in packs) else [pack for pack, _ in packs]
-
-    def merge(self, packs: list[Pack]) -> None:
-        """Add packs in the order of ranks to :attr:`merged`."""
-        blocks = self.merged.view(-1, self.layout.block)
-        for pack in packs:
-            blocks.index_add_(0, pack.indices, pack.values)
-            self.touched.append(pack.indices)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this rank."""
-        return {"residual": self.residual, "selector": self.state.state_dict()}
+        super().finish()

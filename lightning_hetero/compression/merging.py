@@ -1,0 +1,55 @@
+"""What comes after a message was sent, the same on every device: read all ranks' messages, add them up, clear."""
+
+from typing import Any
+
+import torch
+
+from lightning_hetero.compression.layout import Layout
+from lightning_hetero.compression.reference import Pack
+from lightning_hetero.compression.selectors import SelectorState
+from lightning_hetero.compression.wire import MessageFormat
+
+__all__ = ["BlockMerger"]
+
+
+class BlockMerger:
+    """Sum of all ranks' blocks, in a buffer of the model's size of which only touched blocks are ever written.
+
+    Args:
+        layout: where parameters lie.
+        form: format of the messages.
+        device: where the sum lives.
+    """
+
+    residual: torch.Tensor
+
+    def __init__(self, layout: Layout, form: MessageFormat, device: torch.device | None = None) -> None:
+        self.layout, self.form, self.state = layout, form, SelectorState()
+        self.merged = torch.zeros(layout.numel, device=device)
+        self.touched: list[torch.Tensor] = []
+
+    def read(self, rows: torch.Tensor, *, step: int, bucket: int = 0) -> list[Pack] | None:
+        """Packs of all ranks' messages; ``None`` if a rank says that its gradient is not finite.
+
+        Raises:
+            ValueError: if a message is malformed; all are checked before any is applied.
+        """
+        packs = [self.form.read(row, rank=rank, bucket=bucket, step=step) for rank, row in enumerate(rows)]
+        return None if any(flags for _, flags in packs) else [pack for pack, _ in packs]
+
+    def merge(self, packs: list[Pack]) -> None:
+        """Add packs in the order of ranks to :attr:`merged`."""
+        blocks = self.merged.view(-1, self.layout.block)
+        for pack in packs:
+            blocks.index_add_(0, pack.indices, pack.values)
+            self.touched.append(pack.indices)
+
+    def finish(self) -> None:
+        """The step is over: clear the merged blocks."""
+        for where in self.touched:
+            self.merged.view(-1, self.layout.block).index_fill_(0, where, 0.0)
+        self.touched = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this rank."""
+        return {"residual": self.residual, "selector": self.state.state_dict()}
