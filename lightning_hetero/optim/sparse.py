@@ -49,8 +49,11 @@ class SparseOptimizer(torch.optim.Optimizer):
     """
 
     block = 16
-    pay = "ahead"
     _touched: Callable[[], Touched | None] | None = None
+
+    def __init__(self, params: Any, *args: Any, pay: str = "ahead", **kwargs: Any) -> None:
+        super().__init__(params, *args, **kwargs)
+        self.pay = check_choice("pay", pay, ("ahead", "later"))
 
     def follow(self, touched: Callable[[], Touched | None], block: int) -> None:
         """Take the touched blocks of each step from here.
@@ -218,10 +221,6 @@ class SparseSGD(SparseOptimizer, torch.optim.SGD):
         0.9
     """
 
-    def __init__(self, params: Any, *args: Any, pay: str = "ahead", **kwargs: Any) -> None:
-        super().__init__(params, *args, **kwargs)
-        self.pay = check_choice("pay", pay, ("ahead", "later"))
-
     def _ready(self, parameters: list[torch.Tensor]) -> bool:
         plain = all(
             not group["dampening"] and not group["maximize"] and not isinstance(group["lr"], torch.Tensor)
@@ -288,10 +287,6 @@ class SparseAdamW(SparseOptimizer, torch.optim.AdamW):
         >>> round(p[0].item(), 6)
         0.9
     """
-
-    def __init__(self, params: Any, *args: Any, pay: str = "ahead", **kwargs: Any) -> None:
-        super().__init__(params, *args, **kwargs)
-        self.pay = check_choice("pay", pay, ("ahead", "later"))
 
     def _ready(self, parameters: list[torch.Tensor]) -> bool:
         plain = all(
