@@ -6,6 +6,7 @@ A step that a checkpoint holds is done; what a killed attempt did after its last
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.run import get_args_parser
 
 from tests.engines.script import POINTS, SAMPLES, main
 from tests.helpers import free_port, run_ranks
@@ -188,3 +191,25 @@ def test_a_machine_leaves_and_another_comes(start, tmp_path):
     worlds = [head["world"] for head, _ in attempts(tmp_path)]
     assert worlds[-1] == 2
     assert 1 in worlds
+
+
+def documented_commands():
+    """Every torchrun command on the page of engines and in its examples, and the one of the manifest."""
+    page = Path(__file__).parents[2] / "docs" / "engines.md"
+    joined = page.read_text().replace("\\\n", " ")
+    yield from re.findall(r"^torchrun (.+)$", joined, re.M)
+    manifest = yaml.safe_load_all(re.search(r"```yaml\n(.+?)```", joined, re.S)[1])
+    job = next(part for part in manifest if part["kind"] == "Job")
+    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert command[0] == "torchrun"
+    yield " ".join(command[1:])
+
+
+def test_documented_commands_are_understood_by_torchrun():
+    commands = list(documented_commands())
+    assert len(commands) == 3
+    for command in commands:
+        arguments = get_args_parser().parse_args(command.split())
+        assert arguments.training_script == "train.py", command
+        if arguments.rdzv_endpoint:
+            assert (arguments.rdzv_backend, int(arguments.max_restarts)) == ("c10d", 10)
