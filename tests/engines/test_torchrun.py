@@ -189,6 +189,7 @@ def test_a_machine_leaves_and_another_comes(start, tmp_path):
     assert (first.returncode, third.returncode) == (0, 0), logs(tmp_path)
     check_samples(tmp_path, 20)
     worlds = [head["world"] for head, _ in attempts(tmp_path)]
+    assert attempts(tmp_path)[-1][0]["known"], "time models are known after restarts"
     assert worlds[-1] == 2
     assert 1 in worlds
 
@@ -207,9 +208,9 @@ def documented_commands():
 
 def test_documented_commands_are_understood_by_torchrun():
     commands = list(documented_commands())
-    assert len(commands) == 3
+    assert len(commands) == 5
     for command in commands:
-        arguments = get_args_parser().parse_args(command.split())
+        arguments = get_args_parser().parse_args(command.removesuffix("&").split())
         assert arguments.training_script == "train.py", command
-        if arguments.rdzv_endpoint:
-            assert (arguments.rdzv_backend, int(arguments.max_restarts)) == ("c10d", 10)
+        assert not arguments.training_script_args, command
+        assert arguments.rdzv_backend == ("c10d" if arguments.rdzv_endpoint else "static"), command
