@@ -70,9 +70,9 @@ def main(argv: Sequence[str]) -> int:
             rng=np.random.default_rng(args.seed),
             on_profile=lambda so_far: so_far.save(part),
         )
-    except (ProbeError, ValueError) as error:
-        kept = f"\nThe probes that ended are in {part}, which is a profile, too." if part.is_file() else ""
-        sys.stderr.write(f"lightning-hetero profile-convergence: {error}{kept}\n")
+    except (ProbeError, ValueError, KeyboardInterrupt) as error:
+        kept = f"\nThe probes that ended are in {part}, which is a profile, too." if probes.count > 1 else ""
+        sys.stderr.write(f"lightning-hetero profile-convergence: {str(error) or 'interrupted'}{kept}\n")
         return 1
     profile.save(output)
     part.unlink()
