@@ -42,13 +42,14 @@ class Topology:
         clusters: ranks of each cluster, in the order of their leaders, the least rank of each. With one rank in each,
             or all ranks in one, all exchanges are straight ones.
         timeout: longest wait for another rank.
+        apart: whether to have process groups of its own also where all exchanges are straight.
 
     Example:
         >>> Topology(0, ((0,), (1,))).flat
         True
     """
 
-    def __init__(self, rank: int, clusters: Clusters, *, timeout: timedelta | None = None) -> None:
+    def __init__(self, rank: int, clusters: Clusters, *, timeout: timedelta | None = None, apart: bool = False) -> None:
         self.rank, self.world_size = rank, sum(map(len, clusters))
         self.flat = len(clusters) in (1, self.world_size)
         self.clusters = tuple((r,) for r in range(self.world_size)) if self.flat else clusters
@@ -61,6 +62,7 @@ class Topology:
         self._carrier: ThreadPoolExecutor | None = None
         self._stream: Any = None
         if self.flat:
+            self._across = dist.new_group(timeout=timeout) if apart else None
             return
         for members in self.clusters:
             if len(members) > 1:
@@ -77,8 +79,8 @@ class Topology:
         return cls(rank, tuple((other,) for other in range(world_size)))
 
     @classmethod
-    def form(cls, setting: str | Clusters | None, control: ControlPlane, timeout: timedelta | None) -> "Topology":
-        """The topology that a setting asks for; a collective call.
+    def form(cls, setting: Any, control: ControlPlane, timeout: timedelta | None) -> "Topology":
+        """The topology that a checked setting ``hierarchy`` asks for; a collective call.
 
         Raises:
             ValueError: on every rank, if clusters do not name all ranks, or a rank has no cluster in its environment.
@@ -95,7 +97,7 @@ class Topology:
 
         All ranks have to call it together.
         """
-        return Topology(self.rank, self.clusters, timeout=self.timeout)
+        return Topology(self.rank, self.clusters, timeout=self.timeout, apart=True)
 
     @property
     def size(self) -> int:
@@ -110,7 +112,7 @@ class Topology:
     def sum(self, buffer: torch.Tensor) -> torch.futures.Future[Any]:
         """Add a buffer up over all ranks, in place and while other things go on."""
         if self._carrier is None:
-            return sums.sum_over_ranks(buffer)
+            return sums.sum_over_ranks(buffer, self._across)
         raised = self.collect(buffer)
         return self._begin(buffer, raised, lambda: sums.sum_over_ranks(buffer, self._across))
 
@@ -194,7 +196,7 @@ class _All:
             work.wait()
 
 
-def _clusters(setting: str | Clusters | None, control: ControlPlane) -> Clusters:
+def _clusters(setting: Any, control: ControlPlane) -> Clusters:
     ranks = range(control.world_size)
     if setting is None or control.world_size == 1:
         return tuple((rank,) for rank in ranks)
@@ -211,7 +213,7 @@ def _clusters(setting: str | Clusters | None, control: ControlPlane) -> Clusters
         return clusters_by_name(names)
     if setting == "auto":
         return clusters_by_time(link_seconds(control))
-    return check_clusters(setting, control.world_size)  # type: ignore[arg-type]
+    return check_clusters(setting, control.world_size)
 
 
 def link_seconds(control: ControlPlane) -> npt.NDArray[np.float64]:

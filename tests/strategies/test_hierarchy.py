@@ -32,8 +32,8 @@ def _fit(rank, hierarchy, compression, kwargs):
     )
     result = fit(rank, strategy, 4, 2, **{"model": Wide(), "dataset": points(), "max_epochs": 2, **kwargs})
     held = strategy.engine.compression
-    residual = None if held is None else held.exchange.encoder.residual.clone()
-    return {**result, "crossed": crossed, "residual": residual, "clusters": strategy.engine.hook_state.topology.clusters}
+    residual = None if held is None else held.exchange.encoder.residual.numpy().copy()
+    return {**result, "crossed": crossed, "residual": residual}
 
 
 def run(hierarchy, compression=None, **kwargs):
@@ -65,13 +65,13 @@ def test_a_resume_goes_on_identically_and_another_hierarchy_loses_no_residual(tm
     rest = same_everywhere(run(CLUSTERS, SPARSE, ckpt_path=path))
     np.testing.assert_array_equal(rest["grads"], whole["grads"][10:])
     saved = torch.load(path, weights_only=True)["lightning_hetero_residuals"]["ranks"]
-    total = sum(torch.cat(list(rank["residuals"].values())) for rank in saved)
+    total = sum(torch.cat(list(rank["residuals"].values())).numpy() for rank in saved)
     for hierarchy in ([[0, 1], [2, 3]], None):
         ranks = run(hierarchy, SPARSE, ckpt_path=path, max_steps=10)
         held = sum(rank["residual"] for rank in ranks)
         kept = held[held != 0]
         np.testing.assert_allclose(kept.sum(), total.sum(), rtol=1e-4, atol=1e-6)
-        assert kept.numel() == (total != 0).sum()
+        assert kept.size == (total != 0).sum()
 
 
 # where clusters come from
