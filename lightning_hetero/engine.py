@@ -23,6 +23,7 @@ from lightning_hetero.comm.noise import NOISE_FIELDS, NoiseCollector
 from lightning_hetero.comm.observer import StepObserver, match_rows
 from lightning_hetero.comm.roster import Roster
 from lightning_hetero.comm.schedule import ExchangeSchedule
+from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.weighting import LossWeighting
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.metrics import exchange_metrics
@@ -75,8 +76,10 @@ class HeteroEngine:
         config.check_world_size(world_size)
         self.config, self.rank, self.world_size, self.device = config, rank, world_size, device
         self.control = ControlPlane(rank, world_size, timeout=timeout)
+        self.control.require_equal("the settings of the strategy", config.fingerprint())
         self.observer = StepObserver(clock_for(device))
         self.hook_state = HookState(self.observer, world_size)
+        self.hook_state.topology = Topology.form(config.hierarchy, self.control, timeout)
         self.compression = GradientCompression.of(config.compression, self.control, self.hook_state)
         self.weighting = LossWeighting(config, world_size, device)
         self.schedule = ExchangeSchedule(config.replan)
@@ -95,7 +98,6 @@ class HeteroEngine:
         self._identity = identity(device, local_rank)
         self.roster: Roster | None = None
         self._restored_workers: tuple[str, ...] = ()
-        self.control.require_equal("the settings of the strategy", config.fingerprint())
 
     # plan
 

@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm.gradient_hook import HookState
+from lightning_hetero.comm.sums import pending
+from lightning_hetero.comm.topology import Topology
 from lightning_hetero.compression.encoder import BlockEncoder
 from lightning_hetero.compression.layout import Layout, Slot, flat_view
 from lightning_hetero.compression.wire import MessageFormat
 from lightning_hetero.core.compressors import BlockTopK, blocks_per_rank
 
-__all__ = ["BlockExchange", "StepReport", "gather_rows", "pending"]
+__all__ = ["BlockExchange", "StepReport"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -27,7 +29,7 @@ class StepReport:
 
     Args:
         steps: steps.
-        sent: bytes that this rank sent to others.
+        sent: bytes that this rank sent to others, those inside its cluster left out.
         received: bytes that it received.
         density: share of the gradient's elements that was applied, summed over steps.
         encode: seconds of error feedback, selection and writing.
@@ -46,25 +48,6 @@ class StepReport:
         self.received += sent
         self.density += density
         self.encode += encode
-
-
-def gather_rows(rows: torch.Tensor, rank: int, group: Any = None) -> None:
-    """All-gather in place: row ``i`` is rank ``i``'s; this rank's own is filled already.
-
-    NCCL gathers in one call. On gloo, whose all-gather allocates in every call, a broadcast of each row into its place
-    is faster (``benchmarks/compression.py``).
-    """
-    if dist.get_backend(group) == "nccl":
-        dist.all_gather_into_tensor(rows, rows[rank].clone(), group=group)
-        return
-    works = [dist.broadcast(row, src=peer, group=group, async_op=True) for peer, row in enumerate(rows)]
-    for work in works:
-        work.wait()
-
-
-def pending(buffer: torch.Tensor) -> Any:
-    """A future that is set by hand, for a tensor on this device."""
-    return torch.futures.Future(devices=[buffer.device]) if buffer.is_cuda else torch.futures.Future()
 
 
 class BlockExchange:
@@ -90,27 +73,30 @@ class BlockExchange:
         grad_scale: Callable[[], float] | None = None,
         hold_unused: bool = False,
     ) -> None:
-        self.settings, self.hook, self.rank, self.grad_scale = settings, hook, rank, grad_scale
+        self.settings, self.hook, self.grad_scale = settings, hook, grad_scale
         self.hold_unused, self.world_size = hold_unused, hook.world_size
+        self.topology = hook.topology or Topology.straight(rank, hook.world_size)
         self.layout = Layout.of(((name, p.numel()) for name, p in parameters.items()), settings.block)
         self.slots = {p: self.layout.by_name[name] for name, p in parameters.items()}
         self.encoder = self._encoder(parameters)
         device = next(iter(parameters.values())).device
-        self.rows = torch.zeros((self.world_size, self.encoder.form.num_bytes), dtype=torch.uint8, device=device)
+        self.rows = torch.zeros((self.topology.size, self.encoder.form.num_bytes), dtype=torch.uint8, device=device)
         self.on_host = device.type != self.encoder.residual.device.type
-        self._message = self.rows[rank].cpu() if self.on_host else self.rows[rank]
+        self._row = self.rows[self.topology.cluster]
+        self._message = self._row.cpu() if self.on_host else self._row
         self.step, self.dropped = 0, 0
         self.report = StepReport()
         self._dense_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
         self._packs: list[torch.Tensor] | None = None
         self._waiting: list[tuple[Any, list[tuple[Slot, torch.Tensor]], Any]] = []
+        self._raised: list[tuple[Any, list[tuple[Slot, torch.Tensor]]]] = []
         self._finite, self._weight, self._scale, self._encode = True, 1.0, 1.0, 0.0
 
     def _encoder(self, parameters: Mapping[str, torch.Tensor]) -> Any:
         """The encoder for the parameters' device: Triton's on GPU, unless something was asked for that only CPU has."""
         s = self.settings
         double = any(p.dtype == torch.float64 for p in parameters.values())
-        k = blocks_per_rank(self.layout.num_blocks, s.density, self.world_size)
+        k = blocks_per_rank(self.layout.num_blocks, s.density, self.topology.size)
         form = MessageFormat(self.layout.num_blocks, k, s.block, s.value_dtype, self.layout.fingerprint())
         device = next(iter(parameters.values())).device
         if device.type == "cuda" and not double and s.selector in (None, "histogram") and find_spec("triton"):
@@ -135,46 +121,48 @@ class BlockExchange:
             buffer = bucket.buffer().div_(self.world_size)
             if bucket.is_last():
                 self.step += 1
-                self.report.add(2 * (self.world_size - 1) / self.world_size * self._dense_bytes, 1.0)
-            return dist.all_reduce(buffer, async_op=True).get_future()
+                self.report.add(2 * (self.topology.size - 1) / self.topology.size * self._dense_bytes, 1.0)
+            return self.topology.sum(buffer)
         if bucket.index() == 0:
             self._begin()
-        begin = time.perf_counter()
-        pieces = self._take(bucket)
-        self._encode += time.perf_counter() - begin
-        future = pending(bucket.buffer())
+        future, pieces = pending(bucket.buffer()), self._pieces(bucket)
         self._waiting.append((bucket.buffer(), pieces, future))
+        self._raised.append((self.topology.collect(bucket.buffer()), pieces))
+        self._take(everything=bucket.is_last())
         if bucket.is_last():
             self._exchange()
         return future
 
     def _begin(self) -> None:
-        self._waiting, self._finite, self._encode = [], True, 0.0
+        self._waiting, self._raised, self._finite, self._encode = [], [], True, 0.0
         self._scale = 1.0 if self.grad_scale is None else self.grad_scale()
         self._weight = 1.0 / (self.world_size * self._scale)
 
-    def _take(self, bucket: dist.GradBucket) -> list[tuple[Slot, torch.Tensor]]:
-        """Add a bucket's gradients to the residuals."""
-        pieces = []
-        for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
-            slot, flat = self.slots[parameter], flat_view(gradient)
-            pieces.append((slot, flat))
-            if self._finite:
-                local = flat.cpu() if self.on_host else flat
-                self._finite = self.encoder.accumulate(slot, local, self._weight, hold=self.hold_unused)
-        return pieces
+    def _pieces(self, bucket: dist.GradBucket) -> list[tuple[Slot, torch.Tensor]]:
+        """Gradients of a bucket and their places in the residual."""
+        return [
+            (self.slots[parameter], flat_view(gradient))
+            for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True)
+        ]
+
+    def _take(self, *, everything: bool) -> None:
+        """Add gradients to the residuals, those of the cluster on its leader: what has come up, or all there are."""
+        while self._raised and (everything or self._raised[0][0] is None or self._raised[0][0].is_completed()):
+            raised, pieces = self._raised.pop(0)
+            if raised is not None:
+                raised.wait()
+            begin = time.perf_counter()
+            for slot, flat in pieces if self.topology.leads else ():
+                if self._finite:
+                    local = flat.cpu() if self.on_host else flat
+                    self._finite = self.encoder.accumulate(slot, local, self._weight, hold=self.hold_unused)
+            self._encode += time.perf_counter() - begin
 
     def _exchange(self) -> None:
         """Send, receive, merge, and hand the sum to DDP."""
-        begin = time.perf_counter()
-        if self._finite:
-            self.encoder.encode(self._message, step=self.step)
-        else:
-            self.encoder.give_up(self._message, step=self.step)
-        if self.on_host:
-            self.rows[self.rank].copy_(self._message)
-        self._encode += time.perf_counter() - begin
-        gather_rows(self.rows, self.rank)
+        if self.topology.leads:
+            self._encode_message()
+        self.topology.gather(self.rows).wait()
         packs = self.encoder.read(self.rows.cpu() if self.on_host else self.rows, step=self.step)
         if packs is None:
             self._drop()
@@ -184,7 +172,7 @@ class BlockExchange:
             for slot, flat in pieces:
                 self._write(slot, flat, dropped=packs is None)
         count = sum(len(pack.indices) for pack in packs or ())
-        sent = (self.world_size - 1) * self.encoder.form.num_bytes
+        sent = (self.topology.size - 1) * self.encoder.form.num_bytes if self.topology.leads else 0
         self.report.add(sent, count / self.layout.num_blocks, self._encode)
         self._packs = [pack.indices for pack in packs or ()]
         self.encoder.finish()
@@ -192,6 +180,16 @@ class BlockExchange:
         waiting, self._waiting = self._waiting, []
         for buffer, _, future in waiting:
             future.set_result(buffer)
+
+    def _encode_message(self) -> None:
+        begin = time.perf_counter()
+        if self._finite:
+            self.encoder.encode(self._message, step=self.step)
+        else:
+            self.encoder.give_up(self._message, step=self.step)
+        if self.on_host:
+            self._row.copy_(self._message)
+        self._encode += time.perf_counter() - begin
 
     def _write(self, slot: Slot, flat: torch.Tensor, *, dropped: bool) -> None:
         if not dropped:

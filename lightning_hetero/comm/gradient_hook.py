@@ -16,6 +16,7 @@ from lightning_hetero.comm import sums
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.comm.staleness import Staleness
+from lightning_hetero.comm.topology import Topology
 
 __all__ = ["HookState", "gradient_hook"]
 
@@ -39,6 +40,7 @@ class HookState:
         weighted: whether the loss has to be weighted at present, so that an unweighted backward pass is an error.
         inner: a hook that does the averaging: a user's, e.g. ``fp16_compress_hook``, or a compressor.
         inner_state: its state.
+        topology: how gradients travel; straight between all ranks by default.
         staleness: averages in place of ``inner``, some buckets with a delay of one step.
         restored: state of ``staleness`` in a checkpoint, until there is one that takes it.
         collect_norms: whether to take squared norms.
@@ -59,6 +61,7 @@ class HookState:
     weighted: bool = False
     inner: Hook | None = None
     inner_state: Any = None
+    topology: Topology | None = None
     staleness: Staleness | None = None
     restored: dict[str, Any] = field(default_factory=dict)
     collect_norms: bool = False
@@ -147,7 +150,7 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
         future = state.inner(state.inner_state, bucket)
     else:
         buffer.div_(state.world_size)
-        future = sums.sum_over_ranks(buffer)
+        future = sums.sum_over_ranks(buffer) if state.topology is None else state.topology.sum(buffer)
 
     early = state.one_message and not bucket.is_last()
     if early:  # it travels with the last bucket, so what it waits for is no communication of its own

@@ -15,12 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, GNSCallback, HeteroDDPStrategy
-from lightning_hetero.comm import block_exchange, link
+from lightning_hetero.comm import link
 from lightning_hetero.comm.clock import HostClock
 from lightning_hetero.comm.compressed import GradientCompression
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState, gradient_hook
 from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.comm.topology import Topology
 from lightning_hetero.core.link_model import LinkMeasurement
 from lightning_hetero.optim import SparseAdamW, SparseSGD, sparse
 from tests.comm.test_gradient_hook import TINY, batches, build, loss_of
@@ -339,7 +340,7 @@ def test_noise_scale_does_not_see_the_compression(sizes):
 
 
 def _auto(rank, rate):
-    link.measure = lambda parameters, control, settings: LinkMeasurement(1e-6, rate, 1e-6, 2, 10**8)
+    link.measure = lambda parameters, control, topology, settings: LinkMeasurement(1e-6, rate, 1e-6, 2, 10**8)
     lines = []
     link.log.info = lambda text, *args: lines.append(text % args)
     out = _fit(rank, [3, 1], "auto(densities=[0.05])", {})
@@ -378,13 +379,15 @@ def test_ranks_with_different_settings_are_refused():
 
 
 def _corrupted(rank):
-    gather = block_exchange.gather_rows
+    gather = Topology.gather
 
-    def flip(rows, rank, group=None):
-        gather(rows, rank, group)
+    def flip(self, rows):
+        done = gather(self, rows)
+        done.wait()
         rows[0, -1] ^= 4
+        return done
 
-    block_exchange.gather_rows = flip
+    Topology.gather = flip
     return _fit(rank, [3, 1], BlockTopK(**SPARSE), {})
 
 
