@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from lightning_hetero.comm import sums
 from lightning_hetero.comm.control import ControlPlane
+from lightning_hetero.comm.delays import Delays
 from lightning_hetero.comm.observer import StepObserver
-from lightning_hetero.comm.staleness import Staleness
 
 __all__ = ["HookState", "gradient_hook"]
 
@@ -59,7 +59,7 @@ class HookState:
     weighted: bool = False
     inner: Hook | None = None
     inner_state: Any = None
-    staleness: Staleness | None = None
+    staleness: Delays | None = None
     restored: dict[str, Any] = field(default_factory=dict)
     collect_norms: bool = False
     preconditioner: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None

@@ -5,6 +5,9 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_hetero.callbacks import GNSCallback
+from lightning_hetero.comm.block_exchange import BlockExchange
+from lightning_hetero.comm.delayed_blocks import DelayedBlocks
+from lightning_hetero.comm.delays import Delays
 from lightning_hetero.comm.staleness import Staleness
 
 __all__ = ["attach_staleness"]
@@ -34,16 +37,20 @@ def attach_staleness(strategy: Any) -> None:
         raise strategy._misconfiguration(f"{reason}, {cure}.")
     if limit and engine.world_size > 1 and group is None:
         group = dist.new_group(timeout=strategy._timeout)
-    state.staleness = Staleness(
-        limit if engine.world_size > 1 else 0,
-        parameters,
-        world_size=engine.world_size,
-        clock=engine.observer.clock,
-        hysteresis=engine.config.hysteresis,
-        group=group,
-        restored=restored,
-        running=state._running,
-    )
+    limit = limit if engine.world_size > 1 else 0
+    settings: dict[str, Any] = {
+        "clock": engine.observer.clock,
+        "hysteresis": engine.config.hysteresis,
+        "group": group,
+        "restored": restored,
+        "running": state._running,
+    }
+    late: Delays
+    if isinstance(state.inner, BlockExchange):
+        late = DelayedBlocks(limit, state.inner, parameters, **settings)
+    else:
+        late = Staleness(limit, parameters, world_size=engine.world_size, **settings)
+    state.staleness = late
 
 
 def _why_not(strategy: Any) -> str | None:
@@ -54,10 +61,10 @@ def _why_not(strategy: Any) -> str | None:
             "staleness=1 and manual optimization: a delayed gradient could reach the step of another loss. Use "
             "automatic optimization"
         )
-    if state.inner is not None:
+    if state.inner is not None and not isinstance(state.inner, BlockExchange):
         return (
             "staleness=1 sends gradients by itself, and so does the communication hook or compressor that is given as "
-            "well. Keep one of them"
+            "well. Of compressors, only block_topk can arrive late: use compression='block_topk', keep one of them"
         )
     if strategy._ddp_kwargs.get("find_unused_parameters", False):
         return (
