@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,11 @@ from lightning_hetero.comm.sums import pending
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.compression.encoder import BlockEncoder
 from lightning_hetero.compression.layout import Layout, Slot, flat_view
+from lightning_hetero.compression.reference import Pack
 from lightning_hetero.compression.wire import MessageFormat
 from lightning_hetero.core.compressors import BlockTopK, blocks_per_rank
 
-__all__ = ["BlockExchange", "StepReport"]
+__all__ = ["BlockExchange", "Late", "Sending", "StepReport"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -48,6 +49,36 @@ class StepReport:
         self.received += sent
         self.density += density
         self.encode += encode
+
+
+@dataclass
+class Sending:
+    """Messages of one step on their way, this rank's and those of all others.
+
+    Args:
+        rows: the messages, one row for each rank, or in a hierarchy for each cluster.
+        step: the step that they belong to.
+        arrival: is done when they are there.
+        finite: whether this rank's gradient was, as far as the host knows.
+    """
+
+    rows: torch.Tensor
+    step: int
+    arrival: torch.futures.Future[Any]
+    finite: bool
+
+
+class Late(Protocol):
+    """Who decides in which step messages are applied."""
+
+    def turn(self, sending: Sending) -> list[Pack]:
+        """What the running step applies, now that its messages are on their way."""
+
+    def pay(self, bucket: dist.GradBucket) -> None:
+        """Put what is owed into a bucket that is about to be summed densely."""
+
+    def settle(self) -> None:
+        """Wait for what is under way."""
 
 
 class BlockExchange:
@@ -80,11 +111,11 @@ class BlockExchange:
         self.slots = {p: self.layout.by_name[name] for name, p in parameters.items()}
         self.encoder = self._encoder(parameters)
         device = next(iter(parameters.values())).device
-        self.rows = torch.zeros((self.topology.size, self.encoder.form.num_bytes), dtype=torch.uint8, device=device)
         self.on_host = device.type != self.encoder.residual.device.type
-        self._row = self.rows[self.topology.cluster]
-        self._message = self._row.cpu() if self.on_host else self._row
+        self.use_rows(torch.zeros((self.topology.size, self.encoder.form.num_bytes), dtype=torch.uint8, device=device))
         self.step, self.dropped = 0, 0
+        self.late: Late | None = None
+        self.messages: Topology | None = None
         self.report = StepReport()
         self._dense_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
         self._packs: list[torch.Tensor] | None = None
@@ -105,6 +136,12 @@ class BlockExchange:
             return TritonEncoder(self.layout, form, device)
         return BlockEncoder(self.layout, form, s.selector or "exact", torch.float64 if double else torch.float32)
 
+    def use_rows(self, rows: torch.Tensor) -> None:
+        """Receive the messages of the next step here; this rank's own is written into its row."""
+        self.rows = rows
+        own = rows[self.topology.cluster]
+        self._message = own.cpu() if self.on_host else own
+
     # the hook
 
     @property
@@ -119,6 +156,8 @@ class BlockExchange:
         self.hook.step_dropped, self._packs = False, None
         if self.dense:
             buffer = bucket.buffer().div_(self.world_size)
+            if self.late is not None:
+                self.late.pay(bucket)
             if bucket.is_last():
                 self.step += 1
                 self.report.add(2 * (self.topology.size - 1) / self.topology.size * self._dense_bytes, 1.0)
@@ -160,56 +199,85 @@ class BlockExchange:
 
     def _exchange(self) -> None:
         """Send, receive, merge, and hand the sum to DDP."""
-        if self.topology.leads:
-            self._encode_message()
-        self.topology.gather(self.rows).wait()
-        packs = self.encoder.read(self.rows.cpu() if self.on_host else self.rows, step=self.step)
-        if packs is None:
-            self._drop()
-        else:
-            self.encoder.merge(packs)
+        sending = self._send()
+        packs = self.receive(sending) if self.late is None else self.late.turn(sending)
+        self.encoder.merge(packs)
         for _, pieces, _ in self._waiting:
             for slot, flat in pieces:
-                self._write(slot, flat, dropped=packs is None)
-        count = sum(len(pack.indices) for pack in packs or ())
+                self._write(slot, flat)
+        count = sum(len(pack.indices) for pack in packs)
         sent = (self.topology.size - 1) * self.encoder.form.num_bytes if self.topology.leads else 0
         self.report.add(sent, count / self.layout.num_blocks, self._encode)
-        self._packs = [pack.indices for pack in packs or ()]
+        self.touch(packs)
         self.encoder.finish()
         self.step += 1
         waiting, self._waiting = self._waiting, []
         for buffer, _, future in waiting:
             future.set_result(buffer)
 
-    def _encode_message(self) -> None:
+    def _send(self) -> Sending:
+        """Write this rank's message, and let it set out."""
         begin = time.perf_counter()
-        if self._finite:
-            self.encoder.encode(self._message, step=self.step)
-        else:
-            self.encoder.give_up(self._message, step=self.step)
-        if self.on_host:
-            self._row.copy_(self._message)
+        if self.topology.leads:
+            if self._finite:
+                self.encoder.encode(self._message, step=self.step)
+            else:
+                self.encoder.give_up(self._message, step=self.step)
+            if self.on_host:
+                self.rows[self.topology.cluster].copy_(self._message)
         self._encode += time.perf_counter() - begin
+        return Sending(self.rows, self.step, (self.messages or self.topology).gather(self.rows), self._finite)
 
-    def _write(self, slot: Slot, flat: torch.Tensor, *, dropped: bool) -> None:
-        if not dropped:
-            flat.copy_(self.encoder.merged[slot.start : slot.start + slot.numel])
-            if self._scale != 1.0:
-                flat.mul_(self._scale)
-        else:  # a loss scaler has to see it; without one, the step has no gradient
-            flat.fill_(0.0 if self.grad_scale is None else float("inf"))
+    def receive(self, sending: Sending) -> list[Pack]:
+        """Wait for messages: their packs, in the order of ranks; none if a gradient was not finite.
 
-    def _drop(self) -> None:
-        self.encoder.undo()
+        Raises:
+            ValueError: if a message is malformed.
+        """
+        sending.arrival.wait()
+        rows = sending.rows.cpu() if self.on_host else sending.rows
+        packs = self.encoder.read(rows, step=sending.step)
+        if packs is None:
+            self._drop(sending, rows[self.topology.cluster])
+        return packs or []
+
+    def _write(self, slot: Slot, flat: torch.Tensor) -> None:
+        if self.hook.step_dropped and self.grad_scale is not None:  # the loss scaler has to see it
+            flat.fill_(float("inf"))
+            return
+        flat.copy_(self.encoder.merged[slot.start : slot.start + slot.numel])
+        if self._scale != 1.0:
+            flat.mul_(self._scale)
+
+    def _drop(self, sending: Sending, own: torch.Tensor) -> None:
+        """Leave a step out; of one that is over, only what was sent can come back, since the gradient is gone."""
+        if sending.step == self.step:
+            self.encoder.undo()
+        elif sending.finite and self.topology.leads:
+            self.encoder.take_back(own)
         self.hook.step_dropped = True
         self.dropped += 1
         if self.grad_scale is None and (self.dropped & (self.dropped - 1)) == 0:  # 1, 2, 4, 8, ...
             log.warning(
                 "a gradient was not finite in step %d on rank %s: all ranks left that gradient out (%d so far)",
-                self.step,
-                "of this process" if not self._finite else "other than this",
+                sending.step,
+                "other than this" if sending.finite else "of this process",
                 self.dropped,
             )
+
+    # what was applied
+
+    def touch(self, packs: list[Pack]) -> None:
+        """The gradient that the optimizer gets next is the sum of these packs."""
+        self._packs = [pack.indices for pack in packs]
+
+    def sums_of(self, packs: list[Pack]) -> dict[str, torch.Tensor]:
+        """The sum of packs by parameter, flat."""
+        self.encoder.merge(packs)
+        merged = self.encoder.merged
+        flat = {slot.name: merged[slot.start : slot.start + slot.numel].clone() for slot in self.layout.slots}
+        self.encoder.finish()
+        return flat
 
     def touched_blocks(self) -> dict[torch.Tensor, torch.Tensor] | None:
         """Numbers of the blocks of each parameter that the last gradient touches; ``None`` if it was sent densely."""
@@ -232,6 +300,8 @@ class BlockExchange:
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """What this rank has not sent yet, by parameter: a part of the weighted sum over ranks."""
+        if self.late is not None:
+            self.late.settle()
         flat = self.encoder.residual
         return {slot.name: flat[slot.start : slot.start + slot.numel].cpu() for slot in self.layout.slots}
 

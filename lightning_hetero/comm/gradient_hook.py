@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from lightning_hetero.comm import sums
 from lightning_hetero.comm.control import ControlPlane
+from lightning_hetero.comm.delays import Delays
 from lightning_hetero.comm.observer import StepObserver
-from lightning_hetero.comm.staleness import Staleness
 from lightning_hetero.comm.topology import Topology
 
 __all__ = ["HookState", "gradient_hook"]
@@ -62,7 +62,7 @@ class HookState:
     inner: Hook | None = None
     inner_state: Any = None
     topology: Topology | None = None
-    staleness: Staleness | None = None
+    staleness: Delays | None = None
     restored: dict[str, Any] = field(default_factory=dict)
     collect_norms: bool = False
     preconditioner: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None

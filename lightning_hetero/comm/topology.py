@@ -123,26 +123,15 @@ class Topology:
         """
         return None if self._up is None else dist.reduce(buffer, dst=self.leader, group=self._up, async_op=True)
 
-    def gather(self, rows: torch.Tensor) -> Any:
-        """Begin to fill ``rows`` on all ranks; row ``i`` is that of cluster ``i``, which its leader has filled already.
-
-        NCCL gathers in one call. On gloo, whose all-gather allocates in every call, a broadcast of each row into its
-        place is faster (``benchmarks/compression.py``). What is returned can be waited for.
-        """
+    def gather(self, rows: torch.Tensor) -> torch.futures.Future[Any]:
+        """Begin to fill ``rows`` on all ranks; row ``i`` is that of cluster ``i``, filled already on its leader."""
         if self._carrier is None:
             return self._gather_across(rows)
         return self._begin(rows, None, lambda: self._gather_across(rows))
 
-    def _gather_across(self, rows: torch.Tensor) -> Any:
-        if dist.get_backend(self._across) == "nccl":
-            return dist.all_gather_into_tensor(rows, rows[self.cluster].clone(), group=self._across, async_op=True)
+    def _gather_across(self, rows: torch.Tensor) -> torch.futures.Future[Any]:
         leaders = [members[0] for members in self.clusters]
-        return _All(
-            [
-                dist.broadcast(row, src=leader, group=self._across, async_op=True)
-                for leader, row in zip(leaders, rows, strict=True)
-            ]
-        )
+        return sums.gather_over_ranks(rows, self.cluster, leaders, self._across)
 
     def _begin(self, buffer: torch.Tensor, raised: Any, cross: Callable[[], Any]) -> torch.futures.Future[Any]:
         """Let the thread carry a buffer across, after those before it; on a GPU on a stream of its own."""
@@ -183,17 +172,6 @@ class Topology:
                 work.get_future().then(arrived)
         except Exception as error:  # noqa: BLE001 - it belongs to whoever waits
             done.set_exception(error)
-
-
-class _All:
-    """Several collectives that are waited for together."""
-
-    def __init__(self, works: list[Any]) -> None:
-        self.works = works
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
 
 
 def _clusters(setting: Any, control: ControlPlane) -> Clusters:

@@ -44,6 +44,11 @@ class BlockMerger:
             blocks.index_add_(0, pack.indices, pack.values)
             self.touched.append(pack.indices)
 
+    def take_back(self, message: torch.Tensor) -> None:
+        """Add what a message of this rank's held to the residual again, because nobody has applied it."""
+        pack = self.form.unpack(message)
+        self.residual.view(-1, self.layout.block).index_add_(0, pack.indices, pack.values.to(self.residual.dtype))
+
     def finish(self) -> None:
         """The step is over: clear the merged blocks."""
         for where in self.touched:

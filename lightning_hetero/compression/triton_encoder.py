@@ -109,8 +109,7 @@ class TritonEncoder(BlockMerger):
     def undo(self) -> None:
         """Leave the step out: take back what was sent, then the gradient, to one rounding."""
         if self._message is not None:
-            pack = self.form.unpack(self._message)
-            self.residual.view(-1, self.layout.block).index_add_(0, pack.indices, pack.values)
+            self.take_back(self._message)
         for slot, gradient, weight in reversed(self._added):
             residual = self.residual[slot.start : slot.start + slot.numel]
             kernels.revert[(-(-slot.numel // SCORES),)](gradient, residual, weight, slot.numel, TILE=SCORES, **OPTIONS)

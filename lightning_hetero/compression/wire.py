@@ -190,6 +190,10 @@ class MessageFormat:
             header[place] = value
         header[5] = seal(first, header[1:5])
 
+    def gave_up(self, message: torch.Tensor) -> bool:
+        """Whether a message of this rank's own says that its gradient was not finite; waits for the device."""
+        return int(message[:HEADER].view(torch.int64)[3]) == NON_FINITE
+
     def read(self, message: torch.Tensor, *, rank: int, bucket: int, step: int) -> tuple[Pack, int]:
         """Pack and flags of a message.
 

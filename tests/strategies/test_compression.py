@@ -15,13 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, GNSCallback, HeteroDDPStrategy
-from lightning_hetero.comm import link
+from lightning_hetero.comm import link, sums
 from lightning_hetero.comm.clock import HostClock
 from lightning_hetero.comm.compressed import GradientCompression
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState, gradient_hook
 from lightning_hetero.comm.observer import StepObserver
-from lightning_hetero.comm.topology import Topology
 from lightning_hetero.core.link_model import LinkMeasurement
 from lightning_hetero.optim import SparseAdamW, SparseSGD, sparse
 from tests.comm.test_gradient_hook import TINY, batches, build, loss_of
@@ -379,15 +378,15 @@ def test_ranks_with_different_settings_are_refused():
 
 
 def _corrupted(rank):
-    gather = Topology.gather
+    gather = sums.gather_over_ranks
 
-    def flip(self, rows):
-        done = gather(self, rows)
-        done.wait()
-        rows[0, -1] ^= 4
-        return done
+    def flip(rows, *args):
+        def arrived(done):
+            rows[0, -1] ^= 4
 
-    Topology.gather = flip
+        return gather(rows, *args).then(arrived)
+
+    sums.gather_over_ranks = flip
     return _fit(rank, [3, 1], BlockTopK(**SPARSE), {})
 
 

@@ -1,6 +1,5 @@
 """Clusters of ranks in real processes: the same sums, one message per cluster, residuals with the leaders only."""
 
-import time
 from datetime import timedelta
 
 import numpy as np
@@ -15,6 +14,7 @@ from lightning_hetero.comm.topology import Topology
 from tests.comm.test_gradient_hook import TINY
 from tests.helpers import fit, run_ranks
 from tests.strategies.test_compression import Wide, points, same_everywhere, saving
+from tests.strategies.test_delayed_blocks import Delays
 
 CLUSTERS = [[0, 2, 3], [1]]
 SPLIT = [3, 1, 2, 2]
@@ -27,9 +27,8 @@ def _fit(rank, hierarchy, compression, kwargs):
     sums.sum_over_ranks = lambda buffer, group=None: (
         crossed.append(dist.get_world_size(group)), sum_over_ranks(buffer, group)
     )[1]  # fmt: skip
-    strategy = HeteroDDPStrategy(
-        local_batch_sizes=SPLIT, hierarchy=hierarchy, compression=compression, bucket_cap_mb=TINY
-    )
+    settings = {"local_batch_sizes": SPLIT, "bucket_cap_mb": TINY, **kwargs.pop("strategy", {})}
+    strategy = HeteroDDPStrategy(hierarchy=hierarchy, compression=compression, **settings)
     result = fit(rank, strategy, 4, 2, **{"model": Wide(), "dataset": points(), "max_epochs": 2, **kwargs})
     held = strategy.engine.compression
     residual = None if held is None else held.exchange.encoder.residual.numpy().copy()
@@ -74,6 +73,24 @@ def test_a_resume_goes_on_identically_and_another_hierarchy_loses_no_residual(tm
         assert kept.size == (total != 0).sum()
 
 
+def _late(rank, hierarchy, compression, kwargs):
+    names = [name for name, _ in Wide().named_parameters()]
+    delays = Delays({2: names if compression is None else True})
+    return _fit(rank, hierarchy, compression, {"callbacks": [delays], "strategy": {"staleness": 1}, **kwargs})
+
+
+@pytest.mark.parametrize("compression", [None, BlockTopK(density=1.0, value_dtype="float32")])
+def test_delayed_sums_go_by_way_of_leaders_too(compression):
+    """Gradients arrive a step later, as they do on the straight way; the last ones are applied at the end."""
+    expected = same_everywhere(run_ranks(_late, 4, None, compression, {}))
+    ranks = run_ranks(_late, 4, CLUSTERS, compression, {})
+    ours = same_everywhere(ranks)
+    for name in ("grads", "weights"):
+        np.testing.assert_allclose(ours[name], expected[name], rtol=1e-4, atol=1e-6)
+    assert np.abs(ours["grads"][2]).max() == 0.0  # the sum of this step is on its way
+    assert [set(r["crossed"]) for r in ranks] == [{2}, {2}, set(), set()]
+
+
 # where clusters come from
 
 
@@ -87,13 +104,7 @@ def _meet(rank, names):
     seconds = topology.link_seconds(control)
     assert (seconds[~np.eye(4, dtype=bool)] > 0).all()
     np.testing.assert_array_equal(seconds, seconds.T)
-    ping = topology._ping
-
-    def slow(probe, low, high, control):
-        time.sleep(0.05 * (names[low] != names[high]))
-        return ping(probe, low, high, control) + 0.05 * (names[low] != names[high])
-
-    topology._ping = slow
+    topology._ping = lambda probe, low, high, control: 0.1 if names[low] != names[high] else 0.01
     found.append(Topology.form("auto", control, None).clusters)
     flat = Topology.form("auto", control, None).another()
     buffer = torch.full((5,), float(rank))
