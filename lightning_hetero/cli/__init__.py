@@ -11,6 +11,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = {
     "config": ("lightning_hetero.cli.configure", "ask for the settings and write an Accelerate config file with them"),
     "launch": ("lightning_hetero.cli.launch", "start a script as `accelerate launch` does, with a `hetero_config`"),
+    "profile-convergence": ("lightning_hetero.cli.profile_convergence", "measure what compression costs in loss"),
 }
 """Name of each subcommand -> module with ``main(argv) -> exit code``, and what it does."""
 
@@ -45,5 +46,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    lines = [f"  {name:10}{what}" for name, (_, what) in COMMANDS.items()]
+    lines = [f"  {name:21}{what}" for name, (_, what) in COMMANDS.items()]
     return "\n".join(["usage: lightning-hetero COMMAND [arguments]", "", *lines, ""])

@@ -22,6 +22,7 @@ from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import show_log
 from lightning_hetero.strategies._checkpoint import add_residuals, resume_position, take_residuals
 from lightning_hetero.strategies._compression import attach_compression
+from lightning_hetero.strategies._convergence_probe import begin_probe
 from lightning_hetero.strategies._loaders import (
     balanced_evaluation_loader,
     recount_batches,
@@ -181,6 +182,7 @@ class HeteroDDPMixin:
             MisconfigurationException: if two policies were given.
         """
         super().connect(model)  # type: ignore[misc]
+        begin_probe(self)
         callbacks = self._trainer.callbacks
         given = [callback for callback in callbacks if isinstance(callback, PolicyCallback)]
         if self._callback in given:

@@ -7,6 +7,8 @@ from lightning_hetero.comm.block_exchange import BlockExchange
 from lightning_hetero.comm.delayed_blocks import DelayedBlocks
 from lightning_hetero.comm.delays import Delays
 from lightning_hetero.comm.staleness import Staleness
+from lightning_hetero.session import log
+from lightning_hetero.strategies._convergence_probe import probes
 
 __all__ = ["attach_staleness"]
 
@@ -14,7 +16,8 @@ __all__ = ["attach_staleness"]
 def attach_staleness(strategy: Any) -> None:
     """Let gradients of a strategy's module arrive late, if it was asked to; a collective call.
 
-    With ``staleness=0`` it takes over only what a run with delayed gradients left in its checkpoint.
+    With ``staleness=0`` it takes over only what a run with delayed gradients left in its checkpoint. A probe training
+    goes without a delay that its script does not allow.
 
     Raises:
         MisconfigurationException: if a delayed gradient would be lost, or end up in another loss's step.
@@ -30,6 +33,9 @@ def attach_staleness(strategy: Any) -> None:
     if not restored.get("sums") and (limit == 0 or engine.world_size == 1):
         return
     reason = _why_not(strategy)
+    if reason is not None and probes(strategy):
+        log.info("no gradient of this probe training is delayed: %s", reason)
+        return
     if reason is not None:
         cure = "or set staleness=0" if limit else "or end the run that saved this checkpoint as it was begun"
         raise strategy._misconfiguration(f"{reason}, {cure}.")

@@ -1,5 +1,6 @@
 """Real launches: torchrun, ``accelerate launch``, ``lightning-hetero launch``; Accelerate's own test script."""
 
+import io
 import json
 import os
 import signal
@@ -185,33 +186,84 @@ def test_sections_are_checked(tmp_path):
         read_config(str(path))
 
 
-def test_config_asks_and_launch_reads_it(tmp_path, monkeypatch, capsys):
+def answer(monkeypatch, *answers):
+    """Type answers, an empty line for each that is left out at the end."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(answers) + "\n" * 20))
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What `accelerate launch` would start, after it has read and checked its own file."""
+    seen = []
+    monkeypatch.setattr("accelerate.commands.launch.multi_gpu_launcher", seen.append)
+    for name in list(os.environ):
+        if name.startswith("ACCELERATE_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    return seen
+
+
+def test_config_asks_and_launch_reads_it(tmp_path, monkeypatch, capsys, started):
     path = tmp_path / "config.yaml"
-    answers = "\n".join(["2", "", "true", "", "pid", "", "100", "", "sometimes", "epoch", ""]) + "\n"
-    monkeypatch.setattr("sys.stdin", __import__("io").StringIO(answers))
+    answer(monkeypatch, "2", "", "true", "", "pid", "", "100", "", "sometimes", "epoch")
     assert cli.main(["config", "--config_file", str(path)]) == 0
     assert "replan='sometimes' is unknown" in capsys.readouterr().err
     config, section = read_config(str(path))
     assert section == {"policy": "pid", "max_local_batch_sizes": 100, "replan": "epoch"}
     assert (config["num_processes"], config["distributed_type"]) == (2, "MULTI_CPU")
-    monkeypatch.setattr("sys.stdin", __import__("io").StringIO("even\n\n\n\n\n\n"))
+    answer(monkeypatch, "even")
     assert cli.main(["config", "--config_file", str(path)]) == 0
     assert read_config(str(path)) == (config, {"policy": "even"})
+    cli.main(["launch", "--config_file", str(path), "script.py"])
+    assert started[0].num_processes == 2
+    assert os.environ["ACCELERATE_HETERO_POLICY"] == "even"
+
+
+def test_config_of_several_machines_and_compression(tmp_path, monkeypatch, capsys, started):
+    path = tmp_path / "config.yaml"
+    machines = ("4", "3", "2", "2", "1", "", "10.0.0.7", "99999", "29511")
+    settings = ("perf_model", "24,12", "24,12,16,8", "", "", "", "", "gzip", "block_topk", "3", "0.05")
+    answer(monkeypatch, *machines, "maybe", "true", "fp64", "no", *settings)
+    assert cli.main(["config", "--config_file", str(path)]) == 0
+    told = capsys.readouterr().err
+    for wrong in (
+        "num_machines='3' is unknown; allowed are '1', '2', '4'",
+        "machine_rank='2' is out of range; give an integer from 0 to 1",
+        "main_process_ip='' is no address",
+        "main_process_port='99999' is out of range; give an integer from 1 to 65535",
+        "use_cpu='maybe' is unknown; allowed are 'true', 'false'",
+        "mixed_precision='fp64' is unknown; allowed are 'no', 'fp16', 'bf16'",
+        "local_batch_sizes=[24, 12] has 2 entries for 4 workers",
+        "compression='gzip' is unknown; allowed are 'block_topk'",
+        "density=3",
+    ):
+        assert wrong in told
+    assert read_config(str(path))[1] == {
+        "local_batch_sizes": [24, 12, 16, 8],
+        "compression": "block_topk",
+        "density": 0.05,
+    }
+    cli.main(["launch", "--config_file", str(path), "script.py"])
+    given = started[0]
+    assert (given.num_machines, given.machine_rank, given.num_processes) == (2, 1, 4)
+    assert (given.main_process_ip, given.main_process_port) == ("10.0.0.7", 29511)
+    assert os.environ["ACCELERATE_HETERO_COMPRESSION"] == "block_topk"
+    assert os.environ["ACCELERATE_HETERO_DENSITY"] == "0.05"
 
 
 def test_config_writes_nothing_if_answers_end_early(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.stdin", __import__("io").StringIO("2\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("2\n"))
     assert cli.main(["config", "--config_file", str(tmp_path / "config.yaml")]) == 2
     assert not list(tmp_path.iterdir())
 
 
 def test_a_fixed_split_takes_the_place_of_the_policy():
-    answers = iter(["pid", "6,2", "", "", "", ""])
+    answers = iter(["pid", "6,2", "", "", "", "", ""])
     assert ask_settings(lambda question: next(answers)) == {"local_batch_sizes": [6, 2]}
 
 
 def test_unknown_command(capsys):
     assert cli.main(["lunch"]) == 2
-    assert "unknown command 'lunch'. Commands are config, launch" in capsys.readouterr().err
+    assert "unknown command 'lunch'. Commands are config, launch, profile-convergence" in capsys.readouterr().err
     assert cli.main([]) == 2
     assert cli.main(["--help"]) == 0
