@@ -221,7 +221,7 @@ class HeteroEngine:
         sizes = self.sampler.sizes_at(epoch, step)
         own = sizes[self.rank]
         if self.noise is not None:
-            self.noise.begin_step(self.observer.synced_steps, sizes)
+            self.noise.begin_step(sizes)
         self.observer.begin_step(max(own, self.sampler.min_local), regular=self.sampler.is_full(epoch, step))
         self.weighting.begin(own, sum(sizes), batch)
 

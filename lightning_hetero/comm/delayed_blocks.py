@@ -149,6 +149,10 @@ class DelayedBlocks(Delays):
             raise ValueError("staleness=0 awaits every gradient. Set staleness=1 to delay some of them.")
         self.delayed = delayed
 
+    def delay_all(self) -> None:
+        """Delay messages from the next backward pass on; all ranks have to call it together."""
+        self.delay(True)
+
     def _sent_bytes(self) -> list[float]:
         return [(self.exchange.topology.size - 1) * float(self.exchange.encoder.form.num_bytes)]
 

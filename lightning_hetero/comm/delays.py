@@ -78,6 +78,10 @@ class Delays:
         """Go on from there; what is under way now belongs to steps that are taken back."""
         raise NotImplementedError
 
+    def delay_all(self) -> None:
+        """Delay everything from the next backward pass on; all ranks have to call it together."""
+        raise NotImplementedError
+
     def _sent_bytes(self) -> list[float]:
         """Bytes that each transfer of a step takes across the link, in the order of the backward pass."""
         raise NotImplementedError

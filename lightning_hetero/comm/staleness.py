@@ -211,6 +211,10 @@ class Staleness(Delays):
             raise ValueError("staleness=0 awaits every gradient. Set staleness=1 to delay some of them.")
         self.delayed = wanted
 
+    def delay_all(self) -> None:
+        """Delay all parameters from the next backward pass on; all ranks have to call it together."""
+        self.delay(self.parameters)
+
     def _sent_bytes(self) -> list[float]:
         crossing = self.world_size if self.fresh is None else self.fresh.size
         return [sum_bytes(lane.num_bytes, crossing) for lane in self._ordered()]

@@ -123,7 +123,7 @@ class ConvergenceProbe(PolicyCallback):
             self._end(trainer)
         staleness = self._engine.hook_state.staleness
         if staleness is not None and staleness.limit:
-            staleness.delay(staleness.parameters)
+            staleness.delay_all()
         trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
         for config in trainer.lr_scheduler_configs:
             config.strict = False  # a metric of validation that a schedule follows is never there
