@@ -1,7 +1,6 @@
 """Block top-k inside DDP's hook: each bucket goes into the residual, the last one sends one message for all of them."""
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_hetero.comm.clock import clock_for
 from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.compression.encoder import BlockEncoder
 from lightning_hetero.compression.layout import Layout, Slot, flat_view
@@ -54,8 +54,8 @@ def gather_rows(rows: torch.Tensor, rank: int, group: Any = None) -> None:
     NCCL gathers in one call. On gloo, whose all-gather allocates in every call, a broadcast of each row into its place
     is faster (``benchmarks/compression.py``).
     """
-    if dist.get_backend(group) == "nccl":
-        dist.all_gather_into_tensor(rows, rows[rank].clone(), group=group)
+    if dist.get_backend(group) == "nccl":  # in place: the row is where it is to be
+        dist.all_gather_into_tensor(rows, rows[rank], group=group)
         return
     works = [dist.broadcast(row, src=peer, group=group, async_op=True) for peer, row in enumerate(rows)]
     for work in works:
@@ -99,12 +99,16 @@ class BlockExchange:
         self.rows = torch.zeros((self.world_size, self.encoder.form.num_bytes), dtype=torch.uint8, device=device)
         self.on_host = device.type != self.encoder.residual.device.type
         self._message = self.rows[rank].cpu() if self.on_host else self.rows[rank]
+        self._masks = self._views(self.encoder.touched) if self.encoder.deferred else {}
         self.step, self.dropped = 0, 0
         self.report = StepReport()
         self._dense_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
         self._packs: list[torch.Tensor] | None = None
         self._waiting: list[tuple[Any, list[tuple[Slot, torch.Tensor]], Any]] = []
-        self._finite, self._weight, self._scale, self._encode = True, 1.0, 1.0, 0.0
+        self._finite, self._weight, self._scale = True, 1.0, 1.0
+        self._clock = clock_for(self.encoder.residual.device)
+        self._spans: list[tuple[Any, Any]] = []
+        self._queued: list[tuple[Any, Any]] = []
 
     def _encoder(self, parameters: Mapping[str, torch.Tensor]) -> Any:
         """The encoder for the parameters' device: Triton's on GPU, unless something was asked for that only CPU has."""
@@ -116,8 +120,13 @@ class BlockExchange:
         if device.type == "cuda" and not double and s.selector in (None, "histogram") and find_spec("triton"):
             from lightning_hetero.compression.triton_encoder import TritonEncoder
 
-            return TritonEncoder(self.layout, form, device)
+            return TritonEncoder(self.layout, form, device, self.world_size)
         return BlockEncoder(self.layout, form, s.selector or "exact", torch.float64 if double else torch.float32)
+
+    def _views(self, touched: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
+        """The part of each parameter in what there is of each block."""
+        block = self.layout.block
+        return {p: touched[s.start // block : (s.start + s.padded) // block] for p, s in self.slots.items()}
 
     # the hook
 
@@ -139,9 +148,9 @@ class BlockExchange:
             return dist.all_reduce(buffer, async_op=True).get_future()
         if bucket.index() == 0:
             self._begin()
-        begin = time.perf_counter()
+        begin = self._clock.mark()
         pieces = self._take(bucket)
-        self._encode += time.perf_counter() - begin
+        self._spans.append((begin, self._clock.mark()))
         future = pending(bucket.buffer())
         self._waiting.append((bucket.buffer(), pieces, future))
         if bucket.is_last():
@@ -149,7 +158,7 @@ class BlockExchange:
         return future
 
     def _begin(self) -> None:
-        self._waiting, self._finite, self._encode = [], True, 0.0
+        self._waiting, self._finite, self._spans = [], True, []
         self._scale = 1.0 if self.grad_scale is None else self.grad_scale()
         self._weight = 1.0 / (self.world_size * self._scale)
 
@@ -166,15 +175,28 @@ class BlockExchange:
 
     def _exchange(self) -> None:
         """Send, receive, merge, and hand the sum to DDP."""
-        begin = time.perf_counter()
+        self.settle()
+        begin = self._clock.mark()
         if self._finite:
             self.encoder.encode(self._message, step=self.step)
         else:
             self.encoder.give_up(self._message, step=self.step)
         if self.on_host:
             self.rows[self.rank].copy_(self._message)
-        self._encode += time.perf_counter() - begin
+        self._spans.append((begin, self._clock.mark()))
         gather_rows(self.rows, self.rank)
+        if self.encoder.deferred:
+            self._hand_on()
+        else:
+            self._merge()
+        self.encoder.finish()
+        self.step += 1
+        waiting, self._waiting = self._waiting, []
+        for buffer, _, future in waiting:
+            future.set_result(buffer)
+
+    def _merge(self) -> None:
+        """Add up the messages, unless a gradient was not finite."""
         packs = self.encoder.read(self.rows.cpu() if self.on_host else self.rows, step=self.step)
         if packs is None:
             self._drop()
@@ -183,38 +205,69 @@ class BlockExchange:
         for _, pieces, _ in self._waiting:
             for slot, flat in pieces:
                 self._write(slot, flat, dropped=packs is None)
-        count = sum(len(pack.indices) for pack in packs or ())
-        sent = (self.world_size - 1) * self.encoder.form.num_bytes
-        self.report.add(sent, count / self.layout.num_blocks, self._encode)
+        self._count(sum(len(pack.indices) for pack in packs or ()), self._spans)
         self._packs = [pack.indices for pack in packs or ()]
-        self.encoder.finish()
-        self.step += 1
-        waiting, self._waiting = self._waiting, []
-        for buffer, _, future in waiting:
-            future.set_result(buffer)
+
+    def _count(self, blocks: int, spans: list[tuple[Any, Any]]) -> None:
+        sent = (self.world_size - 1) * self.encoder.form.num_bytes
+        encode = sum(self._clock.seconds(begin, end) for begin, end in spans)
+        self.report.add(sent, blocks / self.layout.num_blocks, encode)
+
+    def _hand_on(self) -> None:
+        """Let the device check and add up the messages; :meth:`settle` tells later what became of it."""
+        self.encoder.receive(self.rows, rank=self.rank, step=self.step)
+        self.hook.step_dropped, self._queued = self.encoder.verdict, self._spans
+        for _, pieces, _ in self._waiting:
+            for slot, flat in pieces:
+                self.encoder.deliver(slot, flat, self._weight, scale=self._scale, fill=self._fill)
+
+    def settle(self) -> None:
+        """Look at what the device decided on the last step, if it is not known yet.
+
+        Raises:
+            ValueError: if a message of that step was malformed, naming rank and bucket; the same on all ranks.
+        """
+        outcome = self.encoder.outcome() if self.encoder.deferred else None
+        if outcome is not None:
+            self._count(outcome.blocks, self._queued)
+            if outcome.dropped:
+                self._warn(outcome.step, "some rank")
+
+    @property
+    def _fill(self) -> float:
+        """The gradient of a step that is left out: a loss scaler has to see it; without one, it is 0."""
+        return 0.0 if self.grad_scale is None else float("inf")
 
     def _write(self, slot: Slot, flat: torch.Tensor, *, dropped: bool) -> None:
         if not dropped:
             flat.copy_(self.encoder.merged[slot.start : slot.start + slot.numel])
             if self._scale != 1.0:
                 flat.mul_(self._scale)
-        else:  # a loss scaler has to see it; without one, the step has no gradient
-            flat.fill_(0.0 if self.grad_scale is None else float("inf"))
+        else:
+            flat.fill_(self._fill)
 
     def _drop(self) -> None:
         self.encoder.undo()
         self.hook.step_dropped = True
+        self._warn(self.step, "the rank of this process" if not self._finite else "another rank than this")
+
+    def _warn(self, step: int, where: str) -> None:
         self.dropped += 1
         if self.grad_scale is None and (self.dropped & (self.dropped - 1)) == 0:  # 1, 2, 4, 8, ...
             log.warning(
-                "a gradient was not finite in step %d on rank %s: all ranks left that gradient out (%d so far)",
-                self.step,
-                "of this process" if not self._finite else "other than this",
+                "a gradient was not finite in step %d on %s: all ranks left that gradient out (%d so far)",
+                step,
+                where,
                 self.dropped,
             )
 
     def touched_blocks(self) -> dict[torch.Tensor, torch.Tensor] | None:
-        """Numbers of the blocks of each parameter that the last gradient touches; ``None`` if it was sent densely."""
+        """Numbers of the blocks of each parameter that the last gradient touches; ``None`` if it was sent densely.
+
+        On GPU masks over the blocks, which the host need not wait for.
+        """
+        if self.encoder.deferred:
+            return self._masks if self.hook.one_message else None
         if self._packs is None:
             return None
         nothing = torch.zeros(0, dtype=torch.int64, device=self.rows.device)
@@ -234,6 +287,7 @@ class BlockExchange:
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """What this rank has not sent yet, by parameter: a part of the weighted sum over ranks."""
+        self.settle()
         flat = self.encoder.residual
         return {slot.name: flat[slot.start : slot.start + slot.numel].cpu() for slot in self.layout.slots}
 

@@ -47,7 +47,8 @@ class HookState:
             without it.
         exact_sum: whether the running step's gradient is the sum of all ranks', rather than a compressed one.
         one_message: whether all buckets are exchanged together with the last one.
-        step_dropped: whether the running step was left out on all ranks, because a gradient was not finite.
+        step_dropped: whether the running step was left out on all ranks, because a gradient was not finite; on GPU a
+            number on the device, 0 if it was not.
         fired: whether a bucket was averaged since :meth:`take_fired`.
         local_sq_norms: squared norm of each bucket before averaging, of the running step.
         global_sq_norms: the same after averaging.
@@ -66,7 +67,7 @@ class HookState:
     loss_scale: Callable[[], torch.Tensor | float] | None = None
     exact_sum: bool = True
     one_message: bool = False
-    step_dropped: bool = False
+    step_dropped: bool | torch.Tensor = False
     fired: bool = False
     local_sq_norms: list[torch.Tensor] = field(default_factory=list)
     global_sq_norms: list[torch.Tensor] = field(default_factory=list)

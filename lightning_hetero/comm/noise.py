@@ -67,7 +67,9 @@ class NoiseCollector:
         (sizes, *others), micro_batches, self._window = self._window, len(self._window), []
         if norms is None or any(other != sizes for other in others) or sum(size > 0 for size in sizes) < 2:
             return
-        if dropped:
+        if isinstance(dropped, torch.Tensor):
+            norms = norms[0], torch.where(dropped != 0, torch.nan, norms[1])
+        elif dropped:
             norms = norms[0], torch.full_like(norms[1], torch.nan)
         if self.hook.exact_sum:
             self.add(norms, sizes, micro_batches)
