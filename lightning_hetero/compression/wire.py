@@ -14,6 +14,7 @@ words, modulo 2^64, which can be taken on any device.
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -192,7 +193,8 @@ class MessageFormat:
         """Write the header over a payload."""
         header = message[:HEADER].view(torch.int64)
         first, second = checksum(message[HEADER:], self.positions)
-        for place, value in enumerate((MAGIC | VERSION, bucket, step, flags, count, first, second, self.fingerprint)):
+        fields: tuple[Any, ...] = (MAGIC | VERSION, bucket, step, flags, count, first, second, self.fingerprint)
+        for place, value in enumerate(fields):
             header[place] = value
         header[5] = seal(first, header[1:5])
 

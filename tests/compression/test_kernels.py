@@ -140,7 +140,7 @@ WIDE |= {"deliver", "merge", "take_back"}
 
 def test_kernels_compute_what_the_reference_does():
     """In a process of its own: Triton asks for its interpreter before the kernels are imported."""
-    files = [str(ROOT / "tests" / room / "interpreted.py") for room in ("compression", "optim")]
+    files = [str(ROOT / "tests" / room / "interpreted.py") for room in ("comm", "compression", "optim")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
@@ -153,7 +153,9 @@ def compiled(name, target):
     function, signature, constants = KERNELS[name]
     names = function.arg_names
     aligned = [
-        n for n in names if n in signature and (signature[n].startswith("*") or n in ("numel", "num_blocks", "k", "value_stride"))
+        n
+        for n in names
+        if n in signature and (signature[n].startswith("*") or n in ("numel", "num_blocks", "k", "value_stride"))
     ]
     source = ASTSource(
         fn=function,

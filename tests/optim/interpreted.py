@@ -88,4 +88,6 @@ def same(parameters, sparse, twins, twin, error):
         assert torch.isfinite(p.detach()).all()
         for name, value in sparse.state[p].items():
             if value is not None:
-                torch.testing.assert_close(value.to(torch.float32), twin.state[other][name].float(), rtol=error, atol=error)
+                torch.testing.assert_close(
+                    value.to(torch.float32), twin.state[other][name].float(), rtol=error, atol=error
+                )
