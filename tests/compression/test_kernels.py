@@ -7,14 +7,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_hetero.compression import Layout, MessageFormat
+from lightning_hetero.optim import SparseSGD
 
 triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from lightning_hetero.compression import kernels, receiving  # noqa: E402
+from lightning_hetero.compression import kernels, receiving, triton_encoder  # noqa: E402
 from lightning_hetero.optim import kernels as steps  # noqa: E402
+from lightning_hetero.optim import triton_step  # noqa: E402
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -194,3 +200,75 @@ def test_amd_builds_do_not_spill(name):
     code = compiled(name, AMD).asm["amdgcn"]
     assert int(re.search(r"\.vgpr_spill_count:\s+(\d+)", code)[1]) == 0
     assert int(re.search(r"\.vgpr_count:\s+(\d+)", code)[1]) <= 128
+
+
+class Queue:
+    """Stands for a module of kernels, and counts what is queued."""
+
+    def __init__(self):
+        self.names = []
+
+    def __getattr__(self, name):
+        return {} if name == "FAULTS" else _Launch(self, name)
+
+
+class _Launch:
+    def __init__(self, queue, name):
+        self.queue, self.name = queue, name
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.queue.names.append(self.name)
+
+
+class Operations(TorchDispatchMode):
+    """Names of torch's own operations, views left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        view = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+        if str(func).startswith("aten.") and not view:
+            self.names.add(str(func).removeprefix("aten."))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("density", [0.05, 0.5])
+def test_a_step_on_gpu_allocates_nothing_and_waits_for_nothing(density, monkeypatch):
+    """Between two kernels there are only fills and copies in place: nothing new, nothing that the host would read."""
+    queue = Queue()
+    monkeypatch.setattr(triton_encoder, "kernels", queue)
+    monkeypatch.setattr(triton_encoder, "receiving", queue)
+    monkeypatch.setattr(triton_step, "kernels", queue)
+    layout = Layout.of([("a", 700), ("b", 3)], 16)
+    form = MessageFormat(layout.num_blocks, max(1, int(layout.num_blocks * density)), 16, "int8")
+    monkeypatch.setattr(triton_encoder.kernels, "EXPONENTS", 256, raising=False)
+    encoder = triton_encoder.TritonEncoder(layout, form, torch.device("cpu"), 2)
+    rows = torch.zeros(2, form.num_bytes, dtype=torch.uint8)
+    parameters = [torch.nn.Parameter(torch.zeros(slot.numel)) for slot in layout.slots]
+    optimizer = SparseSGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    blocks = {
+        p: encoder.touched[s.start // 16 :][: s.padded // 16] for p, s in zip(parameters, layout.slots, strict=True)
+    }
+    optimizer.follow(lambda: blocks, 16)
+
+    def step(number):
+        for slot, p in zip(layout.slots, parameters, strict=True):
+            encoder.accumulate(slot, p.grad, 0.5, hold=True)
+        encoder.encode(rows[0], step=number)
+        encoder.receive(rows, rank=0, step=number)
+        for slot, p in zip(layout.slots, parameters, strict=True):
+            encoder.deliver(slot, p.grad, 0.5, scale=1.0, fill=0.0)
+        encoder.finish()
+        optimizer.step()
+
+    step(0)
+    queue.names.clear()
+    with Operations() as seen:
+        step(1)
+    assert seen.names <= {"zero_.default", "fill_.Scalar", "copy_.default", "any.all_out"}
+    assert set(queue.names) >= {"accumulate", "pack", "seal", "check", "merge", "take_back", "deliver", "sparse_sgd"}
