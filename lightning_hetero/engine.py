@@ -267,6 +267,16 @@ class HeteroEngine:
         if self.noise is not None and self.observer.synced_steps > before:
             self.noise.end_step()
 
+    def close(self) -> None:
+        """The run ends.
+
+        Raises:
+            ValueError: if a message of the very last step was malformed, which a GPU tells only now.
+        """
+        self.hook_state.settle()
+        if self.compression is not None:
+            self.compression.settle()
+
     # agreement
 
     @property

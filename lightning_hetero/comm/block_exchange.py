@@ -1,7 +1,6 @@
 """Block top-k inside DDP's hook: each bucket goes into the residual, the last one sends one message for all of them."""
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from lightning_hetero.comm.clock import clock_for
 from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.comm.sums import pending
 from lightning_hetero.comm.topology import Topology
@@ -113,6 +113,7 @@ class BlockExchange:
         device = next(iter(parameters.values())).device
         self.on_host = device.type != self.encoder.residual.device.type
         self.use_rows(torch.zeros((self.topology.size, self.encoder.form.num_bytes), dtype=torch.uint8, device=device))
+        self._masks = self._views(self.encoder.touched) if self.encoder.deferred else {}
         self.step, self.dropped = 0, 0
         self.late: Late | None = None
         self.messages: Topology | None = None
@@ -121,7 +122,10 @@ class BlockExchange:
         self._packs: list[torch.Tensor] | None = None
         self._waiting: list[tuple[Any, list[tuple[Slot, torch.Tensor]], Any]] = []
         self._raised: list[tuple[Any, list[tuple[Slot, torch.Tensor]]]] = []
-        self._finite, self._weight, self._scale, self._encode = True, 1.0, 1.0, 0.0
+        self._finite, self._weight, self._scale = True, 1.0, 1.0
+        self._clock = clock_for(self.encoder.residual.device)
+        self._spans: list[tuple[Any, Any]] = []
+        self._queued: list[tuple[Any, Any]] = []
 
     def _encoder(self, parameters: Mapping[str, torch.Tensor]) -> Any:
         """The encoder for the parameters' device: Triton's on GPU, unless something was asked for that only CPU has."""
@@ -133,7 +137,7 @@ class BlockExchange:
         if device.type == "cuda" and not double and s.selector in (None, "histogram") and find_spec("triton"):
             from lightning_hetero.compression.triton_encoder import TritonEncoder
 
-            return TritonEncoder(self.layout, form, device)
+            return TritonEncoder(self.layout, form, device, self.topology.size)
         return BlockEncoder(self.layout, form, s.selector or "exact", torch.float64 if double else torch.float32)
 
     def use_rows(self, rows: torch.Tensor) -> None:
@@ -141,6 +145,21 @@ class BlockExchange:
         self.rows = rows
         own = rows[self.topology.cluster]
         self._message = own.cpu() if self.on_host else own
+
+    def read_on_host(self) -> None:
+        """Select and merge on the host from now on: messages that are applied a step late are read there."""
+        if self.encoder.deferred:
+            self.settle()
+            residual, s = self.encoder.residual, self.settings
+            self.encoder = BlockEncoder(self.layout, self.encoder.form, s.selector or "exact")
+            self.encoder.residual.copy_(residual)
+            self.on_host, self._clock = residual.is_cuda, clock_for(torch.device("cpu"))
+            self.use_rows(self.rows)
+
+    def _views(self, touched: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
+        """The part of each parameter in what there is of each block."""
+        block = self.layout.block
+        return {p: touched[s.start // block : (s.start + s.padded) // block] for p, s in self.slots.items()}
 
     # the hook
 
@@ -173,7 +192,7 @@ class BlockExchange:
         return future
 
     def _begin(self) -> None:
-        self._waiting, self._raised, self._finite, self._encode = [], [], True, 0.0
+        self._waiting, self._raised, self._finite, self._spans = [], [], True, []
         self._scale = 1.0 if self.grad_scale is None else self.grad_scale()
         self._weight = 1.0 / (self.world_size * self._scale)
 
@@ -190,25 +209,20 @@ class BlockExchange:
             raised, pieces = self._raised.pop(0)
             if raised is not None:
                 raised.wait()
-            begin = time.perf_counter()
+            begin = self._clock.mark()
             for slot, flat in pieces if self.topology.leads else ():
                 if self._finite:
                     local = flat.cpu() if self.on_host else flat
                     self._finite = self.encoder.accumulate(slot, local, self._weight, hold=self.hold_unused)
-            self._encode += time.perf_counter() - begin
+            self._spans.append((begin, self._clock.mark()))
 
     def _exchange(self) -> None:
         """Send, receive, merge, and hand the sum to DDP."""
         sending = self._send()
-        packs = self.receive(sending) if self.late is None else self.late.turn(sending)
-        self.encoder.merge(packs)
-        for _, pieces, _ in self._waiting:
-            for slot, flat in pieces:
-                self._write(slot, flat)
-        count = sum(len(pack.indices) for pack in packs)
-        sent = (self.topology.size - 1) * self.encoder.form.num_bytes if self.topology.leads else 0
-        self.report.add(sent, count / self.layout.num_blocks, self._encode)
-        self.touch(packs)
+        if self.encoder.deferred:
+            self._hand_on(sending)
+        else:
+            self._merge(self.receive(sending) if self.late is None else self.late.turn(sending))
         self.encoder.finish()
         self.step += 1
         waiting, self._waiting = self._waiting, []
@@ -217,7 +231,8 @@ class BlockExchange:
 
     def _send(self) -> Sending:
         """Write this rank's message, and let it set out."""
-        begin = time.perf_counter()
+        self.settle()
+        begin = self._clock.mark()
         if self.topology.leads:
             if self._finite:
                 self.encoder.encode(self._message, step=self.step)
@@ -225,7 +240,7 @@ class BlockExchange:
                 self.encoder.give_up(self._message, step=self.step)
             if self.on_host:
                 self.rows[self.topology.cluster].copy_(self._message)
-        self._encode += time.perf_counter() - begin
+        self._spans.append((begin, self._clock.mark()))
         return Sending(self.rows, self.step, (self.messages or self.topology).gather(self.rows), self._finite)
 
     def receive(self, sending: Sending) -> list[Pack]:
@@ -241,9 +256,50 @@ class BlockExchange:
             self._drop(sending, rows[self.topology.cluster])
         return packs or []
 
+    def _merge(self, packs: list[Pack]) -> None:
+        """Add packs up, and hand the sum to DDP."""
+        self.encoder.merge(packs)
+        for _, pieces, _ in self._waiting:
+            for slot, flat in pieces:
+                self._write(slot, flat)
+        self._count(sum(len(pack.indices) for pack in packs), self._spans)
+        self.touch(packs)
+
+    def _count(self, blocks: int, spans: list[tuple[Any, Any]]) -> None:
+        sent = (self.topology.size - 1) * self.encoder.form.num_bytes if self.topology.leads else 0
+        encode = sum(self._clock.seconds(begin, end) for begin, end in spans)
+        self.report.add(sent, blocks / self.layout.num_blocks, encode)
+
+    def _hand_on(self, sending: Sending) -> None:
+        """Let the device check and add up the messages; :meth:`settle` tells later what became of it."""
+        sending.arrival.wait()
+        self.encoder.receive(sending.rows, rank=self.topology.cluster, step=sending.step)
+        self.hook.step_dropped, self._queued = self.encoder.verdict, self._spans
+        weight = self._weight if self.topology.leads else 0.0  # of what went into the residual
+        for _, pieces, _ in self._waiting:
+            for slot, flat in pieces:
+                self.encoder.deliver(slot, flat, weight, scale=self._scale, fill=self._fill)
+
+    def settle(self) -> None:
+        """Look at what the device decided on the last step, if it is not known yet.
+
+        Raises:
+            ValueError: if a message of that step was malformed, naming rank and bucket; the same on all ranks.
+        """
+        outcome = self.encoder.outcome() if self.encoder.deferred else None
+        if outcome is not None:
+            self._count(outcome.blocks, self._queued)
+            if outcome.dropped:
+                self._warn(outcome.step, "some rank")
+
+    @property
+    def _fill(self) -> float:
+        """The gradient of a step that is left out: a loss scaler has to see it; without one, it is 0."""
+        return 0.0 if self.grad_scale is None else float("inf")
+
     def _write(self, slot: Slot, flat: torch.Tensor) -> None:
-        if self.hook.step_dropped and self.grad_scale is not None:  # the loss scaler has to see it
-            flat.fill_(float("inf"))
+        if self.hook.step_dropped and self.grad_scale is not None:
+            flat.fill_(self._fill)
             return
         flat.copy_(self.encoder.merged[slot.start : slot.start + slot.numel])
         if self._scale != 1.0:
@@ -256,12 +312,15 @@ class BlockExchange:
         elif sending.finite and self.topology.leads:
             self.encoder.take_back(own)
         self.hook.step_dropped = True
+        self._warn(sending.step, "another rank than this" if sending.finite else "the rank of this process")
+
+    def _warn(self, step: int, where: str) -> None:
         self.dropped += 1
         if self.grad_scale is None and (self.dropped & (self.dropped - 1)) == 0:  # 1, 2, 4, 8, ...
             log.warning(
-                "a gradient was not finite in step %d on rank %s: all ranks left that gradient out (%d so far)",
-                sending.step,
-                "other than this" if sending.finite else "of this process",
+                "a gradient was not finite in step %d on %s: all ranks left that gradient out (%d so far)",
+                step,
+                where,
                 self.dropped,
             )
 
@@ -280,7 +339,12 @@ class BlockExchange:
         return flat
 
     def touched_blocks(self) -> dict[torch.Tensor, torch.Tensor] | None:
-        """Numbers of the blocks of each parameter that the last gradient touches; ``None`` if it was sent densely."""
+        """Numbers of the blocks of each parameter that the last gradient touches; ``None`` if it was sent densely.
+
+        On GPU masks over the blocks, which the host need not wait for.
+        """
+        if self.encoder.deferred:
+            return self._masks if self.hook.one_message else None
         if self._packs is None:
             return None
         nothing = torch.zeros(0, dtype=torch.int64, device=self.rows.device)
@@ -300,6 +364,7 @@ class BlockExchange:
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """What this rank has not sent yet, by parameter: a part of the weighted sum over ranks."""
+        self.settle()
         if self.late is not None:
             self.late.settle()
         flat = self.encoder.residual

@@ -97,8 +97,18 @@ class GradientCompression:
 
     # state
 
+    def settle(self) -> None:
+        """Look at what the device decided on the last step, if it is not known yet (block top-k on GPU).
+
+        Raises:
+            ValueError: if a message of that step was malformed, naming rank and bucket; the same on all ranks.
+        """
+        if isinstance(self.exchange, BlockExchange):
+            self.exchange.settle()
+
     def take_report(self) -> StepReport | None:
         """What was sent since the last call, ``None`` if nothing was."""
+        self.settle()
         if self.exchange is None or self.exchange.report.steps == 0:
             return None
         report, self.exchange.report = self.exchange.report, StepReport()

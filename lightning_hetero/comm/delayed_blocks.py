@@ -52,6 +52,7 @@ class DelayedBlocks(Delays):
         running: Any = None,
     ) -> None:
         super().__init__(limit, parameters, clock=clock, hysteresis=hysteresis, topology=topology, running=running)
+        exchange.read_on_host()
         self.exchange, self.delayed = exchange, False
         self._under_way: Sending | None = None
         self._owed: list[Pack] = []

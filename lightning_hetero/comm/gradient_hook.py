@@ -48,7 +48,8 @@ class HookState:
         norms: takes the norms.
         exact_sum: whether the running step's gradient is the sum of all ranks', rather than a compressed one.
         one_message: whether all buckets are exchanged together with the last one.
-        step_dropped: whether the running step was left out on all ranks, because a gradient was not finite.
+        step_dropped: whether the running step was left out on all ranks, because a gradient was not finite; on GPU a
+            number on the device, 0 if it was not.
         fired: whether a bucket was averaged since :meth:`take_fired`.
         local_norms: norm of each bucket before averaging, of the running step.
         global_norms: the same after averaging.
@@ -67,7 +68,7 @@ class HookState:
     norms: GradientNorms = field(default_factory=GradientNorms)
     exact_sum: bool = True
     one_message: bool = False
-    step_dropped: bool = False
+    step_dropped: bool | torch.Tensor = False
     fired: bool = False
     local_norms: list[torch.Tensor] = field(default_factory=list)
     global_norms: list[torch.Tensor] = field(default_factory=list)

@@ -163,7 +163,9 @@ class NoiseCollector:
         if norms is None:
             return
         local, whole = norms
-        if dropped:
+        if isinstance(dropped, torch.Tensor):
+            whole = [torch.where(dropped != 0, torch.nan, norm) for norm in whole]
+        elif dropped:
             whole = [torch.full_like(norm, torch.nan) for norm in whole]
         known = self.running.noise_scale
         estimator = window_estimator(

@@ -30,7 +30,7 @@ def gather_over_ranks(
         group: their process group, ``None`` for the default.
     """
     if dist.get_backend(group) == "nccl":
-        work = dist.all_gather_into_tensor(rows, rows[own].clone(), group=group, async_op=True)
+        work = dist.all_gather_into_tensor(rows, rows[own], group=group, async_op=True)  # in place
         whole: torch.futures.Future[Any] = work.get_future()
         return whole
     parts = [

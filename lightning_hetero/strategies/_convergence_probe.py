@@ -169,7 +169,7 @@ class ConvergenceProbe(PolicyCallback):
         report = ProbeReport(
             loss=loss,
             samples=self._seen,
-            staleness=int(staleness is not None and bool(staleness.delayed)),
+            staleness=int(staleness is not None and staleness.delayed_share > 0.0),
             world_size=engine.world_size,
             total=engine.plan.total_batch_size,
             dataset=len(engine.sampler.stream),

@@ -369,7 +369,7 @@ class HeteroDDPMixin:
     def teardown(self) -> None:
         """End the run; the engine stays, so that its plans can be read and a further run goes on from them."""
         if self.engine is not None:
-            self.engine.hook_state.settle()
+            self.engine.close()
         super().teardown()  # type: ignore[misc]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
