@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_hetero.core.compressors import Compressor, parse_compression
+from lightning_hetero.core.clusters import check_clusters, check_hierarchy
+from lightning_hetero.core.compressors import Compressor, HalfPrecision, LowRank, parse_compression
 from lightning_hetero.core.planner import PLANNERS
 from lightning_hetero.core.validation import check_choice, check_int, check_number, check_sizes
 
@@ -32,6 +33,9 @@ class HeteroConfig:
         probe_memory: find each rank's largest batch by trial before training (CUDA).
         compression: what is sent of gradients: ``None`` (all), settings such as ``BlockTopK(density=0.01)``, or a name
             of :data:`~lightning_hetero.core.compressors.COMPRESSORS`.
+        hierarchy: clusters of ranks, close together inside and joined by a thin link: lists such as
+            ``[[0, 1, 2], [3]]``, ``"nodes"`` (by host), ``"env"`` (by ``LIGHTNING_HETERO_CLUSTER`` of each process) or
+            ``"auto"`` (by timing links). Gradients are summed inside a cluster; leaders exchange sums.
         staleness: most steps by which a gradient may arrive late: 0, or 1 where the link would make every step wait.
 
     Raises:
@@ -54,6 +58,7 @@ class HeteroConfig:
     balance_evaluation: bool = False
     probe_memory: bool = False
     compression: Compressor | str | None = None
+    hierarchy: str | Sequence[Sequence[int]] | None = None
     staleness: int = 0
 
     def __post_init__(self) -> None:
@@ -73,6 +78,12 @@ class HeteroConfig:
         else:
             check_int("replan", self.replan, minimum=1)
         check_number("hysteresis", self.hysteresis, low=0.0, high=1.0)
+        object.__setattr__(self, "hierarchy", check_hierarchy(self.hierarchy))
+        if self.hierarchy is not None and isinstance(self.compression, LowRank | HalfPrecision):
+            raise ValueError(
+                f"hierarchy={self.hierarchy!r} and compression={self.compression!r}: torch's own hooks sum straight "
+                "over all ranks. Use block_topk or no compression, or leave the hierarchy out."
+            )
         check_choice("staleness", check_int("staleness", self.staleness, minimum=0), (0, 1))
         for name in ("balance_evaluation", "probe_memory"):
             if not isinstance(getattr(self, name), bool):
@@ -112,6 +123,8 @@ class HeteroConfig:
         for name in ("local_batch_sizes", "max_local_batch_sizes"):
             if isinstance(getattr(self, name), tuple):
                 check_sizes(name, getattr(self, name), minimum=0, length=world_size)
+        if isinstance(self.hierarchy, tuple):
+            check_clusters(self.hierarchy, world_size)
 
     def fingerprint(self) -> str:
         """Text of all settings that must be equal on all ranks."""
@@ -120,5 +133,5 @@ class HeteroConfig:
             f"min_local_batch_size={self.min_local_batch_size}, max_local_batch_sizes={self.max_local_batch_sizes}, "
             f"weight_fn={self.weight_fn is not None}, replan={self.replan}, hysteresis={self.hysteresis}, "
             f"balance_evaluation={self.balance_evaluation}, compression={self.compression}, "
-            f"staleness={self.staleness}"
+            f"hierarchy={self.hierarchy}, staleness={self.staleness}"
         )

@@ -23,6 +23,7 @@ from lightning_hetero.comm.noise import NOISE_FIELDS, NoiseCollector
 from lightning_hetero.comm.observer import StepObserver, match_rows
 from lightning_hetero.comm.roster import Roster
 from lightning_hetero.comm.schedule import ExchangeSchedule
+from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.weighting import LossWeighting
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.metrics import exchange_metrics
@@ -75,8 +76,10 @@ class HeteroEngine:
         config.check_world_size(world_size)
         self.config, self.rank, self.world_size, self.device = config, rank, world_size, device
         self.control = ControlPlane(rank, world_size, timeout=timeout)
+        self.control.require_equal("the settings of the strategy", config.fingerprint())
         self.observer = StepObserver(clock_for(device))
         self.hook_state = HookState(self.observer, world_size)
+        self.hook_state.topology = Topology.form(config.hierarchy, self.control, timeout)
         self.compression = GradientCompression.of(config.compression, self.control, self.hook_state)
         self.weighting = LossWeighting(config, world_size, device)
         self.schedule = ExchangeSchedule(config.replan)
@@ -95,7 +98,6 @@ class HeteroEngine:
         self._identity = identity(device, local_rank)
         self.roster: Roster | None = None
         self._restored_workers: tuple[str, ...] = ()
-        self.control.require_equal("the settings of the strategy", config.fingerprint())
 
     # plan
 
@@ -219,7 +221,7 @@ class HeteroEngine:
         sizes = self.sampler.sizes_at(epoch, step)
         own = sizes[self.rank]
         if self.noise is not None:
-            self.noise.begin_step(self.observer.synced_steps, sizes)
+            self.noise.begin_step(sizes)
         self.observer.begin_step(max(own, self.sampler.min_local), regular=self.sampler.is_full(epoch, step))
         self.weighting.begin(own, sum(sizes), batch)
 
@@ -264,6 +266,16 @@ class HeteroEngine:
         self.observer.end_step()
         if self.noise is not None and self.observer.synced_steps > before:
             self.noise.end_step()
+
+    def close(self) -> None:
+        """The run ends.
+
+        Raises:
+            ValueError: if a message of the very last step was malformed, which a GPU tells only now.
+        """
+        self.hook_state.settle()
+        if self.compression is not None:
+            self.compression.settle()
 
     # agreement
 

@@ -209,7 +209,7 @@ class HeteroSession:
 
     def close(self) -> None:
         """Before the process group is destroyed: let its threads go, which a destructor would wait for in vain."""
-        self.engine.hook_state.settle()
+        self.engine.close()
         if self.engine.world_size > 1:
             let_threads_go()
 

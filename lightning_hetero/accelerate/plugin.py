@@ -138,7 +138,8 @@ def as_environment(section: Mapping[str, Any]) -> dict[str, str]:
     variables = {SWITCH: "true"}
     for name, value in section.items():
         if value is not None:
-            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            plain = isinstance(value, list | tuple) and not any(isinstance(item, list | tuple) for item in value)
+            text = ",".join(map(str, value)) if plain else str(value)
             variables[PREFIX + name.upper()] = text.lower() if isinstance(value, bool) else text
     return variables
 

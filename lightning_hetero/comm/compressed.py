@@ -12,6 +12,7 @@ from lightning_hetero.comm.block_exchange import BlockExchange, StepReport
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.comm.link import choose
+from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.torch_hooks import HalfExchange, LowRankExchange
 from lightning_hetero.core.compressors import Automatic, BlockTopK, Compressor, HalfPrecision, LowRank
 from lightning_hetero.optim.sparse import SparseOptimizer
@@ -65,11 +66,12 @@ class GradientCompression:
             )
         self._module = weakref.ref(module)
         before, self.exchange = self.state_dict_of_rank(), None
+        topology = self._topology()
         if self.control.world_size == 1 or not parameters:
             return
         settings: Any = self.settings
         if isinstance(settings, Automatic):
-            settings = choose(settings, parameters, self.control)
+            settings = choose(settings, parameters, self.control, topology)
         if isinstance(settings, BlockTopK):
             self.exchange = BlockExchange(
                 settings, parameters, self.hook, self.control.rank, grad_scale=grad_scale, hold_unused=hold_unused
@@ -84,6 +86,9 @@ class GradientCompression:
         elif before:  # another fit of the same run
             self._take_over(before)
 
+    def _topology(self) -> Topology:
+        return self.hook.topology or Topology.straight(self.control.rank, self.control.world_size)
+
     def lead(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Tell sparse optimizers which blocks a gradient touches."""
         for optimizer in optimizers:
@@ -92,8 +97,18 @@ class GradientCompression:
 
     # state
 
+    def settle(self) -> None:
+        """Look at what the device decided on the last step, if it is not known yet (block top-k on GPU).
+
+        Raises:
+            ValueError: if a message of that step was malformed, naming rank and bucket; the same on all ranks.
+        """
+        if isinstance(self.exchange, BlockExchange):
+            self.exchange.settle()
+
     def take_report(self) -> StepReport | None:
         """What was sent since the last call, ``None`` if nothing was."""
+        self.settle()
         if self.exchange is None or self.exchange.report.steps == 0:
             return None
         report, self.exchange.report = self.exchange.report, StepReport()
@@ -124,7 +139,7 @@ class GradientCompression:
     def state_dict(self) -> dict[str, Any]:
         """State of all ranks, on rank 0; empty elsewhere. A collective call."""
         everyone = self.control.gather_objects_at_zero(self.state_dict_of_rank() or self._own_share(self._restored))
-        return {"ranks": everyone} if everyone and any(everyone) else {}
+        return {"ranks": everyone, "clusters": self._topology().clusters} if everyone and any(everyone) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the residuals of an earlier run, once the model is attached or at once."""
@@ -145,11 +160,15 @@ class GradientCompression:
             log.warning("the checkpoint has gradients that were not sent yet, which 16-bit sums cannot send")
 
     def _own_share(self, state: dict[str, Any]) -> dict[str, Any]:
-        """This rank's own state, or an equal share of the sum of all residuals on another number of ranks."""
+        """This rank's own state, or, among other workers, an equal share of the sum of all residuals.
+
+        In a hierarchy only the leaders of clusters hold residuals.
+        """
         if not state:
             return {}
-        ranks, world_size = state["ranks"], self.control.world_size
-        if len(ranks) == world_size:
+        ranks, topology = state["ranks"], self._topology()
+        before = state.get("clusters", tuple((rank,) for rank in range(len(ranks))))
+        if before == topology.clusters:
             own: dict[str, Any] = ranks[self.control.rank]
             return own
         total: dict[str, torch.Tensor] = {}
@@ -157,8 +176,9 @@ class GradientCompression:
             for name, residual in rank["residuals"].items():
                 total[name] = total[name] + residual if name in total else residual.clone()
         if self.control.rank == 0:
-            log.info("residuals of %d ranks were summed and split over %d", len(ranks), world_size)
-        return {**ranks[0], "residuals": {name: residual / world_size for name, residual in total.items()}}
+            log.info("residuals of %d ranks were summed and split over %d", len(before), topology.size)
+        share = {name: residual / topology.size for name, residual in total.items()} if topology.leads else {}
+        return {**ranks[0], "residuals": share}
 
 
 def check_parameters(parameters: Mapping[str, torch.Tensor]) -> None:

@@ -100,6 +100,14 @@ class ControlPlane:
         dist.broadcast_object_list(box, src=0, group=self._group)
         return value if self.rank == 0 else box[0]
 
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send a tensor on the host to one rank, which has to :meth:`receive` it."""
+        dist.send(tensor, to, group=self._group)
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """Fill a tensor on the host with what one rank sends."""
+        dist.recv(tensor, source, group=self._group)
+
     def require_equal(self, what: str, value: Any) -> None:
         """Raise on every rank if one rank's value differs from the others'.
 

@@ -1,4 +1,4 @@
-"""What comes after a message was sent, the same on every device: read all ranks' messages, add them up, clear."""
+"""What comes after a message was sent, on CPU: read all ranks' messages, add them up, clear."""
 
 from typing import Any
 
@@ -18,14 +18,15 @@ class BlockMerger:
     Args:
         layout: where parameters lie.
         form: format of the messages.
-        device: where the sum lives.
     """
 
     residual: torch.Tensor
+    deferred = False
+    """Whether the device decides what becomes of a step, and the host learns of it a step later."""
 
-    def __init__(self, layout: Layout, form: MessageFormat, device: torch.device | None = None) -> None:
+    def __init__(self, layout: Layout, form: MessageFormat) -> None:
         self.layout, self.form, self.state = layout, form, SelectorState()
-        self.merged = torch.zeros(layout.numel, device=device)
+        self.merged = torch.zeros(layout.numel)
         self.touched: list[torch.Tensor] = []
 
     def read(self, rows: torch.Tensor, *, step: int, bucket: int = 0) -> list[Pack] | None:
@@ -43,6 +44,11 @@ class BlockMerger:
         for pack in packs:
             blocks.index_add_(0, pack.indices, pack.values)
             self.touched.append(pack.indices)
+
+    def take_back(self, message: torch.Tensor) -> None:
+        """Add what a message of this rank's held to the residual again, because nobody has applied it."""
+        pack = self.form.unpack(message)
+        self.residual.view(-1, self.layout.block).index_add_(0, pack.indices, pack.values.to(self.residual.dtype))
 
     def finish(self) -> None:
         """The step is over: clear the merged blocks."""

@@ -32,7 +32,7 @@ from lightning_hetero.core.validation import check_choice
 __all__ = ["SparseAdamW", "SparseOptimizer", "SparseSGD", "Touched"]
 
 Touched = Mapping[torch.Tensor, torch.Tensor]
-"""Numbers of the touched blocks of each parameter."""
+"""Numbers of the touched blocks of each parameter, int64; on GPU a mask over its blocks, which the host never reads."""
 
 LONGEST = 512
 """Steps that a block may owe; then all blocks are settled, in one dense pass."""
@@ -59,7 +59,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Take the touched blocks of each step from here.
 
         Args:
-            touched: numbers of the touched blocks of each parameter, ``None`` if the step's gradient is dense.
+            touched: numbers of the touched blocks of each parameter, or masks over them, which Triton's kernels take
+                (:mod:`lightning_hetero.optim.kernels`); ``None`` if the step's gradient is dense.
             block: elements of a block.
         """
         self._touched, self.block = touched, block
@@ -97,6 +98,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         if any(p.grad is None or p not in touched for p in parameters) or not self._ready(parameters):
             return False
+        if any(_is_mask(touched[p]) for p in parameters):  # the kernels read a byte per block: never slower than dense
+            return True
         rows = sum(-(-p.numel() // self.block) for p in parameters)
         return bool(sum(len(touched[p]) for p in parameters) <= BREAK_EVEN * rows)
 
@@ -111,6 +114,12 @@ class SparseOptimizer(torch.optim.Optimizer):
             if p not in settled:
                 settled[p] = torch.zeros(rows, dtype=torch.int64, device=p.device)
             where = touched[p]
+            if _is_mask(where):
+                marked = self._kernels().marked(where, settled[p], table if self._owes(group) else None, self._steps)
+                tensors = [_flat(t) for t in (p, p.grad, *self._buffers(p))]
+                self._on_device(marked, tensors, group, self._steps_of(p) + 1)
+                self._count(p)
+                continue
             owed = self._steps - settled[p][where]
             for view, chosen in _parts(p, where, self.block):
                 flat = [view(t) for t in (p, *self._buffers(p))]
@@ -123,6 +132,14 @@ class SparseOptimizer(torch.optim.Optimizer):
             settled[p][where] = self._steps + 1
             self._count(p)
         tables[number] = self._extended(table, group, self._steps_of(group["params"][0]))
+
+    def _kernels(self) -> Any:
+        """Triton's kernels, made for the first mask."""
+        if not hasattr(self, "_triton"):
+            from lightning_hetero.optim.triton_step import TritonSteps
+
+            self._triton = TritonSteps(self.block, LONGEST)
+        return self._triton
 
     def settle(self) -> None:
         """Pay what all blocks owe, so that parameters and state are those of a dense optimizer."""
@@ -170,6 +187,10 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _apply(self, group: dict[str, Any], parts: list[torch.Tensor], g: torch.Tensor, step: int) -> None:
         raise NotImplementedError
 
+    def _on_device(self, marked: Any, tensors: list[torch.Tensor], group: dict[str, Any], step: int) -> None:
+        """:meth:`_pay` and :meth:`_apply` of the marked blocks of parameter, gradient and buffers, in one kernel."""
+        raise NotImplementedError
+
     def _steps_of(self, p: torch.Tensor) -> int:
         return 0
 
@@ -198,6 +219,10 @@ def _parts(p: torch.Tensor, where: torch.Tensor, block: int) -> list[tuple[Calla
     if whole * block < p.numel():
         parts.append((tail, _Chosen(where[~inside] - whole, ~inside)))
     return parts
+
+
+def _is_mask(touched: torch.Tensor) -> bool:
+    return touched.dtype == torch.bool
 
 
 def _flat(t: torch.Tensor) -> torch.Tensor:
@@ -266,10 +291,18 @@ class SparseSGD(SparseOptimizer, torch.optim.SGD):
             parts[1].mul_(m).add_(g)
             g = g.add(parts[1], alpha=m) if group["nesterov"] else parts[1]
         p.add_(g, alpha=-group["lr"])
-        if m and self.pay == "ahead":  # sum over j of m^j b, of which Nesterov's step takes m times as much
-            rest = group["lr"] * m / (1 - m) * (m if group["nesterov"] else 1.0)
+        rest = self._rest(group)
+        if rest is not None:
             p.add_(parts[1], alpha=-rest)
             parts[1].zero_()
+
+    def _rest(self, group: dict[str, Any]) -> float | None:
+        """What a touched block takes of its momentum at once, sum over j of ``m^j b``; ``m`` times it with Nesterov."""
+        m = group["momentum"]
+        return group["lr"] * m / (1 - m) * (m if group["nesterov"] else 1.0) if m and self.pay == "ahead" else None
+
+    def _on_device(self, marked: Any, tensors: list[torch.Tensor], group: dict[str, Any], step: int) -> None:
+        marked.sgd(tensors, group, rest=self._rest(group))
 
 
 class SparseAdamW(SparseOptimizer, torch.optim.AdamW):
@@ -330,11 +363,18 @@ class SparseAdamW(SparseOptimizer, torch.optim.AdamW):
         m.lerp_(g, 1 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         denominator = (v.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
-        ratio = beta1 / beta2**0.5
-        ahead = 1 / (1 - ratio) if self.pay == "ahead" and ratio < 1 else 1.0  # sum over j of (beta_1 / sqrt(beta_2))^j
+        ahead = self._ahead(group)
         p.addcdiv_(m, denominator, value=-group["lr"] * ahead / (1 - beta1**step))
         if ahead > 1:
             m.zero_()
+
+    def _ahead(self, group: dict[str, Any]) -> float:
+        """Sum over j of ``(beta_1 / sqrt(beta_2))^j``: what a touched block takes at once, 1 if it is paid later."""
+        ratio = group["betas"][0] / group["betas"][1] ** 0.5
+        return 1 / (1 - ratio) if self.pay == "ahead" and ratio < 1 else 1.0
+
+    def _on_device(self, marked: Any, tensors: list[torch.Tensor], group: dict[str, Any], step: int) -> None:
+        marked.adamw(tensors, group, number=step, ahead=self._ahead(group), small=EPSILON)
 
 
 EPSILON = 1e-8

@@ -1,8 +1,9 @@
-"""A thin link between the workers of one machine, without privileges: sums of gradients are handed out late."""
+"""A thin link between the workers of one machine, without privileges: what is sent of gradients is handed out late."""
 
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -16,10 +17,10 @@ __all__ = ["ThinLink"]
 
 
 class ThinLink:
-    """Hands sums of gradients of this process out as a link of a given rate would, one after the other.
+    """Hands sums and messages of gradients of this process out as a link of a given rate would, one after the other.
 
     For tests and demonstrations on one machine: the sums themselves are those of the process group, only their arrival
-    is put off. It concerns gradients on CPU, and neither compressed ones nor other collectives.
+    is put off. It concerns plain sums and block top-k of gradients on CPU, and no other collective.
 
     Args:
         rate: bytes per second that a worker can send, above 0; may be changed while it runs.
@@ -40,19 +41,20 @@ class ThinLink:
         self._free = 0.0
         self._way: queue.Queue[Any] = queue.Queue()
         self._thread: threading.Thread | None = None
-        self._sum = sums.sum_over_ranks
+        self._sum, self._gather = sums.sum_over_ranks, sums.gather_over_ranks
 
     def start(self) -> "ThinLink":
         """Make the link thin."""
         self._thread = threading.Thread(target=self._deliver, daemon=True)
         self._thread.start()
         self._sum, sums.sum_over_ranks = sums.sum_over_ranks, self._late_sum
+        self._gather, sums.gather_over_ranks = sums.gather_over_ranks, self._late_gather
         return self
 
     def stop(self) -> None:
         """Put the link back, once everything under way has arrived."""
         if self._thread is not None:
-            sums.sum_over_ranks = self._sum
+            sums.sum_over_ranks, sums.gather_over_ranks = self._sum, self._gather
             self._way.put(None)
             self._thread.join()
             self._thread = None
@@ -66,8 +68,16 @@ class ThinLink:
         self.stop()
 
     def _late_sum(self, buffer: torch.Tensor, group: Any = None) -> torch.futures.Future[Any]:
-        done = self._sum(buffer, group)
-        seconds = sum_bytes(buffer.numel() * buffer.element_size(), self.world_size) / self.rate
+        num_bytes = sum_bytes(buffer.numel() * buffer.element_size(), self.world_size)
+        return self._late(self._sum(buffer, group), num_bytes)
+
+    def _late_gather(
+        self, rows: torch.Tensor, own: int, sources: Sequence[int], group: Any = None
+    ) -> torch.futures.Future[Any]:
+        return self._late(self._gather(rows, own, sources, group), (len(rows) - 1) * rows[own].numel())
+
+    def _late(self, done: torch.futures.Future[Any], num_bytes: float) -> torch.futures.Future[Any]:
+        seconds = num_bytes / self.rate
         self._free = max(time.perf_counter(), self._free) + seconds
         late: torch.futures.Future[Any] = torch.futures.Future()
         self._way.put((done, self._free, late))

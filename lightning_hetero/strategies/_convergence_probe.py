@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from lightning_hetero.callbacks import GNSCallback, PolicyCallback
-from lightning_hetero.comm.staleness import Staleness
 from lightning_hetero.core.compressors import BlockTopK
 from lightning_hetero.core.plan import BatchPlan, even_sizes
 from lightning_hetero.core.planner import PlanContext, Proposal, StaticPlanner
@@ -124,7 +123,7 @@ class ConvergenceProbe(PolicyCallback):
             self._end(trainer)
         staleness = self._engine.hook_state.staleness
         if staleness is not None and staleness.limit:
-            _delay_all(staleness)
+            staleness.delay_all()
         trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
         for config in trainer.lr_scheduler_configs:
             config.strict = False  # a metric of validation that a schedule follows is never there
@@ -170,7 +169,7 @@ class ConvergenceProbe(PolicyCallback):
         report = ProbeReport(
             loss=loss,
             samples=self._seen,
-            staleness=int(staleness is not None and staleness.delayed_share > 0),
+            staleness=int(staleness is not None and staleness.delayed_share > 0.0),
             world_size=engine.world_size,
             total=engine.plan.total_batch_size,
             dataset=len(engine.sampler.stream),
@@ -180,8 +179,3 @@ class ConvergenceProbe(PolicyCallback):
             report.write(self.order.report)
         strategy.barrier()
         raise SystemExit(0)
-
-
-def _delay_all(late: Any) -> None:
-    """Have every gradient arrive a step late: of dense sums by the parameters' names, of messages as a whole."""
-    late.delay(late.parameters if isinstance(late, Staleness) else True)

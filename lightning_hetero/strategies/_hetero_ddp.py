@@ -25,6 +25,7 @@ from lightning_hetero.strategies._compression import attach_compression
 from lightning_hetero.strategies._convergence_probe import begin_probe
 from lightning_hetero.strategies._loaders import (
     balanced_evaluation_loader,
+    recount_batches,
     stream_of,
     timed_loader,
     why_not_uneven,
@@ -60,6 +61,8 @@ class HeteroDDPMixin:
         probe_memory: find each worker's largest batch by trial before training (CUDA).
         compression: what is sent of gradients: ``None`` (all of them), ``BlockTopK(density=0.01)``, ``"block_topk"``,
             ``"powersgd"``, ``"fp16"``, ``"bf16"``, or ``"auto"`` (block top-k where it shortens the step).
+        hierarchy: clusters of workers that a thin link joins: ``[[0, 1, 2], [3]]``, ``"nodes"`` (by host), ``"env"`` or
+            ``"auto"``; gradients are summed inside of each, and one worker of each exchanges sums with the others.
         staleness: 1 lets gradients that would make steps wait for the link arrive a step later; 0 lets none.
         kwargs: everything that Lightning's ``DDPStrategy`` takes.
 
@@ -88,6 +91,7 @@ class HeteroDDPMixin:
         balance_evaluation: bool = False,
         probe_memory: bool = False,
         compression: Compressor | str | None = None,
+        hierarchy: str | Sequence[Sequence[int]] | None = None,
         staleness: int = 0,
         **kwargs: Any,
     ) -> None:
@@ -103,10 +107,12 @@ class HeteroDDPMixin:
             balance_evaluation=balance_evaluation,
             probe_memory=probe_memory,
             compression=compression,
+            hierarchy=hierarchy,
             staleness=staleness,
         )
-        if compression is not None and kwargs.get("ddp_comm_hook") is not None:
-            raise ValueError("compression= and ddp_comm_hook= both say what is sent of gradients. Give one of them.")
+        for name, given in (("compression", compression), ("hierarchy", hierarchy)):
+            if given is not None and kwargs.get("ddp_comm_hook") is not None:
+                raise ValueError(f"{name}= and ddp_comm_hook= both say how gradients are sent. Give one of them.")
         if kwargs.get("model_averaging_period") is not None or isinstance(
             kwargs.get("ddp_comm_state"), PostLocalSGDState
         ):
@@ -300,26 +306,9 @@ class HeteroDDPMixin:
         return clone
 
     def refresh_epoch_length(self) -> None:
-        """Make Lightning's counters follow an epoch of another length: batches, validation, progress bar.
-
-        Lightning counts the batches of an epoch once, when it sets the loaders up; an epoch that got longer would be
-        cut, one that got shorter would skip its validation, both in silence.
-        """
-        trainer, loop = self._trainer, self._trainer.fit_loop
-        combined = loop._combined_loader
-        if combined is None or self.engine is None or self.engine.sampler is None:
-            return
-        connector = importlib.import_module(f"{self._namespace}.trainer.connectors.data_connector")
-        combined.limits = [
-            connector._parse_num_batches(trainer.state.stage, len(loader), trainer.limit_train_batches)
-            for loader in combined.flattened
-        ]
-        loop.max_batches = combined.limits[0]
-        if combined._iterator is not None:
-            combined._iterator.limits = combined.limits
-            loop._data_fetcher.length = loop.max_batches
-        if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
-            trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+        """Make Lightning's counters follow an epoch of another length: batches, validation, progress bar."""
+        if self.engine is not None and self.engine.sampler is not None:
+            recount_batches(self._trainer, self._namespace)
 
     # one step
 
@@ -380,7 +369,7 @@ class HeteroDDPMixin:
     def teardown(self) -> None:
         """End the run; the engine stays, so that its plans can be read and a further run goes on from them."""
         if self.engine is not None:
-            self.engine.hook_state.settle()
+            self.engine.close()
         super().teardown()  # type: ignore[misc]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:

@@ -16,6 +16,7 @@ VALUES = {
     "weight_fn": ("operator:itemgetter", __import__("operator").itemgetter),
     "replan": ("epoch", "epoch"),
     "hysteresis": ("0.1", 0.1),
+    "hierarchy": ("[[0, 1], [2]]", ((0, 1), (2,))),
     "compression": ("block_topk(density=0.03, value_dtype='int8')", BlockTopK(density=0.03, value_dtype="int8")),
 }
 
@@ -37,6 +38,12 @@ def test_density_is_that_of_block_topk(compression, monkeypatch):
     if compression is not None:
         monkeypatch.setenv("ACCELERATE_HETERO_COMPRESSION", compression)
     assert HeteroPlugin().compression == BlockTopK(density=0.05)
+
+
+def test_clusters_survive_the_way_through_the_environment(monkeypatch):
+    for name, text in as_environment({"hierarchy": [[0, 2], [1]]}).items():
+        monkeypatch.setenv(name, text)
+    assert HeteroPlugin().hierarchy == ((0, 2), (1,))
 
 
 def test_density_of_another_compressor_is_refused():

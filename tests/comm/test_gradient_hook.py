@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.comm.clock import HostClock
 from lightning_hetero.comm.gradient_hook import DIRECT_BACKWARD, HookState, gradient_hook
+from lightning_hetero.comm.norms import GradientNorms
 from lightning_hetero.comm.observer import StepObserver
 from tests.helpers import run_ranks
 
@@ -81,8 +82,8 @@ def _norms(rank, cap, hook):
         loss_of(alone, x.double()).backward()
         model.zero_grad()
         loss_of(model, x.double()).backward()
-        buckets = len(state.local_sq_norms)
-        local, averaged = state.take_norms()
+        buckets = len(state.local_norms)
+        local, averaged = (torch.stack(norms).square().sum() for norms in state.take_norms())
         assert local.dtype == averaged.dtype == torch.float64
         rows.append([buckets, local, (flat(alone) ** 2).sum(), averaged, (flat(model) ** 2).sum()])
         assert state.take_norms() is None
@@ -161,6 +162,6 @@ def test_preconditioned_norms_follow_the_order_in_memory():
     gradient, divisor = torch.randn(4, 3, 2, 2), torch.rand(4, 3, 2, 2) + 0.5
     flat = torch.empty(48)
     flat.as_strided(weight.size(), weight.stride()).copy_(gradient)
-    state = HookState(StepObserver(HostClock()), 1, preconditioner=lambda parameter, part: part / divisor)
-    norm = state.sq_norm(torch.cat([torch.zeros(8), flat])[8:], [weight])
-    torch.testing.assert_close(norm, (gradient / divisor).square().sum())
+    norms = GradientNorms(preconditioner=lambda parameter, part: part / divisor)
+    norm = norms.of_bucket(torch.cat([torch.zeros(8), flat])[8:], lambda: [weight])
+    torch.testing.assert_close(norm, (gradient / divisor).norm())

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, GNSCallback, HeteroDDPStrategy
-from lightning_hetero.comm import block_exchange, link
+from lightning_hetero.comm import link, sums
 from lightning_hetero.comm.clock import HostClock
 from lightning_hetero.comm.compressed import GradientCompression
 from lightning_hetero.comm.control import ControlPlane
@@ -339,7 +339,7 @@ def test_noise_scale_does_not_see_the_compression(sizes):
 
 
 def _auto(rank, rate):
-    link.measure = lambda parameters, control, settings: LinkMeasurement(1e-6, rate, 1e-6, 2, 10**8)
+    link.measure = lambda parameters, control, topology, settings: LinkMeasurement(1e-6, rate, 1e-6, 2, 10**8)
     lines = []
     link.log.info = lambda text, *args: lines.append(text % args)
     out = _fit(rank, [3, 1], "auto(densities=[0.05])", {})
@@ -378,13 +378,15 @@ def test_ranks_with_different_settings_are_refused():
 
 
 def _corrupted(rank):
-    gather = block_exchange.gather_rows
+    gather = sums.gather_over_ranks
 
-    def flip(rows, rank, group=None):
-        gather(rows, rank, group)
-        rows[0, -1] ^= 4
+    def flip(rows, *args):
+        def arrived(done):
+            rows[0, -1] ^= 4
 
-    block_exchange.gather_rows = flip
+        return gather(rows, *args).then(arrived)
+
+    sums.gather_over_ranks = flip
     return _fit(rank, [3, 1], BlockTopK(**SPARSE), {})
 
 
