@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     if not output.parent.is_dir():
         parser.error(f"--output {output}: the folder {output.parent} does not exist. Make it, or give another file.")
     if find_spec("sklearn") is None:
-        parser.error("profiling needs scikit-learn; install lightning-hetero[demo].")
+        parser.error("profiling needs scikit-learn. Install it with: pip install 'lightning-hetero[demo]'")
     command = [*args.launcher, str(args.script), *args.arguments]
     probes = ScriptProbes(command, seed=args.seed, timeout=args.timeout)
     try:

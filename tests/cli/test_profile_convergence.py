@@ -134,6 +134,14 @@ def test_bad_options_are_named_before_anything_starts(profile, tmp_path, capsys,
     assert not (tmp_path / "orders").exists()
 
 
+def test_scikit_learn_is_asked_for_before_anything_starts(profile, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("lightning_hetero.cli.profile_convergence.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        profile()
+    assert "pip install 'lightning-hetero[demo]'" in capsys.readouterr().err
+    assert not (tmp_path / "orders").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
