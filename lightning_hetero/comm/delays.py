@@ -107,6 +107,10 @@ class Delays:
             metrics["hetero/transfer_time"] = self.choice.transfer
         return metrics
 
+    def trace(self) -> list[tuple[int, int, float, float, float]]:
+        """When transfers were ready, sent and there, see :meth:`~lightning_hetero.comm.transfers.TransferLog.spans`."""
+        return self._log.spans()
+
     def agree(self, control: ControlPlane) -> None:
         """Look at the link, and let rank 0 decide what is delayed from the next step on; a collective call."""
         sent = self._sent_bytes()

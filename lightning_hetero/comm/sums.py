@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["gather_over_ranks", "pending", "sum_over_ranks", "tensor_of"]
+__all__ = ["gather_over_ranks", "hand_on", "pending", "sum_over_ranks", "tensor_of"]
 
 
 def sum_over_ranks(buffer: torch.Tensor, group: Any = None) -> torch.futures.Future[Any]:
@@ -56,3 +56,11 @@ def tensor_of(value: Any) -> torch.Tensor:
 def pending(buffer: torch.Tensor) -> Any:
     """A future that is set by hand, for a tensor on this device."""
     return torch.futures.Future(devices=[buffer.device]) if buffer.is_cuda else torch.futures.Future()
+
+
+def hand_on(to: torch.futures.Future[Any], done: torch.futures.Future[Any]) -> None:
+    """Give what a finished future holds, a value or an error, to another one."""
+    try:
+        to.set_result(done.value())
+    except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the other
+        to.set_exception(error)
