@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_hetero.core.compressors import Compressor, parse_compression
+from lightning_hetero.core.compressors import Automatic, BlockTopK, Compressor, parse_compression
 from lightning_hetero.core.planner import PLANNERS
 from lightning_hetero.core.validation import check_choice, check_int, check_number, check_sizes
 
@@ -32,6 +32,8 @@ class HeteroConfig:
         probe_memory: find each rank's largest batch by trial before training (CUDA).
         compression: what is sent of gradients: ``None`` (all), settings such as ``BlockTopK(density=0.01)``, or a name
             of :data:`~lightning_hetero.core.compressors.COMPRESSORS`.
+        sparse_optimizer: let the optimizer, ``torch.optim.SGD`` or ``AdamW``, update only the blocks that block top-k
+            sends: ``False``, ``True``, or when momentum moves them, ``"ahead"`` (what ``True`` is) or ``"later"``.
         staleness: most steps by which a gradient may arrive late: 0, or 1 where the link would make every step wait.
 
     Raises:
@@ -54,12 +56,14 @@ class HeteroConfig:
     balance_evaluation: bool = False
     probe_memory: bool = False
     compression: Compressor | str | None = None
+    sparse_optimizer: bool | str = False
     staleness: int = 0
 
     def __post_init__(self) -> None:
         if self.policy is not None:
             check_choice("policy", self.policy, POLICIES)
         object.__setattr__(self, "compression", parse_compression(self.compression))
+        self._check_sparse_optimizer()
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         self._check_sizes()
         if self.weight_fn is not None and not callable(self.weight_fn):
@@ -77,6 +81,14 @@ class HeteroConfig:
         for name in ("balance_evaluation", "probe_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False.")
+
+    def _check_sparse_optimizer(self) -> None:
+        check_choice("sparse_optimizer", self.sparse_optimizer, (False, True, "ahead", "later"))
+        if self.sparse_optimizer and not isinstance(self.compression, BlockTopK | Automatic):
+            raise ValueError(
+                f"sparse_optimizer={self.sparse_optimizer!r} updates the blocks that block top-k sends, and "
+                f"compression={self.compression} sends none. Set compression='block_topk' or 'auto', or leave it out."
+            )
 
     def _check_sizes(self) -> None:
         if self.local_batch_sizes is not None:
@@ -120,5 +132,6 @@ class HeteroConfig:
             f"min_local_batch_size={self.min_local_batch_size}, max_local_batch_sizes={self.max_local_batch_sizes}, "
             f"weight_fn={self.weight_fn is not None}, replan={self.replan}, hysteresis={self.hysteresis}, "
             f"balance_evaluation={self.balance_evaluation}, compression={self.compression}, "
+            f"sparse_optimizer={self.sparse_optimizer}, "
             f"staleness={self.staleness}"
         )

@@ -77,7 +77,9 @@ class HeteroEngine:
         self.control = ControlPlane(rank, world_size, timeout=timeout)
         self.observer = StepObserver(clock_for(device))
         self.hook_state = HookState(self.observer, world_size)
-        self.compression = GradientCompression.of(config.compression, self.control, self.hook_state)
+        self.compression = GradientCompression.of(
+            config.compression, self.control, self.hook_state, config.sparse_optimizer
+        )
         self.weighting = LossWeighting(config, world_size, device)
         self.schedule = ExchangeSchedule(config.replan)
         self.noise: NoiseCollector | None = None
@@ -243,6 +245,8 @@ class HeteroEngine:
                 yield
         finally:
             self.hook_state.in_backward = False
+        if self.compression is not None:
+            self.compression.hand_over()
 
     def check_backward(self) -> None:
         """Make sure that the gradients of an optimizer step went through :meth:`backward`.

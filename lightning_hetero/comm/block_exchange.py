@@ -1,6 +1,5 @@
 """Block top-k inside DDP's hook: each bucket goes into the residual, the last one sends one message for all of them."""
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -10,15 +9,17 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm.clock import clock_for
+from lightning_hetero.comm.dropped import DroppedSteps, all_finite, clear
 from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.compression.encoder import BlockEncoder
+from lightning_hetero.compression.gradients import BlockGradient, BlockMarks, block_gradients
 from lightning_hetero.compression.layout import Layout, Slot, flat_view
+from lightning_hetero.compression.reference import Pack, merge_sparse
 from lightning_hetero.compression.wire import MessageFormat
 from lightning_hetero.core.compressors import BlockTopK, blocks_per_rank
+from lightning_hetero.optim import sparse_steps
 
 __all__ = ["BlockExchange", "StepReport", "gather_rows", "pending"]
-
-log = logging.getLogger("lightning_hetero")
 
 
 @dataclass
@@ -100,10 +101,13 @@ class BlockExchange:
         self.on_host = device.type != self.encoder.residual.device.type
         self._message = self.rows[rank].cpu() if self.on_host else self.rows[rank]
         self._masks = self._views(self.encoder.touched) if self.encoder.deferred else {}
-        self.step, self.dropped = 0, 0
+        self.step, self.dropped = 0, DroppedSteps()
         self.report = StepReport()
         self._dense_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
-        self._packs: list[torch.Tensor] | None = None
+        self.sparse_steps = False
+        """Whether the optimizer takes blocks, so that the sum is never written into a tensor of the model's size."""
+        self.gradients: Mapping[torch.Tensor, BlockGradient | BlockMarks] | None = None
+        self._arrived: str | None = None
         self._waiting: list[tuple[Any, list[tuple[Slot, torch.Tensor]], Any]] = []
         self._finite, self._weight, self._scale = True, 1.0, 1.0
         self._clock = clock_for(self.encoder.residual.device)
@@ -139,11 +143,12 @@ class BlockExchange:
     def __call__(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Take one bucket; DDP hands them over in the same order on all ranks."""
         self.hook.exact_sum, self.hook.one_message = self.dense, not self.dense
-        self.hook.step_dropped, self._packs = False, None
+        self.hook.step_dropped, self.gradients = False, None
         if self.dense:
             buffer = bucket.buffer().div_(self.world_size)
             if bucket.is_last():
                 self.step += 1
+                self._arrived = "dense"
                 self.report.add(2 * (self.world_size - 1) / self.world_size * self._dense_bytes, 1.0)
             return dist.all_reduce(buffer, async_op=True).get_future()
         if bucket.index() == 0:
@@ -185,6 +190,7 @@ class BlockExchange:
             self.rows[self.rank].copy_(self._message)
         self._spans.append((begin, self._clock.mark()))
         gather_rows(self.rows, self.rank)
+        self._arrived = "compressed"
         if self.encoder.deferred:
             self._hand_on()
         else:
@@ -200,13 +206,8 @@ class BlockExchange:
         packs = self.encoder.read(self.rows.cpu() if self.on_host else self.rows, step=self.step)
         if packs is None:
             self._drop()
-        else:
-            self.encoder.merge(packs)
-        for _, pieces, _ in self._waiting:
-            for slot, flat in pieces:
-                self._write(slot, flat, dropped=packs is None)
+        self._pass_on(packs)
         self._count(sum(len(pack.indices) for pack in packs or ()), self._spans)
-        self._packs = [pack.indices for pack in packs or ()]
 
     def _count(self, blocks: int, spans: list[tuple[Any, Any]]) -> None:
         sent = (self.world_size - 1) * self.encoder.form.num_bytes
@@ -230,13 +231,35 @@ class BlockExchange:
         outcome = self.encoder.outcome() if self.encoder.deferred else None
         if outcome is not None:
             self._count(outcome.blocks, self._queued)
-            if outcome.dropped:
-                self._warn(outcome.step, "some rank")
+            if outcome.dropped and self.grad_scale is None:
+                self.dropped.add(outcome.step, "on some rank")
 
     @property
     def _fill(self) -> float:
         """The gradient of a step that is left out: a loss scaler has to see it; without one, it is 0."""
         return 0.0 if self.grad_scale is None else float("inf")
+
+    def _pass_on(self, packs: list[Pack] | None) -> None:
+        """Keep the sum for an optimizer that takes blocks, or write it into DDP's buckets; ``None``: dropped."""
+        if self.sparse_steps and self.settings.density <= sparse_steps.BREAK_EVEN:
+            total = self._dropped_sum() if packs is None else merge_sparse(packs)
+            if self._scale != 1.0 and packs is not None:
+                total.values.mul_(self._scale)
+            self.gradients = block_gradients(total, self.slots)
+            return
+        if packs is not None:
+            self.encoder.merge(packs)
+        for _, pieces, _ in self._waiting:
+            for slot, flat in pieces:
+                self._write(slot, flat, dropped=packs is None)
+
+    def _dropped_sum(self) -> Pack:
+        """No block; for a loss scaler, which has to see it, one infinite element of each parameter."""
+        block = self.layout.block
+        starts = [] if self.grad_scale is None else [slot.start // block for slot in self.layout.slots]
+        values = torch.zeros(len(starts), block)
+        values[:, 0] = float("inf")
+        return Pack(torch.tensor(starts, dtype=torch.int64), values)
 
     def _write(self, slot: Slot, flat: torch.Tensor, *, dropped: bool) -> None:
         if not dropped:
@@ -249,39 +272,24 @@ class BlockExchange:
     def _drop(self) -> None:
         self.encoder.undo()
         self.hook.step_dropped = True
-        self._warn(self.step, "the rank of this process" if not self._finite else "another rank than this")
+        if self.grad_scale is None:
+            self.dropped.add(self.step, f"on {'this rank' if not self._finite else 'another rank than this'}")
 
-    def _warn(self, step: int, where: str) -> None:
-        self.dropped += 1
-        if self.grad_scale is None and (self.dropped & (self.dropped - 1)) == 0:  # 1, 2, 4, 8, ...
-            log.warning(
-                "a gradient was not finite in step %d on %s: all ranks left that gradient out (%d so far)",
-                step,
-                where,
-                self.dropped,
-            )
-
-    def touched_blocks(self) -> dict[torch.Tensor, torch.Tensor] | None:
-        """Numbers of the blocks of each parameter that the last gradient touches; ``None`` if it was sent densely.
-
-        On GPU masks over the blocks, which the host need not wait for.
-        """
-        if self.encoder.deferred:
-            return self._masks if self.hook.one_message else None
-        if self._packs is None:
-            return None
-        nothing = torch.zeros(0, dtype=torch.int64, device=self.rows.device)
-        blocks = torch.cat([nothing, *self._packs]).unique()
-        starts = torch.tensor([slot.start // self.layout.block for slot in self.layout.slots])
-        ends = torch.searchsorted(
-            blocks.cpu(), torch.cat([starts[1:], torch.tensor([self.layout.num_blocks])])
-        ).tolist()
-        touched, begin = {}, 0
-        for parameter, end in zip(self.slots, ends, strict=True):
-            first = self.slots[parameter].start // self.layout.block
-            touched[parameter] = (blocks[begin:end] - first).to(parameter.device)
-            begin = end
-        return touched
+    def hand_over(self) -> None:
+        """After backward: give parameters their sparse gradients; leave out a dense sum that is not finite."""
+        arrived, self._arrived = self._arrived, None
+        if arrived == "dense" and self.grad_scale is None and not all_finite(self.slots):
+            clear(self.slots)
+            self.hook.step_dropped = True
+            self.dropped.add(self.step - 1, "on some rank")
+        if arrived == "compressed" and self.sparse_steps and self.encoder.deferred:
+            self.gradients = {p: BlockMarks(marks, p.grad) for p, marks in self._masks.items() if p.grad is not None}
+            return
+        if arrived is None or self.gradients is None:
+            return
+        for parameter, gradient in self.gradients.items():
+            if isinstance(gradient, BlockGradient) and (parameter.grad is not None or len(gradient.rows)):
+                parameter.grad = gradient.grad
 
     # state
 
