@@ -80,7 +80,9 @@ class HeteroEngine:
         self.observer = StepObserver(clock_for(device))
         self.hook_state = HookState(self.observer, world_size)
         self.hook_state.topology = Topology.form(config.hierarchy, self.control, timeout)
-        self.compression = GradientCompression.of(config.compression, self.control, self.hook_state)
+        self.compression = GradientCompression.of(
+            config.compression, self.control, self.hook_state, config.sparse_optimizer
+        )
         self.weighting = LossWeighting(config, world_size, device)
         self.schedule = ExchangeSchedule(config.replan)
         self.noise: NoiseCollector | None = None
@@ -245,6 +247,8 @@ class HeteroEngine:
                 yield
         finally:
             self.hook_state.in_backward = False
+        if self.compression is not None:
+            self.compression.hand_over()
 
     def check_backward(self) -> None:
         """Make sure that the gradients of an optimizer step went through :meth:`backward`.

@@ -210,6 +210,20 @@ class HeteroAccelerator(Accelerator):
         with engine.backward():
             super().backward(engine.scale_loss(loss), **kwargs)
 
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """As ``Accelerator.clip_grad_norm_``; of a sparse gradient, the blocks that were sent."""
+        return super().clip_grad_norm_(self._clipped(parameters), max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """As ``Accelerator.clip_grad_value_``; of a sparse gradient, the blocks that were sent."""
+        super().clip_grad_value_(self._clipped(parameters), clip_value)
+
+    def _clipped(self, parameters: Any) -> Any:
+        compression = None if self._engine is None else self._engine.compression
+        if compression is None:
+            return parameters
+        return compression.stand_ins([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+
     @property
     def _in_pass(self) -> bool:
         """Whether the batch at hand is one of the uneven loader, split over several ranks."""

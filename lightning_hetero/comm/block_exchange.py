@@ -1,6 +1,5 @@
 """Block top-k inside DDP's hook: each bucket goes into the residual, the last one sends one message for all of them."""
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -10,18 +9,19 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm.clock import clock_for
+from lightning_hetero.comm.dropped import DroppedSteps, all_finite, clear
 from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.comm.sums import pending
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.compression.encoder import BlockEncoder
+from lightning_hetero.compression.gradients import BlockGradient, BlockMarks, block_gradients
 from lightning_hetero.compression.layout import Layout, Slot, flat_view
-from lightning_hetero.compression.reference import Pack
+from lightning_hetero.compression.reference import Pack, merge_sparse
 from lightning_hetero.compression.wire import MessageFormat
 from lightning_hetero.core.compressors import BlockTopK, blocks_per_rank
+from lightning_hetero.optim import sparse_steps
 
 __all__ = ["BlockExchange", "Late", "Sending", "StepReport"]
-
-log = logging.getLogger("lightning_hetero")
 
 
 @dataclass
@@ -114,12 +114,15 @@ class BlockExchange:
         self.on_host = device.type != self.encoder.residual.device.type
         self.use_rows(torch.zeros((self.topology.size, self.encoder.form.num_bytes), dtype=torch.uint8, device=device))
         self._masks = self._views(self.encoder.touched) if self.encoder.deferred else {}
-        self.step, self.dropped = 0, 0
+        self.step, self.dropped = 0, DroppedSteps()
         self.late: Late | None = None
         self.messages: Topology | None = None
         self.report = StepReport()
         self._dense_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
-        self._packs: list[torch.Tensor] | None = None
+        self.sparse_steps = False
+        """Whether the optimizer takes blocks, so that the sum is never written into a tensor of the model's size."""
+        self.gradients: Mapping[torch.Tensor, BlockGradient | BlockMarks] | None = None
+        self._arrived: str | None = None
         self._waiting: list[tuple[Any, list[tuple[Slot, torch.Tensor]], Any]] = []
         self._raised: list[tuple[Any, list[tuple[Slot, torch.Tensor]]]] = []
         self._finite, self._weight, self._scale = True, 1.0, 1.0
@@ -172,13 +175,14 @@ class BlockExchange:
     def __call__(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Take one bucket; DDP hands them over in the same order on all ranks."""
         self.hook.exact_sum, self.hook.one_message = self.dense, not self.dense
-        self.hook.step_dropped, self._packs = False, None
+        self.hook.step_dropped, self.gradients = False, None
         if self.dense:
             buffer = bucket.buffer().div_(self.world_size)
             if self.late is not None:
                 self.late.pay(bucket)
             if bucket.is_last():
                 self.step += 1
+                self._arrived = "dense"
                 self.report.add(2 * (self.topology.size - 1) / self.topology.size * self._dense_bytes, 1.0)
             return self.topology.sum(buffer)
         if bucket.index() == 0:
@@ -219,6 +223,7 @@ class BlockExchange:
     def _exchange(self) -> None:
         """Send, receive, merge, and hand the sum to DDP."""
         sending = self._send()
+        self._arrived = "compressed"
         if self.encoder.deferred:
             self._hand_on(sending)
         else:
@@ -257,13 +262,18 @@ class BlockExchange:
         return packs or []
 
     def _merge(self, packs: list[Pack]) -> None:
-        """Add packs up, and hand the sum to DDP."""
+        """Keep the sum for an optimizer that takes blocks, or write it into DDP's buckets."""
+        self._count(sum(len(pack.indices) for pack in packs), self._spans)
+        if self.sparse_steps and self.settings.density <= sparse_steps.BREAK_EVEN:
+            total = merge_sparse(packs) if packs else self._dropped_sum()
+            if self._scale != 1.0 and packs:
+                total.values.mul_(self._scale)
+            self.gradients = block_gradients(total, self.slots)
+            return
         self.encoder.merge(packs)
         for _, pieces, _ in self._waiting:
             for slot, flat in pieces:
                 self._write(slot, flat)
-        self._count(sum(len(pack.indices) for pack in packs), self._spans)
-        self.touch(packs)
 
     def _count(self, blocks: int, spans: list[tuple[Any, Any]]) -> None:
         sent = (self.topology.size - 1) * self.encoder.form.num_bytes if self.topology.leads else 0
@@ -289,13 +299,21 @@ class BlockExchange:
         outcome = self.encoder.outcome() if self.encoder.deferred else None
         if outcome is not None:
             self._count(outcome.blocks, self._queued)
-            if outcome.dropped:
-                self._warn(outcome.step, "some rank")
+            if outcome.dropped and self.grad_scale is None:
+                self.dropped.add(outcome.step, "on some rank")
 
     @property
     def _fill(self) -> float:
         """The gradient of a step that is left out: a loss scaler has to see it; without one, it is 0."""
         return 0.0 if self.grad_scale is None else float("inf")
+
+    def _dropped_sum(self) -> Pack:
+        """No block; for a loss scaler, which has to see it, one infinite element of each parameter."""
+        block = self.layout.block
+        starts = [] if self.grad_scale is None else [slot.start // block for slot in self.layout.slots]
+        values = torch.zeros(len(starts), block)
+        values[:, 0] = float("inf")
+        return Pack(torch.tensor(starts, dtype=torch.int64), values)
 
     def _write(self, slot: Slot, flat: torch.Tensor) -> None:
         if self.hook.step_dropped and self.grad_scale is not None:
@@ -312,23 +330,10 @@ class BlockExchange:
         elif sending.finite and self.topology.leads:
             self.encoder.take_back(own)
         self.hook.step_dropped = True
-        self._warn(sending.step, "another rank than this" if sending.finite else "the rank of this process")
-
-    def _warn(self, step: int, where: str) -> None:
-        self.dropped += 1
-        if self.grad_scale is None and (self.dropped & (self.dropped - 1)) == 0:  # 1, 2, 4, 8, ...
-            log.warning(
-                "a gradient was not finite in step %d on %s: all ranks left that gradient out (%d so far)",
-                step,
-                where,
-                self.dropped,
-            )
+        if self.grad_scale is None:
+            self.dropped.add(sending.step, f"on {'another rank than this' if sending.finite else 'this rank'}")
 
     # what was applied
-
-    def touch(self, packs: list[Pack]) -> None:
-        """The gradient that the optimizer gets next is the sum of these packs."""
-        self._packs = [pack.indices for pack in packs]
 
     def sums_of(self, packs: list[Pack]) -> dict[str, torch.Tensor]:
         """The sum of packs by parameter, flat."""
@@ -338,27 +343,21 @@ class BlockExchange:
         self.encoder.finish()
         return flat
 
-    def touched_blocks(self) -> dict[torch.Tensor, torch.Tensor] | None:
-        """Numbers of the blocks of each parameter that the last gradient touches; ``None`` if it was sent densely.
-
-        On GPU masks over the blocks, which the host need not wait for.
-        """
-        if self.encoder.deferred:
-            return self._masks if self.hook.one_message else None
-        if self._packs is None:
-            return None
-        nothing = torch.zeros(0, dtype=torch.int64, device=self.rows.device)
-        blocks = torch.cat([nothing, *self._packs]).unique()
-        starts = torch.tensor([slot.start // self.layout.block for slot in self.layout.slots])
-        ends = torch.searchsorted(
-            blocks.cpu(), torch.cat([starts[1:], torch.tensor([self.layout.num_blocks])])
-        ).tolist()
-        touched, begin = {}, 0
-        for parameter, end in zip(self.slots, ends, strict=True):
-            first = self.slots[parameter].start // self.layout.block
-            touched[parameter] = (blocks[begin:end] - first).to(parameter.device)
-            begin = end
-        return touched
+    def hand_over(self) -> None:
+        """After backward: give parameters their sparse gradients; leave out a dense sum that is not finite."""
+        arrived, self._arrived = self._arrived, None
+        if arrived == "dense" and self.grad_scale is None and not all_finite(self.slots):
+            clear(self.slots)
+            self.hook.step_dropped = True
+            self.dropped.add(self.step - 1, "on some rank")
+        if arrived == "compressed" and self.sparse_steps and self.encoder.deferred:
+            self.gradients = {p: BlockMarks(marks, p.grad) for p, marks in self._masks.items() if p.grad is not None}
+            return
+        if arrived is None or self.gradients is None:
+            return
+        for parameter, gradient in self.gradients.items():
+            if isinstance(gradient, BlockGradient) and (parameter.grad is not None or len(gradient.rows)):
+                parameter.grad = gradient.grad
 
     # state
 

@@ -20,6 +20,7 @@ from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import HeteroSession, log
 from lightning_hetero.strategies._checkpoint import KEY as RESIDUALS
 from lightning_hetero.strategies._checkpoint import add_residuals, take_residuals
+from lightning_hetero.strategies._compression import clip_blocks
 from lightning_hetero.strategies._loaders import (
     balanced_evaluation_loader,
     stream_of,
@@ -143,11 +144,12 @@ class HeteroFabricMixin:
         return model
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """As DDP; a sparse optimizer learns which blocks a compressed gradient touches."""
+        """As DDP; an optimizer with sparse steps takes the blocks of a compressed gradient."""
         optimizer = super().setup_optimizer(optimizer)  # type: ignore[misc]
         compression = self._running().engine.compression
         if compression is not None:
-            compression.lead([optimizer])
+            compression.lead([optimizer], more=True)
+            clip_blocks(self.precision, compression)  # type: ignore[attr-defined]
         return optimizer
 
     def process_dataloader(self, dataloader: DataLoader) -> DataLoader:

@@ -21,7 +21,7 @@ from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import show_log
 from lightning_hetero.strategies._checkpoint import add_residuals, resume_position, take_residuals
-from lightning_hetero.strategies._compression import attach_compression
+from lightning_hetero.strategies._compression import attach_compression, lead_optimizers
 from lightning_hetero.strategies._convergence_probe import begin_probe
 from lightning_hetero.strategies._loaders import (
     balanced_evaluation_loader,
@@ -63,6 +63,7 @@ class HeteroDDPMixin:
             ``"powersgd"``, ``"fp16"``, ``"bf16"``, or ``"auto"`` (block top-k where it shortens the step).
         hierarchy: clusters of workers that a thin link joins: ``[[0, 1, 2], [3]]``, ``"nodes"`` (by host), ``"env"`` or
             ``"auto"``; gradients are summed inside of each, and one worker of each exchanges sums with the others.
+        sparse_optimizer: ``True`` lets SGD or AdamW update only the blocks that block top-k sends.
         staleness: 1 lets gradients that would make steps wait for the link arrive a step later; 0 lets none.
         kwargs: everything that Lightning's ``DDPStrategy`` takes.
 
@@ -92,6 +93,7 @@ class HeteroDDPMixin:
         probe_memory: bool = False,
         compression: Compressor | str | None = None,
         hierarchy: str | Sequence[Sequence[int]] | None = None,
+        sparse_optimizer: bool | str = False,
         staleness: int = 0,
         **kwargs: Any,
     ) -> None:
@@ -108,6 +110,7 @@ class HeteroDDPMixin:
             probe_memory=probe_memory,
             compression=compression,
             hierarchy=hierarchy,
+            sparse_optimizer=sparse_optimizer,
             staleness=staleness,
         )
         for name, given in (("compression", compression), ("hierarchy", hierarchy)):
@@ -245,11 +248,9 @@ class HeteroDDPMixin:
         self.model.register_comm_hook(state, gradient_hook)  # type: ignore[attr-defined]
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """As DDP; sparse optimizers are told which blocks a compressed gradient touches."""
+        """As DDP; an optimizer with sparse steps takes the blocks of a compressed gradient."""
         super().setup_optimizers(trainer)  # type: ignore[misc]
-        assert self.engine is not None
-        if self.engine.compression is not None:
-            self.engine.compression.lead(self.optimizers)  # type: ignore[attr-defined]
+        lead_optimizers(self)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Replace the batch sampler of the train loader by the uneven one; leave other loaders alone by default.
