@@ -312,7 +312,9 @@ class HeteroEngine:
 
     def _context(self, plan: BatchPlan, **known: Any) -> PlanContext:
         assert self.roster is not None
-        return self.roster.context(self.config, plan.total_batch_size, self.accumulation, **known)
+        hidden = self.config.staleness > 0
+        link = None if self.compression is None else self.compression.link(hidden=hidden)
+        return self.roster.context(self.config, plan.total_batch_size, self.accumulation, link=link, **known)
 
     def _agree(
         self,
@@ -324,10 +326,13 @@ class HeteroEngine:
         begin = time.perf_counter()
         header = np.array([self.history.digest(), *self.sampler.drawn], dtype=float)
         noise = np.zeros(NOISE_FIELDS) if self.noise is None else self.noise.take()
-        table = self.observer.take()
-        everyone = self.control.gather(np.concatenate([header, noise, table.ravel()]))
+        messages = np.zeros(0) if self.compression is None else self.compression.take_messages().ravel()
+        table, before = self.observer.take(), 3 + NOISE_FIELDS + len(messages)
+        everyone = self.control.gather(np.concatenate([header, noise, messages, table.ravel()]))
         check_digests(everyone[:, 0])
-        observations = match_rows(everyone[:, 3 + NOISE_FIELDS :].reshape(self.world_size, *table.shape))
+        observations = match_rows(everyone[:, before:].reshape(self.world_size, *table.shape))
+        if self.compression is not None:
+            self.compression.see_messages(everyone[:, 3 + NOISE_FIELDS : before])
         if self.noise is not None:
             self.noise.absorb(everyone[:, 3 : 3 + NOISE_FIELDS])
         self.last_observations = observations if observations.num_steps else self.last_observations
@@ -342,19 +347,22 @@ class HeteroEngine:
                     self.roster.check_given(proposal.plan)
                 entry = None if proposal is None else PlanEntry(*start, proposal.plan, proposal.reason)
                 cost, step = time.perf_counter() - begin, self.observer.synced_steps
-                reply = (entry, predicted, self.schedule.after(step, observations, cost, changed=entry is not None))
+                following = self.schedule.after(step, observations, cost, changed=entry is not None)
+                reply = (entry, predicted, following, getattr(planner, "choice", None))
             except Exception as error:  # noqa: BLE001 - every rank has to raise it, none may wait for a plan
                 reply = error
         reply = self.control.broadcast_object(reply)
         if isinstance(reply, Exception):
             raise reply
-        entry, predicted, following = reply
+        entry, predicted, following, choice = reply
         if entry is not None:
             self._append(entry)
             self.control.require_equal("the plan", self.history.digest())
         self.history = self.history.since(self._position[0])
         self.schedule.done(self.observer.synced_steps, following)
         self.hook_state.agree(self.control)
+        if self.compression is not None:
+            self.compression.follow(choice)
         self.observer.interrupt()
         return Exchange(planner, observations, entry, predicted)
 

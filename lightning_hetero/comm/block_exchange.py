@@ -10,13 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_hetero.comm import sums
 from lightning_hetero.comm.gradient_hook import HookState
+from lightning_hetero.comm.messages import MessageLog
 from lightning_hetero.compression.encoder import BlockEncoder
 from lightning_hetero.compression.layout import Layout, Slot, flat_view
 from lightning_hetero.compression.wire import MessageFormat
 from lightning_hetero.core.compressors import BlockTopK, blocks_per_rank
+from lightning_hetero.core.validation import check_number
 
-__all__ = ["BlockExchange", "StepReport", "gather_rows", "pending"]
+__all__ = ["BlockExchange", "StepReport", "pending"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -46,20 +49,6 @@ class StepReport:
         self.received += sent
         self.density += density
         self.encode += encode
-
-
-def gather_rows(rows: torch.Tensor, rank: int, group: Any = None) -> None:
-    """All-gather in place: row ``i`` is rank ``i``'s; this rank's own is filled already.
-
-    NCCL gathers in one call. On gloo, whose all-gather allocates in every call, a broadcast of each row into its place
-    is faster (``benchmarks/compression.py``).
-    """
-    if dist.get_backend(group) == "nccl":
-        dist.all_gather_into_tensor(rows, rows[rank].clone(), group=group)
-        return
-    works = [dist.broadcast(row, src=peer, group=group, async_op=True) for peer, row in enumerate(rows)]
-    for work in works:
-        work.wait()
 
 
 def pending(buffer: torch.Tensor) -> Any:
@@ -94,13 +83,14 @@ class BlockExchange:
         self.hold_unused, self.world_size = hold_unused, hook.world_size
         self.layout = Layout.of(((name, p.numel()) for name, p in parameters.items()), settings.block)
         self.slots = {p: self.layout.by_name[name] for name, p in parameters.items()}
+        self.density = settings.density
         self.encoder = self._encoder(parameters)
-        device = next(iter(parameters.values())).device
-        self.rows = torch.zeros((self.world_size, self.encoder.form.num_bytes), dtype=torch.uint8, device=device)
-        self.on_host = device.type != self.encoder.residual.device.type
-        self._message = self.rows[rank].cpu() if self.on_host else self.rows[rank]
+        self._room = torch.zeros(0, dtype=torch.uint8, device=next(iter(parameters.values())).device)
+        self.on_host = self._room.device.type != self.encoder.residual.device.type
+        self._lay_out()
         self.step, self.dropped = 0, 0
         self.report = StepReport()
+        self.messages = MessageLog(hook.observer.clock, self.world_size)
         self._dense_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
         self._packs: list[torch.Tensor] | None = None
         self._waiting: list[tuple[Any, list[tuple[Slot, torch.Tensor]], Any]] = []
@@ -108,16 +98,54 @@ class BlockExchange:
 
     def _encoder(self, parameters: Mapping[str, torch.Tensor]) -> Any:
         """The encoder for the parameters' device: Triton's on GPU, unless something was asked for that only CPU has."""
-        s = self.settings
+        s, form = self.settings, self._form(self.density)
         double = any(p.dtype == torch.float64 for p in parameters.values())
-        k = blocks_per_rank(self.layout.num_blocks, s.density, self.world_size)
-        form = MessageFormat(self.layout.num_blocks, k, s.block, s.value_dtype, self.layout.fingerprint())
         device = next(iter(parameters.values())).device
         if device.type == "cuda" and not double and s.selector in (None, "histogram") and find_spec("triton"):
             from lightning_hetero.compression.triton_encoder import TritonEncoder
 
             return TritonEncoder(self.layout, form, device)
         return BlockEncoder(self.layout, form, s.selector or "exact", torch.float64 if double else torch.float32)
+
+    # how much is sent
+
+    def _form(self, density: float) -> MessageFormat:
+        s = self.settings
+        k = blocks_per_rank(self.layout.num_blocks, density, self.world_size)
+        return MessageFormat(self.layout.num_blocks, k, s.block, s.value_dtype, self.layout.fingerprint())
+
+    def _lay_out(self) -> None:
+        """Rows for one message of each rank, in memory that is only ever replaced by more."""
+        size = self.encoder.form.num_bytes
+        if self.world_size * size > len(self._room):
+            self._room = torch.zeros(self.world_size * size, dtype=torch.uint8, device=self._room.device)
+        self.rows = self._room[: self.world_size * size].view(self.world_size, size)
+        self._message = self.rows[self.rank].cpu() if self.on_host else self.rows[self.rank]
+
+    def sent_bytes(self, density: float) -> float:
+        """Bytes that this rank sends to the others in a compressed step at a density."""
+        return float((self.world_size - 1) * self._form(density).num_bytes)
+
+    def set_density(self, density: float) -> None:
+        """Send another share of the blocks from the next backward pass on; all ranks have to call it together.
+
+        What was not sent stays in the residual, so that nothing is lost by the change.
+
+        Args:
+            density: share of all blocks that all ranks together send in a step, above 0, to 1.
+
+        Raises:
+            TypeError: if it is no number.
+            ValueError: if it is out of range.
+            RuntimeError: if gradients of a backward pass are waiting to be sent.
+        """
+        check_number("density", density, low=0.0, high=1.0, include_low=False)
+        if self._waiting:
+            raise RuntimeError("the density cannot change inside a backward pass. Call set_density() between steps.")
+        self.density, form = density, self._form(density)
+        if form != self.encoder.form:
+            self.encoder.reform(form)
+            self._lay_out()
 
     # the hook
 
@@ -174,7 +202,8 @@ class BlockExchange:
         if self.on_host:
             self.rows[self.rank].copy_(self._message)
         self._encode += time.perf_counter() - begin
-        gather_rows(self.rows, self.rank)
+        sent = (self.world_size - 1) * self.encoder.form.num_bytes
+        sums.gather_rows(self.rows, self.rank, self.messages.send(self.step, sent))
         packs = self.encoder.read(self.rows.cpu() if self.on_host else self.rows, step=self.step)
         if packs is None:
             self._drop()
@@ -184,7 +213,6 @@ class BlockExchange:
             for slot, flat in pieces:
                 self._write(slot, flat, dropped=packs is None)
         count = sum(len(pack.indices) for pack in packs or ())
-        sent = (self.world_size - 1) * self.encoder.form.num_bytes
         self.report.add(sent, count / self.layout.num_blocks, self._encode)
         self._packs = [pack.indices for pack in packs or ()]
         self.encoder.finish()

@@ -1,4 +1,4 @@
-"""``compression="auto"``: measure the link and the cost of selection once, when the model is known."""
+"""Measurements before training: latency of a link, and for ``compression="auto"`` its rate and the cost of selection."""
 
 import logging
 import time
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.comm.block_exchange import gather_rows
+from lightning_hetero.comm import sums
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.compression.encoder import BlockEncoder
 from lightning_hetero.compression.layout import Layout
@@ -16,7 +16,7 @@ from lightning_hetero.compression.wire import MessageFormat
 from lightning_hetero.core.compressors import Automatic, BlockTopK, blocks_per_rank
 from lightning_hetero.core.link_model import LinkMeasurement, choose_density
 
-__all__ = ["choose", "measure"]
+__all__ = ["choose", "latency", "measure"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -49,13 +49,18 @@ def measure(parameters: Mapping[str, torch.Tensor], control: ControlPlane, setti
     return LinkMeasurement(float(latency), float(rate), float(encode), control.world_size, numel, size)
 
 
+def latency(control: ControlPlane, device: torch.device) -> float:
+    """Seconds of an exchange of next to nothing: the best of three, of the slowest rank; a collective call."""
+    return float(control.gather(np.array([_exchange_seconds(64, control, device)])).max())
+
+
 def _exchange_seconds(size: int, control: ControlPlane, device: torch.device) -> float:
     rows = torch.zeros((control.world_size, size), dtype=torch.uint8, device=device)
     best = float("inf")
     for _ in range(REPEATS):
         dist.barrier()
         begin = time.perf_counter()
-        gather_rows(rows, control.rank)
+        sums.gather_rows(rows, control.rank)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - begin)

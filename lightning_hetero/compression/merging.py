@@ -28,6 +28,10 @@ class BlockMerger:
         self.merged = torch.zeros(layout.numel, device=device)
         self.touched: list[torch.Tensor] = []
 
+    def reform(self, form: MessageFormat) -> None:
+        """Send messages of another format from the next step on; what is in the residual stays there."""
+        self.form = form
+
     def read(self, rows: torch.Tensor, *, step: int, bucket: int = 0) -> list[Pack] | None:
         """Packs of all ranks' messages; ``None`` if a rank says that its gradient is not finite.
 

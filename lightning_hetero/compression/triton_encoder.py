@@ -46,11 +46,17 @@ class TritonEncoder(BlockMerger):
         tiles = -(-layout.num_blocks // SCORES)
         self._above, self._edge = (torch.zeros(tiles, dtype=torch.int32, device=device) for _ in range(2))
         self._above_sum, self._edge_sum = (torch.zeros_like(self._above) for _ in range(2))
-        self._chosen = torch.zeros(form.k, dtype=torch.int32, device=device)
-        self._bits = torch.zeros(8 * form.index_bytes if form.bitmap else 0, dtype=torch.uint8, device=device)
+        self.reform(form)
         self._powers = 2 ** torch.arange(8, dtype=torch.uint8, device=device)
         self._added: list[tuple[Slot, torch.Tensor, float]] = []
         self._message: torch.Tensor | None = None
+
+    def reform(self, form: MessageFormat) -> None:
+        """Send messages of another format from the next step on; what is in the residual stays there."""
+        super().reform(form)
+        device = self.residual.device
+        self._chosen = torch.zeros(form.k, dtype=torch.int32, device=device)
+        self._bits = torch.zeros(8 * form.index_bytes if form.bitmap else 0, dtype=torch.uint8, device=device)
 
     def accumulate(self, slot: Slot, gradient: torch.Tensor, weight: float, *, hold: bool = False) -> bool:
         """``r += w g`` for one parameter, and its scores; what is not finite is noticed in the message."""

@@ -1,8 +1,9 @@
-"""A thin link between the workers of one machine, without privileges: sums of gradients are handed out late."""
+"""A thin link between the workers of one machine, without privileges: gradients are handed out late."""
 
 import queue
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -16,10 +17,10 @@ __all__ = ["ThinLink"]
 
 
 class ThinLink:
-    """Hands sums of gradients of this process out as a link of a given rate would, one after the other.
+    """Hands sums and compressed gradients of this process out as a link of a given rate would, one after the other.
 
-    For tests and demonstrations on one machine: the sums themselves are those of the process group, only their arrival
-    is put off. It concerns gradients on CPU, and neither compressed ones nor other collectives.
+    For tests and demonstrations on one machine: the gradients themselves come by the process group, only their arrival
+    is put off. It concerns gradients on CPU, and no other collectives.
 
     Args:
         rate: bytes per second that a worker can send, above 0; may be changed while it runs.
@@ -40,19 +41,20 @@ class ThinLink:
         self._free = 0.0
         self._way: queue.Queue[Any] = queue.Queue()
         self._thread: threading.Thread | None = None
-        self._sum = sums.sum_over_ranks
+        self._sum, self._gather = sums.sum_over_ranks, sums.gather_rows
 
     def start(self) -> "ThinLink":
         """Make the link thin."""
         self._thread = threading.Thread(target=self._deliver, daemon=True)
         self._thread.start()
         self._sum, sums.sum_over_ranks = sums.sum_over_ranks, self._late_sum
+        self._gather, sums.gather_rows = sums.gather_rows, self._late_rows
         return self
 
     def stop(self) -> None:
         """Put the link back, once everything under way has arrived."""
         if self._thread is not None:
-            sums.sum_over_ranks = self._sum
+            sums.sum_over_ranks, sums.gather_rows = self._sum, self._gather
             self._way.put(None)
             self._thread.join()
             self._thread = None
@@ -72,6 +74,17 @@ class ThinLink:
         late: torch.futures.Future[Any] = torch.futures.Future()
         self._way.put((done, self._free, late))
         return late
+
+    def _late_rows(
+        self, rows: torch.Tensor, rank: int, arrived: Callable[[int], None] | None = None, group: Any = None
+    ) -> None:
+        self._gather(rows, rank, None, group)
+        seconds = (self.world_size - 1) * rows[0].numel() * rows.element_size() / self.rate
+        self._free = max(time.perf_counter(), self._free) + seconds
+        time.sleep(max(self._free - time.perf_counter(), 0.0))
+        for peer in range(len(rows)):
+            if arrived is not None:
+                arrived(peer)
 
     def _deliver(self) -> None:
         while (item := self._way.get()) is not None:
