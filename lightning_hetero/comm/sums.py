@@ -15,9 +15,7 @@ def sum_over_ranks(buffer: torch.Tensor, group: Any = None) -> torch.futures.Fut
     return future
 
 
-def gather_rows(
-    rows: torch.Tensor, rank: int, arrived: Callable[[int], None] | None = None, group: Any = None
-) -> None:
+def gather_rows(rows: torch.Tensor, rank: int, arrived: Callable[[int], None] | None = None, group: Any = None) -> None:
     """All-gather in place: row ``i`` is rank ``i``'s; this rank's own is filled already.
 
     NCCL gathers in one call. On gloo, whose all-gather allocates in every call, a broadcast of each row into its place
@@ -33,9 +31,7 @@ def gather_rows(
         dist.all_gather_into_tensor(rows, rows[rank].clone(), group=group)
         works = {}
     else:
-        works = {
-            peer: dist.broadcast(row, src=peer, group=group, async_op=True) for peer, row in enumerate(rows)
-        }
+        works = {peer: dist.broadcast(row, src=peer, group=group, async_op=True) for peer, row in enumerate(rows)}
     for peer in sorted(range(len(rows)), key=lambda peer: peer != rank):
         if peer in works:
             works[peer].wait()

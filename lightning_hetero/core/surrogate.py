@@ -21,7 +21,13 @@ from scipy.stats import norm
 
 from lightning_hetero.core.validation import check_int, check_number
 
-__all__ = ["ConvergenceProfile", "ConvergenceSurrogate", "ProfilePenalty", "expected_improvement", "profile_convergence"]
+__all__ = [
+    "ConvergenceProfile",
+    "ConvergenceSurrogate",
+    "ProfilePenalty",
+    "expected_improvement",
+    "profile_convergence",
+]
 
 Array = npt.NDArray[np.float64]
 
@@ -175,7 +181,9 @@ class ProfilePenalty:
         self.profile = profile
         surrogate = ConvergenceSurrogate(profile)
         self._densities = np.linspace(math.log(1.0 - MAX_RATE), 0.0, 32)
-        self._totals = np.linspace(math.log(profile.min_total), math.log(max(profile.max_total, profile.min_total + 1)), 17)
+        self._totals = np.linspace(
+            math.log(profile.min_total), math.log(max(profile.max_total, profile.min_total + 1)), 17
+        )
         totals = np.exp(self._totals)
         table = [surrogate.predict(1.0 - math.exp(density), totals)[0] for density in self._densities]
         self._extra = np.maximum(np.array(table), -0.9)

@@ -101,7 +101,9 @@ class TimeToAccuracyPlanner(GoodputPlanner):
 
     def ground(self, context: PlanContext) -> str:
         """What a change of the total rests on, for the log."""
-        return "by the profile and the link" if self.profile is not None else f"{super().ground(context)} and by the link"
+        return (
+            "by the profile and the link" if self.profile is not None else f"{super().ground(context)} and by the link"
+        )
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
         """As the time model's planner, and the messages at the present density."""
@@ -170,8 +172,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
 
     def _observe(self, observations: StepObservations, context: PlanContext) -> "TimeToAccuracyPlanner":
         """Believe in what was measured of the slowest worker, or in what the paper's rule makes of it."""
-        link, cluster = context.link, self.model.cluster(context)
-        rows = np.isfinite(observations.step_time).all(axis=1)
+        link = context.link
         if link is None or not link.rates:
             return self
         measured = min(link.rates)
@@ -179,6 +180,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
             failed = self.before is not None and measured < LEARNED * self.before
             doubt = measured if failed else self.doubt
             return replace(self, believed=LinkEstimate(measured), before=None, doubt=doubt)
+        cluster, rows = self.model.cluster(context), np.isfinite(observations.step_time).all(axis=1)
         if cluster is None or not rows.any():
             return self
         computing, transfer = observations.compute[rows].max(axis=1), link.latency

@@ -24,7 +24,11 @@ class Cluster:
 
     def __init__(self, planner, total=40, density=0.01, scatter=0.0, hidden=False, noise=None):
         self.planner, self.density, self.hidden, self.noise = planner, density, hidden, noise
-        self.plan, self.rng, self.scatter = BatchPlan(total, (total // 2, total - total // 2)), np.random.default_rng(0), scatter
+        self.plan, self.rng, self.scatter = (
+            BatchPlan(total, (total // 2, total - total // 2)),
+            np.random.default_rng(0),
+            scatter,
+        )
         self.estimates, self.densities, self.totals = (LinkEstimate(),) * 2, [], []
         self.latency = 0.5 * LATENCY  # what was measured before training
 
@@ -76,12 +80,12 @@ def planner(**fields):
 
 @pytest.mark.parametrize("hidden", [False, True])
 def test_density_follows_the_link_within_a_few_windows(hidden):
-    cluster = Cluster(planner(), hidden=hidden).run(75e6, 8)
+    cluster = Cluster(planner(), hidden=hidden).run(75e6, 7)
     fast = cluster.density
     cluster.run(2e6, 5)
     thin = cluster.density
     assert thin < fast / 5
-    cluster.run(75e6, 8)
+    cluster.run(75e6, 7)
     assert cluster.density > 5 * thin
     transfer = LATENCY + cluster.message_bytes(thin) / 2e6
     assert transfer < (cluster.compute if hidden else 0.15 * cluster.compute)
@@ -93,8 +97,8 @@ def test_density_follows_the_link_within_a_few_windows(hidden):
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("idle_rule", [False, True])
 def test_a_link_that_scatters_is_no_reason_to_go_to_and_fro(idle_rule, hidden):
-    cluster = Cluster(planner(idle_rule=idle_rule), scatter=0.3, hidden=hidden).run(10e6, 60)
-    settled = cluster.densities[20:]
+    cluster = Cluster(planner(idle_rule=idle_rule), scatter=0.3, hidden=hidden).run(10e6, 30)
+    settled = cluster.densities[10:]
     moves = changes(settled)
     assert idle_rule or len(moves) <= 2, moves  # that rule is always on its way up or down, and 5 % of a step is much
     assert max(settled) < (10 if idle_rule else 3.5) * min(settled)
@@ -102,8 +106,8 @@ def test_a_link_that_scatters_is_no_reason_to_go_to_and_fro(idle_rule, hidden):
 
 def test_density_finds_back_from_the_least():
     """There messages are so small that latency makes the link look slow; each step up shows more of it."""
-    cluster = Cluster(planner(), density=0.001).run(75e6, 20)
-    assert cluster.density > Cluster(planner(), density=0.3).run(75e6, 20).density / 3
+    cluster = Cluster(planner(), density=0.001).run(75e6, 12)
+    assert cluster.density > Cluster(planner(), density=0.3).run(75e6, 12).density / 3
     assert all(later > earlier for earlier, later in changes(cluster.densities))
 
 
@@ -127,10 +131,10 @@ NOISE = RunningNoiseScale().update(trace=400.0, global_sq_norm=1.0 + 400 / 40, t
 def test_a_thin_link_asks_for_larger_totals():
     """Goodput weighs the exchange, which a larger total makes rarer, against efficiency."""
     fields = {"moves_batch": True, "max_total_batch_size": 1000, "min_density": 0.05, "min_steps": 8}
-    thick = Cluster(planner(**fields), noise=NOISE).run(1e9, 30)
-    thin = Cluster(planner(**fields), noise=NOISE).run(2e6, 30)
+    thick = Cluster(planner(**fields), noise=NOISE).run(1e9, 16)
+    thin = Cluster(planner(**fields), noise=NOISE).run(2e6, 16)
     assert thin.plan.total_batch_size > 1.3 * thick.plan.total_batch_size > 40
-    assert len(changes(thin.totals[15:])) == 0
+    assert len(changes(thin.totals[10:])) == 0
     choice = thin.planner.choice
     assert choice.total_batch_size == thin.plan.total_batch_size
     table = {c.total_batch_size: c.goodput for c in thin.planner.table}
@@ -138,7 +142,10 @@ def test_a_thin_link_asks_for_larger_totals():
 
 
 PROFILE = ConvergenceProfile(
-    16, 256, 1.0, tuple((r, x, 0.5 * r + abs(math.log2(x / 80))) for r in (0, 0.5, 0.9, 0.99) for x in (16, 40, 80, 256))
+    16,
+    256,
+    1.0,
+    tuple((r, x, 0.5 * r + abs(math.log2(x / 80))) for r in (0, 0.5, 0.9, 0.99) for x in (16, 40, 80, 256)),
 )
 
 
@@ -146,9 +153,9 @@ def test_a_profile_says_what_totals_and_densities_cost():
     """Without a noise scale: totals are best at 80, and rates cost little up to half of it."""
     penalty = ProfilePenalty(PROFILE)
     fields = {"moves_batch": True, "max_total_batch_size": 256, "min_steps": 8, "profile": penalty}
-    cluster = Cluster(planner(**fields)).run(75e6, 30)
+    cluster = Cluster(planner(**fields)).run(75e6, 16)
     assert 70 <= cluster.plan.total_batch_size <= 110
-    assert len(changes(cluster.totals[15:])) == 0
+    assert len(changes(cluster.totals[10:])) == 0
     assert penalty(0.01, 80) > penalty(0.5, 80)
     assert penalty(0.1, 1000) == pytest.approx(penalty(0.1, 256))
     free = Cluster(planner(profile=lambda density, total: 0.0)).run(10e6, 6)
