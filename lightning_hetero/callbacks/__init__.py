@@ -1,8 +1,8 @@
 """Policies as Lightning callbacks: they read observations and propose plans to the strategy.
 
-``PerfModelCallback``, ``DynamicBatchPIDCallback``, ``AdaptiveBatchCallback`` and ``TTACallback`` exclude each other. The strategy
-installs the one that its ``policy`` names; a callback of the user's takes its place. ``GNSCallback`` measures and
-decides nothing.
+``PerfModelCallback``, ``DynamicBatchPIDCallback``, ``AdaptiveBatchCallback`` and ``TTACallback`` exclude each other.
+The strategy installs the one that its ``policy`` names; a callback of the user's takes its place. ``GNSCallback``
+measures and decides nothing.
 """
 
 from lightning_hetero.callbacks.adaptive_batch import AdaptiveBatchCallback

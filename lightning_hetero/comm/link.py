@@ -1,4 +1,4 @@
-"""Measurements before training: latency of a link, and for ``compression="auto"`` its rate and the cost of selection."""
+"""What is measured before training: a link's latency; for ``compression="auto"`` its rate and the cost of selection."""
 
 import logging
 import time

@@ -96,7 +96,7 @@ class MessageLink:
         estimates: what is known of each worker's rate of sending; the slowest counts, because all wait for its message.
         seconds: what the messages of the newest steps took, ``None`` if there were none.
         hidden: whether messages travel while the next step computes, or else every step waits for its own.
-        latency: seconds of messages of next to nothing, ``>= 0``; without it small messages would make a link look slow.
+        latency: seconds of messages of next to nothing, ``>= 0``, which would make a link look slow to small messages.
 
     Example:
         >>> link = MessageLink(0.01, lambda density: 1e6 * density, (LinkEstimate(1e6), LinkEstimate(1e5)))

@@ -153,7 +153,7 @@ def density_penalty(density: float) -> float:
         >>> density_penalty(1.0), round(density_penalty(0.01), 3)
         (0.0, 0.2)
     """
-    return PENALTY * -math.log10(density)
+    return PENALTY * math.log10(1.0 / density)
 
 
 @dataclass(frozen=True)
@@ -235,10 +235,11 @@ def minimise_time_to_accuracy(
         ValueError: if there is no total or no density, or a penalty is -1 or less.
 
     Example:
-        >>> penalty = lambda density, total: -0.1 * np.log10(density)
-        >>> choice = minimise_time_to_accuracy({64: 0.1}, [0.001, 0.01, 0.1, 1.0], transfer=lambda d: d, penalty=penalty)
-        >>> choice.density
-        0.1
+        >>> def penalty(density, total):
+        ...     return density_penalty(density)
+        >>> choice = minimise_time_to_accuracy({64: 0.1}, [0.001, 0.01, 0.1], transfer=lambda d: 5 * d, penalty=penalty)
+        >>> round(choice.density, 3)
+        0.02
     """
     if not step_times:
         raise ValueError("step_times is empty; give at least one total batch size.")

@@ -214,8 +214,10 @@ class TimeToAccuracyPlanner(GoodputPlanner):
 
     def loaded(self, state: dict[str, Any]) -> "TimeToAccuracyPlanner":
         """The planner with what :meth:`state_dict` described."""
+        before: Any = super().loaded(state)
         density = state["density"]
-        return replace(super().loaded(state), density=None if density is None else float(density))  # type: ignore[return-value]
+        planner: TimeToAccuracyPlanner = replace(before, density=None if density is None else float(density))
+        return planner
 
 
 def without_messages(observations: StepObservations, link: MessageLink | None) -> StepObservations:

@@ -1,4 +1,4 @@
-"""The controller of density and total end to end: its decisions change the next messages, and follow a link that moves."""
+"""The controller of density and total end to end: it changes the next messages, and follows a link that moves."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""The planner of density and total against a simulated cluster and link: it follows the link, and stays when it stays."""
+"""The planner of density and total on a simulated cluster: it follows the link, and stays where the link stays."""
 
 import json
 import math
