@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lightning_hetero.core.adaptive import GoodputPlanner
-from lightning_hetero.core.bandwidth import LinkEstimate, MessageLink
+from lightning_hetero.core.bandwidth import LinkEstimate, MessageLink, sending_rate
 from lightning_hetero.core.goodput import Candidate
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PlanContext, Proposal
@@ -30,11 +30,14 @@ GAIN = 0.02
 OPTIMISM = 3.0
 """Factor by which a link may be faster than small messages make it look, for a higher density to be tried."""
 
-CHEAP = 0.1
+CHEAP = 0.25
 """That is tried while messages take so much of computing at most."""
 
-LEARNED, SAME_LINK = 1.25, 1.5
-"""Factors: by which the rate has to rise for the trial to go on; within which the link is the one of a failed trial."""
+SAME_LINK = 1.5
+"""Factor within which the rate has to be what messages of two sizes have shown for the link to be the same."""
+
+TWO_SIZES = 1.5
+"""Least factor between two sizes that tell latency from rate."""
 
 PER_DECADE = 4
 """Densities that are tried of each factor of ten."""
@@ -55,8 +58,9 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         profile: extra samples by density and total, ``None`` without a profile.
         idle_rule: believe in rates by the share of time that workers idle, as the paper does, not by transfers.
         believed: what the slowest worker's rate is believed to be.
-        before: rate before a higher density was tried, ``None`` outside of trials.
-        doubt: rate at which the last trial showed that the link is as slow as it looks, ``None`` before there was one.
+        latency: seconds of it that its messages take however small they are; ``None`` for what was measured at first.
+        before: bytes and seconds of its messages before the density changed, ``None`` if it did not just now.
+        tried: rate that messages of two sizes have shown, ``None`` before there were any.
         density: newest decision, also that of an earlier run; ``None`` before there is one.
         choice: newest decision with its predictions, ``None`` before there is one.
 
@@ -78,8 +82,9 @@ class TimeToAccuracyPlanner(GoodputPlanner):
     profile: ProfilePenalty | None = None
     idle_rule: bool = False
     believed: LinkEstimate = LinkEstimate()
-    before: float | None = None
-    doubt: float | None = None
+    latency: float | None = None
+    before: tuple[float, float] | None = None
+    tried: float | None = None
     density: float | None = None
     choice: DensityChoice | None = None
 
@@ -127,7 +132,10 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         plan = current if proposal is None else proposal.plan
         seconds = cluster.accumulated(planner.accumulation).step_time(plan.local_batch_sizes)
         choice = planner.choose(plan.total_batch_size * planner.accumulation, seconds, link)
-        return planner._try_more(choice, link), proposal
+        planner = planner._try_more(choice, link)
+        if planner.density != link.density and link.seconds is not None:
+            planner = replace(planner, before=(link.message_bytes(link.density), link.seconds))
+        return planner, proposal
 
     def choose(self, total: int, seconds: float, link: MessageLink) -> DensityChoice:
         """The best density for a total whose step takes ``seconds`` without messages; the present one if it is as good.
@@ -168,18 +176,16 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         link = context.link
         if link is None or not link.rates:
             return None
-        return replace(link, estimates=(self.believed,)) if self.believed.rate is not None else link
+        latency = link.latency if self.latency is None else self.latency
+        return link if self.believed.rate is None else replace(link, estimates=(self.believed,), latency=latency)
 
     def _observe(self, observations: StepObservations, context: PlanContext) -> "TimeToAccuracyPlanner":
         """Believe in what was measured of the slowest worker, or in what the paper's rule makes of it."""
         link = context.link
-        if link is None or not link.rates:
+        if link is None or not link.rates or link.seconds is None:
             return self
-        measured = min(link.rates)
         if self.believed.rate is None or not self.idle_rule:
-            failed = self.before is not None and measured < LEARNED * self.before
-            doubt = measured if failed else self.doubt
-            return replace(self, believed=LinkEstimate(measured), before=None, doubt=doubt)
+            return self._learn(link, link.message_bytes(link.density), link.seconds)
         cluster, rows = self.model.cluster(context), np.isfinite(observations.step_time).all(axis=1)
         if cluster is None or not rows.any():
             return self
@@ -189,24 +195,36 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         idle = 1.0 - float(np.median(explained / observations.step_time[rows].max(axis=1)))
         return replace(self, believed=self.believed.observe_idle(idle))
 
+    def _learn(self, link: MessageLink, num_bytes: float, seconds: float) -> "TimeToAccuracyPlanner":
+        """Rate from the newest messages; after a change of density latency as well, from messages of two sizes."""
+        latency = min(link.latency if self.latency is None else self.latency, seconds)
+        other, took = (num_bytes, seconds) if self.before is None else self.before
+        if max(num_bytes, other) < TWO_SIZES * min(num_bytes, other):
+            rate = sending_rate(num_bytes, seconds, latency)
+            return replace(self, believed=self.believed.observe(rate), latency=latency, before=None)
+        slope = max((seconds - took) / (num_bytes - other), 0.0)
+        latency = min(max(seconds - slope * num_bytes, 0.0), seconds)
+        rate = sending_rate(num_bytes, seconds, latency)
+        return replace(self, believed=LinkEstimate(rate), latency=latency, before=None, tried=rate)
+
     def _try_more(self, choice: DensityChoice, link: MessageLink) -> "TimeToAccuracyPlanner":
         """Keep the choice, or try a higher density where small messages may make the link look slower than it is.
 
-        What a small message takes is latency rather than sending. If a higher density shows no higher rate, that is not
+        What a small message takes is latency rather than sending, which messages of two sizes tell apart. It is not
         tried again until the link changes.
         """
         kept = replace(self, density=choice.density, choice=choice)
-        rate, doubt = self.believed.rate, self.doubt
-        known = doubt is not None and rate is not None and doubt / SAME_LINK < rate < doubt * SAME_LINK
-        cheap = (link.seconds or 0.0) - link.latency < CHEAP * choice.compute
+        rate, tried = self.believed.rate, self.tried
+        known = tried is not None and rate is not None and tried / SAME_LINK < rate < tried * SAME_LINK
+        cheap = link.seconds is not None and link.seconds < CHEAP * choice.compute
         if rate is None or self.idle_rule or known or not cheap or choice.density != link.density:
             return kept
         faster = replace(link, estimates=(LinkEstimate(OPTIMISM * rate),))
         more = self.choose(choice.total_batch_size, choice.compute, faster)
-        if more.density <= link.density:
+        if more.density <= link.density or link.message_bytes(more.density) <= link.message_bytes(link.density):
             return kept
-        more = self._best(choice.total_batch_size, choice.compute, link, [more.density])
-        return replace(self, density=more.density, choice=replace(more, least=choice.least), before=rate)
+        more = replace(self._best(choice.total_batch_size, choice.compute, link, [more.density]), least=choice.least)
+        return replace(self, density=more.density, choice=more)
 
     def state_dict(self) -> dict[str, Any]:
         """What the time model learned, where the total stands, and the density."""
