@@ -1,9 +1,8 @@
 """Block top-k inside DDP's hook: each bucket goes into the residual, the last one sends one message for all of them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +10,8 @@ import torch.distributed as dist
 from lightning_hetero.comm.clock import clock_for
 from lightning_hetero.comm.dropped import DroppedSteps, all_finite, clear
 from lightning_hetero.comm.gradient_hook import HookState
+from lightning_hetero.comm.messages import MessageLog
+from lightning_hetero.comm.sending import Late, Sending, StepReport
 from lightning_hetero.comm.sums import pending
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.compression.encoder import BlockEncoder
@@ -19,66 +20,10 @@ from lightning_hetero.compression.layout import Layout, Slot, flat_view
 from lightning_hetero.compression.reference import Pack, merge_sparse
 from lightning_hetero.compression.wire import MessageFormat
 from lightning_hetero.core.compressors import BlockTopK, blocks_per_rank
+from lightning_hetero.core.validation import check_number
 from lightning_hetero.optim import sparse_steps
 
-__all__ = ["BlockExchange", "Late", "Sending", "StepReport"]
-
-
-@dataclass
-class StepReport:
-    """Sums over steps of what was sent.
-
-    Args:
-        steps: steps.
-        sent: bytes that this rank sent to others, those inside its cluster left out.
-        received: bytes that it received.
-        density: share of the gradient's elements that was applied, summed over steps.
-        encode: seconds of error feedback, selection and writing.
-    """
-
-    steps: int = 0
-    sent: float = 0.0
-    received: float = 0.0
-    density: float = 0.0
-    encode: float = 0.0
-
-    def add(self, sent: float, density: float, encode: float = 0.0) -> None:
-        """One more step, in which as much was received as sent."""
-        self.steps += 1
-        self.sent += sent
-        self.received += sent
-        self.density += density
-        self.encode += encode
-
-
-@dataclass
-class Sending:
-    """Messages of one step on their way, this rank's and those of all others.
-
-    Args:
-        rows: the messages, one row for each rank, or in a hierarchy for each cluster.
-        step: the step that they belong to.
-        arrival: is done when they are there.
-        finite: whether this rank's gradient was, as far as the host knows.
-    """
-
-    rows: torch.Tensor
-    step: int
-    arrival: torch.futures.Future[Any]
-    finite: bool
-
-
-class Late(Protocol):
-    """Who decides in which step messages are applied."""
-
-    def turn(self, sending: Sending) -> list[Pack]:
-        """What the running step applies, now that its messages are on their way."""
-
-    def pay(self, bucket: dist.GradBucket) -> None:
-        """Put what is owed into a bucket that is about to be summed densely."""
-
-    def settle(self) -> None:
-        """Wait for what is under way."""
+__all__ = ["BlockExchange"]
 
 
 class BlockExchange:
@@ -109,6 +54,7 @@ class BlockExchange:
         self.topology = hook.topology or Topology.straight(rank, hook.world_size)
         self.layout = Layout.of(((name, p.numel()) for name, p in parameters.items()), settings.block)
         self.slots = {p: self.layout.by_name[name] for name, p in parameters.items()}
+        self.density = settings.density
         self.encoder = self._encoder(parameters)
         device = next(iter(parameters.values())).device
         self.on_host = device.type != self.encoder.residual.device.type
@@ -116,8 +62,9 @@ class BlockExchange:
         self._masks = self._views(self.encoder.touched) if self.encoder.deferred else {}
         self.step, self.dropped = 0, DroppedSteps()
         self.late: Late | None = None
-        self.messages: Topology | None = None
+        self.way: Topology | None = None
         self.report = StepReport()
+        self.messages = MessageLog(hook.observer.clock, self.topology.size)
         self._dense_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
         self.sparse_steps = False
         """Whether the optimizer takes blocks, so that the sum is never written into a tensor of the model's size."""
@@ -132,10 +79,8 @@ class BlockExchange:
 
     def _encoder(self, parameters: Mapping[str, torch.Tensor]) -> Any:
         """The encoder for the parameters' device: Triton's on GPU, unless something was asked for that only CPU has."""
-        s = self.settings
+        s, form = self.settings, self._form(self.density)
         double = any(p.dtype == torch.float64 for p in parameters.values())
-        k = blocks_per_rank(self.layout.num_blocks, s.density, self.topology.size)
-        form = MessageFormat(self.layout.num_blocks, k, s.block, s.value_dtype, self.layout.fingerprint())
         device = next(iter(parameters.values())).device
         if device.type == "cuda" and not double and s.selector in (None, "histogram") and find_spec("triton"):
             from lightning_hetero.compression.triton_encoder import TritonEncoder
@@ -163,6 +108,41 @@ class BlockExchange:
         """The part of each parameter in what there is of each block."""
         block = self.layout.block
         return {p: touched[s.start // block : (s.start + s.padded) // block] for p, s in self.slots.items()}
+
+    # how much is sent
+
+    def _form(self, density: float) -> MessageFormat:
+        s = self.settings
+        k = blocks_per_rank(self.layout.num_blocks, density, self.topology.size)
+        return MessageFormat(self.layout.num_blocks, k, s.block, s.value_dtype, self.layout.fingerprint())
+
+    def sent_bytes(self, density: float) -> float:
+        """Bytes that this rank sends to the others in a compressed step at a density."""
+        return float((self.topology.size - 1) * self._form(density).num_bytes)
+
+    def set_density(self, density: float) -> None:
+        """Send another share of the blocks from the next backward pass on; all ranks have to call it together.
+
+        What was not sent stays in the residual, so that nothing is lost by the change.
+
+        Args:
+            density: share of all blocks that all ranks together send in a step, above 0, to 1.
+
+        Raises:
+            TypeError: if it is no number.
+            ValueError: if it is out of range.
+            RuntimeError: if gradients of a backward pass are waiting to be sent.
+        """
+        check_number("density", density, low=0.0, high=1.0, include_low=False)
+        if self._waiting:
+            raise RuntimeError("the density cannot change inside a backward pass. Call set_density() between steps.")
+        self.density, form = density, self._form(density)
+        if form != self.encoder.form:
+            self.settle()
+            if self.late is not None:
+                self.late.settle()
+            self.encoder.reform(form)
+            self.use_rows(self.rows.new_zeros(self.topology.size, form.num_bytes))
 
     # the hook
 
@@ -246,7 +226,9 @@ class BlockExchange:
             if self.on_host:
                 self.rows[self.topology.cluster].copy_(self._message)
         self._spans.append((begin, self._clock.mark()))
-        return Sending(self.rows, self.step, (self.messages or self.topology).gather(self.rows), self._finite)
+        arrived = self.messages.send(self.step, self.sent_bytes(self.density))
+        arrival = (self.way or self.topology).gather(self.rows, arrived)
+        return Sending(self.rows, self.step, arrival, self._finite)
 
     def receive(self, sending: Sending) -> list[Pack]:
         """Wait for messages: their packs, in the order of ranks; none if a gradient was not finite.
@@ -276,7 +258,7 @@ class BlockExchange:
                 self._write(slot, flat)
 
     def _count(self, blocks: int, spans: list[tuple[Any, Any]]) -> None:
-        sent = (self.topology.size - 1) * self.encoder.form.num_bytes if self.topology.leads else 0
+        sent = self.sent_bytes(self.density) if self.topology.leads else 0.0
         encode = sum(self._clock.seconds(begin, end) for begin, end in spans)
         self.report.add(sent, blocks / self.layout.num_blocks, encode)
 

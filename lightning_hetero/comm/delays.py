@@ -117,16 +117,7 @@ class Delays:
         if self.limit == 0 or not sent:
             return
         everyone = control.gather(self._log.take(len(sent)))
-        reply: Any = None
-        if control.rank == 0:
-            try:
-                reply = self._decide(everyone, sent)
-            except Exception as error:  # noqa: BLE001 - every rank has to raise it, none may wait for a decision
-                reply = error
-        reply = control.broadcast_object(reply)
-        if isinstance(reply, Exception):
-            raise reply
-        self.link, choice = reply
+        self.link, choice = control.decide(lambda: self._decide(everyone, sent))
         if choice is not None:
             self._follow(choice, len(sent), say=control.rank == 0)
 

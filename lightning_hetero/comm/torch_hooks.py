@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from lightning_hetero.comm.block_exchange import StepReport
 from lightning_hetero.comm.dropped import DroppedSteps, all_finite, clear
 from lightning_hetero.comm.gradient_hook import HookState
+from lightning_hetero.comm.sending import StepReport
 from lightning_hetero.comm.sums import pending
 from lightning_hetero.core.compressors import HalfPrecision, LowRank
 

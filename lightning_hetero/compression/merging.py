@@ -34,6 +34,10 @@ class BlockMerger:
         """The sum, 0 where nothing was sent; made when it is first asked for, which sparse steps never do."""
         return torch.zeros(self.layout.numel)
 
+    def reform(self, form: MessageFormat) -> None:
+        """Send messages of another format from the next step on; what is in the residual stays there."""
+        self.form = form
+
     def read(self, rows: torch.Tensor, *, step: int, bucket: int = 0) -> list[Pack] | None:
         """Packs of all ranks' messages; ``None`` if a rank says that its gradient is not finite.
 

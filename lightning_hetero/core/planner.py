@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lightning_hetero.core.bandwidth import MessageLink
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.optperf import solve_optperf, static_sizes
 from lightning_hetero.core.pid import ControllerState, control, smooth
@@ -49,6 +50,7 @@ class PlanContext:
         capacities: open-loop capacity of each rank (cores or peak FLOPs).
         noise: gradient noise so far, ``None`` if nobody measures it.
         epoch_begins: whether the next plan begins with an epoch, so that ``accumulation`` may change with it.
+        link: what compressed gradients cross, ``None`` if there are none.
     """
 
     total_batch_size: int
@@ -60,6 +62,7 @@ class PlanContext:
     capacities: tuple[float, ...] = ()
     noise: RunningNoiseScale | None = None
     epoch_begins: bool = False
+    link: MessageLink | None = None
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def _flat(model):
     return torch.cat([p.grad.flatten() if p.grad is not None else torch.zeros(p.numel()) for p in model.parameters()])
 
 
-def _sums(rank, settings, steps, cap, unused):
+def _sums(rank, settings, steps, cap, unused, densities=None):
     """Applied gradients of several steps at fixed weights, what is left in the residual, and the local gradients."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -142,8 +142,11 @@ def _sums(rank, settings, steps, cap, unused):
     compression = GradientCompression(settings, ControlPlane(rank, 2), state)
     compression.attach(model, hold_unused=unused)
     ddp.register_comm_hook(state, gradient_hook)
-    applied, local = 0.0, 0.0
+    applied, local, sizes = 0.0, 0.0, []
     for step in range(steps):
+        if densities is not None:
+            compression.exchange.set_density(densities[step % len(densities)])
+            sizes.append((compression.exchange.rows.numel(), compression.exchange.rows.untyped_storage().nbytes()))
         x = batches(rank)[step % 3]
         for replica in (alone, model):
             replica.used = not unused or step % 2 == 0
@@ -152,7 +155,8 @@ def _sums(rank, settings, steps, cap, unused):
         loss_of(ddp, x).backward()
         applied, local = applied + _flat(model), local + _flat(alone) / 2
     left = compression.exchange.residuals()
-    return applied.numpy(), torch.cat([left[name] for name, _ in model.named_parameters()]).numpy(), local.numpy()
+    left = torch.cat([left[name] for name, _ in model.named_parameters()])
+    return applied.numpy(), left.numpy(), local.numpy(), sizes
 
 
 @pytest.mark.parametrize("unused", [False, True])
@@ -170,6 +174,41 @@ def test_applied_and_left_make_up_all_gradients(settings, cap, unused):
     np.testing.assert_array_equal(a[0], b[0])
     np.testing.assert_allclose(a[0] + a[1] + b[1], a[2] + b[2], rtol=1e-4, atol=1e-5)
     assert np.abs(a[1]).max() > 0.01
+
+
+@pytest.mark.parametrize("selector", ["exact", "aimd"])
+def test_nothing_is_lost_when_the_density_changes(selector):
+    """From indices to a bitmap, to everything and back, over and over, with no more memory than the largest needs."""
+    settings = BlockTopK(density=0.02, value_dtype="float32", warmup_steps=0, selector=selector)
+    densities = [0.02, 0.3, 0.001, 1.0]
+    a, b = run_ranks(_sums, 2, settings, 12, 25, False, densities)
+    np.testing.assert_array_equal(a[0], b[0])
+    np.testing.assert_allclose(a[0] + a[1] + b[1], a[2] + b[2], rtol=1e-4, atol=1e-5)
+    assert a[3] == b[3]
+    messages, memory = np.array(a[3]).T
+    assert messages[2] < messages[0] < messages[1] < messages[3]
+    assert messages[:4].tolist() == messages[4:8].tolist() == messages[8:].tolist()
+    assert set(memory[3:]) == {messages[3]}
+
+
+def _wrong_densities(rank):
+    dist.init_process_group("gloo")
+    compression = GradientCompression(BlockTopK(), ControlPlane(rank, 2), HookState(StepObserver(HostClock()), 2))
+    compression.attach(build())
+    said = []
+    for density in (0, 1.5, float("nan"), "1 %"):
+        with pytest.raises((TypeError, ValueError)) as raised:
+            compression.exchange.set_density(density)
+        said.append((density, str(raised.value)))
+    return said, compression.exchange.density
+
+
+def test_densities_that_cannot_be_are_refused():
+    for said, density in run_ranks(_wrong_densities, 2):
+        assert density == 0.01
+        for given, message in said:
+            assert f"density={given!r}" in message
+            assert "0.0 to 1.0" in message
 
 
 # gradients that are not finite
