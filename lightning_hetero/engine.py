@@ -385,9 +385,8 @@ class HeteroEngine:
         """Plan history of the running epoch as plain Python values."""
         if self.history is None or self.roster is None:
             return {}
-        history = self.history.since(self._position[0])
-        known = {"history": history.state_dict(), "workers": list(self.roster.identities)}
-        return {**known, "staleness": self.hook_state.delayed_state()}
+        history, staleness = self.history.since(self._position[0]).state_dict(), self.hook_state.delayed_state()
+        return {"history": history, "workers": list(self.roster.identities), "staleness": staleness}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the plans of an earlier run."""
