@@ -273,6 +273,10 @@ def _step_time(cluster: ClusterTimeModel, current: BatchPlan, context: PlanConte
     return max(cluster.step_time(np.asarray(current.local_batch_sizes) * scale), 1e-12)
 
 
+FEWEST_STEPS = 5
+"""Steps at the current sizes behind a decision of the controller; with fewer it waits for the next exchange."""
+
+
 @dataclass(frozen=True)
 class ProportionalPlanner:
     """Equalise compute times with no model (dynamic batching, sec. III-C), see :mod:`lightning_hetero.core.pid`.
@@ -312,7 +316,7 @@ class ProportionalPlanner:
         rows = (observations.local_batch_sizes == expected).all(axis=1)
         for times in observations.compute[rows]:
             state = smooth(state, times, decay=self.decay)
-        if not state.smoothed:
+        if state.count < FEWEST_STEPS:
             return replace(self, state=state), None
         mu = np.asarray(state.smoothed)
         speeds = {**self.throughput, **dict(zip(context.identities, state.throughput, strict=True))}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_hetero.core.pace import capped, pace
 from lightning_hetero.core.time_model import NodeTimeModel, fit_node
 
 __all__ = ["NodeProfile", "ProfilePoint"]
@@ -37,7 +38,7 @@ class ProfilePoint:
         forward: ``a`` in seconds.
         backward: ``P`` in seconds.
         weight: how many steps stand behind it, fading with age.
-        scatter: relative spread of single steps (1.48 median absolute deviations).
+        scatter: relative spread of single steps (standard deviation).
     """
 
     size: int
@@ -70,9 +71,10 @@ class NodeProfile:
     ) -> "NodeProfile":
         """Profile with the steps of one window at one size added.
 
-        The window counts by its medians. If they differ from what was known at this size by more than 15 % (40 % from
-        what the model says of a size never run) and more than 2.5 times the scatter, the worker itself has changed:
-        older points keep their shape and are rescaled by the ratio, so that the slope survives.
+        The window counts by its pace, see :mod:`lightning_hetero.core.pace`. If that differs from what was known at
+        this size by more than 15 % (40 % from what the model says of a size never run) and more than 2.5 times the
+        scatter, the worker itself has changed: older points keep their shape and are rescaled by the ratio, so that
+        the slope survives.
 
         Args:
             size: samples of these steps.
@@ -139,7 +141,7 @@ class NodeProfile:
             0.046
         """
         points = [q for q in self.points if q.size == size] or list(self.points)
-        return min((1.2533 * q.scatter / math.sqrt(q.weight) for q in points), default=1.0)
+        return min((q.scatter / math.sqrt(q.weight) for q in points), default=1.0)
 
     def settled(self) -> "NodeProfile":
         """The same profile with its drift flag cleared."""
@@ -156,16 +158,14 @@ class NodeProfile:
 
 
 def _summary(size: int, forward: np.ndarray, backward: np.ndarray) -> ProfilePoint:
-    """Medians and spread of the steps of one window."""
-    total = forward + backward
-    middle = float(np.median(total))
-    spread = 1.4826 * float(np.median(np.abs(total - middle))) / max(middle, 1e-12)
+    """Pace and spread of the steps of one window."""
+    total = capped(forward + backward)
     return ProfilePoint(
         size,
-        float(np.median(forward)),
-        float(np.median(backward)),
+        pace(forward),
+        pace(backward),
         min(float(len(total)), MAX_WEIGHT),
-        max(spread, LEAST_SCATTER),
+        max(float(total.std() / max(total.mean(), 1e-12)), LEAST_SCATTER),
     )
 
 
