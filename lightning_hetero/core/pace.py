@@ -35,7 +35,8 @@ def capped(seconds: Array) -> Array:
         [1.0, 2.0, 3.0, 3.0]
     """
     rare = math.ceil(RARE * len(seconds)) if len(seconds) > 2 else 0
-    return np.minimum(seconds, np.sort(seconds)[len(seconds) - 1 - rare])
+    most: float = np.sort(seconds)[len(seconds) - 1 - rare]
+    return np.minimum(seconds, most, dtype=float)
 
 
 def pace(seconds: Array) -> float:

@@ -126,7 +126,7 @@ class PerfModelPlanner:
         gamma: share of the backward pass before the first bucket.
         sync_times: ``(t_o, t_u)`` in seconds, ``None`` before the first observation.
         overhead: seconds of a step that eq. 7 does not explain: the loop's own time, and the jitter by which the
-            slowest of several workers exceeds each one's median. Counted into ``t_u``, because it is the same for
+            slowest of several workers exceeds each one's mean. Counted into ``t_u``, because it is the same for
             every split.
         arrivals: seconds of averaging after each piece of hardware came last, where it did. What exceeds the least of
             them is that worker's own, and counts into its constant time.

@@ -6,6 +6,7 @@ A profile belongs to a piece of hardware, not to a rank, so that it survives a r
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -127,11 +128,7 @@ class NodeProfile:
         """
         if not self.points:
             raise ValueError("nothing was observed of this worker yet.")
-        size, forward, backward, weight, scatter = np.array(
-            [(q.size, q.forward, q.backward, q.weight, q.scatter) for q in self.points], dtype=float
-        ).T
-        variance = scatter**2 * np.maximum(1.0, FULL_WEIGHT / weight)
-        return fit_node(size, forward, backward, 1.0 / variance, fixed_share=FIXED_SHARE)
+        return _fitted(self.points)
 
     def standard_error(self, size: int) -> float:
         """Relative standard error of the known time at a size, or of the best known time if the size never ran.
@@ -155,6 +152,16 @@ class NodeProfile:
     def from_state_dict(cls, state: Any) -> "NodeProfile":
         """The profile that :meth:`state_dict` described."""
         return cls(tuple(ProfilePoint(int(size), *map(float, rest)) for size, *rest in state))
+
+
+@lru_cache(maxsize=4096)
+def _fitted(points: tuple[ProfilePoint, ...]) -> NodeTimeModel:
+    """The fit; kept, since one decision asks for it several times and it is most of what a decision costs."""
+    size, forward, backward, weight, scatter = np.array(
+        [(q.size, q.forward, q.backward, q.weight, q.scatter) for q in points], dtype=float
+    ).T
+    variance = scatter**2 * np.maximum(1.0, FULL_WEIGHT / weight)
+    return fit_node(size, forward, backward, 1.0 / variance, fixed_share=FIXED_SHARE)
 
 
 def _summary(size: int, forward: np.ndarray, backward: np.ndarray) -> ProfilePoint:
