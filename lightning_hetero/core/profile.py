@@ -39,7 +39,8 @@ class ProfilePoint:
         forward: ``a`` in seconds.
         backward: ``P`` in seconds.
         weight: how many steps stand behind it, fading with age.
-        scatter: relative spread of single steps (standard deviation).
+        scatter: relative spread of single steps: their standard deviation, or 1.48 median absolute deviations if that
+            is more.
     """
 
     size: int
@@ -135,7 +136,7 @@ class NodeProfile:
 
         Example:
             >>> round(NodeProfile().observe(8, [0.09, 0.1, 0.11, 0.1], [0.0] * 4).standard_error(8), 3)
-            0.046
+            0.038
         """
         points = [q for q in self.points if q.size == size] or list(self.points)
         return min((q.scatter / math.sqrt(q.weight) for q in points), default=1.0)
@@ -166,13 +167,15 @@ def _fitted(points: tuple[ProfilePoint, ...]) -> NodeTimeModel:
 
 def _summary(size: int, forward: np.ndarray, backward: np.ndarray) -> ProfilePoint:
     """Pace and spread of the steps of one window."""
-    total = capped(forward + backward)
+    every = forward + backward
+    total = capped(every)
+    spread = max(float(total.std()), 1.4826 * float(np.median(np.abs(every - np.median(every)))))
     return ProfilePoint(
         size,
         pace(forward),
         pace(backward),
         min(float(len(total)), MAX_WEIGHT),
-        max(float(total.std() / max(total.mean(), 1e-12)), LEAST_SCATTER),
+        max(spread / max(float(total.mean()), 1e-12), LEAST_SCATTER),
     )
 
 
