@@ -33,7 +33,7 @@ from lightning_hetero.core.planner import Exchange, PlanContext, Planner, Propos
 from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.data.sampler import UnevenBatchSampler
 from lightning_hetero.data.stream import IndexStream
-from lightning_hetero.hardware import capacity, identity
+from lightning_hetero.hardware import capacity, cpu_quota, identity
 
 __all__ = ["Exchange", "HeteroEngine"]
 
@@ -77,7 +77,7 @@ class HeteroEngine:
         self.config, self.rank, self.world_size, self.device = config, rank, world_size, device
         self.control = ControlPlane(rank, world_size, timeout=timeout)
         self.control.require_equal("the settings of the strategy", config.fingerprint())
-        self.observer = StepObserver(clock_for(device))
+        self.observer = StepObserver(clock_for(device), cores=cpu_quota() if device.type == "cpu" else None)
         self.hook_state = HookState(self.observer, world_size)
         self.hook_state.topology = Topology.form(config.hierarchy, self.control, timeout)
         self.compression = GradientCompression.of(config, self.control, self.hook_state)

@@ -10,6 +10,7 @@ import yaml
 
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.validation import check_choice
+from lightning_hetero.elastic import OWN_LOOP, ElasticConfig
 
 __all__ = ["PREFIX", "SETTINGS", "SWITCH", "HeteroPlugin", "as_environment", "switched_on"]
 
@@ -148,6 +149,8 @@ def _check_names(where: str, settings: Mapping[str, Any]) -> None:
     unknown = sorted(set(settings) - set(NAMES))
     for name in set(unknown) & set(ONLY_LIGHTNING):
         raise TypeError(f"{where}: {name} is for Lightning's Trainer only; {ONLY_LIGHTNING[name]}.")
+    if set(unknown) & {field.name for field in fields(ElasticConfig)}:
+        raise TypeError(f"{where} has no setting {', '.join(unknown)}. {OWN_LOOP}.")
     if unknown:
         raise TypeError(f"{where} has no setting {', '.join(unknown)}. Allowed are {', '.join(NAMES)}.")
 

@@ -108,3 +108,8 @@ def test_switch(monkeypatch):
     with pytest.raises(RuntimeError, match="ACCELERATE_USE_HETERO=false"):
         accelerator.observations()
     assert HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin()).hetero_session is not None
+
+
+def test_settings_of_elastic_averaging_are_told_where_they_belong():
+    with pytest.raises(TypeError, match="no setting merge. .* use lightning_hetero.elastic.ElasticEngine"):
+        HeteroPlugin(merge="adaptive")
