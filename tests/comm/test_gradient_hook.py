@@ -82,11 +82,11 @@ def _norms(rank, cap, hook):
         loss_of(alone, x.double()).backward()
         model.zero_grad()
         loss_of(model, x.double()).backward()
-        buckets = len(state.local_norms)
-        local, averaged = (torch.stack(norms).square().sum() for norms in state.take_norms())
+        buckets = len(state.local_squares)
+        local, averaged = (torch.stack(squares).sum() for squares in state.take_squares())
         assert local.dtype == averaged.dtype == torch.float64
         rows.append([buckets, local, (flat(alone) ** 2).sum(), averaged, (flat(model) ** 2).sum()])
-        assert state.take_norms() is None
+        assert state.take_squares() is None
     return np.array(rows, dtype=float)
 
 
@@ -163,5 +163,16 @@ def test_preconditioned_norms_follow_the_order_in_memory():
     flat = torch.empty(48)
     flat.as_strided(weight.size(), weight.stride()).copy_(gradient)
     norms = GradientNorms(preconditioner=lambda parameter, part: part / divisor)
-    norm = norms.of_bucket(torch.cat([torch.zeros(8), flat])[8:], lambda: [weight])
-    torch.testing.assert_close(norm, (gradient / divisor).norm())
+    (value,) = norms.of_bucket(torch.cat([torch.zeros(8), flat])[8:], lambda: [weight])
+    torch.testing.assert_close(value, (gradient / divisor).square().sum())
+
+
+def test_squared_norms_of_large_buckets_are_exact():
+    """A float32 sum over millions of elements in one go is wrong in the fourth digit, as the noise may be."""
+    flat = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))
+    exact = float(flat.double().square().sum())
+    seen = float(torch.stack(GradientNorms().of_bucket(flat, list)).double().sum())
+    assert seen == pytest.approx(exact, rel=2e-5)
+    in_place = torch.nn.Parameter(flat)
+    in_place.grad = flat
+    assert float(GradientNorms().of_parameters([in_place])[0]) == pytest.approx(exact, rel=2e-5)
