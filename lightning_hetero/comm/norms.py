@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_hetero.optim.preconditioner import AdamPreconditioner
+
 __all__ = ["GradientNorms", "square"]
 
 CHUNK = 2**20
@@ -18,7 +20,7 @@ class GradientNorms:
     Results are squares that are to be added up.
 
     Args:
-        preconditioner: ``(parameter, gradient) -> gradient``, applied first, to one parameter after the other.
+        preconditioner: takes them as an adaptive optimizer scales gradients, of one parameter after the other.
         loss_scale: gives the factor on the loss of a gradient scaler, as a number or on the device.
 
     Example:
@@ -28,7 +30,7 @@ class GradientNorms:
         [tensor(25.)]
     """
 
-    preconditioner: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    preconditioner: AdamPreconditioner | None = None
     loss_scale: Callable[[], torch.Tensor | float] | None = None
 
     def of_bucket(self, flat: torch.Tensor, parameters: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -44,8 +46,10 @@ class GradientNorms:
         return self._sum((p, p.grad) for p in parameters if p.grad is not None)
 
     def _sum(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-        change = self.preconditioner or (lambda parameter, gradient: gradient)
-        squares = [value for parameter, gradient in pairs for value in square(change(parameter, gradient))]
+        if self.preconditioner is None:
+            squares = [value for _, gradient in pairs for value in square(gradient)]
+        else:
+            squares = [value for pair in pairs for value in self.preconditioner.squares(*pair)]
         return self._unscaled([torch.stack(squares).sum()]) if squares else []
 
     def _unscaled(self, squares: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,6 +1,7 @@
 """The DDP hook against DDP itself: averages, a user's hook inside ours, norms, the error of a direct backward."""
 
 import inspect
+import math
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from lightning_hetero.comm.clock import HostClock
 from lightning_hetero.comm.gradient_hook import DIRECT_BACKWARD, HookState, gradient_hook
 from lightning_hetero.comm.norms import GradientNorms
 from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.optim import AdamPreconditioner
 from tests.helpers import run_ranks
 
 STEPS, WIDTH = 3, 600  # wider than the megabyte of DDP's first bucket
@@ -162,7 +164,10 @@ def test_preconditioned_norms_follow_the_order_in_memory():
     gradient, divisor = torch.randn(4, 3, 2, 2), torch.rand(4, 3, 2, 2) + 0.5
     flat = torch.empty(48)
     flat.as_strided(weight.size(), weight.stride()).copy_(gradient)
-    norms = GradientNorms(preconditioner=lambda parameter, part: part / divisor)
+    adam = torch.optim.Adam([weight])
+    moment = (divisor - 1e-8).square().contiguous(memory_format=torch.channels_last)
+    adam.state[weight] = {"step": torch.tensor(math.inf), "exp_avg_sq": moment}  # 1 - 0.999^inf = 1
+    norms = GradientNorms(AdamPreconditioner([adam]))
     (value,) = norms.of_bucket(torch.cat([torch.zeros(8), flat])[8:], lambda: [weight])
     torch.testing.assert_close(value, (gradient / divisor).square().sum())
 
