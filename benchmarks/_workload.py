@@ -4,6 +4,7 @@ Started on every node by the benchmarks of this folder; not meant to be run by h
 """
 
 import argparse
+import functools
 import json
 import os
 import time
@@ -19,6 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import BatchPlan, DynamicBatchPIDCallback, GNSCallback, HeteroDDPStrategy, PerfModelCallback
+from lightning_hetero.comm.noise import NoiseCollector
+from lightning_hetero.comm.norms import GradientNorms
 
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore", category=PossibleUserWarning)
@@ -94,6 +97,43 @@ class Steps(L.Callback):
             trainer.strategy.adopt(BatchPlan(sum(sizes), tuple(sizes)), "script")
 
 
+class Attributed(L.Callback):
+    """Processor time spent in what measures the noise scale, whichever thread calls it, over that of all steps."""
+
+    PLACES = ((GradientNorms, "of_bucket"), (NoiseCollector, "begin_step"), (NoiseCollector, "end_step")) + tuple(
+        (GNSCallback, name)
+        for name in ("on_train_batch_start", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
+    )
+
+    def __init__(self):
+        self.spent, self.share = [], None
+
+    def timed(self, function):
+        @functools.wraps(function)
+        def wrapped(*args, **kwargs):
+            begin = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.spent.append(time.thread_time() - begin)
+
+        return wrapped
+
+    def on_fit_start(self, trainer, pl_module):
+        self.originals = [(cls, name, getattr(cls, name)) for cls, name in self.PLACES]
+        for cls, name, function in self.originals:
+            setattr(cls, name, self.timed(function))
+
+    def on_train_start(self, trainer, pl_module):
+        self.begin = time.process_time()
+        self.spent.clear()
+
+    def on_train_end(self, trainer, pl_module):
+        self.share = sum(self.spent) / (time.process_time() - self.begin)
+        for cls, name, function in self.originals:
+            setattr(cls, name, function)
+
+
 class Observations(L.Callback):
     """Keeps everything that the ranks observed."""
 
@@ -164,6 +204,8 @@ def train(kind, args):
     strategy, callbacks = strategy_of(kind)
     steps, observations = Steps(json.loads(args.script)), Observations()
     extra = [steps] if kind == "ddp" else [steps, observations]
+    attributed = Attributed()
+    extra += [attributed] if kind == "gns" else []
     trainer = L.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -186,6 +228,7 @@ def train(kind, args):
     return {
         "seconds": steps.seconds,
         "cpu_seconds": steps.cpu_seconds,
+        "noise_share": attributed.share,
         "parameters": sum(p.numel() for p in model.parameters()),
         "history": history,
         "observations": observations.stacked(),

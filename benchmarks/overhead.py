@@ -4,8 +4,10 @@ Both strategies take turns in the same two processes, a short training each, aga
 same machine. The table shows the median over pairs of the ratio of their median step times, and its quartiles; a last
 column compares plain DDP with itself in the same way, which shows how far the machine can tell.
 
-Times are taken twice. By the clock, a machine that others share can hardly tell one percent. The processor time of a
-step, of all threads of rank 0, is not delayed by others; it has what a strategy computes, and not what it waits for.
+Times are taken three times. By the clock, a machine that others share can hardly tell one percent. The processor time
+of a step, of all threads of rank 0, is delayed less by others; it has what a strategy computes, and not what it waits
+for. And ``noise_scale_share_%`` is the processor time within the functions that measure the noise scale, over that of
+the same steps: both sides saw the same machine, so that it can tell a tenth of a percent.
 """
 
 import argparse
@@ -32,7 +34,7 @@ MODELS = (  # name, batch, arguments, share of the steps
 
 
 def run(cycles, steps, batch, model, port):
-    """Median step times of every short training, by the clock and of the processor, shape ``(2, cycles, kinds)``."""
+    """What is known of the model, and median step times of every short training, by the clock and of the processor."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [sys.executable, str(HERE / "_workload.py"), "--kind", ",".join(KINDS * cycles), "--out", str(out)]
@@ -53,7 +55,9 @@ def run(cycles, steps, batch, model, port):
             raise SystemExit("\n".join(errors))
         runs, skipped = json.loads(out.read_text()), min(20, steps // 2)
         seconds = [[np.median(run[name][skipped:]) for run in runs] for name in ("seconds", "cpu_seconds")]
-        return runs[0]["parameters"], np.array(seconds).reshape(2, cycles, len(KINDS))
+        shares = [run["noise_share"] for run in runs if run["noise_share"] is not None]
+        known = {"parameters": runs[0]["parameters"], "noise_scale_share_%": 100 * float(np.median(shares))}
+        return known, np.array(seconds).reshape(2, cycles, len(KINDS))
 
 
 def compared(times, unit):
@@ -65,8 +69,6 @@ def compared(times, unit):
         suffix = "%" if unit == "ms" else "cpu_%"
         row[f"{name}_{suffix}"] = float(np.median(ratio))
         row[f"{name}_quartiles_{suffix}"] = "{:.1f} to {:.1f}".format(*np.percentile(ratio, (25, 75)))
-    gns = 100 * (times[:, 2] - times[:, 1]) / times[:, [0, 3]].mean(axis=1)
-    row[f"gns_alone_{'%' if unit == 'ms' else 'cpu_%'}"] = float(np.median(gns))
     return row
 
 
@@ -80,8 +82,8 @@ def main():
     rows = []
     for number, (name, batch, model, share) in enumerate(MODELS[: args.models]):
         steps = max(int(args.steps * share), 2)
-        parameters, (seconds, cpu) = run(args.cycles, steps, batch, model, 29811 + number)
-        row = {"model": name, "parameters": parameters, "batch": batch, **compared(seconds, "ms")}
+        known, (seconds, cpu) = run(args.cycles, steps, batch, model, 29811 + number)
+        row = {"model": name, "batch": batch, **known, **compared(seconds, "ms")}
         rows.append({**row, **compared(cpu, "cpu_ms"), "cycles": args.cycles})
     write_table(rows, args.out, "overhead on two equal workers, over ddp")
 
