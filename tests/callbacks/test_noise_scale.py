@@ -177,6 +177,15 @@ def test_workers_and_micro_batches_agree(everywhere):
     assert squares == pytest.approx([squares[0]] * len(squares), rel=1e-5)  # of the very same batches
 
 
+def test_a_summed_loss_has_the_estimate_of_its_mean():
+    summed = Regressor(reduction="sum", lr=0.0, momentum=0.0)
+    strategy = {"local_batch_sizes": (9, 3), "replan": STEPS, "loss_reduction": "sum"}
+    results = run_ranks(_run, 2, strategy, 2, "pooled", {"model": summed})
+    reference = expected(groups_of(results), "pooled")
+    assert results[0]["estimate"]["trace_sum"] == pytest.approx(reference.trace_sum, rel=1e-6)
+    assert results[0]["estimate"]["sq_norm_sum"] == pytest.approx(reference.sq_norm_sum, rel=1e-6)
+
+
 def test_every_n_steps():
     kwargs = {"every_n_steps": 2}
     results = run_ranks(_run, 2, {"local_batch_sizes": (9, 3), "replan": STEPS}, 2, "pooled", kwargs)
