@@ -192,7 +192,8 @@ class HeteroFabricMixin(PlanAccess):
     @property
     def _evaluating(self) -> bool:
         """Whether what is run now cannot be training: gradients are off, or all models are in ``eval()``."""
-        return not torch.is_grad_enabled() or not any(model.training for model in self._models or [torch.nn.Module()])
+        models = self._models
+        return not torch.is_grad_enabled() or (len(models) > 0 and not any(model.training for model in models))
 
     def _even(self, loader: DataLoader) -> DataLoader:
         """An evaluation loader: as DDP has it, or balanced by speed without repeated samples."""
