@@ -160,6 +160,11 @@ class HeteroAccelerator(PlanAccess, Accelerator):
             log.warning("%s. It is left to Accelerate, which splits it evenly.", reason)
         elif wanted:
             log.warning("a second training loader is split evenly; only the first one is split by speed.")
+        elif self._hetero_loader is None and self._chosen is None and self.is_main_process:
+            log.info(
+                "a loader that does not shuffle was prepared without an optimizer beside it: it is taken for an "
+                "evaluation's and left to Accelerate. To split it by speed: prepare_data_loader(loader, uneven=True)."
+            )
         self._announce(prepared)
         return prepared
 

@@ -149,7 +149,9 @@ class HeteroFabricMixin(PlanAccess):
         shuffles, taken = _shuffles(dataloader), self._train_loader is not None
         reason = why_not_uneven(dataloader, self._running().engine.world_size)
         if not shuffles and (taken or reason is not None):
-            if self._assumed and self._running().engine.rank == 0:
+            if not taken:
+                log.warning("%s. It is left as it is, as the loader of an evaluation.", reason)
+            elif self._assumed and self._running().engine.rank == 0:
                 log.info("a further loader that does not shuffle is taken for an evaluation's and left even.")
             return self._even(dataloader)
         if taken and not (self._assumed and self._running().position == (0, 0)):

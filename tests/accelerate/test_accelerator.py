@@ -1,5 +1,7 @@
 """``HeteroAccelerator``: the mathematics of one process, whatever the split, and the state of a run."""
 
+import io
+import logging
 import os
 import pickle
 from collections import UserDict, namedtuple
@@ -321,9 +323,12 @@ def _left_to_accelerate(rank):
     split = [isinstance(loader.batch_sampler, SessionBatches) for loader in (first, second, evaluation)]
     items = [i for batch in stream for i in batch.tolist()]
     accelerator.free_memory()
-    again = accelerator.prepare(_loader())
+    said = io.StringIO()
+    logging.getLogger("lightning_hetero").addHandler(logging.StreamHandler(said))
+    alone, again = accelerator.prepare(_loader(shuffle=False)), accelerator.prepare(_loader())
+    later = [isinstance(loader.batch_sampler, SessionBatches) for loader in (alone, again)]
     accelerator.end_training()
-    return split, items, isinstance(again.batch_sampler, SessionBatches)
+    return split, items, later, said.getvalue()
 
 
 def _skipped_by_accelerate(rank):
@@ -344,8 +349,9 @@ def test_a_loader_that_would_not_weight_its_batches_is_refused():
 def test_only_the_first_training_loader_is_split():
     results = ranks(_left_to_accelerate)
     assert [split for split, *_ in results] == [[True, False, False]] * 2
-    assert sorted(i for _, items, _ in results for i in items) == list(range(8))
-    assert all(again for *_, again in results)
+    assert sorted(i for _, items, *_ in results for i in items) == list(range(8))
+    assert [later for *_, later, _ in results] == [[False, True]] * 2
+    assert results[0][-1].count("prepare_data_loader(loader, uneven=True)") == 1
 
 
 def _slow(rank, policy):

@@ -1,6 +1,8 @@
 """Fabric's own ways under ``hetero_ddp``; what all front ends promise is in ``tests/test_front_ends.py``."""
 
+import io
 import json
+import logging
 
 import numpy as np
 import pytest
@@ -118,7 +120,8 @@ def test_other_loaders_are_even_or_balanced_and_weigh_one():
 
 def _without_shuffling(rank):
     """A training loader that does not shuffle, with evaluations; then one that does, set up behind an evaluation's."""
-    fabric = _fabric({"local_batch_sizes": (7, 3)})
+    fabric, said = _fabric({"local_batch_sizes": (7, 3)}), io.StringIO()
+    logging.getLogger("lightning_hetero").addHandler(logging.StreamHandler(said))
     train, evaluation = fabric.setup_dataloaders(DataLoader(Points(SAMPLES), 5), DataLoader(Points(20), 5))
     model = network()
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
@@ -136,6 +139,7 @@ def _without_shuffling(rank):
             optimizer.zero_grad()
         sizes.append([len(x) for x, _, _ in evaluation])
     first = {"seen": seen, "before": before, "sizes": sizes, "lengths": lengths, "weights": flat(model)}
+    first["said"] = said.getvalue()
     fabric.strategy.teardown()
 
     fabric = _fabric({"policy": "even"})
@@ -154,6 +158,8 @@ def test_the_first_loader_is_the_training_loader_where_none_shuffles():
     results = ranks(_without_shuffling)
     first, second = [first for first, _ in results], results[0][1]
     every_sample_once(first)
+    assert "the first loader is taken for the training loader and split by speed" in first[0]["said"]
+    assert "a further loader that does not shuffle is taken for an evaluation's" in first[0]["said"]
     assert [sum(batch) for batch in global_batches(first)[:2]] == [45, 145]  # in order: 0 to 9, 10 to 19
     assert [[len(indices) for *_, indices in r["seen"][:7]] for r in first] == [[7] * 7, [3] * 7]
     for result in first:
