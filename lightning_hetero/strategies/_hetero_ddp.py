@@ -17,9 +17,8 @@ from lightning_hetero.comm import gradient_hook
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.compressors import Compressor
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
-from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.engine import HeteroEngine
-from lightning_hetero.session import show_log
+from lightning_hetero.session import PlanAccess, show_log
 from lightning_hetero.strategies._checkpoint import add_residuals, resume_position, take_residuals
 from lightning_hetero.strategies._compression import attach_compression, lead_optimizers
 from lightning_hetero.strategies._convergence_probe import begin_probe
@@ -41,7 +40,7 @@ __all__ = ["HeteroDDPMixin"]
 show_log()
 
 
-class HeteroDDPMixin:
+class HeteroDDPMixin(PlanAccess):
     """Distributed data parallel on unequal workers, with the gradients of one process (Cannikin; dynamic batching).
 
     The DataLoader's ``batch_size`` means what it means under DDP: samples per worker on average, so the total batch is
@@ -134,27 +133,9 @@ class HeteroDDPMixin:
 
     # what users read
 
-    @property
-    def plan(self) -> BatchPlan | None:
-        """The split of the running step."""
-        return None if self.engine is None else self.engine.plan
-
-    @property
-    def plan_history(self) -> tuple[PlanEntry, ...]:
-        """All plans of this run, with the step from which each held and the reason."""
-        return () if self.engine is None else self.engine.plan_history
-
-    def observations(self) -> StepObservations:
-        """What all ranks measured up to the last exchange."""
-        if self.engine is None:
-            raise RuntimeError("observations() is known once training has begun; there is no engine yet.")
-        return self.engine.observations()
-
     def adopt(self, plan: BatchPlan, reason: str = "given") -> PlanEntry:
         """Change the split, from a step that no rank has drawn yet; all ranks have to call it together."""
-        if self.engine is None:
-            raise RuntimeError("a plan can be adopted once training has begun; there is no engine yet.")
-        entry = self.engine.adopt(plan, reason)
+        entry = super().adopt(plan, reason)
         self.refresh_epoch_length()
         return entry
 
