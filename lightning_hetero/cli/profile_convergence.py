@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     if not output.parent.is_dir():
         parser.error(f"--output {output}: the folder {output.parent} does not exist. Make it, or give another file.")
     if find_spec("sklearn") is None:
-        parser.error("profiling needs scikit-learn; install lightning-hetero[demo].")
+        parser.error("profiling needs scikit-learn. Install it with: pip install 'lightning-hetero[demo]'")
     command = [*args.launcher, str(args.script), *args.arguments]
     probes = ScriptProbes(command, seed=args.seed, timeout=args.timeout)
     try:
@@ -70,9 +70,9 @@ def main(argv: Sequence[str]) -> int:
             rng=np.random.default_rng(args.seed),
             on_profile=lambda so_far: so_far.save(part),
         )
-    except (ProbeError, ValueError) as error:
-        kept = f"\nThe probes that ended are in {part}, which is a profile, too." if part.is_file() else ""
-        sys.stderr.write(f"lightning-hetero profile-convergence: {error}{kept}\n")
+    except (ProbeError, ValueError, KeyboardInterrupt) as error:
+        kept = f"\nThe probes that ended are in {part}, which is a profile, too." if probes.count > 1 else ""
+        sys.stderr.write(f"lightning-hetero profile-convergence: {str(error) or 'interrupted'}{kept}\n")
         return 1
     profile.save(output)
     part.unlink()

@@ -269,6 +269,13 @@ def test_a_fixed_split_takes_the_place_of_the_policy():
     assert ask_settings(lambda question: next(answers)) == {"local_batch_sizes": [6, 2]}
 
 
+def test_what_is_not_installed_is_named(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "lightning_hetero.cli.launch")
+    monkeypatch.setitem(sys.modules, "accelerate.commands.launch", None)
+    assert cli.main(["launch", "script.py"]) == 2
+    assert "Install it with: pip install 'lightning-hetero[accelerate]'" in capsys.readouterr().err
+
+
 def test_unknown_command(capsys):
     assert cli.main(["lunch"]) == 2
     assert "unknown command 'lunch'. Commands are config, launch, profile-convergence" in capsys.readouterr().err

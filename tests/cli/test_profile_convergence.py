@@ -84,8 +84,16 @@ def test_a_probe_that_fails_is_shown_and_the_others_are_kept(profile, tmp_path, 
     told = capsys.readouterr().err
     assert "ended with exit code 3" in told
     assert "script.py\nout of memory\n" in told
+    assert f"The probes that ended are in {tmp_path / 'profile.json.partial'}" in told
     assert not (tmp_path / "profile.json").exists()
     assert len(ConvergenceProfile.load(tmp_path / "profile.json.partial").points) == 1
+
+
+def test_an_interrupt_ends_the_script(profile, tmp_path, capsys):
+    interrupting = "if number == 2:\n    os.kill(os.getppid(), 2)\n    time.sleep(600)"
+    assert profile(at_probe=interrupting) == 1
+    assert capsys.readouterr().err == "lightning-hetero profile-convergence: interrupted\n"
+    assert len(orders_of(tmp_path)) == 2
 
 
 def test_a_script_with_another_strategy_is_told_from_one_that_answers(profile, capsys):
@@ -123,6 +131,14 @@ def test_bad_options_are_named_before_anything_starts(profile, tmp_path, capsys,
         profile(*options)
     assert stopped.value.code == 2
     assert says in capsys.readouterr().err
+    assert not (tmp_path / "orders").exists()
+
+
+def test_scikit_learn_is_asked_for_before_anything_starts(profile, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("lightning_hetero.cli.profile_convergence.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        profile()
+    assert "pip install 'lightning-hetero[demo]'" in capsys.readouterr().err
     assert not (tmp_path / "orders").exists()
 
 

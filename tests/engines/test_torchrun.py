@@ -126,8 +126,13 @@ def agent(tmp_path):
 
 
 def workers_of(folder):
-    """Workers that are still there."""
-    return [pid for path in folder.glob("pid-*") if psutil.pid_exists(pid := int(path.name.removeprefix("pid-")))]
+    """Workers that are still there; a process that began after a worker wrote its file only has the same number."""
+    found = []
+    for path in folder.glob("pid-*"):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(int(path.name.removeprefix("pid-")))
+            found += [process.pid] if process.create_time() <= path.stat().st_mtime + 5 else []
+    return found
 
 
 @pytest.mark.parametrize("point", POINTS)

@@ -105,6 +105,15 @@ def test_rate_is_one_minus_density(probe):
     assert again == answer
 
 
+def test_compressed_gradients_are_late_too(probe):
+    strategy = {"compression": "block_topk(block=8)"}
+    late, _ = probe(strategy, total=10, samples=60, rate=0.75, staleness=1)
+    at_once, results = probe(strategy, total=10, samples=60, rate=0.75)
+    assert (late.staleness, at_once.staleness) == (1, 0)
+    assert [r["density"] for r in results] == [0.25, 0.25]
+    assert late.loss != at_once.loss
+
+
 def test_losses_are_those_of_samples_with_accumulation_and_sums(probe):
     answer, results = probe(kwargs={"accumulate_grad_batches": 2}, total=10, samples=20)
     np.testing.assert_allclose(answer.loss, by_hand(results, delay=9)[-1], rtol=1e-12)
