@@ -5,7 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_hetero.core.clusters import check_clusters, check_hierarchy
-from lightning_hetero.core.compressors import Compressor, HalfPrecision, LowRank, parse_compression
+from lightning_hetero.core.compressors import (
+    Automatic,
+    BlockTopK,
+    Compressor,
+    HalfPrecision,
+    LowRank,
+    parse_compression,
+)
 from lightning_hetero.core.planner import PLANNERS
 from lightning_hetero.core.validation import check_choice, check_int, check_number, check_sizes
 
@@ -36,6 +43,8 @@ class HeteroConfig:
         hierarchy: clusters of ranks, close together inside and joined by a thin link: lists such as
             ``[[0, 1, 2], [3]]``, ``"nodes"`` (by host), ``"env"`` (by ``LIGHTNING_HETERO_CLUSTER`` of each process) or
             ``"auto"`` (by timing links). Gradients are summed inside a cluster; leaders exchange sums.
+        sparse_optimizer: let the optimizer, ``torch.optim.SGD`` or ``AdamW``, update only the blocks that block top-k
+            sends: ``False``, ``True``, or when momentum moves them, ``"ahead"`` (what ``True`` is) or ``"later"``.
         staleness: most steps by which a gradient may arrive late: 0, or 1 where the link would make every step wait.
 
     Raises:
@@ -59,12 +68,14 @@ class HeteroConfig:
     probe_memory: bool = False
     compression: Compressor | str | None = None
     hierarchy: str | Sequence[Sequence[int]] | None = None
+    sparse_optimizer: bool | str = False
     staleness: int = 0
 
     def __post_init__(self) -> None:
         if self.policy is not None:
             check_choice("policy", self.policy, POLICIES)
         object.__setattr__(self, "compression", parse_compression(self.compression))
+        self._check_sparse_optimizer()
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         self._check_sizes()
         if self.weight_fn is not None and not callable(self.weight_fn):
@@ -88,6 +99,14 @@ class HeteroConfig:
         for name in ("balance_evaluation", "probe_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False.")
+
+    def _check_sparse_optimizer(self) -> None:
+        check_choice("sparse_optimizer", self.sparse_optimizer, (False, True, "ahead", "later"))
+        if self.sparse_optimizer and not isinstance(self.compression, BlockTopK | Automatic):
+            raise ValueError(
+                f"sparse_optimizer={self.sparse_optimizer!r} updates the blocks that block top-k sends, and "
+                f"compression={self.compression} sends none. Set compression='block_topk' or 'auto', or leave it out."
+            )
 
     def _check_sizes(self) -> None:
         if self.local_batch_sizes is not None:
@@ -133,5 +152,5 @@ class HeteroConfig:
             f"min_local_batch_size={self.min_local_batch_size}, max_local_batch_sizes={self.max_local_batch_sizes}, "
             f"weight_fn={self.weight_fn is not None}, replan={self.replan}, hysteresis={self.hysteresis}, "
             f"balance_evaluation={self.balance_evaluation}, compression={self.compression}, "
-            f"hierarchy={self.hierarchy}, staleness={self.staleness}"
+            f"hierarchy={self.hierarchy}, sparse_optimizer={self.sparse_optimizer}, staleness={self.staleness}"
         )

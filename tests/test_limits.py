@@ -370,6 +370,7 @@ def staleness():
     refused("staleness=0", model=Manual(), strategy=late)
     refused("staleness=0", strategy={**late, "find_unused_parameters": True})
     refused("staleness=0", strategy={**late, "ddp_comm_hook": fp16_compress_hook})
+    refused("staleness=0", strategy={**late, "compression": "bf16"})
 
 
 @case("model averaging (`model_averaging_period`)")

@@ -150,7 +150,9 @@ class GNSCallback(Callback):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add what all ranks have seen since their last message; a collective call, except after an exception."""
         if self._source is not None and not trainer.interrupted:
-            checkpoint["callbacks"][self.state_key]["interval"] = self._source.interval()
+            interval, state = self._source.interval(), checkpoint["callbacks"].get(self.state_key)
+            if state is not None:  # else a subclass saves nothing
+                state["interval"] = interval
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the estimate of an earlier run, in the middle of an interval perhaps."""

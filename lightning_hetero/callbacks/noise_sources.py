@@ -208,7 +208,7 @@ class _Alone(Source):
             pairs = ((seen(p, a), seen(p, b)) for p, a, b in zip(parameters, gradients, before[1], strict=True))
             sums = torch.stack([torch.stack(_products(a, b)) for a, b in pairs]).sum(dim=0)
             one, both = sums[:2].sum() / 8, sums.sum() / 4  # of the share that half the window has, see WindowEstimator
-            self.products.append((one.sqrt(), both.clamp(min=0.0).sqrt()))
+            self.products.append((one, both))
         if (self.number + 1) % self.every_n_steps == 0:
             self.previous[id(optimizer)] = size, [gradient.clone() for gradient in gradients]
 
@@ -219,7 +219,7 @@ class _Alone(Source):
                 self.sizes, self.first = [], []  # training_step gave no loss
             return
         sizes, first, products = tuple(self.sizes), self.first, self.products
-        whole = [norm for norms in self.whole.values() for norm in norms]
+        whole = [value for squares in self.whole.values() for value in squares]
         self.sizes, self.first, self.products, self.whole = [], [], [], {}
         self.number += 1
         if not automatic:

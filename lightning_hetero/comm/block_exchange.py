@@ -1,84 +1,29 @@
 """Block top-k inside DDP's hook: each bucket goes into the residual, the last one sends one message for all of them."""
 
-import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm.clock import clock_for
+from lightning_hetero.comm.dropped import DroppedSteps, all_finite, clear
 from lightning_hetero.comm.gradient_hook import HookState
+from lightning_hetero.comm.messages import MessageLog
+from lightning_hetero.comm.sending import Late, Sending, StepReport
 from lightning_hetero.comm.sums import pending
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.compression.encoder import BlockEncoder
+from lightning_hetero.compression.gradients import BlockGradient, BlockMarks, block_gradients
 from lightning_hetero.compression.layout import Layout, Slot, flat_view
-from lightning_hetero.compression.reference import Pack
+from lightning_hetero.compression.reference import Pack, merge_sparse
 from lightning_hetero.compression.wire import MessageFormat
 from lightning_hetero.core.compressors import BlockTopK, blocks_per_rank
+from lightning_hetero.core.validation import check_number
+from lightning_hetero.optim import sparse_steps
 
-__all__ = ["BlockExchange", "Late", "Sending", "StepReport"]
-
-log = logging.getLogger("lightning_hetero")
-
-
-@dataclass
-class StepReport:
-    """Sums over steps of what was sent.
-
-    Args:
-        steps: steps.
-        sent: bytes that this rank sent to others, those inside its cluster left out.
-        received: bytes that it received.
-        density: share of the gradient's elements that was applied, summed over steps.
-        encode: seconds of error feedback, selection and writing.
-    """
-
-    steps: int = 0
-    sent: float = 0.0
-    received: float = 0.0
-    density: float = 0.0
-    encode: float = 0.0
-
-    def add(self, sent: float, density: float, encode: float = 0.0) -> None:
-        """One more step, in which as much was received as sent."""
-        self.steps += 1
-        self.sent += sent
-        self.received += sent
-        self.density += density
-        self.encode += encode
-
-
-@dataclass
-class Sending:
-    """Messages of one step on their way, this rank's and those of all others.
-
-    Args:
-        rows: the messages, one row for each rank, or in a hierarchy for each cluster.
-        step: the step that they belong to.
-        arrival: is done when they are there.
-        finite: whether this rank's gradient was, as far as the host knows.
-    """
-
-    rows: torch.Tensor
-    step: int
-    arrival: torch.futures.Future[Any]
-    finite: bool
-
-
-class Late(Protocol):
-    """Who decides in which step messages are applied."""
-
-    def turn(self, sending: Sending) -> list[Pack]:
-        """What the running step applies, now that its messages are on their way."""
-
-    def pay(self, bucket: dist.GradBucket) -> None:
-        """Put what is owed into a bucket that is about to be summed densely."""
-
-    def settle(self) -> None:
-        """Wait for what is under way."""
+__all__ = ["BlockExchange"]
 
 
 class BlockExchange:
@@ -109,17 +54,22 @@ class BlockExchange:
         self.topology = hook.topology or Topology.straight(rank, hook.world_size)
         self.layout = Layout.of(((name, p.numel()) for name, p in parameters.items()), settings.block)
         self.slots = {p: self.layout.by_name[name] for name, p in parameters.items()}
+        self.density = settings.density
         self.encoder = self._encoder(parameters)
         device = next(iter(parameters.values())).device
         self.on_host = device.type != self.encoder.residual.device.type
         self.use_rows(torch.zeros((self.topology.size, self.encoder.form.num_bytes), dtype=torch.uint8, device=device))
         self._masks = self._views(self.encoder.touched) if self.encoder.deferred else {}
-        self.step, self.dropped = 0, 0
+        self.step, self.dropped = 0, DroppedSteps()
         self.late: Late | None = None
-        self.messages: Topology | None = None
+        self.way: Topology | None = None
         self.report = StepReport()
+        self.messages = MessageLog(hook.observer.clock, self.topology.size)
         self._dense_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
-        self._packs: list[torch.Tensor] | None = None
+        self.sparse_steps = False
+        """Whether the optimizer takes blocks, so that the sum is never written into a tensor of the model's size."""
+        self.gradients: Mapping[torch.Tensor, BlockGradient | BlockMarks] | None = None
+        self._arrived: str | None = None
         self._waiting: list[tuple[Any, list[tuple[Slot, torch.Tensor]], Any]] = []
         self._raised: list[tuple[Any, list[tuple[Slot, torch.Tensor]]]] = []
         self._finite, self._weight, self._scale = True, 1.0, 1.0
@@ -129,10 +79,8 @@ class BlockExchange:
 
     def _encoder(self, parameters: Mapping[str, torch.Tensor]) -> Any:
         """The encoder for the parameters' device: Triton's on GPU, unless something was asked for that only CPU has."""
-        s = self.settings
+        s, form = self.settings, self._form(self.density)
         double = any(p.dtype == torch.float64 for p in parameters.values())
-        k = blocks_per_rank(self.layout.num_blocks, s.density, self.topology.size)
-        form = MessageFormat(self.layout.num_blocks, k, s.block, s.value_dtype, self.layout.fingerprint())
         device = next(iter(parameters.values())).device
         if device.type == "cuda" and not double and s.selector in (None, "histogram") and find_spec("triton"):
             from lightning_hetero.compression.triton_encoder import TritonEncoder
@@ -161,6 +109,41 @@ class BlockExchange:
         block = self.layout.block
         return {p: touched[s.start // block : (s.start + s.padded) // block] for p, s in self.slots.items()}
 
+    # how much is sent
+
+    def _form(self, density: float) -> MessageFormat:
+        s = self.settings
+        k = blocks_per_rank(self.layout.num_blocks, density, self.topology.size)
+        return MessageFormat(self.layout.num_blocks, k, s.block, s.value_dtype, self.layout.fingerprint())
+
+    def sent_bytes(self, density: float) -> float:
+        """Bytes that this rank sends to the others in a compressed step at a density."""
+        return float((self.topology.size - 1) * self._form(density).num_bytes)
+
+    def set_density(self, density: float) -> None:
+        """Send another share of the blocks from the next backward pass on; all ranks have to call it together.
+
+        What was not sent stays in the residual, so that nothing is lost by the change.
+
+        Args:
+            density: share of all blocks that all ranks together send in a step, above 0, to 1.
+
+        Raises:
+            TypeError: if it is no number.
+            ValueError: if it is out of range.
+            RuntimeError: if gradients of a backward pass are waiting to be sent.
+        """
+        check_number("density", density, low=0.0, high=1.0, include_low=False)
+        if self._waiting:
+            raise RuntimeError("the density cannot change inside a backward pass. Call set_density() between steps.")
+        self.density, form = density, self._form(density)
+        if form != self.encoder.form:
+            self.settle()
+            if self.late is not None:
+                self.late.settle()
+            self.encoder.reform(form)
+            self.use_rows(self.rows.new_zeros(self.topology.size, form.num_bytes))
+
     # the hook
 
     @property
@@ -172,13 +155,14 @@ class BlockExchange:
     def __call__(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Take one bucket; DDP hands them over in the same order on all ranks."""
         self.hook.exact_sum, self.hook.one_message = self.dense, not self.dense
-        self.hook.step_dropped, self._packs = False, None
+        self.hook.step_dropped, self.gradients = False, None
         if self.dense:
             buffer = bucket.buffer().div_(self.world_size)
             if self.late is not None:
                 self.late.pay(bucket)
             if bucket.is_last():
                 self.step += 1
+                self._arrived = "dense"
                 self.report.add(2 * (self.topology.size - 1) / self.topology.size * self._dense_bytes, 1.0)
             return self.topology.sum(buffer)
         if bucket.index() == 0:
@@ -219,6 +203,7 @@ class BlockExchange:
     def _exchange(self) -> None:
         """Send, receive, merge, and hand the sum to DDP."""
         sending = self._send()
+        self._arrived = "compressed"
         if self.encoder.deferred:
             self._hand_on(sending)
         else:
@@ -241,7 +226,9 @@ class BlockExchange:
             if self.on_host:
                 self.rows[self.topology.cluster].copy_(self._message)
         self._spans.append((begin, self._clock.mark()))
-        return Sending(self.rows, self.step, (self.messages or self.topology).gather(self.rows), self._finite)
+        arrived = self.messages.send(self.step, self.sent_bytes(self.density))
+        arrival = (self.way or self.topology).gather(self.rows, arrived)
+        return Sending(self.rows, self.step, arrival, self._finite)
 
     def receive(self, sending: Sending) -> list[Pack]:
         """Wait for messages: their packs, in the order of ranks; none if a gradient was not finite.
@@ -257,16 +244,21 @@ class BlockExchange:
         return packs or []
 
     def _merge(self, packs: list[Pack]) -> None:
-        """Add packs up, and hand the sum to DDP."""
+        """Keep the sum for an optimizer that takes blocks, or write it into DDP's buckets."""
+        self._count(sum(len(pack.indices) for pack in packs), self._spans)
+        if self.sparse_steps and self.settings.density <= sparse_steps.BREAK_EVEN:
+            total = merge_sparse(packs) if packs else self._dropped_sum()
+            if self._scale != 1.0 and packs:
+                total.values.mul_(self._scale)
+            self.gradients = block_gradients(total, self.slots)
+            return
         self.encoder.merge(packs)
         for _, pieces, _ in self._waiting:
             for slot, flat in pieces:
                 self._write(slot, flat)
-        self._count(sum(len(pack.indices) for pack in packs), self._spans)
-        self.touch(packs)
 
     def _count(self, blocks: int, spans: list[tuple[Any, Any]]) -> None:
-        sent = (self.topology.size - 1) * self.encoder.form.num_bytes if self.topology.leads else 0
+        sent = self.sent_bytes(self.density) if self.topology.leads else 0.0
         encode = sum(self._clock.seconds(begin, end) for begin, end in spans)
         self.report.add(sent, blocks / self.layout.num_blocks, encode)
 
@@ -289,13 +281,21 @@ class BlockExchange:
         outcome = self.encoder.outcome() if self.encoder.deferred else None
         if outcome is not None:
             self._count(outcome.blocks, self._queued)
-            if outcome.dropped:
-                self._warn(outcome.step, "some rank")
+            if outcome.dropped and self.grad_scale is None:
+                self.dropped.add(outcome.step, "on some rank")
 
     @property
     def _fill(self) -> float:
         """The gradient of a step that is left out: a loss scaler has to see it; without one, it is 0."""
         return 0.0 if self.grad_scale is None else float("inf")
+
+    def _dropped_sum(self) -> Pack:
+        """No block; for a loss scaler, which has to see it, one infinite element of each parameter."""
+        block = self.layout.block
+        starts = [] if self.grad_scale is None else [slot.start // block for slot in self.layout.slots]
+        values = torch.zeros(len(starts), block)
+        values[:, 0] = float("inf")
+        return Pack(torch.tensor(starts, dtype=torch.int64), values)
 
     def _write(self, slot: Slot, flat: torch.Tensor) -> None:
         if self.hook.step_dropped and self.grad_scale is not None:
@@ -312,23 +312,10 @@ class BlockExchange:
         elif sending.finite and self.topology.leads:
             self.encoder.take_back(own)
         self.hook.step_dropped = True
-        self._warn(sending.step, "another rank than this" if sending.finite else "the rank of this process")
-
-    def _warn(self, step: int, where: str) -> None:
-        self.dropped += 1
-        if self.grad_scale is None and (self.dropped & (self.dropped - 1)) == 0:  # 1, 2, 4, 8, ...
-            log.warning(
-                "a gradient was not finite in step %d on %s: all ranks left that gradient out (%d so far)",
-                step,
-                where,
-                self.dropped,
-            )
+        if self.grad_scale is None:
+            self.dropped.add(sending.step, f"on {'another rank than this' if sending.finite else 'this rank'}")
 
     # what was applied
-
-    def touch(self, packs: list[Pack]) -> None:
-        """The gradient that the optimizer gets next is the sum of these packs."""
-        self._packs = [pack.indices for pack in packs]
 
     def sums_of(self, packs: list[Pack]) -> dict[str, torch.Tensor]:
         """The sum of packs by parameter, flat."""
@@ -338,27 +325,21 @@ class BlockExchange:
         self.encoder.finish()
         return flat
 
-    def touched_blocks(self) -> dict[torch.Tensor, torch.Tensor] | None:
-        """Numbers of the blocks of each parameter that the last gradient touches; ``None`` if it was sent densely.
-
-        On GPU masks over the blocks, which the host need not wait for.
-        """
-        if self.encoder.deferred:
-            return self._masks if self.hook.one_message else None
-        if self._packs is None:
-            return None
-        nothing = torch.zeros(0, dtype=torch.int64, device=self.rows.device)
-        blocks = torch.cat([nothing, *self._packs]).unique()
-        starts = torch.tensor([slot.start // self.layout.block for slot in self.layout.slots])
-        ends = torch.searchsorted(
-            blocks.cpu(), torch.cat([starts[1:], torch.tensor([self.layout.num_blocks])])
-        ).tolist()
-        touched, begin = {}, 0
-        for parameter, end in zip(self.slots, ends, strict=True):
-            first = self.slots[parameter].start // self.layout.block
-            touched[parameter] = (blocks[begin:end] - first).to(parameter.device)
-            begin = end
-        return touched
+    def hand_over(self) -> None:
+        """After backward: give parameters their sparse gradients; leave out a dense sum that is not finite."""
+        arrived, self._arrived = self._arrived, None
+        if arrived == "dense" and self.grad_scale is None and not all_finite(self.slots):
+            clear(self.slots)
+            self.hook.step_dropped = True
+            self.dropped.add(self.step - 1, "on some rank")
+        if arrived == "compressed" and self.sparse_steps and self.encoder.deferred:
+            self.gradients = {p: BlockMarks(marks, p.grad) for p, marks in self._masks.items() if p.grad is not None}
+            return
+        if arrived is None or self.gradients is None:
+            return
+        for parameter, gradient in self.gradients.items():
+            if isinstance(gradient, BlockGradient) and (parameter.grad is not None or len(gradient.rows)):
+                parameter.grad = gradient.grad
 
     # state
 

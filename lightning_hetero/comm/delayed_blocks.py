@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.comm.block_exchange import BlockExchange, Sending
+from lightning_hetero.comm.block_exchange import BlockExchange
 from lightning_hetero.comm.clock import Clock
 from lightning_hetero.comm.delays import Delays
+from lightning_hetero.comm.sending import Sending
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.compression.layout import flat_view
 from lightning_hetero.compression.reference import Pack
@@ -57,7 +58,7 @@ class DelayedBlocks(Delays):
         self._under_way: Sending | None = None
         self._owed: list[Pack] = []
         self._spare: torch.Tensor | None = None
-        exchange.late, exchange.messages = self, topology
+        exchange.late, exchange.way = self, topology
         self.load_state_dict(restored or {})
 
     # the hook
@@ -129,7 +130,7 @@ class DelayedBlocks(Delays):
         owed, self._owed = self._owed, []
         if not owed:
             return {}
-        self.exchange.touch(owed)
+        self.exchange.gradients = None  # what follows is a dense step
         sums = self.exchange.sums_of(owed)
         return {name: sums[name].to(p.device, p.dtype) for name, p in self.parameters.items()}
 

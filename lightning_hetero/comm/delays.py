@@ -107,22 +107,17 @@ class Delays:
             metrics["hetero/transfer_time"] = self.choice.transfer
         return metrics
 
+    def trace(self) -> list[tuple[int, int, float, float, float]]:
+        """When transfers were ready, sent and there, see :meth:`~lightning_hetero.comm.transfers.TransferLog.spans`."""
+        return self._log.spans()
+
     def agree(self, control: ControlPlane) -> None:
         """Look at the link, and let rank 0 decide what is delayed from the next step on; a collective call."""
         sent = self._sent_bytes()
         if self.limit == 0 or not sent:
             return
         everyone = control.gather(self._log.take(len(sent)))
-        reply: Any = None
-        if control.rank == 0:
-            try:
-                reply = self._decide(everyone, sent)
-            except Exception as error:  # noqa: BLE001 - every rank has to raise it, none may wait for a decision
-                reply = error
-        reply = control.broadcast_object(reply)
-        if isinstance(reply, Exception):
-            raise reply
-        self.link, choice = reply
+        self.link, choice = control.decide(lambda: self._decide(everyone, sent))
         if choice is not None:
             self._follow(choice, len(sent), say=control.rank == 0)
 

@@ -51,8 +51,8 @@ class HookState:
         step_dropped: whether the running step was left out on all ranks, because a gradient was not finite; on GPU a
             number on the device, 0 if it was not.
         fired: whether a bucket was averaged since :meth:`take_fired`.
-        local_norms: norm of each bucket before averaging, of the running step.
-        global_norms: the same after averaging.
+        local_squares: squared norms of the buckets before averaging, of the running step.
+        global_squares: the same after averaging.
     """
 
     observer: StepObserver
@@ -70,8 +70,8 @@ class HookState:
     one_message: bool = False
     step_dropped: bool | torch.Tensor = False
     fired: bool = False
-    local_norms: list[torch.Tensor] = field(default_factory=list)
-    global_norms: list[torch.Tensor] = field(default_factory=list)
+    local_squares: list[torch.Tensor] = field(default_factory=list)
+    global_squares: list[torch.Tensor] = field(default_factory=list)
     _running: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet, repr=False)
 
     def settle(self, timeout: float = 5.0) -> None:
@@ -104,16 +104,16 @@ class HookState:
         fired, self.fired = self.fired, False
         return fired
 
-    def take_norms(self) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
-        """Norms of each bucket since the last call, before and after averaging; ``None`` if there are none.
+    def take_squares(self) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+        """Squared norms of the buckets since the last call, before and after averaging; ``None`` if there are none.
 
-        Those before are of the *weighted* gradient: divide by ``W b_i / B`` for the worker's own mean gradient.
+        Those before are of the *weighted* gradient: divide by ``(W b_i / B)^2`` for the worker's own mean gradient.
         """
-        if not self.local_norms:
+        if not self.local_squares:
             return None
-        norms = self.local_norms, self.global_norms
-        self.local_norms, self.global_norms = [], []
-        return norms
+        squares = self.local_squares, self.global_squares
+        self.local_squares, self.global_squares = [], []
+        return squares
 
 
 def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -130,7 +130,7 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     number = state.observer.bucket_ready()
     buffer, parameters = bucket.buffer(), bucket.parameters
     if state.collect_norms:
-        state.local_norms.append(state.norms.of_bucket(buffer, parameters))
+        state.local_squares.extend(state.norms.of_bucket(buffer, parameters))
     if state.staleness is not None:
         future = state.staleness(bucket)
     elif state.inner is not None:
@@ -149,7 +149,7 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
         if not early:
             state.observer.bucket_done(number)
         if state.collect_norms:
-            state.global_norms.append(state.norms.of_bucket(result, parameters))
+            state.global_squares.extend(state.norms.of_bucket(result, parameters))
         return result
 
     state._running.add(finish)

@@ -1,4 +1,4 @@
-"""``compression="auto"``: measure the link and the cost of selection once, when the model is known."""
+"""What is measured before training: a link's latency; for ``compression="auto"`` its rate and the cost of selection."""
 
 import logging
 import time
@@ -16,7 +16,7 @@ from lightning_hetero.compression.wire import MessageFormat
 from lightning_hetero.core.compressors import Automatic, BlockTopK, blocks_per_rank
 from lightning_hetero.core.link_model import LinkMeasurement, choose_density
 
-__all__ = ["choose", "measure"]
+__all__ = ["choose", "latency", "measure"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -51,6 +51,11 @@ def measure(
     rate = (topology.size - 1) * PROBE_BYTES / transfer
     size = max(p.element_size() for p in parameters.values())
     return LinkMeasurement(float(latency), float(rate), float(encode), topology.size, numel, size)
+
+
+def latency(control: ControlPlane, topology: Topology, device: torch.device) -> float:
+    """Seconds of an exchange of next to nothing: the best of three, of the slowest rank; a collective call."""
+    return float(control.gather(np.array([_exchange_seconds(64, topology, device)])).max())
 
 
 def _exchange_seconds(size: int, topology: Topology, device: torch.device) -> float:

@@ -25,8 +25,8 @@ PRECONDITIONED_AFTER = 10
 
 log = logging.getLogger("lightning_hetero")
 
-Norms = Sequence[torch.Tensor]
-"""Norms, not squared, whose squares are to be added up: one for each bucket, say."""
+Squares = Sequence[torch.Tensor]
+"""Parts of a squared norm, to be added up: one for each bucket, say."""
 
 
 class NoiseSums:
@@ -37,8 +37,8 @@ class NoiseSums:
 
     Example:
         >>> sums, estimator = NoiseSums(), window_estimator(((4,), (4,)), nested=True)
-        >>> whole = [torch.tensor(1.0)]
-        >>> sums.add(estimator.parts[0], estimator.samples, [[torch.tensor(0.75)], whole, whole])
+        >>> whole = [torch.tensor(0.5), torch.tensor(0.5)]
+        >>> sums.add(estimator.parts[0], estimator.samples, [[torch.tensor(0.5625)], whole, whole])
         >>> sums.take().tolist()  # B S, B |g|^2, steps and samples that are finite, steps
         [80.0, 8.0, 1.0, 8.0, 1.0]
     """
@@ -46,7 +46,7 @@ class NoiseSums:
     def __init__(self) -> None:
         self._sums: torch.Tensor | None = None
         self._steps = 0
-        self._norms: list[torch.Tensor] = []
+        self._squares: list[torch.Tensor] = []
         self._places: list[int] = []
         self._parts: list[Sequence[Sequence[float]]] = []
         self._samples: list[float] = []
@@ -56,16 +56,16 @@ class NoiseSums:
         """Steps since the last :meth:`take`."""
         return self._steps
 
-    def add(self, part: Sequence[Sequence[float]], samples: float, norms: Sequence[Norms]) -> None:
+    def add(self, part: Sequence[Sequence[float]], samples: float, squares: Sequence[Squares]) -> None:
         """Add a step.
 
         Args:
             part: this rank's coefficients, of :class:`~lightning_hetero.core.noise_window.WindowEstimator`.
             samples: samples that the step counts for.
-            norms: norms of the first micro-batch, of the whole window, and of the average.
+            squares: squared norms of the first micro-batch, of the whole window, and of the average.
         """
-        for kind, several in enumerate(norms):
-            self._norms += several
+        for kind, several in enumerate(squares):
+            self._squares += several
             self._places += [3 * len(self._parts) + kind] * len(several)
         self._parts.append(part)
         self._samples.append(samples)
@@ -77,7 +77,7 @@ class NoiseSums:
         """Add up the steps that wait."""
         if not self._parts:
             return
-        squares = torch.stack(self._norms).double().square()
+        squares = torch.stack(self._squares).double()
         places = torch.tensor(self._places, device=squares.device)
         norms = squares.new_zeros(3 * len(self._parts)).index_add_(0, places, squares).view(-1, 3)
         weights = squares.new_tensor(self._samples)[:, None]
@@ -86,7 +86,7 @@ class NoiseSums:
         each = torch.cat([sums, torch.ones_like(weights), weights], dim=1)
         new = each.masked_fill(~finite, 0.0).sum(dim=0)
         self._sums = new if self._sums is None else self._sums.to(new.device) + new
-        self._norms, self._places, self._parts, self._samples = [], [], [], []
+        self._squares, self._places, self._parts, self._samples = [], [], [], []
 
     def peek(self) -> np.ndarray:
         """``(sum of B S, of B |g|^2, finite steps, their samples, steps)`` since the last :meth:`take`."""
@@ -156,17 +156,17 @@ class NoiseCollector:
     def end_step(self) -> None:
         """The gradients of an optimizer step were averaged: take their norms."""
         self.number += 1
-        norms = self.hook.take_norms()
+        squares = self.hook.take_squares()
         dropped, self.hook.step_dropped = self.hook.step_dropped, False
         window, self._window = tuple(self._window), []
         first, self._first = self._first, []
-        if norms is None:
+        if squares is None:
             return
-        local, whole = norms
+        local, whole = squares
         if isinstance(dropped, torch.Tensor):
-            whole = [torch.where(dropped != 0, torch.nan, norm) for norm in whole]
+            whole = [torch.where(dropped != 0, torch.nan, value) for value in whole]
         elif dropped:
-            whole = [torch.full_like(norm, torch.nan) for norm in whole]
+            whole = [torch.full_like(value, torch.nan) for value in whole]
         known = self.running.noise_scale
         estimator = window_estimator(
             window,
@@ -187,8 +187,8 @@ class NoiseCollector:
                 "/".join(map(str, window[0])),
             )
 
-    def add(self, estimator: WindowEstimator, first: Norms, local: Norms, whole: Norms) -> None:
-        """Add a step, by the norms of this rank's weighted gradient and of the averaged one."""
+    def add(self, estimator: WindowEstimator, first: Squares, local: Squares, whole: Squares) -> None:
+        """Add a step, by the squared norms of this rank's weighted gradient and of the averaged one."""
         self.sums.add(estimator.parts[self.rank], estimator.samples, (first, local, whole))
 
     def take(self) -> np.ndarray:

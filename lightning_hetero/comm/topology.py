@@ -123,15 +123,23 @@ class Topology:
         """
         return None if self._up is None else dist.reduce(buffer, dst=self.leader, group=self._up, async_op=True)
 
-    def gather(self, rows: torch.Tensor) -> torch.futures.Future[Any]:
-        """Begin to fill ``rows`` on all ranks; row ``i`` is that of cluster ``i``, filled already on its leader."""
-        if self._carrier is None:
-            return self._gather_across(rows)
-        return self._begin(rows, None, lambda: self._gather_across(rows))
+    def gather(self, rows: torch.Tensor, arrived: Callable[[int], None] | None = None) -> torch.futures.Future[Any]:
+        """Begin to fill ``rows`` on all ranks; row ``i`` is that of cluster ``i``, filled already on its leader.
 
-    def _gather_across(self, rows: torch.Tensor) -> torch.futures.Future[Any]:
+        Args:
+            rows: uint8, a row for each cluster.
+            arrived: called with the number of each row that is there; on members, when all are.
+        """
+        if self._carrier is None:
+            return self._gather_across(rows, arrived)
+        done = self._begin(rows, None, lambda: self._gather_across(rows, arrived))
+        if arrived is not None and not self.leads:
+            done.then(lambda _: [arrived(row) for row in range(len(rows))])
+        return done
+
+    def _gather_across(self, rows: torch.Tensor, arrived: Callable[[int], None] | None) -> torch.futures.Future[Any]:
         leaders = [members[0] for members in self.clusters]
-        return sums.gather_over_ranks(rows, self.cluster, leaders, self._across)
+        return sums.gather_over_ranks(rows, self.cluster, leaders, self._across, arrived)
 
     def _begin(self, buffer: torch.Tensor, raised: Any, cross: Callable[[], Any]) -> torch.futures.Future[Any]:
         """Let the thread carry a buffer across, after those before it; on a GPU on a stream of its own."""

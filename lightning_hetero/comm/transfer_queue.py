@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from lightning_hetero.comm.sums import hand_on
+
 __all__ = ["TransferQueue"]
 
 Future = torch.futures.Future[Any]
@@ -67,13 +69,6 @@ class TransferQueue:
             while self._held and all(future.done() for future in self._held[0][0]):
                 _, send, done = self._held.popleft()
                 try:
-                    send().then(partial(_hand_on, done))
+                    send().then(partial(hand_on, done))
                 except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the sum
                     done.set_exception(error)
-
-
-def _hand_on(done: Future, sent: Future) -> None:
-    try:
-        done.set_result(sent.value())
-    except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the sum
-        done.set_exception(error)

@@ -62,18 +62,15 @@ class TritonEncoder:
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.layout, self.form, self.world_size, self.state = layout, form, world_size, SelectorState()
+        self.layout, self.world_size, self.state = layout, world_size, SelectorState()
         self.residual = torch.zeros(layout.numel, device=device)
         self.scores = torch.zeros(layout.num_blocks, device=device)
         self.merged = torch.zeros(layout.numel, device=device)
         self.touched = torch.zeros(layout.num_blocks, dtype=torch.bool, device=device)
         tiles = -(-layout.num_blocks // SCORES)
-        counts = -(-8 * form.index_bytes // SCORES) if form.bitmap else form.segments
         self._hist, self._plan = integers(kernels.EXPONENTS), integers(5)
         self._above, self._edge, self._above_ends, self._edge_ends = (integers(tiles) for _ in range(4))
-        self._chosen, self._numbers = integers(form.k), integers(world_size, form.k)
-        self._chosen.fill_(-1)
-        self._counts, self._ends = integers(world_size, counts), integers(world_size, counts)
+        self.reform(form)
         self._sums = integers(world_size, 2, dtype=torch.int64)
         self._status = integers(3 * world_size + 1)
         self._used = torch.zeros((), dtype=torch.bool, device=device)
@@ -88,6 +85,17 @@ class TritonEncoder:
         return self._status[3 * self.world_size]
 
     # sending
+
+    def reform(self, form: MessageFormat) -> None:
+        """Send messages of another format from the next step on; what is in the residual stays there."""
+        self.form, world = form, self.world_size
+        counts = -(-8 * form.index_bytes // SCORES) if form.bitmap else form.segments
+
+        def integers(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=self.residual.device)
+
+        self._chosen, self._numbers = integers(form.k).fill_(-1), integers(world, form.k)
+        self._counts, self._ends = integers(world, counts), integers(world, counts)
 
     def accumulate(self, slot: Slot, gradient: torch.Tensor, weight: float, *, hold: bool = False) -> bool:
         """``r += w g`` for one parameter, and its scores; what is not finite is noticed in the message.

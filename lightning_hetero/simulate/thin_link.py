@@ -3,21 +3,26 @@
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from lightning_hetero.comm import sums
+from lightning_hetero.comm.sums import hand_on
 from lightning_hetero.core.bandwidth import sum_bytes
 from lightning_hetero.core.validation import check_number
 
 __all__ = ["ThinLink"]
 
+LOOK = 0.05
+"""Seconds after which a change of the rate is seen at the latest."""
+
 
 class ThinLink:
-    """Hands sums and messages of gradients of this process out as a link of a given rate would, one after the other.
+    """Hands sums and messages of gradients of this process out as a link of a given rate would.
 
     For tests and demonstrations on one machine: the sums themselves are those of the process group, only their arrival
     is put off. It concerns plain sums and block top-k of gradients on CPU, and no other collective.
@@ -25,6 +30,8 @@ class ThinLink:
     Args:
         rate: bytes per second that a worker can send, above 0; may be changed while it runs.
         world_size: number of workers.
+        shared: whether all that is under way at a time shares the link equally, as connections do, rather than taking
+            turns in the order in which it set out.
 
     Raises:
         TypeError: if the rate is no number.
@@ -35,10 +42,9 @@ class ThinLink:
         12500000.0
     """
 
-    def __init__(self, rate: float, world_size: int) -> None:
+    def __init__(self, rate: float, world_size: int, *, shared: bool = False) -> None:
         self.rate = check_number("rate", rate, low=0.0, include_low=False)
-        self.world_size = world_size
-        self._free = 0.0
+        self.world_size, self.shared = world_size, shared
         self._way: queue.Queue[Any] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._sum, self._gather = sums.sum_over_ranks, sums.gather_over_ranks
@@ -72,23 +78,63 @@ class ThinLink:
         return self._late(self._sum(buffer, group), num_bytes)
 
     def _late_gather(
-        self, rows: torch.Tensor, own: int, sources: Sequence[int], group: Any = None
+        self,
+        rows: torch.Tensor,
+        own: int,
+        sources: Sequence[int],
+        group: Any = None,
+        arrived: Callable[[int], None] | None = None,
     ) -> torch.futures.Future[Any]:
-        return self._late(self._gather(rows, own, sources, group), (len(rows) - 1) * rows[own].numel())
+        late = self._late(self._gather(rows, own, sources, group), (len(rows) - 1) * rows[own].numel())
+
+        def tell(done: torch.futures.Future[Any]) -> None:
+            done.value()
+            if arrived is not None:
+                for row in range(len(rows)):
+                    arrived(row)
+
+        return late.then(tell)
 
     def _late(self, done: torch.futures.Future[Any], num_bytes: float) -> torch.futures.Future[Any]:
-        seconds = num_bytes / self.rate
-        self._free = max(time.perf_counter(), self._free) + seconds
         late: torch.futures.Future[Any] = torch.futures.Future()
-        self._way.put((done, self._free, late))
+        self._way.put((float(num_bytes), done, late))
         return late
 
     def _deliver(self) -> None:
-        while (item := self._way.get()) is not None:
-            done, due, late = item
+        """Let time pass on the link, from event to event: something new sets out, or something arrives."""
+        left: list[list[Any]] = []
+        ending, before = False, time.perf_counter()
+        while left or not ending:
+            pause = min(self._seconds_until_next(left), LOOK) if left else None
             try:
-                value = done.wait()
-                time.sleep(max(due - time.perf_counter(), 0.0))
-                late.set_result(value)
-            except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the sum
-                late.set_exception(error)
+                item = self._way.get(timeout=pause)
+            except queue.Empty:
+                item = ()
+            now = time.perf_counter()
+            self._cross(left, now - before)
+            before = now
+            if item is None:
+                ending = True
+            elif item:
+                left.append(list(item))
+
+    def _crossing(self, left: list[list[Any]]) -> int:
+        return len(left) if self.shared else 1
+
+    def _seconds_until_next(self, left: list[list[Any]]) -> float:
+        sharing = self._crossing(left)
+        return sharing * min(num_bytes for num_bytes, *_ in left[:sharing]) / self.rate
+
+    def _cross(self, left: list[list[Any]], seconds: float) -> None:
+        """Take off what the link carried in so many seconds, and hand out what has arrived."""
+        while left:
+            sharing, step = self._crossing(left), self._seconds_until_next(left)
+            passed = min(step, seconds)
+            for item in left[:sharing]:
+                item[0] -= passed * self.rate / sharing
+            seconds -= passed
+            if passed < step:
+                return
+            for item in [item for item in left[:sharing] if item[0] <= 1e-6]:
+                left.remove(item)
+                item[1].then(partial(hand_on, item[2]))

@@ -17,11 +17,10 @@ from lightning_hetero.comm import gradient_hook
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.compressors import Compressor
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
-from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.engine import HeteroEngine
-from lightning_hetero.session import show_log
+from lightning_hetero.session import PlanAccess, show_log
 from lightning_hetero.strategies._checkpoint import add_residuals, resume_position, take_residuals
-from lightning_hetero.strategies._compression import attach_compression
+from lightning_hetero.strategies._compression import attach_compression, lead_optimizers
 from lightning_hetero.strategies._convergence_probe import begin_probe
 from lightning_hetero.strategies._loaders import (
     balanced_evaluation_loader,
@@ -41,7 +40,7 @@ __all__ = ["HeteroDDPMixin"]
 show_log()
 
 
-class HeteroDDPMixin:
+class HeteroDDPMixin(PlanAccess):
     """Distributed data parallel on unequal workers, with the gradients of one process (Cannikin; dynamic batching).
 
     The DataLoader's ``batch_size`` means what it means under DDP: samples per worker on average, so the total batch is
@@ -63,6 +62,7 @@ class HeteroDDPMixin:
             ``"powersgd"``, ``"fp16"``, ``"bf16"``, or ``"auto"`` (block top-k where it shortens the step).
         hierarchy: clusters of workers that a thin link joins: ``[[0, 1, 2], [3]]``, ``"nodes"`` (by host), ``"env"`` or
             ``"auto"``; gradients are summed inside of each, and one worker of each exchanges sums with the others.
+        sparse_optimizer: ``True`` lets SGD or AdamW update only the blocks that block top-k sends.
         staleness: 1 lets gradients that would make steps wait for the link arrive a step later; 0 lets none.
         kwargs: everything that Lightning's ``DDPStrategy`` takes.
 
@@ -92,6 +92,7 @@ class HeteroDDPMixin:
         probe_memory: bool = False,
         compression: Compressor | str | None = None,
         hierarchy: str | Sequence[Sequence[int]] | None = None,
+        sparse_optimizer: bool | str = False,
         staleness: int = 0,
         **kwargs: Any,
     ) -> None:
@@ -108,6 +109,7 @@ class HeteroDDPMixin:
             probe_memory=probe_memory,
             compression=compression,
             hierarchy=hierarchy,
+            sparse_optimizer=sparse_optimizer,
             staleness=staleness,
         )
         for name, given in (("compression", compression), ("hierarchy", hierarchy)):
@@ -131,27 +133,9 @@ class HeteroDDPMixin:
 
     # what users read
 
-    @property
-    def plan(self) -> BatchPlan | None:
-        """The split of the running step."""
-        return None if self.engine is None else self.engine.plan
-
-    @property
-    def plan_history(self) -> tuple[PlanEntry, ...]:
-        """All plans of this run, with the step from which each held and the reason."""
-        return () if self.engine is None else self.engine.plan_history
-
-    def observations(self) -> StepObservations:
-        """What all ranks measured up to the last exchange."""
-        if self.engine is None:
-            raise RuntimeError("observations() is known once training has begun; there is no engine yet.")
-        return self.engine.observations()
-
     def adopt(self, plan: BatchPlan, reason: str = "given") -> PlanEntry:
         """Change the split, from a step that no rank has drawn yet; all ranks have to call it together."""
-        if self.engine is None:
-            raise RuntimeError("a plan can be adopted once training has begun; there is no engine yet.")
-        entry = self.engine.adopt(plan, reason)
+        entry = super().adopt(plan, reason)
         self.refresh_epoch_length()
         return entry
 
@@ -245,11 +229,9 @@ class HeteroDDPMixin:
         self.model.register_comm_hook(state, gradient_hook)  # type: ignore[attr-defined]
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """As DDP; sparse optimizers are told which blocks a compressed gradient touches."""
+        """As DDP; an optimizer with sparse steps takes the blocks of a compressed gradient."""
         super().setup_optimizers(trainer)  # type: ignore[misc]
-        assert self.engine is not None
-        if self.engine.compression is not None:
-            self.engine.compression.lead(self.optimizers)  # type: ignore[attr-defined]
+        lead_optimizers(self)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Replace the batch sampler of the train loader by the uneven one; leave other loaders alone by default.

@@ -127,7 +127,9 @@ def test_launch_with_a_section_in_the_config_file(scripts, tmp_path):
 
 
 def test_accelerates_own_test_script_passes(tmp_path):
-    """Unevenly split too: its trainings have a total batch of 16, and must equal one process."""
+    """What ``accelerate test`` runs, through our launcher: its trainings have a total batch of 16, split unevenly here,
+    and must equal one process.
+    """
     script = tmp_path / "run.py"
     script.write_text(
         "import accelerate, accelerate.test_utils.scripts.test_script as script\n"
@@ -135,9 +137,14 @@ def test_accelerates_own_test_script_passes(tmp_path):
         "script.Accelerator = accelerate.Accelerator = HeteroAccelerator\n"
         "script.main()\n"
     )
-    code, output = torchrun(script, ACCELERATE_HETERO_LOCAL_BATCH_SIZES="12,4")
+    config = tmp_path / "config.yaml"
+    base = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "num_processes": 2}
+    config.write_text(yaml.safe_dump({**base, "use_cpu": True, "hetero_config": {"local_batch_sizes": [12, 4]}}))
+    launch = (BIN / "lightning-hetero", "launch", "--config_file", config, "--main_process_port", free_port())
+    code, output = execute(*launch, script)
     assert code == 0, output
     assert output.count("Training yielded the same results on one CPU or distributed setup with batch split") > 1
+    assert output.count("12/4 of 16 samples") >= output.count("Training yielded the same results") > 1
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import csv
 import logging
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,12 @@ from lightning import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from lightning_hetero import GNSCallback
+from lightning_hetero.callbacks.noise_sources import source_of
 from lightning_hetero.core.noise_scale import RunningNoiseScale, estimate_from_two_sizes, estimate_noise_scale
 from tests.helpers import Points, Regressor, fit, run_ranks
 
@@ -170,6 +175,15 @@ def test_workers_and_micro_batches_agree(everywhere):
         assert not estimate.biased
         squares.append(estimate.sq_norm_sum / estimate.weight)
     assert squares == pytest.approx([squares[0]] * len(squares), rel=1e-5)  # of the very same batches
+
+
+def test_a_summed_loss_has_the_estimate_of_its_mean():
+    summed = Regressor(reduction="sum", lr=0.0, momentum=0.0)
+    strategy = {"local_batch_sizes": (9, 3), "replan": STEPS, "loss_reduction": "sum"}
+    results = run_ranks(_run, 2, strategy, 2, "pooled", {"model": summed})
+    reference = expected(groups_of(results), "pooled")
+    assert results[0]["estimate"]["trace_sum"] == pytest.approx(reference.trace_sum, rel=1e-6)
+    assert results[0]["estimate"]["sq_norm_sum"] == pytest.approx(reference.sq_norm_sum, rel=1e-6)
 
 
 def test_every_n_steps():
@@ -352,6 +366,25 @@ def test_two_optimizers_that_accumulate_on_one_worker_are_told_that_nothing_is_s
     ((estimate, heard),) = run_ranks(_accumulating_by_hand, 1)
     assert estimate["samples"] == 0
     assert len([text for text in heard if "several optimizers accumulate gradients over 2 batches" in text]) == 1
+
+
+# where gradients cannot be seen
+
+
+def test_a_strategy_without_a_hook_is_refused():
+    trainer = SimpleNamespace(world_size=2, strategy=SimpleNamespace())
+    with pytest.raises(MisconfigurationException, match="SimpleNamespace has none. Use strategy='hetero_ddp' or 'ddp'"):
+        source_of(trainer, method="pooled", every_n_steps=1, horizon=1.0)
+
+
+def _with_a_hook(rank):
+    return _run(rank, DDPStrategy(ddp_comm_hook=fp16_compress_hook), 2, "pooled", {})
+
+
+def test_plain_ddp_with_a_hook_of_its_own_is_an_error_on_every_rank():
+    errors = run_ranks(_with_a_hook, 2, expect_errors=True, timeout=30)
+    assert [(rank, name) for rank, name, _ in errors] == [(r, "MisconfigurationException") for r in range(2)]
+    assert all("the strategy has one of its own" in text for _, _, text in errors)
 
 
 # as Adam scales it

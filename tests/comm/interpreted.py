@@ -18,7 +18,7 @@ from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState, gradient_hook
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.compression import triton_encoder
-from lightning_hetero.optim import SparseSGD, sparse
+from lightning_hetero.optim import SparseSGD, sparse_steps
 from tests.comm.test_gradient_hook import TINY, batches, loss_of
 from tests.helpers import run_ranks
 
@@ -62,10 +62,11 @@ def train(rank, *, spoil):
             optimizer.zero_grad()
             loss = loss_of(ddp, batches(rank)[step % 3])
             (loss * float("inf") if rank == 1 and step == POISONED else loss).backward()
+            compression.hand_over()
             optimizer.step()
             weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().copy())
         report = compression.take_report()
-        return weights, ended, (report.steps, report.density, report.encode > 0, compression.exchange.dropped)
+        return weights, ended, (report.steps, report.density, report.encode > 0, compression.exchange.dropped.count)
     except ValueError as error:
         return weights, str(error), None
     finally:
@@ -76,7 +77,7 @@ def both_ways(rank):
     dist.init_process_group("gloo")
     triton_encoder.TILE = triton_encoder.SCORES = 128
     triton_encoder.ITERS = 1
-    sparse.BREAK_EVEN = 1.0
+    sparse_steps.BREAK_EVEN = 1.0
     on_host = train(rank, spoil=False)
     BlockExchange._encoder = on_device
     return on_host, train(rank, spoil=False), train(rank, spoil=True)

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hetero.compression import Layout, MessageFormat
+from lightning_hetero.compression.gradients import BlockMarks
 from lightning_hetero.optim import SparseSGD
 
 triton = pytest.importorskip("triton")
@@ -251,10 +252,10 @@ def test_a_step_on_gpu_allocates_nothing_and_waits_for_nothing(density, monkeypa
     for p in parameters:
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    blocks = {
-        p: encoder.touched[s.start // 16 :][: s.padded // 16] for p, s in zip(parameters, layout.slots, strict=True)
-    }
-    optimizer.follow(lambda: blocks, 16)
+    blocks = {}
+    for p, slot in zip(parameters, layout.slots, strict=True):
+        blocks[p] = BlockMarks(encoder.touched[slot.start // 16 :][: slot.padded // 16], p.grad)
+    optimizer.sparse.follow(lambda: blocks, 16)
 
     def step(number):
         for slot, p in zip(layout.slots, parameters, strict=True):

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_hetero.compression.gradients import BlockGradient, BlockMarks
 from lightning_hetero.optim import SparseAdamW, SparseSGD, triton_step
-from lightning_hetero.optim import sparse as module
+from lightning_hetero.optim import sparse_steps as module
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
-SIZES = (16 * 20, 16 * 17 + 5, 1, 0)
+SIZES = (16 * 20, 16 * 17 + 5, 1)
 KINDS = {
     "sgd": (SparseSGD, {"lr": 0.1}),
     "decay": (SparseSGD, {"lr": 0.1, "weight_decay": 0.05}),
@@ -46,7 +47,7 @@ def made(kind, pay, dtype, touched):
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(n).to(torch.bfloat16).to(DEVICE, dtype)) for n in SIZES]
     optimizer = optimizer_class(parameters, pay=pay, **settings)
-    optimizer.follow(lambda: touched["now"], 16)
+    optimizer.sparse.follow(lambda: touched["now"], 16)
     for p in parameters:
         p.grad = torch.randn(p.numel()).to(torch.bfloat16).to(DEVICE, dtype)
     touched["now"] = None
@@ -71,14 +72,17 @@ def test_marked_blocks_move_as_numbered_ones(kind, pay, dtype, state):
             gradient = torch.randn(p.numel(), generator=generator)
             unmarked = ~mask.repeat_interleave(16)[: p.numel()]
             p.grad = gradient.masked_fill(unmarked, float("nan")).to(DEVICE, dtype)
-            other.grad = p.grad.to(state)
-            marks["now"][p], numbers["now"][other] = mask.to(DEVICE), mask.nonzero().view(-1).to(DEVICE)
+            rows = mask.nonzero().view(-1).to(DEVICE)
+            flat = torch.nn.functional.pad(p.grad.to(state), (0, -p.numel() % 16)).view(-1, 16)
+            marks["now"][p] = BlockMarks(mask.to(DEVICE), p.grad)
+            numbers["now"][other] = BlockGradient.of(other, rows, flat[rows])
+            other.grad = numbers["now"][other].grad
         for optimizer in (sparse, twin):
             optimizer.param_groups[0]["lr"] = KINDS[kind][1]["lr"] * (1 + step % 3) / 3
             optimizer.step()
         same(parameters, sparse, twins, twin, ERROR[dtype])
-    sparse.settle()
-    twin.settle()
+    sparse.sparse.settle()
+    twin.sparse.settle()
     same(parameters, sparse, twins, twin, ERROR[dtype])
 
 
@@ -91,3 +95,11 @@ def same(parameters, sparse, twins, twin, error):
                 torch.testing.assert_close(
                     value.to(torch.float32), twin.state[other][name].float(), rtol=error, atol=error
                 )
+
+
+def test_a_parameter_without_elements():
+    p = torch.zeros(0, device=DEVICE)
+    marks, settled = (torch.zeros(0, dtype=dtype, device=DEVICE) for dtype in (torch.bool, torch.int64))
+    group = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+    triton_step.TritonSteps(16, 8).marked(marks, settled, None, 0).sgd([p, p], group, rest=None)
+    assert p.numel() == 0

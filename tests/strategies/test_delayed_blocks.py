@@ -177,6 +177,41 @@ def test_what_was_under_way_is_applied_once_by_whatever_goes_on(tmp_path, world_
         np.testing.assert_array_equal(left, left_without)
 
 
+class Interrupts(L.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 4:
+            raise ValueError("interrupted")
+
+
+def _twice(rank):
+    """A training that is interrupted, and a second one with the same strategy: what is owed and left in between."""
+    model, delays, found = Wide(), Delays({1: True}), []
+    strategy = HeteroDDPStrategy(local_batch_sizes=[6, 2], replan=10_000, compression=SETTINGS, staleness=1)
+    trainer = trainer_of(strategy, 2, max_epochs=1, callbacks=[delays, Interrupts()])
+    loader = DataLoader(Points(N, features=FEATURES, dtype=torch.float32), 4, shuffle=True)
+
+    def look(*args):
+        sums = strategy.engine.hook_state.staleness.state_dict()["sums"]
+        parts = (sums, strategy.engine.compression.exchange.residuals())
+        found.append([torch.cat([part[name] for name in sorted(part)]).numpy() for part in parts])
+
+    with pytest.raises(ValueError, match="interrupted"):
+        trainer.fit(model, loader)
+    look()
+    trainer.callbacks.pop()
+    delays.on_train_start, trainer.fit_loop.max_epochs = look, 2
+    trainer.fit(model, loader)
+    return found, model.flat()
+
+
+def test_a_second_training_takes_over_what_an_interrupted_one_owes():
+    results = run_ranks(_twice, 2)
+    for (before, after), weights in results:
+        assert np.abs(before[0]).max() > 0
+        np.testing.assert_array_equal(before, after)
+        np.testing.assert_array_equal(weights, results[0][1])
+
+
 class Dies(L.Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == 4 and trainer.global_rank == 1:
