@@ -53,6 +53,7 @@ def begin_probe(strategy: Any) -> None:
         balance_evaluation=False,
         probe_memory=False,
         compression=replace(given, density=1.0 - order.rate) if order.rate > 0 else None,
+        sparse_optimizer=config.sparse_optimizer if order.rate > 0 else False,
         staleness=order.staleness,
     )
     loggers = importlib.import_module(f"{strategy._namespace}.loggers.logger")

@@ -105,6 +105,12 @@ def test_rate_is_one_minus_density(probe):
     assert again == answer
 
 
+def test_without_a_rate_nothing_of_compression_is_left(probe):
+    answer, results = probe({"compression": "block_topk(warmup_steps=0)", "sparse_optimizer": True}, samples=50)
+    assert [r["density"] for r in results] == [None, None]
+    np.testing.assert_allclose(answer.loss, np.mean(by_hand(results)[-2:]), rtol=1e-12)
+
+
 def test_compressed_gradients_are_late_too(probe):
     strategy = {"compression": "block_topk(block=8)"}
     late, _ = probe(strategy, total=10, samples=60, rate=0.75, staleness=1)
