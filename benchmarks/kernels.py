@@ -1,9 +1,8 @@
 """Triton kernels of block top-k on a GPU: share of the copy bandwidth, against ``torch.topk``, the fp16 hook, PowerSGD.
 
 First the kernels are checked natively: ``python -m pytest tests/compression/interpreted.py
-tests/optim/interpreted.py``. Each row is the median of rounds timed by CUDA events, candidates in turns; the bandwidth is that of ``copy_`` in the
-same run. ``--quick`` also runs without a GPU, in Triton's interpreter, to see that all of it works: its times say
-nothing.
+tests/optim/interpreted.py``. Each row is the median of rounds timed by CUDA events, candidates in turns; the bandwidth
+is that of ``copy_`` in the same run. ``--quick`` also runs without a GPU, in the interpreter, where times say nothing.
 
 The share is that of the bytes which have to move: 8 for the residual, read and written, the gradient once, 0.75 for the
 scores, over the time, over the bandwidth of ``copy_``; for what comes after the exchange, 4 and the gradient once.
