@@ -21,6 +21,11 @@ from lightning_hetero.compression.gradients import BlockGradient
 from lightning_hetero.compression.selectors import SELECT, SelectorState
 from lightning_hetero.optim import SparseSGD
 
+try:
+    from lightning_hetero.compression.numba_encoder import NumbaEncoder
+except ImportError:
+    NumbaEncoder = None
+
 torch.set_num_threads(1)
 HERE = Path(__file__).parent
 
@@ -44,9 +49,10 @@ def compress_candidates(n, density, parameters):
     k = max(1, int(n / 16 * density))
     sizes = [(f"p{i}", n // parameters) for i in range(parameters)]
 
-    def ours(selector, values):
+    def ours(selector, values, numba=False):
         layout = Layout.of(sizes, 16)
-        encoder = BlockEncoder(layout, MessageFormat(layout.num_blocks, k, 16, values), selector)
+        made = NumbaEncoder if numba else BlockEncoder
+        encoder = made(layout, MessageFormat(layout.num_blocks, k, 16, values), selector)
         message = torch.zeros(encoder.form.num_bytes, dtype=torch.uint8)
 
         def run():
@@ -78,6 +84,7 @@ def compress_candidates(n, density, parameters):
         "ours, exact, int8": ours("exact", "int8"),
         "ours, histogram, bfloat16": ours("histogram", "bfloat16"),
         "ours, aimd, bfloat16": ours("aimd", "bfloat16"),
+        **({"numba, exact, bfloat16": ours("exact", "bfloat16", numba=True)} if NumbaEncoder else {}),
         "elements, topk": elements,
         "blocks, fresh temporaries, topk": naive,
         "fp16 cast": cast(torch.float16),
