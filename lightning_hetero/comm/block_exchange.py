@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_hetero.comm.clock import clock_for
 from lightning_hetero.comm.dropped import DroppedSteps, all_finite, clear
 from lightning_hetero.comm.gradient_hook import HookState
-from lightning_hetero.compression.encoder import BlockEncoder
+from lightning_hetero.compression.encoder import cpu_encoder
 from lightning_hetero.compression.gradients import BlockGradient, BlockMarks, block_gradients
 from lightning_hetero.compression.layout import Layout, Slot, flat_view
 from lightning_hetero.compression.reference import Pack, merge_sparse
@@ -125,7 +125,7 @@ class BlockExchange:
             from lightning_hetero.compression.triton_encoder import TritonEncoder
 
             return TritonEncoder(self.layout, form, device, self.world_size)
-        return BlockEncoder(self.layout, form, s.selector or "exact", torch.float64 if double else torch.float32)
+        return cpu_encoder(self.layout, form, s.selector or "exact", torch.float64 if double else torch.float32)
 
     def _views(self, touched: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
         """The part of each parameter in what there is of each block."""
