@@ -7,6 +7,7 @@ the device in between: a step costs its norms, and they are put together for man
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,10 +79,14 @@ class NoiseSums:
         if not self._parts:
             return
         squares = torch.stack(self._squares).double()
-        places = torch.tensor(self._places, device=squares.device)
+
+        def there(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype).to(squares.device, non_blocking=True)
+
+        places = there(self._places, torch.int64)
         norms = squares.new_zeros(3 * len(self._parts)).index_add_(0, places, squares).view(-1, 3)
-        weights = squares.new_tensor(self._samples)[:, None]
-        sums = (squares.new_tensor(self._parts) @ norms[:, :, None])[:, :, 0] * weights
+        weights = there(self._samples, torch.float64)[:, None]
+        sums = (there(self._parts, torch.float64) @ norms[:, :, None])[:, :, 0] * weights
         finite = norms[:, 2:].isfinite()
         each = torch.cat([sums, torch.ones_like(weights), weights], dim=1)
         new = each.masked_fill(~finite, 0.0).sum(dim=0)
