@@ -149,7 +149,7 @@ def place(score_ptr, plan_ptr, above_ptr, edge_ptr, chosen_ptr, num_blocks, k, T
     total = tl.maximum(tl.load(edge_ptr + tl.num_programs(0) - 1), 1)
     quota = tl.minimum(tl.load(plan_ptr + 3), total).to(tl.int64)
     seen = edge_before + tl.cumsum(edge, axis=0)
-    keep = above + edge * (seen * quota // total > (seen - 1) * quota // total).to(tl.int32)
+    keep = above + edge * (seen * quota % total < quota).to(tl.int32)  # where floor(seen quota / total) grows
     slot = above_before + (edge_before * quota // total).to(tl.int32) + tl.cumsum(keep, axis=0) - 1
     tl.store(chosen_ptr + slot, row, mask=(keep > 0) & (slot < k))
 

@@ -80,11 +80,11 @@ def exact(scores: Scores, k: int, state: SelectorState) -> Indices:
 
 
 def histogram(scores: Scores, k: int, state: SelectorState) -> Indices:
-    """The blocks above the histogram bin in which the k-th largest lies, then blocks of that bin, spread over all of it.
+    """The blocks above the histogram bin in which the k-th largest lies, then blocks of that bin, an even share of it.
 
-    Of its ``e`` blocks the ``j``-th is taken where ``floor(j q / e)`` grows, with ``q`` still wanted: in the order of the
-    tensor, its end would be sent later than its beginning all the time.
-    A bin is the upper 16 bits of the float32 score, 0.4 to 0.8 % wide. This is what the Triton kernels do.
+    Of its ``e`` blocks the ``j``-th is taken where ``floor(j q / e)`` grows, with ``q`` still wanted. Taken in the
+    order of the tensor, its end would be sent later than its beginning all the time. A bin is the upper 16 bits of the
+    float32 score, 0.4 to 0.8 % wide. This is what the Triton kernels do.
     """
     keys = np.ascontiguousarray(scores, dtype=np.float32).view(np.uint32) >> 16
     counts = np.bincount(keys, minlength=1)
