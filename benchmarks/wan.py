@@ -52,7 +52,9 @@ KINDS = {
 }
 """Settings of the strategy; ``None`` is Lightning's own DDP. ``callbacks`` are made by :data:`CALLBACKS`."""
 CALLBACKS = {"tta": TTACallback}
+OF_RATES = (NOTHING_SENT, "ddp", "hetero_ddp", "powersgd", "density 0.01", "controller")
 OF_TRACE = (NOTHING_SENT, "ddp", "hetero_ddp", "powersgd", "density 0.1", "density 0.01", "controller")
+"""What is run by default, in less than ten minutes."""
 SHARES = (1.0, 0.6)
 TRACE_MBIT, TRACE_SECONDS, TRACE_SEED = (50.0, 600.0), 4.0, 1
 TARGET = 0.15
@@ -101,7 +103,7 @@ def worker(kind, steps, seconds, out):
     trainer = L.Trainer(
         accelerator="cpu", devices=1, num_nodes=2, max_steps=steps, max_epochs=-1, logger=False, callbacks=callbacks,
         strategy="ddp" if settings is None else HeteroDDPStrategy(**settings),
-        max_time={"seconds": seconds} if seconds else None,
+        max_time={"seconds": seconds},
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     before = sent_bytes()
@@ -182,8 +184,8 @@ def run_cluster(command, mbit, args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seconds", type=int, default=0, help="most seconds of a training (40 with --trace)")
+    parser.add_argument("--steps", type=int, default=200, help="most steps of a training, without --trace")
+    parser.add_argument("--seconds", type=int, default=45, help="most seconds of a training")
     parser.add_argument("--quick", action="store_true", help="few steps, to see that it works")
     parser.add_argument("--local", action="store_true", help="on the loopback, with no limit and no root")
     parser.add_argument("--trace", action="store_true", help="a link that fluctuates")
@@ -194,24 +196,24 @@ def main():
     parser.add_argument("--worker", nargs=2, metavar=("KIND", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     steps = 30 if args.quick else 100_000 if args.trace else args.steps
-    seconds = args.seconds or (40 if args.trace and not args.quick else 0)
     if args.worker:
-        worker(args.worker[0], steps, seconds, args.worker[1])
+        worker(args.worker[0], steps, args.seconds, args.worker[1])
         return
     compare = min(steps, 100)
-    kinds = args.kinds or (OF_TRACE if args.trace else KINDS)
+    kinds = args.kinds or (OF_TRACE if args.trace else OF_RATES)
     mbits = [None] if args.trace else [0] if args.local else [100] if args.quick else [100, 500, 1000]
     rows, traces = [], {}
     with tempfile.TemporaryDirectory() as folder:
+        computing = float("nan")
         for mbit in mbits:
-            computing = float("nan")
             for i, kind in enumerate(kinds):
+                if kind == NOTHING_SENT and mbit != mbits[0]:
+                    continue
                 out = Path(folder) / f"{mbit}-{i}.json"
-                options = ["--steps", str(steps), *(["--seconds", str(seconds)] if seconds else [])]
-                if args.trace:
-                    options = [*options, "--trace"]
+                options = ["--steps", str(steps), "--seconds", str(args.seconds)]
+                options += ["--trace"] if args.trace else []
                 command = [sys.executable, __file__, *options, "--worker", kind, str(out)]
-                rates = run_local(command, 29850 + i) if args.local else run_cluster(command, mbit, args)
+                rates = run_local(command, args.port + i) if args.local else run_cluster(command, mbit, args)
                 record = json.loads(out.read_text())
                 row = {"mbit": "trace" if mbit is None else str(mbit), "kind": kind, **measured(record, compare)}
                 computing = row["mean_step_ms"] if kind == NOTHING_SENT else computing
