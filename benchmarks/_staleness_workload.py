@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import HeteroDDPStrategy
+from lightning_hetero.simulate import ThinLink
 
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore", category=PossibleUserWarning)
@@ -31,13 +32,35 @@ STRATEGIES = {
 }
 
 
+class Pause(torch.autograd.Function):
+    """Computes for so many seconds in the forward and in the backward pass, without any processor."""
+
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        ctx.seconds = backward
+        time.sleep(forward)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds)
+        return gradient, None, None
+
+
+class Paused(nn.Module):
+    """A layer that takes its time, 10 ms in the forward pass and 5 ms in the backward pass."""
+
+    def forward(self, x):
+        return Pause.apply(x, 0.01, 0.005)
+
+
 class Perceptron(L.LightningModule):
     """Ten clusters of points; ``depth`` layers of ``width ** 2`` weights, which are nearly all that is sent."""
 
-    def __init__(self, width, depth):
+    def __init__(self, width, depth, activation=nn.ReLU):
         super().__init__()
         torch.manual_seed(0)
-        hidden = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
+        hidden = [layer for _ in range(depth) for layer in (nn.Linear(width, width), activation())]
         self.net = nn.Sequential(*hidden, nn.Linear(width, 10))
         self.losses = []
 
@@ -76,6 +99,41 @@ class Steps(L.Callback):
             self.rate = engine.hook_state.staleness.link.rate
 
 
+class Trace(L.Callback):
+    """Puts the training on a link that transfers share, with the four layers next to the input delayed all the time.
+
+    Keeps when the transfers of the last steps were ready, sent and there.
+    """
+
+    def __init__(self, rate, priority):
+        self.rate, self.priority, self.spans = rate, priority, []
+
+    def on_train_start(self, trainer, pl_module):
+        staleness = trainer.strategy.engine.hook_state.staleness
+        staleness.queue.running = self.priority
+        staleness.agree = lambda control: None
+        staleness.delay(list(staleness.parameters)[:8])
+        self.link = ThinLink(self.rate, trainer.world_size, shared=True).start()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.spans = trainer.strategy.engine.hook_state.staleness.trace()
+
+    def on_train_end(self, trainer, pl_module):
+        self.link.stop()
+
+    def rows(self):
+        """Medians over the last steps, for each bucket in the order of the backward pass."""
+        rows = []
+        buckets = sorted({span[1] for span in self.spans})
+        for bucket in buckets:
+            marks = np.array([span[2:] for span in self.spans if span[1] == bucket])
+            ready, sent, there = 1e3 * np.median(marks, axis=0)
+            kind = "fresh" if bucket < len(buckets) - 4 else "a step later"
+            times = {"ready_ms": ready, "sent_ms": sent, "there_ms": there}
+            rows.append({"priority": self.priority, "bucket": bucket, "sum": kind, **times})
+        return rows
+
+
 def data_of(samples, width):
     generator = torch.Generator().manual_seed(0)
     y = torch.randint(10, (samples,), generator=generator)
@@ -84,11 +142,10 @@ def data_of(samples, width):
     return TensorDataset(x, y)
 
 
-def train(name, args):
+def train(name, settings, args, *callbacks):
     """One short training under a strategy; several may follow one another in the same processes."""
     world = int(os.environ["WORLD_SIZE"])
-    settings = STRATEGIES[name]
-    steps, module = Steps(), Perceptron(args.width, args.depth)
+    steps, module = Steps(), Perceptron(args.width, args.depth, Paused if args.trace else nn.ReLU)
     trainer = L.Trainer(
         strategy="ddp" if settings is None else HeteroDDPStrategy(bucket_cap_mb=args.bucket_mb, **settings),
         accelerator="cpu",
@@ -99,7 +156,7 @@ def train(name, args):
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[steps],
+        callbacks=[steps, *callbacks],
     )
     data = data_of(20 * args.batch * world, args.width)
     trainer.fit(module, DataLoader(data, args.batch, shuffle=True))
@@ -122,13 +179,20 @@ def main():
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--bucket-mb", type=float, default=1.0)
+    parser.add_argument("--trace", type=float, metavar="MB/S", help="trace transfers on a link of this rate instead")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     launch = dict(os.environ)  # Lightning takes a part of it away at the end of a training
     rows = []
-    for name in STRATEGIES:
+    for name in () if args.trace else STRATEGIES:
         os.environ.update(launch)
-        rows.append(train(name, args))
+        rows.append(train(name, STRATEGIES[name], args))
+    for priority in (False, True) if args.trace else ():
+        os.environ.update(launch)
+        trace = Trace(1e6 * args.trace, priority)
+        settings = {"staleness": 1, "local_batch_sizes": [args.batch] * 2, "replan": args.steps + 1}
+        step_ms = train(f"priority {priority}", settings, args, trace)["step_ms"]
+        rows += [{**row, "step_ms": step_ms} for row in trace.rows()]
     if int(launch["RANK"]) == 0:
         with open(args.out, "w") as file:
             json.dump(rows, file)

@@ -17,6 +17,7 @@ from hardware import write_table
 from torch import nn
 
 from lightning_hetero.compression import BlockEncoder, Layout, MessageFormat
+from lightning_hetero.compression.gradients import BlockGradient
 from lightning_hetero.compression.selectors import SELECT, SelectorState
 from lightning_hetero.optim import SparseSGD
 
@@ -94,7 +95,9 @@ def optimizer_candidates(n, density):
     fused = torch.optim.SGD(parameters[1:2], lr=0.1, momentum=0.9, fused=True)
     sparse = SparseSGD(parameters[2:], lr=0.1, momentum=0.9)
     sparse.step()
-    sparse.follow(lambda: {parameters[2]: touched}, 16)
+    gradient = BlockGradient.of(parameters[2], touched, torch.randn(len(touched), 16))
+    parameters[2].grad = gradient.grad
+    sparse.sparse.follow(lambda: {parameters[2]: gradient}, 16)
     r, g = torch.zeros(n), torch.randn(n)
     return {"add_": lambda: r.add_(g), "SGD": dense.step, "SGD fused": fused.step, "SparseSGD": sparse.step}
 

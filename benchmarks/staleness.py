@@ -6,10 +6,17 @@ ranks observed it (of the run without delays, for DDP at equal sizes there is no
 
     python benchmarks/staleness.py            # all rates
     python benchmarks/staleness.py --quick    # a small model at one rate, to see that it runs
+    python benchmarks/staleness.py --trace    # two processes of this machine, no root: the way of every bucket
+
+With ``--trace``, the sums of two processes share a link that is emulated in the process, and layers that only wait
+stand for computing. A table says when each bucket was ready, set out, and was there, with and without the rule that
+delayed sums set out after the fresh ones of their step; times are from the first gradient of a step.
 """
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -53,11 +60,33 @@ def rows_of(mbit, rounds, arguments):
     return rows
 
 
+def traced(mb_per_second):
+    """Rows of both orders, from two processes of this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        command = [sys.executable, str(HERE / "_staleness_workload.py"), "--out", str(out), "--trace", mb_per_second]
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+        ranks = [
+            subprocess.Popen(
+                [*command, "--bucket-mb", "0.5", "--steps", "60", "--depth", "7", "--batch", "8"],
+                env={**os.environ, **common, "RANK": str(r), "NODE_RANK": str(r)},
+            )
+            for r in range(2)
+        ]
+        if any(rank.wait(600) for rank in ranks):
+            raise SystemExit("a rank failed")
+        return json.loads(out.read_text())
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--trace", nargs="?", const="100", metavar="MB/S", help="trace transfers on such a link")
     args = parser.parse_args()
+    if args.trace:
+        write_table(traced(args.trace), HERE / "results" / "staleness_trace.json", "transfers of gradient buckets")
+        return
     try:
         if args.quick:
             rows = rows_of(RATES[0], 1, QUICK)

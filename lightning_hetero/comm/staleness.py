@@ -7,21 +7,19 @@ that replicas stay identical. No sum is lost: it is applied once, when the param
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm import sums
 from lightning_hetero.comm.clock import Clock
-from lightning_hetero.comm.control import ControlPlane
+from lightning_hetero.comm.delays import Delays
 from lightning_hetero.comm.sums import tensor_of
-from lightning_hetero.comm.transfers import TransferLog, combine
+from lightning_hetero.comm.topology import Topology
+from lightning_hetero.comm.transfer_queue import TransferQueue
 from lightning_hetero.core.bandwidth import LinkEstimate, sum_bytes
-from lightning_hetero.core.delay import BucketTimes, DelayChoice, choose_fresh
 
 __all__ = ["Staleness"]
 
@@ -54,7 +52,7 @@ class _Lane:
         return {name: part.clone() for name, part in zip(self.names, flat.split(self.sizes), strict=True)}
 
 
-class Staleness:
+class Staleness(Delays):
     """Averages gradient buckets for DDP's hook, some of them with a delay of one step.
 
     Args:
@@ -63,7 +61,9 @@ class Staleness:
         world_size: number of ranks.
         clock: marks moments on this rank's device.
         hysteresis: least predicted gain for which more is delayed, as a share of the step time.
-        group: process group for delayed sums, so that no other collective waits behind them; ``None`` for the default.
+        topology: way of delayed sums, with process groups of its own, so that no other collective waits behind them,
+            and they for fresh ones; ``None`` for that of fresh sums, in which all set out as they are ready.
+        fresh: way of fresh sums; ``None`` for straight ones.
         restored: :meth:`state_dict` of an earlier run.
         running: set of callbacks that a thread of the process group may still hold.
     """
@@ -76,26 +76,26 @@ class Staleness:
         world_size: int,
         clock: Clock,
         hysteresis: float = 0.03,
-        group: Any = None,
+        topology: Topology | None = None,
+        fresh: Topology | None = None,
         restored: dict[str, Any] | None = None,
         running: Any = None,
     ) -> None:
-        self.limit, self.world_size, self.hysteresis, self.group = limit, world_size, hysteresis, group
-        self.parameters = parameters
+        super().__init__(limit, parameters, clock=clock, hysteresis=hysteresis, topology=topology, running=running)
+        self.world_size, self.fresh = world_size, fresh
         self.delayed: frozenset[str] = frozenset()
-        self.link = LinkEstimate()
-        self.choice: DelayChoice | None = None
-        self._running = running
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._sums: dict[str, torch.Tensor] = {}
         self._lanes: dict[int, _Lane] = {}
-        self._log = TransferLog(clock)
+        self.queue = TransferQueue(running=topology is not None)
         self.load_state_dict(restored or {})
 
     # the hook
 
     def __call__(self, bucket: dist.GradBucket) -> Future:
         """Average one bucket; DDP hands them over in the same order on all ranks."""
+        if bucket.index() == 0:
+            self.queue.begin_step()
         lane, release = self._lane(bucket), self._log.ready(bucket.index())
         delayed = bool(lane.names) and self.delayed.issuperset(lane.names)
         future = self._delay(lane, bucket.buffer()) if delayed else self._await(lane, bucket.buffer())
@@ -124,7 +124,7 @@ class Staleness:
         """Send this step's gradient, hand out the sum of the step before."""
         before, sent = lane.sums, lane.buffer(buffer)
         torch.div(buffer, self.world_size, out=sent)
-        lane.sums = self._start(sent, self.group)
+        lane.sums = self.queue.add(sent, self._sender(sent, self.topology or self.fresh))
         if before is not None:
             return before
         buffer.zero_()
@@ -141,7 +141,8 @@ class Staleness:
         A bucket that has delayed and other parameters, as the first after a resume may, is awaited as a whole.
         """
         self._sums.update(lane.take())
-        future = self._start(buffer.div_(self.world_size), None)
+        future = self._sender(buffer.div_(self.world_size), self.fresh)()
+        self.queue.before(future)
         if not any(name in self._sums or name in self.delayed for name in lane.names):
             return future
         delayed = self.delayed
@@ -159,21 +160,22 @@ class Staleness:
 
         return self._then(future, settle)
 
-    def _start(self, buffer: torch.Tensor, group: Any) -> Future:
-        arrived = self._log.send()
-        future: Future = sums.sum_over_ranks(buffer, group)
+    def _sender(self, buffer: torch.Tensor, topology: Topology | None) -> Callable[[], Future]:
+        """Lets the sum of the bucket at hand set out when it is called."""
+        begin = self._log.sender()
 
-        def mark(done: Future) -> torch.Tensor:
-            value = tensor_of(done.value())
-            arrived()
-            return value
+        def send() -> Future:
+            arrived = begin()
+            future: Future = sums.sum_over_ranks(buffer) if topology is None else topology.sum(buffer)
 
-        return self._then(future, mark)
+            def mark(done: Future) -> torch.Tensor:
+                value = tensor_of(done.value())
+                arrived()
+                return value
 
-    def _then(self, future: Future, callback: Any) -> Future:
-        if self._running is not None:
-            self._running.add(callback)
-        return future.then(callback)
+            return self._then(future, mark)
+
+        return send
 
     # sums that are owed
 
@@ -195,17 +197,6 @@ class Staleness:
         sizes = {name: parameter.numel() for name, parameter in self.parameters.items()}
         return sum(sizes[name] for name in self.delayed) / max(sum(sizes.values()), 1)
 
-    def metrics(self) -> dict[str, float]:
-        """Bytes per second of the link, seconds that a step's gradients take on it, and the share that is delayed."""
-        if self.limit == 0:
-            return {}
-        metrics = {"hetero/delayed_share": self.delayed_share}
-        if self.link.rate is not None:
-            metrics["hetero/bandwidth"] = self.link.rate
-        if self.choice is not None:
-            metrics["hetero/transfer_time"] = self.choice.transfer
-        return metrics
-
     def delay(self, names: Iterable[str]) -> None:
         """Delay these parameters from the next backward pass on; all ranks have to call it together.
 
@@ -220,58 +211,23 @@ class Staleness:
             raise ValueError("staleness=0 awaits every gradient. Set staleness=1 to delay some of them.")
         self.delayed = wanted
 
-    def agree(self, control: ControlPlane) -> None:
-        """Look at the link, and let rank 0 decide what is delayed from the next step on; a collective call."""
-        if self.limit == 0 or not self._lanes:
-            return
-        everyone = control.gather(self._log.take(len(self._lanes)))
-        reply: Any = None
-        if control.rank == 0:
-            try:
-                reply = self._decide(everyone)
-            except Exception as error:  # noqa: BLE001 - every rank has to raise it, none may wait for a decision
-                reply = error
-        reply = control.broadcast_object(reply)
-        if isinstance(reply, Exception):
-            raise reply
-        self.link, choice = reply
-        if choice is not None:
-            self._follow(choice, say=control.rank == 0)
+    def delay_all(self) -> None:
+        """Delay all parameters from the next backward pass on; all ranks have to call it together."""
+        self.delay(self.parameters)
 
-    def _decide(self, everyone: npt.NDArray[np.float64]) -> tuple[LinkEstimate, DelayChoice | None]:
-        """What the link is worth by the newest steps, and how many buckets it can carry in time."""
-        seen = combine(everyone)
-        if seen is None:
-            return self.link, None
-        sent = [sum_bytes(lane.num_bytes, self.world_size) for lane in self._ordered()]
-        link = self.link.observe(sum(sent) / max(seen[0], 1e-9))
-        times = BucketTimes(tuple(seen[1].tolist()), tuple(link.seconds(num_bytes) for num_bytes in sent))
-        return link, choose_fresh(times, self._fresh(), hysteresis=self.hysteresis)
+    def _sent_bytes(self) -> list[float]:
+        crossing = self.world_size if self.fresh is None else self.fresh.size
+        return [sum_bytes(lane.num_bytes, crossing) for lane in self._ordered()]
 
     def _ordered(self) -> list[_Lane]:
         return [self._lanes[index] for index in sorted(self._lanes)]
 
     def _fresh(self) -> int:
-        """Buckets from the output side on of which nothing is delayed."""
         lanes = self._ordered()
         return next((i for i, lane in enumerate(lanes) if not self.delayed.isdisjoint(lane.names)), len(lanes))
 
-    def _follow(self, choice: DelayChoice, *, say: bool) -> None:
-        """Delay what rank 0 has chosen, and say so if that is a change."""
-        bound = self.choice is not None and self.choice.network_bound
-        before, self.choice = self.delayed, choice
-        lanes = self._ordered()
-        self.delay(name for lane in lanes[choice.fresh :] for name in lane.names)
-        if say and (self.delayed != before or choice.network_bound != bound):
-            log.log(
-                logging.WARNING if choice.network_bound else logging.INFO,
-                "staleness: %d of %d gradient buckets (%.0f %% of the gradient) come a step later; link %.4g MB/s: %s",
-                len(lanes) - choice.fresh,
-                len(lanes),
-                100 * self.delayed_share,
-                (self.link.rate or 0.0) / 1e6,
-                choice.describe(),
-            )
+    def _keep_fresh(self, number: int) -> None:
+        self.delay(name for lane in self._ordered()[number:] for name in lane.names)
 
     # state
 
@@ -296,16 +252,5 @@ class Staleness:
         self.take_sums()
         self.delayed = frozenset(name for name in state.get("delayed", ()) if self.limit and name in self.parameters)
         self.link = LinkEstimate(state.get("rate"))
-        for name, value in state.get("sums", {}).items():
-            parameter = self.parameters.get(name)
-            if parameter is None:
-                log.warning(
-                    "staleness: %s is not trained any more, so that its last delayed gradient is left out", name
-                )
-                continue
-            if parameter.numel() != value.numel():
-                raise ValueError(
-                    f"the delayed gradient of {name} has {value.numel()} elements, the parameter {parameter.numel()}. "
-                    "Resume with the model that the checkpoint was made with."
-                )
-            self._sums[name] = value.to(parameter.device, parameter.dtype)
+        for name, value in self._fitting(state.get("sums", {})).items():
+            self._sums[name] = value.to(self.parameters[name].device, self.parameters[name].dtype)

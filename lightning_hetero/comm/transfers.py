@@ -22,6 +22,7 @@ Array = npt.NDArray[np.float64]
 class _Transfer:
     """One sum on its way."""
 
+    bucket: int
     start: Any
     end: Any = None
 
@@ -62,15 +63,44 @@ class TransferLog:
         step.ready.append(self.clock.mark())
         return lambda: step.released.append(self.clock.mark())
 
+    def gap(self) -> None:
+        """A step passes that is not measured."""
+        self._count += 1
+        self._steps.append(_Step(self._count))
+
     def send(self) -> Callable[[], None]:
         """The sum of the bucket that was ready last begins to travel; call what is returned when it has arrived."""
-        transfer = _Transfer(self.clock.mark())
-        self._steps[-1].transfers.append(transfer)
+        return self.sender()()
 
-        def arrived() -> None:
-            transfer.end = self.clock.mark()
+    def sender(self) -> Callable[[], Callable[[], None]]:
+        """:meth:`send` for the bucket that was ready last, to be called when its sum begins to travel at last."""
+        step = self._steps[-1]
+        bucket = len(step.ready) - 1
 
-        return arrived
+        def send() -> Callable[[], None]:
+            transfer = _Transfer(bucket, self.clock.mark())
+            step.transfers.append(transfer)
+
+            def arrived() -> None:
+                transfer.end = self.clock.mark()
+
+            return arrived
+
+        return send
+
+    def spans(self) -> list[tuple[int, int, float, float, float]]:
+        """Step, bucket, and seconds from the step's first gradient until it was ready, sent and there, on this rank.
+
+        Of all transfers of the newest 32 steps that have arrived, in the order in which they were sent.
+        """
+        found = []
+        for step in self._steps:
+            for transfer in step.transfers:
+                marks = (step.ready[0], step.ready[transfer.bucket], transfer.start, transfer.end)
+                if transfer.end is not None and all(map(self.clock.ready, marks)):
+                    ready, start, end = (self.clock.seconds(marks[0], mark) for mark in marks[1:])
+                    found.append((step.number, transfer.bucket, ready, start, end))
+        return found
 
     def take(self, buckets: int) -> Array:
         """Steps of so many buckets since the last call.

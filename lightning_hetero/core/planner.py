@@ -129,7 +129,7 @@ class PerfModelPlanner:
         gamma: share of the backward pass before the first bucket.
         sync_times: ``(t_o, t_u)`` in seconds, ``None`` before the first observation.
         overhead: seconds of a step that eq. 7 does not explain: the loop's own time, and the jitter by which the
-            slowest of several workers exceeds each one's median. Counted into ``t_u``, because it is the same for
+            slowest of several workers exceeds each one's mean. Counted into ``t_u``, because it is the same for
             every split.
         arrivals: seconds of averaging after each piece of hardware came last, where it did. What exceeds the least of
             them is that worker's own, and counts into its constant time.
@@ -276,6 +276,10 @@ def _step_time(cluster: ClusterTimeModel, current: BatchPlan, context: PlanConte
     return max(cluster.step_time(np.asarray(current.local_batch_sizes) * scale), 1e-12)
 
 
+FEWEST_STEPS = 5
+"""Steps at the current sizes behind a decision of the controller; with fewer it waits for the next exchange."""
+
+
 @dataclass(frozen=True)
 class ProportionalPlanner:
     """Equalise compute times with no model (dynamic batching, sec. III-C), see :mod:`lightning_hetero.core.pid`.
@@ -315,7 +319,7 @@ class ProportionalPlanner:
         rows = (observations.local_batch_sizes == expected).all(axis=1)
         for times in observations.compute[rows]:
             state = smooth(state, times, decay=self.decay)
-        if not state.smoothed:
+        if state.count < FEWEST_STEPS:
             return replace(self, state=state), None
         mu = np.asarray(state.smoothed)
         speeds = {**self.throughput, **dict(zip(context.identities, state.throughput, strict=True))}

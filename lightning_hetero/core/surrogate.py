@@ -214,6 +214,7 @@ def profile_convergence(
     max_total: int,
     probes: int = 30,
     rng: np.random.Generator | None = None,
+    on_profile: Callable[[ConvergenceProfile], None] | None = None,
 ) -> ConvergenceProfile:
     """Choose and run probe trainings (StellaTrain, Alg. 1).
 
@@ -223,6 +224,7 @@ def profile_convergence(
         max_total: greatest total batch.
         probes: trainings besides the one that others are compared with, ``>= 1``.
         rng: source of the random rates.
+        on_profile: called after each probe training with the profile so far, to keep what was paid for.
 
     Raises:
         ImportError: if scikit-learn is missing.
@@ -248,7 +250,10 @@ def profile_convergence(
         total = _next_total(rate, points, min_total, max_total, baseline, rng)
         loss = float(probe(rate, total, 1))
         points.append((rate, total, _extra(loss, baseline)))
-    return ConvergenceProfile(min_total, max_total, baseline, tuple(points))
+        profile = ConvergenceProfile(min_total, max_total, baseline, tuple(points))
+        if on_profile is not None:
+            on_profile(profile)
+    return profile
 
 
 def _extra(loss: float, baseline: float) -> float:

@@ -1,30 +1,37 @@
-"""A thin link between the workers of one machine, without privileges: gradients are handed out late."""
+"""A thin link between the workers of one machine, without privileges: what is sent of gradients is handed out late."""
 
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from lightning_hetero.comm import sums
+from lightning_hetero.comm.sums import hand_on
 from lightning_hetero.core.bandwidth import sum_bytes
 from lightning_hetero.core.validation import check_number
 
 __all__ = ["ThinLink"]
 
+LOOK = 0.05
+"""Seconds after which a change of the rate is seen at the latest."""
+
 
 class ThinLink:
-    """Hands sums and compressed gradients of this process out as a link of a given rate would, one after the other.
+    """Hands sums and messages of gradients of this process out as a link of a given rate would.
 
-    For tests and demonstrations on one machine: the gradients themselves come by the process group, only their arrival
-    is put off. It concerns gradients on CPU, and no other collectives.
+    For tests and demonstrations on one machine: the sums themselves are those of the process group, only their arrival
+    is put off. It concerns plain sums and block top-k of gradients on CPU, and no other collective.
 
     Args:
         rate: bytes per second that a worker can send, above 0; may be changed while it runs.
         world_size: number of workers.
+        shared: whether all that is under way at a time shares the link equally, as connections do, rather than taking
+            turns in the order in which it set out.
 
     Raises:
         TypeError: if the rate is no number.
@@ -35,26 +42,25 @@ class ThinLink:
         12500000.0
     """
 
-    def __init__(self, rate: float, world_size: int) -> None:
+    def __init__(self, rate: float, world_size: int, *, shared: bool = False) -> None:
         self.rate = check_number("rate", rate, low=0.0, include_low=False)
-        self.world_size = world_size
-        self._free = 0.0
+        self.world_size, self.shared = world_size, shared
         self._way: queue.Queue[Any] = queue.Queue()
         self._thread: threading.Thread | None = None
-        self._sum, self._gather = sums.sum_over_ranks, sums.gather_rows
+        self._sum, self._gather = sums.sum_over_ranks, sums.gather_over_ranks
 
     def start(self) -> "ThinLink":
         """Make the link thin."""
         self._thread = threading.Thread(target=self._deliver, daemon=True)
         self._thread.start()
         self._sum, sums.sum_over_ranks = sums.sum_over_ranks, self._late_sum
-        self._gather, sums.gather_rows = sums.gather_rows, self._late_rows
+        self._gather, sums.gather_over_ranks = sums.gather_over_ranks, self._late_gather
         return self
 
     def stop(self) -> None:
         """Put the link back, once everything under way has arrived."""
         if self._thread is not None:
-            sums.sum_over_ranks, sums.gather_rows = self._sum, self._gather
+            sums.sum_over_ranks, sums.gather_over_ranks = self._sum, self._gather
             self._way.put(None)
             self._thread.join()
             self._thread = None
@@ -68,30 +74,67 @@ class ThinLink:
         self.stop()
 
     def _late_sum(self, buffer: torch.Tensor, group: Any = None) -> torch.futures.Future[Any]:
-        done = self._sum(buffer, group)
-        seconds = sum_bytes(buffer.numel() * buffer.element_size(), self.world_size) / self.rate
-        self._free = max(time.perf_counter(), self._free) + seconds
+        num_bytes = sum_bytes(buffer.numel() * buffer.element_size(), self.world_size)
+        return self._late(self._sum(buffer, group), num_bytes)
+
+    def _late_gather(
+        self,
+        rows: torch.Tensor,
+        own: int,
+        sources: Sequence[int],
+        group: Any = None,
+        arrived: Callable[[int], None] | None = None,
+    ) -> torch.futures.Future[Any]:
+        late = self._late(self._gather(rows, own, sources, group), (len(rows) - 1) * rows[own].numel())
+
+        def tell(done: torch.futures.Future[Any]) -> None:
+            done.value()
+            if arrived is not None:
+                for row in range(len(rows)):
+                    arrived(row)
+
+        return late.then(tell)
+
+    def _late(self, done: torch.futures.Future[Any], num_bytes: float) -> torch.futures.Future[Any]:
         late: torch.futures.Future[Any] = torch.futures.Future()
-        self._way.put((done, self._free, late))
+        self._way.put((float(num_bytes), done, late))
         return late
 
-    def _late_rows(
-        self, rows: torch.Tensor, rank: int, arrived: Callable[[int], None] | None = None, group: Any = None
-    ) -> None:
-        self._gather(rows, rank, None, group)
-        seconds = (self.world_size - 1) * rows[0].numel() * rows.element_size() / self.rate
-        self._free = max(time.perf_counter(), self._free) + seconds
-        time.sleep(max(self._free - time.perf_counter(), 0.0))
-        for peer in range(len(rows)):
-            if arrived is not None:
-                arrived(peer)
-
     def _deliver(self) -> None:
-        while (item := self._way.get()) is not None:
-            done, due, late = item
+        """Let time pass on the link, from event to event: something new sets out, or something arrives."""
+        left: list[list[Any]] = []
+        ending, before = False, time.perf_counter()
+        while left or not ending:
+            pause = min(self._seconds_until_next(left), LOOK) if left else None
             try:
-                value = done.wait()
-                time.sleep(max(due - time.perf_counter(), 0.0))
-                late.set_result(value)
-            except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the sum
-                late.set_exception(error)
+                item = self._way.get(timeout=pause)
+            except queue.Empty:
+                item = ()
+            now = time.perf_counter()
+            self._cross(left, now - before)
+            before = now
+            if item is None:
+                ending = True
+            elif item:
+                left.append(list(item))
+
+    def _crossing(self, left: list[list[Any]]) -> int:
+        return len(left) if self.shared else 1
+
+    def _seconds_until_next(self, left: list[list[Any]]) -> float:
+        sharing = self._crossing(left)
+        return sharing * min(num_bytes for num_bytes, *_ in left[:sharing]) / self.rate
+
+    def _cross(self, left: list[list[Any]], seconds: float) -> None:
+        """Take off what the link carried in so many seconds, and hand out what has arrived."""
+        while left:
+            sharing, step = self._crossing(left), self._seconds_until_next(left)
+            passed = min(step, seconds)
+            for item in left[:sharing]:
+                item[0] -= passed * self.rate / sharing
+            seconds -= passed
+            if passed < step:
+                return
+            for item in [item for item in left[:sharing] if item[0] <= 1e-6]:
+                left.remove(item)
+                item[1].then(partial(hand_on, item[2]))

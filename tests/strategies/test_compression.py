@@ -22,7 +22,7 @@ from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState, gradient_hook
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.core.link_model import LinkMeasurement
-from lightning_hetero.optim import SparseAdamW, SparseSGD, sparse
+from lightning_hetero.optim import SparseAdamW, SparseSGD, sparse_steps
 from tests.comm.test_gradient_hook import TINY, batches, build, loss_of
 from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
 
@@ -215,18 +215,42 @@ def test_densities_that_cannot_be_are_refused():
 
 
 class Poisoned(Wide):
-    """One rank's loss is not finite in one step."""
+    """One rank's loss is not finite in some steps."""
+
+    def __init__(self, steps=(6,)):
+        super().__init__()
+        self.steps = steps
 
     def loss(self, batch):
         loss = super().loss(batch)
-        bad = self.trainer.global_rank == 1 and self.trainer.global_step == 6
+        bad = self.trainer.global_rank == 1 and self.trainer.global_step in self.steps
         return loss * float("inf") if bad else loss
 
 
-def test_a_gradient_that_is_not_finite_is_left_out_on_all_ranks():
-    result = same_everywhere(run(BlockTopK(**SPARSE), model=Poisoned()))
+@pytest.mark.parametrize("compression", [BlockTopK(**SPARSE), "powersgd(rank=1, start=3)"], ids=["blocks", "low rank"])
+def test_a_gradient_that_is_not_finite_is_left_out_on_all_ranks(compression):
+    """In a dense step as in compressed ones; what comes after is trained on as ever."""
+    result = same_everywhere(run(compression, model=Poisoned((1, 6, 9)), strategy={"bucket_cap_mb": TINY}))
     assert np.isfinite(result["weights"]).all()
-    assert (np.abs(result["grads"]).max(axis=1) == 0).tolist() == [step == 6 for step in range(result["steps"])]
+    assert (np.abs(result["grads"]).max(axis=1) == 0).tolist() == [i in (1, 6, 9) for i in range(result["steps"])]
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+def test_16_bit_sums_that_are_not_finite_are_that_on_all_ranks_as_under_ddp(compression):
+    """Nothing is kept from step to step, so that a gradient is poisoned and no state."""
+    result = same_everywhere(run(compression, model=Healed()))
+    poisoned = [not np.isfinite(gradient).all() for gradient in result["grads"]]
+    assert poisoned == [step == 6 for step in range(result["steps"])]
+    assert np.isfinite(result["weights"]).all()
+
+
+class Healed(Poisoned):
+    """Whose user leaves steps out by hand."""
+
+    def on_before_optimizer_step(self, optimizer):
+        super().on_before_optimizer_step(optimizer)
+        if not torch.isfinite(self.grads[-1]).all():
+            self.zero_grad()
 
 
 def scaled():
@@ -378,7 +402,7 @@ def test_noise_scale_does_not_see_the_compression(sizes):
 
 
 def _auto(rank, rate):
-    link.measure = lambda parameters, control, settings: LinkMeasurement(1e-6, rate, 1e-6, 2, 10**8)
+    link.measure = lambda parameters, control, topology, settings: LinkMeasurement(1e-6, rate, 1e-6, 2, 10**8)
     lines = []
     link.log.info = lambda text, *args: lines.append(text % args)
     out = _fit(rank, [3, 1], "auto(densities=[0.05])", {})
@@ -417,13 +441,15 @@ def test_ranks_with_different_settings_are_refused():
 
 
 def _corrupted(rank):
-    gather = sums.gather_rows
+    gather = sums.gather_over_ranks
 
     def flip(rows, *args):
-        gather(rows, *args)
-        rows[0, -1] ^= 4
+        def arrived(done):
+            rows[0, -1] ^= 4
 
-    sums.gather_rows = flip
+        return gather(rows, *args).then(arrived)
+
+    sums.gather_over_ranks = flip
     return _fit(rank, [3, 1], BlockTopK(**SPARSE), {})
 
 
@@ -451,7 +477,8 @@ class WithSparse(Wide):
         return cls(self.parameters(), lr=self.lr, **settings)
 
     def on_before_optimizer_step(self, optimizer):
-        super().on_before_optimizer_step(optimizer)
+        grads = [p.grad for p in self.parameters()]
+        self.grads.append(torch.cat([(g.to_dense() if g.is_sparse else g).flatten().clone() for g in grads]))
         self.before = self.flat().copy()
 
     def on_train_batch_end(self, *args):
@@ -460,7 +487,7 @@ class WithSparse(Wide):
 
 def _fit_sparse(rank, optimizer, settings, kwargs):
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-    sparse.BREAK_EVEN = 0.5  # of a model of 20 blocks, one is a lot
+    sparse_steps.BREAK_EVEN = 0.5  # of a model of 20 blocks, one is a lot
     model = WithSparse(optimizer)
     out = _fit(rank, [3, 1], settings, {"model": model, **kwargs})
     return {**out, "written": model.written}

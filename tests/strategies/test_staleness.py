@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import AdaptiveBatchCallback, GNSCallback, HeteroDDPStrategy
 from lightning_hetero.callbacks.late_signal import NAME, LateSignal
-from lightning_hetero.comm import staleness as module
+from lightning_hetero.comm.transfers import TransferLog
 from lightning_hetero.simulate import ThinLink
 from tests.helpers import Points, RankError, Regressor, fit, run_ranks, trainer_of
 
@@ -399,7 +399,7 @@ def _given_times(rank, seconds):
             table[0] = [len(left), left.pop(0), *np.linspace(0.9, 1.0, buckets)]
         return table
 
-    module.TransferLog.take = take
+    TransferLog.take = take
     said, handler = [], logging.Handler()
     handler.emit = lambda record: said.append((record.levelname, record.getMessage()))
     logging.getLogger("lightning_hetero").addHandler(handler)

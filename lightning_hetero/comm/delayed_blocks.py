@@ -1,0 +1,207 @@
+"""Compressed sums that arrive one step later: the messages of a step travel while the next one computes.
+
+Block top-k sends one message a step for all parameters, so that all of them are delayed or none. Of a delayed step the
+residual has given away what was sent; the optimizer gets the merged sum in the next step, the same on all ranks. What
+is under way is applied once, or handed to :meth:`DelayedBlocks.take_sums`, or rides in the checkpoint, in the same form
+as delayed dense sums (:mod:`lightning_hetero.comm.staleness`), so that either can go on from the other's.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.comm.block_exchange import BlockExchange
+from lightning_hetero.comm.clock import Clock
+from lightning_hetero.comm.delays import Delays
+from lightning_hetero.comm.sending import Sending
+from lightning_hetero.comm.topology import Topology
+from lightning_hetero.compression.layout import flat_view
+from lightning_hetero.compression.reference import Pack
+from lightning_hetero.core.bandwidth import LinkEstimate
+
+__all__ = ["DelayedBlocks"]
+
+
+class DelayedBlocks(Delays):
+    """Applies the messages of a :class:`~lightning_hetero.comm.block_exchange.BlockExchange` at once or a step late.
+
+    Args:
+        limit: greatest delay in steps, 0 or 1.
+        exchange: sends and receives; its messages take the way of this object.
+        parameters: the module's parameters that need gradients, by name.
+        clock: marks moments on this rank's device.
+        hysteresis: least predicted gain for which messages are delayed, as a share of the step time.
+        topology: way of messages, with process groups of its own, so that no other collective waits behind them;
+            ``None`` for that of the exchange.
+        restored: :meth:`state_dict` of an earlier run, or that of delayed dense sums.
+        running: set of callbacks that a thread of the process group may still hold.
+    """
+
+    unit = "compressed messages"
+
+    def __init__(
+        self,
+        limit: int,
+        exchange: BlockExchange,
+        parameters: dict[str, torch.Tensor],
+        *,
+        clock: Clock,
+        hysteresis: float = 0.03,
+        topology: Topology | None = None,
+        restored: dict[str, Any] | None = None,
+        running: Any = None,
+    ) -> None:
+        super().__init__(limit, parameters, clock=clock, hysteresis=hysteresis, topology=topology, running=running)
+        exchange.read_on_host()
+        self.exchange, self.delayed = exchange, False
+        self._under_way: Sending | None = None
+        self._owed: list[Pack] = []
+        self._spare: torch.Tensor | None = None
+        exchange.late, exchange.way = self, topology
+        self.load_state_dict(restored or {})
+
+    # the hook
+
+    def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Take one bucket; DDP hands them over in the same order on all ranks."""
+        return self.exchange(None, bucket)
+
+    def turn(self, sending: Sending) -> list[Pack]:
+        """What the running step applies: all that is owed, and its own messages too unless they are delayed.
+
+        Those of the step before have travelled since; by now they should be there.
+        """
+        release, arrived = self._log.ready(0), self._log.send()
+        self._then(sending.arrival, lambda done: arrived())
+        self.settle()
+        packs, self._owed = self._owed, []
+        if self.delayed:
+            self._keep(sending)
+        else:
+            packs = packs + self.exchange.receive(sending)
+        release()
+        return packs
+
+    def _keep(self, sending: Sending) -> None:
+        """Let messages travel, into another set of rows than those of the next step.
+
+        A gradient that is not finite leaves the residual now, since it will be gone when the others learn of it.
+        """
+        topology, form = self.exchange.topology, self.exchange.encoder.form
+        if topology.leads and form.gave_up(sending.rows[topology.cluster]):
+            sending.finite = False
+        if not sending.finite:
+            self.exchange.encoder.undo()
+        self._under_way = sending
+        if self._spare is None or self._spare.shape != sending.rows.shape:
+            self._spare = torch.zeros_like(sending.rows)
+        self.exchange.use_rows(self._spare)
+
+    def pay(self, bucket: dist.GradBucket) -> None:
+        """Put what is owed into a bucket that is about to be summed densely: rank 0 adds it for all."""
+        if bucket.index() == 0:
+            self._log.gap()
+            self.settle()
+            self.exchange.encoder.merge(self._owed)
+        if self._owed:
+            self.exchange.hook.exact_sum = False
+            if self.exchange.topology.rank == 0:
+                for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+                    slot, flat = self.exchange.slots[parameter], flat_view(gradient)
+                    merged = self.exchange.encoder.merged[slot.start : slot.start + slot.numel]
+                    flat.add_(merged.to(flat.device, flat.dtype))
+        if bucket.is_last():
+            self.exchange.encoder.finish()
+            self._owed = []
+
+    # sums that are owed
+
+    def settle(self) -> None:
+        """Wait for the messages under way and read them. What was sent in vain returns to the residual."""
+        if self._under_way is not None:
+            sending, self._under_way = self._under_way, None
+            self._owed = self._owed + self.exchange.receive(sending)
+            self._spare = sending.rows
+
+    def take_sums(self) -> dict[str, torch.Tensor]:
+        """All sums that the optimizer has not had yet, by parameter, flat; from now on they are the caller's."""
+        self.settle()
+        owed, self._owed = self._owed, []
+        if not owed:
+            return {}
+        self.exchange.gradients = None  # what follows is a dense step
+        sums = self.exchange.sums_of(owed)
+        return {name: sums[name].to(p.device, p.dtype) for name, p in self.parameters.items()}
+
+    # the decision
+
+    @property
+    def delayed_share(self) -> float:
+        """Share of the gradient's elements that is delayed, 0 or 1."""
+        return float(self.delayed)
+
+    def delay(self, delayed: bool) -> None:
+        """Delay messages from the next backward pass on, or do not; all ranks have to call it together.
+
+        Raises:
+            ValueError: if the limit is 0.
+        """
+        if delayed and self.limit == 0:
+            raise ValueError("staleness=0 awaits every gradient. Set staleness=1 to delay some of them.")
+        self.delayed = delayed
+
+    def delay_all(self) -> None:
+        """Delay messages from the next backward pass on; all ranks have to call it together."""
+        self.delay(True)
+
+    def _sent_bytes(self) -> list[float]:
+        return [(self.exchange.topology.size - 1) * float(self.exchange.encoder.form.num_bytes)]
+
+    def _fresh(self) -> int:
+        return int(not self.delayed)
+
+    def _keep_fresh(self, number: int) -> None:
+        self.delay(number == 0)
+
+    # state
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is delayed and the sums that are owed, equal on all ranks; waits for what is under way."""
+        self.settle()
+        if not self._owed and not self.delayed:
+            return {}
+        state: dict[str, Any] = {"delayed": sorted(self.parameters) if self.delayed else [], "rate": self.link.rate}
+        if not self._owed:
+            return {**state, "sums": {}}
+        sums = {name: value.cpu() for name, value in self.exchange.sums_of(self._owed).items()}
+        touched = torch.cat([pack.indices for pack in self._owed]).unique().cpu()
+        return {**state, "sums": sums, "blocks": {"layout": self.exchange.layout.fingerprint(), "touched": touched}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; what is under way now belongs to steps that are taken back.
+
+        Raises:
+            ValueError: if a sum does not fit its parameter.
+        """
+        if self._under_way is not None:
+            self._under_way.arrival.wait()
+            self._spare, self._under_way = self._under_way.rows, None
+        self.delayed = bool(self.limit) and set(self.parameters) <= set(state.get("delayed", ()))
+        self.link = LinkEstimate(state.get("rate"))
+        sums = self._fitting(state.get("sums", {}))
+        self._owed = [self._pack(sums, state.get("blocks", {}))] if sums else []
+
+    def _pack(self, sums: dict[str, torch.Tensor], blocks: dict[str, Any]) -> Pack:
+        """Restored sums as blocks: those that were touched if that is known, else all that are not 0."""
+        layout, merged = self.exchange.layout, self.exchange.encoder.merged
+        flat = torch.zeros_like(merged)
+        for name, value in sums.items():
+            slot = layout.by_name[name]
+            flat[slot.start : slot.start + slot.numel].copy_(value)
+        values = flat.view(-1, layout.block)
+        if blocks.get("layout") == layout.fingerprint():
+            indices = blocks["touched"].to(flat.device)
+        else:
+            indices = (values != 0).any(1).nonzero().view(-1)
+        return Pack(indices, values[indices])

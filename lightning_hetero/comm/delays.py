@@ -1,0 +1,178 @@
+"""What dense and compressed gradients that arrive a step later have in common: how rank 0 decides on the delay.
+
+The link is what transfers were measured to take, the decision is :func:`~lightning_hetero.core.delay.choose_fresh`, and
+all ranks follow it from the same step on.
+"""
+
+import logging
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.comm.clock import Clock
+from lightning_hetero.comm.control import ControlPlane
+from lightning_hetero.comm.topology import Topology
+from lightning_hetero.comm.transfers import TransferLog, combine
+from lightning_hetero.core.bandwidth import LinkEstimate
+from lightning_hetero.core.delay import BucketTimes, DelayChoice, choose_fresh
+
+__all__ = ["Delays"]
+
+log = logging.getLogger("lightning_hetero")
+
+
+class Delays:
+    """Averages gradients in DDP's hook, some of them with a delay of one step.
+
+    Args:
+        limit: greatest delay in steps, 0 or 1.
+        parameters: the module's parameters that need gradients, by name.
+        clock: marks moments on this rank's device.
+        hysteresis: least predicted gain for which more is delayed, as a share of the step time.
+        topology: way of what is delayed, with process groups of its own, so that no other collective waits behind it;
+            ``None`` for that of what is fresh.
+        running: set of callbacks that a thread of the process group may still hold.
+    """
+
+    unit = "gradient buckets"
+
+    def __init__(
+        self,
+        limit: int,
+        parameters: dict[str, torch.Tensor],
+        *,
+        clock: Clock,
+        hysteresis: float = 0.03,
+        topology: Topology | None = None,
+        running: Any = None,
+    ) -> None:
+        self.limit, self.parameters, self.hysteresis, self.topology = limit, parameters, hysteresis, topology
+        self.link = LinkEstimate()
+        self.choice: DelayChoice | None = None
+        self._running = running
+        self._log = TransferLog(clock)
+
+    # what the two kinds say of themselves
+
+    def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Any]:
+        """Average one bucket; DDP hands them over in the same order on all ranks."""
+        raise NotImplementedError
+
+    def take_sums(self) -> dict[str, torch.Tensor]:
+        """All sums that the optimizer has not had yet, by parameter, flat; from now on they are the caller's."""
+        raise NotImplementedError
+
+    @property
+    def delayed_share(self) -> float:
+        """Share of the gradient's elements that is delayed, 0 to 1."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is delayed and the sums that are owed, equal on all ranks; waits for what is under way."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; what is under way now belongs to steps that are taken back."""
+        raise NotImplementedError
+
+    def delay_all(self) -> None:
+        """Delay everything from the next backward pass on; all ranks have to call it together."""
+        raise NotImplementedError
+
+    def _sent_bytes(self) -> list[float]:
+        """Bytes that each transfer of a step takes across the link, in the order of the backward pass."""
+        raise NotImplementedError
+
+    def _fresh(self) -> int:
+        """Transfers from the output side on of which nothing is delayed."""
+        raise NotImplementedError
+
+    def _keep_fresh(self, number: int) -> None:
+        """Delay all transfers but the first ones, from the next step on."""
+        raise NotImplementedError
+
+    # the decision
+
+    def metrics(self) -> dict[str, float]:
+        """Bytes per second of the link, seconds that a step's gradients take on it, and the share that is delayed."""
+        if self.limit == 0:
+            return {}
+        metrics = {"hetero/delayed_share": self.delayed_share}
+        if self.link.rate is not None:
+            metrics["hetero/bandwidth"] = self.link.rate
+        if self.choice is not None:
+            metrics["hetero/transfer_time"] = self.choice.transfer
+        return metrics
+
+    def trace(self) -> list[tuple[int, int, float, float, float]]:
+        """When transfers were ready, sent and there, see :meth:`~lightning_hetero.comm.transfers.TransferLog.spans`."""
+        return self._log.spans()
+
+    def agree(self, control: ControlPlane) -> None:
+        """Look at the link, and let rank 0 decide what is delayed from the next step on; a collective call."""
+        sent = self._sent_bytes()
+        if self.limit == 0 or not sent:
+            return
+        everyone = control.gather(self._log.take(len(sent)))
+        self.link, choice = control.decide(lambda: self._decide(everyone, sent))
+        if choice is not None:
+            self._follow(choice, len(sent), say=control.rank == 0)
+
+    def _decide(self, everyone: npt.NDArray[np.float64], sent: list[float]) -> tuple[LinkEstimate, DelayChoice | None]:
+        """What the link is worth by the newest steps, and how many transfers it can carry in time."""
+        seen = combine(everyone)
+        if seen is None:
+            return self.link, None
+        link = self.link.observe(sum(sent) / max(seen[0], 1e-9))
+        times = BucketTimes(tuple(seen[1].tolist()), tuple(link.seconds(num_bytes) for num_bytes in sent))
+        return link, choose_fresh(times, self._fresh(), hysteresis=self.hysteresis)
+
+    def _follow(self, choice: DelayChoice, transfers: int, *, say: bool) -> None:
+        """Delay what rank 0 has chosen, and say so if that is a change."""
+        bound = self.choice is not None and self.choice.network_bound
+        before, self.choice = self._fresh(), choice
+        self._keep_fresh(choice.fresh)
+        if say and (choice.fresh != before or choice.network_bound != bound):
+            log.log(
+                logging.WARNING if choice.network_bound else logging.INFO,
+                "staleness: %d of %d %s (%.0f %% of the gradient) come a step later; link %.4g MB/s: %s",
+                transfers - choice.fresh,
+                transfers,
+                self.unit,
+                100 * self.delayed_share,
+                (self.link.rate or 0.0) / 1e6,
+                choice.describe(),
+            )
+
+    # common ground
+
+    def _then(self, future: torch.futures.Future[Any], callback: Any) -> torch.futures.Future[Any]:
+        """Call back when a transfer is done, from a thread that is waited for before the process ends."""
+        if self._running is not None:
+            self._running.add(callback)
+        return future.then(callback)
+
+    def _fitting(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Sums of a checkpoint for parameters that are trained, as these are.
+
+        Raises:
+            ValueError: if a sum does not fit its parameter.
+        """
+        found = {}
+        for name, value in sums.items():
+            parameter = self.parameters.get(name)
+            if parameter is None:
+                log.warning(
+                    "staleness: %s is not trained any more, so that its last delayed gradient is left out", name
+                )
+                continue
+            if parameter.numel() != value.numel():
+                raise ValueError(
+                    f"the delayed gradient of {name} has {value.numel()} elements, the parameter {parameter.numel()}. "
+                    "Resume with the model that the checkpoint was made with."
+                )
+            found[name] = value
+        return found
