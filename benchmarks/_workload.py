@@ -98,7 +98,9 @@ class Steps(L.Callback):
 
 
 class Attributed(L.Callback):
-    """Processor time spent in what measures the noise scale, whichever thread calls it, over that of all steps."""
+    """Processor time spent in what measures the noise scale, whichever thread calls it, over that of the same steps."""
+
+    FIRST = 10  # steps that warm up
 
     PLACES = ((GradientNorms, "of_bucket"), (NoiseCollector, "begin_step"), (NoiseCollector, "end_step")) + tuple(
         (GNSCallback, name)
@@ -124,9 +126,10 @@ class Attributed(L.Callback):
         for cls, name, function in self.originals:
             setattr(cls, name, self.timed(function))
 
-    def on_train_start(self, trainer, pl_module):
-        self.begin = time.process_time()
-        self.spent.clear()
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == self.FIRST:
+            self.begin = time.process_time()
+            self.spent.clear()
 
     def on_train_end(self, trainer, pl_module):
         self.share = sum(self.spent) / (time.process_time() - self.begin)

@@ -266,11 +266,7 @@ class HeteroEngine:
             self.noise.end_step()
 
     def close(self) -> None:
-        """The run ends.
-
-        Raises:
-            ValueError: if a message of the very last step was malformed, which a GPU tells only now.
-        """
+        """The run ends; a GPU tells only now whether a message of the very last step was malformed."""
         self.hook_state.settle()
         if self.compression is not None:
             self.compression.settle()

@@ -68,13 +68,13 @@ def accelerate_loop(
     from lightning_hetero import BatchPlan
     from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
 
-    set_seed(3)
     dtype = torch.float32 if "mixed_precision" in kwargs else torch.float64
     accelerator = HeteroAccelerator(
         cpu=True, hetero_plugin=HeteroPlugin(**plugin), gradient_accumulation_steps=accumulate, **kwargs
     )
     dataset = Points(SAMPLES, dtype=dtype)
     model = network(dtype)
+    set_seed(3 if resume is None else 4)  # a run that goes on may be started with another seed
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.01 * step))
     loader = DataLoader(dataset, batch_size, shuffle=True, num_workers=workers)

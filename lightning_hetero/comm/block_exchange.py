@@ -14,7 +14,7 @@ from lightning_hetero.comm.messages import MessageLog
 from lightning_hetero.comm.sending import Late, Sending, StepReport
 from lightning_hetero.comm.sums import pending
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.compression.encoder import BlockEncoder
+from lightning_hetero.compression.encoder import cpu_encoder
 from lightning_hetero.compression.gradients import BlockGradient, BlockMarks, block_gradients
 from lightning_hetero.compression.layout import Layout, Slot, flat_view
 from lightning_hetero.compression.reference import Pack, merge_sparse
@@ -86,7 +86,7 @@ class BlockExchange:
             from lightning_hetero.compression.triton_encoder import TritonEncoder
 
             return TritonEncoder(self.layout, form, device, self.topology.size)
-        return BlockEncoder(self.layout, form, s.selector or "exact", torch.float64 if double else torch.float32)
+        return cpu_encoder(self.layout, form, s.selector or "exact", torch.float64 if double else torch.float32)
 
     def use_rows(self, rows: torch.Tensor) -> None:
         """Receive the messages of the next step here; this rank's own is written into its row."""
@@ -99,7 +99,7 @@ class BlockExchange:
         if self.encoder.deferred:
             self.settle()
             residual, s = self.encoder.residual, self.settings
-            self.encoder = BlockEncoder(self.layout, self.encoder.form, s.selector or "exact")
+            self.encoder = cpu_encoder(self.layout, self.encoder.form, s.selector or "exact", torch.float32)
             self.encoder.residual.copy_(residual)
             self.on_host, self._clock = residual.is_cuda, clock_for(torch.device("cpu"))
             self.use_rows(self.rows)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.compression.encoder import BlockEncoder
+from lightning_hetero.compression.encoder import cpu_encoder
 from lightning_hetero.compression.layout import Layout
 from lightning_hetero.compression.wire import MessageFormat
 from lightning_hetero.core.compressors import Automatic, BlockTopK, blocks_per_rank
@@ -76,7 +76,7 @@ def _encode_seconds(numel: int, settings: Automatic) -> float:
     sample = min(numel, SAMPLE_ELEMENTS)
     layout = Layout.of([("probe", sample)], 16)
     k = blocks_per_rank(layout.num_blocks, settings.densities[len(settings.densities) // 2], 2)
-    encoder = BlockEncoder(layout, MessageFormat(layout.num_blocks, k, 16, settings.value_dtype))
+    encoder = cpu_encoder(layout, MessageFormat(layout.num_blocks, k, 16, settings.value_dtype))
     gradient = torch.rand(sample)
     message = torch.zeros(encoder.form.num_bytes, dtype=torch.uint8)
     best = float("inf")

@@ -129,7 +129,7 @@ def count(score_ptr, plan_ptr, above_ptr, edge_ptr, num_blocks, TILE: tl.constex
 
 @triton.jit
 def place(score_ptr, plan_ptr, above_ptr, edge_ptr, chosen_ptr, num_blocks, k, TILE: tl.constexpr):
-    """Numbers of the chosen blocks, ascending: all above the edge bin, and the first ones in it up to the budget.
+    """Numbers of the chosen blocks, ascending: all above the edge bin, and of those in it an even share.
 
     Args:
         score_ptr: scores.
@@ -146,10 +146,11 @@ def place(score_ptr, plan_ptr, above_ptr, edge_ptr, chosen_ptr, num_blocks, k, T
     above, edge = _marks(score_ptr, plan_ptr, row, num_blocks)
     above_before = tl.load(above_ptr + tile) - tl.sum(above, axis=0)
     edge_before = tl.load(edge_ptr + tile) - tl.sum(edge, axis=0)
-    quota = tl.load(plan_ptr + 3)
-    fits = edge * ((edge_before + tl.cumsum(edge, axis=0)) <= quota).to(tl.int32)
-    keep = above + fits
-    slot = above_before + tl.minimum(edge_before, quota) + tl.cumsum(keep, axis=0) - 1
+    total = tl.maximum(tl.load(edge_ptr + tl.num_programs(0) - 1), 1)
+    quota = tl.minimum(tl.load(plan_ptr + 3), total).to(tl.int64)
+    seen = edge_before + tl.cumsum(edge, axis=0)
+    keep = above + edge * (seen * quota // total > (seen - 1) * quota // total).to(tl.int32)
+    slot = above_before + (edge_before * quota // total).to(tl.int32) + tl.cumsum(keep, axis=0) - 1
     tl.store(chosen_ptr + slot, row, mask=(keep > 0) & (slot < k))
 
 

@@ -174,6 +174,15 @@ class MessageFormat:
             The blocks as receivers will read them.
         """
         count = len(indices)
+        self.write_indices(message, indices)
+        parts = self.value_parts(message, count)
+        for part, values in zip(parts, self.codec.encode(blocks), strict=True):
+            part.copy_(values)
+        self.write_header(message, count, flags, bucket=bucket, step=step)
+        return self.codec.decode(parts)
+
+    def write_indices(self, message: torch.Tensor, indices: np.ndarray) -> None:
+        """Clear a message and write its indices, ascending int64, at most ``k``."""
         message.zero_()
         places, counts = self.index_views(message)
         if self.bitmap:
@@ -182,12 +191,7 @@ class MessageFormat:
             places.numpy()[:] = np.packbits(bits, bitorder="little")
         else:
             counts.numpy()[:] = np.bincount(indices // SEGMENT, minlength=self.segments)
-            places.numpy().view(np.uint16)[:count] = indices % SEGMENT
-        parts = self.value_parts(message, count)
-        for part, values in zip(parts, self.codec.encode(blocks), strict=True):
-            part.copy_(values)
-        self.write_header(message, count, flags, bucket=bucket, step=step)
-        return self.codec.decode(parts)
+            places.numpy().view(np.uint16)[: len(indices)] = indices % SEGMENT
 
     def write_header(self, message: torch.Tensor, count: int, flags: int, *, bucket: int, step: int) -> None:
         """Write the header over a payload."""

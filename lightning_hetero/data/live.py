@@ -70,13 +70,20 @@ class LiveStream:
         return zlib.crc32(f"{type(self.sampler).__name__} {len(self)}".encode())
 
     def state_dict(self, epoch: int) -> dict[str, Any]:
-        """The order of a pass that was drawn, and the state of the sampler's generator, as tensors."""
+        """The order of a pass that was drawn, and what the sampler draws the later ones from: generator, or seed."""
         generator = getattr(self.sampler, "generator", None)
         order = self._orders.get(epoch)
         return {
             "order": None if order is None else torch.as_tensor(order, dtype=torch.int64),
             "generator": generator.get_state() if isinstance(generator, torch.Generator) else None,
+            "seed": self._seed,
         }
+
+    @property
+    def _seed(self) -> int | None:
+        """Seed to which a sampler adds the number of the pass, as Accelerate's seedable one; ``None`` for others."""
+        seed = getattr(self.sampler, "initial_seed", None)
+        return seed if isinstance(seed, int) else None
 
     def load_state_dict(self, state: dict[str, Any], epoch: int) -> None:
         """Draw the pass as it was drawn, and the later ones as they would have been."""
@@ -85,3 +92,5 @@ class LiveStream:
         generator = getattr(self.sampler, "generator", None)
         if state.get("generator") is not None and isinstance(generator, torch.Generator):
             generator.set_state(state["generator"])
+        if state.get("seed") is not None and self._seed is not None:
+            self.sampler.initial_seed = state["seed"]  # type: ignore[attr-defined]

@@ -156,6 +156,16 @@ def test_kernels_compute_what_the_reference_does():
     assert "skipped" not in done.stdout
 
 
+@pytest.mark.gpu
+def test_kernels_compute_what_the_reference_does_natively():
+    if torch.cuda.device_count() == 0:
+        pytest.skip("needs a GPU")
+    files = [str(ROOT / "tests" / room / "interpreted.py") for room in ("compression", "optim")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
 def compiled(name, target):
     function, signature, constants = KERNELS[name]
     names = function.arg_names

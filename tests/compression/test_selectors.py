@@ -43,28 +43,29 @@ def test_any_scores(name, n, share, seed, kind):
 
 
 def drift(name, steps=300, n=4000, k=40):
-    """Share of the exact top-k's mass in each step under error feedback, and how often each block was sent."""
+    """Share of the exact top-k's mass in each step under error feedback, and in each of 8 parts over all steps."""
     rng, state = np.random.default_rng(1), SelectorState()
     scale = rng.lognormal(sigma=0.7, size=20).repeat(n // 20)[:, None]
     mean = 0.3 * rng.normal(size=(n, 4))
-    residual, masses, sent = np.zeros((n, 4)), [], np.zeros(n)
+    residual, masses, mine, best = np.zeros((n, 4)), [], np.zeros(n), np.zeros(n)
     for step in range(steps):
         residual += scale * (0.1 if step >= steps // 2 else 1.0) * (rng.normal(size=(n, 4)) + mean)
         scores = np.abs(residual).sum(1).astype(np.float32)
         chosen = SELECT[name](scores, k, state)
         masses.append(scores[chosen].sum() / top(scores, k))
-        sent[chosen] += 1
+        mine[chosen] += scores[chosen]
+        exact = SELECT["exact"](scores, k, SelectorState())
+        best[exact] += scores[exact]
         residual[chosen] = 0
-    return np.array(masses), sent, scale[:, 0]
+    return np.array(masses), mine.reshape(8, -1).sum(1) / best.reshape(8, -1).sum(1)
 
 
 @pytest.mark.parametrize("name", PROMISED)
 def test_mass_in_every_step_of_a_drifting_problem_and_everywhere(name):
-    masses, sent, scale = drift(name)
+    masses, parts = drift(name)
+    assert len(masses) == 300
     assert masses.min() >= 0.95
-    reference = drift("exact")[1]
-    for part in np.split(np.arange(len(sent)), 8):
-        assert sent[part].sum() == pytest.approx(reference[part].sum(), rel=0.05, abs=3)
+    assert parts.min() >= 0.95
 
 
 def test_the_papers_controller_falls_behind():

@@ -47,6 +47,27 @@ def test_state_draws_the_running_pass_and_the_later_ones_again(make):
     assert [list(resumed.indices(epoch)) for epoch in range(3)] == orders
 
 
+class Seeded(RandomSampler):
+    """Draws from its seed and the number of the pass, as Accelerate's seedable sampler."""
+
+    def __init__(self, seed):
+        super().__init__(range(20))
+        self.initial_seed, self.epoch = seed, 0
+
+    def __iter__(self):
+        self.generator = torch.Generator().manual_seed(self.initial_seed + self.epoch)
+        return super().__iter__()
+
+
+def test_the_seed_of_a_sampler_is_in_the_state_and_a_sampler_may_be_replaced():
+    stream, resumed = LiveStream(Seeded(5)), LiveStream(Seeded(6))
+    resumed.load_state_dict(stream.state_dict(0), 0)
+    stream.sampler.epoch = resumed.sampler.epoch = 1
+    assert list(resumed.indices(1)) == list(stream.indices(1))
+    resumed.sampler = Seeded(7)
+    assert list(resumed.indices(2)) == list(Seeded(7))
+
+
 class Liar(SequentialSampler):
     def __iter__(self):
         return iter(range(3))
