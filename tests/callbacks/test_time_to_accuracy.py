@@ -143,6 +143,18 @@ def test_densities_follow_the_link_down_and_up_and_stay_where_it_stays():
     assert len(changes(densities[112:])) <= 5
 
 
+def test_messages_that_travel_while_the_next_step_computes_take_no_longer_than_that():
+    results = run({0: FAT, 16: THIN}, max_steps=56, strategy={"staleness": 1})
+    densities = results[0]["densities"]
+    assert densities[-1] < densities[15]
+    choice = [
+        re.search(r"computes for ([\d.e+]+) ms and sends for ([\d.e+]+) ms", text) for _, text in results[0]["said"]
+    ]
+    computes, sends = map(float, [found for found in choice if found][-1].groups())
+    assert sends <= 1.01 * computes
+    assert any("come a step later" in text for _, text in results[0]["said"]), "nothing was delayed"
+
+
 def test_the_total_follows_link_and_profile_at_the_rate_of_the_script(tmp_path):
     """Larger totals cost nothing by the profile; on a thin link, with messages of one size, they pay."""
     points = [(rate, total, 0.0) for rate in (0.0, 0.9, 0.99) for total in (10, 20, 80)]

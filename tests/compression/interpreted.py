@@ -102,6 +102,26 @@ def test_a_step_is_that_of_the_reference(dtype, sizes, density, values):
         assert enc.outcome() is None
 
 
+def test_another_density_takes_the_residual_along():
+    """From indices to a bitmap and back: what is merged and what is left make up all gradients."""
+    sizes, total, merged = (700, 33), 0.0, 0.0
+    enc, _ = made(sizes, 0.04)
+    for step, k in enumerate((2, 30, 1, 2)):
+        enc.reform(MessageFormat(enc.layout.num_blocks, k, 16, "float32", enc.layout.fingerprint()))
+        rows = torch.zeros(1, enc.form.num_bytes, dtype=torch.uint8, device=DEVICE)
+        gradients = gradients_of(sizes, torch.float32, step)
+        total = total + 0.5 * padded(enc.layout, gradients)
+        accumulate(enc, gradients)
+        enc.encode(rows[0], step=step)
+        enc.receive(rows, rank=0, step=step)
+        merged = merged + enc.merged.cpu()
+        for slot, gradient in zip(enc.layout.slots, gradients, strict=True):
+            enc.deliver(slot, gradient, 0.5, scale=1.0, fill=0.0)
+        enc.finish()
+        assert enc.outcome() == Outcome(step, False, k)
+    assert torch.equal(merged + enc.residual.cpu(), total)
+
+
 @pytest.mark.parametrize("block", [8, 64])
 def test_other_blocks(block):
     enc, rows = made((700, 3), 0.2, block=block)
