@@ -32,7 +32,7 @@ import torch.multiprocessing as mp
 from hardware import write_table
 from torch import nn
 
-from lightning_hetero.comm.block_exchange import gather_rows
+from lightning_hetero.comm.sums import gather_over_ranks
 from lightning_hetero.compression import BlockEncoder, Layout, MessageFormat, Pack
 from lightning_hetero.compression.gradients import BlockGradient
 from lightning_hetero.compression.selectors import SELECT, SelectorState
@@ -255,7 +255,7 @@ def exchange_rank(rank, port, sizes, rounds, results):
 
         candidates = {
             "asynchronous broadcasts": broadcasts,
-            "ours": lambda rows=rows: gather_rows(rows, rank),
+            "ours": lambda rows=rows: gather_over_ranks(rows, rank, range(len(rows))).wait(),
             "torch's all-gather": lambda rows=rows: dist.all_gather(list(rows), rows[rank].clone()),
         }
         seconds = timed(candidates, rounds, time.perf_counter)
