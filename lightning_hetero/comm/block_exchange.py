@@ -246,7 +246,7 @@ class BlockExchange:
     def _merge(self, packs: list[Pack]) -> None:
         """Keep the sum for an optimizer that takes blocks, or write it into DDP's buckets."""
         self._count(sum(len(pack.indices) for pack in packs), self._spans)
-        if self.sparse_steps and self.settings.density <= sparse_steps.BREAK_EVEN:
+        if self.sparse_steps and self.density <= sparse_steps.BREAK_EVEN:
             total = merge_sparse(packs) if packs else self._dropped_sum()
             if self._scale != 1.0 and packs:
                 total.values.mul_(self._scale)
