@@ -33,6 +33,11 @@ class Delays:
         hysteresis: least predicted gain for which more is delayed, as a share of the step time.
         group: process group for what is delayed, so that no other collective waits behind it; ``None`` for the default.
         running: set of callbacks that a thread of the process group may still hold.
+
+    Attributes:
+        gave_late: whether the last bucket got the sum of the step before, and nothing else.
+        step_kind: what was delayed in the running step, equal in two steps that delayed the same; ``None`` in it stands
+            for sums of two steps in one.
     """
 
     unit = "gradient buckets"
@@ -50,6 +55,8 @@ class Delays:
         self.limit, self.parameters, self.hysteresis, self.group = limit, parameters, hysteresis, group
         self.link = LinkEstimate()
         self.choice: DelayChoice | None = None
+        self.gave_late = False
+        self.step_kind: list[Any] = []
         self._running = running
         self._log = TransferLog(clock)
 

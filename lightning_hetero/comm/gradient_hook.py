@@ -51,6 +51,7 @@ class HookState:
         fired: whether a bucket was averaged since :meth:`take_fired`.
         local_sq_norms: squared norm of each bucket before averaging, of the running step.
         global_sq_norms: the same after averaging.
+        late_sq_norms: the same of buckets that got the sum of the step before.
     """
 
     observer: StepObserver
@@ -70,6 +71,7 @@ class HookState:
     fired: bool = False
     local_sq_norms: list[torch.Tensor] = field(default_factory=list)
     global_sq_norms: list[torch.Tensor] = field(default_factory=list)
+    late_sq_norms: list[torch.Tensor] = field(default_factory=list)
     _running: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet, repr=False)
 
     def settle(self, timeout: float = 5.0) -> None:
@@ -120,9 +122,15 @@ class HookState:
         """
         if not self.local_sq_norms:
             return None
-        norms = torch.stack(self.local_sq_norms).sum(), torch.stack(self.global_sq_norms).sum()
+        local = torch.stack(self.local_sq_norms).sum()
+        norms = local, sum(self.global_sq_norms, torch.zeros_like(local))
         self.local_sq_norms, self.global_sq_norms = [], []
         return norms
+
+    def take_late_norm(self) -> torch.Tensor | float:
+        """Sum of the squared norms of what belongs to the step before, since the last call."""
+        norm, self.late_sq_norms = sum(self.late_sq_norms), []
+        return norm
 
 
 def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -141,8 +149,10 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     buffer = bucket.buffer()
     if state.collect_norms:
         state.local_sq_norms.append(state.sq_norm(buffer, parameters))
+    averaged = state.global_sq_norms
     if state.staleness is not None:
         future = state.staleness(bucket)
+        averaged = state.late_sq_norms if state.staleness.gave_late else averaged
     elif state.inner is not None:
         future = state.inner(state.inner_state, bucket)
     else:
@@ -159,7 +169,7 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
         if not early:
             state.observer.bucket_done(number)
         if state.collect_norms:
-            state.global_sq_norms.append(state.sq_norm(result, parameters))
+            averaged.append(state.sq_norm(result, parameters))
         return result
 
     state._running.add(finish)

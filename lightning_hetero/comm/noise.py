@@ -6,7 +6,9 @@ gradient is kept or copied, and nothing waits for the device in between.
 """
 
 import logging
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,30 @@ PRECONDITIONED_AFTER = 10
 """Steps after which Adam's second moments are an average of some gradients, and not just the last one."""
 
 log = logging.getLogger("lightning_hetero")
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Norms of one step; of gradients that arrive a step later, until the next step has theirs.
+
+    Args:
+        norms: squared norms of this rank's gradient and of the averaged one, without what comes later.
+        sizes: samples of every rank.
+        micro_batches: micro-batches of the step.
+        exact: whether the averaged gradient is the sum of all ranks', rather than a compressed one.
+        kind: what of it comes a step later.
+    """
+
+    norms: tuple[torch.Tensor, torch.Tensor]
+    sizes: tuple[int, ...]
+    micro_batches: int
+    exact: bool
+    kind: list[Any]
+
+    def completed(self, late: torch.Tensor | float, dropped: bool) -> "_Seen":
+        """With the squared norm that came later; not finite if the step was left out."""
+        whole = torch.full_like(self.norms[1], torch.nan) if dropped else self.norms[1] + (late if self.exact else 0.0)
+        return replace(self, norms=(self.norms[0], whole))
 
 
 class NoiseCollector:
@@ -53,32 +79,49 @@ class NoiseCollector:
         self._steps = 0
         self._inverse = 0.0
         self._warned = False
+        self._held: _Seen | None = None
+        self._counts = False
 
     def begin_step(self, number: int, sizes: tuple[int, ...]) -> None:
         """A micro-batch of these sizes begins, in the optimizer step of this number."""
         known = self.hook.preconditioner is None or number >= PRECONDITIONED_AFTER
-        self.hook.collect_norms = known and number % self.every_n_steps == 0
+        self._counts = number % self.every_n_steps == 0
+        follows = self.hook.staleness is not None and (number - 1) % self.every_n_steps == 0
+        self.hook.collect_norms = known and (self._counts or follows)
         self._window.append(sizes)
 
     def end_step(self) -> None:
         """The gradients of an optimizer step were averaged: take their norms."""
-        norms = self.hook.take_norms()
+        norms, late = self.hook.take_norms(), self.hook.take_late_norm()
         dropped, self.hook.step_dropped = self.hook.step_dropped, False
         (sizes, *others), micro_batches, self._window = self._window, len(self._window), []
-        if norms is None or any(other != sizes for other in others) or sum(size > 0 for size in sizes) < 2:
+        kind = [] if self.hook.staleness is None else self.hook.staleness.step_kind
+        held, self._held = self._held, None
+        if held is not None and norms is not None and held.kind == kind:
+            self._count(held.completed(late, dropped))
+        elif held is not None and not held.exact:
+            self._count(held.completed(0.0, dropped))
+        unlike = any(other != sizes for other in others) or sum(size > 0 for size in sizes) < 2
+        if norms is None or not self._counts or unlike or None in kind:
             return
-        if dropped:
-            norms = norms[0], torch.full_like(norms[1], torch.nan)
-        if self.hook.exact_sum:
-            self.add(norms, sizes, micro_batches)
-        elif len({size for size in sizes if size}) > 1:
-            self.add_local(norms, sizes, micro_batches)
+        seen = _Seen(norms, sizes, micro_batches, self.hook.exact_sum, kind)
+        if kind:
+            self._held = seen
+        else:
+            self._count(seen.completed(0.0, dropped))
+
+    def _count(self, seen: "_Seen") -> None:
+        """Add a step to the sums, from what can be seen of it."""
+        if seen.exact:
+            self.add(seen.norms, seen.sizes, seen.micro_batches)
+        elif len({size for size in seen.sizes if size}) > 1:
+            self.add_local(seen.norms, seen.sizes, seen.micro_batches)
         elif not self._warned:
             self._warned = True
             log.warning(
                 "the noise scale cannot be seen in compressed sums of equal batches (%s): it is estimated from dense "
                 "steps only. Set dense_every in BlockTopK, or use unequal batches.",
-                "/".join(map(str, sizes)),
+                "/".join(map(str, seen.sizes)),
             )
 
     def add(self, norms: tuple[torch.Tensor, torch.Tensor], sizes: tuple[int, ...], micro_batches: int = 1) -> None:
