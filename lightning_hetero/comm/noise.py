@@ -120,7 +120,8 @@ class NoiseCollector:
             self._warned = True
             log.warning(
                 "the noise scale cannot be seen in compressed sums of equal batches (%s): it is estimated from dense "
-                "steps only. Set dense_every in BlockTopK, or use unequal batches.",
+                "steps only, unless a delayed sum is in them. Use unequal batches, or set dense_every in BlockTopK and "
+                "staleness=0.",
                 "/".join(map(str, seen.sizes)),
             )
 
