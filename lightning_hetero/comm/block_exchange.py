@@ -82,7 +82,7 @@ class Late(Protocol):
 
 def gather_rows(rows: torch.Tensor, rank: int, group: Any = None) -> None:
     """All-gather in place: row ``i`` is rank ``i``'s; this rank's own is filled already."""
-    sums.gather_over_ranks(rows, rank, range(len(rows)), group).wait()
+    sums.wait_for(sums.gather_over_ranks(rows, rank, range(len(rows)), group))
 
 
 def pending(buffer: torch.Tensor) -> Any:
@@ -232,7 +232,7 @@ class BlockExchange:
         Raises:
             ValueError: if a message is malformed.
         """
-        sending.arrival.wait()
+        sums.wait_for(sending.arrival)
         rows = sending.rows.cpu() if self.on_host else sending.rows
         packs = self.encoder.read(rows, step=sending.step)
         if packs is None:

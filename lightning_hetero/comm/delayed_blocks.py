@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_hetero.comm.block_exchange import BlockExchange, Sending
 from lightning_hetero.comm.clock import Clock
 from lightning_hetero.comm.delays import Delays
+from lightning_hetero.comm.sums import wait_for
 from lightning_hetero.compression.layout import flat_view
 from lightning_hetero.compression.reference import Pack
 from lightning_hetero.core.bandwidth import LinkEstimate
@@ -184,7 +185,7 @@ class DelayedBlocks(Delays):
             ValueError: if a sum does not fit its parameter.
         """
         if self._under_way is not None:
-            self._under_way.arrival.wait()
+            wait_for(self._under_way.arrival)
             self._spare, self._under_way = self._under_way.rows, None
         self._in_vain = False
         self.delayed = bool(self.limit) and set(self.parameters) <= set(state.get("delayed", ()))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["gather_over_ranks", "hand_on", "sum_over_ranks", "tensor_of"]
+__all__ = ["gather_over_ranks", "hand_on", "sum_over_ranks", "tensor_of", "wait_for"]
 
 
 def sum_over_ranks(buffer: torch.Tensor, group: Any = None) -> torch.futures.Future[Any]:
@@ -28,6 +28,9 @@ def gather_over_ranks(
         own: number of this rank's row.
         sources: ranks that send.
         group: their process group, ``None`` for the default.
+
+    Returns:
+        A future that is done when all rows are there, for :func:`wait_for`.
     """
     if dist.get_backend(group) == "nccl":
         work = dist.all_gather_into_tensor(rows, rows[own].clone(), group=group, async_op=True)
@@ -37,14 +40,16 @@ def gather_over_ranks(
         dist.broadcast(row, src=source, group=group, async_op=True).get_future()
         for source, row in zip(sources, rows, strict=True)
     ]
-    everything: torch.futures.Future[Any] = torch.futures.collect_all(parts).then(_all_of_them)
+    everything: torch.futures.Future[Any] = torch.futures.collect_all(parts)
     return everything
 
 
-def _all_of_them(done: torch.futures.Future[Any]) -> None:
-    """Raise what any of them raised."""
-    for part in done.value():
-        part.value()
+def wait_for(gathered: torch.futures.Future[Any]) -> None:
+    """Wait for all rows of :func:`gather_over_ranks`; what one of them raised is raised here."""
+    parts = gathered.wait()
+    for part in parts if isinstance(parts, list) else ():
+        if isinstance(part, torch.futures.Future):
+            part.wait()
 
 
 def tensor_of(value: Any) -> torch.Tensor:
