@@ -69,6 +69,7 @@ _LIGHTNING_ELASTIC = "lightning_hetero.strategies.lightning_elastic:HeteroElasti
 _PYTORCH_LIGHTNING_ELASTIC = "lightning_hetero.strategies.pytorch_lightning_elastic:HeteroElasticStrategy"
 _FABRIC = "lightning_hetero.strategies.fabric_ddp:HeteroDDPStrategy"
 _LIGHTNING_FABRIC = "lightning_hetero.strategies.lightning_fabric_ddp:HeteroDDPStrategy"
+_NO_ELASTIC_FABRIC = "lightning_hetero.strategies.fabric_elastic:refuse"
 TARGETS: tuple[Target, ...] = (
     Target("lightning.pytorch.strategies", "StrategyRegistry", _LIGHTNING, "hetero_ddp", DDP_ALIASES),
     Target("pytorch_lightning.strategies", "StrategyRegistry", _PYTORCH_LIGHTNING, "hetero_ddp", DDP_ALIASES),
@@ -82,6 +83,8 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target("lightning.fabric.strategies", "STRATEGY_REGISTRY", _FABRIC, "hetero_ddp", FABRIC_ALIASES),
     Target("lightning_fabric.strategies", "STRATEGY_REGISTRY", _LIGHTNING_FABRIC, "hetero_ddp", FABRIC_ALIASES),
+    Target("lightning.fabric.strategies", "STRATEGY_REGISTRY", _NO_ELASTIC_FABRIC, "hetero_elastic", ELASTIC_ALIASES),
+    Target("lightning_fabric.strategies", "STRATEGY_REGISTRY", _NO_ELASTIC_FABRIC, "hetero_elastic", ELASTIC_ALIASES),
 )
 
 

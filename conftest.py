@@ -1,4 +1,4 @@
-"""What holds for all tests: one thread in each process, and no kernels where there is no Triton (Linux only)."""
+"""What holds for all tests: one thread in each process, and no kernels where there is no Triton or Numba."""
 
 import os
 from importlib.util import find_spec
@@ -7,5 +7,10 @@ from importlib.util import find_spec
 # wait for ever for threads that it does not have. To be set before torch is imported.
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
-KERNELS = ["compression/kernels.py", "compression/triton_encoder.py"]
-collect_ignore = [] if find_spec("triton") else [f"lightning_hetero/{name}" for name in KERNELS]
+KERNELS = {
+    "triton": ("compression/kernels.py", "compression/triton_encoder.py"),
+    "numba": ("compression/numba_kernels.py", "compression/numba_encoder.py"),
+}
+collect_ignore = [
+    f"lightning_hetero/{file}" for needed, files in KERNELS.items() if not find_spec(needed) for file in files
+]

@@ -4,6 +4,7 @@ Started on every node by the benchmarks of this folder; not meant to be run by h
 """
 
 import argparse
+import functools
 import json
 import os
 import time
@@ -19,6 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import BatchPlan, DynamicBatchPIDCallback, GNSCallback, HeteroDDPStrategy, PerfModelCallback
+from lightning_hetero.comm.noise import NoiseCollector
+from lightning_hetero.comm.norms import GradientNorms
 
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore", category=PossibleUserWarning)
@@ -59,27 +62,76 @@ class ConvNet(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 1e-3, momentum=0.9)
 
 
+class Perceptron(ConvNet):
+    """Four hidden layers, for a given number of parameters."""
+
+    def __init__(self, hidden, size):
+        L.LightningModule.__init__(self)
+        layers = [nn.Flatten(), nn.Linear(size**2, hidden), nn.ReLU()]
+        for _ in range(3):
+            layers += [nn.Linear(hidden, hidden), nn.ReLU()]
+        self.net = nn.Sequential(*layers, nn.Linear(hidden, 10))
+
+
 class Steps(L.Callback):
-    """Times every step; adopts the plans of a script at their steps."""
+    """Times every step, by the clock and by the processor; adopts the plans of a script at their steps."""
 
     def __init__(self, script):
-        self.script, self.seconds, self.sizes = script, [], []
+        self.script, self.seconds, self.cpu_seconds, self.sizes = script, [], [], []
 
     def on_train_start(self, trainer, pl_module):
-        self.last = time.perf_counter()
+        self.last, self.last_cpu = time.perf_counter(), time.process_time()
         self._adopt(trainer, 0)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        now = time.perf_counter()
+        now, cpu = time.perf_counter(), time.process_time()
         self.seconds.append(now - self.last)
+        self.cpu_seconds.append(cpu - self.last_cpu)
         self.sizes.append(len(batch[0]))
         self._adopt(trainer, batch_idx + 1)
-        self.last = now
+        self.last, self.last_cpu = now, cpu
 
     def _adopt(self, trainer, step):
         if str(step) in self.script:
             sizes = self.script[str(step)]
             trainer.strategy.adopt(BatchPlan(sum(sizes), tuple(sizes)), "script")
+
+
+class Attributed(L.Callback):
+    """Processor time spent in what measures the noise scale, whichever thread calls it, over that of all steps."""
+
+    PLACES = ((GradientNorms, "of_bucket"), (NoiseCollector, "begin_step"), (NoiseCollector, "end_step")) + tuple(
+        (GNSCallback, name)
+        for name in ("on_train_batch_start", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
+    )
+
+    def __init__(self):
+        self.spent, self.share = [], None
+
+    def timed(self, function):
+        @functools.wraps(function)
+        def wrapped(*args, **kwargs):
+            begin = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.spent.append(time.thread_time() - begin)
+
+        return wrapped
+
+    def on_fit_start(self, trainer, pl_module):
+        self.originals = [(cls, name, getattr(cls, name)) for cls, name in self.PLACES]
+        for cls, name, function in self.originals:
+            setattr(cls, name, self.timed(function))
+
+    def on_train_start(self, trainer, pl_module):
+        self.begin = time.process_time()
+        self.spent.clear()
+
+    def on_train_end(self, trainer, pl_module):
+        self.share = sum(self.spent) / (time.process_time() - self.begin)
+        for cls, name, function in self.originals:
+            setattr(cls, name, function)
 
 
 class Observations(L.Callback):
@@ -131,6 +183,7 @@ def main():
     parser.add_argument("--samples", type=int, default=0)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--size", type=int, default=16)
+    parser.add_argument("--hidden", type=int, default=0, help="a perceptron with layers of this width instead")
     parser.add_argument("--script", default="{}")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
@@ -151,6 +204,8 @@ def train(kind, args):
     strategy, callbacks = strategy_of(kind)
     steps, observations = Steps(json.loads(args.script)), Observations()
     extra = [steps] if kind == "ddp" else [steps, observations]
+    attributed = Attributed()
+    extra += [attributed] if kind == "gns" else []
     trainer = L.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -164,12 +219,20 @@ def train(kind, args):
         callbacks=[*callbacks, *extra],
     )
     data = Images(args.samples or args.steps * args.batch * world, args.size)
-    trainer.fit(ConvNet(args.width, args.size), DataLoader(data, args.batch))
+    model = Perceptron(args.hidden, args.size) if args.hidden else ConvNet(args.width, args.size)
+    trainer.fit(model, DataLoader(data, args.batch))
     history = [
         (e.epoch, e.step, e.plan.local_batch_sizes, e.plan.step_time, e.reason)
         for e in getattr(trainer.strategy, "plan_history", ())
     ]
-    return {"seconds": steps.seconds, "history": history, "observations": observations.stacked()}
+    return {
+        "seconds": steps.seconds,
+        "cpu_seconds": steps.cpu_seconds,
+        "noise_share": attributed.share,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "history": history,
+        "observations": observations.stacked(),
+    }
 
 
 if __name__ == "__main__":

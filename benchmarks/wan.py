@@ -1,16 +1,23 @@
-"""Two clusters with a thin link: step time, time to a target loss, and bytes, for sums and compressors.
+"""Two clusters with a thin link: step time, time to a target loss, and bytes, for sums, compressors and the controller.
 
-Two emulated nodes (``benchmarks/cluster.py``; needs root) stand for the leaders of two clusters. Both train one network
-on the digits; between them the link has 100, 500 or 1000 Mbit/s. ``--local`` runs on the loopback, with no limits and
-no root; its bytes are those of all that runs on the machine.
+Two emulated nodes (``benchmarks/cluster.py``; needs root), of a core and of 0.6 of a core, stand for the leaders of two
+clusters. Both train one network on the digits. Between them the link has 100, 500 or 1000 Mbit/s, or (``--trace``) a
+rate between 50 and 600 Mbit/s that changes every few seconds. The step is compared with one that is computing only: the
+same training in which nothing is exchanged.
+
+    python benchmarks/wan.py            # links of steady rates
+    python benchmarks/wan.py --trace    # a link that fluctuates
+    python benchmarks/wan.py --local    # on the loopback, with no limits and no root; bytes are all of the machine's
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -23,13 +30,33 @@ from cluster import Cluster, ClusterError, Node
 from hardware import write_table
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero import HeteroDDPStrategy
+from lightning_hetero import HeteroDDPStrategy, TTACallback
 from lightning_hetero.optim import SparseSGD
 
 HERE = Path(__file__).parent
-KINDS = ("none", "fp16", "powersgd", "block_topk(density=0.1)", "block_topk(density=0.01)", "auto")
+NOTHING_SENT = "computing only"
+KINDS = {
+    NOTHING_SENT: {"ddp_comm_hook": noop_hook},
+    "ddp": None,
+    "hetero_ddp": {},
+    "fp16": {"compression": "fp16"},
+    "powersgd": {"compression": "powersgd"},
+    "density 0.1": {"compression": "block_topk(density=0.1)"},
+    "density 0.01": {"compression": "block_topk(density=0.01)"},
+    "auto": {"compression": "auto"},
+    "controller": {"compression": "block_topk(density=0.1)", "callbacks": {"tta": {}}},
+    "controller, idle rule": {"compression": "block_topk(density=0.1)", "callbacks": {"tta": {"bandwidth": "idle"}}},
+}
+"""Settings of the strategy; ``None`` is Lightning's own DDP. ``callbacks`` are made by :data:`CALLBACKS`."""
+CALLBACKS = {"tta": TTACallback}
+OF_RATES = (NOTHING_SENT, "ddp", "hetero_ddp", "powersgd", "density 0.01", "controller")
+OF_TRACE = (NOTHING_SENT, "ddp", "hetero_ddp", "powersgd", "density 0.1", "density 0.01", "controller")
+"""What is run by default, in less than ten minutes."""
+SHARES = (1.0, 0.6)
+TRACE_MBIT, TRACE_SECONDS, TRACE_SEED = (50.0, 600.0), 4.0, 1
 TARGET = 0.15
 
 
@@ -40,7 +67,7 @@ class Digits(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
-        self.sparse, self.losses, self.ends = sparse, [], []
+        self.sparse, self.losses, self.ends, self.densities, self.splits = sparse, [], [], [], []
 
     def training_step(self, batch, batch_idx):
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -48,49 +75,64 @@ class Digits(L.LightningModule):
         return loss
 
     def on_train_batch_end(self, *args):
-        self.ends.append(time.perf_counter())
+        self.ends.append(time.time())
+        engine = getattr(self.trainer.strategy, "engine", None)
+        exchange = None if engine is None or engine.compression is None else engine.compression.exchange
+        self.densities.append(getattr(exchange, "density", None))
+        self.splits.append(None if engine is None else engine.plan.local_batch_sizes)
 
     def configure_optimizers(self):
         return (SparseSGD if self.sparse else torch.optim.SGD)(self.parameters(), lr=0.05, momentum=0.9)
 
 
 def sent_bytes():
-    """Bytes that this node's network interfaces have sent, the loopback included where there is no other."""
+    """Bytes that this node's network interfaces have sent; those of the loopback if ranks are one machine's."""
     lines = [line.split(":") for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
     sent = {name.strip(): int(values.split()[8]) for name, values in lines}
-    return sum(value for name, value in sent.items() if name != "lo") or sent.get("lo", 0)
+    loopback = os.environ.get("MASTER_ADDR") == "127.0.0.1"
+    return sum(value for name, value in sent.items() if (name == "lo") == loopback)
 
 
-def worker(kind, steps, out):
+def worker(kind, steps, seconds, out):
     """One rank: train, and write losses, times and bytes."""
     torch.set_num_threads(1)
     x, y = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(x / 16.0, dtype=torch.float32), torch.tensor(y))
-    model = Digits(sparse="topk" in kind or kind == "auto")
-    strategy = HeteroDDPStrategy(policy="even", compression=None if kind == "none" else kind)
+    settings = None if KINDS[kind] is None else dict(KINDS[kind])
+    callbacks = [] if settings is None else [CALLBACKS[n](**a) for n, a in settings.pop("callbacks", {}).items()]
+    model = Digits(sparse=settings is not None and ("block" in (c := settings.get("compression") or "") or c == "auto"))
     trainer = L.Trainer(
-        accelerator="cpu", devices=1, num_nodes=2, strategy=strategy, max_steps=steps, max_epochs=-1, logger=False,
+        accelerator="cpu", devices=1, num_nodes=2, max_steps=steps, max_epochs=-1, logger=False, callbacks=callbacks,
+        strategy="ddp" if settings is None else HeteroDDPStrategy(**settings),
+        max_time={"seconds": seconds},
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     before = sent_bytes()
-    trainer.fit(model, DataLoader(data, 32, shuffle=True))
+    trainer.fit(model, DataLoader(data, 64, shuffle=True))
     if trainer.is_global_zero:
-        record = {"losses": model.losses, "ends": model.ends, "bytes": sent_bytes() - before}
-        Path(out).write_text(json.dumps(record))
+        record = {name: getattr(model, name) for name in ("losses", "ends", "densities", "splits")}
+        Path(out).write_text(json.dumps({**record, "bytes": sent_bytes() - before}))
 
 
-def measured(record):
-    """Step time, time to the target loss, and bytes a step of a run."""
+def measured(record, compare):
+    """Step time, time to the target loss, loss after ``compare`` steps, and bytes a step of a run."""
     ends, losses = np.array(record["ends"]), np.array(record["losses"])
     smooth = np.convolve(losses, np.ones(10) / 10, "valid")
     reached = np.flatnonzero(smooth < TARGET)
-    seconds = ends[reached[0] + 9] - ends[0] if len(reached) else float("nan")
-    return {
+    row = {
+        "steps": len(losses),
         "step_ms": 1e3 * float(np.median(np.diff(ends)[12:])),
-        "seconds_to_target": float(seconds),
+        "mean_step_ms": 1e3 * float(np.mean(np.diff(ends)[12:])),
+        "seconds_to_target": float(ends[reached[0] + 9] - ends[0]) if len(reached) else float("nan"),
         "steps_to_target": int(reached[0]) + 10 if len(reached) else None,
+        f"loss_at_{compare}": float(smooth[compare - 10]) if len(smooth) > compare - 10 else float("nan"),
         "kB_a_step": record["bytes"] / len(losses) / 1e3,
     }
+    densities = [density for density in record["densities"] if density is not None]
+    if densities:
+        row |= {"density_min": min(densities), "density_max": max(densities), "density_end": densities[-1]}
+        row["density_changes"] = sum(a != b for a, b in itertools.pairwise(densities))
+    return row
 
 
 def run_local(command, port):
@@ -103,35 +145,87 @@ def run_local(command, port):
         raise SystemExit("a rank failed")
 
 
+class Fluctuation(threading.Thread):
+    """Changes the rate of all links of a cluster every few seconds, the same way each time; keeps when and to what."""
+
+    def __init__(self, cluster):
+        super().__init__(daemon=True)
+        self.cluster, self.ended, self.rates = cluster, threading.Event(), []
+
+    def run(self):
+        rng = np.random.default_rng(TRACE_SEED)
+        while not self.ended.wait(TRACE_SECONDS):
+            mbit = round(float(np.exp(rng.uniform(*np.log(TRACE_MBIT)))), 1)
+            for rank in range(len(self.cluster.nodes)):
+                self.cluster.set_link(rank, mbit)
+            self.rates.append((time.time(), mbit))
+
+    def stop(self):
+        self.ended.set()
+        self.join()
+
+
+def run_cluster(command, mbit, args):
+    """Run on emulated nodes; ``mbit=None`` is the trace. Returns when the link had which rate."""
+    first = TRACE_MBIT[1] if mbit is None else mbit
+    nodes = [Node(share, first) for share in SHARES]
+    with Cluster(nodes, subnet=args.subnet, port=args.port) as cluster:
+        fluctuation = Fluctuation(cluster) if mbit is None else None
+        if fluctuation is not None:
+            fluctuation.start()
+        try:
+            results = cluster.run(command, timeout=900, echo=False)
+        finally:
+            if fluctuation is not None:
+                fluctuation.stop()
+    if any(result.returncode for result in results):
+        raise SystemExit("\n".join(result.stderr[-3000:] for result in results))
+    return [] if fluctuation is None else fluctuation.rates
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=200, help="most steps of a training, without --trace")
+    parser.add_argument("--seconds", type=int, default=45, help="most seconds of a training")
     parser.add_argument("--quick", action="store_true", help="few steps, to see that it works")
     parser.add_argument("--local", action="store_true", help="on the loopback, with no limit and no root")
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS))
-    parser.add_argument("--out", default=str(HERE / "results" / "wan.json"))
+    parser.add_argument("--trace", action="store_true", help="a link that fluctuates")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=None)
+    parser.add_argument("--subnet", default="10.78.0")
+    parser.add_argument("--port", type=int, default=29650)
+    parser.add_argument("--out", default=None)
     parser.add_argument("--worker", nargs=2, metavar=("KIND", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    steps = 30 if args.quick else args.steps
+    steps = 30 if args.quick else 100_000 if args.trace else args.steps
     if args.worker:
-        worker(args.worker[0], steps, args.worker[1])
+        worker(args.worker[0], steps, args.seconds, args.worker[1])
         return
-    rows = []
-    rates = [0] if args.local else [100] if args.quick else [100, 500, 1000]
+    compare = min(steps, 100)
+    kinds = args.kinds or (OF_TRACE if args.trace else OF_RATES)
+    mbits = [None] if args.trace else [0] if args.local else [100] if args.quick else [100, 500, 1000]
+    rows, traces = [], {}
     with tempfile.TemporaryDirectory() as folder:
-        for rate in rates:
-            for i, kind in enumerate(args.kinds):
-                out = Path(folder) / f"{rate}-{i}.json"
-                command = [sys.executable, __file__, "--steps", str(steps), "--worker", kind, str(out)]
-                if args.local:
-                    run_local(command, 29850 + i)
-                else:
-                    with Cluster([Node(1.0, rate), Node(1.0, rate)]) as cluster:
-                        results = cluster.run(command, timeout=900, echo=False)
-                    if any(result.returncode for result in results):
-                        raise SystemExit("\n".join(result.stderr for result in results))
-                rows.append({"mbit": rate, "compression": kind, **measured(json.loads(out.read_text()))})
-    write_table(rows, args.out, f"two clusters, digits, target loss {TARGET}")
+        computing = float("nan")
+        for mbit in mbits:
+            for i, kind in enumerate(kinds):
+                if kind == NOTHING_SENT and mbit != mbits[0]:
+                    continue
+                out = Path(folder) / f"{mbit}-{i}.json"
+                options = ["--steps", str(steps), "--seconds", str(args.seconds)]
+                options += ["--trace"] if args.trace else []
+                command = [sys.executable, __file__, *options, "--worker", kind, str(out)]
+                rates = run_local(command, args.port + i) if args.local else run_cluster(command, mbit, args)
+                record = json.loads(out.read_text())
+                row = {"mbit": "trace" if mbit is None else str(mbit), "kind": kind, **measured(record, compare)}
+                computing = row["mean_step_ms"] if kind == NOTHING_SENT else computing
+                rows.append({**row, "over_computing": row["mean_step_ms"] / computing})
+                steps_of = zip(record["ends"], record["densities"], record["splits"], strict=True)
+                traces[kind] = {"rates": rates, "steps": list(steps_of)}
+    name = "wan_trace" if args.trace else "wan"
+    out = Path(args.out or (HERE / "results" / f"{name}.json"))
+    write_table(rows, out, f"two clusters, digits, target loss {TARGET}")
+    if args.trace:
+        out.with_suffix(".steps.json").write_text(json.dumps(traces))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         DynamicBatchPIDCallback,
         GNSCallback,
         PerfModelCallback,
+        TTACallback,
     )
     from lightning_hetero.compression import BlockTopK
     from lightning_hetero.core import BatchPlan, ClusterTimeModel, NodeTimeModel, solve_optperf
@@ -34,6 +35,7 @@ __all__ = [
     "HeteroElasticStrategy",
     "NodeTimeModel",
     "PerfModelCallback",
+    "TTACallback",
     "__version__",
     "solve_optperf",
 ]
@@ -49,6 +51,7 @@ _HOMES = {
     "HeteroElasticStrategy": "lightning_hetero.strategies.lightning_elastic",
     "NodeTimeModel": "lightning_hetero.core",
     "PerfModelCallback": "lightning_hetero.callbacks",
+    "TTACallback": "lightning_hetero.callbacks",
     "solve_optperf": "lightning_hetero.core",
 }
 

@@ -4,7 +4,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_hetero.core.compressors import Compressor, parse_compression
+from lightning_hetero.core.clusters import check_clusters, check_hierarchy
+from lightning_hetero.core.compressors import (
+    Automatic,
+    BlockTopK,
+    Compressor,
+    HalfPrecision,
+    LowRank,
+    parse_compression,
+)
 from lightning_hetero.core.planner import PLANNERS
 from lightning_hetero.core.validation import check_choice, check_int, check_number, check_sizes
 
@@ -32,6 +40,11 @@ class HeteroConfig:
         probe_memory: find each rank's largest batch by trial before training (CUDA).
         compression: what is sent of gradients: ``None`` (all), settings such as ``BlockTopK(density=0.01)``, or a name
             of :data:`~lightning_hetero.core.compressors.COMPRESSORS`.
+        hierarchy: clusters of ranks, close together inside and joined by a thin link: lists such as
+            ``[[0, 1, 2], [3]]``, ``"nodes"`` (by host), ``"env"`` (by ``LIGHTNING_HETERO_CLUSTER`` of each process) or
+            ``"auto"`` (by timing links). Gradients are summed inside a cluster; leaders exchange sums.
+        sparse_optimizer: let the optimizer, ``torch.optim.SGD`` or ``AdamW``, update only the blocks that block top-k
+            sends: ``False``, ``True``, or when momentum moves them, ``"ahead"`` (what ``True`` is) or ``"later"``.
         staleness: most steps by which a gradient may arrive late: 0, or 1 where the link would make every step wait.
 
     Raises:
@@ -54,12 +67,15 @@ class HeteroConfig:
     balance_evaluation: bool = False
     probe_memory: bool = False
     compression: Compressor | str | None = None
+    hierarchy: str | Sequence[Sequence[int]] | None = None
+    sparse_optimizer: bool | str = False
     staleness: int = 0
 
     def __post_init__(self) -> None:
         if self.policy is not None:
             check_choice("policy", self.policy, POLICIES)
         object.__setattr__(self, "compression", parse_compression(self.compression))
+        self._check_sparse_optimizer()
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         self._check_sizes()
         if self.weight_fn is not None and not callable(self.weight_fn):
@@ -73,10 +89,24 @@ class HeteroConfig:
         else:
             check_int("replan", self.replan, minimum=1)
         check_number("hysteresis", self.hysteresis, low=0.0, high=1.0)
+        object.__setattr__(self, "hierarchy", check_hierarchy(self.hierarchy))
+        if self.hierarchy is not None and isinstance(self.compression, LowRank | HalfPrecision):
+            raise ValueError(
+                f"hierarchy={self.hierarchy!r} and compression={self.compression!r}: torch's own hooks sum straight "
+                "over all ranks. Use block_topk or no compression, or leave the hierarchy out."
+            )
         check_choice("staleness", check_int("staleness", self.staleness, minimum=0), (0, 1))
         for name in ("balance_evaluation", "probe_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False.")
+
+    def _check_sparse_optimizer(self) -> None:
+        check_choice("sparse_optimizer", self.sparse_optimizer, (False, True, "ahead", "later"))
+        if self.sparse_optimizer and not isinstance(self.compression, BlockTopK | Automatic):
+            raise ValueError(
+                f"sparse_optimizer={self.sparse_optimizer!r} updates the blocks that block top-k sends, and "
+                f"compression={self.compression} sends none. Set compression='block_topk' or 'auto', or leave it out."
+            )
 
     def _check_sizes(self) -> None:
         if self.local_batch_sizes is not None:
@@ -112,6 +142,8 @@ class HeteroConfig:
         for name in ("local_batch_sizes", "max_local_batch_sizes"):
             if isinstance(getattr(self, name), tuple):
                 check_sizes(name, getattr(self, name), minimum=0, length=world_size)
+        if isinstance(self.hierarchy, tuple):
+            check_clusters(self.hierarchy, world_size)
 
     def fingerprint(self) -> str:
         """Text of all settings that must be equal on all ranks."""
@@ -120,5 +152,5 @@ class HeteroConfig:
             f"min_local_batch_size={self.min_local_batch_size}, max_local_batch_sizes={self.max_local_batch_sizes}, "
             f"weight_fn={self.weight_fn is not None}, replan={self.replan}, hysteresis={self.hysteresis}, "
             f"balance_evaluation={self.balance_evaluation}, compression={self.compression}, "
-            f"staleness={self.staleness}"
+            f"hierarchy={self.hierarchy}, sparse_optimizer={self.sparse_optimizer}, staleness={self.staleness}"
         )

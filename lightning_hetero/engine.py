@@ -23,6 +23,7 @@ from lightning_hetero.comm.noise import NOISE_FIELDS, NoiseCollector
 from lightning_hetero.comm.observer import StepObserver, match_rows
 from lightning_hetero.comm.roster import Roster
 from lightning_hetero.comm.schedule import ExchangeSchedule
+from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.weighting import LossWeighting
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.metrics import exchange_metrics
@@ -32,7 +33,7 @@ from lightning_hetero.core.planner import Exchange, PlanContext, Planner, Propos
 from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.data.sampler import UnevenBatchSampler
 from lightning_hetero.data.stream import IndexStream
-from lightning_hetero.hardware import capacity, identity
+from lightning_hetero.hardware import capacity, cpu_quota, identity
 
 __all__ = ["Exchange", "HeteroEngine"]
 
@@ -75,9 +76,11 @@ class HeteroEngine:
         config.check_world_size(world_size)
         self.config, self.rank, self.world_size, self.device = config, rank, world_size, device
         self.control = ControlPlane(rank, world_size, timeout=timeout)
-        self.observer = StepObserver(clock_for(device))
+        self.control.require_equal("the settings of the strategy", config.fingerprint())
+        self.observer = StepObserver(clock_for(device), cores=cpu_quota() if device.type == "cpu" else None)
         self.hook_state = HookState(self.observer, world_size)
-        self.compression = GradientCompression.of(config.compression, self.control, self.hook_state)
+        self.hook_state.topology = Topology.form(config.hierarchy, self.control, timeout)
+        self.compression = GradientCompression.of(config, self.control, self.hook_state)
         self.weighting = LossWeighting(config, world_size, device)
         self.schedule = ExchangeSchedule(config.replan)
         self.noise: NoiseCollector | None = None
@@ -95,7 +98,6 @@ class HeteroEngine:
         self._identity = identity(device, local_rank)
         self.roster: Roster | None = None
         self._restored_workers: tuple[str, ...] = ()
-        self.control.require_equal("the settings of the strategy", config.fingerprint())
 
     # plan
 
@@ -180,17 +182,13 @@ class HeteroEngine:
         if running is not None and getattr(planner, "moves_total", False):
             total = running.total_batch_size
         same_workers = self._restored_workers in ((), self.roster.identities)
-        entry: PlanEntry | Exception | None = None
-        if self.rank == 0:
-            try:
-                proposal = self.roster.first_plan(self.config, total, planner, running if same_workers else None)
-                first = start if self.history is not None else (0, 0)
-                entry = None if proposal is None else PlanEntry(*first, proposal.plan, proposal.reason)
-            except Exception as error:  # noqa: BLE001 - travels as a value, because every rank has to raise it
-                entry = error
-        entry = self.control.broadcast_object(entry)
-        if isinstance(entry, Exception):
-            raise entry
+        roster, first = self.roster, start if self.history is not None else (0, 0)
+
+        def decision() -> PlanEntry | None:
+            proposal = roster.first_plan(self.config, total, planner, running if same_workers else None)
+            return None if proposal is None else PlanEntry(*first, proposal.plan, proposal.reason)
+
+        entry = self.control.decide(decision)
         if entry is not None:
             self._append(entry)
 
@@ -219,7 +217,7 @@ class HeteroEngine:
         sizes = self.sampler.sizes_at(epoch, step)
         own = sizes[self.rank]
         if self.noise is not None:
-            self.noise.begin_step(self.observer.synced_steps, sizes)
+            self.noise.begin_step(sizes)
         self.observer.begin_step(max(own, self.sampler.min_local), regular=self.sampler.is_full(epoch, step))
         self.weighting.begin(own, sum(sizes), batch)
 
@@ -243,6 +241,8 @@ class HeteroEngine:
                 yield
         finally:
             self.hook_state.in_backward = False
+        if self.compression is not None:
+            self.compression.hand_over()
 
     def check_backward(self) -> None:
         """Make sure that the gradients of an optimizer step went through :meth:`backward`.
@@ -264,6 +264,12 @@ class HeteroEngine:
         self.observer.end_step()
         if self.noise is not None and self.observer.synced_steps > before:
             self.noise.end_step()
+
+    def close(self) -> None:
+        """The run ends; a GPU tells only now whether a message of the very last step was malformed."""
+        self.hook_state.settle()
+        if self.compression is not None:
+            self.compression.settle()
 
     # agreement
 
@@ -312,7 +318,8 @@ class HeteroEngine:
 
     def _context(self, plan: BatchPlan, **known: Any) -> PlanContext:
         assert self.roster is not None
-        return self.roster.context(self.config, plan.total_batch_size, self.accumulation, **known)
+        link = self.compression.link(hidden=self.config.staleness > 0) if self.compression else None
+        return self.roster.context(self.config, plan.total_batch_size, self.accumulation, link=link, **known)
 
     def _agree(
         self,
@@ -324,37 +331,40 @@ class HeteroEngine:
         begin = time.perf_counter()
         header = np.array([self.history.digest(), *self.sampler.drawn], dtype=float)
         noise = np.zeros(NOISE_FIELDS) if self.noise is None else self.noise.take()
-        table = self.observer.take()
-        everyone = self.control.gather(np.concatenate([header, noise, table.ravel()]))
+        messages = np.zeros(0) if self.compression is None else self.compression.take_messages().ravel()
+        table, before = self.observer.take(), 3 + NOISE_FIELDS + len(messages)
+        everyone = self.control.gather(np.concatenate([header, noise, messages, table.ravel()]))
         check_digests(everyone[:, 0])
-        observations = match_rows(everyone[:, 3 + NOISE_FIELDS :].reshape(self.world_size, *table.shape))
+        observations = match_rows(everyone[:, before:].reshape(self.world_size, *table.shape))
+        if self.compression is not None:
+            self.compression.see_messages(everyone[:, 3 + NOISE_FIELDS : before])
         if self.noise is not None:
             self.noise.absorb(everyone[:, 3 : 3 + NOISE_FIELDS])
         self.last_observations = observations if observations.num_steps else self.last_observations
         planner: Planner | None = None
-        reply: Any = None
-        if self.rank == 0:
+        roster = self.roster
+
+        def decision() -> Any:
+            nonlocal planner
             epoch, step = max(not_before, *((int(row[1]), int(row[2])) for row in everyone))
             start = epoch, -(-step // self.accumulation) * self.accumulation  # a window has one plan
-            try:
-                planner, proposal, predicted = decide(observations)
-                if proposal is not None:
-                    self.roster.check_given(proposal.plan)
-                entry = None if proposal is None else PlanEntry(*start, proposal.plan, proposal.reason)
-                cost, step = time.perf_counter() - begin, self.observer.synced_steps
-                reply = (entry, predicted, self.schedule.after(step, observations, cost, changed=entry is not None))
-            except Exception as error:  # noqa: BLE001 - every rank has to raise it, none may wait for a plan
-                reply = error
-        reply = self.control.broadcast_object(reply)
-        if isinstance(reply, Exception):
-            raise reply
-        entry, predicted, following = reply
+            planner, proposal, predicted = decide(observations)
+            if proposal is not None:
+                roster.check_given(proposal.plan)
+            entry = None if proposal is None else PlanEntry(*start, proposal.plan, proposal.reason)
+            cost, step = time.perf_counter() - begin, self.observer.synced_steps
+            following = self.schedule.after(step, observations, cost, changed=entry is not None)
+            return entry, predicted, following, getattr(planner, "choice", None)
+
+        entry, predicted, following, choice = self.control.decide(decision)
         if entry is not None:
             self._append(entry)
             self.control.require_equal("the plan", self.history.digest())
         self.history = self.history.since(self._position[0])
         self.schedule.done(self.observer.synced_steps, following)
         self.hook_state.agree(self.control)
+        if self.compression is not None:
+            self.compression.follow(choice)
         self.observer.interrupt()
         return Exchange(planner, observations, entry, predicted)
 
@@ -371,9 +381,8 @@ class HeteroEngine:
         """Plan history of the running epoch as plain Python values."""
         if self.history is None or self.roster is None:
             return {}
-        history = self.history.since(self._position[0])
-        state = {"history": history.state_dict(), "workers": list(self.roster.identities)}
-        return {**state, "staleness": self.hook_state.delayed_state()}
+        history, staleness = self.history.since(self._position[0]).state_dict(), self.hook_state.delayed_state()
+        return {"history": history, "workers": list(self.roster.identities), "staleness": staleness}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the plans of an earlier run."""

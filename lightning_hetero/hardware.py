@@ -1,6 +1,7 @@
 """Who a worker is and what it could do: identity, open-loop capacity, memory bound."""
 
 import logging
+import math
 import os
 import platform
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["capacity", "cpu_share", "identity", "probe_largest_batch"]
+__all__ = ["capacity", "cpu_quota", "cpu_share", "identity", "probe_largest_batch"]
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,12 @@ def cpu_share() -> float:
     """Cores that this process may use, by affinity and CPU-bandwidth cgroup (version 1 or 2)."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     return min([float(affinity), *_cgroup_quotas()])
+
+
+def cpu_quota() -> float | None:
+    """Cores that a CPU-bandwidth cgroup leaves this process, ``None`` where it has all that its threads can use."""
+    quota = min(_cgroup_quotas(), default=math.inf)
+    return quota if quota < torch.get_num_threads() else None
 
 
 def _cgroup_quotas() -> list[float]:

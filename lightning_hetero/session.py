@@ -12,10 +12,12 @@ from lightning_hetero.comm.control import let_threads_go
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.planner import PLANNERS, Planner
+from lightning_hetero.core.time_model import StepObservations
+from lightning_hetero.data.live import LiveStream
 from lightning_hetero.data.stream import IndexStream
 from lightning_hetero.engine import HeteroEngine
 
-__all__ = ["HeteroSession", "SessionBatches", "log", "planner_of", "show_log"]
+__all__ = ["HeteroSession", "PlanAccess", "SessionBatches", "log", "planner_of", "show_log"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -42,6 +44,44 @@ def planner_of(config: HeteroConfig) -> Planner | None:
     if config.local_batch_sizes is not None or config.policy == "even":
         return None
     return PLANNERS[config.policy or "perf_model"]()
+
+
+class PlanAccess:
+    """What users read and change of a run's plans, the same through every front end.
+
+    A front end has an ``engine`` once its processes have met; ``_no_engine`` is its error until then.
+    """
+
+    engine: HeteroEngine | None
+    _no_engine = "there are no plans and observations yet: they come when training begins."
+
+    @property
+    def plan(self) -> BatchPlan | None:
+        """The split of the running step."""
+        return None if self.engine is None else self.engine.plan
+
+    @property
+    def plan_history(self) -> tuple[PlanEntry, ...]:
+        """All plans of this run, with the step from which each held and the reason."""
+        return () if self.engine is None else self.engine.plan_history
+
+    def observations(self) -> StepObservations:
+        """What all ranks measured up to the last exchange."""
+        return self._known_engine().observations()
+
+    def adopt(self, plan: BatchPlan, reason: str = "given") -> PlanEntry:
+        """Change the split, from a step that no rank has drawn yet; all ranks have to call it together."""
+        return self._known_engine().adopt(plan, reason, not_before=self._reached)
+
+    @property
+    def _reached(self) -> tuple[int, int]:
+        """Earliest epoch and step at which a new plan may hold."""
+        return (0, 0)
+
+    def _known_engine(self) -> HeteroEngine:
+        if self.engine is None:
+            raise RuntimeError(self._no_engine)
+        return self.engine
 
 
 class HeteroSession:
@@ -92,8 +132,19 @@ class HeteroSession:
 
     # data
 
+    @property
+    def stream(self) -> IndexStream | None:
+        """Order of the samples, ``None`` before :meth:`shard`."""
+        return None if self._data is None else self._data[0]
+
     def shard(self, stream: IndexStream, batch_size: int, *, drop_last: bool = False) -> "SessionBatches":
-        """Split the training data by the engine's plan; a collective call, see :meth:`HeteroEngine.shard`."""
+        """Split the training data by the engine's plan; a collective call, see :meth:`HeteroEngine.shard`.
+
+        Data that no pass has begun with is forgotten, with its plan.
+        """
+        if self._data is not None and self.position == (0, 0) and self._restored is None:
+            self.engine.history = None
+            self.engine.log.clear()
         self._data = (stream, batch_size, drop_last)
         self._restore_order()
         self._shard_at(self._epoch, 0)
@@ -209,7 +260,7 @@ class HeteroSession:
 
     def close(self) -> None:
         """Before the process group is destroyed: let its threads go, which a destructor would wait for in vain."""
-        self.engine.hook_state.settle()
+        self.engine.close()
         if self.engine.world_size > 1:
             let_threads_go()
 
@@ -259,14 +310,25 @@ class SessionBatches:
 
     Args:
         session: whose batches these are.
-        sampler: the user's sampler, for frameworks that look for it.
     """
 
     split_batches = True  # the batch size is the total, for Accelerate
     even_batches = False
 
-    def __init__(self, session: HeteroSession, sampler: Any = None) -> None:
-        self.session, self.sampler = session, sampler
+    def __init__(self, session: HeteroSession) -> None:
+        self.session = session
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler that the session draws from when a pass begins; frameworks put another in its place."""
+        stream = self.session.stream
+        return stream.sampler if isinstance(stream, LiveStream) else None
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        stream = self.session.stream
+        if isinstance(stream, LiveStream):
+            stream.sampler = sampler
 
     def __iter__(self) -> Iterator[list[int]]:
         assert self.session.engine.sampler is not None

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers import Points, Regressor, fit
 
-SAMPLES = 70  # ragged: no total below divides it
+SAMPLES = 73  # a prime number: every total batch below leaves a ragged last one
 
 
 def network(dtype=torch.float64):
@@ -23,6 +23,28 @@ def flat(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().copy()
 
 
+def flat_grads(model):
+    return torch.cat([p.grad.detach().flatten() for p in model.parameters()]).numpy().copy()
+
+
+def masked_loss(output, x, y):
+    """Mean over the samples whose first feature is positive, as over the tokens that are no padding."""
+    keep = (x[:, :1] > 0).to(x.dtype)
+    return ((output - y).square() * keep).sum() / keep.sum().clamp(min=1.0)
+
+
+def masked_count(batch):
+    return (batch[0][:, 0] > 0).sum()
+
+
+LOSSES = {
+    "mean": lambda output, x, y: nn.functional.mse_loss(output, y),
+    "sum": lambda output, x, y: 0.02 * nn.functional.mse_loss(output, y, reduction="sum"),
+    "masked": masked_loss,
+}
+LOSS_SETTINGS = {"mean": {}, "sum": {"loss_reduction": "sum"}, "masked": {"weight_fn": masked_count}}
+
+
 def accelerate_loop(
     rank,
     plugin,
@@ -31,14 +53,16 @@ def accelerate_loop(
     epochs=2,
     accumulate=1,
     clip=None,
+    loss="mean",
     plans=None,
     workers=0,
     save=None,
     resume=None,
     scheduled=True,
+    another=False,
     **kwargs,
 ):
-    """Accelerate; also a schedule, clipping, and what ``gather_for_metrics`` returns."""
+    """Accelerate; also a schedule, and what ``gather_for_metrics`` returns. ``another``: a further training follows."""
     from accelerate.utils import set_seed
 
     from lightning_hetero import BatchPlan
@@ -55,7 +79,7 @@ def accelerate_loop(
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.01 * step))
     loader = DataLoader(dataset, batch_size, shuffle=True, num_workers=workers)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    seen, metrics, steps, norms = [], [], 0, []
+    seen, grads, metrics, steps, norms = [], [], [], 0, []
     first, skipped = 0, None
     if resume is not None:
         accelerator.load_state(resume)
@@ -68,7 +92,9 @@ def accelerate_loop(
             seen.append((epoch, step, index[:counted].tolist()))
             with accelerator.accumulate(model):
                 output = model(x)
-                accelerator.backward(nn.functional.mse_loss(output, y))
+                accelerator.backward(LOSSES[loss](output, x, y))
+                if accelerator.sync_gradients:
+                    grads.append(flat_grads(model))
                 if clip is not None and accelerator.sync_gradients:
                     norms.append(float(accelerator.clip_grad_norm_(model.parameters(), clip)))
                 optimizer.step()
@@ -84,18 +110,33 @@ def accelerate_loop(
         skipped = None
     result = {
         "weights": flat(model),
+        "grads": np.stack(grads),
         "seen": seen,
         "metrics": metrics,
         "norms": norms,
         "lr": scheduler.get_last_lr()[0],
         "history": [(e.epoch, e.step, e.plan.local_batch_sizes) for e in accelerator.plan_history],
     }
-    accelerator.end_training()
+    if not another:
+        accelerator.end_training()
     return result
 
 
 def fabric_loop(
-    rank, settings, batch_size, *, world_size, epochs=2, accumulate=1, plans=None, save=None, resume=None, **kwargs
+    rank,
+    settings,
+    batch_size,
+    *,
+    world_size,
+    epochs=2,
+    accumulate=1,
+    clip=None,
+    loss="mean",
+    plans=None,
+    save=None,
+    resume=None,
+    another=False,
+    **kwargs,
 ):
     """Fabric, with its own way to accumulate."""
     from lightning.fabric import Fabric
@@ -113,15 +154,18 @@ def fabric_loop(
     state = {"model": model, "optimizer": optimizer, "loader": loader, "epoch": 0}
     if resume is not None:
         fabric.load(resume, state)
-    session, seen, steps = fabric.strategy.session, [], 0
+    session, seen, grads, steps = fabric.strategy.session, [], [], 0
     for epoch in range(state["epoch"], epochs):
         for x, y, index in loader:
             step = session.position[1] - 1
             seen.append((epoch, step, index[: session.engine.own_size].tolist()))
             final = (step + 1) % accumulate == 0 or step + 1 == len(loader)
             with fabric.no_backward_sync(model, enabled=not final):
-                fabric.backward(nn.functional.mse_loss(model(x), y) / accumulate)
+                fabric.backward(LOSSES[loss](model(x), x, y) / accumulate)
             if final:
+                grads.append(flat_grads(model))
+                if clip is not None:
+                    fabric.clip_gradients(model, optimizer, max_norm=clip)
                 optimizer.step()
                 optimizer.zero_grad()
             if plans and (epoch, step) in plans:
@@ -130,13 +174,25 @@ def fabric_loop(
             if save is not None and steps in save:
                 fabric.save(save[steps], {**state, "epoch": epoch})
     history = [(e.epoch, e.step, e.plan.local_batch_sizes) for e in fabric.strategy.plan_history]
-    result = {"weights": flat(model), "seen": seen, "history": history, "rank": fabric.global_rank}
+    result = {"weights": flat(model), "grads": np.stack(grads), "seen": seen, "history": history}
     fabric.strategy.teardown()
     return result
 
 
 def lightning_loop(
-    rank, settings, batch_size, *, world_size, epochs=2, accumulate=1, plans=None, save=None, resume=None
+    rank,
+    settings,
+    batch_size,
+    *,
+    world_size,
+    epochs=2,
+    accumulate=1,
+    clip=None,
+    loss="mean",
+    plans=None,
+    save=None,
+    resume=None,
+    another=False,
 ):
     """Lightning's Trainer."""
     return fit(
@@ -144,10 +200,11 @@ def lightning_loop(
         settings,
         world_size,
         batch_size,
-        model=Planned(plans or {}, save or {}),
+        model=Planned(plans or {}, save or {}, loss),
         dataset=Points(SAMPLES),
         max_epochs=epochs,
         accumulate_grad_batches=accumulate,
+        gradient_clip_val=clip,
         ckpt_path=resume,
     )
 
@@ -155,9 +212,13 @@ def lightning_loop(
 class Planned(Regressor):
     """Adopts plans and saves at given steps."""
 
-    def __init__(self, plans, save):
+    def __init__(self, plans, save, kind):
         super().__init__()
-        self.plans, self.save, self.steps = plans, save, 0
+        self.plans, self.save, self.kind, self.steps = plans, save, kind, 0
+
+    def loss(self, batch):
+        x, y, _ = batch
+        return LOSSES[self.kind](self(x), x, y)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         from lightning_hetero import BatchPlan
@@ -182,21 +243,28 @@ def global_batches(results):
     return [sum((r["seen"][i][2] for r in results), []) for i in range(len(results[0]["seen"]))]
 
 
-def replay(results, *, accumulate=1, clip=None, lr=0.05, schedule=1):
-    """The same global batches on one process in plain torch; the schedule steps as often as Accelerate does."""
+def one_process(results, *, accumulate=1, clip=None, loss="mean", schedule=0):
+    """The same global batches on one process in plain torch: weights, gradients of each optimizer step, their norms.
+
+    A sum-reduced loss is divided by the number of workers, because DDP averages over them. ``schedule`` is how often
+    the schedule moves in each step.
+    """
     model = network()
     data = Points(SAMPLES)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.01 * step))
     batches, epochs = global_batches(results), [epoch for epoch, _, _ in results[0]["seen"]]
-    waiting = 0
+    divided = accumulate * (len(results) if loss == "sum" else 1)
+    waiting, grads, norms = 0, [], []
     for i, indices in enumerate(batches):
-        loss = nn.functional.mse_loss(model(data.x[indices]), data.y[indices])
-        (loss / accumulate).backward()
+        x, y = data.x[indices], data.y[indices]
+        (LOSSES[loss](model(x), x, y) / divided).backward()
         waiting += 1
         last = i + 1 == len(batches) or epochs[i + 1] != epochs[i]
         if waiting < accumulate and not last:
             continue
+        grads.append(flat_grads(model))
+        norms.append(float(np.linalg.norm(grads[-1])))
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
@@ -204,7 +272,12 @@ def replay(results, *, accumulate=1, clip=None, lr=0.05, schedule=1):
         for _ in range(schedule):
             scheduler.step()
         waiting = 0
-    return flat(model)
+    return {"weights": flat(model), "grads": np.stack(grads), "norms": norms}
+
+
+def replay(results, *, schedule=1, **kwargs):
+    """Weights of one process; the schedule moves as often as Accelerate's does."""
+    return one_process(results, schedule=schedule, **kwargs)["weights"]
 
 
 def every_sample_once(results, epochs=2):

@@ -235,6 +235,43 @@ def test_solver_numbers_are_those_of_the_benchmark():
             assert (not cell) if expected is None else float(cell) == pytest.approx(expected, rel=0.05), (cell, column)
 
 
+def measured_in(name):
+    """Rows of a benchmark's result, and the tables of the page on compression that were taken from it."""
+    path = f"benchmarks/results/{name}.json"
+    tables = [table for file, table in NUMBERS.findall(TEXTS[ROOT / "docs" / "compression.md"]) if file == path]
+    assert tables
+    if "TBD" in "".join(tables):
+        pytest.skip("not measured yet")
+    return json.loads((ROOT / path).read_text())["rows"], tables
+
+
+def same_numbers(cells, values):
+    for cell, value in zip(cells, values, strict=True):
+        assert cell == "-" if value is None else float(cell) == pytest.approx(value, rel=0.05), (cells, values)
+
+
+def test_costs_of_compression_are_those_of_the_benchmark():
+    measured, tables = measured_in("compression")
+    for table in tables:
+        what = table.split("|")[1].strip()
+        found = [row for row in measured if row["what"] == what and row["elements"] == 88_000_000]
+        for candidate, *cells in rows(table):
+            of_it = {row["density"]: row for row in found if row["candidate"] == candidate}
+            assert of_it, candidate
+            if what == "budget":
+                same_numbers(cells, [of_it[0.01]["limit"], of_it[0.01]["measured"]])
+            else:
+                same_numbers(cells, [of_it[0.01]["ratio"], of_it[0.1]["ratio"]])
+
+
+def test_thin_links_are_those_of_the_benchmark():
+    measured, (table,) = measured_in("wan")
+    columns = ("step_ms", "seconds_to_target", "kB_a_step")
+    for (mbit, compression, *cells), row in zip(rows(table), measured, strict=True):
+        assert (int(mbit), compression) == (row["mbit"], row["compression"])
+        same_numbers(cells, [row[column] for column in columns])
+
+
 def test_nothing_is_measured_by_hand():
     """Every table of measured numbers says which result it was taken from, and the benchmark that writes it exists."""
     names = [name for name, _ in NUMBERS.findall(TEXTS[ROOT / "README.md"])]

@@ -112,6 +112,16 @@ def test_compression_sends_less():
     assert int(found[2]) > 10
 
 
+def test_density_of_the_example_falls_while_its_link_is_thin():
+    pattern = r"^epoch (\d): [\d.e+]+ MB/s, density ([\d.]+)$"
+
+    def falls(output):
+        densities = [float(density) for _, density in re.findall(pattern, output, re.M)]
+        return len(densities) == 3 and densities[1] < densities[0]
+
+    first_that(falls, "fluctuating_link")
+
+
 def test_demo_reports_and_draws(tmp_path):
     output = output_of("demo", "--quick", "--output", str(tmp_path), limit=180)
     splits = re.search(r"^split at the end +96/96/96 +(\d+)/(\d+)/(\d+)$", output, re.M)

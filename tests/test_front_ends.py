@@ -1,11 +1,22 @@
 """One promise through every front end: the mathematics of one process, each sample once, and a run that goes on."""
 
+from dataclasses import dataclass
+from functools import cache
+
 import numpy as np
 import pytest
 
 from lightning_hetero import BlockTopK
 from tests.helpers import run_ranks
-from tests.loops import FRONT_ENDS, every_sample_once, global_batches, replay
+from tests.loops import (
+    FRONT_ENDS,
+    LOSS_SETTINGS,
+    SAMPLES,
+    every_sample_once,
+    global_batches,
+    one_process,
+    replay,
+)
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 every_front_end = pytest.mark.parametrize("front_end", FRONT_ENDS)
@@ -19,19 +30,80 @@ def run(front_end, settings, world_size, **kwargs):
     return run_ranks(_run, world_size, front_end, settings, world_size, kwargs, env={"OMP_NUM_THREADS": "1"})
 
 
-def check(results, **kwargs):
+def check(results):
     every_sample_once(results)
-    expected = replay(results, schedule=0, **kwargs)
+    expected = replay(results, schedule=0)
     for result in results:
         np.testing.assert_allclose(result["weights"], expected, **EXACT)
 
 
-@pytest.mark.parametrize(("sizes", "accumulate"), [((1, 3), 1), ((5, 0), 3), ((7, 2, 1), 2)], ids=str)
+@dataclass(frozen=True)
+class Case:
+    """A split, and what else must not change the mathematics of one process."""
+
+    sizes: tuple[int, ...]
+    accumulate: int = 1
+    loss: str = "mean"
+    clip: float | None = None
+
+    def __str__(self):
+        clipped = "" if self.clip is None else "-clipped"
+        return f"{'/'.join(map(str, self.sizes))}-{self.loss}{clipped}-accumulate{self.accumulate}"
+
+    @property
+    def arguments(self):
+        return {"accumulate": self.accumulate, "loss": self.loss, "clip": self.clip}
+
+
+SPLITS = ((1, 3), (5, 0), (7, 2, 1), (30, 1, 1))
+CASES = (
+    *(Case(sizes, accumulate) for sizes in SPLITS for accumulate in (1, 2, 3, 4)),
+    *(Case(sizes, 1 + i, "sum") for i, sizes in enumerate(SPLITS)),
+    *(Case(sizes, 4 - i, "masked") for i, sizes in enumerate(SPLITS)),
+    *(Case(sizes, 1 + i % 2, clip=0.05) for i, sizes in enumerate(SPLITS)),
+)
+
+
+def _trained(rank, front_end, cases):
+    """All cases one after another in the same process group."""
+    results = []
+    for i, case in enumerate(cases):
+        settings, n = {"local_batch_sizes": case.sizes, **LOSS_SETTINGS[case.loss]}, len(case.sizes)
+        more = {**case.arguments, "another": i + 1 < len(cases)}
+        results.append(FRONT_ENDS[front_end](rank, settings, sum(case.sizes) // n, world_size=n, **more))
+    return results
+
+
+@cache
+def trained(front_end, world_size):
+    """Every rank's results of all cases with so many workers, which run in one group; or the error, for all of them."""
+    cases = [case for case in CASES if len(case.sizes) == world_size]
+    try:
+        ranks = run_ranks(_trained, world_size, front_end, cases, env={"OMP_NUM_THREADS": "1"})
+    except Exception as error:  # noqa: BLE001 - raised by each case's own test
+        return error
+    return dict(zip(cases, zip(*ranks, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 @every_front_end
-def test_weights_equal_one_process(front_end, sizes, accumulate):
-    results = run(front_end, {"local_batch_sizes": sizes}, len(sizes), accumulate=accumulate)
-    check(results, accumulate=accumulate)
-    assert [len(r["seen"][0][2]) for r in results] == list(sizes)
+def test_weights_equal_one_process(front_end, case):
+    """Two epochs with ragged last batches: each sample once, and the gradient of every step that of one process."""
+    group = trained(front_end, len(case.sizes))
+    if isinstance(group, Exception):
+        raise group
+    results, total = group[case], sum(case.sizes)
+    every_sample_once(results)
+    assert len(results[0]["seen"]) == 2 * -(-SAMPLES // total)
+    for i, batch in enumerate(global_batches(results)):
+        if len(batch) == total:
+            assert tuple(len(r["seen"][i][2]) for r in results) == case.sizes
+    expected = one_process(results, **case.arguments)
+    for result in results:
+        np.testing.assert_allclose(result["grads"], expected["grads"], **EXACT)
+        np.testing.assert_allclose(result["weights"], expected["weights"], **EXACT)
+    if case.clip is not None:
+        assert max(expected["norms"]) > case.clip
 
 
 @every_front_end
@@ -55,12 +127,12 @@ def test_plans_change_the_next_batches_and_not_the_result(front_end):
 
 @every_front_end
 def test_resume_goes_on_at_the_next_batch(front_end, tmp_path):
-    """Saved after 9 steps, the second of the second epoch."""
+    """Saved after 10 steps, the second of the second epoch."""
     path, settings = str(tmp_path / "saved"), {"local_batch_sizes": (7, 3)}
-    whole = run(front_end, settings, 2, epochs=3, save={9: path})
+    whole = run(front_end, settings, 2, epochs=3, save={10: path})
     rest = run(front_end, settings, 2, epochs=3, resume=path)
     for full, part in zip(whole, rest, strict=True):
-        assert part["seen"] == full["seen"][9:]
+        assert part["seen"] == full["seen"][10:]
         np.testing.assert_array_equal(part["weights"], full["weights"])
 
 

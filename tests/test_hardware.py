@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero import hardware
-from lightning_hetero.hardware import capacity, cpu_share, identity, probe_largest_batch
+from lightning_hetero.hardware import capacity, cpu_quota, cpu_share, identity, probe_largest_batch
 
 CPU = torch.device("cpu")
 
@@ -56,6 +56,14 @@ V1_FOLDER = "sys/fs/cgroup/cpu/job/7/cpu.cfs"
 def test_cores_under_a_quota(machine, files, cores):
     machine(files)
     assert cpu_share() == cores
+
+
+@pytest.mark.parametrize(("threads", "cores"), [(1, None), (2, 1.5)])
+def test_a_quota_counts_where_threads_can_reach_it(machine, monkeypatch, threads, cores):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert cpu_quota() is None
+    machine({**V2, "sys/fs/cgroup/job/7/cpu.max": "150000 100000\n"})
+    assert cpu_quota() == cores
 
 
 def test_affinity_may_be_the_narrower_bound(machine, monkeypatch):

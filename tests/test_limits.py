@@ -352,6 +352,15 @@ def compression():
         epochs_of(run(model=Model(**single), data=points(**single), strategy={**SPLIT, "compression": name}))
 
 
+@case("`hierarchy`")
+def hierarchy():
+    exact = epochs_of(run(data=points()))
+    ours = epochs_of(run(data=points(), strategy={**SPLIT, "hierarchy": [[0], [1]]}))  # more: test_hierarchy.py
+    np.testing.assert_array_equal(ours["weights"], exact["weights"])
+    refused("torch's own hooks", strategy={**SPLIT, "hierarchy": "nodes", "compression": "fp16"})
+    refused("Give one", strategy={**SPLIT, "hierarchy": "nodes", "ddp_comm_hook": fp16_compress_hook})
+
+
 @case("`staleness=1`")
 def staleness():
     late = {**SPLIT, "staleness": 1}

@@ -99,6 +99,13 @@ def test_elastic_averaging_has_its_names(namespace, tmp_path):
     assert modules == [NAMESPACES[namespace].replace("_ddp", "_elastic")]
 
 
+@pytest.mark.parametrize("namespace", ["lightning.fabric", "lightning_fabric"])
+def test_fabric_is_told_what_there_is_in_place_of_elastic_averaging(namespace):
+    fabric = pytest.importorskip(namespace)
+    with pytest.raises(ValueError, match="of Lightning's Trainer only: .* use lightning_hetero.elastic.ElasticEngine"):
+        fabric.Fabric(strategy="hetero_elastic", accelerator="cpu", devices=2)
+
+
 def test_an_import_of_the_strategy_leaves_the_other_namespace_alone(tmp_path):
     code = "import sys; from lightning_hetero import HeteroDDPStrategy; print('pytorch_lightning' in sys.modules)"
     assert run(code, tmp_path) == "False"

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_hetero.accelerate.gathering import gather_uneven, keep_first
+from lightning_hetero.accelerate.gathering import gather_uneven
 from lightning_hetero.accelerate.loaders import (
     HeteroDataLoader,
     SkippedLoader,
@@ -21,10 +21,9 @@ from lightning_hetero.accelerate.loaders import (
 )
 from lightning_hetero.accelerate.plugin import HeteroPlugin, switched_on
 from lightning_hetero.comm import gradient_hook
-from lightning_hetero.core.plan import BatchPlan, PlanEntry
-from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.engine import HeteroEngine
-from lightning_hetero.session import HeteroSession, log
+from lightning_hetero.session import HeteroSession, PlanAccess, log
+from lightning_hetero.strategies._restarts import warn_of_stale_addresses
 
 __all__ = ["HeteroAccelerator"]
 
@@ -32,7 +31,7 @@ STATE_FILE = "hetero_state.pt"
 PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
-class HeteroAccelerator(Accelerator):
+class HeteroAccelerator(PlanAccess, Accelerator):
     """Accelerate's ``Accelerator`` on unequal workers, with the gradients of one process.
 
     The training loader that goes through ``prepare`` is split by speed, the loss is weighted in ``backward``, and the
@@ -55,6 +54,8 @@ class HeteroAccelerator(Accelerator):
         'pid'
     """
 
+    _no_engine = "ACCELERATE_USE_HETERO=false: there are no plans. Set it to true, or give a HeteroPlugin."
+
     def __init__(self, *args: Any, hetero_plugin: HeteroPlugin | None = None, **kwargs: Any) -> None:
         if hetero_plugin is not None and not isinstance(hetero_plugin, HeteroPlugin):
             raise TypeError(
@@ -62,6 +63,8 @@ class HeteroAccelerator(Accelerator):
             )
         if hetero_plugin is None and switched_on():
             hetero_plugin = HeteroPlugin()
+        if hetero_plugin is not None and not torch.distributed.is_initialized():
+            warn_of_stale_addresses(os.environ)
         super().__init__(*args, **kwargs)
         self.hetero_plugin = hetero_plugin
         self.hetero_session: HeteroSession | None = None
@@ -82,6 +85,7 @@ class HeteroAccelerator(Accelerator):
             world_size=self.num_processes,
             device=self.device,
             local_rank=self.local_process_index,
+            timeout=None if self.init_handler is None else self.init_handler.timeout,
         )
         self.hetero_session = HeteroSession(engine, on_metrics=self._keep_metrics)
         given: Any = self.ddp_handler  # type: ignore[has-type]
@@ -92,32 +96,17 @@ class HeteroAccelerator(Accelerator):
     # what users read
 
     @property
-    def _engine(self) -> HeteroEngine | None:
+    def engine(self) -> HeteroEngine | None:  # type: ignore[override]
+        """The mechanism; ``None`` for a plain ``Accelerator``."""
         return None if self.hetero_session is None else self.hetero_session.engine
 
     @property
-    def plan(self) -> BatchPlan | None:
-        """The split of the running step."""
-        return None if self._engine is None else self._engine.plan
-
-    @property
-    def plan_history(self) -> tuple[PlanEntry, ...]:
-        """All plans of this run, with the step from which each held and the reason."""
-        return () if self._engine is None else self._engine.plan_history
-
-    def observations(self) -> StepObservations:
-        """What all ranks measured up to the last exchange."""
-        return self._session().engine.observations()
-
-    def adopt(self, plan: BatchPlan, reason: str = "given") -> PlanEntry:
-        """Change the split, from a step that no rank has drawn yet; all ranks have to call it together."""
-        return self._session().adopt(plan, reason)
+    def _reached(self) -> tuple[int, int]:
+        return self._session().position
 
     def _session(self) -> HeteroSession:
-        if self.hetero_session is None:
-            raise RuntimeError(
-                "ACCELERATE_USE_HETERO=false: there are no plans. Set it to true, or give a HeteroPlugin."
-            )
+        self._known_engine()
+        assert self.hetero_session is not None
         return self.hetero_session
 
     # prepare
@@ -130,8 +119,8 @@ class HeteroAccelerator(Accelerator):
             prepared = super().prepare(*args, device_placement=device_placement)
         finally:
             self._chosen = None
-        if self._engine is not None and self._engine.compression is not None:
-            self._engine.compression.lead(wrapped.optimizer for wrapped in self._optimizers)
+        if self.engine is not None and self.engine.compression is not None:
+            self.engine.compression.lead(wrapped.optimizer for wrapped in self._optimizers)
         return prepared
 
     def prepare_data_loader(
@@ -171,6 +160,11 @@ class HeteroAccelerator(Accelerator):
             log.warning("%s. It is left to Accelerate, which splits it evenly.", reason)
         elif wanted:
             log.warning("a second training loader is split evenly; only the first one is split by speed.")
+        elif self._hetero_loader is None and self._chosen is None and self.is_main_process:
+            log.info(
+                "a loader that does not shuffle was prepared without an optimizer beside it: it is taken for an "
+                "evaluation's and left to Accelerate. To split it by speed: prepare_data_loader(loader, uneven=True)."
+            )
         self._announce(prepared)
         return prepared
 
@@ -186,7 +180,7 @@ class HeteroAccelerator(Accelerator):
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """As ``Accelerator.prepare_model``; no rank gets a batch of one sample if the model normalises batches."""
-        engine = self._engine
+        engine = self.engine
         if engine is not None and engine.config.min_local_batch_size is None and not evaluation_mode:
             normalises = any(isinstance(module, _BatchNorm) for module in model.modules())
             if normalises and engine.min_local < 2:
@@ -203,12 +197,26 @@ class HeteroAccelerator(Accelerator):
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Weight the loss by this rank's share of the batch, then run backward."""
-        engine = self._engine
+        engine = self.engine
         if engine is None:
             super().backward(loss, **kwargs)
             return
         with engine.backward():
             super().backward(engine.scale_loss(loss), **kwargs)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """As ``Accelerator.clip_grad_norm_``; of a sparse gradient, the blocks that were sent."""
+        return super().clip_grad_norm_(self._clipped(parameters), max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """As ``Accelerator.clip_grad_value_``; of a sparse gradient, the blocks that were sent."""
+        super().clip_grad_value_(self._clipped(parameters), clip_value)
+
+    def _clipped(self, parameters: Any) -> Any:
+        compression = None if self._engine is None else self._engine.compression
+        if compression is None:
+            return parameters
+        return compression.stand_ins([parameters] if isinstance(parameters, torch.Tensor) else parameters)
 
     @property
     def _in_pass(self) -> bool:
@@ -219,28 +227,31 @@ class HeteroAccelerator(Accelerator):
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
         """Around collectives, whose waiting is no computing."""
-        with contextlib.nullcontext() if self._engine is None else self._engine.excluded():
+        with contextlib.nullcontext() if self.engine is None else self.engine.excluded():
             yield
 
     def gather(self, tensor: Any) -> Any:
         """As ``Accelerator.gather``; rows of unequal batches come rank by rank, none lost, none padded."""
         with self._waiting():
             if self._in_pass:
-                return gather_uneven(tensor, self._session().engine.control)
+                return gather_uneven(tensor, self._session().engine.control, only_tensors=True)
             return super().gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As ``Accelerator.gather_for_metrics``: each sample of the total batch once, whatever the split."""
-        if not self._in_pass:
-            with self._waiting():
-                return super().gather_for_metrics(input_data, use_gather_object)
-        engine = self._session().engine
-        count = None if engine.own_size else 0  # a rank with share 0 runs samples that do not count
+        """As ``Accelerator.gather_for_metrics``: each sample of the total batch once, whatever the split.
+
+        Of what is no tensor, the items of lists are the samples; dicts and namedtuples are gathered entry by entry.
+
+        Raises:
+            TypeError: on every rank, if a value of one of them cannot be taken apart into samples.
+            ValueError: on every rank, if their values do not fit together.
+        """
         with self._waiting():
-            if use_gather_object or not _only_tensors(input_data):
-                mine = input_data if count is None else input_data[:0]
-                return [item for items in engine.control.gather_objects(mine) for item in items]
-            return gather_uneven(input_data if count is None else keep_first(input_data, 0), engine.control)
+            if not self._in_pass:
+                return super().gather_for_metrics(input_data, use_gather_object)
+            engine = self._session().engine
+            counted = bool(engine.own_size)  # a rank with share 0 runs samples that do not count
+            return gather_uneven(input_data, engine.control, counted=counted, objects=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """As ``Accelerator.reduce``, which averages ranks alike; what a rank waits is not counted as computing."""
@@ -344,11 +355,3 @@ class _TakenHook:
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         self.state, self.hook = state, hook
-
-
-def _only_tensors(data: Any) -> bool:
-    if isinstance(data, list | tuple):
-        return all(map(_only_tensors, data))
-    if isinstance(data, dict):
-        return all(map(_only_tensors, data.values()))
-    return isinstance(data, torch.Tensor)

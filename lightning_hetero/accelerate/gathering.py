@@ -1,5 +1,12 @@
-"""Gather tensors whose first dimension differs between ranks; Accelerate's own gather returns garbage for them."""
+"""Gather values of unequal batches, rank by rank; Accelerate's own gather returns garbage for them.
 
+Before any tensor is sent, every rank tells the others what it brings. What does not fit together is then an error on
+all of them, where an error on one alone would leave the others waiting.
+"""
+
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -8,46 +15,174 @@ from accelerate.utils import gather, recursively_apply
 
 from lightning_hetero.comm import ControlPlane
 
-__all__ = ["gather_uneven", "keep_first"]
+__all__ = ["gather_uneven"]
 
 
-def keep_first(data: Any, count: int) -> Any:
-    """The first rows of every tensor, none or all of it if it is a single number.
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank brings: the rows of its tensors, or its samples as pickled objects."""
 
-    Example:
-        >>> keep_first({"a": torch.arange(3)}, 0)
-        {'a': tensor([], dtype=torch.int64)}
-    """
-    return recursively_apply(lambda tensor: (tensor[None] if tensor.ndim == 0 else tensor)[:count], data)
+    outline: str
+    counted: bool
+    rows: tuple[int, ...] | None = None
+    pickled: bytes = field(default=b"", repr=False)
+    problem: str | None = None
 
 
-def gather_uneven(data: Any, control: ControlPlane) -> Any:
-    """Rows of all ranks, rank by rank, for every tensor of a nested structure; a collective call.
+def gather_uneven(
+    data: Any, control: ControlPlane, *, counted: bool = True, objects: bool = False, only_tensors: bool = False
+) -> Any:
+    """The samples of all ranks, rank by rank; a collective call.
+
+    Tensors may be nested in any structure, and differ in their first dimension between ranks. Of anything else, the
+    items of lists and tuples are the samples; dicts and namedtuples are joined entry by entry.
 
     Args:
-        data: tensors of the same structure and, but for the first dimension, the same shape on all ranks.
-        control: tells the ranks each other's sizes.
+        data: of one kind on all ranks.
+        control: tells the ranks what each of them brings.
+        counted: whether this rank's samples count; a rank with share 0 runs some that do not.
+        objects: whether tensors are taken apart into samples, which may then have different shapes.
+        only_tensors: whether anything but tensors is refused.
 
     Raises:
-        ValueError: on every rank, if the number of tensors differs between ranks.
-    """
-    found: list[torch.Tensor] = []
-    recursively_apply(found.append, data)
-    counts = control.gather(np.array([len(found)], dtype=float))[:, 0].astype(int).tolist()
-    if len(set(counts)) > 1:
-        raise ValueError(f"ranks gather different numbers of tensors: {counts}. Give every rank the same structure.")
-    own = [1 if tensor.ndim == 0 else len(tensor) for tensor in found]
-    sizes = iter(control.gather(np.array(own, dtype=float)).T.astype(int).tolist()) if found else iter(())
+        TypeError: on every rank, if a value of one of them cannot be taken apart into samples.
+        ValueError: on every rank, if what they bring does not fit together.
 
-    def rows(tensor: torch.Tensor) -> Any:
-        lengths: list[int] = next(sizes)
-        tensor = tensor[None] if tensor.ndim == 0 else tensor
-        if len(set(lengths)) == 1:
-            return gather(tensor.contiguous()) if lengths[0] else tensor
+    Example:
+        >>> gather_uneven({"text": ["a", "b"], "label": torch.tensor([1, 0])}, ControlPlane(0, 1))
+        {'text': ['a', 'b'], 'label': tensor([1, 0])}
+    """
+    offers: list[_Offer] = control.gather_objects(_offer(data, counted, objects))
+    _check(offers, only_tensors)
+    if any(offer.rows is None for offer in offers):
+        return _joined([pickle.loads(offer.pickled) for offer in offers if offer.counted], apart=objects)
+    kept = data if counted else recursively_apply(lambda tensor: _as_rows(tensor)[:0], data)
+    return _gathered(kept, [offer.rows or () for offer in offers])
+
+
+def _offer(data: Any, counted: bool, objects: bool) -> _Offer:
+    if not objects and _only_tensors(data):
+        rows = [len(_as_rows(tensor)) if counted else 0 for tensor in _tensors(data)]
+        return _Offer(_outline(data, lists=True), counted, rows=tuple(rows))
+    if not counted:
+        return _Offer("", counted)
+    problem, pickled = _why_not(data), b""
+    try:
+        pickled = pickle.dumps(recursively_apply(lambda tensor: tensor.detach().cpu(), data))
+    except Exception as error:  # noqa: BLE001 - pickling calls the objects' own code, and every rank has to hear of it
+        problem = problem or f"a {type(data).__name__} that cannot be sent: {error}"
+    return _Offer(_outline(data, lists=False, shapes=not objects), counted, pickled=pickled, problem=problem)
+
+
+def _check(offers: Sequence[_Offer], only_tensors: bool) -> None:
+    problems = [f"rank {rank} has {offer.problem}" for rank, offer in enumerate(offers) if offer.problem]
+    if problems:
+        raise TypeError(
+            f"samples cannot be gathered: {', '.join(problems)}. Give tensors, a list with an entry for each "
+            "sample, or a dict or namedtuple of these; a single number as a tensor."
+        )
+    uses = {offer.rows is None for offer in offers}
+    if only_tensors and True in uses:
+        raise TypeError("gather() takes tensors, nested in any structure. Use gather_for_metrics() for other things.")
+    outlines = {rank: offer.outline for rank, offer in enumerate(offers) if offer.counted or offer.rows is not None}
+    if len(set(outlines.values())) > 1 or len(uses) > 1:
+        listing = ", ".join(f"rank {rank}: {outline}" for rank, outline in outlines.items())
+        raise ValueError(
+            f"ranks gather different things ({listing}). Give every rank the same structure, with tensors that differ "
+            "in their first dimension only: pad_across_processes() pads the others, and gather_for_metrics(..., "
+            "use_gather_object=True) takes them as they are."
+        )
+
+
+def _is_record(data: Any) -> bool:
+    return isinstance(data, tuple) and hasattr(data, "_fields")
+
+
+def _entries(data: Any) -> Sequence[Any]:
+    """Values that a dict, a list or a tuple holds."""
+    return list(data.values()) if isinstance(data, Mapping) else data  # type: ignore[no-any-return]
+
+
+def _only_tensors(data: Any) -> bool:
+    if isinstance(data, Mapping | list | tuple):
+        entries = _entries(data)
+        return len(entries) > 0 and all(map(_only_tensors, entries))
+    return isinstance(data, torch.Tensor)
+
+
+def _tensors(data: Any) -> Iterator[torch.Tensor]:
+    if isinstance(data, torch.Tensor):
+        yield data
+        return
+    for entry in _entries(data):
+        yield from _tensors(entry)
+
+
+def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[None] if tensor.ndim == 0 else tensor
+
+
+def _outline(data: Any, lists: bool, shapes: bool = True) -> str:
+    """What must be equal on all ranks: structure, and of tensors the type and all dimensions but the first.
+
+    Args:
+        data: what a rank brings.
+        lists: whether lists are part of the structure, or hold samples.
+        shapes: whether tensors stay whole, so that their dimensions matter.
+    """
+    name = type(data).__name__
+    if isinstance(data, torch.Tensor):
+        shape = ", ".join(["rows", *map(str, data.shape[1:])])
+        return f"{str(data.dtype).removeprefix('torch.')}[{shape}]" if shapes else "rows"
+    if isinstance(data, Mapping):
+        parts = [f"{key}: {_outline(value, lists, shapes)}" for key, value in data.items()]
+    elif _is_record(data) or (lists and isinstance(data, list | tuple)):
+        parts = [_outline(value, lists, shapes) for value in data]
+    else:
+        return "samples" if isinstance(data, list | tuple) else name
+    return f"{name}({', '.join(parts)})"
+
+
+def _why_not(data: Any) -> str | None:
+    """Why a value cannot be taken apart into samples; ``None`` if it can."""
+    if isinstance(data, Mapping) or _is_record(data):
+        return next((reason for reason in map(_why_not, _entries(data)) if reason is not None), None)
+    if isinstance(data, list | tuple):
+        mixed = len({isinstance(item, torch.Tensor) for item in data}) > 1
+        return f"a {type(data).__name__} of tensors and other things" if mixed else None
+    rows = isinstance(data, torch.Tensor) or (isinstance(data, np.ndarray) and data.ndim > 0)
+    return None if rows else f"a {type(data).__name__}"
+
+
+def _joined(values: list[Any], apart: bool) -> Any:
+    """Objects of the ranks that have samples, one behind the other; tensors as rows of one, or ``apart``."""
+    first = values[0]
+    if isinstance(first, Mapping):
+        joined: Any = {key: _joined([value[key] for value in values], apart) for key in first}
+        return joined if type(first) is dict else type(first)(joined)  # type: ignore[call-arg]
+    if _is_record(first):
+        return type(first)(*(_joined(list(entries), apart) for entries in zip(*values, strict=True)))
+    if isinstance(first, np.ndarray):
+        return np.concatenate(values)
+    if isinstance(first, torch.Tensor):
+        values = list(map(_as_rows, values))
+        if not apart:
+            return torch.cat(values)
+    return [item for value in values for item in value]
+
+
+def _gathered(data: Any, rows: Sequence[tuple[int, ...]]) -> Any:
+    """Every tensor's rows of all ranks, of which each has ``rows[rank][i]`` of the ``i``-th tensor."""
+    each = iter(list(zip(*rows, strict=True)))
+
+    def of_all(tensor: torch.Tensor) -> torch.Tensor:
+        lengths, tensor = next(each), _as_rows(tensor)
         most = max(lengths)
+        if min(lengths) == most:
+            return gather(tensor.contiguous()) if most else tensor  # type: ignore[no-any-return]
         padded = tensor.new_zeros((most, *tensor.shape[1:]))
         padded[: len(tensor)] = tensor
         everyone = gather(padded)
         return torch.cat([everyone[i * most : i * most + n] for i, n in enumerate(lengths)])
 
-    return recursively_apply(rows, data)
+    return recursively_apply(of_all, data)

@@ -38,7 +38,12 @@ class HeteroDataLoader(DataLoaderShard):
     session: HeteroSession
 
     def __iter__(self) -> Iterator[Any]:
-        return self.session.steps(lambda: DataLoaderShard.__iter__(self))
+        return self.session.steps(self._opened)
+
+    def _opened(self) -> Iterator[Any]:
+        before: int = self.iteration  # type: ignore[has-type]
+        yield from DataLoaderShard.__iter__(self)
+        self.iteration = before + 1  # also behind a pass without batches: a state that was saved in its last step
 
     @property
     def total_batch_size(self) -> int:
@@ -79,7 +84,6 @@ def uneven_loader(prepared: DataLoaderShard, session: HeteroSession, world_size:
     batches = session.shard(
         stream, inner.batch_size // world_size if split else inner.batch_size, drop_last=inner.drop_last
     )
-    batches.sampler = sampler
     loader = HeteroDataLoader.__new__(HeteroDataLoader)
     loader.__dict__.update(prepared.__dict__)
     loader.base_dataloader = with_batch_sampler(prepared.base_dataloader, batches)

@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.validation import check_choice
+from lightning_hetero.core.validation import check_choice, check_number
+from lightning_hetero.elastic import OWN_LOOP, ElasticConfig
 
 __all__ = ["PREFIX", "SETTINGS", "SWITCH", "HeteroPlugin", "as_environment", "switched_on"]
 
@@ -57,8 +58,11 @@ class HeteroPlugin(HeteroConfig):
         found = _from_file(os.environ.get(CONFIG_FILE))
         sources.update({name: f"{SECTION}.{name} in {os.environ.get(CONFIG_FILE)}" for name in found})
         for name, text in check_variables(os.environ).items():
-            found[name] = parsed(name, text)
             sources[name] = f"{PREFIX}{name.upper()}={text!r}"
+            try:
+                found[name] = parsed(name, text)
+            except ValueError as error:
+                raise ValueError(f"{sources[name]}: {error}") from error
         given = {**found, **settings}
         try:
             super().__init__(**with_density(given))
@@ -81,6 +85,7 @@ def with_density(given: dict[str, Any]) -> dict[str, Any]:
     density, rest = given.get("density"), {name: value for name, value in given.items() if name != "density"}
     if density is None:
         return rest
+    check_number("density", density, low=0.0, high=1.0, include_low=False)
     if rest.get("compression") not in (None, "block_topk"):
         raise ValueError(
             f"density={density!r} is that of compression='block_topk', and {rest['compression']!r} is given. "
@@ -105,7 +110,12 @@ def switched_on(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def parsed(name: str, text: str) -> Any:
-    """Value of a setting as it is written in an environment variable.
+    """Value of a setting as it is written in an environment variable or a YAML file.
+
+    YAML itself takes ``1e-05`` for text; here it is a number.
+
+    Raises:
+        ValueError: if a function cannot be imported.
 
     Example:
         >>> parsed("local_batch_sizes", "24,12,16"), parsed("hysteresis", "0.05"), parsed("policy", "pid")
@@ -119,8 +129,9 @@ def parsed(name: str, text: str) -> Any:
     if name == "compression":
         return text
     try:
-        return yaml.safe_load(f"[{text}]" if "," in text and not text.startswith("[") else text)
-    except yaml.YAMLError:
+        value = yaml.safe_load(f"[{text}]" if "," in text and not text.startswith("[") else text)
+        return float(value) if isinstance(value, str) else value
+    except (yaml.YAMLError, ValueError):
         return text
 
 
@@ -138,7 +149,8 @@ def as_environment(section: Mapping[str, Any]) -> dict[str, str]:
     variables = {SWITCH: "true"}
     for name, value in section.items():
         if value is not None:
-            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            plain = isinstance(value, list | tuple) and not any(isinstance(item, list | tuple) for item in value)
+            text = ",".join(map(str, value)) if plain else str(value)
             variables[PREFIX + name.upper()] = text.lower() if isinstance(value, bool) else text
     return variables
 
@@ -147,6 +159,8 @@ def _check_names(where: str, settings: Mapping[str, Any]) -> None:
     unknown = sorted(set(settings) - set(NAMES))
     for name in set(unknown) & set(ONLY_LIGHTNING):
         raise TypeError(f"{where}: {name} is for Lightning's Trainer only; {ONLY_LIGHTNING[name]}.")
+    if set(unknown) & {field.name for field in fields(ElasticConfig)}:
+        raise TypeError(f"{where} has no setting {', '.join(unknown)}. {OWN_LOOP}.")
     if unknown:
         raise TypeError(f"{where} has no setting {', '.join(unknown)}. Allowed are {', '.join(NAMES)}.")
 

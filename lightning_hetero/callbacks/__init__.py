@@ -1,8 +1,8 @@
 """Policies as Lightning callbacks: they read observations and propose plans to the strategy.
 
-``PerfModelCallback``, ``DynamicBatchPIDCallback`` and ``AdaptiveBatchCallback`` exclude each other. The strategy
-installs the one that its ``policy`` names; a callback of the user's takes its place. ``GNSCallback`` measures and
-decides nothing.
+``PerfModelCallback``, ``DynamicBatchPIDCallback``, ``AdaptiveBatchCallback`` and ``TTACallback`` exclude each other.
+The strategy installs the one that its ``policy`` names; a callback of the user's takes its place. ``GNSCallback``
+measures and decides nothing.
 """
 
 from lightning_hetero.callbacks.adaptive_batch import AdaptiveBatchCallback
@@ -13,6 +13,7 @@ from lightning_hetero.callbacks.policy import (
     PolicyCallback,
     policy_callback,
 )
+from lightning_hetero.callbacks.time_to_accuracy import TTACallback
 
 __all__ = [
     "AdaptiveBatchCallback",
@@ -20,5 +21,6 @@ __all__ = [
     "GNSCallback",
     "PerfModelCallback",
     "PolicyCallback",
+    "TTACallback",
     "policy_callback",
 ]

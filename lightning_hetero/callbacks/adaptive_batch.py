@@ -172,15 +172,7 @@ class AdaptiveBatchCallback(PolicyCallback):
         """Reconsider the plan; then all ranks take the learning rates and micro-batches of rank 0."""
         super()._exchange(trainer, not_before)
         assert self._engine is not None
-        decision: Any = None
-        if trainer.is_global_zero:
-            try:
-                decision = self._decision(self.goodput_planner)
-            except Exception as error:  # noqa: BLE001 - every rank has to raise it
-                decision = error
-        decision = self._engine.control.broadcast_object(decision)
-        if isinstance(decision, Exception):
-            raise decision
+        decision = self._engine.control.decide(lambda: self._decision(self.goodput_planner))
         self._gains, accumulation, running = decision
         if self.goodput_planner.accumulation != accumulation:
             self.planner = replace(self.goodput_planner, accumulation=accumulation)

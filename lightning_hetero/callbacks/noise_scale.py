@@ -1,181 +1,17 @@
-"""Gradient noise scale while training, as a Lightning callback (Cannikin, sec. 4.4, with corrected weights).
-
-Three sources, by what there is: several workers of ``hetero_ddp`` (unequal batches), several workers of plain ``ddp``
-(equal ones), and a single worker, by gradient accumulation or, flagged as biased, by successive steps.
-"""
+"""Gradient noise scale while training, as a Lightning callback (Cannikin, sec. 4.4, with corrected weights)."""
 
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
+from lightning_hetero.callbacks.noise_sources import Source, source_of
 from lightning_hetero.callbacks.policy import Callback, MisconfigurationException
-from lightning_hetero.comm.clock import HostClock
-from lightning_hetero.comm.control import ControlPlane
-from lightning_hetero.comm.gradient_hook import HookState, gradient_hook
-from lightning_hetero.comm.noise import PRECONDITIONED_AFTER, NoiseCollector
-from lightning_hetero.comm.observer import StepObserver
-from lightning_hetero.core.noise_scale import METHODS, RunningNoiseScale, estimate_from_two_sizes
+from lightning_hetero.core.noise_scale import METHODS, RunningNoiseScale
 from lightning_hetero.core.validation import check_choice, check_int, check_number
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.optim import AdamPreconditioner, is_adam
 
 __all__ = ["GNSCallback"]
-
-INTERVAL = 50
-"""Optimizer steps between two messages or readings of the device, where the engine does not set the pace."""
-
-
-class _Source:
-    """Where gradients come from: what there is to do at the seams of a step, nothing by default."""
-
-    def precondition(self, preconditioner: AdamPreconditioner | None) -> None: ...
-
-    def start(self, trainer: Any) -> None: ...
-
-    def begin(self, batch_size: int, step: int) -> None: ...
-
-    def backward(self, trainer: Any, pl_module: Any) -> None: ...
-
-    def before_step(self, trainer: Any, pl_module: Any) -> None: ...
-
-    def end(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-
-class _Engine(_Source):
-    """Workers of ``hetero_ddp``: the engine collects and exchanges by itself."""
-
-    def __init__(self, engine: HeteroEngine, **settings: Any) -> None:
-        self.collector = engine.noise = NoiseCollector(engine.hook_state, engine.rank, **settings)
-
-    def start(self, trainer: Any) -> None:
-        scaler = getattr(trainer.precision_plugin, "scaler", None)  # on the device: get_scale() would wait for it
-        self.collector.hook.loss_scale = None if scaler is None else scaler._get_scale_async
-
-    def precondition(self, preconditioner: AdamPreconditioner | None) -> None:
-        self.collector.hook.preconditioner = preconditioner
-
-    @property
-    def running(self) -> RunningNoiseScale:
-        return self.collector.running
-
-    @running.setter
-    def running(self, value: RunningNoiseScale) -> None:
-        self.collector.running = value
-
-
-class _PlainDDP(_Engine):
-    """Workers of plain ``ddp``: equal batches, a hook of our own, a message every 50 optimizer steps."""
-
-    def __init__(self, rank: int, world_size: int, **settings: Any) -> None:
-        self.world_size = world_size
-        self.hook = HookState(StepObserver(HostClock()), world_size)
-        self.collector = NoiseCollector(self.hook, rank, **settings)
-        self.control = ControlPlane(rank, world_size)
-        self.steps = 0
-
-    def start(self, trainer: Any) -> None:
-        super().start(trainer)
-        model = trainer.strategy.model
-        if (
-            not isinstance(model, DistributedDataParallel)
-            or getattr(trainer.strategy, "_ddp_comm_hook", None) is not None
-        ):
-            raise MisconfigurationException(
-                "GNSCallback needs DDP's communication hook, and the strategy has one of its own or no DDP module "
-                f"({type(model).__name__}). Use strategy='hetero_ddp', which takes your hook inside its own."
-            )
-        model.register_comm_hook(self.hook, gradient_hook)
-
-    def begin(self, batch_size: int, step: int) -> None:
-        self.collector.begin_step(step, (batch_size,) * self.world_size)
-
-    def end(self) -> None:
-        if not self.hook.take_fired():
-            return
-        self.collector.end_step()
-        self.steps += 1
-        if self.steps % INTERVAL == 0:
-            self.collector.absorb(self.control.gather(self.collector.take()))
-
-    def stop(self) -> None:
-        self.hook.settle()
-
-
-class _Alone(_Source):
-    """One worker: the first micro-batch of a window against the whole window, or successive steps (biased)."""
-
-    def __init__(self, *, every_n_steps: int, horizon: float) -> None:
-        self.every_n_steps = every_n_steps
-        self.running = RunningNoiseScale(horizon=horizon)
-        self.sizes: list[int] = []
-        self.first: torch.Tensor | None = None
-        self.previous: list[torch.Tensor] = []
-        self.previous_size = 0
-        self.pending: list[tuple[torch.Tensor, torch.Tensor, int, int, bool]] = []
-        self.observed = self.kept = True
-        self.preconditioner: AdamPreconditioner | None = None
-
-    def precondition(self, preconditioner: AdamPreconditioner | None) -> None:
-        self.preconditioner = preconditioner
-
-    def _sq_norm(self, pl_module: Any, tensors: list[torch.Tensor]) -> torch.Tensor:
-        if self.preconditioner is not None:
-            parameters = [p for p in pl_module.parameters() if p.grad is not None]
-            tensors = [self.preconditioner(p, t) for p, t in zip(parameters, tensors, strict=True)]
-        norms = torch._foreach_norm(tensors)
-        return torch.stack([norm.double() for norm in norms]).square().sum()
-
-    def begin(self, batch_size: int, step: int) -> None:
-        known = self.preconditioner is None or step >= PRECONDITIONED_AFTER
-        self.observed = known and step % self.every_n_steps == 0
-        self.kept = (step + 1) % self.every_n_steps == 0  # without accumulation the step before is needed, too
-        self.sizes.append(batch_size)
-
-    def backward(self, trainer: Any, pl_module: Any) -> None:
-        if self.observed and len(self.sizes) == 1 and trainer.accumulate_grad_batches > 1:
-            scaler = getattr(trainer.precision_plugin, "scaler", None)
-            scale = trainer.accumulate_grad_batches / (scaler.get_scale() if scaler is not None else 1.0)
-            self.first = self._sq_norm(pl_module, _gradients(pl_module)) * scale**2
-
-    def before_step(self, trainer: Any, pl_module: Any) -> None:
-        sizes, first, previous = self.sizes, self.first, self.previous
-        self.sizes, self.first, self.previous = [], None, []
-        gradients = _gradients(pl_module)
-        if not gradients or len(set(sizes)) != 1:
-            return  # a mean over micro-batches of different sizes is no mean over samples
-        window = trainer.accumulate_grad_batches
-        if window == 1 and self.kept:
-            self.previous = [gradient.detach().clone() for gradient in gradients]
-        if first is not None and len(sizes) == window:
-            self.pending.append((first, self._sq_norm(pl_module, gradients), sizes[0], sum(sizes), False))
-        elif window == 1 and self.observed and len(previous) == len(gradients) and self.previous_size == sizes[0]:
-            # the mean gradient of a batch, and the mean of two of them, which stands for one batch of twice the size
-            both = self._sq_norm(pl_module, [(a + b) / 2 for a, b in zip(gradients, previous, strict=True)])
-            one = (self._sq_norm(pl_module, gradients) + self._sq_norm(pl_module, previous)) / 2
-            self.pending.append((one, both, sizes[0], 2 * sizes[0], True))
-        self.previous_size = sizes[0]
-        if len(self.pending) >= INTERVAL:
-            self.flush()
-
-    def flush(self) -> None:
-        """Read what the device has computed, and take it into the running estimate."""
-        for small, big, small_size, big_size, biased in self.pending:
-            estimate = estimate_from_two_sizes(float(small), small_size, float(big), big_size, biased=biased)
-            self.running = self.running.update(
-                trace=estimate.trace,
-                global_sq_norm=float(big),
-                total_batch_size=big_size,
-                steps=0.5 if biased and self.every_n_steps == 1 else 1,  # successive pairs overlap
-                biased=biased,
-            )
-        self.pending = []
-
-
-def _gradients(module: Any) -> list[torch.Tensor]:
-    return [p.grad for p in module.parameters() if p.grad is not None]
 
 
 class GNSCallback(Callback):
@@ -214,8 +50,9 @@ class GNSCallback(Callback):
         self.method = check_choice("method", method, tuple(METHODS))
         self.horizon = check_number("horizon", horizon, low=0.0, include_low=False)
         self.preconditioner = check_choice("preconditioner", preconditioner, (None, "adam", "auto"))
-        self._source: _Engine | _Alone | None = None
+        self._source: Source | None = None
         self._saved = RunningNoiseScale(horizon=self.horizon)
+        self._interval: dict[str, Any] = {}
         self._logged = 0.0
 
     @property
@@ -231,21 +68,11 @@ class GNSCallback(Callback):
         """
         if stage != "fit":
             return
-        settings: dict[str, Any] = {"every_n_steps": self.every_n_steps, "horizon": self.horizon}
-        engine = getattr(trainer.strategy, "engine", None)
         saved = self.estimate
-        if trainer.world_size == 1:
-            self._source = _Alone(**settings)
-        elif isinstance(engine, HeteroEngine):
-            self._source = _Engine(engine, method=self.method, **settings)
-        elif any(cls.__name__ == "DDPStrategy" for cls in type(trainer.strategy).__mro__):
-            self._source = _PlainDDP(trainer.global_rank, trainer.world_size, method=self.method, **settings)
-        else:
-            raise MisconfigurationException(
-                f"GNSCallback reads gradients from DDP's communication hook; {type(trainer.strategy).__name__} has "
-                "none. Use strategy='hetero_ddp' or 'ddp'."
-            )
+        self._source = source_of(trainer, method=self.method, every_n_steps=self.every_n_steps, horizon=self.horizon)
         self._source.running = saved
+        self._resume()
+        engine = getattr(trainer.strategy, "engine", None)
         if isinstance(engine, HeteroEngine):
             engine.noise_scale = lambda: self.estimate
 
@@ -268,27 +95,28 @@ class GNSCallback(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Count the samples of the batch, where the engine does not."""
-        if isinstance(self._source, _PlainDDP | _Alone):
-            loader = trainer.train_dataloader
-            given = getattr(loader, "batch_size", None) or 1
-            seen = _first_dimension(batch) or given
-            most = getattr(loader, "batch_size", None) or seen  # more would be no samples: non-zeros, time steps
-            self._source.begin(min(seen, most), trainer.global_step)
+        assert self._source is not None
+        size = 0
+        if self._source.counts:
+            given = getattr(trainer.train_dataloader, "batch_size", None)
+            seen = _first_dimension(batch) or given or 1
+            size = min(seen, given or seen)  # more would be no samples: non-zeros, time steps
+        self._source.begin(trainer, size)
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """Take the norm of the first micro-batch of a window."""
         assert self._source is not None
-        self._source.backward(trainer, pl_module)
+        self._source.backward(trainer)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Take the norm of the gradient before it is clipped."""
         assert self._source is not None
-        self._source.before_step(trainer, pl_module)
+        self._source.before_step(optimizer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log what is new."""
         assert self._source is not None
-        self._source.end()
+        self._source.end(trainer)
         self._log(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -298,8 +126,8 @@ class GNSCallback(Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log what is new."""
-        if isinstance(self._source, _Alone):
-            self._source.flush()
+        assert self._source is not None
+        self._source.flush()
         self._log(trainer)
 
     def _log(self, trainer: Any) -> None:
@@ -319,12 +147,26 @@ class GNSCallback(Callback):
         """The running estimate."""
         return self.estimate.state_dict()
 
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add what all ranks have seen since their last message; a collective call, except after an exception."""
+        if self._source is not None and not trainer.interrupted:
+            interval, state = self._source.interval(), checkpoint["callbacks"].get(self.state_key)
+            if state is not None:  # else a subclass saves nothing
+                state["interval"] = interval
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the estimate of an earlier run."""
-        running = RunningNoiseScale.from_state_dict(state_dict)
-        self._saved = running
+        """Go on with the estimate of an earlier run, in the middle of an interval perhaps."""
+        state = dict(state_dict)
+        self._interval = state.pop("interval", {})
+        self._saved = RunningNoiseScale.from_state_dict(state)
         if self._source is not None:
-            self._source.running = running
+            self._source.running = self._saved
+            self._resume()
+
+    def _resume(self) -> None:
+        if self._source is not None and self._interval:
+            self._source.resume(self._interval)
+            self._interval = {}
 
 
 def _first_dimension(batch: Any) -> int | None:

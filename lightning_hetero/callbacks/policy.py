@@ -22,6 +22,16 @@ except ImportError:  # only the standalone package is installed
 __all__ = ["DynamicBatchPIDCallback", "PerfModelCallback", "PolicyCallback", "policy_callback"]
 
 
+def _lengthen_bar(trainer: Any) -> None:
+    """Show the running number of batches, where there is a bar: on rank 0, and not before a resumed epoch goes on."""
+    bar = trainer.progress_bar_callback
+    if bar is None or not bar.is_enabled or getattr(bar, "train_progress_bar_id", 0) is None:
+        return
+    shown = getattr(bar, "train_progress_bar", None)  # of tqdm or a task of rich; other bars follow by themselves
+    if shown is not None:
+        shown.total = trainer.fit_loop.max_batches
+
+
 class PolicyCallback(Callback):
     """Runs one planner. ``planner=None`` keeps the split and only reports.
 
@@ -121,9 +131,8 @@ class PolicyCallback(Callback):
         self.planner = done.planner if done.planner is not None else self.planner
         if done.entry is not None:  # also one with the running total: it may replace another that was to come
             trainer.strategy.refresh_epoch_length()
-            bar = getattr(trainer.progress_bar_callback, "train_progress_bar", None) if not_before[1] else None
-            if bar is not None:  # inside an epoch; at its start the bar takes the length by itself
-                bar.total = trainer.fit_loop.max_batches
+            if not_before[1]:  # inside an epoch; at its start the bar takes the length by itself
+                _lengthen_bar(trainer)
         if plan is not None and trainer.loggers:
             metrics = self._engine.metrics(done, plan)
             for logger in trainer.loggers:

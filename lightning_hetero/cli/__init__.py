@@ -9,10 +9,15 @@ from lightning_hetero import __version__
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
-    "config": ("lightning_hetero.cli.configure", "ask for the settings and write an Accelerate config file with them"),
-    "launch": ("lightning_hetero.cli.launch", "start a script as `accelerate launch` does, with a `hetero_config`"),
+    "config": ("configure", "accelerate", "ask for the settings and write an Accelerate config file with them"),
+    "launch": ("launch", "accelerate", "start a script as `accelerate launch` does, with a `hetero_config`"),
+    "profile-convergence": (
+        "profile_convergence",
+        "demo",
+        "measure what compression, delays and batch sizes cost in loss",
+    ),
 }
-"""Name of each subcommand -> module with ``main(argv) -> exit code``, and what it does."""
+"""Name of each subcommand -> module here with ``main(argv) -> exit code``, extra that it needs, and what it does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; those of the process by default.
 
     Returns:
-        The exit code: 0, 2 for wrong arguments.
+        The exit code: 0, 2 for wrong arguments or a package that is not installed.
 
     Example:
         >>> main(["--version"])
@@ -40,10 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         sys.stderr.write(f"lightning-hetero: unknown command {name!r}. Commands are {', '.join(COMMANDS)}.\n")
         return 2
-    code: int = importlib.import_module(COMMANDS[name][0]).main(arguments[1:])
+    module, extra, _ = COMMANDS[name]
+    try:
+        command = importlib.import_module(f"{__name__}.{module}")
+    except ModuleNotFoundError as error:
+        sys.stderr.write(
+            f"lightning-hetero {name}: {error}. Install it with: pip install 'lightning-hetero[{extra}]'\n"
+        )
+        return 2
+    code: int = command.main(arguments[1:])
     return code
 
 
 def _usage() -> str:
-    lines = [f"  {name:10}{what}" for name, (_, what) in COMMANDS.items()]
+    lines = [f"  {name:21}{what}" for name, (_, _, what) in COMMANDS.items()]
     return "\n".join(["usage: lightning-hetero COMMAND [arguments]", "", *lines, ""])

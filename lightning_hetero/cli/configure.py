@@ -10,6 +10,8 @@ import yaml
 
 from lightning_hetero.accelerate.plugin import SECTION, HeteroPlugin, parsed
 from lightning_hetero.config import POLICIES
+from lightning_hetero.core.compressors import COMPRESSORS, BlockTopK
+from lightning_hetero.core.validation import check_choice
 
 __all__ = ["QUESTIONS", "ask_settings", "main"]
 
@@ -20,15 +22,12 @@ QUESTIONS: tuple[tuple[str, str, str], ...] = (
     ("loss_reduction", "Is the loss a mean over the samples or their sum (mean, sum)", "mean"),
     ("replan", "When is the split reconsidered (auto, epoch, or a number of steps)", "auto"),
     ("hysteresis", "Least predicted gain for which the split changes, as a share of the step time", "0.03"),
+    ("compression", f"What is sent of gradients ({', '.join(COMPRESSORS)}, or none: all of them)", "none"),
+    ("density", "Share of the gradient that block_topk sends, above 0 to 1", str(BlockTopK().density)),
 )
-"""Setting, question, and the answer that an empty line gives."""
+"""Setting, question, and the answer that an empty line gives; ``density`` is asked for ``block_topk`` only."""
 
-BASE: tuple[tuple[str, str, str], ...] = (
-    ("num_processes", "Number of workers on all machines", "2"),
-    ("num_machines", "Number of machines", "1"),
-    ("use_cpu", "Train on CPUs (true, false)", "false"),
-    ("mixed_precision", "Mixed precision (no, fp16, bf16)", "no"),
-)
+PRECISIONS = ("no", "fp16", "bf16")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     path = parser.parse_args(list(argv)).config_file
     try:
         config = _existing(path) if os.path.isfile(path) else _base(_read_line)
-        config[SECTION] = ask_settings(_read_line)
+        config[SECTION] = ask_settings(_read_line, config.get("num_processes"))
     except EOFError:
         sys.stderr.write("lightning-hetero config: the answers ended early; nothing was written.\n")
         return 2
@@ -50,21 +49,32 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def ask_settings(read: Callable[[str], str]) -> dict[str, Any]:
+def ask_settings(read: Callable[[str], str], num_processes: int | None = None) -> dict[str, Any]:
     """Settings that differ from the defaults; a wrong answer is explained and asked for again.
 
     Args:
         read: shows a question and returns the answer.
+        num_processes: number of workers, if it is known.
 
     Example:
-        >>> answers = iter(["pid", "", "", "", "", ""])
+        >>> answers = iter(["pid", "", "", "", "", "", ""])
         >>> ask_settings(lambda question: next(answers))
         {'policy': 'pid'}
     """
     settings: dict[str, Any] = {}
     for name, question, default in QUESTIONS:
+        if name == "density" and settings.get("compression") != "block_topk":
+            continue
         others = {**settings, "policy": None} if name == "local_batch_sizes" else settings
-        value = _asked(read, name, question, default, others)
+
+        def setting(text: str, name: str = name, others: dict[str, Any] = others) -> Any:
+            value = parsed(name, text)
+            plugin = HeteroPlugin(**{k: v for k, v in {**others, name: value}.items() if v is not None})
+            if num_processes is not None:
+                plugin.check_world_size(num_processes)
+            return value
+
+        value = _asked(read, question, default, setting)
         if value is None or str(value) == default:
             continue
         if name == "local_batch_sizes":
@@ -73,25 +83,62 @@ def ask_settings(read: Callable[[str], str]) -> dict[str, Any]:
     return settings
 
 
-def _asked(read: Callable[[str], str], name: str, question: str, default: str, others: dict[str, Any]) -> Any:
+def _asked(read: Callable[[str], str], question: str, default: str, check: Callable[[str], Any]) -> Any:
+    """The value of an answer; as long as ``check`` raises, why is shown and the question is asked again."""
     while True:
-        value = parsed(name, read(f"{question} [{default}]: ").strip() or default)
         try:
-            HeteroPlugin(**{k: v for k, v in {**others, name: value}.items() if v is not None})
+            return check(read(f"{question} [{default}]: ").strip() or default)
         except (TypeError, ValueError) as error:
             sys.stderr.write(f"{error}\n")
-            continue
-        return value
 
 
 def _base(read: Callable[[str], str]) -> dict[str, Any]:
     """What Accelerate itself needs to know, of a file that does not exist yet."""
     config: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE"}
-    for name, question, default in BASE:
-        config[name] = yaml.safe_load(read(f"{question} [{default}]: ").strip() or default)
-    config["mixed_precision"] = "no" if config["mixed_precision"] is False else config["mixed_precision"]
+
+    def ask(name: str, question: str, default: str, check: Callable[[str, str], Any]) -> None:
+        config[name] = _asked(read, question, default, lambda text: check(name, text))
+
+    ask("num_processes", "Number of workers on all machines", "2", _whole(1))
+    workers = config["num_processes"]
+    ask("num_machines", "Number of machines", "1", _choice([n for n in range(1, workers + 1) if workers % n == 0]))
+    if config["num_machines"] > 1:
+        ask("machine_rank", "Rank of this machine, 0 for the main one", "0", _whole(0, config["num_machines"] - 1))
+        ask("main_process_ip", "Address of the main machine", "", _address)
+        ask("main_process_port", "Port of the main machine", "29500", _whole(1, 65535))
+        config |= {"rdzv_backend": "static", "same_network": True}
+    ask("use_cpu", "Train on CPUs (true, false)", "false", _choice([True, False]))
+    ask("mixed_precision", f"Mixed precision ({', '.join(PRECISIONS)})", "no", _choice(PRECISIONS))
     config["distributed_type"] = "MULTI_CPU" if config["use_cpu"] else "MULTI_GPU"
     return config
+
+
+def _choice(allowed: Sequence[Any]) -> Callable[[str, str], Any]:
+    """Takes one of several values, as it is written in YAML."""
+    written = {str(value).lower(): value for value in allowed}
+
+    def check(name: str, text: str) -> Any:
+        return written[check_choice(name, text.lower(), tuple(written))]
+
+    return check
+
+
+def _whole(low: int, high: int | None = None) -> Callable[[str, str], int]:
+    """Takes an integer within bounds."""
+
+    def check(name: str, text: str) -> int:
+        if not text.lstrip("-").isdecimal() or int(text) < low or (high is not None and int(text) > high):
+            bounds = f">= {low}" if high is None else f"from {low} to {high}"
+            raise ValueError(f"{name}={text!r} is out of range; give an integer {bounds}.")
+        return int(text)
+
+    return check
+
+
+def _address(name: str, text: str) -> str:
+    if not text or any(character.isspace() for character in text):
+        raise ValueError(f"{name}={text!r} is no address; give the host name or IP of the machine with rank 0.")
+    return text
 
 
 def _existing(path: str) -> dict[str, Any]:

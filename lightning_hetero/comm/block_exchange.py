@@ -1,93 +1,29 @@
 """Block top-k inside DDP's hook: each bucket goes into the residual, the last one sends one message for all of them."""
 
-import logging
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.comm import sums
+from lightning_hetero.comm.clock import clock_for
+from lightning_hetero.comm.dropped import DroppedSteps, all_finite, clear
 from lightning_hetero.comm.gradient_hook import HookState
-from lightning_hetero.compression.encoder import BlockEncoder
+from lightning_hetero.comm.messages import MessageLog
+from lightning_hetero.comm.sending import Late, Sending, StepReport
+from lightning_hetero.comm.sums import pending
+from lightning_hetero.comm.topology import Topology
+from lightning_hetero.compression.encoder import cpu_encoder
+from lightning_hetero.compression.gradients import BlockGradient, BlockMarks, block_gradients
 from lightning_hetero.compression.layout import Layout, Slot, flat_view
-from lightning_hetero.compression.reference import Pack
+from lightning_hetero.compression.reference import Pack, merge_sparse
 from lightning_hetero.compression.wire import MessageFormat
 from lightning_hetero.core.compressors import BlockTopK, blocks_per_rank
+from lightning_hetero.core.validation import check_number
+from lightning_hetero.optim import sparse_steps
 
-__all__ = ["BlockExchange", "Late", "Sending", "StepReport", "gather_rows", "pending"]
-
-log = logging.getLogger("lightning_hetero")
-
-
-@dataclass
-class StepReport:
-    """Sums over steps of what was sent.
-
-    Args:
-        steps: steps.
-        sent: bytes that this rank sent to others.
-        received: bytes that it received.
-        density: share of the gradient's elements that was applied, summed over steps.
-        encode: seconds of error feedback, selection and writing.
-    """
-
-    steps: int = 0
-    sent: float = 0.0
-    received: float = 0.0
-    density: float = 0.0
-    encode: float = 0.0
-
-    def add(self, sent: float, density: float, encode: float = 0.0) -> None:
-        """One more step, in which as much was received as sent."""
-        self.steps += 1
-        self.sent += sent
-        self.received += sent
-        self.density += density
-        self.encode += encode
-
-
-@dataclass
-class Sending:
-    """Messages of one step on their way, this rank's and those of all others.
-
-    Args:
-        rows: the messages, one row for each rank.
-        step: the step that they belong to.
-        arrival: is done when they are there.
-        finite: whether this rank's gradient was, as far as the host knows.
-    """
-
-    rows: torch.Tensor
-    step: int
-    arrival: torch.futures.Future[Any]
-    finite: bool
-
-
-class Late(Protocol):
-    """Who decides in which step messages are applied."""
-
-    def turn(self, sending: Sending) -> list[Pack]:
-        """What the running step applies, now that its messages are on their way."""
-
-    def pay(self, bucket: dist.GradBucket) -> None:
-        """Put what is owed into a bucket that is about to be summed densely."""
-
-    def settle(self) -> None:
-        """Wait for what is under way."""
-
-
-def gather_rows(rows: torch.Tensor, rank: int, group: Any = None) -> None:
-    """All-gather in place: row ``i`` is rank ``i``'s; this rank's own is filled already."""
-    sums.wait_for(sums.gather_over_ranks(rows, rank, range(len(rows)), group))
-
-
-def pending(buffer: torch.Tensor) -> Any:
-    """A future that is set by hand, for a tensor on this device."""
-    return torch.futures.Future(devices=[buffer.device]) if buffer.is_cuda else torch.futures.Future()
+__all__ = ["BlockExchange"]
 
 
 class BlockExchange:
@@ -113,40 +49,100 @@ class BlockExchange:
         grad_scale: Callable[[], float] | None = None,
         hold_unused: bool = False,
     ) -> None:
-        self.settings, self.hook, self.rank, self.grad_scale = settings, hook, rank, grad_scale
+        self.settings, self.hook, self.grad_scale = settings, hook, grad_scale
         self.hold_unused, self.world_size = hold_unused, hook.world_size
+        self.topology = hook.topology or Topology.straight(rank, hook.world_size)
         self.layout = Layout.of(((name, p.numel()) for name, p in parameters.items()), settings.block)
         self.slots = {p: self.layout.by_name[name] for name, p in parameters.items()}
+        self.density = settings.density
         self.encoder = self._encoder(parameters)
         device = next(iter(parameters.values())).device
         self.on_host = device.type != self.encoder.residual.device.type
-        self.use_rows(torch.zeros((self.world_size, self.encoder.form.num_bytes), dtype=torch.uint8, device=device))
-        self.step, self.dropped = 0, 0
+        self.use_rows(torch.zeros((self.topology.size, self.encoder.form.num_bytes), dtype=torch.uint8, device=device))
+        self._masks = self._views(self.encoder.touched) if self.encoder.deferred else {}
+        self.step, self.dropped = 0, DroppedSteps()
         self.late: Late | None = None
-        self.group: Any = None
+        self.way: Topology | None = None
         self.report = StepReport()
+        self.messages = MessageLog(hook.observer.clock, self.topology.size)
         self._dense_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
-        self._packs: list[torch.Tensor] | None = None
+        self.sparse_steps = False
+        """Whether the optimizer takes blocks, so that the sum is never written into a tensor of the model's size."""
+        self.gradients: Mapping[torch.Tensor, BlockGradient | BlockMarks] | None = None
+        self._arrived: str | None = None
         self._waiting: list[tuple[Any, list[tuple[Slot, torch.Tensor]], Any]] = []
-        self._finite, self._weight, self._scale, self._encode = True, 1.0, 1.0, 0.0
+        self._raised: list[tuple[Any, list[tuple[Slot, torch.Tensor]]]] = []
+        self._finite, self._weight, self._scale = True, 1.0, 1.0
+        self._clock = clock_for(self.encoder.residual.device)
+        self._spans: list[tuple[Any, Any]] = []
+        self._queued: list[tuple[Any, Any]] = []
 
     def _encoder(self, parameters: Mapping[str, torch.Tensor]) -> Any:
         """The encoder for the parameters' device: Triton's on GPU, unless something was asked for that only CPU has."""
-        s = self.settings
+        s, form = self.settings, self._form(self.density)
         double = any(p.dtype == torch.float64 for p in parameters.values())
-        k = blocks_per_rank(self.layout.num_blocks, s.density, self.world_size)
-        form = MessageFormat(self.layout.num_blocks, k, s.block, s.value_dtype, self.layout.fingerprint())
         device = next(iter(parameters.values())).device
         if device.type == "cuda" and not double and s.selector in (None, "histogram") and find_spec("triton"):
             from lightning_hetero.compression.triton_encoder import TritonEncoder
 
-            return TritonEncoder(self.layout, form, device)
-        return BlockEncoder(self.layout, form, s.selector or "exact", torch.float64 if double else torch.float32)
+            return TritonEncoder(self.layout, form, device, self.topology.size)
+        return cpu_encoder(self.layout, form, s.selector or "exact", torch.float64 if double else torch.float32)
 
     def use_rows(self, rows: torch.Tensor) -> None:
         """Receive the messages of the next step here; this rank's own is written into its row."""
         self.rows = rows
-        self._message = rows[self.rank].cpu() if self.on_host else rows[self.rank]
+        own = rows[self.topology.cluster]
+        self._message = own.cpu() if self.on_host else own
+
+    def read_on_host(self) -> None:
+        """Select and merge on the host from now on: messages that are applied a step late are read there."""
+        if self.encoder.deferred:
+            self.settle()
+            residual, s = self.encoder.residual, self.settings
+            self.encoder = cpu_encoder(self.layout, self.encoder.form, s.selector or "exact", torch.float32)
+            self.encoder.residual.copy_(residual)
+            self.on_host, self._clock = residual.is_cuda, clock_for(torch.device("cpu"))
+            self.use_rows(self.rows)
+
+    def _views(self, touched: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
+        """The part of each parameter in what there is of each block."""
+        block = self.layout.block
+        return {p: touched[s.start // block : (s.start + s.padded) // block] for p, s in self.slots.items()}
+
+    # how much is sent
+
+    def _form(self, density: float) -> MessageFormat:
+        s = self.settings
+        k = blocks_per_rank(self.layout.num_blocks, density, self.topology.size)
+        return MessageFormat(self.layout.num_blocks, k, s.block, s.value_dtype, self.layout.fingerprint())
+
+    def sent_bytes(self, density: float) -> float:
+        """Bytes that this rank sends to the others in a compressed step at a density."""
+        return float((self.topology.size - 1) * self._form(density).num_bytes)
+
+    def set_density(self, density: float) -> None:
+        """Send another share of the blocks from the next backward pass on; all ranks have to call it together.
+
+        What was not sent stays in the residual, so that nothing is lost by the change.
+
+        Args:
+            density: share of all blocks that all ranks together send in a step, above 0, to 1.
+
+        Raises:
+            TypeError: if it is no number.
+            ValueError: if it is out of range.
+            RuntimeError: if gradients of a backward pass are waiting to be sent.
+        """
+        check_number("density", density, low=0.0, high=1.0, include_low=False)
+        if self._waiting:
+            raise RuntimeError("the density cannot change inside a backward pass. Call set_density() between steps.")
+        self.density, form = density, self._form(density)
+        if form != self.encoder.form:
+            self.settle()
+            if self.late is not None:
+                self.late.settle()
+            self.encoder.reform(form)
+            self.use_rows(self.rows.new_zeros(self.topology.size, form.num_bytes))
 
     # the hook
 
@@ -159,54 +155,59 @@ class BlockExchange:
     def __call__(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Take one bucket; DDP hands them over in the same order on all ranks."""
         self.hook.exact_sum, self.hook.one_message = self.dense, not self.dense
-        self.hook.step_dropped, self._packs = False, None
+        self.hook.step_dropped, self.gradients = False, None
         if self.dense:
             buffer = bucket.buffer().div_(self.world_size)
             if self.late is not None:
                 self.late.pay(bucket)
             if bucket.is_last():
                 self.step += 1
-                self.report.add(2 * (self.world_size - 1) / self.world_size * self._dense_bytes, 1.0)
-            return dist.all_reduce(buffer, async_op=True).get_future()
+                self._arrived = "dense"
+                self.report.add(2 * (self.topology.size - 1) / self.topology.size * self._dense_bytes, 1.0)
+            return self.topology.sum(buffer)
         if bucket.index() == 0:
             self._begin()
-        begin = time.perf_counter()
-        pieces = self._take(bucket)
-        self._encode += time.perf_counter() - begin
-        future = pending(bucket.buffer())
+        future, pieces = pending(bucket.buffer()), self._pieces(bucket)
         self._waiting.append((bucket.buffer(), pieces, future))
+        self._raised.append((self.topology.collect(bucket.buffer()), pieces))
+        self._take(everything=bucket.is_last())
         if bucket.is_last():
             self._exchange()
         return future
 
     def _begin(self) -> None:
-        self._waiting, self._finite, self._encode = [], True, 0.0
+        self._waiting, self._raised, self._finite, self._spans = [], [], True, []
         self._scale = 1.0 if self.grad_scale is None else self.grad_scale()
         self._weight = 1.0 / (self.world_size * self._scale)
 
-    def _take(self, bucket: dist.GradBucket) -> list[tuple[Slot, torch.Tensor]]:
-        """Add a bucket's gradients to the residuals."""
-        pieces = []
-        for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
-            slot, flat = self.slots[parameter], flat_view(gradient)
-            pieces.append((slot, flat))
-            if self._finite:
-                local = flat.cpu() if self.on_host else flat
-                self._finite = self.encoder.accumulate(slot, local, self._weight, hold=self.hold_unused)
-        return pieces
+    def _pieces(self, bucket: dist.GradBucket) -> list[tuple[Slot, torch.Tensor]]:
+        """Gradients of a bucket and their places in the residual."""
+        return [
+            (self.slots[parameter], flat_view(gradient))
+            for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True)
+        ]
+
+    def _take(self, *, everything: bool) -> None:
+        """Add gradients to the residuals, those of the cluster on its leader: what has come up, or all there are."""
+        while self._raised and (everything or self._raised[0][0] is None or self._raised[0][0].is_completed()):
+            raised, pieces = self._raised.pop(0)
+            if raised is not None:
+                raised.wait()
+            begin = self._clock.mark()
+            for slot, flat in pieces if self.topology.leads else ():
+                if self._finite:
+                    local = flat.cpu() if self.on_host else flat
+                    self._finite = self.encoder.accumulate(slot, local, self._weight, hold=self.hold_unused)
+            self._spans.append((begin, self._clock.mark()))
 
     def _exchange(self) -> None:
         """Send, receive, merge, and hand the sum to DDP."""
         sending = self._send()
-        packs = self.receive(sending) if self.late is None else self.late.turn(sending)
-        self.encoder.merge(packs)
-        for _, pieces, _ in self._waiting:
-            for slot, flat in pieces:
-                self._write(slot, flat)
-        count = sum(len(pack.indices) for pack in packs)
-        sent = (self.world_size - 1) * self.encoder.form.num_bytes
-        self.report.add(sent, count / self.layout.num_blocks, self._encode)
-        self.touch(packs)
+        self._arrived = "compressed"
+        if self.encoder.deferred:
+            self._hand_on(sending)
+        else:
+            self._merge(self.receive(sending) if self.late is None else self.late.turn(sending))
         self.encoder.finish()
         self.step += 1
         waiting, self._waiting = self._waiting, []
@@ -215,15 +216,18 @@ class BlockExchange:
 
     def _send(self) -> Sending:
         """Write this rank's message, and let it set out."""
-        begin = time.perf_counter()
-        if self._finite:
-            self.encoder.encode(self._message, step=self.step)
-        else:
-            self.encoder.give_up(self._message, step=self.step)
-        if self.on_host:
-            self.rows[self.rank].copy_(self._message)
-        self._encode += time.perf_counter() - begin
-        arrival = sums.gather_over_ranks(self.rows, self.rank, range(self.world_size), self.group)
+        self.settle()
+        begin = self._clock.mark()
+        if self.topology.leads:
+            if self._finite:
+                self.encoder.encode(self._message, step=self.step)
+            else:
+                self.encoder.give_up(self._message, step=self.step)
+            if self.on_host:
+                self.rows[self.topology.cluster].copy_(self._message)
+        self._spans.append((begin, self._clock.mark()))
+        arrived = self.messages.send(self.step, self.sent_bytes(self.density))
+        arrival = (self.way or self.topology).gather(self.rows, arrived)
         return Sending(self.rows, self.step, arrival, self._finite)
 
     def receive(self, sending: Sending) -> list[Pack]:
@@ -232,16 +236,70 @@ class BlockExchange:
         Raises:
             ValueError: if a message is malformed.
         """
-        sums.wait_for(sending.arrival)
+        sending.arrival.wait()
         rows = sending.rows.cpu() if self.on_host else sending.rows
         packs = self.encoder.read(rows, step=sending.step)
         if packs is None:
-            self._drop(sending, rows[self.rank])
+            self._drop(sending, rows[self.topology.cluster])
         return packs or []
 
+    def _merge(self, packs: list[Pack]) -> None:
+        """Keep the sum for an optimizer that takes blocks, or write it into DDP's buckets."""
+        self._count(sum(len(pack.indices) for pack in packs), self._spans)
+        if self.sparse_steps and self.settings.density <= sparse_steps.BREAK_EVEN:
+            total = merge_sparse(packs) if packs else self._dropped_sum()
+            if self._scale != 1.0 and packs:
+                total.values.mul_(self._scale)
+            self.gradients = block_gradients(total, self.slots)
+            return
+        self.encoder.merge(packs)
+        for _, pieces, _ in self._waiting:
+            for slot, flat in pieces:
+                self._write(slot, flat)
+
+    def _count(self, blocks: int, spans: list[tuple[Any, Any]]) -> None:
+        sent = self.sent_bytes(self.density) if self.topology.leads else 0.0
+        encode = sum(self._clock.seconds(begin, end) for begin, end in spans)
+        self.report.add(sent, blocks / self.layout.num_blocks, encode)
+
+    def _hand_on(self, sending: Sending) -> None:
+        """Let the device check and add up the messages; :meth:`settle` tells later what became of it."""
+        sending.arrival.wait()
+        self.encoder.receive(sending.rows, rank=self.topology.cluster, step=sending.step)
+        self.hook.step_dropped, self._queued = self.encoder.verdict, self._spans
+        weight = self._weight if self.topology.leads else 0.0  # of what went into the residual
+        for _, pieces, _ in self._waiting:
+            for slot, flat in pieces:
+                self.encoder.deliver(slot, flat, weight, scale=self._scale, fill=self._fill)
+
+    def settle(self) -> None:
+        """Look at what the device decided on the last step, if it is not known yet.
+
+        Raises:
+            ValueError: if a message of that step was malformed, naming rank and bucket; the same on all ranks.
+        """
+        outcome = self.encoder.outcome() if self.encoder.deferred else None
+        if outcome is not None:
+            self._count(outcome.blocks, self._queued)
+            if outcome.dropped and self.grad_scale is None:
+                self.dropped.add(outcome.step, "on some rank")
+
+    @property
+    def _fill(self) -> float:
+        """The gradient of a step that is left out: a loss scaler has to see it; without one, it is 0."""
+        return 0.0 if self.grad_scale is None else float("inf")
+
+    def _dropped_sum(self) -> Pack:
+        """No block; for a loss scaler, which has to see it, one infinite element of each parameter."""
+        block = self.layout.block
+        starts = [] if self.grad_scale is None else [slot.start // block for slot in self.layout.slots]
+        values = torch.zeros(len(starts), block)
+        values[:, 0] = float("inf")
+        return Pack(torch.tensor(starts, dtype=torch.int64), values)
+
     def _write(self, slot: Slot, flat: torch.Tensor) -> None:
-        if self.hook.step_dropped and self.grad_scale is not None:  # the loss scaler has to see it
-            flat.fill_(float("inf"))
+        if self.hook.step_dropped and self.grad_scale is not None:
+            flat.fill_(self._fill)
             return
         flat.copy_(self.encoder.merged[slot.start : slot.start + slot.numel])
         if self._scale != 1.0:
@@ -251,23 +309,13 @@ class BlockExchange:
         """Leave a step out; of one that is over, only what was sent can come back, since the gradient is gone."""
         if sending.step == self.step:
             self.encoder.undo()
-        elif sending.finite:
+        elif sending.finite and self.topology.leads:
             self.encoder.take_back(own)
         self.hook.step_dropped = True
-        self.dropped += 1
-        if self.grad_scale is None and (self.dropped & (self.dropped - 1)) == 0:  # 1, 2, 4, 8, ...
-            log.warning(
-                "a gradient was not finite in step %d on rank %s: all ranks left that gradient out (%d so far)",
-                sending.step,
-                "other than this" if sending.finite else "of this process",
-                self.dropped,
-            )
+        if self.grad_scale is None:
+            self.dropped.add(sending.step, f"on {'another rank than this' if sending.finite else 'this rank'}")
 
     # what was applied
-
-    def touch(self, packs: list[Pack]) -> None:
-        """The gradient that the optimizer gets next is the sum of these packs."""
-        self._packs = [pack.indices for pack in packs]
 
     def sums_of(self, packs: list[Pack]) -> dict[str, torch.Tensor]:
         """The sum of packs by parameter, flat."""
@@ -277,27 +325,27 @@ class BlockExchange:
         self.encoder.finish()
         return flat
 
-    def touched_blocks(self) -> dict[torch.Tensor, torch.Tensor] | None:
-        """Numbers of the blocks of each parameter that the last gradient touches; ``None`` if it was sent densely."""
-        if self._packs is None:
-            return None
-        nothing = torch.zeros(0, dtype=torch.int64, device=self.rows.device)
-        blocks = torch.cat([nothing, *self._packs]).unique()
-        starts = torch.tensor([slot.start // self.layout.block for slot in self.layout.slots])
-        ends = torch.searchsorted(
-            blocks.cpu(), torch.cat([starts[1:], torch.tensor([self.layout.num_blocks])])
-        ).tolist()
-        touched, begin = {}, 0
-        for parameter, end in zip(self.slots, ends, strict=True):
-            first = self.slots[parameter].start // self.layout.block
-            touched[parameter] = (blocks[begin:end] - first).to(parameter.device)
-            begin = end
-        return touched
+    def hand_over(self) -> None:
+        """After backward: give parameters their sparse gradients; leave out a dense sum that is not finite."""
+        arrived, self._arrived = self._arrived, None
+        if arrived == "dense" and self.grad_scale is None and not all_finite(self.slots):
+            clear(self.slots)
+            self.hook.step_dropped = True
+            self.dropped.add(self.step - 1, "on some rank")
+        if arrived == "compressed" and self.sparse_steps and self.encoder.deferred:
+            self.gradients = {p: BlockMarks(marks, p.grad) for p, marks in self._masks.items() if p.grad is not None}
+            return
+        if arrived is None or self.gradients is None:
+            return
+        for parameter, gradient in self.gradients.items():
+            if isinstance(gradient, BlockGradient) and (parameter.grad is not None or len(gradient.rows)):
+                parameter.grad = gradient.grad
 
     # state
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """What this rank has not sent yet, by parameter: a part of the weighted sum over ranks."""
+        self.settle()
         if self.late is not None:
             self.late.settle()
         flat = self.encoder.residual

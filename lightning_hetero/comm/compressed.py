@@ -1,20 +1,31 @@
 """Gradient compression of one rank, as the engine holds it: made when the model is known, saved with the checkpoint."""
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
-from lightning_hetero.comm.block_exchange import BlockExchange, StepReport
+from lightning_hetero.comm.block_exchange import BlockExchange
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState
-from lightning_hetero.comm.link import choose
+from lightning_hetero.comm.link import choose, latency
+from lightning_hetero.comm.messages import message_seconds
+from lightning_hetero.comm.sending import StepReport
+from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.torch_hooks import HalfExchange, LowRankExchange
+from lightning_hetero.compression.gradients import BlockGradient
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.bandwidth import LinkEstimate, MessageLink, sending_rate
 from lightning_hetero.core.compressors import Automatic, BlockTopK, Compressor, HalfPrecision, LowRank
-from lightning_hetero.optim.sparse import SparseOptimizer
+from lightning_hetero.core.tta import DensityChoice
+from lightning_hetero.optim.sparse import SparseAdamW, SparseSGD, sparse_steps
+from lightning_hetero.optim.sparse_steps import SparseSteps
 
 __all__ = ["GradientCompression"]
 
@@ -30,18 +41,30 @@ class GradientCompression:
         settings: the compressor.
         control: for what ranks agree on.
         hook: state of the gradient hook.
+        sparse: whether the optimizer takes sparse steps: ``False``, ``True``, or when momentum is paid, ``"ahead"``
+            (what ``True`` is) or ``"later"``.
     """
 
-    def __init__(self, settings: Compressor, control: ControlPlane, hook: HookState) -> None:
-        self.settings, self.control, self.hook = settings, control, hook
+    def __init__(
+        self, settings: Compressor, control: ControlPlane, hook: HookState, sparse: bool | str = False
+    ) -> None:
+        self.settings, self.control, self.hook, self.sparse = settings, control, hook, sparse
         self.exchange: Exchange | None = None
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, SparseSteps] = weakref.WeakKeyDictionary()
+        self.links = (LinkEstimate(),) * self._topology().size
+        self.choice: DensityChoice | None = None
+        self.latency = 0.0
+        self._seconds: float | None = None
         self._restored: dict[str, Any] = {}
         self._module: weakref.ref[nn.Module] | None = None
 
     @classmethod
-    def of(cls, settings: Any, control: ControlPlane, hook: HookState) -> "GradientCompression | None":
+    def of(cls, config: HeteroConfig, control: ControlPlane, hook: HookState) -> "GradientCompression | None":
         """Compression by these settings, ``None`` without any."""
-        return None if settings is None else cls(settings, control, hook)
+        if config.compression is None:
+            return None
+        return cls(config.compression, control, hook, config.sparse_optimizer)  # type: ignore[arg-type]
 
     def attach(
         self, module: nn.Module, *, grad_scale: Callable[[], float] | None = None, hold_unused: bool = False
@@ -63,17 +86,29 @@ class GradientCompression:
                 "compression= sends the gradients of one model, and a second one was set up. Put both into one module, "
                 "or set compression=None."
             )
+        if self._module is None or self._module() is not module:
+            self._optimizers = []
         self._module = weakref.ref(module)
         before, self.exchange = self.state_dict_of_rank(), None
-        if self.control.world_size == 1 or not parameters:
-            return
+        if self.control.world_size > 1 and parameters:
+            self._make(parameters, before, grad_scale, hold_unused)
+        self._connect()
+
+    def _make(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        before: dict[str, Any],
+        grad_scale: Callable[[], float] | None,
+        hold_unused: bool,
+    ) -> None:
         settings: Any = self.settings
         if isinstance(settings, Automatic):
-            settings = choose(settings, parameters, self.control)
+            settings = choose(settings, parameters, self.control, self._topology())
         if isinstance(settings, BlockTopK):
             self.exchange = BlockExchange(
                 settings, parameters, self.hook, self.control.rank, grad_scale=grad_scale, hold_unused=hold_unused
             )
+            self.latency = latency(self.control, self._topology(), next(iter(parameters.values())).device)
         elif isinstance(settings, LowRank):
             self.exchange = LowRankExchange(settings, parameters, self.hook, grad_scale=grad_scale)
         elif isinstance(settings, HalfPrecision):
@@ -84,16 +119,136 @@ class GradientCompression:
         elif before:  # another fit of the same run
             self._take_over(before)
 
-    def lead(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Tell sparse optimizers which blocks a gradient touches."""
-        for optimizer in optimizers:
-            if isinstance(optimizer, SparseOptimizer) and isinstance(self.exchange, BlockExchange):
-                optimizer.follow(self.exchange.touched_blocks, self.exchange.layout.block)
+    def _topology(self) -> Topology:
+        return self.hook.topology or Topology.straight(self.control.rank, self.control.world_size)
+
+    # the optimizer
+
+    def lead(self, optimizers: Iterable[torch.optim.Optimizer], *, more: bool = False) -> None:
+        """Let optimizers take sparse steps, those that are sparse by themselves and, if it was asked for, torch's own.
+
+        Args:
+            optimizers: all optimizers of the module.
+            more: whether they join those that were given before.
+
+        Raises:
+            ValueError: if sparse steps were asked for and cannot be.
+        """
+        self._optimizers = [*(self._optimizers if more else ()), *optimizers]
+        if self.sparse and len(self._optimizers) > 1:
+            raise ValueError(
+                f"sparse_optimizer={self.sparse!r} is for one optimizer, which takes all gradients; there are "
+                f"{len(self._optimizers)}. Use one, or set sparse_optimizer=False."
+            )
+        self._connect()
+
+    def _connect(self) -> None:
+        """Sparse steps if all optimizers have them, so that no one misses a dense gradient."""
+        exchange = self.exchange if isinstance(self.exchange, BlockExchange) else None
+        steps = [self._steps_of(optimizer) for optimizer in self._optimizers]
+        together = exchange is not None and bool(steps) and None not in steps
+        if exchange is not None:
+            exchange.sparse_steps = together
+        for one in steps:
+            if one is not None:
+                source = (lambda: exchange.gradients) if together and exchange is not None else None
+                one.follow(source, 16 if exchange is None else exchange.layout.block)
+        if self.sparse and exchange is not None:
+            check_trained(self._optimizers, exchange.slots)
+
+    def _steps_of(self, optimizer: torch.optim.Optimizer) -> SparseSteps | None:
+        if isinstance(optimizer, SparseSGD | SparseAdamW):
+            return optimizer.sparse
+        if self.sparse and optimizer not in self._steps:
+            self._steps[optimizer] = sparse_steps(optimizer, self.sparse if isinstance(self.sparse, str) else "ahead")
+        return self._steps.get(optimizer)
+
+    def hand_over(self) -> None:
+        """A backward pass is over: give parameters their sparse gradients, leave out what is not finite."""
+        if self.exchange is not None:
+            self.exchange.hand_over()
+
+    def stand_ins(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """What to clip in place of these parameters: whose gradient is sparse gives way to one that holds its values.
+
+        Norms and factors are then those of the merged gradient, over the blocks that were sent.
+        """
+        gradients = getattr(self.exchange, "gradients", None) or {}
+        found = []
+        for parameter in parameters:
+            gradient = gradients.get(parameter)
+            if not isinstance(gradient, BlockGradient) or not gradient.stands(parameter):
+                found.append(parameter)
+            elif len(gradient.rows):
+                stand_in = gradient.values.detach()
+                stand_in.grad = gradient.values
+                found.append(stand_in)
+        return found
+
+    # the link
+
+    def take_messages(self) -> npt.NDArray[np.float64]:
+        """Times of this rank's messages since the last call, of one shape on all ranks."""
+        return self.exchange.messages.take() if isinstance(self.exchange, BlockExchange) else np.zeros(0)
+
+    def see_messages(self, everyone: npt.NDArray[np.float64]) -> None:
+        """What all ranks saw of their messages: move the estimate of each rank's rate, the same on all of them."""
+        seen = message_seconds(everyone.reshape(len(everyone), -1, 2 + len(self.links))) if everyone.size else None
+        self._seconds = None if seen is None else float(seen[1].max())
+        if seen is None:
+            return
+        num_bytes, seconds = seen
+        self.latency = min(self.latency, float(seconds.max()))
+        self.links = tuple(
+            link.observe(sending_rate(num_bytes, took, self.latency))
+            for link, took in zip(self.links, seconds.tolist(), strict=True)
+        )
+
+    def link(self, *, hidden: bool) -> MessageLink | None:
+        """What a planner may know of the link; ``None`` where no density could be set."""
+        exchange = self.exchange
+        if not isinstance(exchange, BlockExchange):
+            return None
+        return MessageLink(exchange.density, exchange.sent_bytes, self.links, self._seconds, hidden, self.latency)
+
+    def set_density(self, density: float | None) -> None:
+        """Send another share of the blocks from the next step on, on all ranks together; ``None`` leaves it."""
+        if density is not None and isinstance(self.exchange, BlockExchange):
+            self.exchange.set_density(density)
+
+    def follow(self, choice: DensityChoice | None) -> None:
+        """Send as densely as rank 0 has chosen, and let it say so if that is a change."""
+        if choice is None or not isinstance(self.exchange, BlockExchange):
+            return
+        bound = self.choice is not None and self.choice.network_bound
+        before, self.choice = self.exchange.density, choice
+        self.exchange.set_density(choice.density)
+        if self.control.rank == 0 and (choice.density != before or choice.network_bound != bound):
+            rates = [link.rate or math.inf for link in self.links]
+            log.log(
+                logging.WARNING if choice.network_bound else logging.INFO,
+                "density %.3g -> %.3g: rank %d sends %.4g MB/s at the least; %s",
+                before,
+                choice.density,
+                rates.index(min(rates)),
+                min(rates) / 1e6,
+                choice.describe(),
+            )
 
     # state
 
+    def settle(self) -> None:
+        """Look at what the device decided on the last step, if it is not known yet (block top-k on GPU).
+
+        Raises:
+            ValueError: if a message of that step was malformed, naming rank and bucket; the same on all ranks.
+        """
+        if isinstance(self.exchange, BlockExchange):
+            self.exchange.settle()
+
     def take_report(self) -> StepReport | None:
         """What was sent since the last call, ``None`` if nothing was."""
+        self.settle()
         if self.exchange is None or self.exchange.report.steps == 0:
             return None
         report, self.exchange.report = self.exchange.report, StepReport()
@@ -104,12 +259,22 @@ class GradientCompression:
         report = self.take_report()
         if report is None:
             return {}
-        return {
+        metrics = {
             "hetero/bytes_sent": report.sent / report.steps,
             "hetero/bytes_received": report.received / report.steps,
             "hetero/compression_density": report.density / report.steps,
             "hetero/encode_time": report.encode / report.steps,
         }
+        rates = [link.rate for link in self.links if link.rate is not None]
+        leaders = [members[0] for members in self._topology().clusters]
+        metrics |= {f"hetero/bandwidth/rank{i}": rate for i, rate in zip(leaders, rates, strict=False)}
+        if rates:
+            metrics["hetero/bandwidth"] = min(rates)
+        if self._seconds is not None:
+            metrics["hetero/transfer_time"] = self._seconds
+        if self.choice is not None:
+            metrics["hetero/time_to_accuracy"] = self.choice.objective
+        return metrics
 
     def state_dict_of_rank(self) -> dict[str, Any]:
         """Residuals by parameter, and what else this rank needs to go on."""
@@ -122,9 +287,13 @@ class GradientCompression:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """State of all ranks, on rank 0; empty elsewhere. A collective call."""
+        """State of all ranks, on rank 0; empty elsewhere. A collective call, which pays what sparse steps owe."""
+        for optimizer in self._optimizers:
+            steps = self._steps_of(optimizer)
+            if steps is not None:
+                steps.settle()
         everyone = self.control.gather_objects_at_zero(self.state_dict_of_rank() or self._own_share(self._restored))
-        return {"ranks": everyone} if everyone and any(everyone) else {}
+        return {"ranks": everyone, "clusters": self._topology().clusters} if everyone and any(everyone) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the residuals of an earlier run, once the model is attached or at once."""
@@ -145,11 +314,15 @@ class GradientCompression:
             log.warning("the checkpoint has gradients that were not sent yet, which 16-bit sums cannot send")
 
     def _own_share(self, state: dict[str, Any]) -> dict[str, Any]:
-        """This rank's own state, or an equal share of the sum of all residuals on another number of ranks."""
+        """This rank's own state, or, among other workers, an equal share of the sum of all residuals.
+
+        In a hierarchy only the leaders of clusters hold residuals.
+        """
         if not state:
             return {}
-        ranks, world_size = state["ranks"], self.control.world_size
-        if len(ranks) == world_size:
+        ranks, topology = state["ranks"], self._topology()
+        before = state.get("clusters", tuple((rank,) for rank in range(len(ranks))))
+        if before == topology.clusters:
             own: dict[str, Any] = ranks[self.control.rank]
             return own
         total: dict[str, torch.Tensor] = {}
@@ -157,8 +330,9 @@ class GradientCompression:
             for name, residual in rank["residuals"].items():
                 total[name] = total[name] + residual if name in total else residual.clone()
         if self.control.rank == 0:
-            log.info("residuals of %d ranks were summed and split over %d", len(ranks), world_size)
-        return {**ranks[0], "residuals": {name: residual / world_size for name, residual in total.items()}}
+            log.info("residuals of %d ranks were summed and split over %d", len(before), topology.size)
+        share = {name: residual / topology.size for name, residual in total.items()} if topology.leads else {}
+        return {**ranks[0], "residuals": share}
 
 
 def check_parameters(parameters: Mapping[str, torch.Tensor]) -> None:
@@ -174,3 +348,24 @@ def check_parameters(parameters: Mapping[str, torch.Tensor]) -> None:
                 f"compression cannot send the gradient of {name}, which is {parameter.dtype} and {parameter.layout}; "
                 "allowed are dense parameters of float32, bfloat16, float16 and float64. Set compression=None."
             )
+
+
+def check_trained(optimizers: Iterable[torch.optim.Optimizer], known: Mapping[torch.Tensor, Any]) -> None:
+    """Check that an optimizer trains nothing but what is compressed.
+
+    Raises:
+        ValueError: if it does.
+    """
+    strange = [
+        tuple(p.shape)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad and p not in known
+    ]
+    if strange:
+        raise ValueError(
+            f"sparse_optimizer: the optimizer trains {len(strange)} parameters outside of the module (the first has "
+            f"shape {strange[0]}), which get no compressed gradient. Give it the module's, or set "
+            "sparse_optimizer=False."
+        )

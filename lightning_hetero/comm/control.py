@@ -3,6 +3,7 @@
 import atexit
 import pickle
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -99,6 +100,27 @@ class ControlPlane:
         box = [_portable(value) if self.rank == 0 and isinstance(value, Exception) else value]
         dist.broadcast_object_list(box, src=0, group=self._group)
         return value if self.rank == 0 else box[0]
+
+    def decide(self, decision: Callable[[], Any]) -> Any:
+        """What rank 0 decides, on all ranks; what it raises, every rank raises, so that none waits for it in vain."""
+        value: Any = None
+        if self.rank == 0:
+            try:
+                value = decision()
+            except Exception as error:  # noqa: BLE001 - travels as a value, because every rank has to raise it
+                value = error
+        value = self.broadcast_object(value)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send a tensor on the host to one rank, which has to :meth:`receive` it."""
+        dist.send(tensor, to, group=self._group)
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """Fill a tensor on the host with what one rank sends."""
+        dist.recv(tensor, source, group=self._group)
 
     def require_equal(self, what: str, value: Any) -> None:
         """Raise on every rank if one rank's value differs from the others'.

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.comm.block_exchange import BlockExchange, Sending
+from lightning_hetero.comm.block_exchange import BlockExchange
 from lightning_hetero.comm.clock import Clock
 from lightning_hetero.comm.delays import Delays
-from lightning_hetero.comm.sums import wait_for
+from lightning_hetero.comm.sending import Sending
+from lightning_hetero.comm.topology import Topology
 from lightning_hetero.compression.layout import flat_view
 from lightning_hetero.compression.reference import Pack
 from lightning_hetero.core.bandwidth import LinkEstimate
@@ -27,11 +28,12 @@ class DelayedBlocks(Delays):
 
     Args:
         limit: greatest delay in steps, 0 or 1.
-        exchange: sends and receives; its messages take the process group of this object.
+        exchange: sends and receives; its messages take the way of this object.
         parameters: the module's parameters that need gradients, by name.
         clock: marks moments on this rank's device.
         hysteresis: least predicted gain for which messages are delayed, as a share of the step time.
-        group: process group for messages, so that no other collective waits behind them; ``None`` for the default.
+        topology: way of messages, with process groups of its own, so that no other collective waits behind them;
+            ``None`` for that of the exchange.
         restored: :meth:`state_dict` of an earlier run, or that of delayed dense sums.
         running: set of callbacks that a thread of the process group may still hold.
     """
@@ -46,17 +48,18 @@ class DelayedBlocks(Delays):
         *,
         clock: Clock,
         hysteresis: float = 0.03,
-        group: Any = None,
+        topology: Topology | None = None,
         restored: dict[str, Any] | None = None,
         running: Any = None,
     ) -> None:
-        super().__init__(limit, parameters, clock=clock, hysteresis=hysteresis, group=group, running=running)
+        super().__init__(limit, parameters, clock=clock, hysteresis=hysteresis, topology=topology, running=running)
+        exchange.read_on_host()
         self.exchange, self.delayed = exchange, False
         self._under_way: Sending | None = None
         self._owed: list[Pack] = []
         self._spare: torch.Tensor | None = None
         self._in_vain = False
-        exchange.late, exchange.group = self, group
+        exchange.late, exchange.way = self, topology
         self.load_state_dict(restored or {})
 
     # the hook
@@ -88,7 +91,9 @@ class DelayedBlocks(Delays):
 
         A gradient that is not finite leaves the residual now, since it will be gone when the others learn of it.
         """
-        sending.finite = sending.finite and not self.exchange.encoder.form.gave_up(sending.rows[self.exchange.rank])
+        topology, form = self.exchange.topology, self.exchange.encoder.form
+        if topology.leads and form.gave_up(sending.rows[topology.cluster]):
+            sending.finite = False
         if not sending.finite:
             self.exchange.encoder.undo()
         self._under_way = sending
@@ -105,7 +110,7 @@ class DelayedBlocks(Delays):
         self._say_in_vain(last=bucket.is_last())
         if self._owed:
             self.exchange.hook.exact_sum = False
-            if self.exchange.rank == 0:
+            if self.exchange.topology.rank == 0:
                 for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
                     slot, flat = self.exchange.slots[parameter], flat_view(gradient)
                     merged = self.exchange.encoder.merged[slot.start : slot.start + slot.numel]
@@ -116,7 +121,8 @@ class DelayedBlocks(Delays):
 
     def _say_in_vain(self, last: bool = True) -> None:
         """Tell the hook in this step that the messages of the step before were left out."""
-        self.exchange.hook.step_dropped |= self._in_vain
+        if self._in_vain:
+            self.exchange.hook.step_dropped = True
         self._in_vain = self._in_vain and not last
 
     # sums that are owed
@@ -134,7 +140,7 @@ class DelayedBlocks(Delays):
         owed, self._owed = self._owed, []
         if not owed:
             return {}
-        self.exchange.touch(owed)
+        self.exchange.gradients = None  # what follows is a dense step
         sums = self.exchange.sums_of(owed)
         return {name: sums[name].to(p.device, p.dtype) for name, p in self.parameters.items()}
 
@@ -155,8 +161,12 @@ class DelayedBlocks(Delays):
             raise ValueError("staleness=0 awaits every gradient. Set staleness=1 to delay some of them.")
         self.delayed = delayed
 
+    def delay_all(self) -> None:
+        """Delay messages from the next backward pass on; all ranks have to call it together."""
+        self.delay(True)
+
     def _sent_bytes(self) -> list[float]:
-        return [(self.exchange.world_size - 1) * float(self.exchange.encoder.form.num_bytes)]
+        return [(self.exchange.topology.size - 1) * float(self.exchange.encoder.form.num_bytes)]
 
     def _fresh(self) -> int:
         return int(not self.delayed)
@@ -185,7 +195,7 @@ class DelayedBlocks(Delays):
             ValueError: if a sum does not fit its parameter.
         """
         if self._under_way is not None:
-            wait_for(self._under_way.arrival)
+            self._under_way.arrival.wait()
             self._spare, self._under_way = self._under_way.rows, None
         self._in_vain = False
         self.delayed = bool(self.limit) and set(self.parameters) <= set(state.get("delayed", ()))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from lightning_hetero.comm.clock import Clock
 from lightning_hetero.comm.control import ControlPlane
+from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.transfers import TransferLog, combine
 from lightning_hetero.core.bandwidth import LinkEstimate
 from lightning_hetero.core.delay import BucketTimes, DelayChoice, choose_fresh
@@ -31,7 +32,8 @@ class Delays:
         parameters: the module's parameters that need gradients, by name.
         clock: marks moments on this rank's device.
         hysteresis: least predicted gain for which more is delayed, as a share of the step time.
-        group: process group for what is delayed, so that no other collective waits behind it; ``None`` for the default.
+        topology: way of what is delayed, with process groups of its own, so that no other collective waits behind it;
+            ``None`` for that of what is fresh.
         running: set of callbacks that a thread of the process group may still hold.
 
     Attributes:
@@ -49,10 +51,10 @@ class Delays:
         *,
         clock: Clock,
         hysteresis: float = 0.03,
-        group: Any = None,
+        topology: Topology | None = None,
         running: Any = None,
     ) -> None:
-        self.limit, self.parameters, self.hysteresis, self.group = limit, parameters, hysteresis, group
+        self.limit, self.parameters, self.hysteresis, self.topology = limit, parameters, hysteresis, topology
         self.link = LinkEstimate()
         self.choice: DelayChoice | None = None
         self.gave_late = False
@@ -81,6 +83,10 @@ class Delays:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; what is under way now belongs to steps that are taken back."""
+        raise NotImplementedError
+
+    def delay_all(self) -> None:
+        """Delay everything from the next backward pass on; all ranks have to call it together."""
         raise NotImplementedError
 
     def _sent_bytes(self) -> list[float]:
@@ -118,16 +124,7 @@ class Delays:
         if self.limit == 0 or not sent:
             return
         everyone = control.gather(self._log.take(len(sent)))
-        reply: Any = None
-        if control.rank == 0:
-            try:
-                reply = self._decide(everyone, sent)
-            except Exception as error:  # noqa: BLE001 - every rank has to raise it, none may wait for a decision
-                reply = error
-        reply = control.broadcast_object(reply)
-        if isinstance(reply, Exception):
-            raise reply
-        self.link, choice = reply
+        self.link, choice = control.decide(lambda: self._decide(everyone, sent))
         if choice is not None:
             self._follow(choice, len(sent), say=control.rank == 0)
 

@@ -1,4 +1,4 @@
-"""The one DDP communication hook: averages as DDP does, marks each bucket's times, takes squared norms on request.
+"""The one DDP communication hook: averages as DDP does, marks each bucket's times, takes norms on request.
 
 This module must not postpone the evaluation of annotations: torch inspects the hook's signature.
 """
@@ -15,7 +15,9 @@ import torch.distributed as dist
 from lightning_hetero.comm import sums
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.delays import Delays
+from lightning_hetero.comm.norms import GradientNorms
 from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.comm.topology import Topology
 
 __all__ = ["HookState", "gradient_hook"]
 
@@ -39,19 +41,19 @@ class HookState:
         weighted: whether the loss has to be weighted at present, so that an unweighted backward pass is an error.
         inner: a hook that does the averaging: a user's, e.g. ``fp16_compress_hook``, or a compressor.
         inner_state: its state.
+        topology: how gradients travel; straight between all ranks by default.
         staleness: averages in place of ``inner``, some buckets with a delay of one step.
         restored: state of ``staleness`` in a checkpoint, until there is one that takes it.
-        collect_norms: whether to take squared norms.
-        preconditioner: ``(parameter, gradient) -> gradient``, applied before norms are taken.
-        loss_scale: gives the factor on the loss of a gradient scaler, as a number or on the device; norms are those
-            without it.
+        collect_norms: whether to take norms.
+        norms: takes the norms.
         exact_sum: whether the running step's gradient is the sum of all ranks', rather than a compressed one.
         one_message: whether all buckets are exchanged together with the last one.
-        step_dropped: whether the running step was left out on all ranks, because a gradient was not finite.
+        step_dropped: whether the running step was left out on all ranks, because a gradient was not finite; on GPU a
+            number on the device, 0 if it was not.
         fired: whether a bucket was averaged since :meth:`take_fired`.
-        local_sq_norms: squared norm of each bucket before averaging, of the running step.
-        global_sq_norms: the same after averaging.
-        late_sq_norms: the same of buckets that got the sum of the step before.
+        local_squares: squared norms of the buckets before averaging, of the running step.
+        global_squares: the same after averaging.
+        late_squares: the same of buckets that got the sum of the step before.
     """
 
     observer: StepObserver
@@ -60,18 +62,18 @@ class HookState:
     weighted: bool = False
     inner: Hook | None = None
     inner_state: Any = None
+    topology: Topology | None = None
     staleness: Delays | None = None
     restored: dict[str, Any] = field(default_factory=dict)
     collect_norms: bool = False
-    preconditioner: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    loss_scale: Callable[[], torch.Tensor | float] | None = None
+    norms: GradientNorms = field(default_factory=GradientNorms)
     exact_sum: bool = True
     one_message: bool = False
-    step_dropped: bool = False
+    step_dropped: bool | torch.Tensor = False
     fired: bool = False
-    local_sq_norms: list[torch.Tensor] = field(default_factory=list)
-    global_sq_norms: list[torch.Tensor] = field(default_factory=list)
-    late_sq_norms: list[torch.Tensor] = field(default_factory=list)
+    local_squares: list[torch.Tensor] = field(default_factory=list)
+    global_squares: list[torch.Tensor] = field(default_factory=list)
+    late_squares: list[torch.Tensor] = field(default_factory=list)
     _running: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet, repr=False)
 
     def settle(self, timeout: float = 5.0) -> None:
@@ -99,38 +101,26 @@ class HookState:
         if self.staleness is not None:
             self.staleness.load_state_dict(state)
 
-    def sq_norm(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
-        """Squared norm of a bucket, whose parameters lie one after the other in it."""
-        if self.preconditioner is None:
-            norm = _sq_norm(flat)
-        else:
-            parts = flat.view(-1).split([parameter.numel() for parameter in parameters])
-            seen = [self.preconditioner(p, _laid_out_as(p, part)) for p, part in zip(parameters, parts, strict=True)]
-            norm = torch.stack([_sq_norm(part) for part in seen]).sum()
-        return norm if self.loss_scale is None else norm / self.loss_scale() ** 2
-
     def take_fired(self) -> bool:
         """Whether a bucket was averaged since the last call."""
         fired, self.fired = self.fired, False
         return fired
 
-    def take_norms(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Sums of the squared norms since the last call, on the device; ``None`` if there are none.
+    def take_squares(self) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+        """Squared norms of the buckets since the last call, before and after averaging; ``None`` if there are none.
 
-        The local one is that of the *weighted* gradient: divide by ``(W b_i / B)^2`` for the worker's own mean
-        gradient.
+        Those before are of the *weighted* gradient: divide by ``(W b_i / B)^2`` for the worker's own mean gradient.
         """
-        if not self.local_sq_norms:
+        if not self.local_squares:
             return None
-        local = torch.stack(self.local_sq_norms).sum()
-        norms = local, sum(self.global_sq_norms, torch.zeros_like(local))
-        self.local_sq_norms, self.global_sq_norms = [], []
-        return norms
+        squares = self.local_squares, self.global_squares
+        self.local_squares, self.global_squares = [], []
+        return squares
 
-    def take_late_norm(self) -> torch.Tensor | float:
-        """Sum of the squared norms of what belongs to the step before, since the last call."""
-        norm, self.late_sq_norms = sum(self.late_sq_norms), []
-        return norm
+    def take_late_squares(self) -> list[torch.Tensor]:
+        """Squared norms of what belongs to the step before, since the last call."""
+        squares, self.late_squares = self.late_squares, []
+        return squares
 
 
 def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -145,19 +135,18 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
         raise RuntimeError(DIRECT_BACKWARD)
     state.fired = True
     number = state.observer.bucket_ready()
-    parameters = bucket.parameters() if state.collect_norms else []
-    buffer = bucket.buffer()
+    buffer, parameters = bucket.buffer(), bucket.parameters
     if state.collect_norms:
-        state.local_sq_norms.append(state.sq_norm(buffer, parameters))
-    averaged = state.global_sq_norms
+        state.local_squares.extend(state.norms.of_bucket(buffer, parameters))
+    averaged = state.global_squares
     if state.staleness is not None:
         future = state.staleness(bucket)
-        averaged = state.late_sq_norms if state.staleness.gave_late else averaged
+        averaged = state.late_squares if state.staleness.gave_late else averaged
     elif state.inner is not None:
         future = state.inner(state.inner_state, bucket)
     else:
         buffer.div_(state.world_size)
-        future = sums.sum_over_ranks(buffer)
+        future = sums.sum_over_ranks(buffer) if state.topology is None else state.topology.sum(buffer)
 
     early = state.one_message and not bucket.is_last()
     if early:  # it travels with the last bucket, so what it waits for is no communication of its own
@@ -169,25 +158,8 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
         if not early:
             state.observer.bucket_done(number)
         if state.collect_norms:
-            averaged.append(state.sq_norm(result, parameters))
+            averaged.extend(state.norms.of_bucket(result, parameters))
         return result
 
     state._running.add(finish)
     return future.then(finish)
-
-
-def _laid_out_as(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A parameter's gradient in a bucket, where DDP keeps the parameter's own order in memory (channels last, say)."""
-    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
-    return (
-        part.as_strided(parameter.size(), parameter.stride(), part.storage_offset())
-        if dense
-        else part.view_as(parameter)
-    )
-
-
-def _sq_norm(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().reshape(-1)
-    return torch.linalg.vector_norm(
-        flat, dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32
-    ).square()

@@ -1,4 +1,4 @@
-"""``compression="auto"``: measure the link and the cost of selection once, when the model is known."""
+"""What is measured before training: a link's latency; for ``compression="auto"`` its rate and the cost of selection."""
 
 import logging
 import time
@@ -8,15 +8,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.comm.block_exchange import gather_rows
 from lightning_hetero.comm.control import ControlPlane
-from lightning_hetero.compression.encoder import BlockEncoder
+from lightning_hetero.comm.topology import Topology
+from lightning_hetero.compression.encoder import cpu_encoder
 from lightning_hetero.compression.layout import Layout
 from lightning_hetero.compression.wire import MessageFormat
 from lightning_hetero.core.compressors import Automatic, BlockTopK, blocks_per_rank
 from lightning_hetero.core.link_model import LinkMeasurement, choose_density
 
-__all__ = ["choose", "measure"]
+__all__ = ["choose", "latency", "measure"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -25,9 +25,11 @@ REPEATS = 3
 SAMPLE_ELEMENTS = 8_000_000
 
 
-def choose(settings: Automatic, parameters: Mapping[str, torch.Tensor], control: ControlPlane) -> BlockTopK | None:
+def choose(
+    settings: Automatic, parameters: Mapping[str, torch.Tensor], control: ControlPlane, topology: Topology
+) -> BlockTopK | None:
     """Block top-k at the density that the measurements speak for, ``None`` for dense sums; a collective call."""
-    measured = measure(parameters, control, settings)
+    measured = measure(parameters, control, topology, settings)
     choice = choose_density(measured, settings.densities, settings.value_dtype)
     if control.rank == 0:
         log.info("compression='auto': %s", choice.describe())
@@ -36,26 +38,33 @@ def choose(settings: Automatic, parameters: Mapping[str, torch.Tensor], control:
     return BlockTopK(density=choice.density, value_dtype=settings.value_dtype)
 
 
-def measure(parameters: Mapping[str, torch.Tensor], control: ControlPlane, settings: Automatic) -> LinkMeasurement:
+def measure(
+    parameters: Mapping[str, torch.Tensor], control: ControlPlane, topology: Topology, settings: Automatic
+) -> LinkMeasurement:
     """Latency and rate of the exchange and cost of selection: the best of three, of the slowest rank."""
     device = next(iter(parameters.values())).device
     numel = sum(p.numel() for p in parameters.values())
-    small, large = (_exchange_seconds(size, control, device) for size in (64, PROBE_BYTES))
+    small, large = (_exchange_seconds(size, topology, device) for size in (64, PROBE_BYTES))
     encode = _encode_seconds(numel, settings) if device.type == "cpu" else 0.0
     mine = np.array([small, max(large - small, 1e-9), encode])
     latency, transfer, encode = control.gather(mine).max(axis=0)
-    rate = (control.world_size - 1) * PROBE_BYTES / transfer
+    rate = (topology.size - 1) * PROBE_BYTES / transfer
     size = max(p.element_size() for p in parameters.values())
-    return LinkMeasurement(float(latency), float(rate), float(encode), control.world_size, numel, size)
+    return LinkMeasurement(float(latency), float(rate), float(encode), topology.size, numel, size)
 
 
-def _exchange_seconds(size: int, control: ControlPlane, device: torch.device) -> float:
-    rows = torch.zeros((control.world_size, size), dtype=torch.uint8, device=device)
+def latency(control: ControlPlane, topology: Topology, device: torch.device) -> float:
+    """Seconds of an exchange of next to nothing: the best of three, of the slowest rank; a collective call."""
+    return float(control.gather(np.array([_exchange_seconds(64, topology, device)])).max())
+
+
+def _exchange_seconds(size: int, topology: Topology, device: torch.device) -> float:
+    rows = torch.zeros((topology.size, size), dtype=torch.uint8, device=device)
     best = float("inf")
     for _ in range(REPEATS):
         dist.barrier()
         begin = time.perf_counter()
-        gather_rows(rows, control.rank)
+        topology.gather(rows).wait()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - begin)
@@ -67,7 +76,7 @@ def _encode_seconds(numel: int, settings: Automatic) -> float:
     sample = min(numel, SAMPLE_ELEMENTS)
     layout = Layout.of([("probe", sample)], 16)
     k = blocks_per_rank(layout.num_blocks, settings.densities[len(settings.densities) // 2], 2)
-    encoder = BlockEncoder(layout, MessageFormat(layout.num_blocks, k, 16, settings.value_dtype))
+    encoder = cpu_encoder(layout, MessageFormat(layout.num_blocks, k, 16, settings.value_dtype))
     gradient = torch.rand(sample)
     message = torch.zeros(encoder.form.num_bytes, dtype=torch.uint8)
     best = float("inf")

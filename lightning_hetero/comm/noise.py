@@ -1,59 +1,145 @@
 """Collects what the gradient noise scale needs, on the device, with one small message an interval.
 
-The estimators of :mod:`lightning_hetero.core.noise_scale` are linear in the squared norms, so each rank adds up its
-own part, ``w_i S_i`` with ``S_i`` of Cannikin, eq. 10, and the parts are summed over ranks when the interval ends. No
-gradient is kept or copied, and nothing waits for the device in between.
+The estimators of :mod:`lightning_hetero.core.noise_window` are linear in squared norms, so each rank adds up its own
+part, and the parts are summed over ranks when the interval ends. No gradient is kept or copied, and nothing waits for
+the device in between: a step costs its norms, and they are put together for many steps at once.
 """
 
 import logging
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from lightning_hetero.comm.gradient_hook import HookState
-from lightning_hetero.core.noise_scale import METHODS, RunningNoiseScale, estimate_from_local_norms
+from lightning_hetero.core.noise_scale import RunningNoiseScale
+from lightning_hetero.core.noise_window import WindowEstimator, window_estimator
 
-__all__ = ["NOISE_FIELDS", "NoiseCollector", "merge_parts"]
+__all__ = ["NOISE_FIELDS", "NoiseCollector", "NoiseSums", "merge_parts", "own_part"]
 
 NOISE_FIELDS = 5
+HELD = 32
+"""Steps of which norms wait, as numbers on the device, until they are added up together."""
 PRECONDITIONED_AFTER = 10
 """Steps after which Adam's second moments are an average of some gradients, and not just the last one."""
 
 log = logging.getLogger("lightning_hetero")
 
+Squares = Sequence[torch.Tensor]
+"""Parts of a squared norm, to be added up: one for each bucket, say."""
 
-@dataclass(frozen=True)
-class _Seen:
-    """Norms of one step; of gradients that arrive a step later, until the next step has theirs.
 
-    Args:
-        norms: squared norms of this rank's gradient and of the averaged one, without what comes later.
-        sizes: samples of every rank.
-        micro_batches: micro-batches of the step.
-        exact: whether the averaged gradient is the sum of all ranks', rather than a compressed one.
-        kind: what of it comes a step later.
+class NoiseSums:
+    """One rank's part of the sums over steps of ``S`` and of ``|g|^2``, each weighted by the samples of its step.
+
+    Steps with a gradient that is not finite are left out: the averaged gradient is the same on all ranks, so all leave
+    out the same steps.
+
+    Example:
+        >>> sums, estimator = NoiseSums(), window_estimator(((4,), (4,)), nested=True)
+        >>> whole = [torch.tensor(0.5), torch.tensor(0.5)]
+        >>> sums.add(estimator.parts[0], estimator.samples, [[torch.tensor(0.5625)], whole, whole])
+        >>> sums.take().tolist()  # B S, B |g|^2, steps and samples that are finite, steps
+        [80.0, 8.0, 1.0, 8.0, 1.0]
     """
 
-    norms: tuple[torch.Tensor, torch.Tensor]
-    sizes: tuple[int, ...]
-    micro_batches: int
+    def __init__(self) -> None:
+        self._sums: torch.Tensor | None = None
+        self._steps = 0
+        self._squares: list[torch.Tensor] = []
+        self._places: list[int] = []
+        self._parts: list[Sequence[Sequence[float]]] = []
+        self._samples: list[float] = []
+
+    @property
+    def steps(self) -> int:
+        """Steps since the last :meth:`take`."""
+        return self._steps
+
+    def add(self, part: Sequence[Sequence[float]], samples: float, squares: Sequence[Squares]) -> None:
+        """Add a step.
+
+        Args:
+            part: this rank's coefficients, of :class:`~lightning_hetero.core.noise_window.WindowEstimator`.
+            samples: samples that the step counts for.
+            squares: squared norms of the first micro-batch, of the whole window, and of the average.
+        """
+        for kind, several in enumerate(squares):
+            self._squares += several
+            self._places += [3 * len(self._parts) + kind] * len(several)
+        self._parts.append(part)
+        self._samples.append(samples)
+        self._steps += 1
+        if len(self._parts) >= HELD:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Add up the steps that wait."""
+        if not self._parts:
+            return
+        squares = torch.stack(self._squares).double()
+        places = torch.tensor(self._places, device=squares.device)
+        norms = squares.new_zeros(3 * len(self._parts)).index_add_(0, places, squares).view(-1, 3)
+        weights = squares.new_tensor(self._samples)[:, None]
+        sums = (squares.new_tensor(self._parts) @ norms[:, :, None])[:, :, 0] * weights
+        finite = norms[:, 2:].isfinite()
+        each = torch.cat([sums, torch.ones_like(weights), weights], dim=1)
+        new = each.masked_fill(~finite, 0.0).sum(dim=0)
+        self._sums = new if self._sums is None else self._sums.to(new.device) + new
+        self._squares, self._places, self._parts, self._samples = [], [], [], []
+
+    def peek(self) -> np.ndarray:
+        """``(sum of B S, of B |g|^2, finite steps, their samples, steps)`` since the last :meth:`take`."""
+        self._settle()
+        sums = [0.0] * 4 if self._sums is None else self._sums.tolist()
+        return np.array([*sums, self._steps])
+
+    def take(self) -> np.ndarray:
+        """As :meth:`peek`, and begin anew."""
+        out = self.peek()
+        self._sums, self._steps = None, 0
+        return out
+
+    def load(self, part: Sequence[float]) -> None:
+        """Go on from what :meth:`peek` gave."""
+        self._sums, self._steps = torch.tensor(part[:4], dtype=torch.float64), int(part[4])
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A step whose averaged gradient, or a part of it, arrives with the next step.
+
+    Args:
+        estimator: of its window.
+        first: squared norms of the first micro-batch.
+        local: of this rank's gradient.
+        whole: of what of the averaged one has come.
+        exact: whether the averaged gradient is the sum of all ranks', rather than a compressed one.
+        kind: what of it comes with the next step, if that delays the same.
+    """
+
+    estimator: WindowEstimator
+    first: Squares
+    local: Squares
+    whole: Squares
     exact: bool
     kind: list[Any]
 
-    def completed(self, late: torch.Tensor | float, dropped: bool) -> "_Seen":
-        """With the squared norm that came later; not finite if the step was left out."""
-        whole = torch.full_like(self.norms[1], torch.nan) if dropped else self.norms[1] + (late if self.exact else 0.0)
-        return replace(self, norms=(self.norms[0], whole))
+
+def _unless(dropped: bool | torch.Tensor, squares: Squares) -> list[torch.Tensor]:
+    """Squared norms, not finite if the step was left out."""
+    if isinstance(dropped, torch.Tensor):
+        return [torch.where(dropped != 0, torch.nan, value) for value in squares]
+    return [torch.full_like(value, torch.nan) if dropped else value for value in squares]
 
 
 class NoiseCollector:
-    """Adds up one rank's contributions to ``tr(Sigma)`` and ``|g|^2``.
+    """Adds up one rank's contributions to ``tr(Sigma)`` and ``|g|^2`` from the norms of a gradient hook.
 
-    Steps with a gradient that is not finite are left out: the averaged gradient is the same on all ranks, so all
-    leave out the same steps. Steps in which fewer than two ranks have samples are left out too.
+    Windows that cannot tell noise from signal are left out, on all ranks alike: those in which fewer than two ranks
+    have samples, and those whose micro-batches were split in too different ways.
 
     Args:
         hook: state of the gradient hook, which takes the norms.
@@ -61,6 +147,7 @@ class NoiseCollector:
         method: weights of the local estimates, a name of :data:`~lightning_hetero.core.noise_scale.METHODS`.
         every_n_steps: take norms in every n-th step only.
         horizon: samples over which the running estimate looks back.
+        summed: whether losses are sums over samples rather than means.
     """
 
     def __init__(
@@ -71,143 +158,127 @@ class NoiseCollector:
         method: str = "pooled",
         every_n_steps: int = 1,
         horizon: float = 50_000.0,
+        summed: bool = False,
     ) -> None:
         self.hook, self.rank, self.method, self.every_n_steps = hook, rank, method, every_n_steps
+        self.summed = summed
         self.running = RunningNoiseScale(horizon=horizon)
+        self.sums = NoiseSums()
+        self.number = 0
+        """Optimizer steps so far, also of the run that this one resumes."""
+        self.divisor: int | None = None
+        """What losses of micro-batches are divided by; by default, the number of those in the window."""
         self._window: list[tuple[int, ...]] = []
-        self._sums: torch.Tensor | None = None
-        self._steps = 0
-        self._inverse = 0.0
+        self._first: list[torch.Tensor] = []
         self._warned = False
-        self._held: _Seen | None = None
-        self._counts = False
+        self._held: _Held | None = None
 
-    def begin_step(self, number: int, sizes: tuple[int, ...]) -> None:
-        """A micro-batch of these sizes begins, in the optimizer step of this number."""
-        known = self.hook.preconditioner is None or number >= PRECONDITIONED_AFTER
-        self._counts = number % self.every_n_steps == 0
-        follows = self.hook.staleness is not None and (number - 1) % self.every_n_steps == 0
-        self.hook.collect_norms = known and (self._counts or follows)
+    def begin_step(self, sizes: tuple[int, ...]) -> None:
+        """A micro-batch of these sizes begins."""
+        known = self.hook.norms.preconditioner is None or self.number >= PRECONDITIONED_AFTER
+        due = self.number % self.every_n_steps == 0
+        self.hook.collect_norms = known and (due or self._held is not None)
         self._window.append(sizes)
+
+    def first_backward(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Gradients of the first micro-batch lie in the parameters, if this is the one: take their norms."""
+        if self.hook.collect_norms and len(self._window) == 1:
+            self._first = self.hook.norms.of_parameters(parameters)
 
     def end_step(self) -> None:
         """The gradients of an optimizer step were averaged: take their norms."""
-        norms, late = self.hook.take_norms(), self.hook.take_late_norm()
+        due = self.number % self.every_n_steps == 0
+        self.number += 1
+        squares, late = self.hook.take_squares(), self.hook.take_late_squares()
         dropped, self.hook.step_dropped = self.hook.step_dropped, False
-        (sizes, *others), micro_batches, self._window = self._window, len(self._window), []
+        window, self._window = tuple(self._window), []
+        first, self._first = self._first, []
         kind = [] if self.hook.staleness is None else self.hook.staleness.step_kind
-        held, self._held = self._held, None
-        if held is not None and norms is not None and held.kind == kind:
-            self._count(held.completed(late, dropped))
-        elif held is not None and not held.exact:
-            self._count(held.completed(0.0, dropped))
-        unlike = any(other != sizes for other in others) or sum(size > 0 for size in sizes) < 2
-        if norms is None or not self._counts or unlike or None in kind:
+        self._complete(kind, late, dropped)
+        if squares is None or not due or None in kind:
             return
-        seen = _Seen(norms, sizes, micro_batches, self.hook.exact_sum, kind)
-        if kind:
-            self._held = seen
-        else:
-            self._count(seen.completed(0.0, dropped))
-
-    def _count(self, seen: "_Seen") -> None:
-        """Add a step to the sums, from what can be seen of it."""
-        if seen.exact:
-            self.add(seen.norms, seen.sizes, seen.micro_batches)
-        elif len({size for size in seen.sizes if size}) > 1:
-            self.add_local(seen.norms, seen.sizes, seen.micro_batches)
-        elif not self._warned:
+        local, whole = squares
+        if not kind:
+            whole = _unless(dropped, whole)
+        known = self.running.noise_scale
+        estimator = window_estimator(
+            window,
+            divisor=self.divisor,
+            summed=self.summed,
+            method=self.method,
+            nested=bool(first) and len(window) > 1,
+            exact=self.hook.exact_sum,
+            noise_scale=float("inf") if np.isnan(known) else known,
+        )
+        if estimator is not None and kind:
+            self._held = _Held(estimator, first if len(window) > 1 else [], local, whole, self.hook.exact_sum, kind)
+        elif estimator is not None:
+            self.add(estimator, first if len(window) > 1 else [], local, whole)
+        elif not self.hook.exact_sum and not self._warned:
             self._warned = True
             log.warning(
                 "the noise scale cannot be seen in compressed sums of equal batches (%s): it is estimated from dense "
                 "steps only, unless a delayed sum is in them. Use unequal batches, or set dense_every in BlockTopK and "
                 "staleness=0.",
-                "/".join(map(str, seen.sizes)),
+                "/".join(map(str, window[0])),
             )
 
-    def add(self, norms: tuple[torch.Tensor, torch.Tensor], sizes: tuple[int, ...], micro_batches: int = 1) -> None:
-        """Add a step in which every rank ran ``micro_batches`` batches of ``sizes``.
+    def _complete(self, kind: list[Any], late: Squares, dropped: bool | torch.Tensor) -> None:
+        """Add the step before, of which something came with this one."""
+        held, self._held = self._held, None
+        if held is not None and (held.kind == kind or not held.exact):
+            whole = _unless(dropped, [*held.whole, *late] if held.exact else held.whole)
+            self.add(held.estimator, held.first, held.local, whole)
 
-        Args:
-            norms: squared norms of this rank's weighted gradient and of the averaged one.
-            sizes: samples of every rank in each micro-batch.
-            micro_batches: micro-batches of the step; together they count as one batch of each rank.
-        """
-        local, whole = (norm.double() for norm in norms)
-        total, own = sum(sizes), sizes[self.rank]
-        mean_sq = local * ((total / (len(sizes) * own)) ** 2 if own else 0.0)
-        weight = _weights(self.method, sizes)[self.rank] * own * total / max(total - own, 1) * micro_batches
-        part = torch.stack([weight * (mean_sq - whole), whole, torch.ones_like(whole)])
-        part = torch.where(torch.isfinite(whole), part, torch.zeros_like(part))
-        self._sums = part if self._sums is None else self._sums + part
-        self._steps += 1
-        self._inverse += 1.0 / (total * micro_batches)
-
-    def add_local(self, norms: tuple[torch.Tensor, torch.Tensor], sizes: tuple[int, ...], micro_batches: int) -> None:
-        """Add a step whose sum was compressed, from the local norms of unequal batches alone.
-
-        The regression ``|g_i|^2 = |G|^2 + tr(Sigma) / b_i`` is linear in the norms, so that each rank adds its own
-        part; ``|g|^2`` of the sum that was not seen is ``|G|^2 + tr(Sigma) / B``.
-        """
-        local, whole = (norm.double() for norm in norms)
-        total, own, ranks = sum(sizes), sizes[self.rank], len(sizes)
-        mean_sq = local * ((total / (ranks * own)) ** 2 if own else 0.0)
-        trace, signal = _regression(sizes)
-        part = torch.stack(
-            [
-                trace[self.rank] * mean_sq * micro_batches,
-                (signal[self.rank] + trace[self.rank] / total) * mean_sq * ranks,
-                torch.ones_like(whole),
-            ]
-        )
-        part = torch.where(torch.isfinite(whole), part, torch.zeros_like(part))
-        self._sums = part if self._sums is None else self._sums + part
-        self._steps += 1
-        self._inverse += 1.0 / (total * micro_batches)
+    def add(self, estimator: WindowEstimator, first: Squares, local: Squares, whole: Squares) -> None:
+        """Add a step, by the squared norms of this rank's weighted gradient and of the averaged one."""
+        self.sums.add(estimator.parts[self.rank], estimator.samples, (first, local, whole))
 
     def take(self) -> np.ndarray:
-        """``(sum w_i S_i, sum |g|^2, finite steps, steps, sum 1 / B)`` since the last call."""
-        sums = torch.zeros(3) if self._sums is None else self._sums.cpu()
-        out = np.array([*sums.tolist(), self._steps, self._inverse])
-        self._sums, self._steps, self._inverse = None, 0, 0.0
-        return out
+        """This rank's part of the sums since the last call."""
+        return self.sums.take()
 
     def absorb(self, parts: np.ndarray) -> None:
         """Take the parts of all ranks, shape ``(ranks, 5)``, into the running estimate, the same on all ranks."""
         self.running = merge_parts(self.running, parts)
 
 
-@lru_cache(maxsize=64)
-def _weights(method: str, sizes: tuple[int, ...]) -> tuple[float, ...]:
-    """Weight of each rank's ``S_i``, 0 for ranks without samples."""
-    b = np.array(sizes, dtype=float)
-    weights = np.zeros(len(b))
-    weights[b > 0] = METHODS[method](b[b > 0])[1]
-    return tuple(float(w) for w in weights)
-
-
-@lru_cache(maxsize=64)
-def _regression(sizes: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Coefficients of each rank's ``|g_i|^2`` in ``tr(Sigma)`` and in ``|G|^2``, 0 for ranks without samples."""
-    units = np.eye(len(sizes))
-    estimates = [estimate_from_local_norms(unit, sizes) for unit in units]
-    return tuple(e.trace for e in estimates), tuple(e.grad_sq_norm for e in estimates)
-
-
-def merge_parts(running: RunningNoiseScale, parts: np.ndarray) -> RunningNoiseScale:
+def merge_parts(
+    running: RunningNoiseScale, parts: np.ndarray, *, biased: bool = False, weight: float = 1.0
+) -> RunningNoiseScale:
     """The running estimate with the parts of all ranks, shape ``(ranks, 5)``, of one interval.
 
+    Args:
+        running: estimate so far.
+        parts: :meth:`NoiseSums.take` of each rank.
+        biased: whether they rest on successive steps.
+        weight: steps that each of the steps counts as.
+
     Example:
-        >>> parts = np.array([[6.0, 4.5, 3, 3, 0.375], [6.0, 4.5, 3, 3, 0.375]])
+        >>> parts = np.array([[48.0, 18.0, 3, 24, 3], [48.0, 18.0, 3, 24, 3]])
         >>> round(merge_parts(RunningNoiseScale(), parts).noise_scale, 6)
         4.0
     """
-    finite, steps, inverse = parts[0, 2:]
+    finite, samples, steps = parts[0, 2:]
     if finite:
         running = running.update(
-            trace=float(parts[:, 0].sum() / finite),
-            global_sq_norm=float(parts[:, 1].mean() / finite),
-            total_batch_size=float(steps / inverse),
-            steps=float(finite),
+            trace=float(parts[:, 0].sum() / samples),
+            global_sq_norm=float(parts[:, 1].sum() / samples),
+            total_batch_size=float(samples / finite),
+            steps=float(finite) * weight,
+            biased=biased,
         )
     return running.left_out(int(steps - finite))
+
+
+def own_part(parts: Sequence[Sequence[float]], rank: int, world_size: int) -> list[float]:
+    """This rank's part of an interval that was cut, by another number of ranks perhaps.
+
+    Example:
+        >>> own_part([[6.0, 2.0, 3.0, 18.0, 3.0], [2.0, 2.0, 3.0, 18.0, 3.0]], rank=0, world_size=4)
+        [2.0, 1.0, 3.0, 18.0, 3.0]
+    """
+    if len(parts) == world_size:
+        return [float(value) for value in parts[rank]]
+    sums = [sum(values) / world_size for values in zip(*parts, strict=True)]
+    return [*sums[:2], *map(float, parts[0][2:])]

@@ -8,7 +8,7 @@ network's.
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.comm.clock import Clock
+from lightning_hetero.core.pace import sustained
 from lightning_hetero.core.time_model import StepObservations
 
 __all__ = ["StepObserver", "match_rows"]
@@ -34,6 +35,7 @@ class _Backward:
     end: Any = None
     ready: list[Any] = field(default_factory=list)
     done: dict[int, Any] = field(default_factory=dict)
+    processor: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass
@@ -45,6 +47,7 @@ class _Micro:
     start: Any
     end: Any = None
     excluded: float = 0.0
+    processor: float = 0.0
     backwards: list[_Backward] = field(default_factory=list)
 
     @property
@@ -66,10 +69,16 @@ class StepObserver:
 
     Args:
         clock: marks moments on this rank's device.
+        cores: processor quota of this rank, ``None`` without one; with it, times are those that the quota sustains.
+        processor_time: processor seconds of this process, read where there is a quota.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+    def __init__(
+        self, clock: Clock, *, cores: float | None = None, processor_time: Callable[[], float] = time.process_time
+    ) -> None:
+        self.clock, self.cores = clock, cores
+        self._processor_time = processor_time if cores is not None else lambda: 0.0
+        self._processor_began: float | None = None
         self.synced_steps = 0
         self.rows: deque[npt.NDArray[np.float64]] = deque(maxlen=KEPT_ROWS)
         self._skip = WARM_UP
@@ -87,6 +96,8 @@ class StepObserver:
     def fetch(self, iterator: Iterator[Any]) -> Any:
         """Take the next batch, timing how long the data took."""
         begin = time.perf_counter()
+        if self._processor_began is None:
+            self._processor_began = self._processor_time()
         batch = next(iterator)
         self._data_seconds = time.perf_counter() - begin
         self._fetched_at = self.clock.mark()
@@ -97,6 +108,8 @@ class StepObserver:
         start = self._fetched_at if self._fetched_at is not None else self.clock.mark()
         self._micro = _Micro(size, self._data_seconds, start)
         self._fetched_at, self._data_seconds = None, 0.0
+        if self._processor_began is None:
+            self._processor_began = self._processor_time()
         if self._last_size is not None and size != self._last_size:
             self._skip = max(self._skip, 1)
         self._last_size = size
@@ -109,17 +122,22 @@ class StepObserver:
             yield
             return
         passage = _Backward(self.clock.mark())
+        began = self._processor_time()
+        passage.processor = began, began
         self._micro.backwards.append(passage)
         yield
         passage.end = self.clock.mark()
+        if not passage.ready:
+            passage.processor = began, self._processor_time()
 
     def bucket_ready(self) -> int | None:
         """A gradient bucket is complete; returns its number within the backward pass."""
         if self._micro is None or not self._micro.backwards:
             return None
-        ready = self._micro.backwards[-1].ready
-        ready.append(self.clock.mark())
-        return len(ready) - 1
+        passage = self._micro.backwards[-1]
+        passage.ready.append(self.clock.mark())
+        passage.processor = passage.processor[0], self._processor_time()
+        return len(passage.ready) - 1
 
     def bucket_done(self, number: int | None) -> None:
         """A gradient bucket is averaged."""
@@ -140,6 +158,9 @@ class StepObserver:
         if micro is None:
             return
         micro.end = self.clock.mark()
+        now = self._processor_time()
+        micro.processor = now - (now if self._processor_began is None else self._processor_began)
+        self._processor_began = now
         self._window.append(micro)
         synced = any(passage.ready for passage in micro.backwards)
         if not synced:
@@ -156,7 +177,7 @@ class StepObserver:
 
     def interrupt(self) -> None:
         """Something that is no step happens now (validation, agreement on a plan): the next step time is unknown."""
-        self._last_sync = None
+        self._last_sync = self._processor_began = None
 
     def discard(self) -> None:
         """The running step did something else as well (an evaluation inside the loop): it gives no row."""
@@ -172,7 +193,7 @@ class StepObserver:
             if not all(self.clock.ready(mark) for micro in window for mark in micro.marks if mark is not None):
                 return
             self._pending.popleft()
-            self.rows.append(np.array([number, *self._row(window, previous)]))
+            self.rows.append(np.array([number, *self._row(window, previous), *_processor(window)]))
 
     def _row(self, window: list[_Micro], previous: Any) -> list[float]:
         between = self.clock.seconds
@@ -202,9 +223,27 @@ class StepObserver:
         table = np.full((KEPT_ROWS, FIELDS + 1), np.nan)
         self._resolve()
         if self.rows:
-            table[-len(self.rows) :] = np.stack(self.rows)
+            rows = np.stack(self.rows)
+            if self.cores is not None:
+                _sustain(rows, self.cores)
+            table[-len(rows) :] = rows[:, : FIELDS + 1]
         self.rows.clear()
         return table
+
+
+def _processor(window: list[_Micro]) -> tuple[float, float]:
+    """Mean processor seconds of a micro-batch outside of its backward pass and in it."""
+    backward = sum(end - start for micro in window for start, end in (b.processor for b in micro.backwards))
+    return (sum(micro.processor for micro in window) - backward) / len(window), backward / len(window)
+
+
+def _sustain(rows: npt.NDArray[np.float64], cores: float) -> None:
+    """Put the times that a quota sustains in place of the observed ones, size by size, see :func:`sustained`."""
+    for size in set(rows[:, 1]):
+        same = rows[:, 1] == size
+        forward, backward, own_forward, own_backward = rows[same][:, [2, 3, 8, 9]].T
+        rows[same, 2], rows[same, 3] = sustained(forward, backward, own_forward, own_backward, cores)
+        rows[same, 4] *= rows[same, 3] / np.maximum(backward, 1e-12)
 
 
 def match_rows(tables: npt.NDArray[np.float64]) -> StepObservations:

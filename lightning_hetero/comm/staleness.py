@@ -17,6 +17,7 @@ from lightning_hetero.comm import sums
 from lightning_hetero.comm.clock import Clock
 from lightning_hetero.comm.delays import Delays
 from lightning_hetero.comm.sums import tensor_of
+from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.transfer_queue import TransferQueue
 from lightning_hetero.core.bandwidth import LinkEstimate, sum_bytes
 
@@ -60,8 +61,9 @@ class Staleness(Delays):
         world_size: number of ranks.
         clock: marks moments on this rank's device.
         hysteresis: least predicted gain for which more is delayed, as a share of the step time.
-        group: process group for delayed sums, so that no other collective waits behind them, and they for fresh ones;
-            ``None`` for the default, in which they have to set out in the order in which they are ready.
+        topology: way of delayed sums, with process groups of its own, so that no other collective waits behind them,
+            and they for fresh ones; ``None`` for that of fresh sums, in which all set out as they are ready.
+        fresh: way of fresh sums; ``None`` for straight ones.
         restored: :meth:`state_dict` of an earlier run.
         running: set of callbacks that a thread of the process group may still hold.
     """
@@ -74,17 +76,18 @@ class Staleness(Delays):
         world_size: int,
         clock: Clock,
         hysteresis: float = 0.03,
-        group: Any = None,
+        topology: Topology | None = None,
+        fresh: Topology | None = None,
         restored: dict[str, Any] | None = None,
         running: Any = None,
     ) -> None:
-        super().__init__(limit, parameters, clock=clock, hysteresis=hysteresis, group=group, running=running)
-        self.world_size = world_size
+        super().__init__(limit, parameters, clock=clock, hysteresis=hysteresis, topology=topology, running=running)
+        self.world_size, self.fresh = world_size, fresh
         self.delayed: frozenset[str] = frozenset()
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._sums: dict[str, torch.Tensor] = {}
         self._lanes: dict[int, _Lane] = {}
-        self.queue = TransferQueue(running=group is not None)
+        self.queue = TransferQueue(running=topology is not None)
         self.load_state_dict(restored or {})
 
     # the hook
@@ -124,7 +127,7 @@ class Staleness(Delays):
         self.step_kind.append(lane.names)
         before, sent = lane.sums, lane.buffer(buffer)
         torch.div(buffer, self.world_size, out=sent)
-        lane.sums = self.queue.add(sent, self._sender(sent, self.group))
+        lane.sums = self.queue.add(sent, self._sender(sent, self.topology or self.fresh))
         if before is not None:
             return before
         buffer.zero_()
@@ -141,7 +144,7 @@ class Staleness(Delays):
         A bucket that has delayed and other parameters, as the first after a resume may, is awaited as a whole.
         """
         self._sums.update(lane.take())
-        future = self._sender(buffer.div_(self.world_size), None)()
+        future = self._sender(buffer.div_(self.world_size), self.fresh)()
         self.queue.before(future)
         if not any(name in self._sums or name in self.delayed for name in lane.names):
             return future
@@ -161,13 +164,13 @@ class Staleness(Delays):
 
         return self._then(future, settle)
 
-    def _sender(self, buffer: torch.Tensor, group: Any) -> Callable[[], Future]:
+    def _sender(self, buffer: torch.Tensor, topology: Topology | None) -> Callable[[], Future]:
         """Lets the sum of the bucket at hand set out when it is called."""
         begin = self._log.sender()
 
         def send() -> Future:
             arrived = begin()
-            future: Future = sums.sum_over_ranks(buffer, group)
+            future: Future = sums.sum_over_ranks(buffer) if topology is None else topology.sum(buffer)
 
             def mark(done: Future) -> torch.Tensor:
                 value = tensor_of(done.value())
@@ -212,8 +215,13 @@ class Staleness(Delays):
             raise ValueError("staleness=0 awaits every gradient. Set staleness=1 to delay some of them.")
         self.delayed = wanted
 
+    def delay_all(self) -> None:
+        """Delay all parameters from the next backward pass on; all ranks have to call it together."""
+        self.delay(self.parameters)
+
     def _sent_bytes(self) -> list[float]:
-        return [sum_bytes(lane.num_bytes, self.world_size) for lane in self._ordered()]
+        crossing = self.world_size if self.fresh is None else self.fresh.size
+        return [sum_bytes(lane.num_bytes, crossing) for lane in self._ordered()]
 
     def _ordered(self) -> list[_Lane]:
         return [self._lanes[index] for index in sorted(self._lanes)]

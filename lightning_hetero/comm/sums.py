@@ -1,12 +1,13 @@
 """Where every sum of gradients and every message sets out: one place, so that a link can be made thin for tests."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["gather_over_ranks", "hand_on", "sum_over_ranks", "tensor_of", "wait_for"]
+__all__ = ["gather_over_ranks", "hand_on", "pending", "sum_over_ranks", "tensor_of"]
 
 
 def sum_over_ranks(buffer: torch.Tensor, group: Any = None) -> torch.futures.Future[Any]:
@@ -16,7 +17,11 @@ def sum_over_ranks(buffer: torch.Tensor, group: Any = None) -> torch.futures.Fut
 
 
 def gather_over_ranks(
-    rows: torch.Tensor, own: int, sources: Sequence[int], group: Any = None
+    rows: torch.Tensor,
+    own: int,
+    sources: Sequence[int],
+    group: Any = None,
+    arrived: Callable[[int], None] | None = None,
 ) -> torch.futures.Future[Any]:
     """All-gather in place while other things go on: row ``i`` is that of rank ``sources[i]``; the own one is filled.
 
@@ -28,34 +33,44 @@ def gather_over_ranks(
         own: number of this rank's row.
         sources: ranks that send.
         group: their process group, ``None`` for the default.
-
-    Returns:
-        A future that is done when all rows are there, for :func:`wait_for`.
+        arrived: called with the number of each row that is there, from a thread of the process group.
     """
+    each = partial(_tell, arrived)
     if dist.get_backend(group) == "nccl":
-        work = dist.all_gather_into_tensor(rows, rows[own].clone(), group=group, async_op=True)
-        whole: torch.futures.Future[Any] = work.get_future()
+        work = dist.all_gather_into_tensor(rows, rows[own], group=group, async_op=True)  # in place
+        whole: torch.futures.Future[Any] = work.get_future().then(partial(each, range(len(rows))))
         return whole
     parts = [
-        dist.broadcast(row, src=source, group=group, async_op=True).get_future()
-        for source, row in zip(sources, rows, strict=True)
+        dist.broadcast(row, src=source, group=group, async_op=True).get_future().then(partial(each, [i]))
+        for i, (source, row) in enumerate(zip(sources, rows, strict=True))
     ]
-    everything: torch.futures.Future[Any] = torch.futures.collect_all(parts)
+    everything: torch.futures.Future[Any] = torch.futures.collect_all(parts).then(_all_of_them)
     return everything
 
 
-def wait_for(gathered: torch.futures.Future[Any]) -> None:
-    """Wait for all rows of :func:`gather_over_ranks`; what one of them raised is raised here."""
-    parts = gathered.wait()
-    for part in parts if isinstance(parts, list) else ():
-        if isinstance(part, torch.futures.Future):
-            part.wait()
+def _tell(arrived: Callable[[int], None] | None, rows: Iterable[int], done: torch.futures.Future[Any]) -> None:
+    """Say that rows have arrived, or raise why they have not."""
+    done.value()
+    if arrived is not None:
+        for row in rows:
+            arrived(row)
+
+
+def _all_of_them(done: torch.futures.Future[Any]) -> None:
+    """Raise what any of them raised."""
+    for part in done.value():
+        part.value()
 
 
 def tensor_of(value: Any) -> torch.Tensor:
     """The tensor of a finished collective, which some backends give in a list."""
     result: torch.Tensor = value[0] if isinstance(value, list | tuple) else value
     return result
+
+
+def pending(buffer: torch.Tensor) -> Any:
+    """A future that is set by hand, for a tensor on this device."""
+    return torch.futures.Future(devices=[buffer.device]) if buffer.is_cuda else torch.futures.Future()
 
 
 def hand_on(to: torch.futures.Future[Any], done: torch.futures.Future[Any]) -> None:

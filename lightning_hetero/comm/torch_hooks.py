@@ -8,8 +8,10 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from lightning_hetero.comm.block_exchange import StepReport, pending
+from lightning_hetero.comm.dropped import DroppedSteps, all_finite, clear
 from lightning_hetero.comm.gradient_hook import HookState
+from lightning_hetero.comm.sending import StepReport
+from lightning_hetero.comm.sums import pending
 from lightning_hetero.core.compressors import HalfPrecision, LowRank
 
 __all__ = ["HalfExchange", "LowRankExchange"]
@@ -21,7 +23,10 @@ def _ring(world_size: int) -> float:
 
 
 class HalfExchange:
-    """Sums in 16 bits: torch's ``fp16_compress_hook`` or ``bf16_compress_hook``. It keeps no residual."""
+    """Sums in 16 bits: torch's ``fp16_compress_hook`` or ``bf16_compress_hook``.
+
+    It keeps no residual, so that a gradient which is not finite is only what it is under DDP: not finite on all ranks.
+    """
 
     def __init__(self, settings: HalfPrecision, parameters: Mapping[str, torch.Tensor], hook: HookState) -> None:
         self.hook, self.world_size, self.report = hook, hook.world_size, StepReport()
@@ -35,6 +40,9 @@ class HalfExchange:
             self.report.add(_ring(self.world_size) * self._bytes, 1.0)
         future: torch.futures.Future[torch.Tensor] = self.inner(None, bucket)
         return future
+
+    def hand_over(self) -> None:
+        """Nothing to do after backward."""
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """None: what rounding loses is lost."""
@@ -79,11 +87,16 @@ class LowRankExchange:
         self._places: dict[int, list[tuple[str, int, int]]] = {}
         self._restored: dict[str, torch.Tensor] = {}
         self._scale = 1.0
-        self._counted = 0
+        self._step, self.dropped = 0, DroppedSteps()
+        self._left_out, self._arrived = False, False
 
     def __call__(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average one bucket; on CPU, wait for it: its later collectives would come in another order on each rank."""
         compressing = self.state.iter >= self.settings.start
+        if bucket.index() == 0:
+            self._left_out = self.hook.step_dropped = False
+        if bucket.is_last():
+            self._step, self._arrived = self._step + 1, True
         self.hook.exact_sum, self.hook.one_message = not compressing, False
         buffer = bucket.buffer()
         if compressing:
@@ -100,14 +113,24 @@ class LowRankExchange:
         return future
 
     def _leave_out(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """A gradient is not finite: it stays so on all ranks, as under DDP, and no residual takes part in it."""
+        """A gradient is not finite: it is that on all ranks, and no residual takes part in it."""
         buffer = bucket.buffer().fill_(float("nan"))
-        self.hook.step_dropped = True
+        self._left_out = True
         self.state.maybe_increase_iter(bucket)
         future = pending(buffer)
         future.set_result(buffer)
         result: torch.futures.Future[torch.Tensor] = future
         return result
+
+    def hand_over(self) -> None:
+        """After backward: leave a sum that is not finite out, all of it; a loss scaler sees it and does so itself."""
+        arrived, self._arrived = self._arrived, False
+        dense = self._step <= self.settings.start
+        if arrived and (self._left_out or (dense and self.grad_scale is None and not all_finite(self.names))):
+            self.hook.step_dropped = True
+            if self.grad_scale is None:
+                clear(self.names)
+                self.dropped.add(self._step - 1, "on some rank")
 
     def _prepare(self, bucket: dist.GradBucket) -> None:
         """Know where parameters lie in the bucket; give it restored residuals; follow a change of the loss scale."""

@@ -4,6 +4,9 @@ Same results as :mod:`lightning_hetero.compression.reference`, in chunks that st
 buffer of the model's size allocated once.
 """
 
+import logging
+from importlib.util import find_spec
+
 import numpy as np
 import torch
 
@@ -12,9 +15,14 @@ from lightning_hetero.compression.merging import BlockMerger
 from lightning_hetero.compression.selectors import SELECT
 from lightning_hetero.compression.wire import NON_FINITE, MessageFormat
 
-__all__ = ["BlockEncoder"]
+__all__ = ["BlockEncoder", "cpu_encoder"]
+
+log = logging.getLogger("lightning_hetero")
 
 CHUNK = 262_144
+
+WORTH_NUMBA = 1_000_000
+"""Elements of a model for which importing Numba, and compiling its loops once, is worth it."""
 
 
 class BlockEncoder(BlockMerger):
@@ -110,3 +118,17 @@ class BlockEncoder(BlockMerger):
         """The step is over: forget what :meth:`undo` would need, and clear the merged blocks."""
         self._added, self._sent = [], None
         super().finish()
+
+
+def cpu_encoder(
+    layout: Layout, form: MessageFormat, selector: str = "exact", dtype: torch.dtype = torch.float32
+) -> BlockEncoder:
+    """The fastest encoder on CPU that is at hand: Numba's loops where it is installed and the model is large."""
+    if dtype == torch.float32 and layout.numel >= WORTH_NUMBA and find_spec("numba"):
+        try:
+            from lightning_hetero.compression.numba_encoder import NumbaEncoder
+
+            return NumbaEncoder(layout, form, selector)
+        except ImportError as error:  # a Numba that does not know this numpy, say
+            log.warning("Numba is installed and cannot be used, so compression goes without it: %s", error)
+    return BlockEncoder(layout, form, selector, dtype)

@@ -19,7 +19,7 @@ not atomic counters, so that a message is the same in every run. Selection is th
 import triton
 import triton.language as tl
 
-__all__ = ["EXPONENTS", "accumulate", "count", "pack", "pick", "place", "refine", "revert"]
+__all__ = ["EXPONENTS", "accumulate", "count", "pack", "pick", "place", "refine"]
 
 EXPONENTS = 256
 LARGEST = tl.constexpr(3.4028234663852886e38)
@@ -29,8 +29,8 @@ ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds
 
 @triton.jit
 def accumulate(
-    g_ptr, r_ptr, score_ptr, hist_ptr, weight, numel, num_blocks,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, ITERS: tl.constexpr,
+    g_ptr, r_ptr, score_ptr, hist_ptr, used_ptr, weight, numel, num_blocks,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, ITERS: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     """``r += w g`` where ``g`` is finite, ``s = sum |r|`` of each block, and a histogram of the exponents of ``s``.
 
@@ -41,12 +41,14 @@ def accumulate(
         r_ptr: its residual, float32, ``num_blocks * BLOCK`` elements.
         score_ptr: its scores, float32.
         hist_ptr: 256 counters, int32.
+        used_ptr: one byte, 0 if the parameter's scores are to be 0 in this step (``HOLD``).
         weight: share of this worker over what the gradient is scaled by.
         numel: elements of the gradient.
         num_blocks: blocks of the residual.
         BLOCK: elements of a block.
         TILE: blocks that are worked on at once.
         ITERS: tiles of a program.
+        HOLD: whether the parameter may be held back.
     """
     totals = tl.zeros((256,), tl.int32)
     for it in range(ITERS):
@@ -59,18 +61,11 @@ def accumulate(
         r = tl.where(fine, r + g, r)
         tl.store(r_ptr + at, r, mask=live[:, None])
         score = tl.sum(tl.where(fine, tl.abs(r), float("inf")), axis=1)
+        if HOLD:
+            score = tl.where(tl.load(used_ptr) != 0, score, 0.0)
         tl.store(score_ptr + row, score, mask=live)
         totals += tl.histogram(score.to(tl.int32, bitcast=True) >> 23, 256)
     tl.atomic_add(hist_ptr + tl.arange(0, 256), totals, mask=totals > 0)
-
-
-@triton.jit
-def revert(g_ptr, r_ptr, weight, numel, TILE: tl.constexpr):
-    """``r -= w g`` where ``accumulate`` had added it: the step is left out."""
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    g = tl.load(g_ptr + at, mask=at < numel, other=0.0).to(tl.float32) * weight
-    r = tl.load(r_ptr + at, mask=at < numel, other=0.0)
-    tl.store(r_ptr + at, tl.where(tl.abs(g) <= LARGEST, r - g, r), mask=at < numel)
 
 
 @triton.jit
@@ -177,13 +172,13 @@ def pack(
         r_ptr: residual.
         value_ptr: float32, bfloat16 or int8 values of the message.
         scale_ptr: bfloat16 scale of each block (``INT8``).
-        index_ptr: uint16 numbers within segments of 65 536 blocks (``SEGMENTS``).
+        index_ptr: uint16 numbers within segments of 65 536 blocks (``SEGMENTS``), or a bitmap in 32-bit words.
         counts_ptr: int32 blocks of each segment (``SEGMENTS``).
         k: slots.
         BLOCK: elements of a block.
         TILE: slots of a program.
         INT8: whether values are int8.
-        SEGMENTS: whether indices are written here, rather than a bitmap elsewhere.
+        SEGMENTS: whether indices are numbers in segments, rather than a bitmap.
     """
     slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
     block = tl.load(chosen_ptr + slot, mask=slot < k, other=-1)
@@ -211,3 +206,6 @@ def pack(
     if SEGMENTS:
         tl.store(index_ptr + slot, (block & 65535).to(tl.int16), mask=live)
         tl.atomic_add(counts_ptr + (block >> 16), 1, mask=live)
+    else:
+        bit = tl.full((TILE,), 1, tl.int32) << (block & 31)
+        tl.atomic_or(index_ptr + (block >> 5), bit, mask=live)

@@ -1,5 +1,6 @@
-"""What comes after a message was sent, the same on every device: read all ranks' messages, add them up, clear."""
+"""What comes after a message was sent, on CPU: read all ranks' messages, add them up, clear."""
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,15 +19,24 @@ class BlockMerger:
     Args:
         layout: where parameters lie.
         form: format of the messages.
-        device: where the sum lives.
     """
 
     residual: torch.Tensor
+    deferred = False
+    """Whether the device decides what becomes of a step, and the host learns of it a step later."""
 
-    def __init__(self, layout: Layout, form: MessageFormat, device: torch.device | None = None) -> None:
+    def __init__(self, layout: Layout, form: MessageFormat) -> None:
         self.layout, self.form, self.state = layout, form, SelectorState()
-        self.merged = torch.zeros(layout.numel, device=device)
         self.touched: list[torch.Tensor] = []
+
+    @cached_property
+    def merged(self) -> torch.Tensor:
+        """The sum, 0 where nothing was sent; made when it is first asked for, which sparse steps never do."""
+        return torch.zeros(self.layout.numel)
+
+    def reform(self, form: MessageFormat) -> None:
+        """Send messages of another format from the next step on; what is in the residual stays there."""
+        self.form = form
 
     def read(self, rows: torch.Tensor, *, step: int, bucket: int = 0) -> list[Pack] | None:
         """Packs of all ranks' messages; ``None`` if a rank says that its gradient is not finite.

@@ -10,7 +10,7 @@ import torch
 
 from lightning_hetero.compression.values import CODECS
 
-__all__ = ["Pack", "block_scores", "compress", "merge", "select_exact"]
+__all__ = ["Pack", "block_scores", "compress", "merge", "merge_sparse", "select_exact"]
 
 
 @dataclass(frozen=True)
@@ -90,3 +90,19 @@ def merge(packs: list[Pack], num_blocks: int, *, block: int = 16) -> torch.Tenso
     for pack in packs:
         out.index_add_(0, pack.indices, pack.values)
     return out.view(-1)
+
+
+def merge_sparse(packs: list[Pack]) -> Pack:
+    """Sum of packs, in the order given, as one pack: bitwise what :func:`merge` gives, of the touched blocks only.
+
+    Example:
+        >>> one, other = Pack(torch.tensor([1]), torch.ones(1, 2)), Pack(torch.tensor([1, 4]), torch.ones(2, 2))
+        >>> both = merge_sparse([one, other])
+        >>> both.indices.tolist(), both.values.tolist()
+        ([1, 4], [[2.0, 2.0], [1.0, 1.0]])
+    """
+    indices = torch.cat([pack.indices for pack in packs]).unique()
+    values = torch.zeros(len(indices), packs[0].values.shape[1], device=indices.device)
+    for pack in packs:
+        values.index_add_(0, torch.searchsorted(indices, pack.indices), pack.values)
+    return Pack(indices, values)

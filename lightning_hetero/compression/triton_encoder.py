@@ -1,19 +1,21 @@
 """Residuals of one rank and what is done with them in a step, on GPU: the counterpart of ``BlockEncoder`` in Triton.
 
-Selection, packing and the message's header are made on the device, in buffers that are allocated once. The headers of
-all messages are read by the host once a step, because a malformed message has to raise.
+Everything is decided on the device, in buffers that are allocated once: selection, the message with its header, whether
+the messages of all ranks are in order, and what is done if one is not. The host queues the same kernels in every step
+and never waits for them. What became of a step it learns a step later (:meth:`TritonEncoder.outcome`).
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lightning_hetero.compression import kernels
+from lightning_hetero.compression import kernels, receiving
 from lightning_hetero.compression.layout import Layout, Slot
-from lightning_hetero.compression.merging import BlockMerger
-from lightning_hetero.compression.wire import MessageFormat
+from lightning_hetero.compression.selectors import SelectorState
+from lightning_hetero.compression.wire import HEADER, MessageFormat, refusal
 
-__all__ = ["TritonEncoder"]
+__all__ = ["Outcome", "TritonEncoder"]
 
 TILE, ITERS = 128, 8
 SCORES = 1024
@@ -21,100 +23,250 @@ MOST = 2**31 - 1
 OPTIONS: Any = {"num_warps": 4, "enable_fp_fusion": False}
 
 
-class TritonEncoder(BlockMerger):
-    """Error feedback and block selection of one rank on its GPU.
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a step.
+
+    Args:
+        step: its number.
+        dropped: whether it was left out, because a gradient was not finite.
+        blocks: blocks that all messages named.
+    """
+
+    step: int
+    dropped: bool
+    blocks: int
+
+
+class TritonEncoder:
+    """Error feedback, block selection, and merging of one rank on its GPU.
 
     Args:
         layout: where parameters lie.
         form: format of its messages.
         device: where residuals live; a CPU works under Triton's interpreter.
+        world_size: number of ranks.
 
     Raises:
         ValueError: if a parameter, or the model in blocks, is too large for 32-bit offsets.
     """
 
-    def __init__(self, layout: Layout, form: MessageFormat, device: torch.device) -> None:
+    deferred = True
+
+    def __init__(self, layout: Layout, form: MessageFormat, device: torch.device, world_size: int) -> None:
         if layout.num_blocks > MOST or any(slot.padded > MOST for slot in layout.slots):
             raise ValueError(
                 f"a parameter has more than {MOST} elements, too many for block top-k on GPU. Split the parameter."
             )
-        super().__init__(layout, form, device)
+
+        def integers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.layout, self.world_size, self.state = layout, world_size, SelectorState()
         self.residual = torch.zeros(layout.numel, device=device)
         self.scores = torch.zeros(layout.num_blocks, device=device)
-        self._hist = torch.zeros(kernels.EXPONENTS, dtype=torch.int32, device=device)
-        self._plan = torch.zeros(5, dtype=torch.int32, device=device)
+        self.merged = torch.zeros(layout.numel, device=device)
+        self.touched = torch.zeros(layout.num_blocks, dtype=torch.bool, device=device)
         tiles = -(-layout.num_blocks // SCORES)
-        self._above, self._edge = (torch.zeros(tiles, dtype=torch.int32, device=device) for _ in range(2))
-        self._above_sum, self._edge_sum = (torch.zeros_like(self._above) for _ in range(2))
-        self._chosen = torch.zeros(form.k, dtype=torch.int32, device=device)
-        self._bits = torch.zeros(8 * form.index_bytes if form.bitmap else 0, dtype=torch.uint8, device=device)
-        self._powers = 2 ** torch.arange(8, dtype=torch.uint8, device=device)
-        self._added: list[tuple[Slot, torch.Tensor, float]] = []
-        self._message: torch.Tensor | None = None
+        self._hist, self._plan = integers(kernels.EXPONENTS), integers(5)
+        self._above, self._edge, self._above_ends, self._edge_ends = (integers(tiles) for _ in range(4))
+        self.reform(form)
+        self._sums = integers(world_size, 2, dtype=torch.int64)
+        self._status = integers(3 * world_size + 1)
+        self._used = torch.zeros((), dtype=torch.bool, device=device)
+        on_gpu = device.type == "cuda"
+        self._seen = torch.zeros(3 * world_size + 1, dtype=torch.int32, pin_memory=on_gpu)
+        self._copied = torch.cuda.Event() if on_gpu else None
+        self._unread: tuple[int, int] | None = None
+
+    @property
+    def verdict(self) -> torch.Tensor:
+        """On the device: 0 if the messages were merged, 1 if a gradient was not finite, 2 if a message is malformed."""
+        return self._status[3 * self.world_size]
+
+    # sending
+
+    def reform(self, form: MessageFormat) -> None:
+        """Send messages of another format from the next step on; what is in the residual stays there."""
+        self.form, world = form, self.world_size
+        counts = -(-8 * form.index_bytes // SCORES) if form.bitmap else form.segments
+
+        def integers(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=self.residual.device)
+
+        self._chosen, self._numbers = integers(form.k).fill_(-1), integers(world, form.k)
+        self._counts, self._ends = integers(world, counts), integers(world, counts)
 
     def accumulate(self, slot: Slot, gradient: torch.Tensor, weight: float, *, hold: bool = False) -> bool:
-        """``r += w g`` for one parameter, and its scores; what is not finite is noticed in the message."""
+        """``r += w g`` for one parameter, and its scores; what is not finite is noticed in the message.
+
+        Args:
+            slot: the parameter's place.
+            gradient: flat; it must stay as it is until :meth:`deliver`.
+            weight: what the gradient is multiplied by.
+            hold: whether the parameter's residual waits for another step if its gradient is all 0.
+        """
         blocks = slot.padded // self.layout.block
         first = slot.start // self.layout.block
-        residual = self.residual[slot.start : slot.start + slot.padded]
-        scores = self.scores[first : first + blocks]
-        grid = (-(-blocks // (TILE * ITERS)),)
-        kernels.accumulate[grid](
-            gradient, residual, scores, self._hist, weight, slot.numel, blocks,
-            BLOCK=self.layout.block, TILE=TILE, ITERS=ITERS, **OPTIONS,
-        )  # fmt: skip
         if hold:
-            scores.mul_((gradient != 0).any())
-        self._added.append((slot, gradient, weight))
+            torch.any(gradient, out=self._used)
+        kernels.accumulate[(-(-blocks // (TILE * ITERS)),)](
+            gradient, self.residual[slot.start : slot.start + slot.padded], self.scores[first : first + blocks],
+            self._hist, self._used.view(torch.uint8), weight, slot.numel, blocks,
+            BLOCK=self.layout.block, TILE=TILE, ITERS=ITERS, HOLD=hold, **OPTIONS,
+        )  # fmt: skip
         return True
 
     def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0) -> None:
         """Write the message of this step and take what it holds out of the residual."""
-        form, n, block = self.form, self.layout.num_blocks, self.layout.block
-        tiles = (len(self._above),)
+        form, n, tiles = self.form, self.layout.num_blocks, len(self._above)
         kernels.pick[(1,)](self._hist, self._plan, form.k, FINE=False, **OPTIONS)
         grid = (-(-n // (SCORES * ITERS)),)
         kernels.refine[grid](self.scores, self._hist, self._plan, n, TILE=SCORES, ITERS=ITERS, **OPTIONS)
         kernels.pick[(1,)](self._hist, self._plan, form.k, FINE=True, **OPTIONS)
-        kernels.count[tiles](self.scores, self._plan, self._above, self._edge, n, TILE=SCORES, **OPTIONS)
-        torch.cumsum(self._above, 0, dtype=torch.int32, out=self._above_sum)
-        torch.cumsum(self._edge, 0, dtype=torch.int32, out=self._edge_sum)
+        kernels.count[(tiles,)](self.scores, self._plan, self._above, self._edge, n, TILE=SCORES, **OPTIONS)
+        for counts, ends in ((self._above, self._above_ends), (self._edge, self._edge_ends)):
+            receiving.prefix[(1,)](counts, ends, tiles, tiles, TILE=SCORES, **OPTIONS)
         self._chosen.fill_(-1)
-        kernels.place[tiles](
-            self.scores, self._plan, self._above_sum, self._edge_sum, self._chosen, n, form.k, TILE=SCORES, **OPTIONS
+        kernels.place[(tiles,)](
+            self.scores, self._plan, self._above_ends, self._edge_ends, self._chosen, n, form.k, TILE=SCORES, **OPTIONS
         )
         message.zero_()
-        parts = form.value_parts(message, form.k)
         index, counts = form.index_views(message)
+        value, scale = self._parts(message)
         kernels.pack[(-(-form.k // TILE),)](
-            self._chosen, self.residual, parts[0], parts[-1], index, counts, form.k,
-            BLOCK=block, TILE=TILE, INT8=form.value_dtype == "int8", SEGMENTS=not form.bitmap, **OPTIONS,
+            self._chosen, self.residual, value, scale, index.view(torch.int32) if form.bitmap else index, counts,
+            form.k, BLOCK=self.layout.block, TILE=TILE, INT8=self._int8, SEGMENTS=not form.bitmap, **OPTIONS,
         )  # fmt: skip
-        number = (self._chosen >= 0).sum()
-        if form.bitmap:
-            self._write_bitmap(index)
-        form.write_header(message, number, self._plan[4], step=step, bucket=bucket)
-        self._message = message
-
-    def _write_bitmap(self, places: torch.Tensor) -> None:
-        self._bits.zero_()
-        where = torch.where(self._chosen >= 0, self._chosen, len(self._bits) - 1).long()
-        self._bits.scatter_add_(0, where, (self._chosen >= 0).to(torch.uint8))
-        places.copy_((self._bits.view(-1, 8) * self._powers).sum(1, dtype=torch.uint8))
+        self._take_sums(message, 1)
+        receiving.seal[(1,)](
+            message[:HEADER].view(torch.int64), self._sums, self._plan, self._above_ends, self._edge_ends, tiles,
+            form.k, bucket, step, form.fingerprint, **OPTIONS,
+        )  # fmt: skip
 
     def give_up(self, message: torch.Tensor, *, step: int, bucket: int = 0) -> None:
         """The same as :meth:`encode`: the flag comes from the device."""
         self.encode(message, step=step, bucket=bucket)
 
-    def undo(self) -> None:
-        """Leave the step out: take back what was sent, then the gradient, to one rounding."""
-        if self._message is not None:
-            self.take_back(self._message)
-        for slot, gradient, weight in reversed(self._added):
-            residual = self.residual[slot.start : slot.start + slot.numel]
-            kernels.revert[(-(-slot.numel // SCORES),)](gradient, residual, weight, slot.numel, TILE=SCORES, **OPTIONS)
+    @property
+    def _int8(self) -> bool:
+        return self.form.value_dtype == "int8"
+
+    def _parts(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and scales of a message; values again where there are no scales."""
+        parts = self.form.value_parts(message, self.form.k)
+        return parts[0], parts[-1]
+
+    def _take_sums(self, rows: torch.Tensor, number: int) -> None:
+        words = (self.form.num_bytes - HEADER) // 4
+        receiving.word_sums[(-(-words // (SCORES * ITERS)), number)](
+            rows.view(-1).view(torch.int32), self._sums, words, self.form.num_bytes // 4,
+            TILE=SCORES, ITERS=ITERS, **OPTIONS,
+        )  # fmt: skip
+
+    # receiving
+
+    def receive(self, rows: torch.Tensor, *, rank: int, step: int, bucket: int = 0) -> None:
+        """Check the messages of all ranks; merge them if all are in order, and take back what was sent if not.
+
+        Args:
+            rows: one message in each row; this rank's own is its own.
+            rank: this rank.
+            step: number of the step.
+            bucket: number of the message in the step.
+
+        Raises:
+            ValueError: if ``rows`` has another shape than all messages have.
+        """
+        form, world, size = self.form, self.world_size, self.form.num_bytes
+        if rows.dtype != torch.uint8 or tuple(rows.shape) != (world, size) or not rows.is_contiguous():
+            raise ValueError(
+                f"{tuple(rows.shape)} bytes of {rows.dtype} were received in bucket {bucket}, where {world} messages "
+                f"of {size} are due. Check that all ranks run the same code and settings."
+            )
+        flat = rows.view(-1)
+        self._inspect(flat, step=step, bucket=bucket)
+        value, scale = self._parts(flat)
+        strides = size // value.element_size(), size // scale.element_size()
+        shape = {"BLOCK": self.layout.block, "TILE": TILE, "INT8": self._int8, **OPTIONS}
+        slots, verdict = -(-form.k // TILE), self.verdict
+        receiving.check[(slots, world)](
+            self._numbers, self._status, value, scale, *strides, self.layout.num_blocks, form.k, world, **shape
+        )
+        receiving.decide[(1,)](self._status, world, WIDTH=1 << (world - 1).bit_length(), **OPTIONS)
+        self.touched.zero_()
+        for peer in range(world):
+            receiving.merge[(slots,)](
+                self._numbers, value, scale, self.merged, self.touched.view(torch.uint8), verdict, peer, *strides,
+                form.k, **shape,
+            )  # fmt: skip
+        receiving.take_back[(slots,)](self._chosen, *self._parts(rows[rank]), self.residual, verdict, form.k, **shape)
+        self._seen.copy_(self._status, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        self._unread = step, bucket
+
+    def _inspect(self, flat: torch.Tensor, *, step: int, bucket: int) -> None:
+        """Headers into the status, and the numbers of the blocks."""
+        form, world, size = self.form, self.world_size, self.form.num_bytes
+        self._take_sums(flat, world)
+        places, counts = form.index_views(flat)
+        counts_stride, length = size // 4, self._counts.shape[1]
+        if form.bitmap:
+            words, bits = places.view(torch.int32), 8 * form.index_bytes
+            receiving.tally[(length, world)](words, self._counts, size // 4, bits, TILE=SCORES, **OPTIONS)
+            counts, counts_stride = self._counts, length
+        receiving.prefix[(world,)](counts, self._ends, length, counts_stride, TILE=SCORES, **OPTIONS)
+        receiving.inspect[(world,)](
+            flat.view(torch.int64), self._sums, counts, self._ends, self._status, size // 8, counts_stride, length,
+            form.k, world, bucket, step, form.fingerprint, TILE=SCORES, **OPTIONS,
+        )  # fmt: skip
+        if form.bitmap:
+            self._numbers.fill_(-1)
+            receiving.spread[(length, world)](
+                words, self._ends, self._status, self._numbers, size // 4, bits, form.k, TILE=SCORES, **OPTIONS
+            )
+        else:
+            receiving.expand[(-(-form.k // TILE), world)](
+                places, self._ends, self._status, self._numbers, size // 2, length, form.k, world,
+                STEPS=length.bit_length(), TILE=TILE, **OPTIONS,
+            )  # fmt: skip
+
+    def deliver(self, slot: Slot, gradient: torch.Tensor, weight: float, *, scale: float, fill: float) -> None:
+        """``scale`` times the sum of one parameter, in place of its gradient.
+
+        If the step is left out, the gradient goes out of the residual again, to one rounding, and becomes ``fill``.
+        """
+        place = slice(slot.start, slot.start + slot.numel)
+        receiving.deliver[(-(-slot.numel // SCORES),)](
+            gradient, self.residual[place], self.merged[place], self.verdict, weight, scale, fill, slot.numel,
+            TILE=SCORES, **OPTIONS,
+        )  # fmt: skip
 
     def finish(self) -> None:
-        """The step is over: forget what :meth:`undo` would need, and clear the merged blocks."""
-        self._added, self._message = [], None
-        super().finish()
+        """The step is over: clear the merged blocks. :attr:`touched` stays until the next one."""
+        total = self._numbers.numel()
+        receiving.wipe[(-(-total // TILE),)](
+            self._numbers, self.merged, self.verdict, total, BLOCK=self.layout.block, TILE=TILE, **OPTIONS
+        )
+
+    def outcome(self) -> Outcome | None:
+        """What became of the last step, ``None`` if that was asked before; waits for the device to have reached it.
+
+        All ranks have seen the same messages, so that all raise in the same step.
+
+        Raises:
+            ValueError: naming rank and bucket of a malformed message. Nothing of that step was applied.
+        """
+        if self._unread is None:
+            return None
+        (step, bucket), self._unread = self._unread, None
+        if self._copied is not None:
+            self._copied.synchronize()
+        status, world = self._seen.tolist(), self.world_size
+        for rank, code in enumerate(status[:world]):
+            if code:
+                what = "; ".join(text for bit, text in receiving.FAULTS.items() if code & bit)
+                raise refusal(what, rank=rank, bucket=bucket, step=step)
+        verdict = status[3 * world]
+        return Outcome(step, bool(verdict), 0 if verdict else sum(status[world : 2 * world]))

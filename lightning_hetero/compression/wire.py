@@ -14,6 +14,7 @@ words, modulo 2^64, which can be taken on any device.
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ import torch
 from lightning_hetero.compression.reference import Pack
 from lightning_hetero.compression.values import CODECS, ValueCodec
 
-__all__ = ["NON_FINITE", "MessageFormat", "checksum"]
+__all__ = ["NON_FINITE", "MessageFormat", "checksum", "refusal"]
 
 HEADER = 64
 MAGIC = 0x4C48424B << 8
@@ -54,6 +55,14 @@ def seal(first: torch.Tensor, fields: torch.Tensor) -> torch.Tensor:
     """
     weights = torch.tensor(SEALS, dtype=torch.int64, device=fields.device)
     return first + (weights * fields).sum()
+
+
+def refusal(what: str, *, rank: int, bucket: int, step: int) -> ValueError:
+    """The error of a malformed message."""
+    return ValueError(
+        f"the gradient message of rank {rank}, bucket {bucket}, step {step} is refused: {what}. Nothing of it was "
+        "applied. Check that all ranks run the same code and settings, and the link between them."
+    )
 
 
 @dataclass(frozen=True)
@@ -165,6 +174,15 @@ class MessageFormat:
             The blocks as receivers will read them.
         """
         count = len(indices)
+        self.write_indices(message, indices)
+        parts = self.value_parts(message, count)
+        for part, values in zip(parts, self.codec.encode(blocks), strict=True):
+            part.copy_(values)
+        self.write_header(message, count, flags, bucket=bucket, step=step)
+        return self.codec.decode(parts)
+
+    def write_indices(self, message: torch.Tensor, indices: np.ndarray) -> None:
+        """Clear a message and write its indices, ascending int64, at most ``k``."""
         message.zero_()
         places, counts = self.index_views(message)
         if self.bitmap:
@@ -173,20 +191,14 @@ class MessageFormat:
             places.numpy()[:] = np.packbits(bits, bitorder="little")
         else:
             counts.numpy()[:] = np.bincount(indices // SEGMENT, minlength=self.segments)
-            places.numpy().view(np.uint16)[:count] = indices % SEGMENT
-        parts = self.value_parts(message, count)
-        for part, values in zip(parts, self.codec.encode(blocks), strict=True):
-            part.copy_(values)
-        self.write_header(message, count, flags, bucket=bucket, step=step)
-        return self.codec.decode(parts)
+            places.numpy().view(np.uint16)[: len(indices)] = indices % SEGMENT
 
-    def write_header(
-        self, message: torch.Tensor, count: int | torch.Tensor, flags: int | torch.Tensor, *, bucket: int, step: int
-    ) -> None:
-        """Write the header over a payload; ``count`` and ``flags`` may be on the device, and nothing waits for it."""
+    def write_header(self, message: torch.Tensor, count: int, flags: int, *, bucket: int, step: int) -> None:
+        """Write the header over a payload."""
         header = message[:HEADER].view(torch.int64)
-        first, second = checksum(message[HEADER:], self.positions.to(message.device))
-        for place, value in enumerate((MAGIC | VERSION, bucket, step, flags, count, first, second, self.fingerprint)):
+        first, second = checksum(message[HEADER:], self.positions)
+        fields: tuple[Any, ...] = (MAGIC | VERSION, bucket, step, flags, count, first, second, self.fingerprint)
+        for place, value in enumerate(fields):
             header[place] = value
         header[5] = seal(first, header[1:5])
 
@@ -202,10 +214,7 @@ class MessageFormat:
         """
 
         def refuse(what: str) -> ValueError:
-            return ValueError(
-                f"the gradient message of rank {rank}, bucket {bucket}, step {step} is refused: {what}. Nothing of it "
-                "was applied. Check that all ranks run the same code and settings, and the link between them."
-            )
+            return refusal(what, rank=rank, bucket=bucket, step=step)
 
         if message.dtype != torch.uint8 or message.numel() != self.num_bytes:
             raise refuse(f"it has {message.numel()} bytes of {message.dtype} where {self.num_bytes} are due")

@@ -88,7 +88,7 @@ class GoodputPlanner:
             self, model=model, steps=self.steps + observations.num_steps, accumulation=context.accumulation
         )
         cluster = model.cluster(replace(context, accumulation=1))
-        if cluster is None or context.noise is None or self.initial_total is None:
+        if cluster is None or self.noise_scale(context) is None or self.initial_total is None:
             return planner, split
         total = current.total_batch_size * context.accumulation
         planner = replace(planner, table=planner.candidates(cluster, total, context))
@@ -104,11 +104,16 @@ class GoodputPlanner:
         gain = (
             "to learn the constant part of a step" if explores else f"goodput {chosen.goodput / now.goodput - 1:+.0%}"
         )
-        reason = (
-            f"total batch {total} -> {plan.total_batch_size * chosen.accumulation}: {gain}, at a noise scale of "
-            f"{context.noise.noise_scale:.3g} samples"
-        )
+        reason = f"total batch {total} -> {plan.total_batch_size * chosen.accumulation}: {gain}, {self.ground(context)}"
         return replace(planner, steps=0, accumulation=chosen.accumulation), Proposal(plan, reason)
+
+    def noise_scale(self, context: PlanContext) -> float | None:
+        """Noise scale by which efficiency falls with the total, in samples; ``None`` keeps the total as it is."""
+        return None if context.noise is None else context.noise.noise_scale
+
+    def ground(self, context: PlanContext) -> str:
+        """What a change of the total rests on, for the log."""
+        return f"at a noise scale of {self.noise_scale(context):.3g} samples"
 
     def candidates(self, cluster: ClusterTimeModel, total: int, context: PlanContext) -> tuple[Candidate, ...]:
         """Goodput of every total that may follow the current one, itself included.
@@ -118,7 +123,8 @@ class GoodputPlanner:
             total: total that runs now.
             context: bounds, noise, and whether the number of micro-batches may change.
         """
-        assert context.noise is not None
+        noise_scale = self.noise_scale(context)
+        assert noise_scale is not None
         assert self.initial_total is not None
         least = sum(context.min_local) * (1 if context.epoch_begins else context.accumulation)
         low = max(least, self.min_total_batch_size or 1, round(total / GROWTH))
@@ -132,7 +138,7 @@ class GoodputPlanner:
         return goodput_table(
             cluster,
             sorted(totals),
-            noise_scale=context.noise.noise_scale,
+            noise_scale=noise_scale,
             initial_total=self.initial_total,
             min_local=context.min_local,
             max_local=context.max_local,

@@ -5,11 +5,13 @@ slower observation is believed almost at once and a faster one bit by bit. Secon
 second, so that one fast moment does not hide a slow link.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lightning_hetero.core.validation import check_number
 
-__all__ = ["LinkEstimate", "sum_bytes"]
+__all__ = ["LinkEstimate", "MessageLink", "sending_rate", "sum_bytes"]
 
 DOWN = 0.8
 """Weight of an observation below the estimate."""
@@ -19,6 +21,12 @@ UP = 0.5
 
 MARGIN = 0.9
 """Share of the estimate that plans count on."""
+
+IDLE = 0.05
+"""Share of a step that workers may idle before the rate is believed to be lower (StellaTrain, sec. 4.1)."""
+
+IDLE_UP, IDLE_DOWN = 1.05, 0.8
+"""Factors by which that rule moves the rate."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,21 @@ class LinkEstimate:
         weight = DOWN if rate < self.rate else UP
         return replace(self, rate=1.0 / ((1.0 - weight) / self.rate + weight / rate))
 
+    def observe_idle(self, share: float) -> "LinkEstimate":
+        """The estimate by the paper's rule: up while workers idle for less than 5 % of a step, else down (sec. 4.1).
+
+        Args:
+            share: of a step in which workers wait for the link although, at the rate that is believed, they would not
+                have to; one that is not finite says nothing.
+
+        Example:
+            >>> LinkEstimate(100.0).observe_idle(0.01).rate, LinkEstimate(100.0).observe_idle(0.3).rate
+            (105.0, 80.0)
+        """
+        if self.rate is None or not math.isfinite(share):
+            return self
+        return replace(self, rate=self.rate * (IDLE_UP if share < IDLE else IDLE_DOWN))
+
     def seconds(self, num_bytes: float) -> float:
         """Seconds to count on for sending so many bytes; 0 before the first observation.
 
@@ -61,6 +84,57 @@ class LinkEstimate:
             0.1
         """
         return 0.0 if self.rate is None else num_bytes / (MARGIN * self.rate)
+
+
+@dataclass(frozen=True)
+class MessageLink:
+    """What compressed gradients cross, as a planner sees it.
+
+    Args:
+        density: share of the blocks that is sent at present, above 0, to 1.
+        message_bytes: bytes that a worker sends in a step at a density, increasing.
+        estimates: what is known of each worker's rate of sending; the slowest counts, because all wait for its message.
+        seconds: what the messages of the newest steps took, ``None`` if there were none.
+        hidden: whether messages travel while the next step computes, or else every step waits for its own.
+        latency: seconds of messages of next to nothing, ``>= 0``, which would make a link look slow to small messages.
+
+    Example:
+        >>> link = MessageLink(0.01, lambda density: 1e6 * density, (LinkEstimate(1e6), LinkEstimate(1e5)))
+        >>> link.slowest, round(link.transfer(0.09), 6)
+        (1, 1.0)
+    """
+
+    density: float
+    message_bytes: Callable[[float], float]
+    estimates: tuple[LinkEstimate, ...]
+    seconds: float | None = None
+    hidden: bool = False
+    latency: float = 0.0
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Bytes per second that each worker is believed to send; empty before all were seen."""
+        known = tuple(estimate.rate for estimate in self.estimates if estimate.rate is not None)
+        return known if len(known) == len(self.estimates) else ()
+
+    @property
+    def slowest(self) -> int:
+        """The worker with the least rate."""
+        return self.rates.index(min(self.rates))
+
+    def transfer(self, density: float) -> float:
+        """Seconds to count on for the messages of a step at a density."""
+        return self.latency + self.estimates[self.slowest].seconds(self.message_bytes(density))
+
+
+def sending_rate(num_bytes: float, seconds: float, latency: float) -> float:
+    """Bytes per second of a message that took ``seconds``; at least a tenth of them count as sending.
+
+    Example:
+        >>> sending_rate(100.0, 0.3, latency=0.1), sending_rate(100.0, 0.1, latency=0.1)
+        (500.0, 10000.0)
+    """
+    return round(num_bytes / max(seconds - latency, 0.1 * seconds, 1e-9), 6)
 
 
 def sum_bytes(num_bytes: float, world_size: int) -> float:

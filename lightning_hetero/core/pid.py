@@ -3,6 +3,13 @@
 ``delta b_i = -X_i (mu_i - mean(mu))`` with the throughput ``X_i = b_i / mu_i`` and ``mu_i`` the smoothed compute time
 since the last change. Made stable by a dead band, smoothing, bounds, and an upper bound learned where throughput fell
 after a rise. The paper's rule does not keep the total; here sizes are re-normalised to it.
+
+What differs from the paper: a bound is learned only where throughput fell by as much as the size rose, because a
+smaller fall is answered by the proportional rule itself, while from there on it would swing for ever. And a bound is on
+trial, because one disturbed stretch of steps looks like a rise that went wrong: it lapses after two decisions, and
+holds four times as long each time that the fall comes back. A worker whose size turns round goes half as far as the
+rule says, and half of that at the next turn, because where times rise faster than sizes the whole way overshoots; with
+further steps in one direction, and slowly with decisions that change nothing, it comes back to the whole way.
 """
 
 from collections.abc import Sequence
@@ -13,9 +20,41 @@ import numpy.typing as npt
 
 from lightning_hetero.core.plan import proportional_sizes
 
-__all__ = ["ControllerState", "control", "smooth"]
+__all__ = ["ControllerState", "LearnedBound", "control", "smooth"]
 
 Array = npt.NDArray[np.float64]
+
+NOTABLE = 0.1
+"""Share by which throughput has to differ before it says something of the worker."""
+FIRST_TRIAL = 2
+LONGER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedBound:
+    """Largest size of a worker, taken from a fall of its throughput after a rise.
+
+    Args:
+        size: samples before the rise.
+        throughput: ``X_i`` before the rise, in samples per second.
+        lifetime: decisions for which the bound holds.
+        age: decisions since the fall. A bound that has lapsed is kept until a rise goes well, so that a fall that
+            comes back makes it last longer.
+
+    Example:
+        >>> LearnedBound(60, 100.0, lifetime=2, age=1).holds, LearnedBound(60, 100.0, lifetime=2, age=2).holds
+        (True, False)
+    """
+
+    size: int
+    throughput: float
+    lifetime: int = FIRST_TRIAL
+    age: int = 0
+
+    @property
+    def holds(self) -> bool:
+        """Whether sizes have to stay below it."""
+        return self.age < self.lifetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +66,9 @@ class ControllerState:
         smoothed: ``mu_i`` in seconds since the last change, empty before the first observation.
         previous_sizes: sizes before the last change, empty if there was none.
         previous_throughput: ``X_i`` in samples per second before the last change.
-        learned_max: upper bound learned for each worker, 0 for none.
-        bound_age: decisions since each bound was learned.
-        bound_throughput: ``X_i`` before the rise that taught each bound.
+        moves: by what each size last changed, in samples.
+        gains: share of the rule's step that each size takes, 0 to 1; empty before the first change.
+        bounds: upper bound learned for each worker, ``None`` for none; empty before the first decision.
         count: observations behind ``smoothed``.
     """
 
@@ -37,9 +76,9 @@ class ControllerState:
     smoothed: tuple[float, ...] = ()
     previous_sizes: tuple[int, ...] = ()
     previous_throughput: tuple[float, ...] = ()
-    learned_max: tuple[int, ...] = ()
-    bound_age: tuple[int, ...] = ()
-    bound_throughput: tuple[float, ...] = ()
+    moves: tuple[int, ...] = ()
+    gains: tuple[float, ...] = ()
+    bounds: tuple[LearnedBound | None, ...] = ()
     count: int = 0
 
     @property
@@ -75,7 +114,7 @@ def control(
     min_local: Sequence[int],
     max_local: Sequence[int] | None = None,
     dead_band: float = 0.05,
-    bound_lifetime: int = 20,
+    bound_lifetime: int = 128,
 ) -> tuple[ControllerState, tuple[int, ...] | None]:
     """One decision of the controller: new sizes for all workers, or for none.
 
@@ -85,7 +124,7 @@ def control(
         min_local: fewest samples of each worker.
         max_local: most samples of each worker.
         dead_band: sizes change only if one of them would by more than this share.
-        bound_lifetime: decisions after which a learned bound lapses, since what caused it may be over.
+        bound_lifetime: most decisions for which a learned bound holds, since what caused it may be over.
 
     Returns:
         The new state, and the new sizes or ``None``.
@@ -97,18 +136,20 @@ def control(
         >>> control(smooth(state, [0.15, 0.15]), 40, min_local=(1, 1))[1] is None
         True
     """
-    state = _learn_bounds(state, bound_lifetime)
+    state = _learn_bounds(state, dead_band, bound_lifetime)
     mu, b = np.asarray(state.smoothed), np.asarray(state.local_batch_sizes, dtype=float)
-    wanted = np.maximum(b - np.asarray(state.throughput) * (mu - mu.mean()), 1e-3)
+    error = mu - mu.mean()
+    gains = _gains(state, error)
+    wanted = np.maximum(b - gains * np.asarray(state.throughput) * error, 1e-3)
     given = np.full(len(b), total_batch_size) if max_local is None else np.asarray(max_local)
-    learned = np.asarray(state.learned_max or [0] * len(b))
-    high = np.where(learned > 0, np.minimum(given, np.maximum(learned, min_local)), given)
+    learned = [bound.size if bound is not None and bound.holds else total_batch_size for bound in state.bounds]
+    high = np.minimum(given, np.maximum(learned, min_local))
     if high.sum() < total_batch_size:
         high = given
     sizes = proportional_sizes(total_batch_size, wanted, min_local=min_local, max_local=high)
     change = np.abs(np.asarray(sizes) - b) / np.maximum(b, 1.0)
     if change.max() <= dead_band:
-        return state, None
+        return replace(state, gains=_rested(state)), None
     changed = replace(
         state,
         local_batch_sizes=sizes,
@@ -116,32 +157,63 @@ def control(
         count=0,
         previous_sizes=state.local_batch_sizes,
         previous_throughput=state.throughput,
+        moves=tuple(int(new - old) for new, old in zip(sizes, state.local_batch_sizes, strict=True)),
+        gains=tuple(float(gain) for gain in gains),
     )
     return changed, sizes
 
 
-def _learn_bounds(state: ControllerState, lifetime: int, *, notable: float = 0.1) -> ControllerState:
-    """Bound a worker by its former size if its throughput fell after a rise, both by more than 10 %.
+def _gains(state: ControllerState, error: Array) -> Array:
+    """Share of the rule's step for each size: half as much where it turns round, twice as much where it goes on."""
+    if not state.moves:
+        return np.ones(len(error))
+    turns = np.asarray(state.moves) * error > 0
+    gains: Array = np.clip(np.asarray(state.gains) * np.where(turns, 0.5, 2.0), 2.0**-6, 1.0)
+    return gains
 
-    A bound is forgotten when it is old, or when the worker is faster than it was before the rise: then something else
-    than its size had slowed it down.
-    """
-    count = len(state.local_batch_sizes)
-    bound, age = list(state.learned_max or (0,) * count), [a + 1 for a in state.bound_age or (0,) * count]
-    before = list(state.bound_throughput or (0.0,) * count)
-    for i, (size, speed) in enumerate(zip(state.local_batch_sizes, state.throughput, strict=True)):
-        if bound[i] and (age[i] > lifetime or speed > (1 + notable) * before[i]):
-            bound[i] = 0
-        if not state.previous_sizes:
-            continue
-        old_size, old_speed = state.previous_sizes[i], state.previous_throughput[i]
-        if size > (1 + notable) * old_size and speed < (1 - notable) * old_speed:
-            bound[i], age[i], before[i] = old_size, 0, old_speed
-    return replace(
-        state,
-        learned_max=tuple(bound),
-        bound_age=tuple(age),
-        bound_throughput=tuple(before),
-        previous_sizes=(),
-        previous_throughput=(),
+
+def _rested(state: ControllerState) -> tuple[float, ...]:
+    """Shares of the rule's step after a decision that changed nothing; a size at its bound has not rested."""
+    return tuple(
+        gain if bound is not None and bound.holds else min(1.25 * gain, 1.0)
+        for gain, bound in zip(state.gains, state.bounds, strict=bool(state.gains))
     )
+
+
+def _learn_bounds(state: ControllerState, dead_band: float, longest: int) -> ControllerState:
+    """The state with each worker's bound learned, grown older, or forgotten."""
+    count = len(state.local_batch_sizes)
+    old = state.previous_sizes or state.local_batch_sizes, state.previous_throughput or state.throughput
+    bounds = [
+        _learn_bound(bound, size, speed, old_size, old_speed, dead_band, longest)
+        for bound, size, speed, old_size, old_speed in zip(
+            state.bounds or (None,) * count, state.local_batch_sizes, state.throughput, *old, strict=True
+        )
+    ]
+    return replace(state, bounds=tuple(bounds), previous_sizes=(), previous_throughput=())
+
+
+def _learn_bound(
+    bound: LearnedBound | None,
+    size: int,
+    speed: float,
+    old_size: int,
+    old_speed: float,
+    dead_band: float,
+    longest: int,
+) -> LearnedBound | None:
+    """A worker's bound after one more decision, at ``size`` and before its last change at ``old_size``.
+
+    It is learned if the size rose and the next size, ``b X / X_old``, would lie below the former one: from there on the
+    rule would swing. It is forgotten if a rise beyond it went well, or if throughput at the former size is not what it
+    was: then something else than the size had changed it.
+    """
+    rise, fall = size / max(old_size, 1), old_speed / max(speed, 1e-12)
+    if size > old_size and fall > 1 / (1 - NOTABLE) and fall * (1 + dead_band) >= rise:
+        lifetime = FIRST_TRIAL if bound is None else min(LONGER * bound.lifetime, longest)
+        return LearnedBound(old_size, old_speed, lifetime)
+    if bound is None or size > max(bound.size, old_size):
+        return None
+    if size == bound.size and abs(speed / max(bound.throughput, 1e-12) - 1) > NOTABLE:
+        return None
+    return replace(bound, age=bound.age + 1)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lightning_hetero.core.bandwidth import MessageLink
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.optperf import solve_optperf, static_sizes
 from lightning_hetero.core.pid import ControllerState, control, smooth
@@ -49,6 +50,7 @@ class PlanContext:
         capacities: open-loop capacity of each rank (cores or peak FLOPs).
         noise: gradient noise so far, ``None`` if nobody measures it.
         epoch_begins: whether the next plan begins with an epoch, so that ``accumulation`` may change with it.
+        link: what compressed gradients cross, ``None`` if there are none.
     """
 
     total_batch_size: int
@@ -60,6 +62,7 @@ class PlanContext:
     capacities: tuple[float, ...] = ()
     noise: RunningNoiseScale | None = None
     epoch_begins: bool = False
+    link: MessageLink | None = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ class PerfModelPlanner:
         gamma: share of the backward pass before the first bucket.
         sync_times: ``(t_o, t_u)`` in seconds, ``None`` before the first observation.
         overhead: seconds of a step that eq. 7 does not explain: the loop's own time, and the jitter by which the
-            slowest of several workers exceeds each one's median. Counted into ``t_u``, because it is the same for
+            slowest of several workers exceeds each one's mean. Counted into ``t_u``, because it is the same for
             every split.
         arrivals: seconds of averaging after each piece of hardware came last, where it did. What exceeds the least of
             them is that worker's own, and counts into its constant time.
@@ -273,6 +276,10 @@ def _step_time(cluster: ClusterTimeModel, current: BatchPlan, context: PlanConte
     return max(cluster.step_time(np.asarray(current.local_batch_sizes) * scale), 1e-12)
 
 
+FEWEST_STEPS = 5
+"""Steps at the current sizes behind a decision of the controller; with fewer it waits for the next exchange."""
+
+
 @dataclass(frozen=True)
 class ProportionalPlanner:
     """Equalise compute times with no model (dynamic batching, sec. III-C), see :mod:`lightning_hetero.core.pid`.
@@ -312,7 +319,7 @@ class ProportionalPlanner:
         rows = (observations.local_batch_sizes == expected).all(axis=1)
         for times in observations.compute[rows]:
             state = smooth(state, times, decay=self.decay)
-        if not state.smoothed:
+        if state.count < FEWEST_STEPS:
             return replace(self, state=state), None
         mu = np.asarray(state.smoothed)
         speeds = {**self.throughput, **dict(zip(context.identities, state.throughput, strict=True))}

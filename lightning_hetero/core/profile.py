@@ -6,10 +6,12 @@ A profile belongs to a piece of hardware, not to a rank, so that it survives a r
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from lightning_hetero.core.pace import capped, pace
 from lightning_hetero.core.time_model import NodeTimeModel, fit_node
 
 __all__ = ["NodeProfile", "ProfilePoint"]
@@ -37,7 +39,8 @@ class ProfilePoint:
         forward: ``a`` in seconds.
         backward: ``P`` in seconds.
         weight: how many steps stand behind it, fading with age.
-        scatter: relative spread of single steps (1.48 median absolute deviations).
+        scatter: relative spread of single steps: their standard deviation, or 1.48 median absolute deviations if that
+            is more.
     """
 
     size: int
@@ -70,9 +73,10 @@ class NodeProfile:
     ) -> "NodeProfile":
         """Profile with the steps of one window at one size added.
 
-        The window counts by its medians. If they differ from what was known at this size by more than 15 % (40 % from
-        what the model says of a size never run) and more than 2.5 times the scatter, the worker itself has changed:
-        older points keep their shape and are rescaled by the ratio, so that the slope survives.
+        The window counts by its pace, see :mod:`lightning_hetero.core.pace`. If that differs from what was known at
+        this size by more than 15 % (40 % from what the model says of a size never run) and more than 2.5 times the
+        scatter, the worker itself has changed: older points keep their shape and are rescaled by the ratio, so that
+        the slope survives.
 
         Args:
             size: samples of these steps.
@@ -125,21 +129,17 @@ class NodeProfile:
         """
         if not self.points:
             raise ValueError("nothing was observed of this worker yet.")
-        size, forward, backward, weight, scatter = np.array(
-            [(q.size, q.forward, q.backward, q.weight, q.scatter) for q in self.points], dtype=float
-        ).T
-        variance = scatter**2 * np.maximum(1.0, FULL_WEIGHT / weight)
-        return fit_node(size, forward, backward, 1.0 / variance, fixed_share=FIXED_SHARE)
+        return _fitted(self.points)
 
     def standard_error(self, size: int) -> float:
         """Relative standard error of the known time at a size, or of the best known time if the size never ran.
 
         Example:
             >>> round(NodeProfile().observe(8, [0.09, 0.1, 0.11, 0.1], [0.0] * 4).standard_error(8), 3)
-            0.046
+            0.038
         """
         points = [q for q in self.points if q.size == size] or list(self.points)
-        return min((1.2533 * q.scatter / math.sqrt(q.weight) for q in points), default=1.0)
+        return min((q.scatter / math.sqrt(q.weight) for q in points), default=1.0)
 
     def settled(self) -> "NodeProfile":
         """The same profile with its drift flag cleared."""
@@ -155,17 +155,27 @@ class NodeProfile:
         return cls(tuple(ProfilePoint(int(size), *map(float, rest)) for size, *rest in state))
 
 
+@lru_cache(maxsize=4096)
+def _fitted(points: tuple[ProfilePoint, ...]) -> NodeTimeModel:
+    """The fit; kept, since one decision asks for it several times and it is most of what a decision costs."""
+    size, forward, backward, weight, scatter = np.array(
+        [(q.size, q.forward, q.backward, q.weight, q.scatter) for q in points], dtype=float
+    ).T
+    variance = scatter**2 * np.maximum(1.0, FULL_WEIGHT / weight)
+    return fit_node(size, forward, backward, 1.0 / variance, fixed_share=FIXED_SHARE)
+
+
 def _summary(size: int, forward: np.ndarray, backward: np.ndarray) -> ProfilePoint:
-    """Medians and spread of the steps of one window."""
-    total = forward + backward
-    middle = float(np.median(total))
-    spread = 1.4826 * float(np.median(np.abs(total - middle))) / max(middle, 1e-12)
+    """Pace and spread of the steps of one window."""
+    every = forward + backward
+    total = capped(every)
+    spread = max(float(total.std()), 1.4826 * float(np.median(np.abs(every - np.median(every)))))
     return ProfilePoint(
         size,
-        float(np.median(forward)),
-        float(np.median(backward)),
+        pace(forward),
+        pace(backward),
         min(float(len(total)), MAX_WEIGHT),
-        max(spread, LEAST_SCATTER),
+        max(spread / max(float(total.mean()), 1e-12), LEAST_SCATTER),
     )
 
 

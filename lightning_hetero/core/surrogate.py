@@ -21,7 +21,13 @@ from scipy.stats import norm
 
 from lightning_hetero.core.validation import check_int, check_number
 
-__all__ = ["ConvergenceProfile", "ConvergenceSurrogate", "expected_improvement", "profile_convergence"]
+__all__ = [
+    "ConvergenceProfile",
+    "ConvergenceSurrogate",
+    "ProfilePenalty",
+    "expected_improvement",
+    "profile_convergence",
+]
 
 Array = npt.NDArray[np.float64]
 
@@ -152,6 +158,42 @@ class ConvergenceSurrogate:
         return float(self.predict(check_number("rate", rate, low=0.0, high=1.0), total)[0][0])
 
 
+class ProfilePenalty:
+    """``g(density, total)`` of a profile, looked up: the surrogate on a grid, linear in the logarithms in between.
+
+    A controller asks for hundreds of values at a time, for which the Gaussian process itself would take too long.
+    Outside the totals that were tried, the nearest one counts.
+
+    Args:
+        profile: probe trainings.
+
+    Raises:
+        ImportError: if scikit-learn is missing.
+
+    Example:
+        >>> profile = ConvergenceProfile(16, 256, 1.0, ((0.0, 64, 0.0), (0.9, 64, 0.2), (0.99, 64, 0.4)))
+        >>> penalty = ProfilePenalty(profile)
+        >>> abs(penalty(0.1, 64) - ConvergenceSurrogate(profile).extra_loss(0.9, 64)) < 0.01
+        True
+    """
+
+    def __init__(self, profile: ConvergenceProfile) -> None:
+        self.profile = profile
+        surrogate = ConvergenceSurrogate(profile)
+        self._densities = np.linspace(math.log(1.0 - MAX_RATE), 0.0, 32)
+        self._totals = np.linspace(
+            math.log(profile.min_total), math.log(max(profile.max_total, profile.min_total + 1)), 17
+        )
+        totals = np.exp(self._totals)
+        table = [surrogate.predict(1.0 - math.exp(density), totals)[0] for density in self._densities]
+        self._extra = np.maximum(np.array(table), -0.9)
+
+    def __call__(self, density: float, total: float) -> float:
+        """Extra samples, as a share, at a density above 0, to 1, and a total batch."""
+        columns = [np.interp(math.log(total), self._totals, row) for row in self._extra]
+        return float(np.interp(math.log(density), self._densities, columns))
+
+
 def expected_improvement(mean: Array, deviation: Array, best: float) -> Array:
     """Expected decrease below the best value so far, of normally distributed values (minimisation).
 
@@ -172,6 +214,7 @@ def profile_convergence(
     max_total: int,
     probes: int = 30,
     rng: np.random.Generator | None = None,
+    on_profile: Callable[[ConvergenceProfile], None] | None = None,
 ) -> ConvergenceProfile:
     """Choose and run probe trainings (StellaTrain, Alg. 1).
 
@@ -181,6 +224,7 @@ def profile_convergence(
         max_total: greatest total batch.
         probes: trainings besides the one that others are compared with, ``>= 1``.
         rng: source of the random rates.
+        on_profile: called after each probe training with the profile so far, to keep what was paid for.
 
     Raises:
         ImportError: if scikit-learn is missing.
@@ -206,7 +250,10 @@ def profile_convergence(
         total = _next_total(rate, points, min_total, max_total, baseline, rng)
         loss = float(probe(rate, total, 1))
         points.append((rate, total, _extra(loss, baseline)))
-    return ConvergenceProfile(min_total, max_total, baseline, tuple(points))
+        profile = ConvergenceProfile(min_total, max_total, baseline, tuple(points))
+        if on_profile is not None:
+            on_profile(profile)
+    return profile
 
 
 def _extra(loss: float, baseline: float) -> float:

@@ -6,6 +6,7 @@ and ``t_u`` the synchronisation of all buckets but the last, and of the last. Al
 for others: the fit takes what a worker did, not how long it stood.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -271,12 +272,12 @@ def fit_line(
     prior = 0.0 if fixed_share is None else 1.0 / (fixed_share * max(float(y.mean()), 1e-12)) ** 2
     for _ in range(iterations):
         previous, line = line, _non_negative_line(x, y, base * robust, prior)
+        if len(y) <= 2 or all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(line, previous, strict=True)):
+            break
         residual = np.abs(y - line[0] * x - line[1]) / scale
         spread = 1.4826 * float(np.median(residual))
         cut = 1.345 * max(spread, 1e-9)
-        robust = np.minimum(1.0, cut / np.maximum(residual, 1e-300)) if len(y) > 2 else robust
-        if np.allclose(previous, line, rtol=1e-9, atol=0.0):
-            break
+        robust = np.minimum(1.0, cut / np.maximum(residual, 1e-300))
     return line
 
 

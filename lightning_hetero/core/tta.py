@@ -6,21 +6,20 @@ cost (:mod:`lightning_hetero.core.surrogate`). Two equations are not as printed:
 its means, and eq. 6 compares bytes with bytes, ``bytes(density) <= bandwidth * x_i / f_i(x_i)``.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import minimize
 
-from lightning_hetero.core.optperf import solve_optperf
-from lightning_hetero.core.plan import BatchPlan
-from lightning_hetero.core.time_model import ClusterTimeModel
 from lightning_hetero.core.validation import check_number
 
 __all__ = [
-    "Configuration",
+    "DensityChoice",
     "ThroughputModel",
+    "density_penalty",
     "iteration_time_variation",
     "largest_density",
     "minimise_time_to_accuracy",
@@ -28,6 +27,12 @@ __all__ = [
 ]
 
 Array = npt.NDArray[np.float64]
+
+PENALTY = 0.1
+"""Extra samples, as a share, for each factor of ten by which less is sent."""
+
+FORBIDDEN = 1e30
+"""Seconds per sample of what must not be chosen."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +112,11 @@ def iteration_time_variation(seconds: Sequence[float]) -> float:
 
 
 def largest_density(budget: float, message_bytes: Callable[[float], float], densities: Sequence[float]) -> float:
-    """Largest density whose messages fit into a step: ``bytes(density) <= bandwidth * seconds`` (eq. 6, in bytes).
+    """Largest density whose messages fit into a step: ``bytes(density) <= bandwidth * seconds`` (eq. 6).
 
     Args:
-        budget: bytes that the link carries in a step.
-        message_bytes: bytes that a worker sends in a step at a density, increasing.
+        budget: what the link has in a step, in bytes, or in seconds if that is what ``message_bytes`` gives.
+        message_bytes: what a worker sends in a step at a density, increasing.
         densities: those to choose from, each above 0, to 1.
 
     Returns:
@@ -137,69 +142,139 @@ def time_to_accuracy(total: float, step_time: float, loss_penalty: float) -> flo
     return (1.0 + loss_penalty) * step_time / total
 
 
+def density_penalty(density: float) -> float:
+    """Extra samples that a density costs where no profile says more: 10 % for each factor of ten below 1.
+
+    That is an assumption, no measurement: error feedback sends what a step leaves out later, so that the price of a low
+    density is a delay, and it grows slowly. A :class:`~lightning_hetero.core.surrogate.ConvergenceProfile` of the model
+    at hand replaces it.
+
+    Example:
+        >>> density_penalty(1.0), round(density_penalty(0.01), 3)
+        (0.0, 0.2)
+    """
+    return PENALTY * math.log10(1.0 / density)
+
+
 @dataclass(frozen=True)
-class Configuration:
-    """Density, plan and what they are predicted to give.
+class DensityChoice:
+    """A density and a total batch, and the predictions that they rest on.
 
     Args:
         density: share of the gradient's blocks that is sent, above 0, to 1.
-        plan: total batch and split, with the predicted step time.
-        objective: predicted seconds per sample, times the penalty on convergence.
-        variation: coefficient of variation of the workers' computing times.
+        total_batch_size: samples of a step.
+        objective: predicted seconds per sample, times the penalty on convergence (eq. 5).
+        compute: seconds of a step that sends nothing.
+        transfer: seconds that its messages take at this density.
+        least: seconds that they take at the least density allowed.
+        hidden: whether messages travel while the next step computes, or else every step waits for its own.
+
+    Example:
+        >>> choice = DensityChoice(0.01, 64, objective=0.002, compute=0.1, transfer=0.02, least=0.002)
+        >>> round(choice.step_time, 6), choice.network_bound
+        (0.12, False)
     """
 
     density: float
-    plan: BatchPlan
+    total_batch_size: int
     objective: float
-    variation: float
+    compute: float
+    transfer: float
+    least: float
+    hidden: bool = False
+
+    @property
+    def step_time(self) -> float:
+        """Predicted seconds of a step."""
+        return max(self.compute, self.transfer) if self.hidden else self.compute + self.transfer
+
+    @property
+    def network_bound(self) -> bool:
+        """Whether even the least density takes longer than computing (eq. 6 has no solution)."""
+        return self.least > self.compute
+
+    def describe(self) -> str:
+        """One line for the log.
+
+        Example:
+            >>> DensityChoice(0.01, 64, objective=0.002, compute=0.1, transfer=0.02, least=0.002).describe()
+            'a step of 64 samples computes for 100 ms and sends for 20 ms'
+        """
+        text = (
+            f"a step of {self.total_batch_size} samples computes for {1e3 * self.compute:.3g} ms and sends for "
+            f"{1e3 * self.transfer:.3g} ms"
+        )
+        if self.network_bound:
+            text += f"; network-bound: even the least density takes {1e3 * self.least:.3g} ms on the link"
+        return text
 
 
 def minimise_time_to_accuracy(
-    cluster: ClusterTimeModel,
-    totals: Sequence[int],
+    step_times: Mapping[int, float],
     densities: Sequence[float],
     *,
-    bandwidth: float,
-    message_bytes: Callable[[float], float],
+    transfer: Callable[[float], float],
     penalty: Callable[[float, float], float],
-    min_local: Sequence[int],
-    max_local: Sequence[int] | None = None,
-) -> Configuration:
-    """Density, total batch and split of least predicted time to accuracy under the bandwidth constraint (eq. 1, 5, 6).
+    hidden: bool = True,
+) -> DensityChoice:
+    """Total batch and density of least predicted time to accuracy under the bandwidth constraint (eq. 1, 5, 6).
 
-    The paper searches all three by Nelder-Mead, with a weight ``lambda`` on unequal iteration times. With a time model
-    at hand the split is the exact optimum of each total, and all totals and all densities that fit are tried; unequal
-    times need no weight of their own.
+    The paper searches split, total and density by Nelder-Mead, with a weight ``lambda`` on unequal iteration times.
+    With a time model at hand the split of each total is the exact optimum, and unequal times need no weight of their
+    own. All totals and all densities are tried, then Nelder-Mead moves the density between its neighbours. Eq. 6 holds
+    for messages that travel while the next step computes; where every step waits for its own, their time adds up.
 
     Args:
-        cluster: time model of the workers, in which the exchange is the part that no density avoids.
-        totals: total batches to choose from.
-        densities: densities to choose from.
-        bandwidth: bytes per second that a worker sends.
-        message_bytes: bytes that a worker sends in a step at a density.
-        penalty: extra samples that a density and a total cost, as a share: ``g(1 - density, total)``, above -1.
-        min_local: fewest samples of each worker.
-        max_local: most samples of each worker.
+        step_times: seconds of a step that sends nothing, at the best split of each total to choose from.
+        densities: densities to choose from; the best one lies between the least and the greatest of them.
+        transfer: seconds that the messages of a step take at a density, increasing.
+        penalty: extra samples that a density and a total cost, as a share: ``g(density, total)``, above -1.
+        hidden: whether messages travel while the next step computes.
 
     Raises:
-        ValueError: if there is no total, or a penalty is -1 or less.
+        ValueError: if there is no total or no density, or a penalty is -1 or less.
+
+    Example:
+        >>> def penalty(density, total):
+        ...     return density_penalty(density)
+        >>> choice = minimise_time_to_accuracy({64: 0.1}, [0.001, 0.01, 0.1], transfer=lambda d: 5 * d, penalty=penalty)
+        >>> round(choice.density, 3)
+        0.02
     """
-    check_number("bandwidth", bandwidth, low=0.0, include_low=False)
-    if not totals:
-        raise ValueError("totals is empty; give at least one total batch size.")
-    best: Configuration | None = None
-    for total in totals:
-        plan = solve_optperf(cluster, total, min_local=min_local, max_local=max_local)
-        step = plan.step_time or cluster.step_time(plan.local_batch_sizes)
-        allowed = largest_density(bandwidth * step, message_bytes, densities)
-        times = [node.compute_time(b) for node, b in zip(cluster.nodes, plan.local_batch_sizes, strict=True)]
-        for density in (d for d in densities if d <= allowed):
-            extra = penalty(density, total)
-            if extra <= -1.0:
-                raise ValueError(f"penalty({density}, {total}) = {extra} must be above -1: a share of extra samples.")
-            seconds = max(step, message_bytes(density) / bandwidth)
-            objective = time_to_accuracy(total, seconds, extra)
-            if best is None or objective < best.objective:
-                best = Configuration(density, plan, objective, iteration_time_variation(times))
-    assert best is not None
-    return best
+    if not step_times:
+        raise ValueError("step_times is empty; give at least one total batch size.")
+
+    def evaluate(density: float, total: int) -> DensityChoice:
+        seconds, extra = step_times[total], penalty(density, total)
+        if extra <= -1.0:
+            raise ValueError(f"penalty({density}, {total}) = {extra} must be above -1: a share of extra samples.")
+        choice = DensityChoice(density, total, 0.0, seconds, transfer(density), transfer(min(densities)), hidden)
+        return replace(choice, objective=float(time_to_accuracy(total, choice.step_time, extra)))
+
+    def allowed(total: int) -> float:
+        return largest_density(step_times[total], transfer, densities) if hidden else max(densities)
+
+    found = (evaluate(d, total) for total in step_times for d in densities if d <= allowed(total))
+    best = min(found, key=lambda choice: choice.objective, default=None)
+    if best is None:
+        raise ValueError("densities is empty; give at least one, above 0 to 1.")
+    if best.transfer > step_times[best.total_batch_size] and hidden:  # eq. 6 has no solution
+        return best
+    polished = evaluate(_polish(best, densities, evaluate), best.total_batch_size)
+    return polished if polished.objective < best.objective else best
+
+
+def _polish(best: DensityChoice, densities: Sequence[float], evaluate: Callable[[float, int], DensityChoice]) -> float:
+    """The density near the best one that is better still, by Nelder-Mead over its logarithm."""
+    low, high = min(densities), max(densities)
+
+    def objective(logs: Array) -> float:
+        density = float(np.exp(logs[0]))
+        choice = evaluate(density, best.total_batch_size)
+        fits = not best.hidden or choice.transfer <= choice.compute
+        return choice.objective if fits and low <= density <= high else FORBIDDEN
+
+    start = math.log(best.density)
+    options = {"xatol": 1e-3, "fatol": 1e-12, "initial_simplex": [[start], [start + 0.1]], "maxfev": 60}
+    found = minimize(objective, [start], method="Nelder-Mead", options=options)
+    return float(np.exp(found.x[0])) if found.fun < FORBIDDEN else best.density

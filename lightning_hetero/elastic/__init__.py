@@ -1,7 +1,7 @@
 """Elastic averaging for irregular work (Adaptive SGD), free of any trainer."""
 
-from lightning_hetero.elastic.config import ElasticConfig
+from lightning_hetero.elastic.config import OWN_LOOP, ElasticConfig
 from lightning_hetero.elastic.engine import ElasticEngine, MergeRecord
 from lightning_hetero.elastic.replicas import Replica
 
-__all__ = ["ElasticConfig", "ElasticEngine", "MergeRecord", "Replica"]
+__all__ = ["OWN_LOOP", "ElasticConfig", "ElasticEngine", "MergeRecord", "Replica"]

@@ -7,7 +7,15 @@ from typing import Any
 from lightning_hetero.core.adaptive_sgd import MERGES, AdaptiveSettings, MergeRule
 from lightning_hetero.core.validation import check_choice, check_int
 
-__all__ = ["ElasticConfig"]
+__all__ = ["OWN_LOOP", "ElasticConfig"]
+
+OWN_LOOP = (
+    "Elastic averaging (hetero_elastic) is a strategy of Lightning's Trainer only: Fabric and Accelerate prepare a "
+    "model for gradient averaging, which must not be there. In a loop of your own use "
+    "lightning_hetero.elastic.ElasticEngine on the model as it is, see 'Fabric, Accelerate and plain loops' in "
+    "docs/elastic.md"
+)
+"""What to use where there is no trainer."""
 
 
 @dataclass(frozen=True)

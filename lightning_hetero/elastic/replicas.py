@@ -111,5 +111,6 @@ class Replica:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
-        self._previous, self._own = dict(state["previous"]), dict(state["own"])
+        """Go on from a state; of that of another merge rule, what this one uses as well."""
+        self._previous = dict(state["previous"]) if self.rule.momentum else {}
+        self._own = dict(state["own"]) if self.rule.elastic else {}

@@ -12,7 +12,8 @@ class LearningRateGain:
     """Multiplies the learning rate of every parameter group while the optimizer steps, and puts it back after.
 
     The scheduled rate itself is never touched, so the factor goes with any scheduler, with warm-up, with several
-    groups, with gradient scalers, and is in no checkpoint of the optimizer.
+    groups, with gradient scalers, and is in no checkpoint of the optimizer. A closure, in which Lightning runs
+    ``training_step``, sees the scheduled rates too, and may set others, which are multiplied in their turn.
 
     Args:
         optimizers: optimizers to act on.
@@ -51,13 +52,31 @@ class LearningRateGain:
         for group, rate in zip(optimizer.param_groups, self._scheduled.pop(id(optimizer), ()), strict=False):
             group["lr"] = rate
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._restore(optimizer)  # a closure that raised in the last step has left its factor
+    def _multiply(self, optimizer: torch.optim.Optimizer, gain: float) -> None:
+        self._scheduled[id(optimizer)] = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * gain
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        self._restore(optimizer)  # a step that raised has left its factor
         gain = self._gain()
-        if gain != 1.0:
-            self._scheduled[id(optimizer)] = [group["lr"] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * gain
+        if gain == 1.0:
+            return None
+        self._multiply(optimizer, gain)
+
+        def unseen(closure: Callable[[], Any]) -> Callable[[], Any]:
+            def evaluate() -> Any:
+                self._restore(optimizer)
+                result = closure()
+                self._multiply(optimizer, gain)
+                return result
+
+            return evaluate
+
+        # the optimizer comes first among the arguments, then its closure, if there is one
+        args = (*args[:1], *(unseen(value) if callable(value) else value for value in args[1:]))
+        given = kwargs.get("closure")
+        return args, {**kwargs, "closure": unseen(given)} if given is not None else kwargs
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._restore(optimizer)

@@ -7,6 +7,9 @@ import torch
 
 __all__ = ["AdamPreconditioner", "is_adam"]
 
+PIECE = 2**17
+"""Elements of a piece, half a megabyte in float32."""
+
 
 def is_adam(optimizer: Any) -> bool:
     """Whether an optimizer keeps the second moments of Adam.
@@ -38,6 +41,8 @@ class AdamPreconditioner:
         >>> adam.step()
         >>> round(AdamPreconditioner([adam])(weight, torch.tensor([8.0])).item(), 3)
         2.0
+        >>> [round(square.item(), 3) for square in AdamPreconditioner([adam]).squares(weight, torch.tensor([8.0]))]
+        [4.0]
     """
 
     def __init__(self, optimizers: Iterable[Any]) -> None:
@@ -55,13 +60,40 @@ class AdamPreconditioner:
             }
         return self._homes.get(parameter)
 
-    def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """The preconditioned gradient, of the shape of ``gradient``."""
+    def _moment(self, parameter: torch.Tensor) -> tuple[torch.Tensor, Any, float] | None:
+        """``v``, ``1 - beta_2^t`` and ``eps``."""
         home = self._home(parameter)
         known = {} if home is None else home[0].state.get(parameter, {})
         if home is None or "exp_avg_sq" not in known:
-            return torch.zeros_like(gradient)
+            return None
         group = home[0].param_groups[home[1]]
         used = known.get("max_exp_avg_sq", known["exp_avg_sq"])
-        moment = used / (1 - group["betas"][1] ** known["step"])
-        return gradient / moment.sqrt().add_(group["eps"]).view_as(gradient)
+        return used, 1 - group["betas"][1] ** known["step"], group["eps"]
+
+    def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """The preconditioned gradient, of the shape of ``gradient``."""
+        known = self._moment(parameter)
+        if known is None:
+            return torch.zeros_like(gradient)
+        used, bias, eps = known
+        return gradient / (used / bias).sqrt().add_(eps).view_as(gradient)
+
+    def squares(self, parameter: torch.Tensor, gradient: torch.Tensor) -> list[torch.Tensor]:
+        """Squared norm of the preconditioned gradient, taken in pieces that stay in a processor's cache.
+
+        Sums of 16-bit values are in float32; a parameter without a second moment yet gives nothing.
+        """
+        known = self._moment(parameter)
+        if known is None:
+            return []
+        used, bias, eps = known
+        pieces: Any = [(used, gradient)]
+        if used.device.type == "cpu" and used.is_contiguous() and gradient.is_contiguous():
+            pieces = zip(used.view(-1).split(PIECE), gradient.view(-1).split(PIECE), strict=True)
+        shift, out = eps * bias**0.5, []
+        for moment, part in pieces:
+            wide = moment if moment.dtype in (torch.float32, torch.float64) else moment.float()
+            divisor = wide.sqrt().add_(shift)
+            divided = torch.div(part, divisor, out=divisor).reshape(-1)
+            out.append(torch.dot(divided, divided))
+        return [torch.stack(out).sum() * bias]

@@ -9,7 +9,7 @@ gradient counts. What ``n`` steps without a gradient do is known in closed form:
   step to step ``T_n(t) = M_t T_{n-1}(t - 1)``, so that learning rates may change in every step. Exact.
 - AdamW: ``m -> beta_1^n m``, ``v -> beta_2^n v``, ``p -> W_n p - c_n m / (sqrt(v) + eps')`` with ``W_n(t) = (1 - l w)
   W_{n-1}(t - 1)`` and ``c_n(t) = (1 - l w) c_{n-1}(t - 1) + l (beta_1 / sqrt(beta_2))^n sqrt(1 - beta_2^t) / (1 -
-  beta_1^t)``. Exact but for ``eps``, which would count anew in every one of these steps.
+  beta_1^t)`` and ``eps' = eps sqrt(1 - beta_2^t)``. Exact but for ``eps``, which counts as in the last of these steps.
 
 StellaTrain (sec. 3.2) leaves untouched blocks as they are and calls the error small.
 
@@ -18,218 +18,31 @@ steps: gradients then go on asking for a move that momentum has made already, an
 momentum is paid *ahead*: a touched block takes at once all that its momentum would still move it (SGD: ``m / (1 - m)
 l b``, the whole geometric sum), and its momentum is 0 afterwards. The sum of all moves is the dense optimizer's either
 way. With ``pay="later"`` momentum is owed as above, and settled parameters equal the dense optimizer's. Weight decay is
-always owed. :meth:`~SparseOptimizer.settle`, which saving calls, pays all debts.
+always owed. :meth:`~lightning_hetero.optim.sparse_steps.SparseSteps.settle`, which saving calls, pays all debts.
+
+A gradient comes as :class:`~lightning_hetero.compression.gradients.BlockGradient`, straight from the messages; nothing
+here has the size of the model but parameters and state themselves. Torch's optimizer stays what it is: sparse steps
+hang on its own hooks, so that schedulers, loss scalers and checkpoints see nothing else than before.
 """
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from lightning_hetero.core.validation import check_choice
+from lightning_hetero.optim.sparse_steps import SparseSteps, trained_in
 
-__all__ = ["SparseAdamW", "SparseOptimizer", "SparseSGD", "Touched"]
-
-Touched = Mapping[torch.Tensor, torch.Tensor]
-"""Numbers of the touched blocks of each parameter."""
-
-LONGEST = 512
-"""Steps that a block may owe; then all blocks are settled, in one dense pass."""
-
-BREAK_EVEN = 0.08
-"""Share of touched blocks from which a dense update is faster on CPU (``benchmarks/compression.py``)."""
+__all__ = ["STEPS", "SparseAdamW", "SparseSGD", "sparse_steps"]
 
 
-class SparseOptimizer(torch.optim.Optimizer):
-    """What both optimizers share: which blocks are touched, who owes what, and when to be dense.
+class SGDSteps(SparseSteps):
+    """Sparse steps of ``torch.optim.SGD``."""
 
-    Without a source of touched blocks (:meth:`follow`), and in steps whose gradient is dense, it is torch's own
-    optimizer, whose ``state_dict`` it has as well.
-    """
-
-    block = 16
-    _touched: Callable[[], Touched | None] | None = None
-
-    def __init__(self, params: Any, *args: Any, pay: str = "ahead", **kwargs: Any) -> None:
-        super().__init__(params, *args, **kwargs)
-        self.pay = check_choice("pay", pay, ("ahead", "later"))
-
-    def follow(self, touched: Callable[[], Touched | None], block: int) -> None:
-        """Take the touched blocks of each step from here.
-
-        Args:
-            touched: numbers of the touched blocks of each parameter, ``None`` if the step's gradient is dense.
-            block: elements of a block.
-        """
-        self._touched, self.block = touched, block
-
-    def _debts(self) -> tuple[dict[torch.Tensor, torch.Tensor], dict[int, np.ndarray]]:
-        """Steps up to which each block is settled, by parameter; and a table of what ``n`` steps do, by group."""
-        if not hasattr(self, "_settled"):
-            self._settled: dict[torch.Tensor, torch.Tensor] = {}
-            self._tables: dict[int, np.ndarray] = {}
-            self._steps = 0
-        return self._settled, self._tables
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        """One step: touched blocks only if few are, all of them otherwise."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        touched = None if self._touched is None else self._touched()
-        if touched is None or not self._worth(touched):
-            self.settle()
-            super().step()
-            return loss
-        self._debts()
-        with torch.no_grad():
-            for number, group in enumerate(self.param_groups):
-                self._step_group(number, group, touched)
-        self._steps += 1
-        if self._steps >= LONGEST:
-            self.settle()
-        return loss
-
-    def _worth(self, touched: Touched) -> bool:
-        """Whether a sparse step is right: few blocks are touched, and nothing is in use that it has no form for."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        if any(p.grad is None or p not in touched for p in parameters) or not self._ready(parameters):
-            return False
-        rows = sum(-(-p.numel() // self.block) for p in parameters)
-        return bool(sum(len(touched[p]) for p in parameters) <= BREAK_EVEN * rows)
-
-    def _ready(self, parameters: list[torch.Tensor]) -> bool:
-        raise NotImplementedError
-
-    def _step_group(self, number: int, group: dict[str, Any], touched: Touched) -> None:
-        settled, tables = self._debts()
-        table = tables.setdefault(number, self._start(group))
-        for p in group["params"]:
-            rows = -(-p.numel() // self.block)
-            if p not in settled:
-                settled[p] = torch.zeros(rows, dtype=torch.int64, device=p.device)
-            where = touched[p]
-            owed = self._steps - settled[p][where]
-            for view, chosen in _parts(p, where, self.block):
-                flat = [view(t) for t in (p, *self._buffers(p))]
-                parts = [t.index_select(0, chosen.rows) for t in flat]
-                if self._owes(group):
-                    self._pay(parts, self._row(table, owed[chosen.mask], p))
-                self._apply(group, parts, view(p.grad).index_select(0, chosen.rows), self._steps_of(p) + 1)
-                for whole, part in zip(flat, parts, strict=True):
-                    whole.index_copy_(0, chosen.rows, part)
-            settled[p][where] = self._steps + 1
-            self._count(p)
-        tables[number] = self._extended(table, group, self._steps_of(group["params"][0]))
-
-    def settle(self) -> None:
-        """Pay what all blocks owe, so that parameters and state are those of a dense optimizer."""
-        settled, tables = self._debts()
-        with torch.no_grad():
-            for number, group in enumerate(self.param_groups):
-                for p in group["params"]:
-                    if p not in settled or number not in tables or not self._owes(group):
-                        continue
-                    where = torch.arange(len(settled[p]), device=p.device)
-                    owed = self._steps - settled[p]
-                    for view, chosen in _parts(p, where, self.block):
-                        parts = [view(t) for t in (p, *self._buffers(p))]
-                        self._pay(parts, self._row(tables[number], owed[chosen.mask], p))
-        self._settled, self._tables, self._steps = {}, {}, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Torch's own, of settled parameters."""
-        self.settle()
-        return super().state_dict()
-
-    def _row(self, table: np.ndarray, owed: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        """Coefficients of each block, shape ``(coefficients, blocks, 1)``."""
-        rows = torch.from_numpy(table).to(p.device, p.dtype if p.dtype == torch.float64 else torch.float32)[owed]
-        return rows.T.unsqueeze(-1)
-
-    # what each optimizer says of itself
-
-    def _owes(self, group: dict[str, Any]) -> bool:
-        """Whether a step without a gradient changes anything."""
-        return True
-
-    def _start(self, group: dict[str, Any]) -> np.ndarray:
-        raise NotImplementedError
-
-    def _extended(self, table: np.ndarray, group: dict[str, Any], step: int) -> np.ndarray:
-        raise NotImplementedError
-
-    def _buffers(self, p: torch.Tensor) -> list[torch.Tensor]:
-        raise NotImplementedError
-
-    def _pay(self, parts: list[torch.Tensor], c: torch.Tensor) -> None:
-        raise NotImplementedError
-
-    def _apply(self, group: dict[str, Any], parts: list[torch.Tensor], g: torch.Tensor, step: int) -> None:
-        raise NotImplementedError
-
-    def _steps_of(self, p: torch.Tensor) -> int:
-        return 0
-
-    def _count(self, p: torch.Tensor) -> None: ...
-
-
-class _Chosen:
-    """Rows of one part of a parameter, and which of the touched blocks they are."""
-
-    def __init__(self, rows: torch.Tensor, mask: torch.Tensor) -> None:
-        self.rows, self.mask = rows, mask
-
-
-def _parts(p: torch.Tensor, where: torch.Tensor, block: int) -> list[tuple[Callable[[torch.Tensor], Any], _Chosen]]:
-    """Whole blocks of a parameter and its shorter last one, as views with the touched rows of each."""
-    whole = p.numel() // block
-    inside = where < whole
-
-    def body(t: torch.Tensor) -> torch.Tensor:
-        return _flat(t)[: whole * block].view(whole, block)
-
-    def tail(t: torch.Tensor) -> torch.Tensor:
-        return _flat(t)[whole * block :].view(1, -1)
-
-    parts: list[tuple[Callable[[torch.Tensor], Any], _Chosen]] = [(body, _Chosen(where[inside], inside))]
-    if whole * block < p.numel():
-        parts.append((tail, _Chosen(where[~inside] - whole, ~inside)))
-    return parts
-
-
-def _flat(t: torch.Tensor) -> torch.Tensor:
-    """Elements in the order of memory."""
-    return t.view(-1) if t.is_contiguous() else t.as_strided((t.numel(),), (1,))
-
-
-class SparseSGD(SparseOptimizer, torch.optim.SGD):
-    """``torch.optim.SGD`` that touches only the blocks of a compressed gradient.
-
-    It takes the arguments of ``torch.optim.SGD`` and ``pay``: when momentum moves a block that is no longer touched,
-    ``"ahead"`` or ``"later"``. Steps are dense with dampening, ``maximize`` and a learning rate that
-    is a tensor.
-
-    Example:
-        >>> p = torch.nn.Parameter(torch.ones(32))
-        >>> optimizer = SparseSGD([p], lr=0.1, momentum=0.9)
-        >>> p.grad = torch.ones(32)
-        >>> optimizer.step()
-        >>> round(p[0].item(), 6)
-        0.9
-    """
-
-    def _ready(self, parameters: list[torch.Tensor]) -> bool:
-        plain = all(
-            not group["dampening"] and not group["maximize"] and not isinstance(group["lr"], torch.Tensor)
-            for group in self.param_groups
-        )
-        return plain and all(
+    def _has_state(self) -> bool:
+        return all(
             self.state.get(p, {}).get("momentum_buffer") is not None
-            for group in self.param_groups
-            for p in group["params"]
+            for group in self.optimizer.param_groups
+            for p in trained_in(group)
             if group["momentum"]
         )
 
@@ -249,7 +62,7 @@ class SparseSGD(SparseOptimizer, torch.optim.SGD):
         buffer = self.state.get(p, {}).get("momentum_buffer")
         return [] if buffer is None else [buffer]
 
-    def _pay(self, parts: list[torch.Tensor], c: torch.Tensor) -> None:
+    def _pay(self, parts: list[torch.Tensor], c: torch.Tensor, group: dict[str, Any], step: int) -> None:
         if len(parts) == 1:
             parts[0].mul_(c[0])
             return
@@ -266,37 +79,26 @@ class SparseSGD(SparseOptimizer, torch.optim.SGD):
             parts[1].mul_(m).add_(g)
             g = g.add(parts[1], alpha=m) if group["nesterov"] else parts[1]
         p.add_(g, alpha=-group["lr"])
-        if m and self.pay == "ahead":  # sum over j of m^j b, of which Nesterov's step takes m times as much
-            rest = group["lr"] * m / (1 - m) * (m if group["nesterov"] else 1.0)
+        rest = self._rest(group)
+        if rest is not None:
             p.add_(parts[1], alpha=-rest)
             parts[1].zero_()
 
+    def _rest(self, group: dict[str, Any]) -> float | None:
+        """What a touched block takes of its momentum at once, sum over j of ``m^j b``; ``m`` times it with Nesterov."""
+        m = group["momentum"]
+        return group["lr"] * m / (1 - m) * (m if group["nesterov"] else 1.0) if m and self.pay == "ahead" else None
 
-class SparseAdamW(SparseOptimizer, torch.optim.AdamW):
-    """``torch.optim.AdamW`` that touches only the blocks of a compressed gradient.
+    def _on_device(self, marked: Any, tensors: list[torch.Tensor], group: dict[str, Any], step: int) -> None:
+        marked.sgd(tensors, group, rest=self._rest(group))
 
-    It takes the arguments of ``torch.optim.AdamW`` and ``pay``: when the first moment moves a block that is no longer
-    touched, ``"ahead"`` or ``"later"``. Steps are dense with ``amsgrad``, ``maximize``, ``capturable``, and
-    a learning rate that is a tensor.
 
-    Example:
-        >>> p = torch.nn.Parameter(torch.ones(32))
-        >>> optimizer = SparseAdamW([p], lr=0.1, weight_decay=0.0)
-        >>> p.grad = torch.ones(32)
-        >>> optimizer.step()
-        >>> round(p[0].item(), 6)
-        0.9
-    """
+class AdamWSteps(SparseSteps):
+    """Sparse steps of ``torch.optim.AdamW``."""
 
-    def _ready(self, parameters: list[torch.Tensor]) -> bool:
-        plain = all(
-            not group["amsgrad"]
-            and not group["maximize"]
-            and not group["capturable"]
-            and not isinstance(group["lr"], torch.Tensor)
-            for group in self.param_groups
-        )
-        return plain and all(len({self._steps_of(p) for p in g["params"]} - {0}) == 1 for g in self.param_groups)
+    def _has_state(self) -> bool:
+        counts = [{self._steps_of(p) for p in trained_in(group)} for group in self.optimizer.param_groups]
+        return all(0 not in count and len(count) <= 1 for count in counts)
 
     def _steps_of(self, p: torch.Tensor) -> int:
         return int(self.state.get(p, {}).get("step", 0))
@@ -318,9 +120,9 @@ class SparseAdamW(SparseOptimizer, torch.optim.AdamW):
     def _buffers(self, p: torch.Tensor) -> list[torch.Tensor]:
         return [self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]]
 
-    def _pay(self, parts: list[torch.Tensor], c: torch.Tensor) -> None:
+    def _pay(self, parts: list[torch.Tensor], c: torch.Tensor, group: dict[str, Any], step: int) -> None:
         p, m, v = parts
-        p.mul_(c[0]).sub_(c[1] * m / (v.sqrt() + EPSILON))
+        p.mul_(c[0]).sub_(c[1] * m / (v.sqrt() + self._epsilon(group, step)))
         m.mul_(c[2])
         v.mul_(c[3])
 
@@ -330,12 +132,89 @@ class SparseAdamW(SparseOptimizer, torch.optim.AdamW):
         m.lerp_(g, 1 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         denominator = (v.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
-        ratio = beta1 / beta2**0.5
-        ahead = 1 / (1 - ratio) if self.pay == "ahead" and ratio < 1 else 1.0  # sum over j of (beta_1 / sqrt(beta_2))^j
+        ahead = self._ahead(group)
         p.addcdiv_(m, denominator, value=-group["lr"] * ahead / (1 - beta1**step))
         if ahead > 1:
             m.zero_()
 
+    def _epsilon(self, group: dict[str, Any], step: int) -> float:
+        """What is added to the root of ``v`` in what is owed."""
+        return float(max(group["eps"] * (1 - group["betas"][1] ** step) ** 0.5, 1e-30))
 
-EPSILON = 1e-8
-"""Added to the root of ``v`` in what AdamW owes, so that a block whose gradient was always 0 owes nothing."""
+    def _ahead(self, group: dict[str, Any]) -> float:
+        """Sum over j of ``(beta_1 / sqrt(beta_2))^j``: what a touched block takes at once, 1 if it is paid later."""
+        ratio = group["betas"][0] / group["betas"][1] ** 0.5
+        return 1 / (1 - ratio) if self.pay == "ahead" and ratio < 1 else 1.0
+
+    def _on_device(self, marked: Any, tensors: list[torch.Tensor], group: dict[str, Any], step: int) -> None:
+        small = self._epsilon(group, step - 1)
+        marked.adamw(tensors, group, number=step, ahead=self._ahead(group), small=small)
+
+
+STEPS: dict[type, type[SparseSteps]] = {torch.optim.SGD: SGDSteps, torch.optim.AdamW: AdamWSteps}
+"""Optimizers that have sparse steps."""
+
+
+class SparseSGD(torch.optim.SGD):
+    """``torch.optim.SGD`` that touches only the blocks of a compressed gradient.
+
+    It takes the arguments of ``torch.optim.SGD`` and ``pay``: when momentum moves a block that is no longer touched,
+    ``"ahead"`` or ``"later"``. Steps are dense with dampening, ``maximize`` and a learning rate that
+    is a tensor.
+
+    Example:
+        >>> p = torch.nn.Parameter(torch.ones(32))
+        >>> optimizer = SparseSGD([p], lr=0.1, momentum=0.9)
+        >>> p.grad = torch.ones(32)
+        >>> optimizer.step()
+        >>> round(p[0].item(), 6)
+        0.9
+    """
+
+    def __init__(self, params: Any, *args: Any, pay: str = "ahead", **kwargs: Any) -> None:
+        super().__init__(params, *args, **kwargs)
+        self.sparse = SGDSteps(self, pay)
+
+
+class SparseAdamW(torch.optim.AdamW):
+    """``torch.optim.AdamW`` that touches only the blocks of a compressed gradient.
+
+    It takes the arguments of ``torch.optim.AdamW`` and ``pay``: when the first moment moves a block that is no longer
+    touched, ``"ahead"`` or ``"later"``. Steps are dense with ``amsgrad``, ``maximize``, ``capturable``, and
+    a learning rate that is a tensor.
+
+    Example:
+        >>> p = torch.nn.Parameter(torch.ones(32))
+        >>> optimizer = SparseAdamW([p], lr=0.1, weight_decay=0.0)
+        >>> p.grad = torch.ones(32)
+        >>> optimizer.step()
+        >>> round(p[0].item(), 6)
+        0.9
+    """
+
+    def __init__(self, params: Any, *args: Any, pay: str = "ahead", **kwargs: Any) -> None:
+        super().__init__(params, *args, **kwargs)
+        self.sparse = AdamWSteps(self, pay)
+
+
+def sparse_steps(optimizer: torch.optim.Optimizer, pay: str = "ahead") -> SparseSteps:
+    """Sparse steps for an optimizer of torch's own, which stays the same object.
+
+    Raises:
+        ValueError: if it is none of :data:`STEPS`, or has an option that only dense steps know.
+    """
+    steps = STEPS.get(type(optimizer))
+    allowed = ", ".join(f"torch.optim.{kind.__name__}" for kind in STEPS)
+    if steps is None:
+        raise ValueError(
+            f"{type(optimizer).__name__} has no sparse steps; allowed are {allowed}. Use one of them, or set "
+            "sparse_optimizer=False."
+        )
+    for group in optimizer.param_groups:
+        unknown = "fused=True" if group.get("fused") else steps.unknown(group)
+        if unknown is not None:
+            raise ValueError(
+                f"sparse steps of {type(optimizer).__name__} cannot go with {unknown}. Leave it out, or set "
+                "sparse_optimizer=False."
+            )
+    return steps(optimizer, pay)

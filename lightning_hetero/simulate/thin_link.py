@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -78,9 +78,22 @@ class ThinLink:
         return self._late(self._sum(buffer, group), num_bytes)
 
     def _late_gather(
-        self, rows: torch.Tensor, own: int, sources: Sequence[int], group: Any = None
+        self,
+        rows: torch.Tensor,
+        own: int,
+        sources: Sequence[int],
+        group: Any = None,
+        arrived: Callable[[int], None] | None = None,
     ) -> torch.futures.Future[Any]:
-        return self._late(self._gather(rows, own, sources, group), (len(rows) - 1) * rows[own].numel())
+        late = self._late(self._gather(rows, own, sources, group), (len(rows) - 1) * rows[own].numel())
+
+        def tell(done: torch.futures.Future[Any]) -> None:
+            done.value()
+            if arrived is not None:
+                for row in range(len(rows)):
+                    arrived(row)
+
+        return late.then(tell)
 
     def _late(self, done: torch.futures.Future[Any], num_bytes: float) -> torch.futures.Future[Any]:
         late: torch.futures.Future[Any] = torch.futures.Future()

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-__all__ = ["attach_compression"]
+from lightning_hetero.comm.compressed import GradientCompression
+
+__all__ = ["attach_compression", "clip_blocks", "lead_optimizers"]
 
 
 def attach_compression(strategy: Any) -> None:
@@ -16,3 +18,28 @@ def attach_compression(strategy: Any) -> None:
         grad_scale=None if scaler is None else scaler.get_scale,
         hold_unused=bool(strategy._ddp_kwargs.get("find_unused_parameters", False)),
     )
+
+
+def lead_optimizers(strategy: Any) -> None:
+    """Let a strategy's optimizer take sparse steps, if it was asked to.
+
+    Raises:
+        MisconfigurationException: under manual optimization.
+        ValueError: if the optimizer has no sparse steps.
+    """
+    compression = strategy.engine.compression
+    if compression is None:
+        return
+    if compression.sparse and not strategy.lightning_module.automatic_optimization:
+        raise strategy._misconfiguration(
+            "sparse_optimizer and manual optimization: a step that takes another gradient than that of the backward "
+            "pass before it would miss the blocks. Use automatic optimization, or set sparse_optimizer=False."
+        )
+    compression.lead(strategy.optimizers)
+    clip_blocks(strategy.precision_plugin, compression)
+
+
+def clip_blocks(precision: Any, compression: GradientCompression) -> None:
+    """Let a precision plugin clip sparse gradients by their values; torch's clipping has no form for them."""
+    plain = type(precision).main_params
+    precision.main_params = lambda optimizer: compression.stand_ins(plain(precision, optimizer))

@@ -14,12 +14,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.comm import gradient_hook
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.plan import BatchPlan, PlanEntry
-from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.engine import HeteroEngine
-from lightning_hetero.session import HeteroSession, log
+from lightning_hetero.session import HeteroSession, PlanAccess, log
 from lightning_hetero.strategies._checkpoint import KEY as RESIDUALS
 from lightning_hetero.strategies._checkpoint import add_residuals, take_residuals
+from lightning_hetero.strategies._compression import clip_blocks
 from lightning_hetero.strategies._loaders import (
     balanced_evaluation_loader,
     stream_of,
@@ -34,11 +33,12 @@ __all__ = ["HeteroFabricMixin"]
 KEY = "hetero_ddp"
 
 
-class HeteroFabricMixin:
+class HeteroFabricMixin(PlanAccess):
     """Fabric's DDP on unequal workers, with the gradients of one process: ``Fabric(strategy="hetero_ddp")``.
 
-    The first loader given to ``setup_dataloaders`` that shuffles, or has a sampler of its own, is the training loader
-    and is split by speed; the others stay as they are. Its ``batch_size`` means what it means under ``ddp``.
+    The training loader, split by speed, is the first one given to ``setup_dataloaders`` that shuffles or has a sampler
+    of its own; where none does, the first one. The others stay as they are, and so does, where none shuffles, a pass
+    with gradients off or all models in ``eval()``. ``batch_size`` means what it means under ``ddp``.
 
     Args:
         kwargs: settings of :class:`~lightning_hetero.config.HeteroConfig` (``policy``, ``local_batch_sizes``, ...), and
@@ -55,6 +55,7 @@ class HeteroFabricMixin:
     """
 
     strategy_name = "hetero_ddp"
+    _no_engine = "there are no plans and observations yet: they come with fabric.launch()."
 
     def __init__(self, **kwargs: Any) -> None:
         names = [field.name for field in fields(HeteroConfig)]
@@ -70,6 +71,8 @@ class HeteroFabricMixin:
         self.session: HeteroSession | None = None
         self.metrics: dict[str, float] = {}
         self._train_loader: DataLoader | None = None
+        self._assumed = False
+        self._models: list[torch.nn.Module] = []
         self._wanted_step: int | None = None
 
     @classmethod
@@ -80,32 +83,18 @@ class HeteroFabricMixin:
     # what users read
 
     @property
-    def engine(self) -> HeteroEngine | None:
+    def engine(self) -> HeteroEngine | None:  # type: ignore[override]
         """The mechanism, once the processes have met."""
         return None if self.session is None else self.session.engine
 
     @property
-    def plan(self) -> BatchPlan | None:
-        """The split of the running step."""
-        return None if self.engine is None else self.engine.plan
-
-    @property
-    def plan_history(self) -> tuple[PlanEntry, ...]:
-        """All plans of this run, with the step from which each held and the reason."""
-        return () if self.engine is None else self.engine.plan_history
+    def _reached(self) -> tuple[int, int]:
+        return self._running().position
 
     def _running(self) -> HeteroSession:
-        if self.session is None:
-            raise RuntimeError("this is known once fabric.launch() was called; there is no process group yet.")
+        self._known_engine()
+        assert self.session is not None
         return self.session
-
-    def observations(self) -> StepObservations:
-        """What all ranks measured up to the last exchange."""
-        return self._running().engine.observations()
-
-    def adopt(self, plan: BatchPlan, reason: str = "given") -> PlanEntry:
-        """Change the split, from a step that no rank has drawn yet; all ranks have to call it together."""
-        return self._running().adopt(plan, reason)
 
     # set-up
 
@@ -131,6 +120,7 @@ class HeteroFabricMixin:
         if self.config.min_local_batch_size is None and engine.min_local < 2 and normalises:
             engine.min_local = 2
             session.reshard()
+        self._models.append(module)
         model: DistributedDataParallel = super().setup_module(module)  # type: ignore[misc]
         if engine.compression is not None:
             scaler = getattr(self.precision, "scaler", None)  # type: ignore[attr-defined]
@@ -143,11 +133,12 @@ class HeteroFabricMixin:
         return model
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """As DDP; a sparse optimizer learns which blocks a compressed gradient touches."""
+        """As DDP; an optimizer with sparse steps takes the blocks of a compressed gradient."""
         optimizer = super().setup_optimizer(optimizer)  # type: ignore[misc]
         compression = self._running().engine.compression
         if compression is not None:
-            compression.lead([optimizer])
+            compression.lead([optimizer], more=True)
+            clip_blocks(self.precision, compression)  # type: ignore[attr-defined]
         return optimizer
 
     def process_dataloader(self, dataloader: DataLoader) -> DataLoader:
@@ -157,30 +148,61 @@ class HeteroFabricMixin:
             ValueError: if the training loader cannot be split unevenly and the policy asks for it.
         """
         dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
-        engine = self._running().engine
-        if not _shuffles(dataloader):
-            balanced = self.config.balance_evaluation
-            return self._announced(balanced_evaluation_loader(dataloader, engine) if balanced else dataloader)
-        if self._train_loader is not None:
+        shuffles, taken = _shuffles(dataloader), self._train_loader is not None
+        reason = why_not_uneven(dataloader, self._running().engine.world_size)
+        if not shuffles and (taken or reason is not None):
+            if not taken:
+                log.warning("%s. It is left as it is, as the loader of an evaluation.", reason)
+            elif self._assumed and self._running().engine.rank == 0:
+                log.info("a further loader that does not shuffle is taken for an evaluation's and left even.")
+            return self._even(dataloader)
+        if taken and not (self._assumed and self._running().position == (0, 0)):
             log.warning("a second training loader is split evenly; only the first one is split by speed.")
             return self._announced(dataloader)
-        reason = why_not_uneven(dataloader, engine.world_size)
         if reason is None:
-            self._train_loader = self._shard(dataloader)
-            return self._train_loader
+            return self._shard(dataloader, assumed=not shuffles)
         if self.config.policy not in (None, "even") or self.config.local_batch_sizes is not None:
             raise ValueError(f"{reason}, or leave the policy and the sizes out to train as plain DDP does.")
         log.warning("%s. It is split evenly, as plain DDP does.", reason)
         return self._announced(dataloader)
 
-    def _shard(self, loader: DataLoader) -> Any:
+    def _shard(self, loader: DataLoader, assumed: bool) -> Any:
+        """The loader as the training loader; if that is ``assumed`` only, a loader that shuffles may take its place."""
         session, stream, batches = self._running(), stream_of(loader), loader.batch_sampler
         assert stream is not None
+        if assumed and session.engine.rank == 0:
+            log.info(
+                "the first loader is taken for the training loader and split by speed, since none shuffles so far. A "
+                "pass over it with gradients off, or with all models in eval(), is an evaluation and even."
+            )
         shared = session.shard(stream, batches.batch_size, drop_last=batches.drop_last)  # type: ignore[union-attr]
-        clone = _iterated_by(with_batch_sampler(loader, shared), session.steps)
-        clone.state_dict = lambda: {"step": session.position[1]}
+        clone: Any = with_batch_sampler(loader, shared)
+        even = self._even(loader) if assumed else None
+
+        def replaced() -> bool:
+            return even is not None and self._train_loader is not clone
+
+        def iterate(open_loader: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+            if even is not None and (replaced() or self._evaluating):
+                return iter(even)
+            return session.steps(open_loader)
+
+        clone = _iterated_by(clone, iterate, length=lambda: len(even) if even is not None and replaced() else None)
+        clone.state_dict = lambda: {"step": None if replaced() else session.position[1]}
         clone.load_state_dict = self._want_position
+        self._train_loader, self._assumed = clone, assumed
         return clone
+
+    @property
+    def _evaluating(self) -> bool:
+        """Whether what is run now cannot be training: gradients are off, or all models are in ``eval()``."""
+        models = self._models
+        return not torch.is_grad_enabled() or (len(models) > 0 and not any(model.training for model in models))
+
+    def _even(self, loader: DataLoader) -> DataLoader:
+        """An evaluation loader: as DDP has it, or balanced by speed without repeated samples."""
+        balanced = self.config.balance_evaluation
+        return self._announced(balanced_evaluation_loader(loader, self._running().engine) if balanced else loader)
 
     def _announced(self, loader: DataLoader) -> DataLoader:
         """The loader, which tells the session when it begins."""
@@ -193,7 +215,8 @@ class HeteroFabricMixin:
         return _iterated_by(copy.copy(loader), begin) if type(loader).__iter__ is DataLoader.__iter__ else loader
 
     def _want_position(self, state: dict[str, Any]) -> None:
-        self._wanted_step = int(state["step"])
+        if state["step"] is not None:
+            self._wanted_step = int(state["step"])
 
     # one step
 
@@ -255,10 +278,23 @@ class HeteroFabricMixin:
         super().teardown()  # type: ignore[misc]
 
 
-def _iterated_by(loader: DataLoader, iterate: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]]) -> Any:
-    """The loader, still of its class, with ``iterate(open_loader)`` as its iterator."""
+def _iterated_by(
+    loader: DataLoader,
+    iterate: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]],
+    length: Callable[[], int | None] = lambda: None,
+) -> Any:
+    """The loader, still of its class, with ``iterate(open_loader)`` as its iterator and, if known, another length."""
     cls: Any = type(loader)
-    methods = {"__iter__": lambda self: iterate(lambda: cls.__iter__(self)), "__module__": cls.__module__}
+
+    def own_length(self: Any) -> int:
+        known = length()
+        return cls.__len__(self) if known is None else known  # type: ignore[no-any-return]
+
+    methods = {
+        "__iter__": lambda self: iterate(lambda: cls.__iter__(self)),
+        "__len__": own_length,
+        "__module__": cls.__module__,
+    }
     loader.__class__ = type(cls.__name__, (cls,), methods)
     return loader
 

@@ -17,13 +17,14 @@ from lightning_hetero.comm import gradient_hook
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.compressors import Compressor
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
-from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.engine import HeteroEngine
-from lightning_hetero.session import show_log
+from lightning_hetero.session import PlanAccess, show_log
 from lightning_hetero.strategies._checkpoint import add_residuals, resume_position, take_residuals
-from lightning_hetero.strategies._compression import attach_compression
+from lightning_hetero.strategies._compression import attach_compression, lead_optimizers
+from lightning_hetero.strategies._convergence_probe import begin_probe
 from lightning_hetero.strategies._loaders import (
     balanced_evaluation_loader,
+    recount_batches,
     stream_of,
     timed_loader,
     why_not_uneven,
@@ -39,7 +40,7 @@ __all__ = ["HeteroDDPMixin"]
 show_log()
 
 
-class HeteroDDPMixin:
+class HeteroDDPMixin(PlanAccess):
     """Distributed data parallel on unequal workers, with the gradients of one process (Cannikin; dynamic batching).
 
     The DataLoader's ``batch_size`` means what it means under DDP: samples per worker on average, so the total batch is
@@ -59,6 +60,9 @@ class HeteroDDPMixin:
         probe_memory: find each worker's largest batch by trial before training (CUDA).
         compression: what is sent of gradients: ``None`` (all of them), ``BlockTopK(density=0.01)``, ``"block_topk"``,
             ``"powersgd"``, ``"fp16"``, ``"bf16"``, or ``"auto"`` (block top-k where it shortens the step).
+        hierarchy: clusters of workers that a thin link joins: ``[[0, 1, 2], [3]]``, ``"nodes"`` (by host), ``"env"`` or
+            ``"auto"``; gradients are summed inside of each, and one worker of each exchanges sums with the others.
+        sparse_optimizer: ``True`` lets SGD or AdamW update only the blocks that block top-k sends.
         staleness: 1 lets gradients that would make steps wait for the link arrive a step later; 0 lets none.
         kwargs: everything that Lightning's ``DDPStrategy`` takes.
 
@@ -87,6 +91,8 @@ class HeteroDDPMixin:
         balance_evaluation: bool = False,
         probe_memory: bool = False,
         compression: Compressor | str | None = None,
+        hierarchy: str | Sequence[Sequence[int]] | None = None,
+        sparse_optimizer: bool | str = False,
         staleness: int = 0,
         **kwargs: Any,
     ) -> None:
@@ -102,10 +108,13 @@ class HeteroDDPMixin:
             balance_evaluation=balance_evaluation,
             probe_memory=probe_memory,
             compression=compression,
+            hierarchy=hierarchy,
+            sparse_optimizer=sparse_optimizer,
             staleness=staleness,
         )
-        if compression is not None and kwargs.get("ddp_comm_hook") is not None:
-            raise ValueError("compression= and ddp_comm_hook= both say what is sent of gradients. Give one of them.")
+        for name, given in (("compression", compression), ("hierarchy", hierarchy)):
+            if given is not None and kwargs.get("ddp_comm_hook") is not None:
+                raise ValueError(f"{name}= and ddp_comm_hook= both say how gradients are sent. Give one of them.")
         if kwargs.get("model_averaging_period") is not None or isinstance(
             kwargs.get("ddp_comm_state"), PostLocalSGDState
         ):
@@ -124,27 +133,9 @@ class HeteroDDPMixin:
 
     # what users read
 
-    @property
-    def plan(self) -> BatchPlan | None:
-        """The split of the running step."""
-        return None if self.engine is None else self.engine.plan
-
-    @property
-    def plan_history(self) -> tuple[PlanEntry, ...]:
-        """All plans of this run, with the step from which each held and the reason."""
-        return () if self.engine is None else self.engine.plan_history
-
-    def observations(self) -> StepObservations:
-        """What all ranks measured up to the last exchange."""
-        if self.engine is None:
-            raise RuntimeError("observations() is known once training has begun; there is no engine yet.")
-        return self.engine.observations()
-
     def adopt(self, plan: BatchPlan, reason: str = "given") -> PlanEntry:
         """Change the split, from a step that no rank has drawn yet; all ranks have to call it together."""
-        if self.engine is None:
-            raise RuntimeError("a plan can be adopted once training has begun; there is no engine yet.")
-        entry = self.engine.adopt(plan, reason)
+        entry = super().adopt(plan, reason)
         self.refresh_epoch_length()
         return entry
 
@@ -175,6 +166,7 @@ class HeteroDDPMixin:
             MisconfigurationException: if two policies were given.
         """
         super().connect(model)  # type: ignore[misc]
+        begin_probe(self)
         callbacks = self._trainer.callbacks
         given = [callback for callback in callbacks if isinstance(callback, PolicyCallback)]
         if self._callback in given:
@@ -237,11 +229,9 @@ class HeteroDDPMixin:
         self.model.register_comm_hook(state, gradient_hook)  # type: ignore[attr-defined]
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """As DDP; sparse optimizers are told which blocks a compressed gradient touches."""
+        """As DDP; an optimizer with sparse steps takes the blocks of a compressed gradient."""
         super().setup_optimizers(trainer)  # type: ignore[misc]
-        assert self.engine is not None
-        if self.engine.compression is not None:
-            self.engine.compression.lead(self.optimizers)  # type: ignore[attr-defined]
+        lead_optimizers(self)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Replace the batch sampler of the train loader by the uneven one; leave other loaders alone by default.
@@ -298,26 +288,9 @@ class HeteroDDPMixin:
         return clone
 
     def refresh_epoch_length(self) -> None:
-        """Make Lightning's counters follow an epoch of another length: batches, validation, progress bar.
-
-        Lightning counts the batches of an epoch once, when it sets the loaders up; an epoch that got longer would be
-        cut, one that got shorter would skip its validation, both in silence.
-        """
-        trainer, loop = self._trainer, self._trainer.fit_loop
-        combined = loop._combined_loader
-        if combined is None or self.engine is None or self.engine.sampler is None:
-            return
-        connector = importlib.import_module(f"{self._namespace}.trainer.connectors.data_connector")
-        combined.limits = [
-            connector._parse_num_batches(trainer.state.stage, len(loader), trainer.limit_train_batches)
-            for loader in combined.flattened
-        ]
-        loop.max_batches = combined.limits[0]
-        if combined._iterator is not None:
-            combined._iterator.limits = combined.limits
-            loop._data_fetcher.length = loop.max_batches
-        if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
-            trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+        """Make Lightning's counters follow an epoch of another length: batches, validation, progress bar."""
+        if self.engine is not None and self.engine.sampler is not None:
+            recount_batches(self._trainer, self._namespace)
 
     # one step
 
@@ -378,7 +351,7 @@ class HeteroDDPMixin:
     def teardown(self) -> None:
         """End the run; the engine stays, so that its plans can be read and a further run goes on from them."""
         if self.engine is not None:
-            self.engine.hook_state.settle()
+            self.engine.close()
         super().teardown()  # type: ignore[misc]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:

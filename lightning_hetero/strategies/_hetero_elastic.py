@@ -7,8 +7,7 @@ epoch ends for a rank when the engine says so, and validation is due only at a m
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -238,22 +237,26 @@ class HeteroElasticMixin:
         loop._data_fetcher.length = NEVER
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """One local step, with the learning rate of this rank's batch size; schedulers do not see the factor."""
-        with self._own_learning_rate(optimizer):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
+        """One local step, with the learning rate of this rank's batch size; schedulers do not see the factor.
 
-    @contextmanager
-    def _own_learning_rate(self, optimizer: Any) -> Iterator[None]:
+        Nor does the closure, which runs the user's ``training_step``: a learning rate that is set there is scaled, too.
+        """
         assert self.engine is not None
-        groups = optimizer.param_groups
-        given = [group["lr"] for group in groups]
-        for group, lr in zip(groups, given, strict=True):
-            group["lr"] = lr * self.engine.lr_factor
+        factor = self.engine.lr_factor
+        given = _scale_rates(optimizer, factor)
+
+        def at_the_given_rates() -> Any:
+            nonlocal given
+            _set_rates(optimizer, given)
+            try:
+                return closure()
+            finally:
+                given = _scale_rates(optimizer, factor)
+
         try:
-            yield
+            return super().optimizer_step(optimizer, at_the_given_rates, model, **kwargs)  # type: ignore[misc]
         finally:
-            for group, lr in zip(groups, given, strict=True):
-                group["lr"] = lr
+            _set_rates(optimizer, given)
 
     def end_batch(self) -> MergeRecord | None:
         """Claim the next batch or merge; then schedules, the end of the epoch and validation follow from it."""
@@ -355,3 +358,15 @@ class HeteroElasticMixin:
         if module is not None and module._trainer is not None:
             vars(module.trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
         super().teardown()  # type: ignore[misc]
+
+
+def _scale_rates(optimizer: Any, factor: float) -> list[Any]:
+    """Multiply the learning rates; returns those before."""
+    given = [group["lr"] for group in optimizer.param_groups]
+    _set_rates(optimizer, [lr * factor for lr in given])
+    return given
+
+
+def _set_rates(optimizer: Any, rates: list[Any]) -> None:
+    for group, lr in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = lr

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import torch.distributed as dist
-
 from lightning_hetero.comm.block_exchange import BlockExchange
 from lightning_hetero.comm.delayed_blocks import DelayedBlocks
 from lightning_hetero.comm.delays import Delays
 from lightning_hetero.comm.staleness import Staleness
+from lightning_hetero.session import log
+from lightning_hetero.strategies._convergence_probe import probes
 
 __all__ = ["attach_staleness"]
 
@@ -15,7 +15,8 @@ __all__ = ["attach_staleness"]
 def attach_staleness(strategy: Any) -> None:
     """Let gradients of a strategy's module arrive late, if it was asked to; a collective call.
 
-    With ``staleness=0`` it takes over only what a run with delayed gradients left in its checkpoint.
+    With ``staleness=0`` it takes over only what a run with delayed gradients left in its checkpoint. A probe training
+    goes without a delay that its script does not allow.
 
     Raises:
         MisconfigurationException: if a delayed gradient would be lost, or end up in another loss's step.
@@ -25,22 +26,25 @@ def attach_staleness(strategy: Any) -> None:
     parameters = {name: p for name, p in strategy.lightning_module.named_parameters() if p.requires_grad}
     restored, state.restored = state.restored, {}
     before, state.staleness = state.staleness, None
-    group = None if before is None else before.group
+    topology = None if before is None else before.topology
     if before is not None and all(before.parameters.get(name) is p for name, p in parameters.items()):
         restored = restored or before.state_dict()  # a training of this module that was interrupted
     if not restored.get("sums") and (limit == 0 or engine.world_size == 1):
         return
     reason = _why_not(strategy)
+    if reason is not None and probes(strategy):
+        log.info("no gradient of this probe training is delayed: %s", reason)
+        return
     if reason is not None:
         cure = "or set staleness=0" if limit else "or end the run that saved this checkpoint as it was begun"
         raise strategy._misconfiguration(f"{reason}, {cure}.")
-    if limit and engine.world_size > 1 and group is None:
-        group = dist.new_group(timeout=strategy._timeout)
+    if limit and engine.world_size > 1 and topology is None:
+        topology = state.topology.another()
     limit = limit if engine.world_size > 1 else 0
     settings: dict[str, Any] = {
         "clock": engine.observer.clock,
         "hysteresis": engine.config.hysteresis,
-        "group": group,
+        "topology": topology,
         "restored": restored,
         "running": state._running,
     }
@@ -48,7 +52,7 @@ def attach_staleness(strategy: Any) -> None:
     if isinstance(state.inner, BlockExchange):
         late = DelayedBlocks(limit, state.inner, parameters, **settings)
     else:
-        late = Staleness(limit, parameters, world_size=engine.world_size, **settings)
+        late = Staleness(limit, parameters, world_size=engine.world_size, fresh=state.topology, **settings)
     state.staleness = late
 
 

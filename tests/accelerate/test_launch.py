@@ -1,5 +1,6 @@
 """Real launches: torchrun, ``accelerate launch``, ``lightning-hetero launch``; Accelerate's own test script."""
 
+import io
 import json
 import os
 import signal
@@ -126,7 +127,9 @@ def test_launch_with_a_section_in_the_config_file(scripts, tmp_path):
 
 
 def test_accelerates_own_test_script_passes(tmp_path):
-    """Unevenly split too: its trainings have a total batch of 16, and must equal one process."""
+    """What ``accelerate test`` runs, through our launcher: its trainings have a total batch of 16, split unevenly here,
+    and must equal one process.
+    """
     script = tmp_path / "run.py"
     script.write_text(
         "import accelerate, accelerate.test_utils.scripts.test_script as script\n"
@@ -134,9 +137,14 @@ def test_accelerates_own_test_script_passes(tmp_path):
         "script.Accelerator = accelerate.Accelerator = HeteroAccelerator\n"
         "script.main()\n"
     )
-    code, output = torchrun(script, ACCELERATE_HETERO_LOCAL_BATCH_SIZES="12,4")
+    config = tmp_path / "config.yaml"
+    base = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "num_processes": 2}
+    config.write_text(yaml.safe_dump({**base, "use_cpu": True, "hetero_config": {"local_batch_sizes": [12, 4]}}))
+    launch = (BIN / "lightning-hetero", "launch", "--config_file", config, "--main_process_port", free_port())
+    code, output = execute(*launch, script)
     assert code == 0, output
     assert output.count("Training yielded the same results on one CPU or distributed setup with batch split") > 1
+    assert output.count("12/4 of 16 samples") >= output.count("Training yielded the same results") > 1
 
 
 @pytest.mark.parametrize(
@@ -185,33 +193,91 @@ def test_sections_are_checked(tmp_path):
         read_config(str(path))
 
 
-def test_config_asks_and_launch_reads_it(tmp_path, monkeypatch, capsys):
+def answer(monkeypatch, *answers):
+    """Type answers, an empty line for each that is left out at the end."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(answers) + "\n" * 20))
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What `accelerate launch` would start, after it has read and checked its own file."""
+    seen = []
+    monkeypatch.setattr("accelerate.commands.launch.multi_gpu_launcher", seen.append)
+    for name in list(os.environ):
+        if name.startswith("ACCELERATE_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    return seen
+
+
+def test_config_asks_and_launch_reads_it(tmp_path, monkeypatch, capsys, started):
     path = tmp_path / "config.yaml"
-    answers = "\n".join(["2", "", "true", "", "pid", "", "100", "", "sometimes", "epoch", ""]) + "\n"
-    monkeypatch.setattr("sys.stdin", __import__("io").StringIO(answers))
+    answer(monkeypatch, "2", "", "true", "", "pid", "", "100", "", "sometimes", "epoch")
     assert cli.main(["config", "--config_file", str(path)]) == 0
     assert "replan='sometimes' is unknown" in capsys.readouterr().err
     config, section = read_config(str(path))
     assert section == {"policy": "pid", "max_local_batch_sizes": 100, "replan": "epoch"}
     assert (config["num_processes"], config["distributed_type"]) == (2, "MULTI_CPU")
-    monkeypatch.setattr("sys.stdin", __import__("io").StringIO("even\n\n\n\n\n\n"))
+    answer(monkeypatch, "even")
     assert cli.main(["config", "--config_file", str(path)]) == 0
     assert read_config(str(path)) == (config, {"policy": "even"})
+    cli.main(["launch", "--config_file", str(path), "script.py"])
+    assert started[0].num_processes == 2
+    assert os.environ["ACCELERATE_HETERO_POLICY"] == "even"
+
+
+def test_config_of_several_machines_and_compression(tmp_path, monkeypatch, capsys, started):
+    path = tmp_path / "config.yaml"
+    machines = ("4", "3", "2", "2", "1", "", "10.0.0.7", "99999", "29511")
+    settings = ("perf_model", "24,12", "24,12,16,8", "", "", "", "", "gzip", "block_topk", "3", "0.05")
+    answer(monkeypatch, *machines, "maybe", "true", "fp64", "no", *settings)
+    assert cli.main(["config", "--config_file", str(path)]) == 0
+    told = capsys.readouterr().err
+    for wrong in (
+        "num_machines='3' is unknown; allowed are '1', '2', '4'",
+        "machine_rank='2' is out of range; give an integer from 0 to 1",
+        "main_process_ip='' is no address",
+        "main_process_port='99999' is out of range; give an integer from 1 to 65535",
+        "use_cpu='maybe' is unknown; allowed are 'true', 'false'",
+        "mixed_precision='fp64' is unknown; allowed are 'no', 'fp16', 'bf16'",
+        "local_batch_sizes=[24, 12] has 2 entries for 4 workers",
+        "compression='gzip' is unknown; allowed are 'block_topk'",
+        "density=3",
+    ):
+        assert wrong in told
+    assert read_config(str(path))[1] == {
+        "local_batch_sizes": [24, 12, 16, 8],
+        "compression": "block_topk",
+        "density": 0.05,
+    }
+    cli.main(["launch", "--config_file", str(path), "script.py"])
+    given = started[0]
+    assert (given.num_machines, given.machine_rank, given.num_processes) == (2, 1, 4)
+    assert (given.main_process_ip, given.main_process_port) == ("10.0.0.7", 29511)
+    assert os.environ["ACCELERATE_HETERO_COMPRESSION"] == "block_topk"
+    assert os.environ["ACCELERATE_HETERO_DENSITY"] == "0.05"
 
 
 def test_config_writes_nothing_if_answers_end_early(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.stdin", __import__("io").StringIO("2\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("2\n"))
     assert cli.main(["config", "--config_file", str(tmp_path / "config.yaml")]) == 2
     assert not list(tmp_path.iterdir())
 
 
 def test_a_fixed_split_takes_the_place_of_the_policy():
-    answers = iter(["pid", "6,2", "", "", "", ""])
+    answers = iter(["pid", "6,2", "", "", "", "", ""])
     assert ask_settings(lambda question: next(answers)) == {"local_batch_sizes": [6, 2]}
+
+
+def test_what_is_not_installed_is_named(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "lightning_hetero.cli.launch")
+    monkeypatch.setitem(sys.modules, "accelerate.commands.launch", None)
+    assert cli.main(["launch", "script.py"]) == 2
+    assert "Install it with: pip install 'lightning-hetero[accelerate]'" in capsys.readouterr().err
 
 
 def test_unknown_command(capsys):
     assert cli.main(["lunch"]) == 2
-    assert "unknown command 'lunch'. Commands are config, launch" in capsys.readouterr().err
+    assert "unknown command 'lunch'. Commands are config, launch, profile-convergence" in capsys.readouterr().err
     assert cli.main([]) == 2
     assert cli.main(["--help"]) == 0

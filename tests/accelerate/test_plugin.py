@@ -15,20 +15,33 @@ VALUES = {
     "max_local_batch_sizes": ("[64, 32]", (64, 32)),
     "weight_fn": ("operator:itemgetter", __import__("operator").itemgetter),
     "replan": ("epoch", "epoch"),
-    "hysteresis": ("0.1", 0.1),
+    "hysteresis": ("1e-05", 1e-05),
+    "hierarchy": ("[[0, 1], [2]]", ((0, 1), (2,))),
+    "sparse_optimizer": ("later", "later"),
     "compression": ("block_topk(density=0.03, value_dtype='int8')", BlockTopK(density=0.03, value_dtype="int8")),
 }
 
 
 def test_every_setting_has_a_value_here():
-    assert set(VALUES) <= set(SETTINGS), "a setting is gone"
+    assert set(VALUES) == set(SETTINGS), "give each new setting a line in VALUES, and remove those that are gone"
 
 
 @pytest.mark.parametrize("name", VALUES)
 def test_setting_is_read_from_its_variable(name, monkeypatch):
     text, value = VALUES[name]
+    if name == "sparse_optimizer":  # it goes with block top-k only
+        monkeypatch.setenv(PREFIX + "COMPRESSION", "block_topk")
     monkeypatch.setenv(PREFIX + name.upper(), text)
     assert getattr(HeteroPlugin(), name) == value
+
+
+@pytest.mark.parametrize("text", ["1e-05", "0.00001", "1E-5"])
+def test_a_number_that_yaml_takes_for_text_is_a_number(text, tmp_path, monkeypatch):
+    path = tmp_path / "settings.yaml"
+    path.write_text(f"hetero_config:\n  hysteresis: {text}\n  density: {text}\n")
+    monkeypatch.setenv("ACCELERATE_HETERO_CONFIG_FILE", str(path))
+    plugin = HeteroPlugin()
+    assert (plugin.hysteresis, plugin.compression) == (1e-05, BlockTopK(density=1e-05))
 
 
 @pytest.mark.parametrize("compression", [None, "block_topk"])
@@ -37,6 +50,12 @@ def test_density_is_that_of_block_topk(compression, monkeypatch):
     if compression is not None:
         monkeypatch.setenv("ACCELERATE_HETERO_COMPRESSION", compression)
     assert HeteroPlugin().compression == BlockTopK(density=0.05)
+
+
+def test_clusters_survive_the_way_through_the_environment(monkeypatch):
+    for name, text in as_environment({"hierarchy": [[0, 2], [1]]}).items():
+        monkeypatch.setenv(name, text)
+    assert HeteroPlugin().hierarchy == ((0, 2), (1,))
 
 
 def test_density_of_another_compressor_is_refused():
@@ -65,9 +84,20 @@ def test_argument_goes_before_variable_before_file(tmp_path, monkeypatch):
     [
         ("POLICY", "fastest", r"ACCELERATE_HETERO_POLICY='fastest': policy='fastest' is unknown; allowed are .*pid"),
         ("HYSTERESIS", "2", r"ACCELERATE_HETERO_HYSTERESIS='2': hysteresis=2"),
-        ("HYSTERESIS", "a lot", r"ACCELERATE_HETERO_HYSTERESIS='a lot'"),
-        ("LOCAL_BATCH_SIZES", "3,x", r"ACCELERATE_HETERO_LOCAL_BATCH_SIZES='3,x'"),
-        ("WEIGHT_FN", "no_module:count", r"weight_fn='no_module:count' cannot be imported"),
+        ("HYSTERESIS", "a lot", r"ACCELERATE_HETERO_HYSTERESIS='a lot': .*; give a number from 0.0 to 1.0"),
+        ("DENSITY", "a lot", r"ACCELERATE_HETERO_DENSITY='a lot': .*; give a number from 0.0 to 1.0"),
+        ("DENSITY", "0", r"ACCELERATE_HETERO_DENSITY='0': .*; give a number above 0.0 to 1.0"),
+        ("LOSS_REDUCTION", "max", r"ACCELERATE_HETERO_LOSS_REDUCTION='max': .* allowed are 'mean', 'sum'"),
+        ("REPLAN", "2.5", r"ACCELERATE_HETERO_REPLAN='2.5': .*; give an integer >= 1"),
+        ("COMPRESSION", "zip", r"ACCELERATE_HETERO_COMPRESSION='zip': .* allowed are 'block_topk', "),
+        ("LOCAL_BATCH_SIZES", "3,x", r"ACCELERATE_HETERO_LOCAL_BATCH_SIZES='3,x': .*; give an integer >= 0"),
+        ("MIN_LOCAL_BATCH_SIZE", "0", r"ACCELERATE_HETERO_MIN_LOCAL_BATCH_SIZE='0': .*; give an integer >= 1"),
+        ("MAX_LOCAL_BATCH_SIZES", "8,0", r"ACCELERATE_HETERO_MAX_LOCAL_BATCH_SIZES='8,0': .*; give an integer >= 1"),
+        (
+            "WEIGHT_FN",
+            "no_module:count",
+            r"ACCELERATE_HETERO_WEIGHT_FN='no_module:count': .* cannot be imported.* Write",
+        ),
         ("POLICI", "pid", r"ACCELERATE_HETERO_POLICI='pid' is no setting. Allowed are .*ACCELERATE_HETERO_POLICY"),
         ("CONFIG_FILE", "/nowhere.yaml", r"ACCELERATE_HETERO_CONFIG_FILE='/nowhere.yaml' cannot be read"),
     ],
@@ -91,6 +121,14 @@ def test_wrong_arguments():
         HeteroAccelerator(cpu=True, hetero_plugin="pid")
 
 
+def test_a_start_that_may_meet_addresses_of_workers_that_are_gone_says_so(caplog, monkeypatch):
+    monkeypatch.setattr("lightning_hetero.session.log.propagate", True)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin())
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text
+
+
 def test_switch(monkeypatch):
     with pytest.raises(ValueError, match="ACCELERATE_USE_HETERO='maybe' is unknown; allowed are 'true'"):
         switched_on({"ACCELERATE_USE_HETERO": "maybe"})
@@ -101,3 +139,8 @@ def test_switch(monkeypatch):
     with pytest.raises(RuntimeError, match="ACCELERATE_USE_HETERO=false"):
         accelerator.observations()
     assert HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin()).hetero_session is not None
+
+
+def test_settings_of_elastic_averaging_are_told_where_they_belong():
+    with pytest.raises(TypeError, match="no setting merge. .* use lightning_hetero.elastic.ElasticEngine"):
+        HeteroPlugin(merge="adaptive")

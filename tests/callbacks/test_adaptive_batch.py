@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 import torch
 from lightning import Callback
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    RichProgressBar,
+    TQDMProgressBar,
+)
 from lightning.pytorch.loggers import CSVLogger
 from torch import distributed as dist
 from torch.utils.data import DataLoader
@@ -55,6 +60,12 @@ class Uneven(Regressor):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, self.gamma)]
 
 
+def shown_total(trainer):
+    """Number of batches that the progress bar shows, on the rank that has one."""
+    bar = trainer.progress_bar_callback
+    return bar.train_progress_bar.total if bar is not None and bar.is_enabled else None
+
+
 class Epochs(Callback):
     """At the end of each epoch: what the trainer believes of it, and the plan that it ended with."""
 
@@ -77,6 +88,7 @@ class Epochs(Callback):
                 "lr": pl_module.used[-1],
                 "accumulation": trainer.accumulate_grad_batches,
                 "steps": trainer.global_step,
+                "bar": shown_total(trainer),
             }
         )
 
@@ -106,6 +118,7 @@ def steps_only(rank, ranks, options, callback, kwargs):
     adaptive = AdaptiveBatchCallback(**{"max_total_batch_size": 64, "min_steps": 8, "lr_scaling": "linear", **callback})
     epochs = Epochs()
     extra = [] if pinned is None else [Noise(pinned)]
+    extra += [kwargs.pop("bar")] if "bar" in kwargs else []
     model = kwargs.pop("model", None) or Uneven()
     strategy = options if isinstance(options, str) else {"replan": "epoch", **options}
     result = fit(
@@ -192,6 +205,7 @@ def adaptive(tmp_path_factory):
         model=Uneven(gamma=0.9),
         log_every_n_steps=1,
         enable_progress_bar=True,
+        bar=TQDMProgressBar(),
         **saving(folder, every_n_epochs=1),
     )
     return results, folder
@@ -247,6 +261,15 @@ def test_equals_one_process_with_the_same_global_batches(adaptive):
     np.testing.assert_allclose(results[0]["weights"], weights, rtol=0, atol=1e-13)
 
 
+def test_progress_bar_shows_the_new_number_of_batches(adaptive, measured):
+    """At the start of an epoch (tqdm), and inside one (rich)."""
+    (first, second), _ = adaptive
+    assert [row["bar"] for row in first["epochs"]] == [30, 20, 10, 5]
+    (inside,) = measured[0]["epochs"]
+    assert inside["bar"] == inside["done"] < 200
+    assert [row["bar"] for row in (*second["epochs"], *measured[1]["epochs"])] == [None] * 5
+
+
 def test_every_epoch_validates_once(adaptive):
     (first, _), _ = adaptive
     assert first["validated"] == [0, 1, 2, 3]
@@ -297,7 +320,8 @@ def test_noise_scale_callback_of_the_user_is_used(adaptive):
 def measured():
     """Nothing pinned, decisions inside one long epoch."""
     options = {"replan": 8}
-    return run(options=options, noise=None, max_epochs=1, dataset=Points(1600), callback={"lr_scaling": "auto"})
+    bar = {"bar": RichProgressBar(), "enable_progress_bar": True}
+    return run(options=options, noise=None, max_epochs=1, dataset=Points(1600), callback={"lr_scaling": "auto"}, **bar)
 
 
 def test_noise_scale_callback_is_added_once(measured):
@@ -565,19 +589,20 @@ def test_the_users_accumulation_counts_in_the_initial_total():
 
 
 class Poisoned(Uneven):
-    """A loss of one worker is no number, and its user leaves such a gradient out."""
+    """A loss of one worker is no number, another is infinite, and its user leaves such gradients out."""
 
     def loss(self, batch):
         loss = super().loss(batch)
-        return loss * float("nan") if self.global_rank == 1 and self.trainer.global_step == 5 else loss
+        factor = {5: math.nan, 7: math.inf}.get(self.trainer.global_step, 1.0)
+        return loss * factor if self.global_rank == 1 else loss
 
     def on_before_optimizer_step(self, optimizer):
         for p in self.parameters():
-            p.grad.nan_to_num_(0.0)
+            p.grad.nan_to_num_(0.0, 0.0, 0.0)
         super().on_before_optimizer_step(optimizer)
 
 
-def test_nan_in_one_workers_gradient_leaves_the_decision_alive():
+def test_nan_and_inf_in_one_workers_gradient_leave_the_decision_alive():
     first, second = run(noise=None, model=Poisoned(), max_epochs=2)
     assert math.isfinite(first["measured"])
     assert first["measured"] == second["measured"]

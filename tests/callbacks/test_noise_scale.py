@@ -1,6 +1,9 @@
 """Noise scale while training: the numbers are those of the gradients, for any split; logger and checkpoint get them."""
 
 import csv
+import logging
+import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,8 +12,12 @@ from lightning import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from lightning_hetero import GNSCallback
+from lightning_hetero.callbacks.noise_sources import source_of
 from lightning_hetero.core.noise_scale import RunningNoiseScale, estimate_from_two_sizes, estimate_noise_scale
 from tests.helpers import Points, Regressor, fit, run_ranks
 
@@ -42,8 +49,35 @@ def expected(steps, method):
         norms = [float(gradient(g).square().sum()) if g else 0.0 for g in groups]
         whole = float(gradient([i for g in groups for i in g]).square().sum())
         estimate = estimate_noise_scale(norms, whole, sizes, method=method)
-        running = running.update(trace=estimate.trace, global_sq_norm=whole, total_batch_size=sum(sizes))
+        seen = estimate.grad_sq_norm + estimate.trace / sum(sizes)  # |g|^2, unless the weights are the printed ones
+        running = running.update(trace=estimate.trace, global_sq_norm=seen, total_batch_size=sum(sizes))
     return running
+
+
+def expected_windows(windows):
+    """The same with micro-batches: of each window, the groups of all ranks in each micro-batch."""
+    running = RunningNoiseScale(horizon=HORIZON)
+    for window in windows:
+        everyone = [sum(groups, []) for groups in zip(*window, strict=True)]
+        sizes, first = [len(g) for g in everyone], [len(g) for g in window[0]]
+        norms = [float(gradient(g).square().sum()) for g in everyone]
+        whole = float(gradient(sum(everyone, [])).square().sum())
+        parts = [] if len(sizes) == 1 else [(len(sizes) - 1, estimate_noise_scale(norms, whole, sizes).trace)]
+        phi = math.inf if math.isnan(running.noise_scale) else running.noise_scale
+        for b, n, g, norm in zip(first, sizes, window[0], norms, strict=True):
+            if n > b:
+                apart = 1 / b - 1 / n
+                within = (float(gradient(g).square().sum()) - norm) / apart
+                parts.append((apart / (1 / b + 1 / n + 2 / phi), within))
+        trace = sum(freedom * s for freedom, s in parts) / sum(freedom for freedom, _ in parts)
+        running = running.update(trace=trace, global_sq_norm=whole, total_batch_size=sum(sizes))
+    return running
+
+
+def windows_of(results, count):
+    """Micro-batches of one epoch in windows of ``count``; the last may be cut short."""
+    micro = [[r["seen"][s][2] for r in results] for s in range(len(results[0]["seen"]))]
+    return [micro[i : i + count] for i in range(0, len(micro), count)]
 
 
 class Keep(Callback):
@@ -74,11 +108,82 @@ def test_estimate_is_that_of_the_workers_gradients(sizes, method):
         assert result["estimate"]["sq_norm_sum"] == pytest.approx(reference.sq_norm_sum, rel=1e-9)
 
 
-def test_an_accumulation_window_counts_as_one_batch_of_each_worker():
-    kwargs = {"accumulate_grad_batches": 2, "batch_size": 3}
-    results = run_ranks(_run, 2, {"local_batch_sizes": (4, 2), "replan": 1}, 2, "pooled", kwargs)
-    windows = [[sum((r["seen"][2 * w + k][2] for k in (0, 1)), []) for r in results] for w in range(STEPS)]
-    assert results[0]["estimate"]["trace_sum"] == pytest.approx(expected(windows, "pooled").trace_sum, rel=1e-9)
+@pytest.mark.parametrize(("ranks", "count"), [(2, 2), (2, 3), (1, 3)], ids=str)
+def test_micro_batches_of_a_window_are_seen(ranks, count):
+    """Eight batches: three at a time, the end of the epoch cuts the last window short."""
+    split = {2: (4, 2), 1: (6,)}[ranks]
+    kwargs = {"accumulate_grad_batches": count, "batch_size": 6 // ranks}
+    results = run_ranks(_run, ranks, {"local_batch_sizes": split, "replan": 1}, ranks, "pooled", kwargs)
+    windows = windows_of(results, count)
+    assert [len(w) for w in windows] == {2: [2] * 4, 3: [3, 3, 2]}[count]
+    reference = expected_windows(windows)
+    for result in results:
+        assert result["estimate"]["samples"] == pytest.approx(N)
+        assert result["estimate"]["trace_sum"] == pytest.approx(reference.trace_sum, rel=1e-6)
+        assert result["estimate"]["sq_norm_sum"] == pytest.approx(reference.sq_norm_sum, rel=1e-6)
+        assert result["estimate"]["biased"] is False
+
+
+MANY, TOGETHER = 240, 12
+
+
+def slanted():
+    """Points with a signal in them: the model is wrong about all of them in one direction."""
+    data = Points(MANY)
+    data.y += 1.5
+    return data
+
+
+def truth():
+    """``tr(Sigma)`` and ``|G|^2`` as batches without repetition see them, from the gradient of every sample."""
+    module, data = model(), slanted()
+    each = []
+    for i in range(MANY):
+        loss = module.loss((data.x[i : i + 1], data.y[i : i + 1], None))
+        each.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(module.parameters()))]))
+    each = torch.stack(each)
+    trace = float(each.var(dim=0).sum())
+    return trace, float(each.mean(dim=0).square().sum()) - trace / MANY
+
+
+@pytest.fixture(scope="module")
+def everywhere():
+    """The same samples in the same order on 1, 2 and 4 workers, uneven ones, and in micro-batches of one."""
+    common = {"dataset": slanted(), "max_epochs": 4}
+    often = {"replan": MANY // TOGETHER}
+    runs = {
+        "one": ("hetero_ddp", 1, {"batch_size": 4, "accumulate_grad_batches": 3}),
+        "two": ({"local_batch_sizes": (9, 3), **often}, 2, {"batch_size": 6}),
+        "two, in parts": ({"local_batch_sizes": (4, 2), **often}, 2, {"batch_size": 3, "accumulate_grad_batches": 2}),
+        "four": ({"local_batch_sizes": (6, 3, 2, 1), **often}, 4, {"batch_size": 3}),
+    }
+    return {
+        name: run_ranks(_run, ranks, strategy, ranks, "pooled", {**common, **kwargs})[0]["estimate"]
+        for name, (strategy, ranks, kwargs) in runs.items()
+    }
+
+
+def test_workers_and_micro_batches_agree(everywhere):
+    trace, grad_sq_norm = truth()
+    squares = []
+    for state in everywhere.values():
+        estimate = RunningNoiseScale.from_state_dict(state)
+        assert estimate.samples == pytest.approx(4 * MANY)
+        assert estimate.inverse_sum / estimate.weight == pytest.approx(1 / TOGETHER)
+        assert estimate.trace == pytest.approx(trace, rel=0.15)
+        assert estimate.grad_sq_norm == pytest.approx(grad_sq_norm, rel=0.05)
+        assert not estimate.biased
+        squares.append(estimate.sq_norm_sum / estimate.weight)
+    assert squares == pytest.approx([squares[0]] * len(squares), rel=1e-5)  # of the very same batches
+
+
+def test_a_summed_loss_has_the_estimate_of_its_mean():
+    summed = Regressor(reduction="sum", lr=0.0, momentum=0.0)
+    strategy = {"local_batch_sizes": (9, 3), "replan": STEPS, "loss_reduction": "sum"}
+    results = run_ranks(_run, 2, strategy, 2, "pooled", {"model": summed})
+    reference = expected(groups_of(results), "pooled")
+    assert results[0]["estimate"]["trace_sum"] == pytest.approx(reference.trace_sum, rel=1e-6)
+    assert results[0]["estimate"]["sq_norm_sum"] == pytest.approx(reference.sq_norm_sum, rel=1e-6)
 
 
 def test_every_n_steps():
@@ -117,27 +222,29 @@ def test_single_worker_without_accumulation_is_flagged_biased():
 
 
 class Poisoned(Regressor):
+    """The gradient of rank 1 is NaN in its second step and infinite in its third."""
+
     def __init__(self):
         super().__init__(lr=0.0, momentum=0.0)
 
     def loss(self, batch):
         loss = super().loss(batch)
-        rank = self.trainer.global_rank
-        return loss * float("nan") if rank == 1 and self.trainer.global_step == 1 else loss
+        factor = {1: float("nan"), 2: float("inf")}.get(self.trainer.global_step, 1.0)
+        return loss * factor if self.trainer.global_rank == 1 else loss
 
     def on_before_optimizer_step(self, optimizer):
         for p in self.parameters():
-            p.grad.nan_to_num_(0.0)
+            p.grad.nan_to_num_(0.0, 0.0, 0.0)
         super().on_before_optimizer_step(optimizer)
 
 
-def test_nan_in_one_workers_gradient_leaves_the_estimate_finite():
+def test_nan_and_inf_in_one_workers_gradient_leave_the_estimate_finite():
     strategy = {"local_batch_sizes": (9, 3), "replan": STEPS}
     results = run_ranks(_run, 2, strategy, 2, "pooled", {"model": Poisoned()})
-    steps = [groups for step, groups in enumerate(groups_of(results)) if step != 1]
+    steps = [groups for step, groups in enumerate(groups_of(results)) if step not in (1, 2)]
     for result in results:
-        assert result["estimate"]["skipped"] == 1
-        assert result["estimate"]["samples"] == pytest.approx(36)
+        assert result["estimate"]["skipped"] == 2
+        assert result["estimate"]["samples"] == pytest.approx(24)
         assert result["estimate"]["trace_sum"] == pytest.approx(expected(steps, "pooled").trace_sum, rel=1e-6)
 
 
@@ -163,6 +270,37 @@ def test_estimate_survives_a_checkpoint(tmp_path):
     assert again[0]["estimate"]["trace_sum"] == pytest.approx(whole[0]["estimate"]["trace_sum"], rel=1e-9)
 
 
+class Saves(Callback):
+    """Saves inside an interval between two messages, and goes on."""
+
+    def __init__(self, path, step):
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "more"),
+    [
+        ({"local_batch_sizes": (9, 3), "replan": "epoch"}, 2, {}),
+        ("hetero_ddp", 1, {"batch_size": 4, "accumulate_grad_batches": 2}),
+    ],
+    ids=["two workers", "one worker"],
+)
+def test_resume_inside_an_interval_goes_on_identically(tmp_path, strategy, ranks, more):
+    """Every second step is observed, from an odd one on: neither sums nor phase may be lost."""
+    path = tmp_path / "inside.ckpt"
+    settings = {"every_n_steps": 2, "max_epochs": 2, "batch_size": 6, **more}
+    whole = run_ranks(_run, ranks, strategy, ranks, "pooled", {**settings, "callbacks": [Saves(path, step=3)]})
+    again = run_ranks(_run, ranks, strategy, ranks, "pooled", {**settings, "ckpt_path": str(path)})
+    assert len(again[0]["seen"]) < len(whole[0]["seen"])
+    assert whole[0]["estimate"]["samples"] > 0
+    for one, other in zip(whole, again, strict=True):
+        assert one["estimate"] == pytest.approx(other["estimate"], rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
@@ -176,6 +314,77 @@ def test_estimate_survives_a_checkpoint(tmp_path):
 def test_refuses(arguments, error, says):
     with pytest.raises(error, match=says):
         GNSCallback(**arguments)
+
+
+# several optimizers
+
+
+class Two(Regressor):
+    """Each half of the network has an optimizer of its own; both step on every batch."""
+
+    def __init__(self, steps_every=1):
+        super().__init__(lr=0.0, momentum=0.0)
+        self.automatic_optimization, self.steps_every = False, steps_every
+
+    def on_before_optimizer_step(self, optimizer):
+        """Keeps nothing: each optimizer has other gradients."""
+
+    def configure_optimizers(self):
+        halves = self.net[0].parameters(), self.net[2].parameters()
+        return [torch.optim.SGD(half, lr=0.0) for half in halves]
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if (batch_idx + 1) % self.steps_every == 0:
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_two_optimizers_on_one_worker_are_as_one():
+    one, two = (run_ranks(_run, 1, "auto", 1, "pooled", {"batch_size": 4, "model": m})[0] for m in (model(), Two()))
+    assert one["estimate"]["samples"] == pytest.approx(N - 4)
+    assert two["estimate"] == pytest.approx(one["estimate"], rel=1e-9)
+
+
+def test_two_optimizers_on_two_workers_are_as_one():
+    strategy = {"local_batch_sizes": (9, 3), "replan": STEPS}
+    results = run_ranks(_run, 2, strategy, 2, "pooled", {"model": Two()})
+    reference = expected(groups_of(results), "pooled")
+    assert results[0]["estimate"]["trace_sum"] == pytest.approx(reference.trace_sum, rel=1e-9)
+
+
+def _accumulating_by_hand(rank):
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger("lightning_hetero").addHandler(handler)
+    return _run(rank, "auto", 1, "pooled", {"batch_size": 4, "model": Two(steps_every=2)})["estimate"], heard
+
+
+def test_two_optimizers_that_accumulate_on_one_worker_are_told_that_nothing_is_seen():
+    ((estimate, heard),) = run_ranks(_accumulating_by_hand, 1)
+    assert estimate["samples"] == 0
+    assert len([text for text in heard if "several optimizers accumulate gradients over 2 batches" in text]) == 1
+
+
+# where gradients cannot be seen
+
+
+def test_a_strategy_without_a_hook_is_refused():
+    trainer = SimpleNamespace(world_size=2, strategy=SimpleNamespace())
+    with pytest.raises(MisconfigurationException, match="SimpleNamespace has none. Use strategy='hetero_ddp' or 'ddp'"):
+        source_of(trainer, method="pooled", every_n_steps=1, horizon=1.0)
+
+
+def _with_a_hook(rank):
+    return _run(rank, DDPStrategy(ddp_comm_hook=fp16_compress_hook), 2, "pooled", {})
+
+
+def test_plain_ddp_with_a_hook_of_its_own_is_an_error_on_every_rank():
+    errors = run_ranks(_with_a_hook, 2, expect_errors=True, timeout=30)
+    assert [(rank, name) for rank, name, _ in errors] == [(r, "MisconfigurationException") for r in range(2)]
+    assert all("the strategy has one of its own" in text for _, _, text in errors)
 
 
 # as Adam scales it
@@ -242,9 +451,9 @@ def test_preconditioned_estimate_is_that_of_the_workers_gradients(preconditioner
 
 
 def test_preconditioned_estimate_with_plain_ddp():
-    kwargs = {"model": WithAdam(torch.optim.AdamW), "max_epochs": 13, "batch_size": 6, "preconditioner": "adam"}
+    kwargs = {"model": WithAdam(torch.optim.AdamW), "max_epochs": 15, "batch_size": 6, "preconditioner": "adam"}
     results = run_ranks(_run, 2, "ddp", 2, "pooled", kwargs)
-    assert_is(results[1], expected_preconditioned(every_step(results)[:50]))
+    assert_is(results[1], expected_preconditioned(every_step(results)))
 
 
 def test_preconditioned_estimate_of_a_single_worker_with_accumulation():
@@ -295,31 +504,36 @@ def test_second_moments_that_are_not_there_are_an_error_on_every_rank(strategy, 
 
 
 def test_gradients_are_not_copied_with_several_workers():
-    """Nothing is kept per parameter: the callback and the engine hold scalars only."""
-    results = run_ranks(_kept, 2)
-    assert max(np.concatenate(results)) <= 3
+    """Nothing is kept per parameter: norms of a few steps wait as scalars, and then their sums."""
+    small, large = (run_ranks(_kept, 2, features) for features in (5, 500))
+    assert small == large
+    assert max(np.concatenate(small)) <= 3
+    assert sum(small[0]) <= 3 + 2 * 32
 
 
-def _kept(rank):
+def _kept(rank, features):
+    """Sizes of all tensors that live on after training because of the collector."""
+
     class Count(Keep):
         def on_train_end(self, trainer, pl_module):
             super().on_train_end(trainer, pl_module)
-            collector = trainer.strategy.engine.noise
-            found = [v for v in vars(collector).values() if isinstance(v, torch.Tensor)]
-            pl_module.kept = [t.numel() for t in found] or [0]
+            engine = trainer.strategy.engine
+            pl_module.kept = [t.numel() for part in (engine.noise, engine.hook_state) for t in tensors_in(part)]
 
-    module = model()
-    fit(
-        rank,
-        {"local_batch_sizes": (9, 3)},
-        2,
-        6,
-        model=module,
-        dataset=Points(N),
-        callbacks=[GNSCallback(), Count()],
-        max_epochs=1,
-    )
+    module = Regressor(lr=0.0, momentum=0.0, features=features)
+    arguments = {"dataset": Points(N, features), "callbacks": [GNSCallback(), Count()], "max_epochs": 3}
+    fit(rank, {"local_batch_sizes": (9, 3), "replan": "epoch"}, 2, 6, model=module, **arguments)
     return module.kept
+
+
+def tensors_in(value, depth=4):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if depth == 0 or isinstance(value, str | bytes):
+        return []
+    inside = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else ()
+    inside = inside or (vars(value).values() if hasattr(value, "__dict__") and not callable(value) else ())
+    return [t for v in inside for t in tensors_in(v, depth - 1)]
 
 
 def _scaled(rank, strategy, scaled):

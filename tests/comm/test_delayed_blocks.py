@@ -16,6 +16,7 @@ from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.delayed_blocks import DelayedBlocks
 from lightning_hetero.comm.gradient_hook import HookState, gradient_hook
 from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.comm.topology import Topology
 from lightning_hetero.compression import Layout, compress, merge
 from lightning_hetero.core.compressors import blocks_per_rank
 from tests.helpers import run_ranks
@@ -143,7 +144,7 @@ def start(rank, world_size, settings, limit=1, restored=None):
         compression.exchange,
         dict(model.named_parameters()),
         clock=HostClock(),
-        group=dist.new_group(),
+        topology=Topology.straight(rank, world_size).another(),
         restored=restored,
         running=state._running,
     )

@@ -1,6 +1,7 @@
 """The DDP hook against DDP itself: averages, a user's hook inside ours, norms, the error of a direct backward."""
 
 import inspect
+import math
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.comm.clock import HostClock
 from lightning_hetero.comm.gradient_hook import DIRECT_BACKWARD, HookState, gradient_hook
+from lightning_hetero.comm.norms import GradientNorms
 from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.optim import AdamPreconditioner
 from tests.helpers import run_ranks
 
 STEPS, WIDTH = 3, 600  # wider than the megabyte of DDP's first bucket
@@ -81,11 +84,11 @@ def _norms(rank, cap, hook):
         loss_of(alone, x.double()).backward()
         model.zero_grad()
         loss_of(model, x.double()).backward()
-        buckets = len(state.local_sq_norms)
-        local, averaged = state.take_norms()
+        buckets = len(state.local_squares)
+        local, averaged = (torch.stack(squares).sum() for squares in state.take_squares())
         assert local.dtype == averaged.dtype == torch.float64
         rows.append([buckets, local, (flat(alone) ** 2).sum(), averaged, (flat(model) ** 2).sum()])
-        assert state.take_norms() is None
+        assert state.take_squares() is None
     return np.array(rows, dtype=float)
 
 
@@ -161,6 +164,20 @@ def test_preconditioned_norms_follow_the_order_in_memory():
     gradient, divisor = torch.randn(4, 3, 2, 2), torch.rand(4, 3, 2, 2) + 0.5
     flat = torch.empty(48)
     flat.as_strided(weight.size(), weight.stride()).copy_(gradient)
-    state = HookState(StepObserver(HostClock()), 1, preconditioner=lambda parameter, part: part / divisor)
-    norm = state.sq_norm(torch.cat([torch.zeros(8), flat])[8:], [weight])
-    torch.testing.assert_close(norm, (gradient / divisor).square().sum())
+    adam = torch.optim.Adam([weight])
+    moment = (divisor - 1e-8).square().contiguous(memory_format=torch.channels_last)
+    adam.state[weight] = {"step": torch.tensor(math.inf), "exp_avg_sq": moment}  # 1 - 0.999^inf = 1
+    norms = GradientNorms(AdamPreconditioner([adam]))
+    (value,) = norms.of_bucket(torch.cat([torch.zeros(8), flat])[8:], lambda: [weight])
+    torch.testing.assert_close(value, (gradient / divisor).square().sum())
+
+
+def test_squared_norms_of_large_buckets_are_exact():
+    """A float32 sum over millions of elements in one go is wrong in the fourth digit, as the noise may be."""
+    flat = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))
+    exact = float(flat.double().square().sum())
+    seen = float(torch.stack(GradientNorms().of_bucket(flat, list)).double().sum())
+    assert seen == pytest.approx(exact, rel=2e-5)
+    in_place = torch.nn.Parameter(flat)
+    in_place.grad = flat
+    assert float(GradientNorms().of_parameters([in_place])[0]) == pytest.approx(exact, rel=2e-5)

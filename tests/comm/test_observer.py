@@ -35,9 +35,9 @@ class Script:
 class Run:
     """Drives an observer through steps whose moments are given in seconds from the start of each part."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, **kwargs):
         self.clock = Script()
-        self.observer = StepObserver(self.clock)
+        self.observer = StepObserver(self.clock, **kwargs)
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=self.clock.perf_counter))
 
     def batches(self, wait):
@@ -314,3 +314,23 @@ def test_no_common_step_is_no_observation(steps):
     observations = match_rows(np.stack([_table(list(s)) for s in steps]))
     assert observations.num_steps == 0
     assert observations.forward.shape == (0, 3)
+
+
+@pytest.mark.parametrize(("cores", "a", "backward", "first"), [(0.5, 11.0, 10.0, 4.0), (5.0, 3.5, 5.0, 2.0)])
+def test_under_a_quota_times_are_those_that_it_sustains(monkeypatch, cores, a, backward, first):
+    """10.5 seconds of processor time in a step, 5 of them in backward: at half a core they take 21 to come back."""
+    run = Run(monkeypatch, cores=cores, processor_time=lambda: run.clock.now)
+    for size in (4, 8):
+        run.warm(size=size).step(size=size)
+    rows = run.rows()
+    assert {row["size"] for row in rows} == {4, 8}
+    assert {(row["a"], row["P"], row["first"]) for row in rows} == {(a, backward, first)}
+
+
+def test_what_is_no_step_uses_none_of_the_quota(monkeypatch):
+    run = Run(monkeypatch, cores=0.5, processor_time=lambda: run.clock.now)
+    run.warm().step()
+    run.clock.now += 100.0  # agreement, validation
+    run.observer.interrupt()
+    run.step()
+    assert {row["a"] for row in run.rows()} == {11.0}

@@ -11,6 +11,7 @@ from lightning_hetero.comm.clock import HostClock
 from lightning_hetero.comm.gradient_hook import HookState, gradient_hook
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.comm.staleness import Staleness
+from lightning_hetero.comm.topology import Topology
 from tests.helpers import run_ranks
 
 STEPS, TINY = 7, 1e-5  # MB: one bucket for each parameter after the first step
@@ -83,7 +84,7 @@ def start(world_size, *, cap=TINY, limit=1, restored=None, static_graph=False, b
         dict(model.module.named_parameters()),
         world_size=world_size,
         clock=HostClock(),
-        group=dist.new_group(),
+        topology=Topology.straight(dist.get_rank(), world_size).another(),
         restored=restored,
     )
     model.register_comm_hook(state, gradient_hook)

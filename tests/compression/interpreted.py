@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hetero.compression import SELECT, Layout, MessageFormat, merge
+from lightning_hetero.compression import SELECT, BlockEncoder, Layout, MessageFormat, merge
 from lightning_hetero.compression import triton_encoder as module
 from lightning_hetero.compression.selectors import SelectorState
-from lightning_hetero.compression.triton_encoder import TritonEncoder
+from lightning_hetero.compression.triton_encoder import Outcome, TritonEncoder
 from lightning_hetero.compression.values import CODECS
+from lightning_hetero.compression.wire import HEADER, checksum, seal
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 CASES = [
@@ -36,11 +37,17 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(module, "SCORES", 32)
 
 
-def made(sizes, density, block=16, values="float32"):
+def made(sizes, density, block=16, values="float32", world_size=1):
     layout = Layout.of([(f"p{i}", n) for i, n in enumerate(sizes)], block)
     k = max(1, int(layout.num_blocks * density))
     form = MessageFormat(layout.num_blocks, k, block, values, layout.fingerprint())
-    return TritonEncoder(layout, form, DEVICE), torch.zeros(form.num_bytes, dtype=torch.uint8, device=DEVICE)
+    rows = torch.zeros(world_size, form.num_bytes, dtype=torch.uint8, device=DEVICE)
+    return TritonEncoder(layout, form, DEVICE, world_size), rows
+
+
+def pack_of(enc, message, step=0):
+    """What the host reads in a message, as a receiver without a GPU."""
+    return enc.form.read(message.cpu(), rank=0, bucket=0, step=step)[0]
 
 
 def gradients_of(sizes, dtype, seed):
@@ -84,41 +91,51 @@ def test_what_was_sent_in_vain_returns_after_the_next_gradient():
 
 @pytest.mark.parametrize(("dtype", "sizes", "density", "values"), CASES, ids=str)
 def test_a_step_is_that_of_the_reference(dtype, sizes, density, values):
-    enc, message = made(sizes, density, values=values)
+    enc, rows = made(sizes, density, values=values)
     reference = torch.zeros(enc.layout.numel)
-    for step in range(3):
+    for step in range(2):
         gradients = gradients_of(sizes, dtype, step)
         accumulate(enc, gradients)
-        enc.encode(message, step=step)
-        pack = enc.read(message[None], step=step)[0]
+        enc.encode(rows[0], step=step)
+        pack = pack_of(enc, rows[0], step)
         reference += 0.5 * padded(enc.layout, gradients)
         blocks = reference.view(-1, 16)
         expected = SELECT["histogram"](blocks.abs().sum(1).numpy(), enc.form.k, SelectorState())
-        np.testing.assert_array_equal(pack.indices.cpu(), expected)
+        np.testing.assert_array_equal(pack.indices, expected)
         codec = CODECS[values]
         sent = codec.decode(codec.encode(blocks[expected]))
-        assert torch.equal(pack.values.cpu(), sent)
+        assert torch.equal(pack.values, sent)
         before = reference.clone()
         blocks[expected] -= sent
         assert torch.equal(enc.residual.cpu(), reference)
-        total = merge([type(pack)(pack.indices.cpu(), pack.values.cpu())], enc.layout.num_blocks) + enc.residual.cpu()
-        assert torch.equal(total, before)
+        enc.receive(rows, rank=0, step=step)
+        merged = merge([pack], enc.layout.num_blocks)
+        assert torch.equal(enc.merged.cpu(), merged)
+        assert torch.equal(enc.merged.cpu() + enc.residual.cpu(), before)
+        np.testing.assert_array_equal(enc.touched.cpu().numpy().nonzero()[0], expected)
+        for slot, gradient in zip(enc.layout.slots, gradients, strict=True):
+            enc.deliver(slot, gradient, 0.5, scale=2.0, fill=0.0)
+            due = (2.0 * merged[slot.start : slot.start + slot.numel]).to(dtype)
+            assert torch.equal(gradient.cpu(), due)
         enc.finish()
+        assert enc.merged.abs().sum() == 0
+        assert enc.outcome() == Outcome(step, False, len(expected))
+        assert enc.outcome() is None
 
 
 @pytest.mark.parametrize("block", [8, 64])
 def test_other_blocks(block):
-    enc, message = made((700, 3), 0.2, block=block)
+    enc, rows = made((700, 3), 0.2, block=block)
     accumulate(enc, gradients_of((700, 3), torch.float32, 0))
     scores = enc.scores.cpu().clone()
-    enc.encode(message, step=0)
-    pack = enc.read(message[None], step=0)[0]
-    np.testing.assert_array_equal(pack.indices.cpu(), SELECT["histogram"](scores.numpy(), enc.form.k, SelectorState()))
+    enc.encode(rows[0], step=0)
+    expected = SELECT["histogram"](scores.numpy(), enc.form.k, SelectorState())
+    np.testing.assert_array_equal(pack_of(enc, rows[0]).indices, expected)
 
 
 @pytest.mark.parametrize("kind", ["equal", "zero", "wide"])
 def test_ties_zeros_and_a_wide_range(kind):
-    enc, message = made((1600,), 0.1)
+    enc, rows = made((1600,), 0.1)
     gradient = torch.zeros(1600)
     if kind == "equal":
         gradient.fill_(2.0)
@@ -126,50 +143,188 @@ def test_ties_zeros_and_a_wide_range(kind):
         gradient = 2.0 ** torch.randint(-120, 120, (100, 1), generator=torch.Generator().manual_seed(0)).repeat(1, 16)
     accumulate(enc, [gradient.flatten().to(DEVICE)], 1.0)
     scores = enc.scores.cpu().numpy().copy()
-    enc.encode(message, step=0)
-    pack = enc.read(message[None], step=0)[0]
+    enc.encode(rows[0], step=0)
+    pack = pack_of(enc, rows[0])
     assert len(pack.indices) == (0 if kind == "zero" else enc.form.k)
     exact = np.sort(scores)[::-1][: enc.form.k].sum()
-    assert scores[pack.indices.cpu()].sum() >= 0.95 * exact
+    assert scores[pack.indices].sum() >= 0.95 * exact
+
+
+def test_an_unused_parameter_is_held_back():
+    for held, expected in ((True, []), (False, [2])):
+        enc, rows = made((32, 32), 0.25)
+        enc.residual[40] = 5.0
+        small, none = (torch.full((32,), value, device=DEVICE) for value in (0.01, 0.0))
+        enc.accumulate(enc.layout.slots[0], small, 1.0, hold=held)
+        enc.accumulate(enc.layout.slots[1], none, 1.0, hold=held)
+        enc.encode(rows[0], step=0)
+        assert (pack_of(enc, rows[0]).indices.tolist() == [2]) == bool(expected)
+
+
+# several ranks
+
+SIZES = (700, 3)
+
+
+def three(values="bfloat16", density=0.05, step=0):
+    """This rank's encoder, the messages of three ranks, two of which have no GPU, and this rank's gradients."""
+    enc, rows = made(SIZES, density, values=values, world_size=3)
+    mine = gradients_of(SIZES, torch.float32, 4)
+    accumulate(enc, mine)
+    enc.encode(rows[1], step=step)
+    others = []
+    for rank in (0, 2):
+        other = BlockEncoder(enc.layout, enc.form)
+        for slot, gradient in zip(enc.layout.slots, gradients_of(SIZES, torch.float32, rank), strict=True):
+            other.accumulate(slot, gradient.cpu(), 0.5)
+        message = torch.zeros(enc.form.num_bytes, dtype=torch.uint8)
+        other.encode(message, step=step)
+        rows[rank].copy_(message)
+        others.append(other)
+    return enc, rows, mine, others
+
+
+@pytest.mark.parametrize("density", [0.05, 0.3])
+@pytest.mark.parametrize("values", CODECS)
+def test_messages_of_ranks_without_a_gpu_are_merged_as_there(values, density):
+    enc, rows, _, (other, _) = three(values, density)
+    packs = other.read(rows.cpu(), step=0)
+    other.merge(packs)
+    enc.receive(rows, rank=1, step=0)
+    assert torch.equal(enc.merged.cpu(), other.merged)
+    assert other.merged.abs().sum() > 0
+    touched = torch.cat([pack.indices for pack in packs]).unique()
+    assert torch.equal(enc.touched.cpu().nonzero().view(-1), touched)
+    assert enc.outcome() == Outcome(0, False, sum(len(pack.indices) for pack in packs))
+    enc.finish()
+    assert enc.merged.abs().sum() == 0
+
+
+def nothing_was_written(enc, mine, before, fill=0.0):
+    """Neither sum nor mark nor gradient, and the residual is what it was before the step."""
+    assert enc.merged.abs().sum() == 0
+    assert not enc.touched.any()
+    for slot, gradient in zip(enc.layout.slots, mine, strict=True):
+        enc.deliver(slot, gradient, 0.5, scale=1.0, fill=fill)
+        assert (gradient == fill).all()
+    enc.finish()
+    assert enc.merged.abs().sum() == 0
+    torch.testing.assert_close(enc.residual, before, rtol=1e-5, atol=1e-5)
+
+
+def changed(begin, dtype, value):
+    """Another value somewhere, under a checksum that fits, as a faulty sender would write it."""
+
+    def apply(form, message):
+        at = begin(form) if callable(begin) else begin
+        message[at : at + dtype.itemsize].view(dtype).fill_(value)
+        first, second = checksum(message[HEADER:], form.positions)
+        message[40:56].view(torch.int64).copy_(torch.stack([seal(first, message[8:40].view(torch.int64)), second]))
+
+    return apply
+
+
+def index(number):
+    return lambda form: HEADER + form.counts_bytes + 2 * number
+
+
+FAULTS = {
+    "truncated": (16, lambda form, m: m[form.num_bytes // 2 :].zero_()),
+    "one bit": (16, lambda form, m: m[form.values_at + 5 : form.values_at + 6].bitwise_xor_(4)),
+    "a bit of the header": (16, lambda form, m: m[33:34].bitwise_xor_(4)),
+    "magic": (1, changed(0, torch.int64, 5)),
+    "format": (2, changed(56, torch.int64, 1)),
+    "bucket": (4, changed(8, torch.int64, 1)),
+    "a message of the step before": (8, changed(16, torch.int64, 2**40)),
+    "flags": (32, changed(24, torch.int64, 64)),
+    "too many blocks": (32, changed(32, torch.int64, 2**33)),
+    "negative blocks": (32, changed(32, torch.int64, -1)),
+    "fewer blocks than indices": (64, changed(32, torch.int64, 1)),
+    "counts of segments": (64, changed(HEADER, torch.int32, -1)),
+    "index out of range": (128, changed(index(1), torch.int16, -1)),
+    "index not ascending": (128, changed(index(1), torch.int16, 0)),
+    "index twice": (128, lambda form, m: changed(index(1), torch.int16, int(m[index(0)(form)]))(form, m)),
+    "value not finite": (256, changed(lambda form: form.values_at, torch.bfloat16, float("nan"))),
+}
+
+
+@pytest.mark.parametrize(("fault", "rank"), [(fault, 2 * (i % 2)) for i, fault in enumerate(FAULTS)])
+def test_a_malformed_message_is_found_and_nothing_is_written(fault, rank):
+    code, spoil = FAULTS[fault]
+    enc, rows, mine, _ = three(step=7)
+    before = torch.zeros_like(enc.residual)
+    message = rows[rank].cpu()
+    assert enc.form.read(message, rank=rank, bucket=0, step=7)
+    spoil(enc.form, message)
+    with pytest.raises(ValueError, match=f"rank {rank}, bucket 0, step 7 is refused"):
+        enc.form.read(message, rank=rank, bucket=0, step=7)  # the host's judgement is the same
+    rows[rank].copy_(message)
+    enc.receive(rows, rank=1, step=7)
+    nothing_was_written(enc, mine, before)
+    with pytest.raises(
+        ValueError, match=f"rank {rank}, bucket 0, step 7 is refused: .*{module.receiving.FAULTS[code]}"
+    ):
+        enc.outcome()
+    assert enc.outcome() is None
+
+
+@pytest.mark.parametrize("bad", ["bit", "too many", "beyond"])
+def test_a_malformed_bitmap_is_found_and_nothing_is_written(bad):
+    enc, rows, mine, _ = three(density=0.3, step=7)
+    assert enc.form.bitmap
+    message = rows[0].cpu()
+    spoil = {
+        "bit": lambda form, m: m[HEADER + 1 : HEADER + 2].bitwise_xor_(8),
+        "too many": changed(HEADER, torch.int32, -1),
+        "beyond": changed(lambda form: form.values_at - 1, torch.uint8, 128),
+    }[bad]
+    spoil(enc.form, message)
+    rows[0].copy_(message)
+    enc.receive(rows, rank=1, step=7)
+    nothing_was_written(enc, mine, torch.zeros_like(enc.residual))
+    with pytest.raises(ValueError, match="rank 0, bucket 0, step 7 is refused"):
+        enc.outcome()
+
+
+def test_messages_of_another_size_are_refused_at_once():
+    enc, rows, *_ = three()
+    with pytest.raises(ValueError, match="where 3 messages of"):
+        enc.receive(rows[:, :-8].contiguous(), rank=1, step=0)
+
+
+@pytest.mark.parametrize("fill", [0.0, float("inf")])
+def test_a_step_that_another_rank_gives_up_is_taken_back(fill):
+    """Also without a GPU on that rank; the gradient becomes what a loss scaler has to see."""
+    enc, rows, mine, (_, other) = three(values="int8")
+    enc.receive(rows, rank=1, step=0)
+    enc.finish()
+    before = enc.residual.clone()
+    second = gradients_of(SIZES, torch.float32, 9)
+    accumulate(enc, second)
+    enc.encode(rows[1], step=1)
+    messages = rows.cpu()
+    for rank in (0, 2):
+        other.give_up(messages[rank], step=1) if rank == 2 else other.encode(messages[rank], step=1)
+    rows.copy_(messages)
+    assert not torch.equal(enc.residual, before)
+    enc.receive(rows, rank=1, step=1)
+    nothing_was_written(enc, second, before, fill)
+    assert enc.outcome() == Outcome(1, True, 0)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_flagged_and_undone(bad):
-    enc, message = made((300, 40), 0.2, values="int8")
-    accumulate(enc, gradients_of((300, 40), torch.float32, 0))
-    enc.encode(message, step=0)
-    enc.finish()
-    before = enc.residual.clone()
-    gradients = gradients_of((300, 40), torch.float32, 1)
-    gradients[0][17] = bad
-    accumulate(enc, gradients)
-    enc.encode(message, step=1)
-    assert enc.read(message[None], step=1) is None
-    enc.undo()
-    enc.finish()
-    torch.testing.assert_close(enc.residual, before, rtol=1e-5, atol=1e-5)
-    accumulate(enc, gradients_of((300, 40), torch.float32, 2))
-    enc.encode(message, step=2)
-    assert enc.read(message[None], step=2) is not None
-
-
-def test_messages_of_the_cpu_path_are_read_and_merged():
-    """Ranks with and without a GPU understand each other."""
-    from lightning_hetero.compression import BlockEncoder
-
-    enc, message = made((700, 3), 0.05, values="bfloat16")
-    other = BlockEncoder(enc.layout, enc.form)
-    gradients = gradients_of((700, 3), torch.float32, 4)
-    accumulate(enc, gradients)
-    for slot, gradient in zip(enc.layout.slots, gradients, strict=True):
-        other.accumulate(slot, gradient.cpu(), 0.5)
-    theirs = torch.zeros(enc.form.num_bytes, dtype=torch.uint8)
-    enc.encode(message, step=0)
-    other.encode(theirs, step=0)
-    rows = torch.stack([message.cpu(), theirs])
-    enc.merge(enc.read(rows.to(DEVICE), step=0))
-    other.merge(other.read(rows, step=0))
-    assert torch.equal(enc.merged.cpu(), other.merged)
-    assert enc.merged.abs().sum() > 0
-    enc.finish()
-    assert enc.merged.abs().sum() == 0
+def test_a_gradient_that_is_not_finite_enters_no_residual(bad):
+    enc, rows = made((300, 40), 0.2, values="int8")
+    for step in range(3):
+        gradients = gradients_of((300, 40), torch.float32, step)
+        before = enc.residual.clone()
+        if step == 1:
+            gradients[0][17] = bad
+        accumulate(enc, gradients)
+        enc.encode(rows[0], step=step)
+        enc.receive(rows, rank=0, step=step)
+        if step == 1:
+            nothing_was_written(enc, gradients, before)
+        else:
+            enc.finish()
+        assert enc.outcome().dropped == (step == 1)

@@ -7,13 +7,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_hetero.compression import Layout, MessageFormat
+from lightning_hetero.compression.gradients import BlockMarks
+from lightning_hetero.optim import SparseSGD
 
 triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from lightning_hetero.compression import kernels  # noqa: E402
+from lightning_hetero.compression import kernels, receiving, triton_encoder  # noqa: E402
+from lightning_hetero.optim import kernels as steps  # noqa: E402
+from lightning_hetero.optim import triton_step  # noqa: E402
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -25,8 +33,9 @@ BLOCKS = {"BLOCK": 16, "TILE": 128}
 
 
 def accumulate(gradient):
-    signature = {"g_ptr": gradient, "r_ptr": F32, "score_ptr": F32, "hist_ptr": I32, "weight": "fp32"}
-    return kernels.accumulate, {**signature, "numel": "i32", "num_blocks": "i32"}, {**BLOCKS, "ITERS": 8}
+    signature = {"g_ptr": gradient, "r_ptr": F32, "score_ptr": F32, "hist_ptr": I32, "used_ptr": "*u8"}
+    sizes = {"weight": "fp32", "numel": "i32", "num_blocks": "i32"}
+    return kernels.accumulate, {**signature, **sizes}, {**BLOCKS, "ITERS": 8, "HOLD": False}
 
 
 def pack(values):
@@ -35,8 +44,33 @@ def pack(values):
     return kernels.pack, {**signature, "counts_ptr": I32, "k": "i32"}, {**BLOCKS, "INT8": int8, "SEGMENTS": True}
 
 
+def sparse(function, parameter, buffers, scalars, **flags):
+    """A sparse optimizer: parameter and gradient of one type, state in float32."""
+    signature = {"p_ptr": parameter, "g_ptr": parameter, **dict.fromkeys(buffers, F32), "touched_ptr": "*u8"}
+    signature |= {"settled_ptr": "*i64", "table_ptr": F32, "step": "i32", **dict.fromkeys(scalars, "fp32")}
+    return function, {**signature, "numel": "i32", "num_blocks": "i32"}, {"BLOCK": 16, "TILE": 32, **flags}
+
+
+def sgd(parameter):
+    flags = {"MOMENTUM": True, "NESTEROV": True, "AHEAD": True, "OWES": True}
+    return sparse(steps.sparse_sgd, parameter, ["m_ptr"], ["lr", "decay", "momentum", "rest"], **flags)
+
+
+def adamw(parameter):
+    scalars = ["shrink", "one_minus_beta1", "beta2", "one_minus_beta2", "root", "size", "eps", "small"]
+    return sparse(steps.sparse_adamw, parameter, ["m_ptr", "v_ptr"], scalars, AHEAD=True)
+
+
+def ints(names):
+    return dict.fromkeys(names.split(), "i32")
+
+
 SCORES = {"score_ptr": F32, "plan_ptr": I32, "num_blocks": "i32"}
 TILES = {"score_ptr": F32, "plan_ptr": I32, "above_ptr": I32, "edge_ptr": I32}
+SUMS = {"sums_ptr": "*i64"}
+NUMBERS = {"status_ptr": I32, "numbers_ptr": I32}
+VALUES = {"value_ptr": "*bf16", "scale_ptr": "*bf16"}
+PLAIN = {**BLOCKS, "INT8": False}
 KERNELS = {
     "accumulate fp32": accumulate("*fp32"),
     "accumulate bf16": accumulate("*bf16"),
@@ -48,14 +82,73 @@ KERNELS = {
     "pack fp32": pack("*fp32"),
     "pack bf16": pack("*bf16"),
     "pack int8": pack("*i8"),
-    "revert": (kernels.revert, {"g_ptr": F32, "r_ptr": F32, "weight": "fp32", "numel": "i32"}, {"TILE": 1024}),
+    "word_sums": (
+        receiving.word_sums,
+        {"words_ptr": I32, **SUMS, **ints("words stride")},
+        {"TILE": 1024, "ITERS": 8},
+    ),
+    "seal": (
+        receiving.seal,
+        {"header_ptr": "*i64", **SUMS, "plan_ptr": I32, "above_ptr": I32, "edge_ptr": I32}
+        | {**ints("tiles k bucket step"), "fingerprint": "i64"},
+        {},
+    ),
+    "prefix": (receiving.prefix, {"counts_ptr": I32, "ends_ptr": I32, **ints("length stride")}, {"TILE": 1024}),
+    "inspect": (
+        receiving.inspect,
+        {"header_ptr": "*i64", **SUMS, "counts_ptr": I32, "ends_ptr": I32, "status_ptr": I32}
+        | {**ints("stride counts_stride length k world bucket step"), "fingerprint": "i64"},
+        {"TILE": 1024},
+    ),
+    "expand": (
+        receiving.expand,
+        {"places_ptr": "*i16", "ends_ptr": I32, **NUMBERS, **ints("stride segments k world")},
+        {"STEPS": 7, "TILE": 128},
+    ),
+    "tally": (receiving.tally, {"words_ptr": I32, "counts_ptr": I32, **ints("stride bits")}, {"TILE": 1024}),
+    "spread": (
+        receiving.spread,
+        {"words_ptr": I32, "ends_ptr": I32, **NUMBERS, **ints("stride bits k")},
+        {"TILE": 1024},
+    ),
+    "check": (
+        receiving.check,
+        {**NUMBERS, **VALUES, **ints("value_stride scale_stride num_blocks k world")},
+        PLAIN,
+    ),
+    "decide": (receiving.decide, {"status_ptr": I32, "world": "i32"}, {"WIDTH": 8}),
+    "merge": (
+        receiving.merge,
+        {"numbers_ptr": I32, **VALUES, "merged_ptr": F32, "touched_ptr": "*u8", "verdict_ptr": I32}
+        | ints("peer value_stride scale_stride k"),
+        PLAIN,
+    ),
+    "take_back": (
+        receiving.take_back,
+        {"chosen_ptr": I32, **VALUES, "r_ptr": F32, "verdict_ptr": I32, "k": "i32"},
+        PLAIN,
+    ),
+    "deliver": (
+        receiving.deliver,
+        {"g_ptr": "*bf16", "r_ptr": F32, "merged_ptr": F32, "verdict_ptr": I32}
+        | {**dict.fromkeys(("weight", "scale", "fill"), "fp32"), "numel": "i32"},
+        {"TILE": 1024},
+    ),
+    "wipe": (receiving.wipe, {"numbers_ptr": I32, "merged_ptr": F32, "verdict_ptr": I32, "total": "i32"}, BLOCKS),
+    "sgd fp32": sgd("*fp32"),
+    "sgd bf16": sgd("*bf16"),
+    "adamw fp32": adamw("*fp32"),
+    "adamw bf16": adamw("*bf16"),
+    "adamw fp16": adamw("*fp16"),
 }
-WIDE = {"accumulate fp32", "accumulate bf16", "accumulate fp16", "pack fp32", "pack bf16", "revert"}
+WIDE = {name for name in KERNELS if name.startswith(("accumulate", "pack", "sgd", "adamw"))} - {"pack int8"}
+WIDE |= {"deliver", "merge", "take_back"}
 
 
 def test_kernels_compute_what_the_reference_does():
     """In a process of its own: Triton asks for its interpreter before the kernels are imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreted.py")]
+    files = [str(ROOT / "tests" / room / "interpreted.py") for room in ("comm", "compression", "optim")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
@@ -63,11 +156,23 @@ def test_kernels_compute_what_the_reference_does():
     assert "skipped" not in done.stdout
 
 
+@pytest.mark.gpu
+def test_kernels_compute_what_the_reference_does_natively():
+    if torch.cuda.device_count() == 0:
+        pytest.skip("needs a GPU")
+    files = [str(ROOT / "tests" / room / "interpreted.py") for room in ("compression", "optim")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
 def compiled(name, target):
     function, signature, constants = KERNELS[name]
     names = function.arg_names
     aligned = [
-        n for n in names if n in signature and (signature[n].startswith("*") or n in ("numel", "num_blocks", "k"))
+        n
+        for n in names
+        if n in signature and (signature[n].startswith("*") or n in ("numel", "num_blocks", "k", "value_stride"))
     ]
     source = ASTSource(
         fn=function,
@@ -83,7 +188,7 @@ def tool(name):
     return str(found[0]) if found else pytest.skip(f"this Triton carries no {name}")
 
 
-HEAVY = [name for name in KERNELS if name.startswith(("accumulate", "pack"))]
+HEAVY = [name for name in KERNELS if name.startswith(("accumulate", "pack"))] + ["sgd fp32", "adamw fp32"]
 BUILDS = [(name, capability) for name in KERNELS for capability in (NVIDIA if name in HEAVY else [90])]
 
 
@@ -106,3 +211,75 @@ def test_amd_builds_do_not_spill(name):
     code = compiled(name, AMD).asm["amdgcn"]
     assert int(re.search(r"\.vgpr_spill_count:\s+(\d+)", code)[1]) == 0
     assert int(re.search(r"\.vgpr_count:\s+(\d+)", code)[1]) <= 128
+
+
+class Queue:
+    """Stands for a module of kernels, and counts what is queued."""
+
+    def __init__(self):
+        self.names = []
+
+    def __getattr__(self, name):
+        return {} if name == "FAULTS" else _Launch(self, name)
+
+
+class _Launch:
+    def __init__(self, queue, name):
+        self.queue, self.name = queue, name
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.queue.names.append(self.name)
+
+
+class Operations(TorchDispatchMode):
+    """Names of torch's own operations, views left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        view = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+        if str(func).startswith("aten.") and not view:
+            self.names.add(str(func).removeprefix("aten."))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("density", [0.05, 0.5])
+def test_a_step_on_gpu_allocates_nothing_and_waits_for_nothing(density, monkeypatch):
+    """Between two kernels there are only fills and copies in place: nothing new, nothing that the host would read."""
+    queue = Queue()
+    monkeypatch.setattr(triton_encoder, "kernels", queue)
+    monkeypatch.setattr(triton_encoder, "receiving", queue)
+    monkeypatch.setattr(triton_step, "kernels", queue)
+    layout = Layout.of([("a", 700), ("b", 3)], 16)
+    form = MessageFormat(layout.num_blocks, max(1, int(layout.num_blocks * density)), 16, "int8")
+    monkeypatch.setattr(triton_encoder.kernels, "EXPONENTS", 256, raising=False)
+    encoder = triton_encoder.TritonEncoder(layout, form, torch.device("cpu"), 2)
+    rows = torch.zeros(2, form.num_bytes, dtype=torch.uint8)
+    parameters = [torch.nn.Parameter(torch.zeros(slot.numel)) for slot in layout.slots]
+    optimizer = SparseSGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    blocks = {}
+    for p, slot in zip(parameters, layout.slots, strict=True):
+        blocks[p] = BlockMarks(encoder.touched[slot.start // 16 :][: slot.padded // 16], p.grad)
+    optimizer.sparse.follow(lambda: blocks, 16)
+
+    def step(number):
+        for slot, p in zip(layout.slots, parameters, strict=True):
+            encoder.accumulate(slot, p.grad, 0.5, hold=True)
+        encoder.encode(rows[0], step=number)
+        encoder.receive(rows, rank=0, step=number)
+        for slot, p in zip(layout.slots, parameters, strict=True):
+            encoder.deliver(slot, p.grad, 0.5, scale=1.0, fill=0.0)
+        encoder.finish()
+        optimizer.step()
+
+    step(0)
+    queue.names.clear()
+    with Operations() as seen:
+        step(1)
+    assert seen.names <= {"zero_.default", "fill_.Scalar", "copy_.default", "any.all_out"}
+    assert set(queue.names) >= {"accumulate", "pack", "seal", "check", "merge", "take_back", "deliver", "sparse_sgd"}

@@ -1,4 +1,4 @@
-"""What a worker's profile keeps: fresh medians, a slope that survives drift, a bounded and portable memory."""
+"""What a worker's profile keeps: its fresh pace, a slope that survives drift, a bounded and portable memory."""
 
 import json
 
@@ -32,7 +32,7 @@ def test_nothing_observed_is_an_error():
         NodeProfile().model()
 
 
-def test_a_window_counts_by_its_medians():
+def test_a_single_step_that_took_long_does_not_count():
     profile = NodeProfile().observe(8, [0.01, 0.01, 9.0], [0.02, 0.02, 5.0])
     assert (profile.points[0].forward, profile.points[0].backward) == (0.01, 0.02)
 

@@ -75,6 +75,50 @@ def test_a_loop_of_fabric_or_accelerate(front_end):
     check_loop("adaptive", front_end)
 
 
+def _epoch(rank, config, epoch, weight=None, state=None):
+    """Four mega-batches of one local update each, which add rank + 1: begins and ends of each, weights, the state."""
+    engine, model = ElasticEngine(config, rank=rank, world_size=2), nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    if state is not None:
+        engine.load_state_dict(state)
+        nn.init.constant_(model.weight, weight)
+    engine.attach(model)
+    sampler, begins, ends = engine.shard(PermutationStream(16, shuffle=False, seed=0), batch_size=2), [], []
+    sampler.set_epoch(epoch)
+    for _ in sampler:
+        engine.begin_batch()
+        begins.append(model.weight.item())
+        with torch.no_grad():
+            model.weight.add_(rank + 1.0)
+        engine.end_batch()
+        ends.append(model.weight.item())
+    return begins, ends, engine.merges[0].weights, engine.state_dict()
+
+
+def _resume_with_another_rule(rank):
+    dist.init_process_group("gloo")
+    found = {}
+    for before in MERGES:
+        _, ends, _, state = _epoch(rank, ElasticConfig(before, mega_batch_size=4), 0)
+        for after in MERGES:
+            resumed = _epoch(rank, ElasticConfig(after, mega_batch_size=4), 1, ends[-1], state)
+            found[before, after] = ends, *resumed[:3]
+    dist.barrier()
+    return found
+
+
+def test_a_resume_with_another_rule_takes_over_what_both_use():
+    """Replicas keep their distance from CROSSBOW to CROSSBOW only; momentum goes on where both rules have it."""
+    first, second = run_ranks(_resume_with_another_rule, 2)
+    for (before, after), (saved, begins, ends, weights) in first.items():
+        assert ends == second[before, after][2]
+        own = begins[0], second[before, after][1][0]
+        assert (own == (saved[-1], saved[-1])) is not (before == after == "crossbow")
+        merged = weights[0] * (own[0] + 1) + weights[1] * (own[1] + 2)
+        if MERGES[before].momentum and MERGES[after].momentum:
+            merged += 0.9 * (saved[-1] - saved[-2])
+        assert ends[0] == pytest.approx(merged)
+
+
 def _merge_twice(rank, merge, weights):
     dist.init_process_group("gloo")
     model = nn.Linear(3, 1, bias=False, dtype=torch.float64)

@@ -1,7 +1,8 @@
-"""What torchrun starts in the tests: a training that saves each step, goes on from there, and may be killed.
+"""What the tests of engines start: a training that saves each step, goes on from there, and may be killed.
 
 Usage: script.py FOLDER BATCH_SIZE EPOCHS. A step sleeps while there is a file ``slow`` in the folder. The file ``kill``
-there holds, for each attempt, the rank to end with SIGKILL, at which point, and in which step: ``1 forward 5``.
+there holds, for each attempt, the rank to end with SIGKILL, at which point, and from which step on: ``1 forward 5``.
+Every process leaves a file ``pid-...`` with its number.
 """
 
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from fsspec.implementations.local import LocalFileOpener
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
@@ -22,21 +24,25 @@ from lightning_hetero.comm import ControlPlane
 
 SAMPLES = 96
 
+POINTS = ("forward", "backward", "optimizer", "validation", "saving", "writing", "exchange")
+"""Where a worker may be killed; ``saving`` is before the checkpoint's file is there, ``writing`` before it is whole."""
+
 
 class Model(L.LightningModule):
-    def __init__(self):
+    def __init__(self, folder):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Linear(4, 1, dtype=torch.float64)
-        self.victim = None
+        self.net.weight.register_hook(lambda gradient: self.die("backward"))
+        self.folder, self.victim = folder, None
 
     def on_train_start(self):
-        attempt = self.trainer.strategy.broadcast(len(list(folder.glob("attempt-*-0.jsonl"))))
-        plans = (folder / "kill").read_text().splitlines() if (folder / "kill").exists() else []
+        attempt = self.trainer.strategy.broadcast(len(list(self.folder.glob("attempt-*-0.jsonl"))))
+        plans = (self.folder / "kill").read_text().splitlines() if (self.folder / "kill").exists() else []
         if attempt < len(plans):
             rank, point, step = plans[attempt].split()
             self.victim = (point, int(step)) if int(rank) == self.global_rank else None
-        self.file = open(folder / f"attempt-{attempt:02}-{self.global_rank}.jsonl", "w")  # noqa: SIM115
+        self.file = open(self.folder / f"attempt-{attempt:02}-{self.global_rank}.jsonl", "w")  # noqa: SIM115
         known = sorted(self.trainer.strategy._callback.planner.profiles)
         self.write(world=self.trainer.world_size, known=known, start=self.trainer.global_step)
         self.trainer.strategy.barrier()
@@ -60,11 +66,16 @@ class Model(L.LightningModule):
             sizes=sizes,
         )
         self.die("forward")
-        time.sleep(0.1 if (folder / "slow").exists() else 0.0)
+        time.sleep(0.1 if (self.folder / "slow").exists() else 0.0)
         return self.net(x).square().mean()
 
-    def on_after_backward(self):
-        self.die("backward")
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
+        self.die("optimizer")
+
+    def validation_step(self, batch, batch_idx):
+        self.die("validation")
+        self.log("loss", self.net(batch[0]).square().mean(), sync_dist=True)
 
     def on_save_checkpoint(self, checkpoint):
         self.die("saving")
@@ -74,26 +85,34 @@ class Model(L.LightningModule):
 
 
 class Data(torch.utils.data.Dataset):
+    def __init__(self, samples=SAMPLES):
+        self.samples = samples
+
     def __len__(self):
-        return SAMPLES
+        return self.samples
 
     def __getitem__(self, i):
         return torch.full((4,), float(i), dtype=torch.float64) / SAMPLES, i
 
 
-if __name__ == "__main__":
+def before(owner, name, call):
+    """Have ``call`` run before a method of a class."""
+    method = getattr(owner, name)
+
+    def replacement(self, *args, **kwargs):
+        call()
+        return method(self, *args, **kwargs)
+
+    setattr(owner, name, replacement)
+
+
+def main(folder, batch_size, epochs):
     torch.set_num_threads(1)
-    folder, batch_size, epochs = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    model = Model()
-    gather = ControlPlane.gather
-
-    def gather_or_die(self, values):
-        if model._trainer is not None:
-            model.die("exchange")
-        return gather(self, values)
-
-    ControlPlane.gather = gather_or_die
-
+    folder = Path(folder)
+    (folder / f"pid-{os.getpid()}").touch()
+    model = Model(folder)
+    before(ControlPlane, "gather", lambda: model._trainer is not None and model.die("exchange"))
+    before(LocalFileOpener, "commit", lambda: model.die("writing"))
     trainer = L.Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", 1))),
@@ -101,12 +120,18 @@ if __name__ == "__main__":
         strategy=HeteroDDPStrategy(replan=4),
         max_epochs=epochs,
         callbacks=[PerfModelCallback(), ModelCheckpoint(folder / "checkpoints", save_last=True, every_n_train_steps=1)],
+        val_check_interval=6,
+        num_sanity_val_steps=0,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     loader = DataLoader(Data(), batch_size=batch_size, shuffle=True)
     last = folder / "checkpoints" / "last.ckpt"
-    trainer.fit(model, loader, ckpt_path=str(last) if last.exists() else None)
+    trainer.fit(model, loader, DataLoader(Data(4)), ckpt_path=str(last) if last.exists() else None)
     if trainer.is_global_zero:
         (folder / "done").write_text(json.dumps({"step": trainer.global_step, "world": trainer.world_size}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -6,20 +6,25 @@ A step that a checkpoint holds is done; what a killed attempt did after its last
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import psutil
 import pytest
+import yaml
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.run import get_args_parser
 
-from tests.helpers import free_port
+from tests.engines.script import POINTS, SAMPLES, main
+from tests.helpers import free_port, run_ranks
 
 SCRIPT = Path(__file__).with_name("script.py")
 TORCHRUN = Path(sys.executable).with_name("torchrun")
-SAMPLES = 96
 
 
 @pytest.fixture
@@ -89,26 +94,78 @@ def check_samples(folder, epochs):
         assert sorted(taken) == list(range(SAMPLES)), epoch
 
 
-def test_workers_killed_at_several_points(start, tmp_path):
-    (tmp_path / "kill").write_text("1 backward 5\n0 saving 9\n1 exchange 14\n")
-    process = start("--standalone", "--nproc_per_node=2", "--max-restarts=3")
-    wait_for(lambda: process.poll() is not None, tmp_path, 150)
-    assert process.returncode == 0, logs(tmp_path)
+def _agent(_rank, folder, restarts):
+    """What ``torchrun --standalone --nproc_per_node=2`` does, with workers that are forked: they need not import."""
+    warnings.simplefilter("default")  # Lightning warns of a folder with checkpoints in it
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id=folder.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=restarts,
+        monitor_interval=0.05,
+        start_method="fork",
+    )
+    elastic_launch(config, main)(folder, 4, 2)
+
+
+@pytest.fixture
+def agent(tmp_path):
+    """Runs an agent on a script that holds itself to the file ``kill``; its errors. No worker outlives the test."""
+
+    def _agent_of(kills, restarts):
+        (tmp_path / "kill").write_text(kills)
+        env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return run_ranks(_agent, 1, tmp_path, restarts, timeout=60, env=env, expect_errors=True)
+
+    yield _agent_of
+    for pid in workers_of(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+
+
+def workers_of(folder):
+    """Workers that are still there; a process that began after a worker wrote its file only has the same number."""
+    found = []
+    for path in folder.glob("pid-*"):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(int(path.name.removeprefix("pid-")))
+            found += [process.pid] if process.create_time() <= path.stat().st_mtime + 5 else []
+    return found
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_workers_killed_and_started_again(agent, tmp_path, point):
+    second = 0 if point == "writing" else 1  # rank 0 writes
+    assert agent(f"0 {point} 3\n{second} {point} 14\n", restarts=2) == []
     assert json.loads((tmp_path / "done").read_text()) == {"step": 24, "world": 2}
     check_samples(tmp_path, 2)
-    runs = attempts(tmp_path)
-    assert len(runs) == 4
-    assert runs[0][0]["known"] == []
-    assert len(runs[2][0]["known"]) == 2, "time models are known after a restart"
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
+    known = [len(head["known"]) for head, _ in attempts(tmp_path)]
+    assert len(known) == 3
+    assert known[0] == 0
+    assert known[2] == 2, "time models are known after a restart"
+    assert workers_of(tmp_path) == []
 
 
-def test_more_kills_than_restarts_are_an_error(start, tmp_path):
-    (tmp_path / "kill").write_text("1 forward 2\n")
-    process = start("--standalone", "--nproc_per_node=2", "--max-restarts=0")
+@pytest.mark.parametrize("point", POINTS)
+def test_more_kills_than_restarts_are_an_error(agent, tmp_path, point):
+    [(_, kind, message)] = agent(f"0 {point} 7\n", restarts=0)
+    assert kind == "ChildFailedError"
+    assert "Signal 9 (SIGKILL) received" in message
+    assert not (tmp_path / "done").exists()
+    assert workers_of(tmp_path) == []
+
+
+def test_the_command_starts_a_killed_worker_again(start, tmp_path):
+    (tmp_path / "kill").write_text("1 backward 5\n")
+    process = start("--standalone", "--nproc_per_node=2", "--max-restarts=1", epochs=1)
     wait_for(lambda: process.poll() is not None, tmp_path, 100)
-    assert process.returncode != 0
-    assert "exitcode  : -9" in logs(tmp_path)
+    assert process.returncode == 0, logs(tmp_path)
+    assert json.loads((tmp_path / "done").read_text()) == {"step": 12, "world": 2}
+    check_samples(tmp_path, 1)
+    assert len(attempts(tmp_path)) == 2
+    assert workers_of(tmp_path) == []
 
 
 def test_a_machine_leaves_and_another_comes(start, tmp_path):
@@ -137,5 +194,28 @@ def test_a_machine_leaves_and_another_comes(start, tmp_path):
     assert (first.returncode, third.returncode) == (0, 0), logs(tmp_path)
     check_samples(tmp_path, 20)
     worlds = [head["world"] for head, _ in attempts(tmp_path)]
+    assert attempts(tmp_path)[-1][0]["known"], "time models are known after restarts"
     assert worlds[-1] == 2
     assert 1 in worlds
+
+
+def documented_commands():
+    """Every torchrun command on the page of engines and in its examples, and the one of the manifest."""
+    page = Path(__file__).parents[2] / "docs" / "engines.md"
+    joined = page.read_text().replace("\\\n", " ")
+    yield from re.findall(r"^torchrun (.+)$", joined, re.M)
+    manifest = yaml.safe_load_all(re.search(r"```yaml\n(.+?)```", joined, re.S)[1])
+    job = next(part for part in manifest if part["kind"] == "Job")
+    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert command[0] == "torchrun"
+    yield " ".join(command[1:])
+
+
+def test_documented_commands_are_understood_by_torchrun():
+    commands = list(documented_commands())
+    assert len(commands) == 5
+    for command in commands:
+        arguments = get_args_parser().parse_args(command.removesuffix("&").split())
+        assert arguments.training_script == "train.py", command
+        assert not arguments.training_script_args, command
+        assert arguments.rdzv_backend == ("c10d" if arguments.rdzv_endpoint else "static"), command

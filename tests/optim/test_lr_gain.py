@@ -103,6 +103,24 @@ def test_closures():
     assert rates(optimizer) == [0.1]
 
 
+@pytest.mark.parametrize("keyword", [True, False])
+def test_a_closure_sees_the_scheduled_rate_and_may_set_another(keyword):
+    """Lightning runs ``training_step`` in it, with whatever that does: logs the rate, steps a scheduler."""
+    parameter = weights(0.0)
+    optimizer = torch.optim.SGD(parameter, lr=0.1)
+    LearningRateGain([optimizer], lambda: 2.0)
+    seen = []
+
+    def closure():
+        seen.append(rates(optimizer)[0])
+        optimizer.param_groups[0]["lr"] = 0.5
+        parameter[0].grad = torch.ones(1)
+
+    optimizer.step(**{"closure": closure}) if keyword else optimizer.step(closure)
+    assert (seen, rates(optimizer)) == ([0.1], [0.5])
+    assert parameter[0].item() == pytest.approx(-2.0 * 0.5)
+
+
 def test_several_evaluations_of_a_closure_take_the_factor_once():
     parameter = weights(1.0)
     optimizer = torch.optim.LBFGS(parameter, lr=0.25, max_iter=3)

@@ -52,6 +52,8 @@ def test_divides_by_the_root_of_the_second_moment(name, steps):
         new = torch.randn_like(parameter)
         expected = new / ((used / (1 - beta**steps)).sqrt() + eps)
         torch.testing.assert_close(AdamPreconditioner([optimizer])(parameter, new), expected, rtol=1e-6, atol=0)
+        (square,) = AdamPreconditioner([optimizer]).squares(parameter, new)
+        torch.testing.assert_close(square, expected.square().sum(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW])

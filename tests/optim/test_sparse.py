@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_hetero.compression.gradients import BlockGradient
 from lightning_hetero.optim import SparseAdamW, SparseSGD
-from lightning_hetero.optim import sparse as module
+from lightning_hetero.optim import sparse_steps as module
+from lightning_hetero.optim.sparse import sparse_steps
 
 SIZES = (16 * 40, 16 * 25 + 5, 3)
 KINDS = {
@@ -34,7 +36,7 @@ def made(kind, touched, dtype=torch.float64):
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(n, dtype=dtype)) for n in SIZES]
     sparse = ours(parameters, pay="later", **settings)
-    sparse.follow(lambda: touched["now"], 16)
+    sparse.sparse.follow(lambda: touched["now"], 16)
     twins = [nn.Parameter(p.detach().clone()) for p in parameters]
     return parameters, sparse, twins, theirs(twins, **settings)
 
@@ -46,13 +48,13 @@ def gradients(parameters, twins, touched, step, dense=False):
     for p, twin in zip(parameters, twins, strict=True):
         rows = -(-p.numel() // 16)
         few = (torch.rand(rows, generator=generator) < (0.05 if rows > 1 else 0.4)).nonzero().view(-1)
-        mask = torch.zeros(rows, 16, dtype=p.dtype)
-        mask[few] = 1.0
         g = torch.randn(p.numel(), generator=generator, dtype=p.dtype)
-        p.grad = g if dense else g * mask.view(-1)[: p.numel()]
-        twin.grad = p.grad.clone()
-        if not dense:
-            touched["now"][p] = few
+        if dense:
+            p.grad, twin.grad = g, g.clone()
+            continue
+        one = BlockGradient.of(p, few, nn.functional.pad(g, (0, -len(g) % 16)).view(rows, 16)[few])
+        touched["now"][p], p.grad = one, one.grad
+        twin.grad = one.grad.to_dense()
 
 
 def same(parameters, twins, **tolerance):
@@ -61,9 +63,8 @@ def same(parameters, twins, **tolerance):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_settled_it_is_the_dense_optimizer(kind, monkeypatch):
+def test_settled_it_is_the_dense_optimizer(kind):
     """Over 60 steps with a learning rate that changes in each: parameters and state, to rounding."""
-    monkeypatch.setattr(module, "EPSILON", 1e-14)
     touched = {}
     parameters, sparse, twins, dense = made(kind, touched)
     behind = 0
@@ -86,7 +87,6 @@ def test_settled_it_is_the_dense_optimizer(kind, monkeypatch):
 @pytest.mark.parametrize("kind", ["momentum decay", "adamw"])
 def test_debts_end(kind, monkeypatch):
     monkeypatch.setattr(module, "LONGEST", 7)
-    monkeypatch.setattr(module, "EPSILON", 1e-14)
     touched = {}
     parameters, sparse, twins, dense = made(kind, touched)
     for step in range(22):
@@ -106,8 +106,9 @@ def test_only_touched_blocks_are_written():
         sparse.step()
     for p, was in zip(parameters, before, strict=True):
         changed = torch.nn.functional.pad((p != was).detach(), (0, -p.numel() % 16)).view(-1, 16).any(1).nonzero()
-        assert set(changed.view(-1).tolist()) <= set(touched["now"][p].tolist())
+        assert set(changed.view(-1).tolist()) <= set(touched["now"][p].rows.tolist())
         assert len(changed) < 10
+        assert p.grad is touched["now"][p].grad, "the gradient is there after the step as well"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,21 +131,83 @@ def test_state_goes_to_and_from_torch(kind):
     same(parameters, twins, rtol=1e-4, atol=1e-5)
 
 
-def test_without_a_source_and_with_many_blocks_it_is_dense():
+def test_without_a_source_with_many_blocks_and_with_a_gradient_of_the_users_it_is_dense():
     touched = {}
     parameters, sparse, twins, dense = made("momentum decay", touched)
-    sparse._touched = None
-    for step in range(3):
-        gradients(parameters, twins, touched, step)
-        sparse.step()
-        dense.step()
-    same(parameters, twins, rtol=0, atol=0)
-    sparse.follow(lambda: {p: torch.arange(-(-p.numel() // 16)) for p in parameters}, 16)
+    sparse.sparse.follow(None, 16)
     for step in range(3):
         gradients(parameters, twins, touched, step, dense=True)
         sparse.step()
         dense.step()
     same(parameters, twins, rtol=0, atol=0)
+    sparse.sparse.follow(lambda: touched["now"], 16)
+    for step in range(3):
+        gradients(parameters, twins, touched, step)
+        for p, twin in zip(parameters, twins, strict=True):
+            if step == 0:
+                rows = torch.arange(-(-p.numel() // 16))
+                touched["now"][p] = BlockGradient.of(p, rows, torch.zeros(len(rows), 16, dtype=p.dtype))
+                p.grad, twin.grad = touched["now"][p].grad, torch.zeros_like(twin)
+            elif step == 1:
+                p.grad.mul_(0.5)
+                twin.grad.mul_(0.5)
+            else:
+                p.grad = twin.grad.clone()
+        sparse.step()
+        dense.step()
+        same(parameters, twins, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("SGD", {"momentum": 0.9}), ("AdamW", {})])
+def test_torchs_own_optimizer_stays_itself(kind, settings):
+    """With a closure, a scheduler that was there before, and a loss scaler; state_dict is torch's."""
+    p = nn.Parameter(torch.ones(16 * 40))
+    optimizer = getattr(torch.optim, kind)([p], lr=0.1, **settings)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    touched = {"now": None}
+    sparse_steps(optimizer).follow(lambda: touched["now"], 16)
+
+    def closure():
+        p.grad = torch.full_like(p, 1e-3)
+        return 7.0
+
+    assert optimizer.step(closure) == 7.0
+    schedule.step()
+
+    def blocks():
+        one = BlockGradient.of(p, torch.tensor([3]), torch.full((1, 16), 4.0))
+        touched["now"], p.grad = {p: one}, one.grad
+        return 8.0
+
+    before = p.detach().clone()
+    assert optimizer.step(closure=blocks) == 8.0
+    assert (p != before).nonzero().view(-1).tolist() == list(range(48, 64))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for value, moves in ((4.0, True), (float("inf"), False)):
+        one = BlockGradient.of(p, torch.tensor([5]), torch.full((1, 16), value))
+        scaler.scale(torch.ones(()))
+        touched["now"], p.grad = {p: one}, one.grad
+        before = p.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        assert bool((p != before).any()) == moves
+        assert one.values[0, 0] == (1.0 if moves else value)
+    assert set(optimizer.state_dict()) == {"state", "param_groups"}
+
+
+def test_what_has_no_sparse_steps_is_refused_by_name():
+    p = [nn.Parameter(torch.zeros(3))]
+    for optimizer, words in (
+        (torch.optim.Adam(p), "Adam has no sparse steps; allowed are torch.optim.SGD, torch.optim.AdamW"),
+        (torch.optim.SGD(p, lr=0.1, fused=True), "cannot go with fused=True"),
+        (torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5), "cannot go with dampening=0.5"),
+        (torch.optim.SGD(p, lr=0.1, maximize=True), "cannot go with maximize=True"),
+        (torch.optim.AdamW(p, amsgrad=True), "cannot go with amsgrad=True"),
+        (torch.optim.AdamW(p, differentiable=True), "cannot go with differentiable=True"),
+        (torch.optim.AdamW(p, lr=torch.tensor(0.1)), "a learning rate that is a tensor"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            sparse_steps(optimizer)
 
 
 @pytest.mark.parametrize("kind", ["momentum", "nesterov", "adamw"])
@@ -162,10 +225,12 @@ def test_paid_ahead_a_block_is_at_once_where_the_dense_optimizer_takes_it(kind):
         state["momentum_buffer" if "exp_avg" not in state else "exp_avg"].zero_()
         if kind == "adamw":
             state["step"].fill_(20_000)  # its bias corrections would change for thousands of steps
+    given = {}
     for parameter in (p, twin):
-        parameter.grad = torch.zeros_like(parameter)
-        parameter.grad[32:48] = torch.linspace(-2, 2, 16, dtype=torch.float64)
-    sparse.follow(lambda: {p: torch.tensor([2])}, 16)
+        one = BlockGradient.of(parameter, torch.tensor([2]), torch.linspace(-2, 2, 16, dtype=torch.float64)[None])
+        parameter.grad = one.grad if parameter is p else one.grad.to_dense()
+        given.setdefault(p, one)
+    sparse.sparse.follow(lambda: given, 16)
     sparse.step()
     dense.step()
     twin.grad.zero_()

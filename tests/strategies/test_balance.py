@@ -6,7 +6,7 @@ import torch
 from lightning import Callback
 from torch import nn
 
-from lightning_hetero import BatchPlan
+from lightning_hetero import BatchPlan, engine
 from lightning_hetero.core.planner import PLANNERS
 from lightning_hetero.simulate import Throttle
 from tests.helpers import Points, Regressor, covered, fit, run_ranks
@@ -322,3 +322,16 @@ def test_static_policy_splits_by_capacity():
     results = run_ranks(_static, 2)
     assert results[0]["history"] == [(0, 0, (9, 3))]
     assert [[len(indices) for *_, indices in r["seen"]] for r in results] == [[9] * 4, [3] * 4]
+
+
+def _quota(rank):
+    engine.cpu_quota = lambda: 0.1 if rank else None
+    return fit(rank, {"replan": 8}, 2, 16, dataset=Points(32 * 12), max_epochs=1)
+
+
+def test_a_worker_that_lives_on_its_quota_gets_what_that_sustains():
+    """Both are as fast, but rank 1 may use a tenth of a core, of which it has not yet seen the end."""
+    results = run_ranks(_quota, 2)
+    first, second = results[0]["history"][-1][2]
+    assert second < first / 3
+    assert covered(results, 0) == list(range(32 * 12))

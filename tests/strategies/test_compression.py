@@ -22,7 +22,7 @@ from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState, gradient_hook
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.core.link_model import LinkMeasurement
-from lightning_hetero.optim import SparseAdamW, SparseSGD, sparse
+from lightning_hetero.optim import SparseAdamW, SparseSGD, sparse_steps
 from tests.comm.test_gradient_hook import TINY, batches, build, loss_of
 from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
 
@@ -131,7 +131,7 @@ def _flat(model):
     return torch.cat([p.grad.flatten() if p.grad is not None else torch.zeros(p.numel()) for p in model.parameters()])
 
 
-def _sums(rank, settings, steps, cap, unused):
+def _sums(rank, settings, steps, cap, unused, densities=None):
     """Applied gradients of several steps at fixed weights, what is left in the residual, and the local gradients."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -142,8 +142,11 @@ def _sums(rank, settings, steps, cap, unused):
     compression = GradientCompression(settings, ControlPlane(rank, 2), state)
     compression.attach(model, hold_unused=unused)
     ddp.register_comm_hook(state, gradient_hook)
-    applied, local = 0.0, 0.0
+    applied, local, sizes = 0.0, 0.0, []
     for step in range(steps):
+        if densities is not None:
+            compression.exchange.set_density(densities[step % len(densities)])
+            sizes.append((compression.exchange.rows.numel(), compression.exchange.rows.untyped_storage().nbytes()))
         x = batches(rank)[step % 3]
         for replica in (alone, model):
             replica.used = not unused or step % 2 == 0
@@ -152,7 +155,8 @@ def _sums(rank, settings, steps, cap, unused):
         loss_of(ddp, x).backward()
         applied, local = applied + _flat(model), local + _flat(alone) / 2
     left = compression.exchange.residuals()
-    return applied.numpy(), torch.cat([left[name] for name, _ in model.named_parameters()]).numpy(), local.numpy()
+    left = torch.cat([left[name] for name, _ in model.named_parameters()])
+    return applied.numpy(), left.numpy(), local.numpy(), sizes
 
 
 @pytest.mark.parametrize("unused", [False, True])
@@ -172,22 +176,81 @@ def test_applied_and_left_make_up_all_gradients(settings, cap, unused):
     assert np.abs(a[1]).max() > 0.01
 
 
+@pytest.mark.parametrize("selector", ["exact", "aimd"])
+def test_nothing_is_lost_when_the_density_changes(selector):
+    """From indices to a bitmap, to everything and back, over and over, with no more memory than the largest needs."""
+    settings = BlockTopK(density=0.02, value_dtype="float32", warmup_steps=0, selector=selector)
+    densities = [0.02, 0.3, 0.001, 1.0]
+    a, b = run_ranks(_sums, 2, settings, 12, 25, False, densities)
+    np.testing.assert_array_equal(a[0], b[0])
+    np.testing.assert_allclose(a[0] + a[1] + b[1], a[2] + b[2], rtol=1e-4, atol=1e-5)
+    assert a[3] == b[3]
+    messages, memory = np.array(a[3]).T
+    assert messages[2] < messages[0] < messages[1] < messages[3]
+    assert messages[:4].tolist() == messages[4:8].tolist() == messages[8:].tolist()
+    assert set(memory[3:]) == {messages[3]}
+
+
+def _wrong_densities(rank):
+    dist.init_process_group("gloo")
+    compression = GradientCompression(BlockTopK(), ControlPlane(rank, 2), HookState(StepObserver(HostClock()), 2))
+    compression.attach(build())
+    said = []
+    for density in (0, 1.5, float("nan"), "1 %"):
+        with pytest.raises((TypeError, ValueError)) as raised:
+            compression.exchange.set_density(density)
+        said.append((density, str(raised.value)))
+    return said, compression.exchange.density
+
+
+def test_densities_that_cannot_be_are_refused():
+    for said, density in run_ranks(_wrong_densities, 2):
+        assert density == 0.01
+        for given, message in said:
+            assert f"density={given!r}" in message
+            assert "0.0 to 1.0" in message
+
+
 # gradients that are not finite
 
 
 class Poisoned(Wide):
-    """One rank's loss is not finite in one step."""
+    """One rank's loss is not finite in some steps."""
+
+    def __init__(self, steps=(6,)):
+        super().__init__()
+        self.steps = steps
 
     def loss(self, batch):
         loss = super().loss(batch)
-        bad = self.trainer.global_rank == 1 and self.trainer.global_step == 6
+        bad = self.trainer.global_rank == 1 and self.trainer.global_step in self.steps
         return loss * float("inf") if bad else loss
 
 
-def test_a_gradient_that_is_not_finite_is_left_out_on_all_ranks():
-    result = same_everywhere(run(BlockTopK(**SPARSE), model=Poisoned()))
+@pytest.mark.parametrize("compression", [BlockTopK(**SPARSE), "powersgd(rank=1, start=3)"], ids=["blocks", "low rank"])
+def test_a_gradient_that_is_not_finite_is_left_out_on_all_ranks(compression):
+    """In a dense step as in compressed ones; what comes after is trained on as ever."""
+    result = same_everywhere(run(compression, model=Poisoned((1, 6, 9)), strategy={"bucket_cap_mb": TINY}))
     assert np.isfinite(result["weights"]).all()
-    assert (np.abs(result["grads"]).max(axis=1) == 0).tolist() == [step == 6 for step in range(result["steps"])]
+    assert (np.abs(result["grads"]).max(axis=1) == 0).tolist() == [i in (1, 6, 9) for i in range(result["steps"])]
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+def test_16_bit_sums_that_are_not_finite_are_that_on_all_ranks_as_under_ddp(compression):
+    """Nothing is kept from step to step, so that a gradient is poisoned and no state."""
+    result = same_everywhere(run(compression, model=Healed()))
+    poisoned = [not np.isfinite(gradient).all() for gradient in result["grads"]]
+    assert poisoned == [step == 6 for step in range(result["steps"])]
+    assert np.isfinite(result["weights"]).all()
+
+
+class Healed(Poisoned):
+    """Whose user leaves steps out by hand."""
+
+    def on_before_optimizer_step(self, optimizer):
+        super().on_before_optimizer_step(optimizer)
+        if not torch.isfinite(self.grads[-1]).all():
+            self.zero_grad()
 
 
 def scaled():
@@ -339,7 +402,7 @@ def test_noise_scale_does_not_see_the_compression(sizes):
 
 
 def _auto(rank, rate):
-    link.measure = lambda parameters, control, settings: LinkMeasurement(1e-6, rate, 1e-6, 2, 10**8)
+    link.measure = lambda parameters, control, topology, settings: LinkMeasurement(1e-6, rate, 1e-6, 2, 10**8)
     lines = []
     link.log.info = lambda text, *args: lines.append(text % args)
     out = _fit(rank, [3, 1], "auto(densities=[0.05])", {})
@@ -414,7 +477,8 @@ class WithSparse(Wide):
         return cls(self.parameters(), lr=self.lr, **settings)
 
     def on_before_optimizer_step(self, optimizer):
-        super().on_before_optimizer_step(optimizer)
+        grads = [p.grad for p in self.parameters()]
+        self.grads.append(torch.cat([(g.to_dense() if g.is_sparse else g).flatten().clone() for g in grads]))
         self.before = self.flat().copy()
 
     def on_train_batch_end(self, *args):
@@ -423,7 +487,7 @@ class WithSparse(Wide):
 
 def _fit_sparse(rank, optimizer, settings, kwargs):
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-    sparse.BREAK_EVEN = 0.5  # of a model of 20 blocks, one is a lot
+    sparse_steps.BREAK_EVEN = 0.5  # of a model of 20 blocks, one is a lot
     model = WithSparse(optimizer)
     out = _fit(rank, [3, 1], settings, {"model": model, **kwargs})
     return {**out, "written": model.written}

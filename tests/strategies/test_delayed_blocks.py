@@ -27,6 +27,9 @@ class Wide(Regressor):
 
 
 class Sparse(Wide):
+    def on_before_optimizer_step(self, optimizer):
+        """Gradients are blocks, which are not kept; weights are compared."""
+
     def configure_optimizers(self):
         return SparseSGD(self.parameters(), lr=self.lr, momentum=self.momentum)
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import warnings
 from datetime import timedelta
 
 import lightning as L
@@ -145,11 +146,18 @@ def test_schedules_go_by_samples_not_by_a_ranks_own_updates():
 
 
 class Rates(Regressor):
-    """Notes the learning rate within the step, and outside of it."""
+    """Sets the learning rate in each training step, inside the optimizer's closure; notes what the step takes."""
+
+    def training_step(self, batch, batch_idx):
+        group = self.optimizers().param_groups[0]
+        if group["lr"] != self.lr:
+            raise AssertionError
+        group["lr"] = self.lr = 0.05 + 0.001 * batch_idx
+        return super().training_step(batch, batch_idx)
 
     def on_before_optimizer_step(self, optimizer):
         self.outcome = getattr(self, "outcome", set())
-        self.outcome.add((optimizer.param_groups[0]["lr"], self.trainer.strategy.engine.batch_sizes))
+        self.outcome.add((optimizer.param_groups[0]["lr"] / self.lr, self.trainer.strategy.engine.batch_sizes))
 
     def on_train_batch_end(self, *args):
         if self.optimizers().param_groups[0]["lr"] != self.lr:
@@ -162,8 +170,30 @@ def test_each_rank_has_the_learning_rate_of_its_batch_size():
     )
     assert len(results[1]["outcome"]) > 1
     for rank, result in enumerate(results):
-        for lr, sizes in result["outcome"]:
-            assert lr == pytest.approx(0.05 * sizes[rank] / 16)
+        for factor, sizes in result["outcome"]:
+            assert factor == pytest.approx(sizes[rank] / 16)
+
+
+class Plateau(Validated):
+    """Its rate is halved at each validation but the first, since nothing counts as better than that."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, factor=0.5, patience=0, threshold=1e9, threshold_mode="abs"
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val"}}
+
+    def on_train_epoch_end(self):
+        self.rates = [*getattr(self, "rates", []), self.optimizers().param_groups[0]["lr"]]
+
+    def on_train_end(self):
+        self.outcome = self.rates
+
+
+def test_a_plateau_lowers_the_rate_on_all_ranks_alike():
+    for result in elastic(2, 4, SLOW, costs=COSTS, model=Plateau, max_epochs=3, num_sanity_val_steps=0):
+        assert result["outcome"] == [0.05, 0.05, 0.025]
 
 
 class Normalised(Regressor):
@@ -277,6 +307,22 @@ def test_what_needs_all_ranks_is_refused_inside_a_mega_batch(model, message):
     assert len(errors) == 2
 
 
+class PlateauOfSteps(Plateau):
+    def configure_optimizers(self):
+        found = super().configure_optimizers()
+        found["lr_scheduler"]["interval"] = "step"
+        return found
+
+
+class DrawsBatches(Regressor):
+    def __init__(self):
+        super().__init__()
+        warnings.filterwarnings("ignore", "You are using the `dataloader_iter` step flavor")
+
+    def training_step(self, dataloader_iter):
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -293,6 +339,9 @@ def test_what_needs_all_ranks_is_refused_inside_a_mega_batch(model, message):
         ({"loader_kwargs": {"num_workers": 1}}, "num_workers=1"),
         ({"dataset": Points(1)}, "cannot give each of 2 workers a batch"),
         ({"use_distributed_sampler": False}, "use_distributed_sampler"),
+        ({"model": Normalised, "sync_batchnorm": True}, "sync_batchnorm=True needs all workers"),
+        ({"model": PlateauOfSteps}, "ReduceLROnPlateau with interval='step'"),
+        ({"model": DrawsBatches}, "training_step(dataloader_iter) draws batches by itself"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -393,8 +442,19 @@ def _fit_own_loader(rank, model, kwargs):
     model = model()
     strategy = HeteroElasticStrategy(mega_batch_size=16)
     trainer = trainer_of(strategy, 2, **kwargs)
-    trainer.fit(model, *([] if isinstance(model, Grows) else [DataLoader(Points(), 4)]))
+    trainer.fit(model, *([] if isinstance(model, Grows | TwoLoaders) else [DataLoader(Points(), 4)]))
     return {"seen": model.seen, "merges": strategy.merges, "weights": model.flat()}
+
+
+class TwoLoaders(Regressor):
+    def train_dataloader(self):
+        return [DataLoader(Points(), 4), DataLoader(Points(), 4)]
+
+
+def test_several_train_loaders_are_refused_on_every_rank():
+    errors = run_ranks(_fit_own_loader, 2, TwoLoaders, {"max_epochs": 1}, expect_errors=True, timeout=30)
+    assert [rank for rank, *_ in errors] == [0, 1]
+    assert all("takes one train loader" in text for *_, text in errors)
 
 
 def test_reloaded_data_may_change_their_length():

@@ -1,6 +1,8 @@
 """Fabric's own ways under ``hetero_ddp``; what all front ends promise is in ``tests/test_front_ends.py``."""
 
+import io
 import json
+import logging
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.helpers import Points, run_ranks
-from tests.loops import SAMPLES, fabric_loop, flat, network, replay
+from tests.loops import SAMPLES, every_sample_once, fabric_loop, flat, global_batches, network, replay
 from tests.test_registration import run
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
@@ -114,6 +116,58 @@ def test_other_loaders_are_even_or_balanced_and_weigh_one():
     assert [outside for *_, outside, _ in results] == [1.0, 1.0]
     assert [len(seen) for *_, seen in results] == [14, 6]
     assert sorted(i for *_, seen in results for i in seen) == list(range(20))
+
+
+def _without_shuffling(rank):
+    """A training loader that does not shuffle, with evaluations; then one that does, set up behind an evaluation's."""
+    fabric, said = _fabric({"local_batch_sizes": (7, 3)}), io.StringIO()
+    logging.getLogger("lightning_hetero").addHandler(logging.StreamHandler(said))
+    train, evaluation = fabric.setup_dataloaders(DataLoader(Points(SAMPLES), 5), DataLoader(Points(20), 5))
+    model = network()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+    with torch.no_grad():
+        before = [len(x) for x, _, _ in train]
+    model.eval()
+    before += [len(x) for x, _, _ in train]
+    model.train()
+    seen, sizes, lengths = [], [], (len(train), len(evaluation))
+    for epoch in range(2):
+        for step, (x, y, index) in enumerate(train):
+            seen.append((epoch, step, index.tolist()))
+            fabric.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        sizes.append([len(x) for x, _, _ in evaluation])
+    first = {"seen": seen, "before": before, "sizes": sizes, "lengths": lengths, "weights": flat(model)}
+    first["said"] = said.getvalue()
+    fabric.strategy.teardown()
+
+    fabric = _fabric({"policy": "even"})
+    evaluation = fabric.setup_dataloaders(DataLoader(Points(20), 4))
+    train = fabric.setup_dataloaders(DataLoader(Points(40), 5, shuffle=True))
+    second = {
+        "lengths": (len(evaluation), len(train)),
+        "plans": len(fabric.strategy.plan_history),
+        "passes": [(sum(len(x) for x, _, _ in one), fabric.strategy.session.position) for one in (evaluation, train)],
+    }
+    fabric.strategy.teardown()
+    return first, second
+
+
+def test_the_first_loader_is_the_training_loader_where_none_shuffles():
+    results = ranks(_without_shuffling)
+    first, second = [first for first, _ in results], results[0][1]
+    every_sample_once(first)
+    assert "the first loader is taken for the training loader and split by speed" in first[0]["said"]
+    assert "a further loader that does not shuffle is taken for an evaluation's" in first[0]["said"]
+    assert [sum(batch) for batch in global_batches(first)[:2]] == [45, 145]  # in order: 0 to 9, 10 to 19
+    assert [[len(indices) for *_, indices in r["seen"][:7]] for r in first] == [[7] * 7, [3] * 7]
+    for result in first:
+        assert result["before"] == ([5] * 7 + [2]) * 2  # with gradients off, or in eval(): as plain DDP, 37 each
+        assert result["sizes"] == [[5, 5]] * 2
+        assert result["lengths"] == (8, 2)
+        np.testing.assert_allclose(result["weights"], replay(first, schedule=0), **EXACT)
+    assert second == {"lengths": (3, 4), "plans": 1, "passes": [(10, (0, 0)), (20, (1, 0))]}
 
 
 class Stream(torch.utils.data.IterableDataset):

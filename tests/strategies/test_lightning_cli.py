@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_hetero import DynamicBatchPIDCallback, HeteroDDPStrategy
+from lightning_hetero import AdaptiveBatchCallback, BlockTopK, DynamicBatchPIDCallback, GNSCallback, HeteroDDPStrategy
 from tests.helpers import Regressor
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -45,6 +45,41 @@ def test_strategy_and_callbacks_from_yaml(monkeypatch):
     assert [callback.policy for callback in trainer.callbacks if isinstance(callback, DynamicBatchPIDCallback)] == [
         "pid"
     ]
+
+
+YAML = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  strategy:
+    class_path: lightning_hetero.HeteroDDPStrategy
+    init_args:
+      compression: COMPRESSION
+      replan: 20
+      max_local_batch_sizes: [64, 16]
+  callbacks:
+    - class_path: lightning_hetero.GNSCallback
+    - class_path: lightning_hetero.AdaptiveBatchCallback
+      init_args:
+        max_total_batch_size: 256
+        lr_scaling: sqrt
+"""
+
+
+@pytest.mark.parametrize(
+    "compression",
+    ["block_topk(density=0.05)", "{class_path: lightning_hetero.BlockTopK, init_args: {density: 0.05}}"],
+    ids=["text", "class"],
+)
+def test_compression_and_the_other_callbacks_from_yaml(tmp_path, compression):
+    (tmp_path / "config.yaml").write_text(YAML.replace("COMPRESSION", compression))
+    trainer = trainer_of(f"--config={tmp_path / 'config.yaml'}")
+    config = trainer.strategy.config
+    assert (config.compression, config.replan) == (BlockTopK(density=0.05), 20)
+    assert list(config.max_local_batch_sizes) == [64, 16]
+    adaptive = next(callback for callback in trainer.callbacks if isinstance(callback, AdaptiveBatchCallback))
+    assert adaptive.planner.max_total_batch_size == 256
+    assert any(isinstance(callback, GNSCallback) for callback in trainer.callbacks)
 
 
 def test_an_unknown_setting_is_an_error_that_names_it(capsys):

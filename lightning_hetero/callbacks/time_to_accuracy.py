@@ -1,0 +1,140 @@
+"""Density of compressed gradients, total batch and split while training, by time to accuracy (StellaTrain, sec. 4)."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from lightning_hetero.callbacks.adaptive_batch import AdaptiveBatchCallback
+from lightning_hetero.callbacks.policy import MisconfigurationException
+from lightning_hetero.core.compressors import Automatic, BlockTopK
+from lightning_hetero.core.surrogate import ConvergenceProfile, ProfilePenalty
+from lightning_hetero.core.tta_planner import NO_LIMIT, TimeToAccuracyPlanner
+from lightning_hetero.core.validation import check_choice, check_number
+
+__all__ = ["TTACallback"]
+
+
+class TTACallback(AdaptiveBatchCallback):
+    """Moves the density of compressed gradients, and with it total batch and split, as the link allows.
+
+    Minimises predicted time to accuracy, ``(1 + g(density, B)) T(density, B) / B`` in seconds per sample (StellaTrain,
+    eq. 5): ``T`` by the time model of the workers and the measured rate of the link, ``g``, the extra samples that
+    density and total cost, by a profile of the model, or else by 10 % for each factor of ten in density and by the
+    gradient noise scale for the total. All ranks take the density that rank 0 has chosen in the same step. It changes
+    only for a predicted gain of 2 %, the total for ``hysteresis``. Needs ``compression=BlockTopK(...)``.
+
+    Where even the least density takes longer to send than computing takes, a warning says ``network-bound``, with the
+    numbers. Logs ``hetero/time_to_accuracy``, seconds per sample of the prediction, besides what
+    :class:`AdaptiveBatchCallback` logs.
+
+    Args:
+        max_total_batch_size: greatest total, ``>= 1``; ``None`` leaves the total as it is, and then no noise scale is
+            needed.
+        profile: file of a :class:`~lightning_hetero.core.surrogate.ConvergenceProfile`, or one; ``None`` for the rule
+            above.
+        min_density: least density, above 0.
+        max_density: greatest density, to 1.
+        bandwidth: ``"measured"`` takes the link's rate from the messages' own times; ``"idle"`` moves it by the share
+            of time that workers idle, as the paper does, from the first measured rate on.
+        lr_scaling: as for :class:`AdaptiveBatchCallback`; with a profile ``"auto"`` is ``"none"``, because the probe
+            trainings of the profile ran with the rate of the script at every total.
+        min_total_batch_size: least total; by default what the workers' bounds allow.
+        hysteresis: least predicted gain for which the total is changed, 0 to 1.
+        min_steps: steps to observe between two changes of the total, ``>= 1``.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if an argument is out of range, or the file is no profile.
+        FileNotFoundError: if there is no such file.
+        ImportError: if a profile is given and scikit-learn is missing.
+
+    Example:
+        >>> TTACallback(max_density=0.1).density_range
+        (0.001, 0.1)
+    """
+
+    def __init__(
+        self,
+        max_total_batch_size: int | None = None,
+        profile: str | Path | ConvergenceProfile | None = None,
+        *,
+        min_density: float = 0.001,
+        max_density: float = 0.3,
+        bandwidth: str = "measured",
+        lr_scaling: str | Callable[[float, float, float, float], float] = "auto",
+        min_total_batch_size: int | None = None,
+        hysteresis: float = 0.05,
+        min_steps: int = 30,
+    ) -> None:
+        moves = max_total_batch_size is not None
+        if min_total_batch_size is not None and not moves:
+            raise ValueError(
+                f"min_total_batch_size={min_total_batch_size} has no meaning where the total stays as it is. Give "
+                "max_total_batch_size as well, or leave it out."
+            )
+        super().__init__(
+            NO_LIMIT if max_total_batch_size is None else max_total_batch_size,
+            "none" if profile is not None and lr_scaling == "auto" else lr_scaling,
+            min_total_batch_size=min_total_batch_size,
+            hysteresis=hysteresis,
+            min_steps=min_steps,
+        )
+        check_number("min_density", min_density, low=0.0, high=1.0, include_low=False)
+        check_number("max_density", max_density, low=min_density, high=1.0)
+        check_choice("bandwidth", bandwidth, ("measured", "idle"))
+        if isinstance(profile, str | Path):
+            profile = ConvergenceProfile.load(profile)
+        elif profile is not None and not isinstance(profile, ConvergenceProfile):
+            raise TypeError(f"profile={profile!r} is a {type(profile).__name__}; give a file or a ConvergenceProfile.")
+        goodput = self.goodput_planner
+        self.planner = TimeToAccuracyPlanner(
+            max_total_batch_size=goodput.max_total_batch_size,
+            min_total_batch_size=goodput.min_total_batch_size,
+            hysteresis=goodput.hysteresis,
+            min_steps=goodput.min_steps,
+            min_density=min_density,
+            max_density=max_density,
+            moves_batch=moves,
+            profile=None if profile is None else ProfilePenalty(profile),
+            idle_rule=bandwidth == "idle",
+        )
+
+    @property
+    def tta_planner(self) -> TimeToAccuracyPlanner:
+        """The planner in its present state."""
+        return cast(TimeToAccuracyPlanner, self.planner)
+
+    @property
+    def density_range(self) -> tuple[float, float]:
+        """Least and greatest density."""
+        return self.tta_planner.min_density, self.tta_planner.max_density
+
+    def companions(self, callbacks: list[Any]) -> list[Any]:
+        """A noise scale callback, if the total moves by the noise scale and there is none."""
+        needed = self.tta_planner.moves_batch and self.tta_planner.profile is None
+        return super().companions(callbacks) if needed else []
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Find the engine of the strategy.
+
+        Raises:
+            MisconfigurationException: if gradients are not compressed by block top-k, or as of the base class.
+        """
+        super().setup(trainer, pl_module, stage)
+        assert self._engine is not None
+        given = self._engine.config.compression
+        if not isinstance(given, BlockTopK | Automatic):
+            raise MisconfigurationException(
+                f"TTACallback moves the density of block top-k, and the strategy has compression={given!r}. Use "
+                "HeteroDDPStrategy(compression='block_topk'), or AdaptiveBatchCallback without compression."
+            )
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """As the base class; go on with the density of an earlier run."""
+        super().on_train_start(trainer, pl_module)
+        assert self._engine is not None
+        assert self._engine.compression is not None
+        density = self._engine.control.broadcast_object(self.tta_planner.density)
+        self.planner = replace(self.tta_planner, density=density)
+        self._engine.compression.set_density(density)

@@ -1,0 +1,282 @@
+"""``lightning-hetero profile-convergence``: probe trainings of a script, and the profile that a controller loads.
+
+Each probe is the script itself, started as always, with an order in its environment
+(:mod:`lightning_hetero.core.probe_order`) that the strategy in it obeys.
+"""
+
+import argparse
+import contextlib
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from lightning_hetero.core.probe_order import VARIABLE, ProbeOrder, ProbeReport
+from lightning_hetero.core.surrogate import ConvergenceProfile, profile_convergence
+
+__all__ = ["ProbeError", "ScriptProbes", "main", "ranges"]
+
+TAIL = 30
+"""Lines of a failed script's output that are shown."""
+STEPS = 8
+"""Fewest batches of a probe training: with fewer of them neither compression nor a delay has an effect."""
+GRACE = 40.0
+"""Seconds for a script to end after it was told to, before it is killed; torchrun needs 30 to end its workers."""
+
+
+class ProbeError(RuntimeError):
+    """A probe training did not end with an answer."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run probe trainings of a script and write the profile.
+
+    Args:
+        argv: options, the script, and the script's arguments.
+
+    Returns:
+        0, or 1 if a probe training failed.
+    """
+    parser = _parser()
+    args = parser.parse_args(list(argv))
+    output, part = args.output, Path(f"{args.output}.partial")
+    if not args.script.is_file():
+        parser.error(f"script={args.script} is no file; give the script that trains, then its arguments.")
+    if not output.parent.is_dir():
+        parser.error(f"--output {output}: the folder {output.parent} does not exist. Make it, or give another file.")
+    if find_spec("sklearn") is None:
+        parser.error("profiling needs scikit-learn. Install it with: pip install 'lightning-hetero[demo]'")
+    command = [*args.launcher, str(args.script), *args.arguments]
+    probes = ScriptProbes(command, seed=args.seed, timeout=args.timeout)
+    try:
+        given = args.samples, args.min_total, args.max_total
+        probes.samples, low, high = ranges(None if None not in given else probes.describe(), *given)
+        _say(f"{args.probes} probe trainings of {probes.samples} samples, total batches from {low} to {high}")
+        profile = profile_convergence(
+            probes,
+            min_total=low,
+            max_total=high,
+            probes=args.probes,
+            rng=np.random.default_rng(args.seed),
+            on_profile=lambda so_far: so_far.save(part),
+        )
+    except (ProbeError, ValueError, KeyboardInterrupt) as error:
+        kept = f"\nThe probes that ended are in {part}, which is a profile, too." if probes.count > 1 else ""
+        sys.stderr.write(f"lightning-hetero profile-convergence: {str(error) or 'interrupted'}{kept}\n")
+        return 1
+    profile.save(output)
+    part.unlink()
+    _say(f"wrote {output}: {len(profile.points)} probe trainings, {_range(profile)}")
+    return 0
+
+
+def ranges(
+    script: ProbeReport | None, samples: int | None, min_total: int | None, max_total: int | None
+) -> tuple[int, int, int]:
+    """Samples of a probe training, least and greatest total batch: as given, or by what the script says of itself.
+
+    By default half of an epoch (StellaTrain, sec. 4.3), and totals from a quarter to four times the script's own.
+
+    Args:
+        script: its answer, ``None`` if all three are given.
+        samples: samples of a training, ``None`` for the default, as all below.
+        min_total: least total batch.
+        max_total: greatest total batch.
+
+    Raises:
+        ValueError: if the totals cannot run, or leave too few batches.
+
+    Example:
+        >>> script = ProbeReport(None, 0, 0, world_size=2, total=64, dataset=4000, min_local=1)
+        >>> ranges(script, None, None, None), ranges(script, 1000, None, 100)
+        ((2000, 16, 250), (1000, 16, 100))
+    """
+    low, high = min_total, max_total
+    if script is not None:
+        least = script.world_size * script.min_local
+        samples = -(-script.dataset // 2) if samples is None else samples
+        low = max(least, script.total // 4) if low is None else low
+        high = min(4 * script.total, samples // STEPS) if high is None else high
+        if low < least:
+            raise ValueError(
+                f"--min-total {low} cannot give each of {script.world_size} workers at least {script.min_local} "
+                f"samples. Give {least} at least."
+            )
+    if samples is None or low is None or high is None:
+        raise ValueError("without the script's answer all of --samples, --min-total and --max-total are needed.")
+    if high * STEPS > samples or high < low:
+        raise ValueError(
+            f"probe trainings of {samples} samples with total batches from {low} to {high} are too short: each needs "
+            f"{STEPS} batches at least. Raise --samples to {STEPS * max(low, high)}, or lower --min-total and "
+            "--max-total."
+        )
+    return samples, low, high
+
+
+class ScriptProbes:
+    """Probe trainings of a script, one at a time: ``(compression rate, total batch, staleness) -> smoothed loss``.
+
+    Args:
+        command: starts the script.
+        samples: samples of a training.
+        seed: of the samples' order, for scripts that do not set one.
+        timeout: seconds after which a probe has failed.
+        say: shows one line.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        samples: int = 0,
+        seed: int = 0,
+        timeout: float = 3600.0,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self.command, self.samples, self.seed, self.timeout = list(command), samples, seed, timeout
+        self.count = 0
+        self._say = _say if say is None else say
+
+    def describe(self) -> ProbeReport:
+        """What the script says of itself; it does not train.
+
+        Raises:
+            ProbeError: if it does not answer.
+        """
+        return self._run(samples=0)
+
+    def __call__(self, rate: float, total: int, staleness: int) -> float:
+        """Smoothed loss of one probe training, NaN if it diverged.
+
+        Raises:
+            ProbeError: if the script fails, or does not answer.
+        """
+        begin = time.monotonic()
+        report = self._run(samples=self.samples, total=total, rate=rate, staleness=staleness)
+        late = ", gradients a step late" if report.staleness else ""
+        if staleness > report.staleness:
+            late = ", no gradient late, which the script's settings do not allow"
+        what = "baseline" if self.count == 0 else f"probe {self.count}"
+        loss = math.nan if report.loss is None else report.loss
+        seconds = time.monotonic() - begin
+        self._say(f"{what}: rate {rate:.3f}, total {total}{late}: loss {loss:.4g} ({seconds:.0f} s)")
+        self.count += 1
+        return loss
+
+    def _run(self, *, samples: int, total: int | None = None, rate: float = 0.0, staleness: int = 0) -> ProbeReport:
+        with tempfile.TemporaryDirectory(prefix="lightning-hetero-probe-") as folder:
+            answer = Path(folder, "answer.json")
+            order = ProbeOrder(str(answer), samples, total, rate, staleness)
+            with open(Path(folder, "output"), "w+", encoding="utf-8", errors="replace") as output:
+                code = self._execute(order, output)
+                output.seek(0)
+                tail = "\n".join(output.read().splitlines()[-TAIL:])
+            if code == 0 and answer.is_file():
+                return ProbeReport.read(answer)
+        what = {
+            None: f"was not done within {self.timeout:g} s; raise --timeout, or lower --samples",
+            0: "ended without an answer; does its Trainer fit with strategy='hetero_ddp'?",
+        }.get(code, f"ended with exit code {code}")
+        raise ProbeError(
+            f"the probe training with compression rate {rate:.3f}, total batch {total or 'of the script'}, "
+            f"staleness={staleness} and {samples} samples {what}\n$ {shlex.join(self.command)}\n{tail}"
+        )
+
+    def _execute(self, order: ProbeOrder, output: IO[str]) -> int | None:
+        """Exit code of the script, ``None`` if it took too long; no process of it is left."""
+        process = subprocess.Popen(
+            self.command,
+            env={**os.environ, VARIABLE: order.to_json(), "PL_GLOBAL_SEED": str(self.seed)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(self.timeout)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _end_group(process)
+
+
+def _end_group(process: "subprocess.Popen[bytes]") -> None:
+    """Let the other workers end, and end those that do not."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _range(profile: ConvergenceProfile) -> str:
+    extra = [y for *_, y in profile.points]
+    return f"extra loss from {min(extra):.1%} to {max(extra):.1%}"
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _whole(minimum: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{text} is out of range; give an integer >= {minimum}")
+        return value
+
+    return number
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text} is out of range; give seconds above 0")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-hetero profile-convergence",
+        description="Short trainings of a script with other compression rates and batch sizes; writes what they cost.",
+    )
+    add = parser.add_argument
+    add("--output", type=Path, default=Path("convergence.json"), metavar="FILE", help="profile to write")
+    add("--probes", type=_whole(1), default=30, metavar="N", help="trainings besides the first (default 30)")
+    add("--samples", type=_whole(1), metavar="N", help="samples of a training (default: half an epoch)")
+    add("--min-total", type=_whole(1), metavar="N", help="least total batch (default: a quarter of the script's)")
+    add("--max-total", type=_whole(1), metavar="N", help="greatest total batch (default: 4 times the script's)")
+    add("--seed", type=_whole(0), default=0, metavar="N", help="of the choice of probes and the order of samples")
+    add("--timeout", type=_seconds, default=3600.0, metavar="SECONDS", help="longest probe (default 3600)")
+    add(
+        "--launcher",
+        type=shlex.split,
+        default=[sys.executable],
+        metavar="COMMAND",
+        help="what starts the script, such as 'torchrun --nproc_per_node=2' (default: this Python)",
+    )
+    add("script", type=Path, help="script that trains with strategy='hetero_ddp'")
+    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    return parser

@@ -1,0 +1,75 @@
+"""Squared norms of gradients on the device, in small tensors; no gradient is copied."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from lightning_hetero.optim.preconditioner import AdamPreconditioner
+
+__all__ = ["GradientNorms", "square"]
+
+CHUNK = 2**20
+"""Elements of a float32 sum on a CPU, where one over many millions would lose four of its seven digits."""
+
+
+@dataclass
+class GradientNorms:
+    """Takes norms, of gradients as the optimizer scales them and without the factor of a gradient scaler.
+
+    Results are squares that are to be added up.
+
+    Args:
+        preconditioner: takes them as an adaptive optimizer scales gradients, of one parameter after the other.
+        loss_scale: gives the factor on the loss of a gradient scaler, as a number or on the device.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> GradientNorms().of_parameters([weight])
+        [tensor(25.)]
+    """
+
+    preconditioner: AdamPreconditioner | None = None
+    loss_scale: Callable[[], torch.Tensor | float] | None = None
+
+    def of_bucket(self, flat: torch.Tensor, parameters: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Squares of a bucket, whose parameters lie one after the other in it."""
+        if self.preconditioner is None:
+            return self._unscaled(square(flat))
+        owners = parameters()
+        parts = flat.view(-1).split([owner.numel() for owner in owners])
+        return self._sum((p, _laid_out_as(p, part)) for p, part in zip(owners, parts, strict=True))
+
+    def of_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Squares of all gradients that lie in the parameters; nothing if there are none."""
+        return self._sum((p, p.grad) for p in parameters if p.grad is not None)
+
+    def _sum(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+        if self.preconditioner is None:
+            squares = [value for _, gradient in pairs for value in square(gradient)]
+        else:
+            squares = [value for pair in pairs for value in self.preconditioner.squares(*pair)]
+        return self._unscaled([torch.stack(squares).sum()]) if squares else []
+
+    def _unscaled(self, squares: list[torch.Tensor]) -> list[torch.Tensor]:
+        return squares if self.loss_scale is None else [value / self.loss_scale() ** 2 for value in squares]
+
+
+def square(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Squared norm in parts, of 16-bit values in float32: one small tensor on a GPU, one for each chunk on a CPU."""
+    tensor = tensor.detach()
+    wide = tensor.dtype in (torch.float32, torch.float64)
+    if wide and tensor.device.type == "cpu" and tensor.is_contiguous():
+        return [torch.dot(part, part) for part in tensor.view(-1).split(CHUNK)]
+    return [torch.linalg.vector_norm(tensor, dtype=None if wide else torch.float32).square()]
+
+
+def _laid_out_as(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A parameter's gradient in a bucket, where DDP keeps the parameter's own order in memory (channels last, say)."""
+    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    return (
+        part.as_strided(parameter.size(), parameter.stride(), part.storage_offset())
+        if dense
+        else part.view_as(parameter)
+    )

@@ -1,0 +1,101 @@
+"""The sum of a compressed step as the optimizer gets it: blocks that were sent, no tensor of the model's size."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lightning_hetero.compression.layout import Slot
+from lightning_hetero.compression.reference import Pack
+
+__all__ = ["BlockGradient", "BlockMarks", "block_gradients"]
+
+
+@dataclass(frozen=True, eq=False)
+class BlockGradient:
+    """Gradient of one parameter.
+
+    Args:
+        rows: numbers of the parameter's touched blocks, ascending.
+        values: their elements, shape ``(len(rows), block)``, in the order of memory; 0 behind the parameter's end.
+        grad: the same as ``p.grad`` holds it, a sparse tensor of torch's over the memory of ``values``, so that what
+            loss scalers and clipping do to one of them counts.
+
+    Example:
+        >>> p = torch.nn.Parameter(torch.zeros(2, 12))
+        >>> one = BlockGradient.of(p, torch.tensor([1]), torch.arange(16.0).view(1, 16))
+        >>> one.grad.to_dense()[1].tolist()
+        [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+        >>> _ = one.grad.div_(2)
+        >>> one.values[0, :3].tolist(), one.stands(p)
+        ([0.0, 0.5, 1.0], False)
+    """
+
+    rows: torch.Tensor
+    values: torch.Tensor
+    grad: torch.Tensor
+
+    def stands(self, parameter: torch.Tensor) -> bool:
+        """Whether this is still the parameter's gradient, in the same memory (torch's ``mul_`` gives it another)."""
+        if parameter.grad is not self.grad:
+            return False
+        return not self.grad.is_sparse or self.grad._values().data_ptr() == self.values.data_ptr() or not len(self.rows)
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> "BlockGradient":
+        """Gradient of a parameter from its touched blocks; what lies behind its end has to be 0."""
+        block, numel = values.shape[1], parameter.numel()
+        if parameter.dim() == 0:  # has no sparse form, and one element
+            values = values if len(rows) else values.new_zeros(1, block)
+            return cls(rows, values[: len(rows)], values[0, 0])
+        offsets = (rows[:, None] * block + torch.arange(block, device=rows.device)).view(-1)
+        whole = numel // block * block == numel
+        inside = len(offsets) if whole else int(torch.searchsorted(offsets, numel))
+        places = [
+            torch.div(offsets[:inside], stride, rounding_mode="floor").remainder_(size)
+            for stride, size in zip(parameter.stride(), parameter.shape, strict=True)
+        ]
+        grad = torch.sparse_coo_tensor(
+            torch.stack(places),
+            values.view(-1)[:inside],
+            parameter.shape,
+            is_coalesced=parameter.is_contiguous(),
+            check_invariants=False,
+        )
+        return cls(rows, values, grad)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMarks:
+    """Gradient of one parameter on a GPU, where the host does not know which blocks were sent, nor how many.
+
+    Args:
+        marks: whether each block is touched, bool.
+        grad: ``p.grad``, 0 in all other blocks.
+    """
+
+    marks: torch.Tensor
+    grad: torch.Tensor
+
+    def stands(self, parameter: torch.Tensor) -> bool:
+        """Whether it is still what ``p.grad`` holds."""
+        return parameter.grad is self.grad
+
+
+def block_gradients(total: Pack, slots: Mapping[torch.Tensor, Slot]) -> dict[torch.Tensor, BlockGradient]:
+    """Each parameter's part of a sum.
+
+    Args:
+        total: the sum, its indices ascending.
+        slots: places of the parameters, in their order, in whole blocks of the sum.
+    """
+    block = total.values.shape[1]
+    bounds = [0, *((slot.start + slot.padded) // block for slot in slots.values())]
+    ends = torch.searchsorted(total.indices, torch.tensor(bounds, device=total.indices.device)).tolist()
+    gradients = {}
+    for number, parameter in enumerate(slots):
+        begin, end = ends[number], ends[number + 1]
+        rows = (total.indices[begin:end] - bounds[number]).to(parameter.device)
+        values = total.values[begin:end].to(parameter.device, parameter.dtype)
+        gradients[parameter] = BlockGradient.of(parameter, rows, values)
+    return gradients

@@ -1,0 +1,111 @@
+"""What ``lightning-hetero profile-convergence`` tells a script of one probe training, and what the script answers.
+
+The order is JSON in the environment variable :data:`VARIABLE`, the answer a file of JSON that rank 0 writes. The script
+may be started by anything that hands the variable to all ranks.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lightning_hetero.core.validation import check_choice, check_int, check_number
+
+__all__ = ["VARIABLE", "ProbeOrder", "ProbeReport"]
+
+VARIABLE = "LIGHTNING_HETERO_PROBE"
+
+
+@dataclass(frozen=True)
+class ProbeOrder:
+    """One short training in place of the script's own.
+
+    Args:
+        report: path of the file for the answer.
+        samples: samples to train on, of all ranks together; 0 trains on none and only tells of the script.
+        total: total batch size, ``None`` for the script's own.
+        rate: compression rate, 0 to 1: one minus the density; 0 sends everything.
+        staleness: whether gradients arrive a step late, 0 or 1.
+
+    Raises:
+        TypeError: if a value has the wrong type.
+        ValueError: if a value is out of range.
+
+    Example:
+        >>> order = ProbeOrder("answer.json", samples=512, total=64, rate=0.9, staleness=1)
+        >>> ProbeOrder.from_environment({VARIABLE: order.to_json()}) == order
+        True
+    """
+
+    report: str
+    samples: int = 0
+    total: int | None = None
+    rate: float = 0.0
+    staleness: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("samples", self.samples, minimum=0)
+        if self.total is not None:
+            check_int("total", self.total, minimum=1)
+        check_number("rate", self.rate, low=0.0, high=1.0)
+        check_choice("staleness", self.staleness, (0, 1))
+
+    def to_json(self) -> str:
+        """The order as the value of the variable."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> "ProbeOrder | None":
+        """The order that the environment carries, ``None`` without one.
+
+        Raises:
+            ValueError: if the variable holds no order.
+        """
+        text = environment.get(VARIABLE)
+        if not text:
+            return None
+        try:
+            return cls(**json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{VARIABLE}={text!r} is no order for a probe training ({error}). Unset it; it is set by "
+                "`lightning-hetero profile-convergence` only."
+            ) from error
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """What a script tells of itself and of its probe training.
+
+    Args:
+        loss: mean training loss over the last quarter of the samples, ``None`` if it did not train.
+        samples: samples that it trained on.
+        staleness: whether gradients were late; a script may not allow it.
+        world_size: number of ranks.
+        total: total batch size that ran.
+        dataset: samples of an epoch.
+        min_local: fewest samples that a rank can run.
+    """
+
+    loss: float | None
+    samples: int
+    staleness: int
+    world_size: int
+    total: int
+    dataset: int
+    min_local: int
+
+    def write(self, path: str | Path) -> None:
+        """Write the answer, whole or not at all."""
+        part = Path(f"{path}.part")
+        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        part.replace(path)
+
+    @classmethod
+    def read(cls, path: str | Path) -> "ProbeReport":
+        """The answer in a file.
+
+        Raises:
+            FileNotFoundError: if nobody answered.
+        """
+        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))

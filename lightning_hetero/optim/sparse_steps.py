@@ -1,0 +1,265 @@
+"""Steps of an optimizer on the touched blocks only, hung on torch's own hooks; what they do is the optimizer's rule.
+
+The rules, and what untouched blocks are owed, are in :mod:`lightning_hetero.optim.sparse`.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_hetero.compression.gradients import BlockGradient, BlockMarks
+from lightning_hetero.core.validation import check_choice
+
+__all__ = ["SparseSteps"]
+
+Gradients = Mapping[torch.Tensor, BlockGradient | BlockMarks]
+"""Gradient of each parameter in a step that is not dense."""
+
+LONGEST = 512
+"""Steps that a block may owe; then all blocks are settled, in one dense pass."""
+
+BREAK_EVEN = 0.08
+"""Share of touched blocks from which a dense update is faster on CPU (``benchmarks/compression.py``)."""
+
+
+class SparseSteps:
+    """Sparse steps of one optimizer of torch's: which blocks are touched, who owes what, and when to be dense.
+
+    Without a source of gradients (:meth:`follow`), and in steps whose gradient is dense, the optimizer does what it
+    always does.
+
+    Args:
+        optimizer: of a class that has a rule; it keeps its identity, its state and its ``state_dict``.
+        pay: when momentum moves a block that is no longer touched, ``"ahead"`` or ``"later"``.
+
+    Example:
+        >>> p = torch.nn.Parameter(torch.zeros(48))
+        >>> optimizer = torch.optim.SGD([p], lr=0.1)
+        >>> gradient = BlockGradient.of(p, torch.tensor([1]), torch.ones(1, 16))
+        >>> from lightning_hetero.optim.sparse import SGDSteps
+        >>> SGDSteps(optimizer).follow(lambda: {p: gradient}, block=16)
+        >>> p.grad = gradient.grad
+        >>> optimizer.step()
+        >>> p.detach().nonzero().view(-1).tolist() == list(range(16, 32))
+        True
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, pay: str = "ahead") -> None:
+        self.pay = check_choice("pay", pay, ("ahead", "later"))
+        self._optimizer = weakref.ref(optimizer)
+        self._source: Callable[[], Gradients | None] | None = None
+        self.block = 16
+        self.forget()
+        self._aside: dict[torch.Tensor, torch.Tensor | None] = {}
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+        optimizer.register_state_dict_pre_hook(lambda _: self.settle())
+        optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer."""
+        return self._optimizer()
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's state."""
+        return self.optimizer.state
+
+    def follow(self, source: Callable[[], Gradients | None] | None, block: int) -> None:
+        """Take the gradients of each step from here.
+
+        Args:
+            source: gradient of each parameter, ``None`` if the step's is dense; no source for dense steps only.
+            block: elements of a block.
+        """
+        self.settle()
+        self._source, self.block = source, block
+
+    def forget(self) -> None:
+        """All blocks are settled: state was loaded."""
+        self._settled: dict[torch.Tensor, torch.Tensor] = {}
+        self._tables: dict[int, np.ndarray] = {}
+        self._steps = 0
+
+    # around the optimizer's own step
+
+    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let the step begin with ours, behind the user's closure, which may be what computes the gradient."""
+        if self._source is None:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+
+        def closure_and_ours() -> Any:
+            loss = None if closure is None else closure()
+            with torch.no_grad():
+                self._step()
+            return loss
+
+        return args[:1], {**kwargs, "closure": closure_and_ours}
+
+    def _after(self, *_: Any) -> None:
+        for p, grad in self._aside.items():
+            p.grad = grad
+        self._aside = {}
+
+    def _step(self) -> None:
+        """Touched blocks only if few are, and then nothing is left for the optimizer; otherwise everything is."""
+        parameters = [p for group in self.optimizer.param_groups for p in trained_in(group)]
+        given = None if self._source is None else self._source()
+        if given is None or not self._worth(parameters, given):
+            self.settle()
+            for p in parameters:
+                p.grad = p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
+            return
+        for number, group in enumerate(self.optimizer.param_groups):
+            self._step_group(number, group, given)
+        self._steps += 1
+        if self._steps >= LONGEST:
+            self.settle()
+        for p in parameters:
+            self._aside[p], p.grad = p.grad, None
+
+    def _worth(self, parameters: list[torch.Tensor], given: Gradients) -> bool:
+        """Whether a sparse step is right: few blocks are touched, and nothing is in use that it has no form for."""
+        if any(p not in given or not given[p].stands(p) for p in parameters) or not self._ready():
+            return False
+        rows, touched = sum(-(-p.numel() // self.block) for p in parameters), 0
+        for p in parameters:
+            gradient = given[p]
+            if isinstance(gradient, BlockMarks):  # the kernels read a byte per block: never slower than a dense step
+                return True
+            touched += len(gradient.rows)
+        return touched <= BREAK_EVEN * rows
+
+    def _step_group(self, number: int, group: dict[str, Any], given: Gradients) -> None:
+        table = self._tables.setdefault(number, self._start(group))
+        for p in trained_in(group):
+            gradient = given[p]
+            if p not in self._settled:
+                self._settled[p] = torch.zeros(-(-p.numel() // self.block), dtype=torch.int64, device=p.device)
+            if isinstance(gradient, BlockMarks):
+                owed_by = table if self._owes(group) else None
+                marked = self._kernels().marked(gradient.marks, self._settled[p], owed_by, self._steps)
+                tensors = [_flat(t) for t in (p, gradient.grad, *self._buffers(p))]
+                self._on_device(marked, tensors, group, self._steps_of(p) + 1)
+                self._count(p)
+                continue
+            where = gradient.rows
+            owed = self._steps - self._settled[p][where]
+            for view, rows, chosen in _parts(p, where, self.block):
+                flat = [view(t) for t in (p, *self._buffers(p))]
+                parts = [t.index_select(0, rows) for t in flat]
+                if self._owes(group):
+                    self._pay(parts, self._row(table, owed[chosen], p), group, self._steps_of(p))
+                self._apply(group, parts, gradient.values[chosen, : parts[0].shape[1]], self._steps_of(p) + 1)
+                for whole, part in zip(flat, parts, strict=True):
+                    whole.index_copy_(0, rows, part)
+            self._settled[p][where] = self._steps + 1
+            self._count(p)
+        if trained_in(group):
+            self._tables[number] = self._extended(table, group, self._steps_of(trained_in(group)[0]))
+
+    def _kernels(self) -> Any:
+        """Triton's kernels, made for the first marks."""
+        if not hasattr(self, "_triton"):
+            from lightning_hetero.optim.triton_step import TritonSteps
+
+            self._triton = TritonSteps(self.block, LONGEST)
+        return self._triton
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Pay what all blocks owe, so that parameters and state are those of a dense optimizer."""
+        for number, group in enumerate(self.optimizer.param_groups if self._steps else ()):
+            for p in group["params"]:
+                if p not in self._settled or number not in self._tables or not self._owes(group):
+                    continue
+                where = torch.arange(len(self._settled[p]), device=p.device)
+                owed = self._steps - self._settled[p]
+                for view, _, chosen in _parts(p, where, self.block):
+                    parts = [view(t) for t in (p, *self._buffers(p))]
+                    self._pay(parts, self._row(self._tables[number], owed[chosen], p), group, self._steps_of(p))
+        self.forget()
+
+    def _row(self, table: np.ndarray, owed: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        """Coefficients of each block, shape ``(coefficients, blocks, 1)``."""
+        rows = torch.from_numpy(table).to(p.device, p.dtype if p.dtype == torch.float64 else torch.float32)[owed]
+        return rows.T.unsqueeze(-1)
+
+    def _ready(self) -> bool:
+        """Whether all groups have options and state that sparse steps know."""
+        return all(self.unknown(group) is None for group in self.optimizer.param_groups) and self._has_state()
+
+    # what each optimizer says of itself
+
+    @staticmethod
+    def unknown(group: dict[str, Any]) -> str | None:
+        """An option of the group that only dense steps know, ``None`` if there is none."""
+        for name in ("dampening", "maximize", "amsgrad", "capturable", "differentiable"):
+            if group.get(name):
+                return f"{name}={group[name]}"
+        return "a learning rate that is a tensor" if isinstance(group["lr"], torch.Tensor) else None
+
+    def _has_state(self) -> bool:
+        raise NotImplementedError
+
+    def _owes(self, group: dict[str, Any]) -> bool:
+        """Whether a step without a gradient changes anything."""
+        return True
+
+    def _start(self, group: dict[str, Any]) -> np.ndarray:
+        raise NotImplementedError
+
+    def _extended(self, table: np.ndarray, group: dict[str, Any], step: int) -> np.ndarray:
+        raise NotImplementedError
+
+    def _buffers(self, p: torch.Tensor) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+    def _pay(self, parts: list[torch.Tensor], c: torch.Tensor, group: dict[str, Any], step: int) -> None:
+        raise NotImplementedError
+
+    def _apply(self, group: dict[str, Any], parts: list[torch.Tensor], g: torch.Tensor, step: int) -> None:
+        raise NotImplementedError
+
+    def _on_device(self, marked: Any, tensors: list[torch.Tensor], group: dict[str, Any], step: int) -> None:
+        """:meth:`_pay` and :meth:`_apply` of the marked blocks of parameter, gradient and buffers, in one kernel."""
+        raise NotImplementedError
+
+    def _steps_of(self, p: torch.Tensor) -> int:
+        return 0
+
+    def _count(self, p: torch.Tensor) -> None: ...
+
+
+def trained_in(group: dict[str, Any]) -> list[torch.Tensor]:
+    return [p for p in group["params"] if p.requires_grad]
+
+
+Chosen = torch.Tensor | slice
+View = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _parts(p: torch.Tensor, where: torch.Tensor, block: int) -> list[tuple[View, torch.Tensor, Chosen]]:
+    """Whole blocks of a parameter and its shorter last one: a view, the touched rows in it, and which these are."""
+    whole = p.numel() // block
+
+    def body(t: torch.Tensor) -> torch.Tensor:
+        return _flat(t)[: whole * block].view(whole, block)
+
+    def tail(t: torch.Tensor) -> torch.Tensor:
+        return _flat(t)[whole * block :].view(1, -1)
+
+    if whole * block == p.numel():
+        return [(body, where, slice(None))]
+    inside = where < whole
+    return [(body, where[inside], inside), (tail, where[~inside] - whole, ~inside)]
+
+
+def _flat(t: torch.Tensor) -> torch.Tensor:
+    """Elements in the order of memory."""
+    return t.view(-1) if t.is_contiguous() else t.as_strided((t.numel(),), (1,))

@@ -1,0 +1,181 @@
+"""A short probe training in place of the script's own, where the environment orders one (StellaTrain, Alg. 1).
+
+The order fixes total batch, compression and staleness, and when to stop. Of the script's own run nothing is left that
+would outlive the probe or stop it: no checkpoint, log, validation, early stopping, or change of the batch.
+"""
+
+import importlib
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lightning_hetero.callbacks import GNSCallback, PolicyCallback
+from lightning_hetero.core.compressors import BlockTopK
+from lightning_hetero.core.plan import BatchPlan, even_sizes
+from lightning_hetero.core.planner import PlanContext, Proposal, StaticPlanner
+from lightning_hetero.core.probe_order import VARIABLE, ProbeOrder, ProbeReport
+
+__all__ = ["ConvergenceProbe", "begin_probe", "probes"]
+
+SMOOTHED = 0.25
+"""Share of the samples, the last ones, over which the loss is averaged: the same samples for every batch size."""
+
+
+def probes(strategy: Any) -> bool:
+    """Whether the strategy runs a probe training."""
+    return isinstance(strategy._callback, ConvergenceProbe)
+
+
+def begin_probe(strategy: Any) -> None:
+    """Have the strategy run the probe training that the environment orders, if it orders one.
+
+    Raises:
+        MisconfigurationException: if the script cannot be probed.
+        ValueError: if the order cannot be read.
+    """
+    order, trainer = ProbeOrder.from_environment(os.environ), strategy._trainer
+    if order is None or probes(strategy):
+        return
+    if strategy._start_method != "popen":
+        raise strategy._misconfiguration(
+            f"{VARIABLE} is set, and a probe training ends its process, which {strategy._start_method!r} would wait "
+            "for. Profile with strategy='hetero_ddp'."
+        )
+    config, sizes = strategy.config, strategy.config.local_batch_sizes
+    total = sum(sizes) if order.total is None and sizes else order.total
+    given = config.compression if isinstance(config.compression, BlockTopK) else BlockTopK()
+    strategy.config = replace(
+        config,
+        policy=None,
+        local_batch_sizes=None,
+        balance_evaluation=False,
+        probe_memory=False,
+        compression=replace(given, density=1.0 - order.rate) if order.rate > 0 else None,
+        staleness=order.staleness,
+    )
+    loggers = importlib.import_module(f"{strategy._namespace}.loggers.logger")
+    trainer.loggers = [loggers.DummyLogger() for _ in trainer.loggers]
+    trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
+    kept = [callback for callback in trainer.callbacks if not isinstance(callback, PolicyCallback | GNSCallback)]
+    trainer.callbacks = [ConvergenceProbe(order, total), *kept]
+
+
+@dataclass(frozen=True)
+class _EvenTotal(StaticPlanner):
+    """Equal sizes of one total batch: results must not depend on measured times."""
+
+    total: int
+
+    def initial(self, context: PlanContext) -> Proposal | None:
+        """The total of the order, whatever the loader's."""
+        plan = BatchPlan(self.total, even_sizes(self.total, len(context.identities)))
+        return Proposal(plan, "a probe training's total batch")
+
+
+class ConvergenceProbe(PolicyCallback):
+    """Runs an order: the total batch, the delay of gradients, the end, and the answer.
+
+    Args:
+        order: what to train.
+        total: total batch size, ``None`` for the loader's.
+    """
+
+    def __init__(self, order: ProbeOrder, total: int | None) -> None:
+        super().__init__(None if total is None else _EvenTotal(total))
+        self.order = order
+        self._seen, self._loss = 0, torch.zeros(())
+        self._losses: list[tuple[int, torch.Tensor]] = []
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leave out the callbacks that save or stop, those of the module as well."""
+        super().setup(trainer, pl_module, stage)
+        callbacks = importlib.import_module(f"{trainer.strategy._namespace}.callbacks")
+        stopping = (callbacks.Checkpoint, callbacks.EarlyStopping, GNSCallback)
+        trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, stopping)]
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Refuse to go on from somewhere.
+
+        Raises:
+            MisconfigurationException: always.
+        """
+        raise trainer.strategy._misconfiguration(
+            f"{VARIABLE} is set: a probe training begins with a new model, and this script loads a checkpoint. Leave "
+            "ckpt_path out where the variable is set, or move the checkpoint away while profiling."
+        )
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Delay gradients if that is ordered; without a training, answer at once.
+
+        Raises:
+            MisconfigurationException: if there is nobody to send gradients to.
+        """
+        super().on_train_start(trainer, pl_module)
+        assert self._engine is not None
+        if self._engine.world_size == 1:
+            raise trainer.strategy._misconfiguration(
+                "a probe training with one worker sends no gradients, so that compression would cost nothing. Profile "
+                "with two workers at least; they may share a CPU."
+            )
+        if self.order.samples == 0:
+            self._end(trainer)
+        staleness = self._engine.hook_state.staleness
+        if staleness is not None and staleness.limit:
+            staleness.delay_all()
+        trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
+        for config in trainer.lr_scheduler_configs:
+            config.strict = False  # a metric of validation that a schedule follows is never there
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """No look at the plan, which is that of the order."""
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
+        """Take the loss with this rank's weight in it, so that the mean over ranks is that of the total batch."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._loss = self._loss + loss.detach() / (1.0 if scaler is None else scaler.get_scale())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Note the loss, and end after the samples of the order."""
+        assert self._engine is not None
+        assert self._engine.sampler is not None
+        self._engine.end_step()
+        size = sum(self._engine.sampler.sizes_at(trainer.current_epoch, batch_idx))
+        scale = trainer.accumulate_grad_batches  # Lightning has divided by it
+        if self._engine.config.loss_reduction == "sum":
+            scale *= self._engine.world_size / size
+        self._seen += size
+        self._losses.append((self._seen, self._loss * scale))
+        self._loss = torch.zeros(())
+        if self._seen >= self.order.samples:
+            self._end(trainer)
+
+    def _end(self, trainer: Any) -> None:
+        """Answer, and end the script's process with success, on all ranks at the same batch."""
+        engine, strategy = self._engine, trainer.strategy
+        assert engine is not None
+        assert engine.sampler is not None
+        assert engine.plan is not None
+        assert engine.roster is not None
+        last = [loss for seen, loss in self._losses if seen > (1.0 - SMOOTHED) * self._seen]
+        loss = float(strategy.reduce(torch.stack(last).mean())) if last else None
+        staleness = engine.hook_state.staleness
+        if staleness is not None:
+            staleness.take_sums()
+        if self._signal is not None:
+            self._signal.stop(wait=True)
+            self._signal = None
+        report = ProbeReport(
+            loss=loss,
+            samples=self._seen,
+            staleness=int(staleness is not None and staleness.delayed_share > 0.0),
+            world_size=engine.world_size,
+            total=engine.plan.total_batch_size,
+            dataset=len(engine.sampler.stream),
+            min_local=engine.roster.min_local,
+        )
+        if trainer.is_global_zero:
+            report.write(self.order.report)
+        strategy.barrier()
+        raise SystemExit(0)

@@ -1,0 +1,210 @@
+"""The controller of density and total end to end: it changes the next messages, and follows a link that moves."""
+
+import logging
+import re
+import time
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from lightning_hetero import BlockTopK, TTACallback
+from lightning_hetero.comm import compressed
+from lightning_hetero.core.surrogate import ConvergenceProfile
+from lightning_hetero.simulate import ThinLink
+from tests.helpers import Points, Regressor, fit, run_ranks
+
+BATCH = 5
+FAT, THIN, MEGABIT = 50e6, 2e5, 1.25e5  # bytes per second
+
+
+class Wide(Regressor):
+    """Computes for 15 ms and more by the sample; 480 kB of gradients, 36 kB in a message at a density of 0.3."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(5, 20_000), torch.nn.AvgPool1d(5_000), torch.nn.Linear(4, 1)
+        ).float()
+
+    def forward(self, x):
+        time.sleep(0.015 + 1e-4 * len(x))
+        return self.net(x)
+
+
+class Link(L.Callback):
+    """A link whose rate changes at given steps; keeps what the messages of each step were, and what was said."""
+
+    def __init__(self, rates):
+        self.rates, self.densities, self.sizes, self.totals, self.said = rates, [], [], [], []
+
+    def on_train_start(self, trainer, pl_module):
+        self.link = ThinLink(FAT, trainer.world_size).start()
+        handler = logging.Handler()
+        handler.emit = lambda record: self.said.append((record.levelname, record.getMessage()))
+        logging.getLogger("lightning_hetero").addHandler(handler)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.link.rate = self.rates.get(trainer.global_step, self.link.rate)
+
+    def on_after_backward(self, trainer, pl_module):
+        exchange = trainer.strategy.engine.compression.exchange
+        self.densities.append(exchange.density)
+        self.sizes.append(exchange.encoder.form.num_bytes)
+        self.totals.append(trainer.strategy.plan.total_batch_size)
+
+    def on_train_end(self, trainer, pl_module):
+        self.link.stop()
+
+
+class Rows(DummyLogger):
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append(metrics)
+
+
+def _run(rank, rates, settings, kwargs):
+    callback, link, logger = TTACallback(**settings), Link(rates), Rows()
+    strategy = {"compression": BlockTopK(density=0.3), "replan": 8, **kwargs.pop("strategy", {})}
+    kwargs = {"model": Wide(), "dataset": Points(4000, dtype=torch.float32), "max_steps": 8, **kwargs}
+    callbacks = [callback, link, *kwargs.pop("callbacks", [])]
+    done = fit(rank, strategy, 2, BATCH, callbacks=callbacks, logger=logger, max_epochs=-1, **kwargs)
+    keep = {name: getattr(link, name) for name in ("densities", "sizes", "totals", "said")}
+    rates_used = [group["lr"] for optimizer in kwargs["model"].trainer.optimizers for group in optimizer.param_groups]
+    return {**done, **keep, "rows": logger.rows, "lr": rates_used, "state": callback.state_dict()["planner"]}
+
+
+def run(rates, settings=None, **kwargs):
+    results = run_ranks(_run, 2, rates, settings or {}, kwargs)
+    assert results[0]["densities"] == results[1]["densities"], "ranks send different shares in the same step"
+    np.testing.assert_array_equal(results[0]["weights"], results[1]["weights"])
+    return results
+
+
+def changes(values):
+    return [(a, b) for a, b in zip(values, values[1:], strict=False) if a != b]
+
+
+LINE = r"density [\d.]+ -> [\d.]+: rank [01] sends [\d.]+ MB/s at the least; a step of 10 samples computes for "
+LINE += r"[\d.]+ ms and sends for [\d.]+ ms$"
+
+
+def test_messages_follow_a_link_that_gets_thin_and_a_resumed_run_goes_on_with_them(tmp_path):
+    saving = ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, filename="{step}", every_n_train_steps=56)
+    results = run({0: FAT, 24: THIN}, callbacks=[saving], enable_checkpointing=True, max_steps=56)
+    densities, sizes = results[0]["densities"], results[0]["sizes"]
+    assert set(densities[:8]) == {0.3}, "something changed before anything was measured"
+    assert densities[-1] < densities[23] / 3
+    assert sizes[-1] < sizes[23] / 3
+    lines = [text for level, text in results[0]["said"] if text.startswith("density ") and level == "INFO"]
+    assert len(lines) == len(changes(densities))
+    assert re.match(LINE, lines[0])
+    assert not [text for _, text in results[1]["said"] if text.startswith("density ")], "a rank other than 0 speaks"
+    logged = [row for row in results[0]["rows"] if "hetero/bandwidth" in row]
+    assert {"hetero/bandwidth/rank0", "hetero/bandwidth/rank1", "hetero/time_to_accuracy"} <= set(logged[-1])
+    assert 0.2 * THIN < logged[4]["hetero/bandwidth"] < 1.1 * THIN
+    assert logged[-1]["hetero/bytes_sent"] < logged[1]["hetero/bytes_sent"] / 3
+    rest = run({0: THIN}, ckpt_path=str(tmp_path / "step=56.ckpt"), max_steps=60)
+    assert set(rest[0]["densities"]) == {results[0]["state"]["density"]}, "a resumed run began with another density"
+
+
+def _timed(rank, rates):
+    """Messages take what they would on a link that is slow in the middle, whatever this machine is doing."""
+    looks = iter(rates)
+    seen = compressed.GradientCompression.see_messages
+
+    def see(self, everyone):
+        self.latency, rate = 1e-4, next(looks)
+        size = self.exchange.sent_bytes(self.exchange.density)
+        compressed.message_seconds = lambda _: (size, np.full(2, 2e-4 + size / rate))
+        seen(self, everyone)
+
+    compressed.GradientCompression.see_messages = see
+    return _run(rank, {}, {}, {"max_steps": 8 * len(rates)})
+
+
+def test_densities_follow_the_link_down_and_up_and_stay_where_it_stays():
+    results = run_ranks(_timed, 2, [FAT] * 7 + [THIN] * 7 + [FAT] * 9)
+    densities = results[0]["densities"]
+    assert densities == results[1]["densities"]
+    np.testing.assert_array_equal(results[0]["weights"], results[1]["weights"])
+    fat, thin, again = densities[55], densities[111], densities[-1]
+    assert thin < fat / 3
+    assert again > fat / 3
+    assert all(later < earlier for earlier, later in changes(densities[56:112])), "to and fro on the thin link"
+    assert len(changes(densities[88:112])) == 0, "it moves although nothing happens"
+    assert len(changes(densities[112:])) <= 5
+
+
+def test_the_total_follows_link_and_profile_at_the_rate_of_the_script(tmp_path):
+    """Larger totals cost nothing by the profile; on a thin link, with messages of one size, they pay."""
+    points = [(rate, total, 0.0) for rate in (0.0, 0.9, 0.99) for total in (10, 20, 80)]
+    ConvergenceProfile(10, 80, 1.0, tuple(points)).save(tmp_path / "profile.json")
+    settings = {"max_total_batch_size": 40, "profile": tmp_path / "profile.json", "min_density": 0.3, "min_steps": 8}
+    results = run({0: 2e6}, settings, max_steps=64)
+    assert results[0]["totals"][0] == 10
+    assert results[0]["totals"][-1] == 40
+    assert results[0]["lr"] == [0.05], "the profile's probes ran with the rate of the script"
+    assert results[0]["state"]["density"] == 0.3
+    sizes = [sum(len(part[2]) for part in step) for step in zip(*(r["seen"] for r in results), strict=True)]
+    assert sizes[-1] == 40, "the next batches are those of the plan"
+
+
+def test_a_stall_changes_nothing_and_a_megabit_is_said_to_be_the_bound():
+    """A second's stall of one step; then 36 kB of messages take 0.3 s of a step that computes for 20 ms."""
+    results = run({20: 36e3, 21: FAT, 32: MEGABIT}, {"min_density": 0.3, "max_density": 0.3}, max_steps=44)
+    assert results[0]["steps"] == 44
+    assert set(results[0]["densities"]) == {0.3}
+    said = [(level, text) for level, text in results[0]["said"] if text.startswith("density ")]
+    assert [level for level, _ in said] == ["WARNING"], said
+    found = re.search(r"sends ([\d.]+) MB/s .* network-bound: even the least density takes ([\d.]+) ms", said[0][1])
+    assert 0.05 < float(found[1]) < 0.2
+    assert 200 < float(found[2]) < 1500
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"min_density": 0}, ValueError, "min_density=0"),
+        ({"max_density": 1.5}, ValueError, "max_density=1.5"),
+        ({"min_density": 0.1, "max_density": 0.01}, ValueError, "max_density=0.01"),
+        ({"bandwidth": "guess"}, ValueError, "bandwidth='guess'"),
+        ({"profile": 3}, TypeError, "profile=3 is a int"),
+        ({"profile": "no/such/file.json"}, FileNotFoundError, "no/such/file.json"),
+        ({"max_total_batch_size": 0}, ValueError, "max_total_batch_size=0"),
+        ({"min_total_batch_size": 8}, ValueError, "min_total_batch_size=8 has no meaning"),
+        ({"hysteresis": 2}, ValueError, "hysteresis=2"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused_by_name(given, error, says):
+    with pytest.raises(error, match=re.escape(says)):
+        TTACallback(**given)
+
+
+def test_a_file_that_is_no_profile_is_refused(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="no convergence profile"):
+        TTACallback(profile=path)
+
+
+@pytest.mark.parametrize("compression", [None, "bf16"])
+def test_gradients_that_have_no_density_are_refused_on_every_rank(compression):
+    errors = run_ranks(_run, 2, {}, {}, {"strategy": {"compression": compression}}, expect_errors=True)
+    assert [rank for rank, *_ in errors] == [0, 1]
+    assert all("compression='block_topk'" in message for *_, message in errors)
+
+
+def test_it_brings_a_noise_scale_only_where_it_needs_one():
+    assert [type(c).__name__ for c in TTACallback(64).companions([])] == ["GNSCallback"]
+    assert TTACallback().companions([]) == []
+    profile = ConvergenceProfile(32, 512, 0.5, ((0.9, 64, 0.1),))
+    assert TTACallback(64, profile).companions([]) == []

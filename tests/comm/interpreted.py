@@ -1,0 +1,100 @@
+"""Training where the device decides, against training where the host does; `test_kernels.py` runs this, interpreted.
+
+Two ranks with DDP: block top-k by Triton's kernels on CPU, and a sparse optimizer that gets marks instead of numbers.
+"""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_hetero import BlockTopK
+from lightning_hetero.comm import sums
+from lightning_hetero.comm.block_exchange import BlockExchange
+from lightning_hetero.comm.clock import HostClock
+from lightning_hetero.comm.compressed import GradientCompression
+from lightning_hetero.comm.control import ControlPlane
+from lightning_hetero.comm.gradient_hook import HookState, gradient_hook
+from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.compression import triton_encoder
+from lightning_hetero.optim import SparseSGD, sparse_steps
+from tests.comm.test_gradient_hook import TINY, batches, loss_of
+from tests.helpers import run_ranks
+
+SETTINGS = BlockTopK(density=0.3, selector="histogram", warmup_steps=1)
+STEPS, POISONED, SPOILED = 6, 3, 4
+
+
+def on_device(exchange, parameters):
+    """The encoder that a GPU would have."""
+    form = host_encoder(exchange, parameters).form
+    return triton_encoder.TritonEncoder(exchange.layout, form, torch.device("cpu"), 2)
+
+
+host_encoder = BlockExchange._encoder
+
+
+def train(rank, *, spoil):
+    """Weights after each step, what ended it, and what was reported of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 1))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=TINY)
+    state = HookState(StepObserver(HostClock()), 2)
+    compression = GradientCompression(SETTINGS, ControlPlane(rank, 2), state)
+    compression.attach(model)
+    ddp.register_comm_hook(state, gradient_hook)
+    optimizer = SparseSGD(model.parameters(), lr=0.05, momentum=0.5, weight_decay=0.01)
+    compression.lead([optimizer])
+    gather = sums.gather_over_ranks
+
+    def spoiled(rows, *args):
+        done = gather(rows, *args)
+        if spoil and compression.exchange.step == SPOILED:
+            done.wait()
+            rows[0, -1] ^= 4
+        return done
+
+    sums.gather_over_ranks = spoiled
+    weights, ended = [], None
+    try:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = loss_of(ddp, batches(rank)[step % 3])
+            (loss * float("inf") if rank == 1 and step == POISONED else loss).backward()
+            compression.hand_over()
+            optimizer.step()
+            weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().copy())
+        report = compression.take_report()
+        return weights, ended, (report.steps, report.density, report.encode > 0, compression.exchange.dropped.count)
+    except ValueError as error:
+        return weights, str(error), None
+    finally:
+        sums.gather_over_ranks = gather
+
+
+def both_ways(rank):
+    dist.init_process_group("gloo")
+    triton_encoder.TILE = triton_encoder.SCORES = 128
+    triton_encoder.ITERS = 1
+    sparse_steps.BREAK_EVEN = 1.0
+    on_host = train(rank, spoil=False)
+    BlockExchange._encoder = on_device
+    return on_host, train(rank, spoil=False), train(rank, spoil=True)
+
+
+def test_the_device_decides_as_the_host_does():
+    """Same weights, also around a gradient that is not finite; a spoiled message moves nothing and ends all ranks."""
+    results = run_ranks(both_ways, 2)
+    for (host, _, seen), (weights, ended, reported), (spoiled, error, _) in results:
+        np.testing.assert_allclose(weights, host, rtol=1e-5, atol=1e-6)
+        assert ended is None
+        assert (reported[0], reported[2:]) == (seen[0], seen[2:]) == (STEPS, (True, 1))
+        np.testing.assert_allclose(reported[1], seen[1])
+        moved = [not np.array_equal(a, b) for a, b in zip(weights[:-1], weights[1:], strict=True)]
+        assert moved == [step != POISONED for step in range(1, STEPS)]
+        assert "the gradient message of rank 0, bucket 0, step 4 is refused: checksum" in error
+        assert len(spoiled) == SPOILED + 1, "it is seen one step later"
+        np.testing.assert_array_equal(spoiled[SPOILED], spoiled[SPOILED - 1])
+    for one, other in zip(results[0], results[1], strict=True):
+        np.testing.assert_array_equal(one[0], other[0])

@@ -1,0 +1,198 @@
+"""The planner of density and total on a simulated cluster: it follows the link, and stays where the link stays."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_hetero.core.bandwidth import LinkEstimate, MessageLink, sending_rate
+from lightning_hetero.core.noise_scale import RunningNoiseScale
+from lightning_hetero.core.plan import BatchPlan
+from lightning_hetero.core.planner import PlanContext
+from lightning_hetero.core.surrogate import ConvergenceProfile, ProfilePenalty
+from lightning_hetero.core.time_model import StepObservations
+from lightning_hetero.core.tta_planner import TimeToAccuracyPlanner, without_messages
+
+SPEEDS = np.array([0.001, 0.003])  # seconds of a sample
+FIXED, LATENCY, MODEL = 0.02, 1e-3, 8e6  # seconds, seconds, bytes at density 1
+
+
+class Cluster:
+    """Two workers and a link; runs windows of eight steps under the decisions of a planner."""
+
+    def __init__(self, planner, total=40, density=0.01, scatter=0.0, hidden=False, noise=None, latency=LATENCY):
+        self.planner, self.density, self.hidden, self.noise = planner, density, hidden, noise
+        self.plan, self.rng, self.scatter = (
+            BatchPlan(total, (total // 2, total - total // 2)),
+            np.random.default_rng(0),
+            scatter,
+        )
+        self.estimates, self.densities, self.totals = (LinkEstimate(),) * 2, [], []
+        self.later, self.latency = latency, 0.5 * LATENCY  # the second is what was measured before training
+
+    def message_bytes(self, density):
+        return 64.0 + MODEL * density
+
+    def window(self, rate):
+        """One window on a link of this rate, then the planner's decision."""
+        shape = (8, 2)
+        sizes = np.tile(np.array(self.plan.local_batch_sizes, float), (8, 1))
+        compute = (FIXED + sizes * SPEEDS) * np.exp(self.rng.normal(0.0, self.scatter / 4, shape))
+        sent = self.later + self.message_bytes(self.density) / rate * np.exp(self.rng.normal(0.0, self.scatter, (8, 1)))
+        slowest = compute.max(axis=1, keepdims=True)
+        step = np.maximum(slowest, sent) if self.hidden else slowest + sent
+        zeros = np.zeros(shape)
+        sync = zeros if self.hidden else slowest - compute + sent
+        observations = StepObservations(
+            sizes, compute / 3, 2 * compute / 3, compute / 3, zeros, sync, np.tile(step, (1, 2))
+        )
+        seconds = float(np.median(sent))
+        seen = sending_rate(self.message_bytes(self.density), seconds, self.latency)
+        self.estimates = tuple(estimate.observe(seen) for estimate in self.estimates)
+        link = MessageLink(self.density, self.message_bytes, self.estimates, seconds, self.hidden, self.latency)
+        context = PlanContext(self.plan.total_batch_size, ("a", "b"), (1, 1), noise=self.noise, link=link)
+        self.planner, proposal = self.planner.decide(observations, self.plan, context)
+        self.plan = self.plan if proposal is None else proposal.plan
+        self.density = self.planner.density or self.density
+        self.densities.append(self.density)
+        self.totals.append(self.plan.total_batch_size)
+        return context
+
+    def run(self, rate, windows):
+        for _ in range(windows):
+            self.window(rate)
+        return self
+
+    @property
+    def compute(self):
+        return float((FIXED + np.array(self.plan.local_batch_sizes) * SPEEDS).max())
+
+
+def changes(values):
+    return [(a, b) for a, b in zip(values, values[1:], strict=False) if a != b]
+
+
+def planner(**fields):
+    return TimeToAccuracyPlanner(initial_total=40, **fields)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_density_follows_the_link_within_a_few_windows(hidden):
+    cluster = Cluster(planner(), hidden=hidden).run(75e6, 7)
+    fast = cluster.density
+    cluster.run(2e6, 5)
+    thin = cluster.density
+    assert thin < fast / 5
+    cluster.run(75e6, 7)
+    assert cluster.density > 3 * thin
+    transfer = LATENCY + cluster.message_bytes(thin) / 2e6
+    assert transfer < (cluster.compute if hidden else 0.15 * cluster.compute)
+    sizes = cluster.plan.local_batch_sizes
+    assert sizes[0] > 2 * sizes[1], "the split is not that of the speeds"
+    assert set(cluster.totals) == {40}
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("idle_rule", [False, True])
+def test_a_link_that_scatters_is_no_reason_to_go_to_and_fro(idle_rule, hidden):
+    cluster = Cluster(planner(idle_rule=idle_rule), scatter=0.3, hidden=hidden).run(10e6, 30)
+    settled = cluster.densities[10:]
+    moves = changes(settled)
+    assert idle_rule or len(moves) <= 2, moves  # that rule is always on its way up or down, and 5 % of a step is much
+    assert max(settled) < (10 if idle_rule else 3.5) * min(settled)
+
+
+def test_density_finds_back_from_the_least():
+    """There messages are so small that latency makes the link look slow; each step up shows more of it."""
+    cluster = Cluster(planner(), density=0.001).run(75e6, 12)
+    assert cluster.density > Cluster(planner(), density=0.3).run(75e6, 12).density / 3
+    assert all(later > earlier for earlier, later in changes(cluster.densities))
+
+
+def test_latency_that_grows_while_training_is_told_from_the_rate():
+    """Of a machine that became busy, say: a lower density seems to pay, and that it does not shows the truth."""
+    cluster = Cluster(planner(), latency=8e-3).run(75e6, 10)
+    assert cluster.planner.latency == pytest.approx(8e-3, rel=0.2)
+    assert cluster.density > 1.5 * cluster.planner.min_density
+    assert len(changes(cluster.densities)) == 0
+
+
+def test_a_density_outside_the_bounds_is_brought_inside():
+    assert Cluster(planner(max_density=0.1), density=0.9).run(1e9, 3).density == 0.1
+    assert Cluster(planner(min_density=0.05), density=0.001).run(1e5, 3).density == 0.05
+
+
+def test_a_link_of_next_to_nothing_is_the_bound_and_says_so():
+    cluster = Cluster(planner()).run(75e6, 4).run(1.25e5, 4)
+    assert cluster.density == 0.001
+    assert not Cluster(planner()).run(75e6, 4).planner.choice.network_bound
+    cluster.run(1e4, 4)
+    assert cluster.planner.choice.network_bound
+    assert "network-bound" in cluster.planner.choice.describe()
+
+
+NOISE = RunningNoiseScale().update(trace=400.0, global_sq_norm=1.0 + 400 / 40, total_batch_size=40)
+
+
+def test_a_thin_link_asks_for_larger_totals():
+    """Goodput weighs the exchange, which a larger total makes rarer, against efficiency."""
+    fields = {"moves_batch": True, "max_total_batch_size": 1000, "min_density": 0.05, "min_steps": 8}
+    thick = Cluster(planner(**fields), noise=NOISE).run(1e9, 16)
+    thin = Cluster(planner(**fields), noise=NOISE).run(2e6, 16)
+    assert thin.plan.total_batch_size > 1.3 * thick.plan.total_batch_size > 40
+    assert len(changes(thin.totals[10:])) == 0
+    choice = thin.planner.choice
+    assert choice.total_batch_size == thin.plan.total_batch_size
+    table = {c.total_batch_size: c.goodput for c in thin.planner.table}
+    assert max(table.values()) <= 1.05 * table[choice.total_batch_size]
+
+
+PROFILE = ConvergenceProfile(
+    16,
+    256,
+    1.0,
+    tuple((r, x, 0.5 * r + abs(math.log2(x / 80))) for r in (0, 0.5, 0.9, 0.99) for x in (16, 40, 80, 256)),
+)
+
+
+def test_a_profile_says_what_totals_and_densities_cost():
+    """Without a noise scale: totals are best at 80, and rates cost little up to half of it."""
+    penalty = ProfilePenalty(PROFILE)
+    fields = {"moves_batch": True, "max_total_batch_size": 256, "min_steps": 8, "profile": penalty}
+    cluster = Cluster(planner(**fields)).run(75e6, 16)
+    assert 70 <= cluster.plan.total_batch_size <= 110
+    assert len(changes(cluster.totals[10:])) == 0
+    assert penalty(0.01, 80) > penalty(0.5, 80)
+    assert penalty(0.1, 1000) == pytest.approx(penalty(0.1, 256))
+    free = Cluster(planner(profile=lambda density, total: 0.0)).run(10e6, 6)
+    dear = Cluster(planner(profile=lambda density, total: -3 * math.log10(density))).run(75e6, 6)
+    assert free.density < 0.01 < dear.density
+
+
+def test_the_state_is_plain_and_goes_on():
+    cluster = Cluster(planner()).run(2e6, 5)
+    state = json.loads(json.dumps(cluster.planner.state_dict()))
+    again = planner().loaded(state)
+    assert again.density == cluster.density
+    assert again.model == cluster.planner.model
+
+
+def test_without_a_link_it_is_the_planner_of_the_total():
+    cluster = Cluster(planner()).run(75e6, 3)
+    sizes = np.tile(np.array(cluster.plan.local_batch_sizes, float), (8, 1))
+    zeros = np.zeros_like(sizes)
+    seen = StepObservations(sizes, sizes, sizes, sizes, zeros, zeros, zeros)
+    assert without_messages(seen, None) is seen
+    after, proposal = planner().decide(seen, cluster.plan, PlanContext(40, ("a", "b"), (1, 1)))
+    assert after.density is None
+    assert after.choice is None
+
+
+def test_step_times_are_predicted_with_the_messages():
+    cluster = Cluster(planner()).run(10e6, 6)
+    context = cluster.window(10e6)
+    measured = cluster.compute + LATENCY + cluster.message_bytes(cluster.density) / 10e6
+    context = replace(context, link=replace(context.link, density=cluster.density))
+    assert cluster.planner.predict(cluster.plan, context) == pytest.approx(measured, rel=0.05)

@@ -1,0 +1,161 @@
+"""A probe training by order of the environment: its batches, gradients, end and answer; what is left out."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from lightning_hetero import AdaptiveBatchCallback, HeteroDDPStrategy
+from lightning_hetero.core.probe_order import VARIABLE, ProbeOrder, ProbeReport
+from tests.helpers import Points, RankError, Regressor, run_ranks, trainer_of
+
+SAMPLES = 64
+
+
+class Module(Regressor):
+    """Has all that a script may have besides a training step."""
+
+    validated = 0
+
+    def validation_step(self, batch, batch_idx):
+        self.validated += 1
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "validation_loss"}}
+
+    def configure_callbacks(self):
+        return [EarlyStopping("validation_loss")]
+
+
+def _probe(rank, folder, strategy, kwargs):
+    model, loader = Module(**kwargs.pop("model", {})), DataLoader(Points(SAMPLES), 5, shuffle=True)
+    callbacks = [
+        AdaptiveBatchCallback(max_total_batch_size=32),
+        ModelCheckpoint(folder / "checkpoints", monitor="validation_loss"),
+        LearningRateMonitor(),
+    ]
+    settings = {"max_epochs": 1, "callbacks": callbacks, "logger": CSVLogger(folder / "logs"), **kwargs}
+    ckpt_path = settings.pop("ckpt_path", None)
+    trainer = trainer_of(HeteroDDPStrategy(**strategy), 2, enable_checkpointing=True, **settings)
+    warnings.filterwarnings("ignore", "ReduceLROnPlateau conditioned on metric validation_loss which is not available")
+    with pytest.raises(SystemExit) as ended:  # or the script would go on after its probe
+        trainer.fit(model, loader, loader, ckpt_path=ckpt_path)
+    assert ended.value.code == 0
+    compression = trainer.strategy.engine.compression
+    density = None if compression is None else compression.settings.density
+    return {"seen": model.seen, "validated": model.validated, "density": density}
+
+
+@pytest.fixture
+def probe(tmp_path):
+    """Runs a probe training on two ranks: the answer, and what the ranks saw."""
+
+    def _run(strategy=None, kwargs=None, **order):
+        text = ProbeOrder(str(tmp_path / "answer.json"), **order).to_json()
+        results = run_ranks(_probe, 2, tmp_path, strategy or {}, kwargs or {}, env={VARIABLE: text})
+        assert [path.name for path in tmp_path.iterdir()] == ["answer.json"], "a probe leaves nothing but its answer"
+        return ProbeReport.read(tmp_path / "answer.json"), results
+
+    return _run
+
+
+def by_hand(results, *, delay=0):
+    """Losses of one process that takes the same total batches, each gradient ``delay`` steps late."""
+    model, points, losses, owed = Regressor(), Points(SAMPLES), [], []
+    optimizer = model.configure_optimizers()
+    for (*_, first), (*_, second) in zip(*[r["seen"] for r in results], strict=True):
+        batch = [torch.stack([points[i][k] for i in [*first, *second]]) for k in (0, 1)]
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+        loss.backward()
+        losses.append(loss.item())
+        owed.append([p.grad.clone() for p in model.parameters()])
+        late = owed.pop(0) if len(owed) > delay else [torch.zeros_like(p) for p in model.parameters()]
+        for p, gradient in zip(model.parameters(), late, strict=True):
+            p.grad = gradient
+        optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_the_order_decides_on_batches_and_delay_and_on_nothing_else(probe, delay):
+    """Total 12 in place of the script's 10, one epoch of 64 samples and a half; the last quarter's loss counts."""
+    answer, results = probe(total=12, samples=96, staleness=delay)
+    sizes = [[len(indices) for *_, indices in r["seen"]] for r in results]
+    assert sizes == [[6, 6, 6, 6, 6, 2, 6, 6, 6], [6, 6, 6, 6, 6, 2, 6, 6, 6]]
+    assert [r["validated"] for r in results] == [0, 0]
+    losses = by_hand(results, delay=delay)
+    np.testing.assert_allclose(answer.loss, np.mean(losses[-3:]), rtol=1e-12)
+    assert (answer.samples, answer.staleness, answer.total) == (100, delay, 12)
+
+
+def test_rate_is_one_minus_density(probe):
+    answer, results = probe({"local_batch_sizes": [7, 3], "compression": "block_topk(block=8)"}, samples=50, rate=0.75)
+    assert [r["density"] for r in results] == [0.25, 0.25]
+    assert answer.total == 10, "the script's own"
+    assert [len(indices) for *_, indices in results[0]["seen"]] == [5] * 5
+    assert abs(answer.loss - np.mean(by_hand(results)[-2:])) > 1e-6
+    again, _ = probe({"local_batch_sizes": [7, 3], "compression": "block_topk(block=8)"}, samples=50, rate=0.75)
+    assert again == answer
+
+
+def test_compressed_gradients_are_late_too(probe):
+    strategy = {"compression": "block_topk(block=8)"}
+    late, _ = probe(strategy, total=10, samples=60, rate=0.75, staleness=1)
+    at_once, results = probe(strategy, total=10, samples=60, rate=0.75)
+    assert (late.staleness, at_once.staleness) == (1, 0)
+    assert [r["density"] for r in results] == [0.25, 0.25]
+    assert late.loss != at_once.loss
+
+
+def test_losses_are_those_of_samples_with_accumulation_and_sums(probe):
+    answer, results = probe(kwargs={"accumulate_grad_batches": 2}, total=10, samples=20)
+    np.testing.assert_allclose(answer.loss, by_hand(results, delay=9)[-1], rtol=1e-12)
+    answer, results = probe({"loss_reduction": "sum"}, {"model": {"reduction": "sum"}}, total=10, samples=10)
+    np.testing.assert_allclose(answer.loss, by_hand(results)[0], rtol=1e-12)
+
+
+def test_a_delay_that_the_script_does_not_allow_is_left_out(probe):
+    answer, _ = probe({"find_unused_parameters": True}, samples=20, staleness=1)
+    assert answer.staleness == 0
+
+
+def test_without_samples_the_script_is_described(probe):
+    answer, results = probe({"min_local_batch_size": 2})
+    assert answer == ProbeReport(None, 0, 0, world_size=2, total=10, dataset=SAMPLES, min_local=2)
+    assert [r["seen"] for r in results] == [[], []]
+
+
+def test_a_probe_begins_with_a_new_model(tmp_path):
+    path, order = tmp_path / "last.ckpt", ProbeOrder(str(tmp_path / "answer.json"), samples=10)
+    trainer = trainer_of("auto", 1, max_steps=1)
+    trainer.fit(Regressor(), DataLoader(Points(SAMPLES), 5))
+    trainer.save_checkpoint(path)
+    with pytest.raises(RankError, match="a probe training begins with a new model") as raised:
+        run_ranks(_probe, 2, tmp_path, {}, {"ckpt_path": path}, env={VARIABLE: order.to_json()})
+    assert len(raised.value.errors) == 2
+
+
+def _fit_alone(rank, strategy):
+    trainer_of(strategy, 1).fit(Regressor(), DataLoader(Points(SAMPLES), 5, shuffle=True))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text", "says"),
+    [
+        ("hetero_ddp", "{", "is no order for a probe training"),
+        ("hetero_ddp", '{"report": "a", "speed": 3}', "is no order for a probe training"),
+        ("hetero_ddp", '{"report": "a", "rate": 2}', "rate=2 is out of range"),
+        ("hetero_ddp", '{"report": "a"}', "a probe training with one worker sends no gradients"),
+        ("hetero_ddp_fork", '{"report": "a"}', "Profile with strategy='hetero_ddp'"),
+    ],
+)
+def test_what_cannot_be_probed_is_refused(strategy, text, says):
+    with pytest.raises(RankError, match=says):
+        run_ranks(_fit_alone, 1, strategy, env={VARIABLE: text})

@@ -1,0 +1,144 @@
+"""Clusters of ranks in real processes: the same sums, one message per cluster, residuals with the leaders only."""
+
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hetero import BlockTopK, HeteroDDPStrategy
+from lightning_hetero.comm import sums, topology
+from lightning_hetero.comm.control import ControlPlane
+from lightning_hetero.comm.topology import Topology
+from tests.comm.test_gradient_hook import TINY
+from tests.helpers import fit, run_ranks
+from tests.strategies.test_compression import Wide, points, same_everywhere, saving
+from tests.strategies.test_delayed_blocks import Delays
+
+CLUSTERS = [[0, 2, 3], [1]]
+SPLIT = [3, 1, 2, 2]
+SPARSE = BlockTopK(density=0.2, warmup_steps=2)
+
+
+def _fit(rank, hierarchy, compression, kwargs):
+    crossed = []
+    sum_over_ranks = sums.sum_over_ranks
+    sums.sum_over_ranks = lambda buffer, group=None: (
+        crossed.append(dist.get_world_size(group)), sum_over_ranks(buffer, group)
+    )[1]  # fmt: skip
+    settings = {"local_batch_sizes": SPLIT, "bucket_cap_mb": TINY, **kwargs.pop("strategy", {})}
+    strategy = HeteroDDPStrategy(hierarchy=hierarchy, compression=compression, **settings)
+    result = fit(rank, strategy, 4, 2, **{"model": Wide(), "dataset": points(), "max_epochs": 2, **kwargs})
+    held = strategy.engine.compression
+    residual = None if held is None else held.exchange.encoder.residual.numpy().copy()
+    return {**result, "crossed": crossed, "residual": residual}
+
+
+def run(hierarchy, compression=None, **kwargs):
+    return run_ranks(_fit, 4, hierarchy, compression, kwargs)
+
+
+def test_dense_sums_are_those_of_all_ranks_and_leaders_alone_cross():
+    expected, ours = run(None)[0], run(CLUSTERS)
+    result = same_everywhere(ours)
+    np.testing.assert_allclose(result["grads"], expected["grads"], rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(result["weights"], expected["weights"], rtol=1e-4, atol=1e-7)
+    assert set(expected["crossed"]) == {4}
+    assert [set(r["crossed"]) for r in ours] == [{2}, {2}, set(), set()]
+
+
+def test_density_1_is_the_dense_gradient_and_few_blocks_are_few():
+    expected = run(None)[0]
+    whole = same_everywhere(run(CLUSTERS, BlockTopK(density=1.0, value_dtype="float32")))
+    np.testing.assert_allclose(whole["grads"], expected["grads"], rtol=1e-4, atol=1e-6)
+    ranks = run(CLUSTERS, SPARSE)
+    few = same_everywhere(ranks)
+    assert 0.02 < (few["grads"][2:] != 0).mean() < 0.4
+    assert [bool(r["residual"].any()) for r in ranks] == [True, True, False, False]
+
+
+def test_a_resume_goes_on_identically_and_another_hierarchy_loses_no_residual(tmp_path):
+    whole = same_everywhere(run(CLUSTERS, SPARSE, **saving(tmp_path)))
+    path = str(next(tmp_path.glob("*step=10.ckpt")))
+    rest = same_everywhere(run(CLUSTERS, SPARSE, ckpt_path=path))
+    np.testing.assert_array_equal(rest["grads"], whole["grads"][10:])
+    saved = torch.load(path, weights_only=True)["lightning_hetero_residuals"]["ranks"]
+    total = sum(torch.cat(list(rank["residuals"].values())).numpy() for rank in saved)
+    for hierarchy in ([[0, 1], [2, 3]], None):
+        ranks = run(hierarchy, SPARSE, ckpt_path=path, max_steps=10)
+        held = sum(rank["residual"] for rank in ranks)
+        kept = held[held != 0]
+        np.testing.assert_allclose(kept.sum(), total.sum(), rtol=1e-4, atol=1e-6)
+        assert kept.size == (total != 0).sum()
+
+
+def _late(rank, hierarchy, compression, kwargs):
+    names = [name for name, _ in Wide().named_parameters()]
+    delays = Delays({2: names if compression is None else True})
+    return _fit(rank, hierarchy, compression, {"callbacks": [delays], "strategy": {"staleness": 1}, **kwargs})
+
+
+@pytest.mark.parametrize("compression", [None, BlockTopK(density=1.0, value_dtype="float32")])
+def test_delayed_sums_go_by_way_of_leaders_too(compression):
+    """Gradients arrive a step later, as they do on the straight way; the last ones are applied at the end."""
+    expected = same_everywhere(run_ranks(_late, 4, None, compression, {}))
+    ranks = run_ranks(_late, 4, CLUSTERS, compression, {})
+    ours = same_everywhere(ranks)
+    for name in ("grads", "weights"):
+        np.testing.assert_allclose(ours[name], expected[name], rtol=1e-4, atol=1e-6)
+    assert np.abs(ours["grads"][2]).max() == 0.0  # the sum of this step is on its way
+    assert [set(r["crossed"]) for r in ranks] == [{2}, {2}, set(), set()]
+
+
+# where clusters come from
+
+
+def _meet(rank, names):
+    dist.init_process_group("gloo")
+    control = ControlPlane(rank, 4, timeout=timedelta(seconds=60))
+    topology.socket.gethostname = lambda: names[rank]
+    found = [Topology.form("nodes", control, None).clusters]
+    topology.os.environ[topology.VARIABLE] = names[rank]
+    found.append(Topology.form("env", control, None).clusters)
+    seconds = topology.link_seconds(control)
+    assert (seconds[~np.eye(4, dtype=bool)] > 0).all()
+    np.testing.assert_array_equal(seconds, seconds.T)
+    topology._ping = lambda probe, low, high, control: 0.1 if names[low] != names[high] else 0.01
+    found.append(Topology.form("auto", control, None).clusters)
+    flat = Topology.form("auto", control, None).another()
+    buffer = torch.full((5,), float(rank))
+    flat.sum(buffer).wait()
+    rows = torch.zeros(flat.size, 3, dtype=torch.uint8)
+    if flat.leads:
+        rows[flat.cluster] = 1 + flat.cluster
+    flat.gather(rows).wait()
+    if rank == 3:
+        del topology.os.environ[topology.VARIABLE]
+    try:
+        Topology.form("env", control, None)
+    except ValueError as error:
+        return found, buffer.tolist(), rows[:, 0].tolist(), str(error)
+    return None
+
+
+def test_clusters_from_hosts_the_environment_and_times():
+    for found, sums_, rows, error in run_ranks(_meet, 4, ["a", "b", "a", "a"]):
+        assert found == [((0, 2, 3), (1,))] * 3
+        assert sums_ == [6.0] * 5
+        assert rows == [1, 2]
+        assert "not set on rank 3" in error
+
+
+def test_wrong_arguments_are_refused_at_construction():
+    with pytest.raises(ValueError, match="hierarchy='sites' is unknown"):
+        HeteroDDPStrategy(hierarchy="sites")
+    with pytest.raises(ValueError, match="hierarchy= and ddp_comm_hook="):
+        HeteroDDPStrategy(hierarchy="nodes", ddp_comm_hook=lambda state, bucket: None)
+    with pytest.raises(ValueError, match="compression=LowRank"):
+        HeteroDDPStrategy(hierarchy="nodes", compression="powersgd")
+
+
+def test_clusters_that_do_not_fit_the_job_are_refused_on_every_rank():
+    errors = run_ranks(_fit, 4, [[0, 1, 2]], None, {}, expect_errors=True)
+    assert [(rank, kind) for rank, kind, _ in errors] == [(rank, "ValueError") for rank in range(4)]
