@@ -29,6 +29,8 @@ STRATEGIES = {
     "ddp": None,
     "hetero_ddp": {},
     "hetero_ddp, staleness=1": {"staleness": 1},
+    "hetero_ddp, block_topk": {"compression": "block_topk(density=0.1)"},
+    "hetero_ddp, block_topk, staleness=1": {"compression": "block_topk(density=0.1)", "staleness": 1},
 }
 
 

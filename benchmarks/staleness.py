@@ -1,8 +1,9 @@
 """Two emulated nodes, with one core and half a core, on links of 100, 500 and 1000 Mbit/s (needs root).
 
-At each rate, DDP, ``hetero_ddp`` and ``hetero_ddp`` with ``staleness=1`` train the same model one after the other. The
-step is compared with a step that is computing only: the median of what the slowest node of that run computed, as the
-ranks observed it (of the run without delays, for DDP at equal sizes there is no such number).
+At each rate, DDP and ``hetero_ddp`` train the same model one after the other, the latter with ``staleness=1``, with
+block top-k, and with both. The step is compared with a step that is computing only: the median of what the slowest node
+of that run computed, as the ranks observed it (of the run without delays, for DDP at equal sizes there is no such
+number).
 
     python benchmarks/staleness.py            # all rates
     python benchmarks/staleness.py --quick    # a small model at one rate, to see that it runs

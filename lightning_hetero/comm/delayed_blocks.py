@@ -58,6 +58,7 @@ class DelayedBlocks(Delays):
         self._under_way: Sending | None = None
         self._owed: list[Pack] = []
         self._spare: torch.Tensor | None = None
+        self._in_vain = False
         exchange.late, exchange.way = self, topology
         self.load_state_dict(restored or {})
 
@@ -65,6 +66,7 @@ class DelayedBlocks(Delays):
 
     def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Take one bucket; DDP hands them over in the same order on all ranks."""
+        self.step_kind = ["all"] if self.delayed and not self.exchange.dense else []
         return self.exchange(None, bucket)
 
     def turn(self, sending: Sending) -> list[Pack]:
@@ -75,6 +77,7 @@ class DelayedBlocks(Delays):
         release, arrived = self._log.ready(0), self._log.send()
         self._then(sending.arrival, lambda done: arrived())
         self.settle()
+        self._say_in_vain()
         packs, self._owed = self._owed, []
         if self.delayed:
             self._keep(sending)
@@ -104,6 +107,7 @@ class DelayedBlocks(Delays):
             self._log.gap()
             self.settle()
             self.exchange.encoder.merge(self._owed)
+        self._say_in_vain(last=bucket.is_last())
         if self._owed:
             self.exchange.hook.exact_sum = False
             if self.exchange.topology.rank == 0:
@@ -115,14 +119,20 @@ class DelayedBlocks(Delays):
             self.exchange.encoder.finish()
             self._owed = []
 
+    def _say_in_vain(self, last: bool = True) -> None:
+        """Tell the hook in this step that the messages of the step before were left out."""
+        if self._in_vain:
+            self.exchange.hook.step_dropped = True
+        self._in_vain = self._in_vain and not last
+
     # sums that are owed
 
     def settle(self) -> None:
         """Wait for the messages under way and read them. What was sent in vain returns to the residual."""
         if self._under_way is not None:
             sending, self._under_way = self._under_way, None
-            self._owed = self._owed + self.exchange.receive(sending)
-            self._spare = sending.rows
+            found = self.exchange.receive(sending)
+            self._owed, self._spare, self._in_vain = self._owed + found, sending.rows, not found
 
     def take_sums(self) -> dict[str, torch.Tensor]:
         """All sums that the optimizer has not had yet, by parameter, flat; from now on they are the caller's."""
@@ -187,6 +197,7 @@ class DelayedBlocks(Delays):
         if self._under_way is not None:
             self._under_way.arrival.wait()
             self._spare, self._under_way = self._under_way.rows, None
+        self._in_vain = False
         self.delayed = bool(self.limit) and set(self.parameters) <= set(state.get("delayed", ()))
         self.link = LinkEstimate(state.get("rate"))
         sums = self._fitting(state.get("sums", {}))

@@ -35,6 +35,11 @@ class Delays:
         topology: way of what is delayed, with process groups of its own, so that no other collective waits behind it;
             ``None`` for that of what is fresh.
         running: set of callbacks that a thread of the process group may still hold.
+
+    Attributes:
+        gave_late: whether the last bucket got the sum of the step before, and nothing else.
+        step_kind: what was delayed in the running step, equal in two steps that delayed the same; ``None`` in it stands
+            for sums of two steps in one.
     """
 
     unit = "gradient buckets"
@@ -52,6 +57,8 @@ class Delays:
         self.limit, self.parameters, self.hysteresis, self.topology = limit, parameters, hysteresis, topology
         self.link = LinkEstimate()
         self.choice: DelayChoice | None = None
+        self.gave_late = False
+        self.step_kind: list[Any] = []
         self._running = running
         self._log = TransferLog(clock)
 

@@ -53,6 +53,7 @@ class HookState:
         fired: whether a bucket was averaged since :meth:`take_fired`.
         local_squares: squared norms of the buckets before averaging, of the running step.
         global_squares: the same after averaging.
+        late_squares: the same of buckets that got the sum of the step before.
     """
 
     observer: StepObserver
@@ -72,6 +73,7 @@ class HookState:
     fired: bool = False
     local_squares: list[torch.Tensor] = field(default_factory=list)
     global_squares: list[torch.Tensor] = field(default_factory=list)
+    late_squares: list[torch.Tensor] = field(default_factory=list)
     _running: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet, repr=False)
 
     def settle(self, timeout: float = 5.0) -> None:
@@ -115,6 +117,11 @@ class HookState:
         self.local_squares, self.global_squares = [], []
         return squares
 
+    def take_late_squares(self) -> list[torch.Tensor]:
+        """Squared norms of what belongs to the step before, since the last call."""
+        squares, self.late_squares = self.late_squares, []
+        return squares
+
 
 def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average one gradient bucket over all ranks: ``sum_i (W b_i / B) g_i / W = sum_i r_i g_i`` (Cannikin, eq. 9).
@@ -131,8 +138,10 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     buffer, parameters = bucket.buffer(), bucket.parameters
     if state.collect_norms:
         state.local_squares.extend(state.norms.of_bucket(buffer, parameters))
+    averaged = state.global_squares
     if state.staleness is not None:
         future = state.staleness(bucket)
+        averaged = state.late_squares if state.staleness.gave_late else averaged
     elif state.inner is not None:
         future = state.inner(state.inner_state, bucket)
     else:
@@ -149,7 +158,7 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
         if not early:
             state.observer.bucket_done(number)
         if state.collect_norms:
-            state.global_squares.extend(state.norms.of_bucket(result, parameters))
+            averaged.extend(state.norms.of_bucket(result, parameters))
         return result
 
     state._running.add(finish)

@@ -7,6 +7,7 @@ the device in between: a step costs its norms, and they are put together for man
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,34 @@ class NoiseSums:
         self._sums, self._steps = torch.tensor(part[:4], dtype=torch.float64), int(part[4])
 
 
+@dataclass(frozen=True)
+class _Held:
+    """A step whose averaged gradient, or a part of it, arrives with the next step.
+
+    Args:
+        estimator: of its window.
+        first: squared norms of the first micro-batch.
+        local: of this rank's gradient.
+        whole: of what of the averaged one has come.
+        exact: whether the averaged gradient is the sum of all ranks', rather than a compressed one.
+        kind: what of it comes with the next step, if that delays the same.
+    """
+
+    estimator: WindowEstimator
+    first: Squares
+    local: Squares
+    whole: Squares
+    exact: bool
+    kind: list[Any]
+
+
+def _unless(dropped: bool | torch.Tensor, squares: Squares) -> list[torch.Tensor]:
+    """Squared norms, not finite if the step was left out."""
+    if isinstance(dropped, torch.Tensor):
+        return [torch.where(dropped != 0, torch.nan, value) for value in squares]
+    return [torch.full_like(value, torch.nan) if dropped else value for value in squares]
+
+
 class NoiseCollector:
     """Adds up one rank's contributions to ``tr(Sigma)`` and ``|g|^2`` from the norms of a gradient hook.
 
@@ -146,11 +175,13 @@ class NoiseCollector:
         self._window: list[tuple[int, ...]] = []
         self._first: list[torch.Tensor] = []
         self._warned = False
+        self._held: _Held | None = None
 
     def begin_step(self, sizes: tuple[int, ...]) -> None:
         """A micro-batch of these sizes begins."""
         known = self.hook.norms.preconditioner is None or self.number >= PRECONDITIONED_AFTER
-        self.hook.collect_norms = known and self.number % self.every_n_steps == 0
+        due = self.number % self.every_n_steps == 0
+        self.hook.collect_norms = known and (due or self._held is not None)
         self._window.append(sizes)
 
     def first_backward(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -160,18 +191,19 @@ class NoiseCollector:
 
     def end_step(self) -> None:
         """The gradients of an optimizer step were averaged: take their norms."""
+        due = self.number % self.every_n_steps == 0
         self.number += 1
-        squares = self.hook.take_squares()
+        squares, late = self.hook.take_squares(), self.hook.take_late_squares()
         dropped, self.hook.step_dropped = self.hook.step_dropped, False
         window, self._window = tuple(self._window), []
         first, self._first = self._first, []
-        if squares is None:
+        kind = [] if self.hook.staleness is None else self.hook.staleness.step_kind
+        self._complete(kind, late, dropped)
+        if squares is None or not due or None in kind:
             return
         local, whole = squares
-        if isinstance(dropped, torch.Tensor):
-            whole = [torch.where(dropped != 0, torch.nan, value) for value in whole]
-        elif dropped:
-            whole = [torch.full_like(value, torch.nan) for value in whole]
+        if not kind:
+            whole = _unless(dropped, whole)
         known = self.running.noise_scale
         estimator = window_estimator(
             window,
@@ -182,15 +214,25 @@ class NoiseCollector:
             exact=self.hook.exact_sum,
             noise_scale=float("inf") if np.isnan(known) else known,
         )
-        if estimator is not None:
+        if estimator is not None and kind:
+            self._held = _Held(estimator, first if len(window) > 1 else [], local, whole, self.hook.exact_sum, kind)
+        elif estimator is not None:
             self.add(estimator, first if len(window) > 1 else [], local, whole)
         elif not self.hook.exact_sum and not self._warned:
             self._warned = True
             log.warning(
                 "the noise scale cannot be seen in compressed sums of equal batches (%s): it is estimated from dense "
-                "steps only. Set dense_every in BlockTopK, or use unequal batches.",
+                "steps only, unless a delayed sum is in them. Use unequal batches, or set dense_every in BlockTopK and "
+                "staleness=0.",
                 "/".join(map(str, window[0])),
             )
+
+    def _complete(self, kind: list[Any], late: Squares, dropped: bool | torch.Tensor) -> None:
+        """Add the step before, of which something came with this one."""
+        held, self._held = self._held, None
+        if held is not None and (held.kind == kind or not held.exact):
+            whole = _unless(dropped, [*held.whole, *late] if held.exact else held.whole)
+            self.add(held.estimator, held.first, held.local, whole)
 
     def add(self, estimator: WindowEstimator, first: Squares, local: Squares, whole: Squares) -> None:
         """Add a step, by the squared norms of this rank's weighted gradient and of the averaged one."""

@@ -96,9 +96,11 @@ class Staleness(Delays):
         """Average one bucket; DDP hands them over in the same order on all ranks."""
         if bucket.index() == 0:
             self.queue.begin_step()
+            self.step_kind = []
         lane, release = self._lane(bucket), self._log.ready(bucket.index())
         delayed = bool(lane.names) and self.delayed.issuperset(lane.names)
         future = self._delay(lane, bucket.buffer()) if delayed else self._await(lane, bucket.buffer())
+        self.gave_late = delayed
 
         def released(done: Future) -> torch.Tensor:
             value = tensor_of(done.value())
@@ -122,6 +124,7 @@ class Staleness(Delays):
 
     def _delay(self, lane: _Lane, buffer: torch.Tensor) -> Future:
         """Send this step's gradient, hand out the sum of the step before."""
+        self.step_kind.append(lane.names)
         before, sent = lane.sums, lane.buffer(buffer)
         torch.div(buffer, self.world_size, out=sent)
         lane.sums = self.queue.add(sent, self._sender(sent, self.topology or self.fresh))
@@ -145,6 +148,7 @@ class Staleness(Delays):
         self.queue.before(future)
         if not any(name in self._sums or name in self.delayed for name in lane.names):
             return future
+        self.step_kind.append(None)
         delayed = self.delayed
 
         def settle(done: Future) -> torch.Tensor:

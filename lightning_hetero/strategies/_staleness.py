@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from lightning_hetero.callbacks import GNSCallback
 from lightning_hetero.comm.block_exchange import BlockExchange
 from lightning_hetero.comm.delayed_blocks import DelayedBlocks
 from lightning_hetero.comm.delays import Delays
@@ -77,9 +76,4 @@ def _why_not(strategy: Any) -> str | None:
         )
     if getattr(strategy.precision_plugin, "scaler", None) is not None:
         return "staleness=1 and a loss scaler: a delayed gradient carries the scale of the step before. Use bf16-mixed"
-    if any(isinstance(callback, GNSCallback) for callback in strategy._trainer.callbacks):
-        return (
-            "staleness=1 and GNSCallback (which AdaptiveBatchCallback brings along): the norms of delayed sums belong "
-            "to another step than those of the workers. Use one of them"
-        )
     return None

@@ -18,8 +18,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.utils.data import DataLoader
 
-from lightning_hetero import AdaptiveBatchCallback, GNSCallback, HeteroDDPStrategy
+from lightning_hetero import BlockTopK, GNSCallback, HeteroDDPStrategy
 from lightning_hetero.callbacks.late_signal import NAME, LateSignal
+from lightning_hetero.comm.noise import NoiseCollector
 from lightning_hetero.comm.transfers import TransferLog
 from lightning_hetero.simulate import ThinLink
 from tests.helpers import Points, RankError, Regressor, fit, run_ranks, trainer_of
@@ -50,7 +51,8 @@ class Delays(L.Callback):
         staleness = trainer.strategy.engine.hook_state.staleness
         if self.schedule and trainer.global_step in self.schedule:
             staleness.delay(self.schedule[trainer.global_step])
-        self.delayed.append(None if staleness is None else sorted(staleness.delayed))
+        delayed = None if staleness is None else staleness.delayed  # with block top-k True or False, for all of them
+        self.delayed.append(sorted(delayed) if isinstance(delayed, frozenset) else delayed)
 
 
 def _run(rank, strategy, kwargs):
@@ -423,6 +425,61 @@ def test_delays_follow_the_link_and_no_gradient_is_lost():
     assert results[1]["said"] == [], "a rank other than 0 speaks"
 
 
+# the noise scale
+
+
+class Still(Regressor):
+    """Its weights stay where they are; one rank's loss is not finite in one step, if that is asked for."""
+
+    def __init__(self, bad):
+        super().__init__(lr=0.0)
+        self.bad = bad
+
+    def loss(self, batch):
+        bad = self.trainer.global_rank == 1 and self.trainer.global_step == self.bad
+        return super().loss(batch) * (float("inf") if bad else 1.0)
+
+
+def _norms(rank, schedule, strategy, bad):
+    """Squared norms of the own and of the summed gradient of each step that counts."""
+    seen, added = [], NoiseCollector.add
+
+    def add(self, estimator, first, local, whole):
+        seen.append([float(sum(local)), float(sum(whole))])
+        return added(self, estimator, first, local, whole)
+
+    NoiseCollector.add = add
+    callback = GNSCallback(horizon=1e9)
+    kwargs = {"schedule": schedule, "model": Still(bad), "callbacks": [callback]}
+    _run(rank, {**SPLIT, "replan": 5, **strategy}, kwargs)
+    return np.array(seen), callback.estimate.noise_scale
+
+
+@pytest.mark.parametrize(
+    ("strategy", "schedule", "missing"),
+    [
+        ({"local_batch_sizes": [5, 5]}, {1: INPUT, 8: ALL}, [7, 13]),
+        ({"compression": BlockTopK(density=0.4, block=8, warmup_steps=2)}, {3: True}, [13]),
+    ],
+    ids=["equal batches, plain sums", "unequal batches, block top-k"],
+)
+def test_norms_of_delayed_sums_are_matched_with_those_of_their_own_step(strategy, schedule, missing):
+    """All steps count but the last before a change and at the end; one that is not finite is left out on all ranks."""
+    bad = 9 if "compression" in strategy else None
+    expected = run_ranks(_norms, 2, {}, {**strategy, "staleness": 0}, bad)
+    ours = run_ranks(_norms, 2, schedule, {**strategy, "staleness": 1}, bad)
+    for (seen, scale), (other, _) in zip(ours, expected, strict=True):
+        other = np.delete(other, missing, axis=0)
+        finite = np.isfinite(other[:, 1])
+        np.testing.assert_array_equal(np.isfinite(seen[:, 1]), finite)
+        assert finite.sum() == len(other) - (bad is not None)
+        np.testing.assert_allclose(seen[finite, 0], other[finite, 0], rtol=1e-12)
+        if bad is None:
+            np.testing.assert_allclose(seen[:, 1], other[:, 1], rtol=1e-12)
+        assert scale == ours[0][1]
+        assert not np.isnan(scale), "no step has counted"
+
+
 # what it does not go with
 
 
@@ -444,8 +501,6 @@ class Closure(Regressor):
         ({}, {"model": Closure()}, "LBFGS"),
         ({"find_unused_parameters": True}, {}, "find_unused_parameters=True"),
         ({"ddp_comm_hook": fp16_compress_hook}, {}, "communication hook"),
-        ({}, {"callbacks": [GNSCallback()]}, "GNSCallback"),
-        ({"local_batch_sizes": None}, {"callbacks": [AdaptiveBatchCallback(64)]}, "AdaptiveBatchCallback"),
         ({"local_batch_sizes": None, "policy": "even"}, {"use_distributed_sampler": False}, "policy='even'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
