@@ -46,15 +46,27 @@ KINDS = {
     "powersgd": {"compression": "powersgd"},
     "density 0.1": {"compression": "block_topk(density=0.1)"},
     "density 0.01": {"compression": "block_topk(density=0.01)"},
+    "density 0.01, late": {"compression": "block_topk(density=0.01)", "staleness": 1},
+    "dense, late": {"staleness": 1},
     "auto": {"compression": "auto"},
     "controller": {"compression": "block_topk(density=0.1)", "callbacks": {"tta": {}}},
+    "controller, late": {"compression": "block_topk(density=0.1)", "staleness": 1, "callbacks": {"tta": {}}},
     "controller, idle rule": {"compression": "block_topk(density=0.1)", "callbacks": {"tta": {"bandwidth": "idle"}}},
 }
 """Settings of the strategy; ``None`` is Lightning's own DDP. ``callbacks`` are made by :data:`CALLBACKS`."""
 CALLBACKS = {"tta": TTACallback}
-OF_RATES = (NOTHING_SENT, "ddp", "hetero_ddp", "powersgd", "density 0.01", "controller")
-OF_TRACE = (NOTHING_SENT, "ddp", "hetero_ddp", "powersgd", "density 0.1", "density 0.01", "controller")
-"""What is run by default, in less than ten minutes."""
+OF_RATES = (NOTHING_SENT, "ddp", "hetero_ddp", "fp16", "powersgd", "density 0.1", "density 0.01", "density 0.01, late")
+OF_TRACE = (
+    NOTHING_SENT,
+    "ddp",
+    "hetero_ddp",
+    "dense, late",
+    "powersgd",
+    "density 0.1",
+    "controller",
+    "controller, late",
+)
+"""What is run by default, in about ten minutes."""
 SHARES = (1.0, 0.6)
 TRACE_MBIT, TRACE_SECONDS, TRACE_SEED = (50.0, 600.0), 4.0, 1
 TARGET = 0.15
@@ -108,7 +120,7 @@ def worker(kind, steps, seconds, out):
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     before = sent_bytes()
-    trainer.fit(model, DataLoader(data, 64, shuffle=True))
+    trainer.fit(model, DataLoader(data, 32, shuffle=True))
     if trainer.is_global_zero:
         record = {name: getattr(model, name) for name in ("losses", "ends", "densities", "splits")}
         Path(out).write_text(json.dumps({**record, "bytes": sent_bytes() - before}))
@@ -185,8 +197,8 @@ def run_cluster(command, mbit, args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help="most steps of a training, without --trace")
-    parser.add_argument("--seconds", type=int, default=45, help="most seconds of a training")
+    parser.add_argument("--steps", type=int, default=150, help="most steps of a training, without --trace")
+    parser.add_argument("--seconds", type=int, default=60, help="most seconds of a training")
     parser.add_argument("--quick", action="store_true", help="few steps, to see that it works")
     parser.add_argument("--local", action="store_true", help="on the loopback, with no limit and no root")
     parser.add_argument("--trace", action="store_true", help="a link that fluctuates")
