@@ -46,7 +46,10 @@ bench: venv
 	$(BIN)/python benchmarks/elastic.py
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/wan.py
+	$(BIN)/python benchmarks/wan.py --trace
 	$(BIN)/python benchmarks/staleness.py
+	$(BIN)/python benchmarks/staleness.py --trace
+	$(BIN)/python benchmarks/hierarchy.py
 
 docs: venv
 	$(INSTALL) --no-build-isolation -e '.[docs]'

@@ -297,7 +297,7 @@ def budget_rows(rows, size, fresh):
     limits = [
         ("compress without numba, over add_", 3.0, ratio("compress", "ours, exact, bfloat16")),
         ("compress with numba, over add_", 1.4, ratio("compress", "ours, numba, exact, bfloat16")),
-        ("sparse SGD, over add_", 0.08 if NumbaEncoder else 0.3, ratio("optimizer", "SparseSGD")),
+        ("sparse SGD without numba, over add_", 0.3, ratio("optimizer", "SparseSGD")),
         ("MB of fresh memory a step", 16.0, fresh),
         ("gloo exchange of 1 to 16 MB, over asynchronous broadcasts", 1.3, ratio("exchange", "ours")),
         ("bytes of a block in bfloat16", 36.0, bytes_of("bfloat16")),

@@ -127,7 +127,7 @@ def worker(kind, steps, seconds, out):
 
 
 def measured(record, compare):
-    """Step time, time to the target loss, loss after ``compare`` steps, and bytes a step of a run."""
+    """Step time, time to the target loss, mean loss over the second half of ``compare`` steps, and bytes of a step."""
     ends, losses = np.array(record["ends"]), np.array(record["losses"])
     smooth = np.convolve(losses, np.ones(10) / 10, "valid")
     reached = np.flatnonzero(smooth < TARGET)
@@ -137,7 +137,9 @@ def measured(record, compare):
         "mean_step_ms": 1e3 * float(np.mean(np.diff(ends)[12:])),
         "seconds_to_target": float(ends[reached[0] + 9] - ends[0]) if len(reached) else float("nan"),
         "steps_to_target": int(reached[0]) + 10 if len(reached) else None,
-        f"loss_at_{compare}": float(smooth[compare - 10]) if len(smooth) > compare - 10 else float("nan"),
+        f"loss_to_{compare}": float(np.mean(losses[compare // 2 : compare]))
+        if len(losses) >= compare
+        else float("nan"),
         "kB_a_step": record["bytes"] / len(losses) / 1e3,
     }
     densities = [density for density in record["densities"] if density is not None]

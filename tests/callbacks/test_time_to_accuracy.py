@@ -170,8 +170,8 @@ def test_the_total_follows_link_and_profile_at_the_rate_of_the_script(tmp_path):
 
 
 def test_a_stall_changes_nothing_and_a_megabit_is_said_to_be_the_bound():
-    """A second's stall of one step; then 36 kB of messages take 0.3 s of a step that computes for 20 ms."""
-    results = run({20: 36e3, 21: FAT, 32: MEGABIT}, {"min_density": 0.3, "max_density": 0.3}, max_steps=44)
+    """Five seconds' stall of one step; then 36 kB of messages take 0.3 s of a step that computes for 20 ms."""
+    results = run({20: 7.2e3, 21: FAT, 32: MEGABIT}, {"min_density": 0.3, "max_density": 0.3}, max_steps=44)
     assert results[0]["steps"] == 44
     assert set(results[0]["densities"]) == {0.3}
     said = [(level, text) for level, text in results[0]["said"] if text.startswith("density ")]
