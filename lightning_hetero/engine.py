@@ -269,7 +269,7 @@ class HeteroEngine:
         """The run ends; a GPU tells only now whether a message of the very last step was malformed."""
         self.hook_state.settle()
         if self.compression is not None:
-            self.compression.settle()
+            self.compression.close()
 
     # agreement
 
@@ -371,7 +371,7 @@ class HeteroEngine:
     def metrics(self, done: Exchange, plan: BatchPlan) -> dict[str, float]:
         """Metrics of the steps up to an exchange and of what was sent in them."""
         metrics = exchange_metrics(done.observations, plan, done.predicted, self.accumulation)
-        for part in (self.compression, self.hook_state.staleness):
+        for part in (self.hook_state.staleness, self.compression):
             metrics |= {} if part is None else part.metrics()
         return metrics
 

@@ -213,7 +213,7 @@ class HeteroAccelerator(PlanAccess, Accelerator):
         super().clip_grad_value_(self._clipped(parameters), clip_value)
 
     def _clipped(self, parameters: Any) -> Any:
-        compression = None if self._engine is None else self._engine.compression
+        compression = None if self.engine is None else self.engine.compression
         if compression is None:
             return parameters
         return compression.stand_ins([parameters] if isinstance(parameters, torch.Tensor) else parameters)

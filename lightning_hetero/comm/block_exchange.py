@@ -123,7 +123,8 @@ class BlockExchange:
     def set_density(self, density: float) -> None:
         """Send another share of the blocks from the next backward pass on; all ranks have to call it together.
 
-        What was not sent stays in the residual, so that nothing is lost by the change.
+        What was not sent stays in the residual, so that nothing is lost by the change. A resumed run begins with the
+        density of its settings again.
 
         Args:
             density: share of all blocks that all ranks together send in a step, above 0, to 1.
@@ -136,13 +137,14 @@ class BlockExchange:
         check_number("density", density, low=0.0, high=1.0, include_low=False)
         if self._waiting:
             raise RuntimeError("the density cannot change inside a backward pass. Call set_density() between steps.")
-        self.density, form = density, self._form(density)
+        form = self._form(density)
         if form != self.encoder.form:
             self.settle()
             if self.late is not None:
                 self.late.settle()
             self.encoder.reform(form)
             self.use_rows(self.rows.new_zeros(self.topology.size, form.num_bytes))
+        self.density = density
 
     # the hook
 
@@ -163,7 +165,8 @@ class BlockExchange:
             if bucket.is_last():
                 self.step += 1
                 self._arrived = "dense"
-                self.report.add(2 * (self.topology.size - 1) / self.topology.size * self._dense_bytes, 1.0)
+                share = 2 * (self.topology.size - 1) / self.topology.size * self.topology.leads
+                self.report.add(share * self._dense_bytes, 1.0)
             return self.topology.sum(buffer)
         if bucket.index() == 0:
             self._begin()
@@ -330,6 +333,8 @@ class BlockExchange:
         arrived, self._arrived = self._arrived, None
         if arrived == "dense" and self.grad_scale is None and not all_finite(self.slots):
             clear(self.slots)
+            if self.late is not None:
+                self.late.unpaid()
             self.hook.step_dropped = True
             self.dropped.add(self.step - 1, "on some rank")
         if arrived == "compressed" and self.sparse_steps and self.encoder.deferred:

@@ -57,6 +57,7 @@ class GradientCompression:
         self.latency = 0.0
         self._seconds: float | None = None
         self._restored: dict[str, Any] = {}
+        self._idle: dict[str, Any] = {}
         self._module: weakref.ref[nn.Module] | None = None
 
     @classmethod
@@ -89,7 +90,7 @@ class GradientCompression:
         if self._module is None or self._module() is not module:
             self._optimizers = []
         self._module = weakref.ref(module)
-        before, self.exchange = self.state_dict_of_rank(), None
+        before, self.exchange, self._idle = self.state_dict_of_rank(), None, {}
         if self.control.world_size > 1 and parameters:
             self._make(parameters, before, grad_scale, hold_unused)
         self._connect()
@@ -114,7 +115,11 @@ class GradientCompression:
         elif isinstance(settings, HalfPrecision):
             self.exchange = HalfExchange(settings, parameters, self.hook)
         self.hook.inner, self.hook.inner_state = self.exchange, None
-        if self._restored:
+        if self.exchange is None:  # "auto" has chosen dense sums
+            self._idle = {} if self._restored else before
+            if self._restored or before:
+                log.warning("sums are dense: what compression has not sent yet waits, and rides in the checkpoint")
+        elif self._restored:
             self._go_on(self._restored)
         elif before:  # another fit of the same run
             self._take_over(before)
@@ -230,7 +235,7 @@ class GradientCompression:
                 "density %.3g -> %.3g: rank %d sends %.4g MB/s at the least; %s",
                 before,
                 choice.density,
-                rates.index(min(rates)),
+                self._topology().clusters[rates.index(min(rates))][0],
                 min(rates) / 1e6,
                 choice.describe(),
             )
@@ -245,6 +250,17 @@ class GradientCompression:
         """
         if isinstance(self.exchange, BlockExchange):
             self.exchange.settle()
+
+    def _pay(self) -> None:
+        for optimizer in self._optimizers:
+            steps = self._steps_of(optimizer)
+            if steps is not None:
+                steps.settle()
+
+    def close(self) -> None:
+        """The run ends: see what became of the last step, and pay what sparse steps owe, so that weights are final."""
+        self.settle()
+        self._pay()
 
     def take_report(self) -> StepReport | None:
         """What was sent since the last call, ``None`` if nothing was."""
@@ -279,7 +295,7 @@ class GradientCompression:
     def state_dict_of_rank(self) -> dict[str, Any]:
         """Residuals by parameter, and what else this rank needs to go on."""
         if self.exchange is None:
-            return {}
+            return self._idle
         return {
             "kind": type(self.exchange).__name__,
             "residuals": self.exchange.residuals(),
@@ -288,16 +304,13 @@ class GradientCompression:
 
     def state_dict(self) -> dict[str, Any]:
         """State of all ranks, on rank 0; empty elsewhere. A collective call, which pays what sparse steps owe."""
-        for optimizer in self._optimizers:
-            steps = self._steps_of(optimizer)
-            if steps is not None:
-                steps.settle()
+        self._pay()
         everyone = self.control.gather_objects_at_zero(self.state_dict_of_rank() or self._own_share(self._restored))
         return {"ranks": everyone, "clusters": self._topology().clusters} if everyone and any(everyone) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the residuals of an earlier run, once the model is attached or at once."""
-        self._restored = state
+        self._restored, self._idle = state, {}
         if self.exchange is not None and state:
             self._go_on(state)
 

@@ -57,6 +57,7 @@ class DelayedBlocks(Delays):
         self.exchange, self.delayed = exchange, False
         self._under_way: Sending | None = None
         self._owed: list[Pack] = []
+        self._paid: list[Pack] = []
         self._spare: torch.Tensor | None = None
         self._in_vain = False
         exchange.late, exchange.way = self, topology
@@ -117,7 +118,11 @@ class DelayedBlocks(Delays):
                     flat.add_(merged.to(flat.device, flat.dtype))
         if bucket.is_last():
             self.exchange.encoder.finish()
-            self._owed = []
+            self._owed, self._paid = [], self._owed
+
+    def unpaid(self) -> None:
+        """The dense sum that held what was owed was left out, so that it is owed again."""
+        self._owed, self._paid = self._paid, []
 
     def _say_in_vain(self, last: bool = True) -> None:
         """Tell the hook in this step that the messages of the step before were left out."""

@@ -64,5 +64,8 @@ class Late(Protocol):
     def pay(self, bucket: dist.GradBucket) -> None:
         """Put what is owed into a bucket that is about to be summed densely."""
 
+    def unpaid(self) -> None:
+        """That dense sum was left out."""
+
     def settle(self) -> None:
         """Wait for what is under way."""

@@ -170,6 +170,7 @@ def _train(rank, world_size, schedule, settings, bad, look):
             replica.zero_grad()
         loss_of(alone, rank, step).backward()
         loss_of(ddp, rank, step, bad).backward()
+        late.exchange.hand_over()
         given.append(flat(p.grad for p in model.parameters()))
         computed.append(flat(p.grad for p in alone.parameters()) / world_size)
         if look:
@@ -218,6 +219,20 @@ def test_applied_owed_and_left_make_up_all_gradients_at_every_step(case):
     assert (np.abs(owed).max(axis=1) > 0).tolist() == [step not in (0, 3, bad and bad[1]) for step in range(STEPS)]
     for parts in results:
         np.testing.assert_array_equal(parts[2], owed)
+
+
+def test_a_dense_sum_that_is_left_out_still_owes_what_it_held():
+    """Step 6 is dense, holds the delayed sum of step 5, and is not finite: that sum is applied in step 7."""
+    settings = BlockTopK(density=0.4, block=8, warmup_steps=1, dense_every=6)
+    results = run_ranks(_train, 2, 2, {1: True}, settings, BAD, True)
+    given, _, owed, _ = results[0]
+    computed = np.sum([parts[3] for parts in results], axis=0)
+    computed[6] = 0.0
+    np.testing.assert_array_equal(given[6], 0.0)
+    np.testing.assert_array_equal(given[7], owed[5])
+    assert np.abs(given[7]).max() > 0
+    total = given.cumsum(0) + owed + sum(parts[1] for parts in results)
+    np.testing.assert_allclose(total, computed.cumsum(0), **CLOSE)
 
 
 def _limit(rank):

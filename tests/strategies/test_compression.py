@@ -332,6 +332,25 @@ def test_residuals_are_kept_on_another_number_of_ranks(tmp_path, world_size, com
         np.testing.assert_allclose(sum(rank[name] for rank in after), before.flatten(), rtol=1e-5, atol=1e-6)
 
 
+def _dense_by_choice(rank, kwargs):
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+    link.measure = lambda parameters, control, topology, settings: LinkMeasurement(1e-6, 1e12, 1.0, 2, 10**6)
+    return _fit(rank, [3, 1], "auto", kwargs)
+
+
+def test_residuals_wait_where_auto_has_chosen_dense_sums(tmp_path):
+    run(COMPRESSORS["exact"], max_steps=10, **saving(tmp_path))
+    path = next(tmp_path.glob("*step=10.ckpt"))
+    run_ranks(_dense_by_choice, 2, {"ckpt_path": str(path), "max_steps": 12, **saving(tmp_path)})
+    before, after = (
+        torch.load(next(tmp_path.glob(f"*step={step}.ckpt")), weights_only=True)["lightning_hetero_residuals"]["ranks"]
+        for step in (10, 12)
+    )
+    for one, other in zip(before, after, strict=True):
+        assert one["residuals"].keys() == other["residuals"].keys()
+        assert all(torch.equal(one["residuals"][name], other["residuals"][name]) for name in one["residuals"])
+
+
 def test_checkpoints_without_compression_are_as_before(tmp_path):
     run(None, max_epochs=1, **saving(tmp_path))
     assert "lightning_hetero_residuals" not in torch.load(next(tmp_path.glob("*.ckpt")), weights_only=True)
