@@ -1,6 +1,7 @@
 """``lightning-hetero profile-convergence``: what it tells scripts, what it makes of answers, what can go wrong."""
 
 import json
+import signal
 import time
 from pathlib import Path
 
@@ -91,7 +92,11 @@ def test_a_probe_that_fails_is_shown_and_the_others_are_kept(profile, tmp_path, 
 
 def test_an_interrupt_ends_the_script(profile, tmp_path, capsys):
     interrupting = "if number == 2:\n    os.kill(os.getppid(), 2)\n    time.sleep(600)"
-    assert profile(at_probe=interrupting) == 1
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in a background job of a shell
+    try:
+        assert profile(at_probe=interrupting) == 1
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "lightning-hetero profile-convergence: interrupted\n"
     assert len(orders_of(tmp_path)) == 2
 

@@ -68,27 +68,6 @@ def accumulate(enc, gradients, weight=0.5):
         enc.accumulate(slot, gradient, weight)
 
 
-def test_what_was_sent_in_vain_returns_after_the_next_gradient():
-    """And a gradient that is not finite says so in its own message, before others read it."""
-    enc, message = made((40, 17), 0.3)
-    first, second = (gradients_of((40, 17), torch.float32, seed) for seed in (0, 1))
-    accumulate(enc, first)
-    enc.encode(message, step=0)
-    assert not enc.form.gave_up(message)
-    sent, _ = enc.form.read(message, rank=0, bucket=0, step=0)
-    assert len(sent.indices) == enc.form.k
-    enc.finish()
-    accumulate(enc, second)
-    enc.take_back(message)
-    expected = 0.5 * (padded(enc.layout, first) + padded(enc.layout, second))
-    np.testing.assert_array_equal(enc.residual.cpu(), expected)
-    enc.finish()
-    other = torch.zeros_like(message)
-    accumulate(enc, [torch.full_like(g, float("nan")) for g in first])
-    enc.give_up(other, step=1)
-    assert enc.form.gave_up(other)
-
-
 @pytest.mark.parametrize(("dtype", "sizes", "density", "values"), CASES, ids=str)
 def test_a_step_is_that_of_the_reference(dtype, sizes, density, values):
     enc, rows = made(sizes, density, values=values)
