@@ -58,8 +58,9 @@ def sustained(
     """Times of the steps of a window as a processor quota allows them in the long run.
 
     ``cores`` seconds of processor time come with each second. Where the steps took about as long as what they used
-    needs to come back, or less, the quota is what bounds the worker, and that time takes the place of the observed
-    ones; else they stay, since something else does.
+    needs to come back, or less, the quota is what bounds the worker, and processor time, which does not scatter, takes
+    the place of the observed times, scaled to what the window took or needs to come back, whichever is longer. Else the
+    observed times stay, since something else bounds the worker.
 
     Args:
         forward: ``a`` of each step in seconds.
@@ -75,7 +76,9 @@ def sustained(
         >>> [times.tolist() for times in sustained(np.array([0.1, 0.1]), np.array([0.2, 0.2]), *used, 0.25)]
         [[0.1, 0.1], [0.2, 0.2]]
     """
-    earned = float((processor_forward + processor_backward).sum()) / cores
-    if float((forward + backward).sum()) > earned + min(PERIOD, 0.1 * earned):
+    used, took = float((processor_forward + processor_backward).sum()), float((forward + backward).sum())
+    earned = used / cores
+    if used == 0.0 or took > earned + min(PERIOD, 0.1 * earned):
         return forward, backward
-    return processor_forward / cores, processor_backward / cores
+    rate = max(took, earned) / used
+    return processor_forward * rate, processor_backward * rate
