@@ -36,6 +36,9 @@ CHEAP = 0.25
 SAME_LINK = 1.5
 """Factor within which the rate has to be what messages of two sizes have shown for the link to be the same."""
 
+LEAST_PATIENCE, MOST_PATIENCE = 4, 64
+"""Decisions between two tries of a higher density: the first pause, which doubles, and the longest."""
+
 TWO_SIZES = 1.5
 """Least factor between two sizes that tell latency from rate."""
 
@@ -61,6 +64,8 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         latency: seconds of it that its messages take however small they are; ``None`` for what was measured at first.
         before: bytes and seconds of its messages before the density changed, ``None`` if it did not just now.
         tried: rate that messages of two sizes have shown, ``None`` before there were any.
+        waited: decisions since a higher density was tried.
+        patience: decisions to wait before the next try, twice as many after each.
         density: newest decision, also that of an earlier run; ``None`` before there is one.
         choice: newest decision with its predictions, ``None`` before there is one.
 
@@ -85,6 +90,8 @@ class TimeToAccuracyPlanner(GoodputPlanner):
     latency: float | None = None
     before: tuple[float, float] | None = None
     tried: float | None = None
+    waited: int = MOST_PATIENCE
+    patience: int = LEAST_PATIENCE
     density: float | None = None
     choice: DensityChoice | None = None
 
@@ -211,20 +218,23 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         """Keep the choice, or try a higher density where small messages may make the link look slower than it is.
 
         What a small message takes is latency rather than sending, which messages of two sizes tell apart. It is not
-        tried again until the link changes.
+        tried again until the link changes, and ever more rarely: a link that scatters would be tried all the time.
         """
-        kept = replace(self, density=choice.density, choice=choice)
+        waited = min(self.waited + 1, MOST_PATIENCE)
+        kept = replace(self, density=choice.density, choice=choice, waited=waited)
         rate, tried = self.believed.rate, self.tried
         known = tried is not None and rate is not None and tried / SAME_LINK < rate < tried * SAME_LINK
         cheap = link.seconds is not None and link.seconds < CHEAP * choice.compute
-        if rate is None or self.idle_rule or known or not cheap or choice.density != link.density:
+        due = waited >= self.patience and choice.density == link.density
+        if rate is None or self.idle_rule or known or not cheap or not due:
             return kept
         faster = replace(link, estimates=(LinkEstimate(OPTIMISM * rate),))
         more = self.choose(choice.total_batch_size, choice.compute, faster)
         if more.density <= link.density or link.message_bytes(more.density) <= link.message_bytes(link.density):
             return kept
         more = replace(self._best(choice.total_batch_size, choice.compute, link, [more.density]), least=choice.least)
-        return replace(self, density=more.density, choice=more)
+        patience = min(2 * self.patience, MOST_PATIENCE)
+        return replace(self, density=more.density, choice=more, waited=0, patience=patience)
 
     def state_dict(self) -> dict[str, Any]:
         """What the time model learned, where the total stands, and the density."""
