@@ -235,8 +235,7 @@ def main():
                 rows.append({**row, "over_computing": row["mean_step_ms"] / computing})
                 steps_of = zip(record["ends"], record["densities"], record["splits"], strict=True)
                 traces[kind] = {"rates": rates, "steps": list(steps_of)}
-    name = "wan_trace" if args.trace else "wan"
-    out = Path(args.out or (HERE / "results" / f"{name}.json"))
+    out = Path(args.out or (HERE / "results" / ("wan_trace.json" if args.trace else "wan.json")))
     write_table(rows, out, f"two clusters, digits, target loss {TARGET}")
     if args.trace:
         out.with_suffix(".steps.json").write_text(json.dumps(traces))
