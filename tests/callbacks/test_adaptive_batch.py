@@ -328,7 +328,7 @@ def test_noise_scale_callback_is_added_once(measured):
     for result in measured:
         assert result["callbacks"].count("GNSCallback") == 1
         assert result["callbacks"].index("GNSCallback") == 1
-        assert math.isfinite(result["measured"])
+        assert result["measured"] > 0.0  # infinite where noise is all that is seen
         assert result["rule"] == "adascale"
 
 

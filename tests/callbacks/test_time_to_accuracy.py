@@ -109,7 +109,7 @@ def test_messages_follow_a_link_that_gets_thin_and_a_resumed_run_goes_on_with_th
     assert not [text for _, text in results[1]["said"] if text.startswith("density ")], "a rank other than 0 speaks"
     logged = [row for row in results[0]["rows"] if "hetero/bandwidth" in row]
     assert {"hetero/bandwidth/rank0", "hetero/bandwidth/rank1", "hetero/time_to_accuracy"} <= set(logged[-1])
-    assert 0.2 * THIN < logged[4]["hetero/bandwidth"] < 1.1 * THIN
+    assert 0.2 * THIN < logged[4]["hetero/bandwidth"] < 2 * THIN
     assert logged[-1]["hetero/bytes_sent"] < logged[1]["hetero/bytes_sent"] / 3
     rest = run({0: THIN}, ckpt_path=str(tmp_path / "step=56.ckpt"), max_steps=60)
     assert set(rest[0]["densities"]) == {results[0]["state"]["density"]}, "a resumed run began with another density"

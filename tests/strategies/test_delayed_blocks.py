@@ -257,7 +257,7 @@ def test_ranks_delay_messages_that_a_thin_link_would_make_them_wait_for(tmp_path
     np.testing.assert_allclose(results[0]["weights"], weights, **CLOSE)
     table = np.genfromtxt(tmp_path / "metrics.csv", delimiter=",", names=True)
     assert table["heterodelayed_share"][-1] == 1.0
-    assert 4e3 < table["heterobandwidth"][-1] < 10e3
+    assert 4e3 < table["heterobandwidth"][-1] < 30e3
 
 
 @pytest.mark.parametrize("compression", ["powersgd", "bf16"])
