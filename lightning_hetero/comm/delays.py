@@ -5,6 +5,7 @@ all ranks follow it from the same step on.
 """
 
 import logging
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ __all__ = ["Delays"]
 log = logging.getLogger("lightning_hetero")
 
 
-class Delays:
+class Delays(ABC):
     """Averages gradients in DDP's hook, some of them with a delay of one step.
 
     Args:
@@ -64,42 +65,42 @@ class Delays:
 
     # what the two kinds say of themselves
 
+    @abstractmethod
     def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Any]:
         """Average one bucket; DDP hands them over in the same order on all ranks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take_sums(self) -> dict[str, torch.Tensor]:
         """All sums that the optimizer has not had yet, by parameter, flat; from now on they are the caller's."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def delayed_share(self) -> float:
         """Share of the gradient's elements that is delayed, 0 to 1."""
-        raise NotImplementedError
 
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """What is delayed and the sums that are owed, equal on all ranks; waits for what is under way."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; what is under way now belongs to steps that are taken back."""
-        raise NotImplementedError
 
+    @abstractmethod
     def delay_all(self) -> None:
         """Delay everything from the next backward pass on; all ranks have to call it together."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _sent_bytes(self) -> list[float]:
         """Bytes that each transfer of a step takes across the link, in the order of the backward pass."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _fresh(self) -> int:
         """Transfers from the output side on of which nothing is delayed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _keep_fresh(self, number: int) -> None:
         """Delay all transfers but the first ones, from the next step on."""
-        raise NotImplementedError
 
     # the decision
 

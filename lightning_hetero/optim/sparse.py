@@ -38,6 +38,9 @@ __all__ = ["STEPS", "SparseAdamW", "SparseSGD", "sparse_steps"]
 class SGDSteps(SparseSteps):
     """Sparse steps of ``torch.optim.SGD``."""
 
+    def _count(self, p: torch.Tensor) -> None:
+        """SGD counts no steps."""
+
     def _has_state(self) -> bool:
         return all(
             self.state.get(p, {}).get("momentum_buffer") is not None

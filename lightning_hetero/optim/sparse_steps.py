@@ -4,6 +4,7 @@ The rules, and what untouched blocks are owed, are in :mod:`lightning_hetero.opt
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ BREAK_EVEN = 0.08
 """Share of touched blocks from which a dense update is faster on CPU (``benchmarks/compression.py``)."""
 
 
-class SparseSteps:
+class SparseSteps(ABC):
     """Sparse steps of one optimizer of torch's: which blocks are touched, who owes what, and when to be dense.
 
     Without a source of gradients (:meth:`follow`), and in steps whose gradient is dense, the optimizer does what it
@@ -204,36 +205,44 @@ class SparseSteps:
                 return f"{name}={group[name]}"
         return "a learning rate that is a tensor" if isinstance(group["lr"], torch.Tensor) else None
 
+    @abstractmethod
     def _has_state(self) -> bool:
-        raise NotImplementedError
+        """Whether dense steps have made the state that sparse ones go on with."""
 
     def _owes(self, group: dict[str, Any]) -> bool:
         """Whether a step without a gradient changes anything."""
         return True
 
+    @abstractmethod
     def _start(self, group: dict[str, Any]) -> np.ndarray:
-        raise NotImplementedError
+        """Coefficients of a block that owes nothing, shape ``(1, coefficients)``."""
 
+    @abstractmethod
     def _extended(self, table: np.ndarray, group: dict[str, Any], step: int) -> np.ndarray:
-        raise NotImplementedError
+        """The table of what is owed after each number of steps, with one more step."""
 
+    @abstractmethod
     def _buffers(self, p: torch.Tensor) -> list[torch.Tensor]:
-        raise NotImplementedError
+        """State of a parameter that has its shape."""
 
+    @abstractmethod
     def _pay(self, parts: list[torch.Tensor], c: torch.Tensor, group: dict[str, Any], step: int) -> None:
-        raise NotImplementedError
+        """Let blocks of parameter and buffers catch up, by the coefficients of what each owes."""
 
+    @abstractmethod
     def _apply(self, group: dict[str, Any], parts: list[torch.Tensor], g: torch.Tensor, step: int) -> None:
-        raise NotImplementedError
+        """The step of this number on blocks of parameter and buffers, with their gradient."""
 
+    @abstractmethod
     def _on_device(self, marked: Any, tensors: list[torch.Tensor], group: dict[str, Any], step: int) -> None:
         """:meth:`_pay` and :meth:`_apply` of the marked blocks of parameter, gradient and buffers, in one kernel."""
-        raise NotImplementedError
 
     def _steps_of(self, p: torch.Tensor) -> int:
         return 0
 
-    def _count(self, p: torch.Tensor) -> None: ...
+    @abstractmethod
+    def _count(self, p: torch.Tensor) -> None:
+        """One more step of this parameter."""
 
 
 def trained_in(group: dict[str, Any]) -> list[torch.Tensor]:

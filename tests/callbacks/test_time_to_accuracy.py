@@ -115,7 +115,7 @@ def test_messages_follow_a_link_that_gets_thin_and_a_resumed_run_goes_on_with_th
     assert set(rest[0]["densities"]) == {results[0]["state"]["density"]}, "a resumed run began with another density"
 
 
-def _timed(rank, rates):
+def _timed(rank, rates, settings=None):
     """Messages take what they would on a link that is slow in the middle, whatever this machine is doing."""
     looks = iter(rates)
     seen = compressed.GradientCompression.see_messages
@@ -127,7 +127,15 @@ def _timed(rank, rates):
         seen(self, everyone)
 
     compressed.GradientCompression.see_messages = see
-    return _run(rank, {}, {}, {"max_steps": 8 * len(rates)})
+    return _run(rank, {}, settings or {}, {"max_steps": 8 * len(rates)})
+
+
+def test_the_idle_rule_goes_by_idle_time_and_not_by_messages():
+    """Messages seem to take ever longer, while workers wait for nothing: that rule does not send less for it."""
+    rates = [FAT] * 4 + [THIN] * 6
+    measured, idle = (run_ranks(_timed, 2, rates, {"bandwidth": rule})[0]["densities"] for rule in ("measured", "idle"))
+    assert measured[-1] < measured[31] / 3
+    assert idle[-1] > idle[31] / 3
 
 
 def test_densities_follow_the_link_down_and_up_and_stay_where_it_stays():

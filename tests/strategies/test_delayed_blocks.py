@@ -15,6 +15,7 @@ from lightning_hetero.optim import SparseSGD
 from lightning_hetero.simulate import ThinLink
 from tests.comm.test_delayed_blocks import Simulation
 from tests.helpers import Points, RankError, Regressor, fit, run_ranks, trainer_of
+from tests.strategies.test_staleness import Dies
 
 N, FEATURES = 60, 40
 SETTINGS = BlockTopK(density=0.3, block=8, value_dtype="float32", warmup_steps=1)
@@ -215,12 +216,6 @@ def test_a_second_training_takes_over_what_an_interrupted_one_owes():
         assert np.abs(before[0]).max() > 0
         np.testing.assert_array_equal(before, after)
         np.testing.assert_array_equal(weights, results[0][1])
-
-
-class Dies(L.Callback):
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == 4 and trainer.global_rank == 1:
-            raise ValueError("this worker fails")
 
 
 def test_a_worker_that_fails_ends_the_others_while_messages_are_under_way():
