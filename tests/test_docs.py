@@ -272,6 +272,12 @@ def test_thin_links_are_those_of_the_benchmark():
         same_numbers(cells, [row[column] for column in columns])
 
 
+def test_the_reference_describes_nothing_twice():
+    """Sphinx warns of it, and warnings fail `make docs`."""
+    names = re.findall(r"^\.\. auto\w+:: (\S+)$", TEXTS[ROOT / "docs" / "api.md"], re.M)
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_nothing_is_measured_by_hand():
     """Every table of measured numbers says which result it was taken from, and the benchmark that writes it exists."""
     names = [name for name, _ in NUMBERS.findall(TEXTS[ROOT / "README.md"])]
