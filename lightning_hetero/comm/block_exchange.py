@@ -120,6 +120,11 @@ class BlockExchange:
         """Bytes that this rank sends to the others in a compressed step at a density."""
         return float((self.topology.size - 1) * self._form(density).num_bytes)
 
+    @property
+    def _sent(self) -> float:
+        """The same at the present density."""
+        return float((self.topology.size - 1) * self.encoder.form.num_bytes)
+
     def set_density(self, density: float) -> None:
         """Send another share of the blocks from the next backward pass on; all ranks have to call it together.
 
@@ -229,7 +234,7 @@ class BlockExchange:
             if self.on_host:
                 self.rows[self.topology.cluster].copy_(self._message)
         self._spans.append((begin, self._clock.mark()))
-        arrived = self.messages.send(self.step, self.sent_bytes(self.density))
+        arrived = self.messages.send(self.step, self._sent)
         arrival = (self.way or self.topology).gather(self.rows, arrived)
         return Sending(self.rows, self.step, arrival, self._finite)
 
@@ -261,9 +266,8 @@ class BlockExchange:
                 self._write(slot, flat)
 
     def _count(self, blocks: int, spans: list[tuple[Any, Any]]) -> None:
-        sent = self.sent_bytes(self.density) if self.topology.leads else 0.0
         encode = sum(self._clock.seconds(begin, end) for begin, end in spans)
-        self.report.add(sent, blocks / self.layout.num_blocks, encode)
+        self.report.add(self._sent * self.topology.leads, blocks / self.layout.num_blocks, encode)
 
     def _hand_on(self, sending: Sending) -> None:
         """Let the device check and add up the messages; :meth:`settle` tells later what became of it."""

@@ -7,10 +7,11 @@ the buckets: so collectives meet in the same order on all ranks, while one bucke
 
 import logging
 import os
+import queue
 import socket
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -59,7 +60,7 @@ class Topology:
         self._up: Any = None
         self._down: Any = None
         self._across: Any = None
-        self._carrier: ThreadPoolExecutor | None = None
+        self._work: queue.SimpleQueue[Callable[[], None]] | None = None
         self._stream: Any = None
         if self.flat:
             self._across = dist.new_group(timeout=timeout) if apart else None
@@ -71,7 +72,9 @@ class Topology:
                     self._up, self._down = up, down
         across = dist.new_group([members[0] for members in self.clusters], timeout=timeout)
         self._across = across if self.leads else None
-        self._carrier = ThreadPoolExecutor(1, thread_name_prefix="lightning_hetero-across")
+        self._work = queue.SimpleQueue()
+        # a daemon, so that a process that fails can end while an exchange waits for it
+        threading.Thread(target=_carry_on, args=(self._work,), name="lightning_hetero-across", daemon=True).start()
 
     @classmethod
     def straight(cls, rank: int, world_size: int) -> "Topology":
@@ -111,7 +114,7 @@ class Topology:
 
     def sum(self, buffer: torch.Tensor) -> torch.futures.Future[Any]:
         """Add a buffer up over all ranks, in place and while other things go on."""
-        if self._carrier is None:
+        if self._work is None:
             return sums.sum_over_ranks(buffer, self._across)
         raised = self.collect(buffer)
         return self._begin(buffer, raised, lambda: sums.sum_over_ranks(buffer, self._across))
@@ -130,7 +133,7 @@ class Topology:
             rows: uint8, a row for each cluster.
             arrived: called with the number of each row that is there; on members, when all are.
         """
-        if self._carrier is None:
+        if self._work is None:
             return self._gather_across(rows, arrived)
         done = self._begin(rows, None, lambda: self._gather_across(rows, arrived))
         if arrived is not None and not self.leads:
@@ -143,7 +146,7 @@ class Topology:
 
     def _begin(self, buffer: torch.Tensor, raised: Any, cross: Callable[[], Any]) -> torch.futures.Future[Any]:
         """Let the thread carry a buffer across, after those before it; on a GPU on a stream of its own."""
-        assert self._carrier is not None
+        assert self._work is not None
         done: torch.futures.Future[Any] = pending(buffer)
         if buffer.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(buffer.device)
@@ -155,7 +158,7 @@ class Topology:
                     torch.cuda.current_stream().wait_event(filled)
                 self._carry(buffer, raised, done, cross)
 
-        self._carrier.submit(carry)
+        self._work.put(carry)
         return done
 
     def _carry(self, buffer: torch.Tensor, raised: Any, done: Any, cross: Callable[[], Any]) -> None:
@@ -180,6 +183,12 @@ class Topology:
                 work.get_future().then(arrived)
         except Exception as error:  # noqa: BLE001 - it belongs to whoever waits
             done.set_exception(error)
+
+
+def _carry_on(work: "queue.SimpleQueue[Callable[[], None]]") -> None:
+    """Carry one buffer across after the other, for as long as the process lives."""
+    while True:
+        work.get()()
 
 
 def _clusters(setting: Any, control: ControlPlane) -> Clusters:

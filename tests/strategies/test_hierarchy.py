@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -89,6 +90,25 @@ def test_delayed_sums_go_by_way_of_leaders_too(compression):
         np.testing.assert_allclose(ours[name], expected[name], rtol=1e-4, atol=1e-6)
     assert np.abs(ours["grads"][2]).max() == 0.0  # the sum of this step is on its way
     assert [set(r["crossed"]) for r in ranks] == [{2}, {2}, set(), set()]
+
+
+@pytest.mark.parametrize(("rank", "compression"), [(3, None), (1, SPARSE)], ids=["a member", "a leader"])
+def test_a_worker_that_fails_ends_the_others(rank, compression):
+    errors = run_ranks(_failing, 4, rank, compression, expect_errors=True)
+    assert [number for number, *_ in errors] == [0, 1, 2, 3]
+
+
+class Fails(L.Callback):
+    def __init__(self, rank):
+        self.rank = rank
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 4 and trainer.global_rank == self.rank:
+            raise ValueError("this worker fails")
+
+
+def _failing(rank, failing, compression):
+    return _fit(rank, CLUSTERS, compression, {"callbacks": [Fails(failing)]})
 
 
 # where clusters come from
