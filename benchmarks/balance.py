@@ -4,7 +4,7 @@ Each round: DDP, PerfModel and PID train one after the other; then one more run 
 even split, the splits that the policies arrived at, and fixed splits around them. The fastest of all these is the exact
 optimum. Ratios are taken within that interleaved run, where all splits see the same machine.
 
-A second table compares predicted with measured step times over a 10x range of total batches: the model learns from
+A second table compares predicted with measured step times over a 10x range of total batches: the planner learns from
 every other total and predicts the ones between.
 """
 
@@ -18,9 +18,10 @@ import numpy as np
 from cluster import Cluster, ClusterError, Node
 from hardware import write_table
 
-from lightning_hetero import ClusterTimeModel
+from lightning_hetero import BatchPlan, ClusterTimeModel
 from lightning_hetero.core import StepObservations
 from lightning_hetero.core.pace import pace
+from lightning_hetero.core.planner import PerfModelPlanner, PlanContext
 
 HERE = Path(__file__).parent
 SHARES = (1.0, 0.5, 0.3)
@@ -109,6 +110,11 @@ def balance(cluster):
     return rows
 
 
+def context_of(total):
+    """What the planner is told of a step of ``total`` samples."""
+    return PlanContext(int(total), tuple(map(str, range(len(SHARES)))), (1,) * len(SHARES))
+
+
 def prediction(cluster, *, cycles=3, stretch=24):
     """Relative error of predicted mean step times at totals that the model has not seen, over a 10x range.
 
@@ -124,14 +130,16 @@ def prediction(cluster, *, cycles=3, stretch=24):
     for i, t in enumerate(order):
         measured[t] += seconds[i * stretch + 3 : (i + 1) * stretch].tolist()
     measured = {t: pace(np.array(values)) for t, values in measured.items()}
-    learn = np.isin(rows.local_batch_sizes.sum(axis=1), totals[::2])
-    fields = StepObservations.FIELDS
-    model = ClusterTimeModel.fit(StepObservations(*(getattr(rows, name)[learn] for name in fields)))
-    overhead = float(np.median([measured[t] - model.step_time(split_of[t]) for t in totals[::2]]))
+    planner, learned, fields = PerfModelPlanner(), totals[::2], StepObservations.FIELDS
+    ran = rows.local_batch_sizes.sum(axis=1)
+    for window in np.split(np.arange(len(ran)), np.flatnonzero(np.diff(ran)) + 1):
+        if ran[window[0]] in learned:
+            seen = StepObservations(*(getattr(rows, name)[window] for name in fields))
+            planner = planner.observe(seen, context_of(ran[window[0]]))
     table = []
     for t in totals:
-        predicted = model.step_time(split_of[t]) + overhead
-        used = "learned from" if t in totals[::2] else "predicted"
+        predicted = planner.predict(BatchPlan(t, split_of[t]), context_of(t))
+        used = "learned from" if t in learned else "predicted"
         row = {"total": t, "used": used, "measured_ms": measured[t] * 1e3, "predicted_ms": predicted * 1e3}
         table.append({**row, "error_%": 100 * abs(predicted - measured[t]) / measured[t]})
     return table

@@ -2,8 +2,10 @@
 
 Two emulated nodes (``benchmarks/cluster.py``; needs root), of a core and of 0.6 of a core, stand for the leaders of two
 clusters. Both train one network on the digits. Between them the link has 100, 500 or 1000 Mbit/s, or (``--trace``) a
-rate between 50 and 600 Mbit/s that changes every few seconds. The step is compared with one that is computing only: the
-same training in which nothing is exchanged.
+rate between 50 and 600 Mbit/s that changes every few seconds. The step is compared with one that is computing only:
+the same training in which nothing is exchanged and nobody waits, and then of each step the time of the slower node, who
+would be waited for on a link that is free. It has the split that fits the shares of a core; on links of steady rates so
+have all others but ``ddp``.
 
     python benchmarks/wan.py            # links of steady rates
     python benchmarks/wan.py --trace    # a link that fluctuates
@@ -68,6 +70,7 @@ OF_TRACE = (
 )
 """What is run by default, in about ten minutes."""
 SHARES = (1.0, 0.6)
+SPLIT = (40, 24)
 TRACE_MBIT, TRACE_SECONDS, TRACE_SEED = (50.0, 600.0), 4.0, 1
 TARGET = 0.15
 
@@ -105,13 +108,15 @@ def sent_bytes():
     return sum(value for name, value in sent.items() if (name == "lo") == loopback)
 
 
-def worker(kind, steps, seconds, out):
+def worker(kind, steps, seconds, trace, out):
     """One rank: train, and write losses, times and bytes."""
     torch.set_num_threads(1)
     x, y = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(x / 16.0, dtype=torch.float32), torch.tensor(y))
     settings = None if KINDS[kind] is None else dict(KINDS[kind])
     callbacks = [] if settings is None else [CALLBACKS[n](**a) for n, a in settings.pop("callbacks", {}).items()]
+    if settings is not None and (kind == NOTHING_SENT or not trace):
+        settings["local_batch_sizes"] = SPLIT
     model = Digits(sparse=settings is not None and ("block" in (c := settings.get("compression") or "") or c == "auto"))
     trainer = L.Trainer(
         accelerator="cpu", devices=1, num_nodes=2, max_steps=steps, max_epochs=-1, logger=False, callbacks=callbacks,
@@ -121,20 +126,31 @@ def worker(kind, steps, seconds, out):
     )  # fmt: skip
     before = sent_bytes()
     trainer.fit(model, DataLoader(data, 32, shuffle=True))
-    if trainer.is_global_zero:
-        record = {name: getattr(model, name) for name in ("losses", "ends", "densities", "splits")}
-        Path(out).write_text(json.dumps({**record, "bytes": sent_bytes() - before}))
+    record = {name: getattr(model, name) for name in ("losses", "ends", "densities", "splits")}
+    file_of(out, trainer.global_rank).write_text(json.dumps({**record, "bytes": sent_bytes() - before}))
 
 
-def measured(record, compare):
+def file_of(out, rank):
+    """What a rank writes."""
+    return Path(f"{out}.{rank}")
+
+
+def seconds_of(records, kind):
+    """Of each step but the first, by the clock of rank 0; where nobody waits for anybody those of the slower rank."""
+    steps = [np.diff(record["ends"]) for record in (records if kind == NOTHING_SENT else records[:1])]
+    fewest = min(map(len, steps))
+    return np.max([seconds[:fewest] for seconds in steps], axis=0)
+
+
+def measured(record, seconds, compare):
     """Step time, time to the target loss, mean loss over the second half of ``compare`` steps, and bytes of a step."""
-    ends, losses = np.array(record["ends"]), np.array(record["losses"])
+    ends, losses = np.cumsum([0.0, *seconds]), np.array(record["losses"])[: len(seconds) + 1]
     smooth = np.convolve(losses, np.ones(10) / 10, "valid")
     reached = np.flatnonzero(smooth < TARGET)
     row = {
         "steps": len(losses),
-        "step_ms": 1e3 * float(np.median(np.diff(ends)[12:])),
-        "mean_step_ms": 1e3 * float(np.mean(np.diff(ends)[12:])),
+        "step_ms": 1e3 * float(np.median(seconds[12:])),
+        "mean_step_ms": 1e3 * float(np.mean(seconds[12:])),
         "seconds_to_target": float(ends[reached[0] + 9] - ends[0]) if len(reached) else float("nan"),
         "steps_to_target": int(reached[0]) + 10 if len(reached) else None,
         f"loss_to_{compare}": float(np.mean(losses[compare // 2 : compare]))
@@ -212,7 +228,7 @@ def main():
     args = parser.parse_args()
     steps = 30 if args.quick else 100_000 if args.trace else args.steps
     if args.worker:
-        worker(args.worker[0], steps, args.seconds, args.worker[1])
+        worker(args.worker[0], steps, args.seconds, args.trace, args.worker[1])
         return
     compare = min(steps, 100)
     kinds = args.kinds or (OF_TRACE if args.trace else OF_RATES)
@@ -229,8 +245,10 @@ def main():
                 options += ["--trace"] if args.trace else []
                 command = [sys.executable, __file__, *options, "--worker", kind, str(out)]
                 rates = run_local(command, args.port + i) if args.local else run_cluster(command, mbit, args)
-                record = json.loads(out.read_text())
-                row = {"mbit": "trace" if mbit is None else str(mbit), "kind": kind, **measured(record, compare)}
+                records = [json.loads(file_of(out, rank).read_text()) for rank in range(2)]
+                record, seconds = records[0], seconds_of(records, kind)
+                row = {"mbit": "trace" if mbit is None else str(mbit), "kind": kind}
+                row |= measured(record, seconds, compare)
                 computing = row["mean_step_ms"] if kind == NOTHING_SENT else computing
                 rows.append({**row, "over_computing": row["mean_step_ms"] / computing})
                 steps_of = zip(record["ends"], record["densities"], record["splits"], strict=True)

@@ -13,6 +13,7 @@ import numpy as np
 from lightning_hetero.core.bandwidth import MessageLink
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.optperf import solve_optperf, static_sizes
+from lightning_hetero.core.pace import pace
 from lightning_hetero.core.pid import ControllerState, control, smooth
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.profile import NodeProfile
@@ -211,7 +212,7 @@ class PerfModelPlanner:
             return self.overhead
         measured = observations.step_time[rows].max(axis=1)
         predicted = np.array([cluster.step_time(sizes) for sizes in observations.local_batch_sizes[rows]])
-        unexplained = float(np.median(measured - predicted)) + self.overhead
+        unexplained = pace(measured - predicted) + self.overhead
         return max(0.0, _blend(self.overhead, unexplained) if self.overhead else unexplained)
 
     def decide(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lightning_hetero.core.pace import pace
 from lightning_hetero.core.validation import check_number
 
 __all__ = [
@@ -232,12 +233,21 @@ class ClusterTimeModel:
         """
         if observations.num_steps == 0:
             raise ValueError("no step was observed yet; a time model needs at least one.")
+        o = observations
         nodes = [
-            fit_node(observations.local_batch_sizes[:, i], observations.forward[:, i], observations.backward[:, i])
-            for i in range(observations.forward.shape[1])
+            fit_node(*_paces(o.local_batch_sizes[:, i], o.forward[:, i], o.backward[:, i]))
+            for i in range(o.forward.shape[1])
         ]
         t_o, t_u = estimate_sync_times(observations.overlapped_sync, observations.last_sync)
         return cls(tuple(nodes), estimate_gamma(observations.first_bucket, observations.backward), t_o, t_u)
+
+
+def _paces(sizes: Array, forward: Array, backward: Array) -> tuple[Array, Array, Array, Array]:
+    """Distinct sizes, the paces of both times at each, and the number of steps behind them."""
+    distinct, which, count = np.unique(sizes, return_inverse=True, return_counts=True)
+    windows = [which.ravel() == i for i in range(len(distinct))]
+    forward, backward = (np.array([pace(y[window]) for window in windows]) for y in (forward, backward))
+    return distinct, forward, backward, count.astype(float)
 
 
 def fit_line(
