@@ -47,8 +47,7 @@ bench: venv
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/wan.py
 	$(BIN)/python benchmarks/wan.py --trace
-	$(BIN)/python benchmarks/staleness.py
-	$(BIN)/python benchmarks/staleness.py --trace
+	$(BIN)/python benchmarks/priority.py
 	$(BIN)/python benchmarks/hierarchy.py
 
 docs: venv

@@ -48,6 +48,7 @@ KINDS = {
     "powersgd": {"compression": "powersgd"},
     "density 0.1": {"compression": "block_topk(density=0.1)"},
     "density 0.01": {"compression": "block_topk(density=0.01)"},
+    "density 0.1, late": {"compression": "block_topk(density=0.1)", "staleness": 1},
     "density 0.01, late": {"compression": "block_topk(density=0.01)", "staleness": 1},
     "dense, late": {"staleness": 1},
     "auto": {"compression": "auto"},
@@ -65,6 +66,7 @@ OF_TRACE = (
     "dense, late",
     "powersgd",
     "density 0.1",
+    "density 0.1, late",
     "controller",
     "controller, late",
 )
