@@ -17,14 +17,8 @@ from lightning_hetero.core.pace import pace
 from lightning_hetero.core.pid import ControllerState, control, smooth
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.profile import NodeProfile
-from lightning_hetero.core.time_model import (
-    ClusterTimeModel,
-    StepObservations,
-    arrival_differences,
-    estimate_gamma,
-    estimate_sync_times,
-    own_arrivals,
-)
+from lightning_hetero.core.sync_times import arrival_differences, estimate_gamma, estimate_sync_times, own_arrivals
+from lightning_hetero.core.time_model import ClusterTimeModel, StepObservations
 
 __all__ = [
     "PLANNERS",

@@ -16,13 +16,8 @@ from lightning_hetero.core.planner import (
     Proposal,
     StaticPlanner,
 )
-from lightning_hetero.core.time_model import (
-    ClusterTimeModel,
-    NodeTimeModel,
-    StepObservations,
-    arrival_differences,
-    own_arrivals,
-)
+from lightning_hetero.core.sync_times import arrival_differences, own_arrivals
+from lightning_hetero.core.time_model import ClusterTimeModel, NodeTimeModel, StepObservations
 from tests.quota import QuotaCluster
 
 FAST, MIDDLE, SLOW = (
