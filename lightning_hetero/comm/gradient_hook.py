@@ -145,7 +145,7 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     elif state.inner is not None:
         future = state.inner(state.inner_state, bucket)
     else:
-        buffer.div_(state.world_size)
+        buffer.mul_(1.0 / state.world_size)  # as DDP does without a hook; a division takes twice as long
         future = sums.sum_over_ranks(buffer) if state.topology is None else state.topology.sum(buffer)
 
     early = state.one_message and not bucket.is_last()

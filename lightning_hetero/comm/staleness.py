@@ -126,7 +126,7 @@ class Staleness(Delays):
         """Send this step's gradient, hand out the sum of the step before."""
         self.step_kind.append(lane.names)
         before, sent = lane.sums, lane.buffer(buffer)
-        torch.div(buffer, self.world_size, out=sent)
+        torch.mul(buffer, 1.0 / self.world_size, out=sent)
         lane.sums = self.queue.add(sent, self._sender(sent, self.topology or self.fresh))
         if before is not None:
             return before
@@ -144,7 +144,7 @@ class Staleness(Delays):
         A bucket that has delayed and other parameters, as the first after a resume may, is awaited as a whole.
         """
         self._sums.update(lane.take())
-        future = self._sender(buffer.div_(self.world_size), self.fresh)()
+        future = self._sender(buffer.mul_(1.0 / self.world_size), self.fresh)()
         self.queue.before(future)
         if not any(name in self._sums or name in self.delayed for name in lane.names):
             return future

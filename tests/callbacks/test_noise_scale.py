@@ -526,7 +526,7 @@ def _kept(rank, features):
     return module.kept
 
 
-def tensors_in(value, depth=4):
+def tensors_in(value, depth=6):
     if isinstance(value, torch.Tensor):
         return [value]
     if depth == 0 or isinstance(value, str | bytes):
