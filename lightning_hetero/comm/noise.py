@@ -119,7 +119,7 @@ class _Held:
         local: of this rank's gradient.
         whole: of what of the averaged one has come.
         exact: whether the averaged gradient is the sum of all ranks', rather than a compressed one.
-        kind: what of it comes with the next step, if that delays the same.
+        kind: names of what of it comes with the next step, if that delays the same.
     """
 
     estimator: WindowEstimator
@@ -127,7 +127,7 @@ class _Held:
     local: Squares
     whole: Squares
     exact: bool
-    kind: list[Any]
+    kind: frozenset[str]
 
 
 def _unless(dropped: bool | torch.Tensor, squares: Squares) -> Squares:
@@ -195,9 +195,9 @@ class NoiseCollector:
         dropped, self.hook.step_dropped = self.hook.step_dropped, False
         window, self._window = tuple(self._window), []
         first, self._first = self._first, []
-        kind = [] if self.hook.staleness is None else self.hook.staleness.step_kind
+        kind = frozenset() if self.hook.staleness is None else self.hook.staleness.step_kind
         self._complete(kind, late, dropped)
-        if squares is None or not due or None in kind:
+        if squares is None or not due or kind is None:
             return
         local, whole = squares
         if not kind:
@@ -226,7 +226,19 @@ class NoiseCollector:
                 "/".join(map(str, window[0])),
             )
 
-    def _complete(self, kind: list[Any], late: Squares, dropped: bool | torch.Tensor) -> None:
+    def settle(self) -> None:
+        """Wait for what of the last step is under way, so that a checkpoint has all of that step.
+
+        All ranks have to call it together.
+        """
+        if self._held is not None and self.hook.staleness is not None:
+            owed, dropped = self.hook.staleness.arrived()
+            late: list[torch.Tensor] = []
+            for flat, owners in owed:
+                late += self.hook.norms.of_bucket(flat, lambda owners=owners: owners)  # type: ignore[misc]
+            self._complete(self._held.kind, late, dropped)
+
+    def _complete(self, kind: frozenset[str] | None, late: Squares, dropped: bool | torch.Tensor) -> None:
         """Add the step before, of which something came with this one."""
         held, self._held = self._held, None
         if held is not None and (held.kind == kind or not held.exact):
