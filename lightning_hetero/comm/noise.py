@@ -199,9 +199,8 @@ class NoiseCollector:
         self._complete(kind, late, dropped)
         if squares is None or not due or kind is None:
             return
-        local, whole = squares
-        if not kind:
-            whole = _unless(dropped, whole)
+        local = squares[0]
+        whole = squares[1] if kind else _unless(dropped, squares[1])
         nested = bool(first) and len(window) > 1
         known = self.running.noise_scale if nested else math.inf
         estimator = window_estimator(
