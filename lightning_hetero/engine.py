@@ -170,8 +170,8 @@ class HeteroEngine:
         return self.sampler
 
     def _known_history(self, start: tuple[int, int]) -> PlanHistory | None:
-        """History of this run or of the checkpoint, as far as it can be continued at ``start``."""
-        history = self.history or self._restored
+        """History of the checkpoint or of this run, as far as it can be continued at ``start``."""
+        history, self._restored = self._restored or self.history, None
         before = [entry for entry in history.entries if (entry.epoch, entry.step) <= start] if history else []
         return PlanHistory(tuple(before)) if before else None
 

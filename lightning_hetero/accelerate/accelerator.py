@@ -314,10 +314,10 @@ class HeteroAccelerator(PlanAccess, Accelerator):
         if isinstance(state, Exception):
             raise state
         loader, unsent = state.pop("loader", {}), state.pop("residuals", {})
-        if unsent and session.engine.compression is None:
-            log.warning("the state has gradients that compression has not sent yet; without it they are left out.")
-        elif unsent and session.engine.compression is not None:
+        if session.engine.compression is not None:
             session.engine.compression.load_state_dict(unsent)
+        elif unsent:
+            log.warning("the state has gradients that compression has not sent yet; without it they are left out.")
         session.load_state_dict(state)
         if self._hetero_loader is not None and loader:
             self._hetero_loader.iteration = int(loader["iteration"])

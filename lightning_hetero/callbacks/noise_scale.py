@@ -154,6 +154,11 @@ class GNSCallback(Callback):
             if state is not None:  # else a subclass saves nothing
                 state["interval"] = interval
 
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Begin anew if the checkpoint knows of no estimate: that of an earlier fit belongs to other weights."""
+        if self.state_key not in checkpoint.get("callbacks", {}):
+            self.load_state_dict(RunningNoiseScale(horizon=self.horizon).state_dict())
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the estimate of an earlier run, in the middle of an interval perhaps."""
         state = dict(state_dict)

@@ -102,6 +102,7 @@ class _Engine(Source):
         self.collector.running = value
 
     def interval(self) -> dict[str, Any]:
+        self.collector.settle()
         parts = self.control.gather(self.collector.sums.peek())
         return {"steps": self.collector.number, "parts": parts.tolist()}
 

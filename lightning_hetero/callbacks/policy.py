@@ -4,6 +4,7 @@ A callback only connects: at the end of a step that is due, and at the start of 
 engine, which gathers observations, lets rank 0 decide and adopts the plan on all ranks.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_hetero.callbacks.last_sums import apply_last_sums, check_staleness
@@ -19,7 +20,13 @@ except ImportError:  # only the standalone package is installed
     from pytorch_lightning import Callback  # type: ignore[assignment]
     from pytorch_lightning.utilities.exceptions import MisconfigurationException  # type: ignore[assignment]
 
-__all__ = ["DynamicBatchPIDCallback", "PerfModelCallback", "PolicyCallback", "policy_callback"]
+__all__ = ["DynamicBatchPIDCallback", "PerfModelCallback", "PolicyCallback", "policy_callback", "policy_states"]
+
+
+def policy_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """States of policies in a checkpoint of Lightning's; none in one of plain DDP's."""
+    states = checkpoint.get("callbacks", {}).values()
+    return [state for state in states if isinstance(state, dict) and {"policy", "engine"} <= set(state)]
 
 
 def _lengthen_bar(trainer: Any) -> None:
@@ -41,6 +48,7 @@ class PolicyCallback(Callback):
 
     def __init__(self, planner: Planner | None = None) -> None:
         self.planner = planner
+        self._first: tuple[Planner | None, ...] = ()
         self._engine: HeteroEngine | None = None
         self._bar: Any = None
         self._signal: LateSignal | None = None
@@ -71,6 +79,7 @@ class PolicyCallback(Callback):
                 f"{type(trainer.strategy).__name__}. Use Trainer(strategy='hetero_ddp')."
             )
         self._engine = engine
+        self._first = self._first or (self.planner,)
         if stage == "fit":
             self._show_in_progress_bar(trainer)
 
@@ -166,17 +175,15 @@ class PolicyCallback(Callback):
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Take the plan over from another policy's run."""
-        states = checkpoint.get("callbacks", {})
-        if self.state_key not in states:
-            other = [
-                state for state in states.values() if isinstance(state, dict) and {"policy", "engine"} <= set(state)
-            ]
-            self.load_state_dict(other[0] if other else {})
+        if self.state_key not in checkpoint.get("callbacks", {}):
+            self.load_state_dict(next(iter(policy_states(checkpoint)), {}))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with what was learned; another policy takes over the plan only."""
+        """Go on with what was learned; another policy takes over the plan only, and begins to learn anew."""
         if self.planner is not None and state_dict.get("policy") == self.policy:
             self.planner = self.planner.loaded(state_dict["planner"])
+        elif self._first:
+            (self.planner,) = self._first
         if self._engine is not None:
             self._engine.load_state_dict(state_dict.get("engine", {}))
 

@@ -309,10 +309,17 @@ class GradientCompression:
         return {"ranks": everyone, "clusters": self._topology().clusters} if everyone and any(everyone) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the residuals of an earlier run, once the model is attached or at once."""
+        """Go on with the residuals of an earlier run, once the model is attached or at once; without any, with zero."""
         self._restored, self._idle = state, {}
         if self.exchange is not None and state:
             self._go_on(state)
+        elif self.exchange is not None:
+            self.exchange.load_residuals({})
+
+    def forget(self) -> None:
+        """Let the model that is attached next begin as the first one did."""
+        self._restored, self._idle, self._module, self.exchange, self.choice = {}, {}, None, None, None
+        self.links = (LinkEstimate(),) * len(self.links)
 
     def _go_on(self, state: dict[str, Any]) -> None:
         self._take_over(self._own_share(state))

@@ -67,7 +67,7 @@ class DelayedBlocks(Delays):
 
     def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Take one bucket; DDP hands them over in the same order on all ranks."""
-        self.step_kind = ["all"] if self.delayed and not self.exchange.dense else []
+        self.step_kind = frozenset(self.parameters if self.delayed and not self.exchange.dense else ())
         return self.exchange(None, bucket)
 
     def turn(self, sending: Sending) -> list[Pack]:
@@ -148,6 +148,11 @@ class DelayedBlocks(Delays):
         self.exchange.gradients = None  # what follows is a dense step
         sums = self.exchange.sums_of(owed)
         return {name: sums[name].to(p.device, p.dtype) for name, p in self.parameters.items()}
+
+    def arrived(self) -> tuple[list[tuple[torch.Tensor, list[torch.Tensor]]], bool]:
+        """No sums of which a norm would be needed, and whether what was under way was sent in vain."""
+        self.settle()
+        return [], self._in_vain
 
     # the decision
 

@@ -38,9 +38,9 @@ class Delays(ABC):
         running: set of callbacks that a thread of the process group may still hold.
 
     Attributes:
-        gave_late: whether the last bucket got the sum of the step before, and nothing else.
-        step_kind: what was delayed in the running step, equal in two steps that delayed the same; ``None`` in it stands
-            for sums of two steps in one.
+        gave_late: whether the last bucket got the sum of the step before, and nothing else; of a bucket that has both,
+            for each of its parameters.
+        step_kind: names of what was delayed in the running step; ``None`` after sums of two steps in one.
     """
 
     unit = "gradient buckets"
@@ -58,8 +58,8 @@ class Delays(ABC):
         self.limit, self.parameters, self.hysteresis, self.topology = limit, parameters, hysteresis, topology
         self.link = LinkEstimate()
         self.choice: DelayChoice | None = None
-        self.gave_late = False
-        self.step_kind: list[Any] = []
+        self.gave_late: bool | list[bool] = False
+        self.step_kind: frozenset[str] | None = frozenset()
         self._running = running
         self._log = TransferLog(clock)
 
@@ -72,6 +72,14 @@ class Delays(ABC):
     @abstractmethod
     def take_sums(self) -> dict[str, torch.Tensor]:
         """All sums that the optimizer has not had yet, by parameter, flat; from now on they are the caller's."""
+
+    @abstractmethod
+    def arrived(self) -> tuple[list[tuple[torch.Tensor, list[torch.Tensor]]], bool]:
+        """What the last step has delayed, as the next one will give it: waits for what is under way.
+
+        Returns:
+            flat sums, each with its parameters, and whether the step turned out to be left out.
+        """
 
     @property
     @abstractmethod

@@ -6,6 +6,7 @@ the device in between: a step costs its norms, and they are put together for man
 """
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,8 @@ from lightning_hetero.core.noise_window import WindowEstimator, window_estimator
 __all__ = ["NOISE_FIELDS", "NoiseCollector", "NoiseSums", "merge_parts", "own_part"]
 
 NOISE_FIELDS = 5
-HELD = 32
-"""Steps of which norms wait, as numbers on the device, until they are added up together."""
+HELD = 512
+"""Squared norms that wait, as numbers on the device, until they are added up together: of a hundred steps or of one."""
 PRECONDITIONED_AFTER = 10
 """Steps after which Adam's second moments are an average of some gradients, and not just the last one."""
 
@@ -48,10 +49,8 @@ class NoiseSums:
     def __init__(self) -> None:
         self._sums: torch.Tensor | None = None
         self._steps = 0
-        self._squares: list[torch.Tensor] = []
-        self._places: list[int] = []
-        self._parts: list[Sequence[Sequence[float]]] = []
-        self._samples: list[float] = []
+        self._waiting: list[tuple[Sequence[Sequence[float]], float, Sequence[Squares]]] = []
+        self._held = 0
 
     @property
     def steps(self) -> int:
@@ -66,33 +65,32 @@ class NoiseSums:
             samples: samples that the step counts for.
             squares: squared norms of the first micro-batch, of the whole window, and of the average.
         """
-        for kind, several in enumerate(squares):
-            self._squares += several
-            self._places += [3 * len(self._parts) + kind] * len(several)
-        self._parts.append(part)
-        self._samples.append(samples)
+        self._waiting.append((part, samples, squares))
         self._steps += 1
-        if len(self._parts) >= HELD:
+        self._held += sum(map(len, squares))
+        if self._held >= HELD:
             self._settle()
 
     def _settle(self) -> None:
         """Add up the steps that wait."""
-        if not self._parts:
+        if not self._waiting:
             return
-        squares = torch.stack(self._squares).double()
+        parts, samples, norms_of = zip(*self._waiting, strict=True)
+        self._waiting, self._held = [], 0
+        kinds = [several for step in norms_of for several in step]
+        squares = torch.stack([value for several in kinds for value in several]).double()
 
-        def there(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
+        def there(values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype).to(squares.device, non_blocking=True)
 
-        places = there(self._places, torch.int64)
-        norms = squares.new_zeros(3 * len(self._parts)).index_add_(0, places, squares).view(-1, 3)
-        weights = there(self._samples, torch.float64)[:, None]
-        sums = (there(self._parts, torch.float64) @ norms[:, :, None])[:, :, 0] * weights
+        places = there([place for place, several in enumerate(kinds) for _ in several], torch.int64)
+        norms = squares.new_zeros(len(kinds)).index_add_(0, places, squares).view(-1, 3)
+        weights = there(samples, torch.float64)[:, None]
+        sums = (there(parts, torch.float64) @ norms[:, :, None])[:, :, 0] * weights
         finite = norms[:, 2:].isfinite()
         each = torch.cat([sums, torch.ones_like(weights), weights], dim=1)
         new = each.masked_fill(~finite, 0.0).sum(dim=0)
         self._sums = new if self._sums is None else self._sums.to(new.device) + new
-        self._squares, self._places, self._parts, self._samples = [], [], [], []
 
     def peek(self) -> np.ndarray:
         """``(sum of B S, of B |g|^2, finite steps, their samples, steps)`` since the last :meth:`take`."""
@@ -121,7 +119,7 @@ class _Held:
         local: of this rank's gradient.
         whole: of what of the averaged one has come.
         exact: whether the averaged gradient is the sum of all ranks', rather than a compressed one.
-        kind: what of it comes with the next step, if that delays the same.
+        kind: names of what of it comes with the next step, if that delays the same.
     """
 
     estimator: WindowEstimator
@@ -129,14 +127,14 @@ class _Held:
     local: Squares
     whole: Squares
     exact: bool
-    kind: list[Any]
+    kind: frozenset[str]
 
 
-def _unless(dropped: bool | torch.Tensor, squares: Squares) -> list[torch.Tensor]:
+def _unless(dropped: bool | torch.Tensor, squares: Squares) -> Squares:
     """Squared norms, not finite if the step was left out."""
     if isinstance(dropped, torch.Tensor):
         return [torch.where(dropped != 0, torch.nan, value) for value in squares]
-    return [torch.full_like(value, torch.nan) if dropped else value for value in squares]
+    return [torch.full_like(value, torch.nan) for value in squares] if dropped else squares
 
 
 class NoiseCollector:
@@ -197,22 +195,22 @@ class NoiseCollector:
         dropped, self.hook.step_dropped = self.hook.step_dropped, False
         window, self._window = tuple(self._window), []
         first, self._first = self._first, []
-        kind = [] if self.hook.staleness is None else self.hook.staleness.step_kind
+        kind = frozenset() if self.hook.staleness is None else self.hook.staleness.step_kind
         self._complete(kind, late, dropped)
-        if squares is None or not due or None in kind:
+        if squares is None or not due or kind is None:
             return
-        local, whole = squares
-        if not kind:
-            whole = _unless(dropped, whole)
-        known = self.running.noise_scale
+        local = squares[0]
+        whole = squares[1] if kind else _unless(dropped, squares[1])
+        nested = bool(first) and len(window) > 1
+        known = self.running.noise_scale if nested else math.inf
         estimator = window_estimator(
             window,
             divisor=self.divisor,
             summed=self.summed,
             method=self.method,
-            nested=bool(first) and len(window) > 1,
+            nested=nested,
             exact=self.hook.exact_sum,
-            noise_scale=float("inf") if np.isnan(known) else known,
+            noise_scale=math.inf if math.isnan(known) else known,
         )
         if estimator is not None and kind:
             self._held = _Held(estimator, first if len(window) > 1 else [], local, whole, self.hook.exact_sum, kind)
@@ -227,7 +225,19 @@ class NoiseCollector:
                 "/".join(map(str, window[0])),
             )
 
-    def _complete(self, kind: list[Any], late: Squares, dropped: bool | torch.Tensor) -> None:
+    def settle(self) -> None:
+        """Wait for what of the last step is under way, so that a checkpoint has all of that step.
+
+        All ranks have to call it together.
+        """
+        if self._held is not None and self.hook.staleness is not None:
+            owed, dropped = self.hook.staleness.arrived()
+            late: list[torch.Tensor] = []
+            for flat, owners in owed:
+                late += self.hook.norms.of_bucket(flat, lambda owners=owners: owners)  # type: ignore[misc]
+            self._complete(self._held.kind, late, dropped)
+
+    def _complete(self, kind: frozenset[str] | None, late: Squares, dropped: bool | torch.Tensor) -> None:
         """Add the step before, of which something came with this one."""
         held, self._held = self._held, None
         if held is not None and (held.kind == kind or not held.exact):

@@ -96,11 +96,14 @@ class Staleness(Delays):
         """Average one bucket; DDP hands them over in the same order on all ranks."""
         if bucket.index() == 0:
             self.queue.begin_step()
-            self.step_kind = []
+            self.step_kind = frozenset()
         lane, release = self._lane(bucket), self._log.ready(bucket.index())
-        delayed = bool(lane.names) and self.delayed.issuperset(lane.names)
-        future = self._delay(lane, bucket.buffer()) if delayed else self._await(lane, bucket.buffer())
-        self.gave_late = delayed
+        delayed = self.delayed.intersection(lane.names)
+        whole = 0 < len(delayed) == len(lane.names)
+        self.gave_late = whole or (bool(delayed) and [name in delayed for name in lane.names])
+        if self.step_kind is not None:
+            self.step_kind |= delayed
+        future = self._delay(lane, bucket.buffer()) if whole else self._await(lane, bucket.buffer())
 
         def released(done: Future) -> torch.Tensor:
             value = tensor_of(done.value())
@@ -124,9 +127,8 @@ class Staleness(Delays):
 
     def _delay(self, lane: _Lane, buffer: torch.Tensor) -> Future:
         """Send this step's gradient, hand out the sum of the step before."""
-        self.step_kind.append(lane.names)
         before, sent = lane.sums, lane.buffer(buffer)
-        torch.div(buffer, self.world_size, out=sent)
+        torch.mul(buffer, 1.0 / self.world_size, out=sent)
         lane.sums = self.queue.add(sent, self._sender(sent, self.topology or self.fresh))
         if before is not None:
             return before
@@ -144,12 +146,13 @@ class Staleness(Delays):
         A bucket that has delayed and other parameters, as the first after a resume may, is awaited as a whole.
         """
         self._sums.update(lane.take())
-        future = self._sender(buffer.div_(self.world_size), self.fresh)()
+        future = self._sender(buffer.mul_(1.0 / self.world_size), self.fresh)()
         self.queue.before(future)
-        if not any(name in self._sums or name in self.delayed for name in lane.names):
+        owed, delayed = self._sums.keys() & lane.names, self.delayed
+        if not owed and delayed.isdisjoint(lane.names):
             return future
-        self.step_kind.append(None)
-        delayed = self.delayed
+        if owed - delayed:
+            self.step_kind = None
 
         def settle(done: Future) -> torch.Tensor:
             flat = tensor_of(done.value())
@@ -192,6 +195,12 @@ class Staleness(Delays):
         self._sums.update(self._settle())
         owed, self._sums = self._sums, {}
         return owed
+
+    def arrived(self) -> tuple[list[tuple[torch.Tensor, list[torch.Tensor]]], bool]:
+        """The sums that are owed, and that their step was not left out."""
+        lanes = [(lane.names, tensor_of(lane.sums.wait())) for lane in self._ordered() if lane.sums is not None]
+        owed = [*lanes, *(((name,), value) for name, value in self._sums.items())]
+        return [(flat, [self.parameters[name] for name in names]) for names, flat in owed], False
 
     # the decision
 

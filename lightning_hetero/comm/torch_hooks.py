@@ -170,8 +170,10 @@ class LowRankExchange:
         return found
 
     def load_residuals(self, residuals: dict[str, torch.Tensor]) -> None:
-        """Go on with these residuals once the dense steps are over."""
+        """Go on with these residuals once the dense steps are over; those of before are gone."""
         self._restored = dict(residuals)
+        self.state.error_dict.clear()
+        self._places.clear()
 
     def extra_state(self) -> dict[str, Any]:
         """None: DDP's buckets change after the first step, so that dense steps begin a resumed run."""

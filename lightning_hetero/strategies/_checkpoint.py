@@ -4,9 +4,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_hetero.callbacks.policy import policy_states
 from lightning_hetero.engine import HeteroEngine
 
-__all__ = ["add_residuals", "resume_position", "take_residuals"]
+__all__ = ["add_residuals", "forget_without_state", "resume_position", "take_residuals"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -21,16 +22,37 @@ def add_residuals(checkpoint: dict[str, Any], engine: HeteroEngine | None) -> No
 
 
 def take_residuals(checkpoint: Mapping[str, Any], engine: HeteroEngine | None) -> None:
-    """Go on with the residuals of the checkpoint, if it has any."""
-    state = checkpoint.get(KEY)
-    if state is None or engine is None:
+    """Go on with the residuals of the checkpoint; if it has none, with none."""
+    state = checkpoint.get(KEY, {})
+    if engine is None:
         return
-    if engine.compression is None:
+    if engine.compression is not None:
+        engine.compression.load_state_dict(state)
+    elif state:
         log.warning(
             "the checkpoint has gradients that compression has not sent yet; without compression they are left out"
         )
-    else:
-        engine.compression.load_state_dict(state)
+
+
+def forget_without_state(checkpoint: Mapping[str, Any], engine: HeteroEngine) -> None:
+    """Let a fit begin anew from a checkpoint with no state of ours, such as one of plain DDP's.
+
+    What an earlier fit of the same strategy has left, its plans and the gradients that were not sent or not applied
+    yet, belongs to other weights. The callbacks do the same with what they have learned. To be called before the model
+    is wrapped.
+    """
+    if KEY in checkpoint or policy_states(checkpoint):
+        return
+    if engine.history is not None and engine.rank == 0:
+        log.info(
+            "the checkpoint has no state of hetero_ddp: plans, gradients that were not sent or applied yet, and what "
+            "was learned in the fit before are forgotten"
+        )
+    engine.history = None
+    engine.log.clear()
+    engine.hook_state.load_delayed_state({})
+    if engine.compression is not None:
+        engine.compression.forget()
 
 
 def resume_position(checkpoint: Mapping[str, Any]) -> tuple[int, int] | None:

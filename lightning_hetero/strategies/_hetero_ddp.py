@@ -19,7 +19,7 @@ from lightning_hetero.core.compressors import Compressor
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import PlanAccess, show_log
-from lightning_hetero.strategies._checkpoint import add_residuals, resume_position, take_residuals
+from lightning_hetero.strategies._checkpoint import add_residuals, forget_without_state, resume_position, take_residuals
 from lightning_hetero.strategies._compression import attach_compression, lead_optimizers
 from lightning_hetero.strategies._convergence_probe import begin_probe
 from lightning_hetero.strategies._loaders import (
@@ -360,10 +360,13 @@ class HeteroDDPMixin(PlanAccess):
         super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read the checkpoint, and from it the step at which the data goes on."""
+        """Read the checkpoint, and in a fit from it the step at which the data goes on, and what of ours it has."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
+        if self._trainer.state.fn != "fit" or self.engine is None:
+            return checkpoint
+        forget_without_state(checkpoint, self.engine)
         take_residuals(checkpoint, self.engine)
         position = resume_position(checkpoint)
-        if position is not None and self.engine is not None:
+        if position is not None:
             self.engine.resume_at(*position)
         return checkpoint

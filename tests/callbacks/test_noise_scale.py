@@ -271,13 +271,17 @@ def test_estimate_survives_a_checkpoint(tmp_path):
 
 
 class Saves(Callback):
-    """Saves inside an interval between two messages, and goes on."""
+    """Saves inside an interval between two messages, and goes on; at a step, or at the end of an epoch."""
 
-    def __init__(self, path, step):
-        self.path, self.step = path, step
+    def __init__(self, path, step=None, epoch=None):
+        self.path, self.step, self.epoch = path, step, epoch
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.current_epoch == self.epoch:
             trainer.save_checkpoint(self.path)
 
 
@@ -299,6 +303,22 @@ def test_resume_inside_an_interval_goes_on_identically(tmp_path, strategy, ranks
     assert whole[0]["estimate"]["samples"] > 0
     for one, other in zip(whole, again, strict=True):
         assert one["estimate"] == pytest.approx(other["estimate"], rel=1e-12)
+
+
+def test_resume_inside_an_interval_with_plain_ddp(tmp_path):
+    """It observes 56 steps, of which a message after the 50th tells; plain DDP resumes exactly at an epoch's end only.
+
+    The checkpoint knows of 28 steps. Without them no message would be sent before the end.
+    """
+    path, settings = tmp_path / "inside.ckpt", {"max_epochs": 28, "batch_size": 6, "every_n_steps": 2}
+    whole = run_ranks(_run, 2, "ddp", 2, "pooled", {**settings, "callbacks": [Saves(path, epoch=13)]})
+    again = run_ranks(_run, 2, "ddp", 2, "pooled", {**settings, "ckpt_path": str(path)})
+    steps = [[r["seen"][s][2] for r in whole] for s in range(0, 2 * 50, 2)]
+    assert whole[0]["estimate"]["trace_sum"] == pytest.approx(expected(steps, "pooled").trace_sum, rel=1e-6)
+    for one, other in zip(whole, again, strict=True):
+        assert (len(one["seen"]), len(other["seen"])) == (112, 56)
+        assert one["estimate"]["samples"] == 50 * 12
+        assert one["estimate"] == other["estimate"]
 
 
 @pytest.mark.parametrize(
@@ -526,7 +546,7 @@ def _kept(rank, features):
     return module.kept
 
 
-def tensors_in(value, depth=4):
+def tensors_in(value, depth=6):
     if isinstance(value, torch.Tensor):
         return [value]
     if depth == 0 or isinstance(value, str | bytes):

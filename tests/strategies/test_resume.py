@@ -1,12 +1,17 @@
 """Checkpoints: continue identically, with another number of workers, from and to plain DDP; each sample once."""
 
+import logging
+
+import lightning as L
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
-from lightning_hetero import PerfModelCallback
-from tests.helpers import Points, Regressor, fit, run_ranks
+from lightning_hetero import BatchPlan, BlockTopK, GNSCallback, HeteroDDPStrategy, PerfModelCallback
+from lightning_hetero.core.planner import PerfModelPlanner
+from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
 
 N, BATCH = 70, 5
 SPLIT = {"local_batch_sizes": [7, 3]}
@@ -134,3 +139,67 @@ def test_learned_models_ride_in_the_checkpoint_by_hardware(tmp_path):
     assert again[0]["history"][0] == (1, 0, (15, 5))
     alone = run({"hysteresis": 1.0}, 1, batch_size=10, max_epochs=2, ckpt_path=path)
     assert alone[0]["history"][0] == (1, 0, (10,))
+
+
+class Interrupted(L.Callback):
+    """Leaves a plan, residuals and a delayed sum behind: training fails at a step."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 3:
+            trainer.strategy.adopt(BatchPlan(10, (8, 2)))
+            trainer.strategy.engine.hook_state.staleness.delay_all()
+        if trainer.global_step == 5:
+            raise ValueError("interrupted")
+
+
+class Looks(L.Callback):
+    """Keeps what a fit starts with."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.planner = trainer.callbacks[0].planner
+        engine = trainer.strategy.engine
+        residuals = engine.compression.state_dict_of_rank().get("residuals", {})
+        self.residual = sum(float(value.abs().sum()) for value in residuals.values())
+        self.owed = engine.hook_state.delayed_state()
+        self.sizes = engine.plan.local_batch_sizes
+        self.samples = next(c for c in trainer.callbacks if isinstance(c, GNSCallback)).estimate.samples
+
+
+def _from_plain(rank, path, used):
+    """A fit from a checkpoint of plain DDP, with a strategy that was used before or is new."""
+    records = []
+    logger = logging.getLogger("lightning_hetero")
+    logger.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: records.append(record.getMessage())
+    compression = BlockTopK(density=0.4, block=8, warmup_steps=2)
+    strategy = HeteroDDPStrategy(replan=2, hysteresis=0.999, compression=compression, staleness=1)
+    looks, left = Looks(), Looks()
+    trainer = trainer_of(strategy, 2, max_epochs=3, callbacks=[GNSCallback(), looks])
+    loader = DataLoader(Points(N), BATCH, shuffle=True)
+    if used:
+        trainer.callbacks.append(interrupted := Interrupted())
+        try:
+            trainer.fit(Regressor(lr=0.2), loader)
+        except ValueError:
+            trainer.callbacks.remove(interrupted)
+        left.on_train_start(trainer, None)
+        assert left.planner != PerfModelPlanner() or rank
+        assert min(left.residual, left.samples) > 0
+        assert left.owed["sums"]
+        assert left.sizes == (8, 2)
+    model = Regressor()
+    trainer.fit(model, loader, ckpt_path=path)
+    assert (looks.residual, looks.owed, looks.sizes, looks.samples) == (0.0, {}, (5, 5), 0.0)
+    assert looks.planner == PerfModelPlanner()
+    return model.flat(), model.seen, [text for text in records if "no state of hetero_ddp" in text]
+
+
+def test_a_checkpoint_without_our_state_leaves_nothing_of_an_earlier_fit(tmp_path):
+    run("ddp", 2, max_epochs=1, **checkpoints(tmp_path))
+    path = str(next(tmp_path.glob("*.ckpt")))
+    results = run_ranks(_from_plain, 2, path, True)
+    for one, other in zip(results, run_ranks(_from_plain, 2, path, False), strict=True):
+        np.testing.assert_array_equal(one[0], other[0])
+        assert one[1] == other[1]
+        assert other[2] == []
+    assert [len(said) for _, _, said in results] == [1, 0]

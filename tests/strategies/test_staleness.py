@@ -480,6 +480,40 @@ def test_norms_of_delayed_sums_are_matched_with_those_of_their_own_step(strategy
         assert not np.isnan(scale), "no step has counted"
 
 
+class SavesAt(L.Callback):
+    def __init__(self, path, step):
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def _estimated(rank, schedule, strategy, more):
+    callback = GNSCallback(horizon=1e9)
+    kwargs = {"schedule": schedule, "max_epochs": 3, **more, "callbacks": [callback, *more.get("callbacks", [])]}
+    done = _run(rank, {**SPLIT, **strategy, "staleness": 1}, kwargs)
+    return len(done["seen"]), callback.estimate.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "delayed", "exactly"),
+    [({}, INPUT, False), ({"bucket_cap_mb": 25}, ALL, True), ({"compression": BlockTopK(density=0.4)}, True, True)],
+    ids=["two of four buckets", "one bucket", "block top-k"],
+)
+def test_a_resume_keeps_the_norms_of_the_step_whose_sums_are_under_way(tmp_path, strategy, delayed, exactly):
+    """In the first step of a resumed run, one bucket holds all parameters: those of the step before and its own."""
+    path, strategy = tmp_path / "inside.ckpt", {"replan": "epoch", **strategy}
+    whole = run_ranks(_estimated, 2, {3: delayed}, strategy, {"callbacks": [SavesAt(path, 9)]})
+    rest = run_ranks(_estimated, 2, {9: delayed}, strategy, {"ckpt_path": str(path)})
+    uncut = run_ranks(_estimated, 2, {3: delayed}, strategy, {})
+    for (steps, full), (left, part), (_, other) in zip(whole, rest, uncut, strict=True):
+        assert (steps, left) == (21, 12)
+        assert full["samples"] == other["samples"] > 100
+        assert part == full if exactly else part == pytest.approx(full, rel=1e-13)
+        assert full == pytest.approx(other, rel=1e-13)
+
+
 # what it does not go with
 
 
