@@ -107,6 +107,60 @@ def fma(typing: Any, x: Any, y: Any, z: Any) -> Any:
     return _typed(x, y, z), lambda context, builder, signature, args: _call(builder, "fma", _alike(builder, args))
 
 
+def _bits_of(builder: Any, x: Any) -> tuple[Any, Callable[[int], Any]]:
+    """Bits of a number or of each lane, and what makes a constant of that type."""
+    kind = ir.IntType(32) if x.type == FLOAT else ir.VectorType(ir.IntType(32), WIDTH)
+    return builder.bitcast(x, kind), lambda n: ir.Constant(kind, n if x.type == FLOAT else [n] * WIDTH)
+
+
+def _bfloat16(builder: Any, values: list[Any]) -> Any:
+    bits, constant = _bits_of(builder, values[0])
+    sign, largest = builder.and_(bits, constant(0x80000000)), constant(0x7F7F0000)
+    over = builder.icmp_unsigned(">", builder.and_(bits, constant(0x7FFFFFFF)), largest)
+    bits = builder.select(over, builder.or_(sign, largest), bits)
+    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    near = builder.add(builder.add(bits, constant(0x7FFF)), odd)
+    return builder.bitcast(builder.and_(near, constant(0xFFFF0000)), values[0].type)
+
+
+bfloat16 = _unary(_bfloat16)
+"""The nearest number of bfloat16 to a finite one, ties to even, never infinite."""
+
+
+def _high(builder: Any, x: Any) -> Any:
+    bits, constant = _bits_of(builder, x)
+    kind = ir.IntType(16) if x.type == FLOAT else ir.VectorType(ir.IntType(16), WIDTH)
+    return builder.trunc(builder.lshr(bits, constant(16)), kind)
+
+
+@intrinsic
+def high(typing: Any, x: Any) -> Any:
+    """The upper 16 bits of a number: itself in bfloat16, if it is one of these."""
+    return types.uint16(types.float32), lambda context, builder, signature, args: _high(builder, args[0])
+
+
+@intrinsic
+def from_high(typing: Any, bits: Any) -> Any:
+    """The number whose upper 16 bits these are."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        return builder.bitcast(builder.shl(builder.zext(args[0], word), ir.Constant(word, 16)), FLOAT)
+
+    return types.float32(types.uint16), generate
+
+
+@intrinsic
+def any_reaches(typing: Any, x: Any, threshold: Any) -> Any:
+    """Whether a lane of a vector is at least as large as a number."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        mask = builder.bitcast(builder.fcmp_ordered(">=", *_alike(builder, args)), ir.IntType(WIDTH))
+        return builder.icmp_unsigned("!=", mask, ir.Constant(ir.IntType(WIDTH), 0))
+
+    return types.boolean(VECTOR, types.float32), generate
+
+
 @intrinsic
 def spread(typing: Any, x: Any) -> Any:
     """A number in each lane of a vector."""
@@ -146,6 +200,18 @@ def store(typing: Any, array: Any, i: Any, x: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store(args[2], _place(context, builder, signature, args, LANES), align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, VECTOR), generate
+
+
+@intrinsic
+def store_high(typing: Any, array: Any, i: Any, x: Any) -> Any:
+    """Write the upper 16 bits of each lane to element ``i`` and those behind it of a uint16 array without gaps."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = _high(builder, args[2])
+        builder.store(bits, _place(context, builder, signature, args, bits.type), align=2)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, VECTOR), generate
