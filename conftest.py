@@ -9,7 +9,10 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 KERNELS = {
     "triton": ("compression/kernels.py", "compression/triton_encoder.py"),
-    "numba": ("compression/numba_kernels.py", "compression/numba_encoder.py"),
+    "numba": (
+        *("compression/numba_vectors.py", "compression/numba_kernels.py", "compression/numba_encoder.py"),
+        *("optim/numba_kernels.py", "optim/numba_step.py"),
+    ),
 }
 collect_ignore = [
     f"lightning_hetero/{file}" for needed, files in KERNELS.items() if not find_spec(needed) for file in files

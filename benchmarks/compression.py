@@ -33,7 +33,7 @@ from hardware import write_table
 from torch import nn
 
 from lightning_hetero.comm.sums import gather_over_ranks
-from lightning_hetero.compression import BlockEncoder, Layout, MessageFormat, Pack
+from lightning_hetero.compression import BlockEncoder, Layout, MessageFormat, Pack, encoder
 from lightning_hetero.compression.gradients import BlockGradient
 from lightning_hetero.compression.selectors import SELECT, SelectorState
 from lightning_hetero.optim import SparseAdamW, SparseSGD
@@ -68,14 +68,14 @@ def ours(encoder_class, g, density, selector="exact", values="bfloat16"):
     size = len(g) // PARAMETERS // 16 * 16
     layout = Layout.of([(f"p{i}", size) for i in range(PARAMETERS)], 16)
     k = max(1, int(layout.num_blocks * density))
-    encoder = encoder_class(layout, MessageFormat(layout.num_blocks, k, 16, values, layout.fingerprint()), selector)
-    message = torch.zeros(encoder.form.num_bytes, dtype=torch.uint8)
+    made = encoder_class(layout, MessageFormat(layout.num_blocks, k, 16, values, layout.fingerprint()), selector)
+    message = torch.zeros(made.form.num_bytes, dtype=torch.uint8)
 
     def run():
         for i, slot in enumerate(layout.slots):
-            encoder.accumulate(slot, g[i * size : (i + 1) * size], 0.5)
-        encoder.encode(message, step=0)
-        encoder.finish()
+            made.accumulate(slot, g[i * size : (i + 1) * size], 0.5)
+        made.encode(message, step=0)
+        made.finish()
 
     return run
 
@@ -158,13 +158,16 @@ def optimizer_candidates(n, density):
     r, g = torch.zeros(n), torch.randn(n)
     shared = torch.randn(n)  # all work on one parameter's memory, each with a state of its own
     found = {"add_": lambda: r.add_(g)}
+    numba = [("SparseSGD, numba", SparseSGD, {"momentum": 0.9}), ("SparseAdamW, numba", SparseAdamW, {})]
     for name, kind, settings in (
         ("SGD", torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
         ("SGD fused", torch.optim.SGD, {"momentum": 0.9, "fused": True}),
         ("AdamW fused", torch.optim.AdamW, {"fused": True}),
         ("SparseSGD", SparseSGD, {"momentum": 0.9}),
         ("SparseAdamW", SparseAdamW, {}),
+        *(numba if NumbaEncoder is not None else ()),
     ):
+        encoder.WORTH_NUMBA = 0 if "numba" in name else math.inf
         p = nn.Parameter(shared)
         optimizer = kind([p], lr=1e-4, **settings)
         p.grad = g
@@ -298,6 +301,7 @@ def budget_rows(rows, size, fresh):
         ("compress without numba, over add_", 3.0, ratio("compress", "ours, exact, bfloat16")),
         ("compress with numba, over add_", 1.4, ratio("compress", "ours, numba, exact, bfloat16")),
         ("sparse SGD without numba, over add_", 0.3, ratio("optimizer", "SparseSGD")),
+        ("sparse SGD with numba, over add_", 0.08, ratio("optimizer", "SparseSGD, numba")),
         ("MB of fresh memory a step", 16.0, fresh),
         ("gloo exchange of 1 to 16 MB, over asynchronous broadcasts", 1.3, ratio("exchange", "ours")),
         ("bytes of a block in bfloat16", 36.0, bytes_of("bfloat16")),

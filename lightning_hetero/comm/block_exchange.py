@@ -17,7 +17,7 @@ from lightning_hetero.comm.topology import Topology
 from lightning_hetero.compression.encoder import cpu_encoder
 from lightning_hetero.compression.gradients import BlockGradient, BlockMarks, block_gradients
 from lightning_hetero.compression.layout import Layout, Slot, flat_view
-from lightning_hetero.compression.reference import Pack, merge_sparse
+from lightning_hetero.compression.reference import Pack
 from lightning_hetero.compression.wire import MessageFormat
 from lightning_hetero.core.compressors import BlockTopK, blocks_per_rank
 from lightning_hetero.core.validation import check_number
@@ -255,7 +255,7 @@ class BlockExchange:
         """Keep the sum for an optimizer that takes blocks, or write it into DDP's buckets."""
         self._count(sum(len(pack.indices) for pack in packs), self._spans)
         if self.sparse_steps and self.density <= sparse_steps.BREAK_EVEN:
-            total = merge_sparse(packs) if packs else self._dropped_sum()
+            total = self.encoder.merge_sparse(packs) if packs else self._dropped_sum()
             if self._scale != 1.0 and packs:
                 total.values.mul_(self._scale)
             self.gradients = block_gradients(total, self.slots)

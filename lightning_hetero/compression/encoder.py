@@ -4,8 +4,10 @@ Same results as :mod:`lightning_hetero.compression.reference`, in chunks that st
 buffer of the model's size allocated once.
 """
 
+import importlib
 import logging
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from lightning_hetero.compression.merging import BlockMerger
 from lightning_hetero.compression.selectors import SELECT
 from lightning_hetero.compression.wire import NON_FINITE, MessageFormat
 
-__all__ = ["BlockEncoder", "cpu_encoder"]
+__all__ = ["BlockEncoder", "cpu_encoder", "needing_numba"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -120,15 +122,23 @@ class BlockEncoder(BlockMerger):
         super().finish()
 
 
+def needing_numba(module: str, numel: int) -> Any:
+    """A module that imports Numba, ``None`` where Numba is not, or is of no use, or the model has few elements."""
+    if numel < WORTH_NUMBA or not find_spec("numba"):
+        return None
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:  # a Numba that does not know this numpy, say
+        log.warning("Numba is installed and cannot be used, so compression goes without it: %s", error)
+        return None
+
+
 def cpu_encoder(
     layout: Layout, form: MessageFormat, selector: str = "exact", dtype: torch.dtype = torch.float32
 ) -> BlockEncoder:
     """The fastest encoder on CPU that is at hand: Numba's loops where it is installed and the model is large."""
-    if dtype == torch.float32 and layout.numel >= WORTH_NUMBA and find_spec("numba"):
-        try:
-            from lightning_hetero.compression.numba_encoder import NumbaEncoder
-
-            return NumbaEncoder(layout, form, selector)
-        except ImportError as error:  # a Numba that does not know this numpy, say
-            log.warning("Numba is installed and cannot be used, so compression goes without it: %s", error)
+    module = needing_numba("lightning_hetero.compression.numba_encoder", layout.numel)
+    if module is not None and dtype == torch.float32:
+        encoder: BlockEncoder = module.NumbaEncoder(layout, form, selector)
+        return encoder
     return BlockEncoder(layout, form, selector, dtype)

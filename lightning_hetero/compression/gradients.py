@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from lightning_hetero.compression.layout import Slot
@@ -48,21 +49,32 @@ class BlockGradient:
         if parameter.dim() == 0:  # has no sparse form, and one element
             values = values if len(rows) else values.new_zeros(1, block)
             return cls(rows, values[: len(rows)], values[0, 0])
-        offsets = (rows[:, None] * block + torch.arange(block, device=rows.device)).view(-1)
-        whole = numel // block * block == numel
-        inside = len(offsets) if whole else int(torch.searchsorted(offsets, numel))
-        places = [
-            torch.div(offsets[:inside], stride, rounding_mode="floor").remainder_(size)
-            for stride, size in zip(parameter.stride(), parameter.shape, strict=True)
-        ]
+        places = _places(parameter, rows, block)
+        inside = values.numel()
+        if numel % block and len(rows) and int(rows[-1]) == numel // block:
+            inside -= block - numel % block
         grad = torch.sparse_coo_tensor(
-            torch.stack(places),
+            places[:, :inside],
             values.view(-1)[:inside],
             parameter.shape,
             is_coalesced=parameter.is_contiguous(),
             check_invariants=False,
         )
         return cls(rows, values, grad)
+
+
+def _places(parameter: torch.Tensor, rows: torch.Tensor, block: int) -> torch.Tensor:
+    """Coordinates of the elements of blocks, shape ``(dimensions, elements)``, on the device of ``rows``."""
+    first, lanes = rows.cpu().numpy()[:, None] * block, np.arange(block)
+    places = np.empty((parameter.dim(), len(rows), block), np.int64)
+    for place, stride, size in zip(places, parameter.stride(), parameter.shape, strict=True):
+        if stride % block == 0:  # the same in the whole block
+            place[:] = first // stride % size
+        elif stride == 1 and size % block == 0:
+            place[:] = first % size + lanes
+        else:
+            place[:] = (first + lanes) // stride % size
+    return torch.from_numpy(places.reshape(parameter.dim(), -1)).to(rows.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,12 +102,11 @@ def block_gradients(total: Pack, slots: Mapping[torch.Tensor, Slot]) -> dict[tor
         slots: places of the parameters, in their order, in whole blocks of the sum.
     """
     block = total.values.shape[1]
-    bounds = [0, *((slot.start + slot.padded) // block for slot in slots.values())]
-    ends = torch.searchsorted(total.indices, torch.tensor(bounds, device=total.indices.device)).tolist()
+    bounds = np.array([0, *((slot.start + slot.padded) // block for slot in slots.values())])
+    ends = np.searchsorted(total.indices.numpy(), bounds).tolist()
     gradients = {}
-    for number, parameter in enumerate(slots):
-        begin, end = ends[number], ends[number + 1]
-        rows = (total.indices[begin:end] - bounds[number]).to(parameter.device)
+    for parameter, begin, end, bound in zip(slots, ends, ends[1:], bounds.tolist(), strict=False):
+        rows = (total.indices[begin:end] - bound).to(parameter.device)
         values = total.values[begin:end].to(parameter.device, parameter.dtype)
         gradients[parameter] = BlockGradient.of(parameter, rows, values)
     return gradients

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lightning_hetero.compression.layout import Layout
-from lightning_hetero.compression.reference import Pack
+from lightning_hetero.compression.reference import Pack, merge_sparse
 from lightning_hetero.compression.selectors import SelectorState
 from lightning_hetero.compression.wire import MessageFormat
 
@@ -53,6 +53,10 @@ class BlockMerger:
         for pack in packs:
             blocks.index_add_(0, pack.indices, pack.values)
             self.touched.append(pack.indices)
+
+    def merge_sparse(self, packs: list[Pack]) -> Pack:
+        """Sum of packs, in the order of ranks, as one pack."""
+        return merge_sparse(packs)
 
     def take_back(self, message: torch.Tensor) -> None:
         """Add what a message of this rank's held to the residual again, because nobody has applied it."""

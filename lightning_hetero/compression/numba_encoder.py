@@ -1,21 +1,25 @@
 """The encoder of :mod:`lightning_hetero.compression.encoder` with Numba's loops; the same messages and residuals."""
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lightning_hetero.compression import numba_kernels as kernels
 from lightning_hetero.compression.encoder import BlockEncoder
 from lightning_hetero.compression.layout import Layout, Slot
 from lightning_hetero.compression.reference import Pack
-from lightning_hetero.compression.selectors import SELECT
-from lightning_hetero.compression.wire import MessageFormat
+from lightning_hetero.compression.selectors import MANY, SELECT, Indices, Scores, at_least
+from lightning_hetero.compression.wire import HEADER, MAGIC, VERSION, MessageFormat
 
 __all__ = ["NumbaEncoder"]
 
 SHARE = 1_048_576
 """Elements of a gradient for which a further thread is worth it."""
+
+KINDS = {"float32": kernels.FLOAT32, "bfloat16": kernels.BFLOAT16, "int8": kernels.INT8}
 
 
 class NumbaEncoder(BlockEncoder):
@@ -34,38 +38,38 @@ class NumbaEncoder(BlockEncoder):
         super().__init__(layout, form, selector)
         self._message: torch.Tensor | None = None
         self._threads: ThreadPoolExecutor | None = None
+        self._found = np.zeros(0, np.int64)
         _warm(layout.block)
+
+    # one step
 
     def accumulate(self, slot: Slot, gradient: torch.Tensor, weight: float, *, hold: bool = False) -> bool:
         """``r += w g`` for one parameter, and its scores; see :meth:`BlockEncoder.accumulate`."""
         if gradient.dtype != torch.float32:
             return super().accumulate(slot, gradient, weight, hold=hold)
-        block, pieces = self.layout.block, self._pieces(slot)
+        r, g, scores = self.residual.numpy(), gradient.numpy(), self.scores.numpy()
+        start, w, block = slot.start, np.float32(weight), self.layout.block
 
         def one(begin: int, end: int) -> int:
-            start = slot.start + begin
-            return kernels.accumulate(  # type: ignore[no-any-return]
-                self.residual.numpy()[start : slot.start + end],
-                gradient.numpy()[begin:end],
-                np.float32(weight),
-                self.scores.numpy()[start // block : (slot.start + end) // block],
-                block,
-            )
+            reached: int = kernels.accumulate(r, start, g, begin, end, w, scores, block)
+            return reached
 
+        pieces = self._pieces(slot)
         done = [one(*pieces[0])] if len(pieces) == 1 else list(self._pool().map(one, *zip(*pieces, strict=True)))
         finite = True
-        for (begin, end), count in zip(pieces, done, strict=True):
-            residual = self.residual[slot.start + begin : slot.start + begin + count]
-            self._added.append((residual, gradient[begin : begin + count], weight))
-            finite = finite and count == min(end, slot.numel) - begin
+        for (begin, end), reached in zip(pieces, done, strict=True):
+            self._added.append((self.residual[start + begin : start + reached], gradient[begin:reached], weight))
+            finite = finite and reached == min(end, slot.numel)
         if finite and hold and not gradient.any():
-            self.scores[slot.start // block : (slot.start + slot.padded) // block] = 0.0
+            self.scores[start // block : (start + slot.padded) // block] = 0.0
         return finite
 
     def _pieces(self, slot: Slot) -> list[tuple[int, int]]:
         """Begin and end of each thread's part of a parameter, in whole blocks."""
+        threads = min(torch.get_num_threads(), slot.numel // SHARE)
+        if threads <= 1:
+            return [(0, slot.padded)]
         block = self.layout.block
-        threads = max(1, min(torch.get_num_threads(), slot.numel // SHARE))
         size = -(-slot.padded // (threads * block)) * block
         return [(begin, min(begin + size, slot.padded)) for begin in range(0, slot.padded, size)]
 
@@ -76,26 +80,57 @@ class NumbaEncoder(BlockEncoder):
 
     def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0) -> int:
         """Write the message of this step and take what it holds out of the residual; returns its number of blocks."""
-        indices = SELECT[self.selector](self.scores.numpy(), min(self.form.k, len(self.scores)), self.state)
-        blocks = self.residual.view(-1, self.layout.block).numpy()
-        self.form.write_indices(message, indices)
-        parts = self.form.value_parts(message, len(indices))
-        if self.form.value_dtype == "float32":
-            kernels.take_float32(blocks, indices, parts[0].numpy())
-        elif self.form.value_dtype == "bfloat16":
-            kernels.take_bfloat16(blocks, indices, _bits(parts[0]))
-        else:
-            kernels.take_int8(blocks, indices, parts[0].numpy(), _bits(parts[1]))
-        self.form.write_header(message, len(indices), 0, bucket=bucket, step=step)
+        form, k = self.form, min(self.form.k, len(self.scores))
+        faster = {"search": self._at_least} if self.selector == "exact" else {}
+        indices = SELECT[self.selector](self.scores.numpy(), k, self.state, **faster)
+        form.write_indices(message, indices)
+        kernels.take(
+            self.residual.numpy(), indices, form.block, KINDS[form.value_dtype], message.numpy(), *form.parts_at
+        )
+        form.write_header(message, len(indices), 0, bucket=bucket, step=step, sums=_sums)
         self._message = message
         return len(indices)
 
+    def _at_least(self, scores: Scores, threshold: float) -> Indices:
+        """Numbers of the scores that reach a threshold."""
+        wanted = min(MANY * self.form.k, len(scores))
+        if len(self._found) != wanted:
+            self._found = np.zeros(wanted, np.int64)
+        count = kernels.at_least(scores, np.float32(threshold), self._found) if threshold > 0 else wanted + 1
+        return self._found[:count].copy() if count <= wanted else at_least(scores, threshold)
+
+    # after the exchange
+
+    def read(self, rows: torch.Tensor, *, step: int, bucket: int = 0) -> list[Pack] | None:
+        """Packs of all ranks' messages; what is not in order is left to :meth:`BlockEncoder.read` to judge."""
+        packs: list[Pack] = []
+        form = self.form
+        usual = not form.bitmap and rows.dtype == torch.uint8 and rows.shape[1] == form.num_bytes
+        for row in rows.numpy() if usual else ():
+            indices, values = np.empty(form.k, np.int64), np.empty((form.k, form.block), np.float32)
+            count = kernels.read(
+                row, (MAGIC | VERSION, bucket, step, form.fingerprint), form.segments, HEADER + form.counts_bytes,
+                *form.parts_at, form.num_blocks, KINDS[form.value_dtype], indices, values,
+            )  # fmt: skip
+            if count < 0:
+                break
+            packs.append(Pack(torch.from_numpy(indices[:count]), torch.from_numpy(values[:count])))
+        return packs if len(packs) == len(rows) else super().read(rows, step=step, bucket=bucket)
+
     def merge(self, packs: list[Pack]) -> None:
         """Add packs in the order of ranks to :attr:`merged`."""
-        blocks = self.merged.view(-1, self.layout.block).numpy()
         for pack in packs:
-            kernels.add_blocks(blocks, pack.indices.numpy(), pack.values.numpy())
+            kernels.add_blocks(self.merged.numpy(), pack.indices.numpy(), pack.values.view(-1).numpy())
             self.touched.append(pack.indices)
+
+    def merge_sparse(self, packs: list[Pack]) -> Pack:
+        """Sum of packs as one pack, see :func:`~lightning_hetero.compression.reference.merge_sparse`."""
+        union = np.sort(np.concatenate([pack.indices.numpy() for pack in packs]))
+        union = union[np.diff(union, prepend=-1) > 0]
+        values = np.zeros((len(union), self.layout.block), np.float32)
+        for pack in packs:
+            kernels.fold(union, values, pack.indices.numpy(), pack.values.numpy())
+        return Pack(torch.from_numpy(union), torch.from_numpy(values))
 
     def undo(self) -> None:
         """Leave the step out: take back what was sent, then the gradient, to one rounding."""
@@ -110,16 +145,23 @@ class NumbaEncoder(BlockEncoder):
         super().finish()
 
 
-def _bits(values: torch.Tensor) -> np.ndarray:
-    """Bfloat16 as uint16, which numpy has no other type for."""
-    return values.view(torch.int16).numpy().view(np.uint16)
+def _sums(payload: npt.NDArray[np.uint8], _: Any) -> Any:
+    return kernels.checksum(payload)
 
 
 def _warm(block: int) -> None:
     """Compile all loops, so that no step has to."""
-    r, indices = np.zeros((2, block), np.float32), np.zeros(1, np.int64)
-    kernels.accumulate(r.ravel(), r.ravel(), np.float32(1.0), np.zeros(2, np.float32), block)
-    kernels.take_float32(r, indices, np.zeros((1, block), np.float32))
-    kernels.take_bfloat16(r, indices, np.zeros((1, block), np.uint16))
-    kernels.take_int8(r, indices, np.zeros((1, block), np.int8), np.zeros(1, np.uint16))
-    kernels.add_blocks(r, indices, np.zeros((1, block), np.float32))
+    layout = Layout.of([("p", 16 * block)], block)
+    r, g = np.zeros(16 * block, np.float32), np.zeros(16 * block, np.float32)
+    kernels.accumulate(r, 0, g, 0, block, np.float32(1.0), np.zeros(16, np.float32), block)
+    kernels.at_least(r, np.float32(1.0), np.zeros(1, np.int64))
+    form = MessageFormat(layout.num_blocks, 1, block, "float32")
+    message, index = np.zeros(form.num_bytes, np.uint8), np.zeros(1, np.int64)
+    kernels.take(r, index, block, kernels.FLOAT32, message, *form.parts_at)
+    values = np.zeros((1, block), np.float32)
+    due = MAGIC | VERSION, 0, 0, form.fingerprint
+    places_at = HEADER + form.counts_bytes
+    kernels.read(message, due, 1, places_at, *form.parts_at, 16, kernels.FLOAT32, index, values)
+    kernels.checksum(message[HEADER:])
+    kernels.fold(index, values, index, values)
+    kernels.add_blocks(r, index, values.ravel())

@@ -8,191 +8,290 @@ kernel                what it does                                              
 ====================  =========================================================  ===================
 ``accumulate``        ``r += w g`` and block scores; stops before what is not    12.25
                       finite, so that it never enters the residual
-``take_float32``,     values of the chosen blocks as they are sent; what         chosen blocks only
-``take_bfloat16``,    rounding loses stays in the residual
-``take_int8``
-``add_blocks``        adds the blocks of a message to the sum                    chosen blocks only
+``at_least``          numbers of the scores that reach a threshold               0.25
+``take``              values of the chosen blocks as they are sent; what         chosen blocks only
+                      rounding loses stays in the residual
+``checksum``          both sums of a message                                     chosen blocks only
+``read``              numbers and values of a message, if all of it is in order  chosen blocks only
+``fold``              adds blocks into a sum that has their numbers              chosen blocks only
+``add_blocks``        adds blocks to a sum of the model's size                   chosen blocks only
 ====================  =========================================================  ===================
 """
 
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import njit
 
-__all__ = ["accumulate", "add_blocks", "take_bfloat16", "take_float32", "take_int8"]
+from lightning_hetero.compression.numba_vectors import (
+    WIDTH,
+    absolute,
+    add,
+    any_reaches,
+    bfloat16,
+    fma,
+    from_high,
+    high,
+    load,
+    prefetch,
+    store,
+    store_high,
+    sub,
+    total,
+)
+from lightning_hetero.compression.wire import HEADER, SEALS, SEGMENT
 
+__all__ = ["BFLOAT16", "FLOAT32", "INT8", "accumulate", "add_blocks", "at_least", "checksum", "fold", "read", "take"]
+
+FLOAT32, BFLOAT16, INT8 = 0, 1, 2
 LARGEST = np.float32(np.finfo(np.float32).max)
-LARGEST_BF16 = np.uint32(0x7F7F0000)
-MAGNITUDE = np.uint32(0x7FFFFFFF)
 ROUND = np.float32(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to the nearest even integer
 ZERO, MOST = np.float32(0.0), np.float32(127.0)
+SOON = 16
+"""Blocks that are fetched ahead where they lie far apart."""
 
-
-def _pointer(context: Any, builder: Any, kind: Any, array: Any, index: Any, vector: Any) -> Any:
-    data = context.make_array(kind)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [index]), vector.as_pointer())
-
-
-def _fused_vector(width: int) -> Any:
-    """``r[i : i + width] += w g[i : i + width]`` if that is finite; returns ``sum |r|``, which says whether it was."""
-    vector = ir.VectorType(ir.FloatType(), width)
-
-    @intrinsic
-    def fused(typing: Any, r: Any, g: Any, w: Any, i: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            at = [_pointer(context, builder, signature.args[n], args[n], args[3], vector) for n in (0, 1)]
-            function = {
-                name: cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, given), name)
-                for name, kind, given in (
-                    (f"llvm.fma.v{width}f32", vector, [vector] * 3),
-                    (f"llvm.fabs.v{width}f32", vector, [vector]),
-                    (f"llvm.vector.reduce.fadd.v{width}f32", ir.FloatType(), [ir.FloatType(), vector]),
-                )
-            }
-            fma, fabs, total = function.values()
-            weight = builder.insert_element(ir.Constant(vector, ir.Undefined), args[2], ir.Constant(ir.IntType(32), 0))
-            lanes = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
-            weight = builder.shuffle_vector(weight, ir.Constant(vector, ir.Undefined), lanes)
-            value = builder.call(fma, [weight, builder.load(at[1], align=4), builder.load(at[0], align=4)])
-            zero = ir.Constant(ir.FloatType(), 0.0)
-            score = builder.call(total, [zero, builder.call(fabs, [value])], fastmath=("reassoc",))
-            largest = ir.Constant(ir.FloatType(), float(LARGEST))
-            with builder.if_then(builder.fcmp_ordered("<=", score, largest), likely=True):
-                builder.store(value, at[0], align=4)
-            return score
-
-        return types.float32(r, g, types.float32, types.intp), generate
-
-    return fused
-
-
-fused8, fused16 = _fused_vector(8), _fused_vector(16)
-
-
-@intrinsic
-def fma(typing: Any, w: Any, g: Any, r: Any) -> Any:
-    """``w g + r``, rounded once."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType()] * 3)
-        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.f32"), args)
-
-    return types.float32(types.float32, types.float32, types.float32), generate
-
-
-@intrinsic
-def as_bits(typing: Any, x: Any) -> Any:
-    """The 32 bits of a number."""
-    return types.uint32(types.float32), lambda context, builder, signature, args: builder.bitcast(
-        args[0], ir.IntType(32)
-    )
-
-
-@intrinsic
-def as_float(typing: Any, bits: Any) -> Any:
-    """The number that 32 bits are."""
-    return types.float32(types.uint32), lambda context, builder, signature, args: builder.bitcast(
-        args[0], ir.FloatType()
-    )
+SEAL_0, SEAL_1, SEAL_2, SEAL_3 = (np.int64(seal) for seal in SEALS)
 
 
 @njit(nogil=True, cache=True)
-def accumulate(r: Any, g: Any, w: Any, scores: Any, block: int) -> int:
-    """``r += w g`` and ``scores``; returns how many elements were added before one that is not finite.
+def accumulate(r: Any, first: int, g: Any, begin: int, end: int, w: Any, scores: Any, block: int) -> int:
+    """``r += w g`` and ``scores`` for a part of one parameter; returns where it stopped.
 
     Args:
-        r: residual, whole blocks.
-        g: gradient, at most as long.
+        r: residual.
+        first: place of the parameter in it.
+        g: its gradient.
+        begin: first element of the part, a multiple of the block.
+        end: end of the part, a multiple of the block.
         w: float32 weight.
-        scores: of each block.
+        scores: of all blocks.
         block: elements of a block, a multiple of 8.
+
+    Returns:
+        ``min(end, len(g))``, or the place before which all was added, of elements that are not finite.
     """
-    n = len(g)
-    for row in range(len(scores)):
-        i, end, score = row * block, min((row + 1) * block, n), ZERO
-        while i + 16 <= end:
-            part = fused16(r, g, w, i)
+    for start in range(begin, end, block):
+        i, stop, score = start, min(start + block, len(g)), ZERO
+        while i + 2 * WIDTH <= stop:
+            one = fma(w, load(g, i), load(r, first + i))
+            other = fma(w, load(g, i + WIDTH), load(r, first + i + WIDTH))
+            part = total(add(absolute(one), absolute(other)))
             if not part <= LARGEST:
                 return i
+            store(r, first + i, one)
+            store(r, first + i + WIDTH, other)
             score += part
-            i += 16
-        if i + 8 <= end:
-            part = fused8(r, g, w, i)
+            i += 2 * WIDTH
+        while i + WIDTH <= stop:
+            one = fma(w, load(g, i), load(r, first + i))
+            part = total(absolute(one))
             if not part <= LARGEST:
                 return i
+            store(r, first + i, one)
             score += part
-            i += 8
-        while i < end:
-            value = fma(w, g[i], r[i])
+            i += WIDTH
+        while i < stop:
+            value = fma(w, g[i], r[first + i])
             if not abs(value) <= LARGEST:
                 return i
-            r[i] = value
+            r[first + i] = value
             score += abs(value)
             i += 1
-        scores[row] = score
-    return n
+        scores[(first + start) // block] = score
+    return min(end, len(g))
 
 
 @njit(nogil=True, cache=True)
-def _bf16(x: Any) -> Any:
-    """The nearest bfloat16 of a finite number, ties to even, never infinite: its 16 bits."""
-    bits = as_bits(x)
-    if bits & MAGNITUDE > LARGEST_BF16:
-        bits = (bits & ~MAGNITUDE) | LARGEST_BF16
-    return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+def at_least(scores: Any, threshold: Any, found: Any) -> int:
+    """Numbers of the scores that reach a float32 threshold; returns how many, ``len(found) + 1`` if these are more."""
+    count, i = 0, 0
+    while i < len(scores):
+        if i + WIDTH <= len(scores) and not any_reaches(load(scores, i), threshold):
+            i += WIDTH
+            continue
+        stop = min(i + WIDTH, len(scores))
+        while i < stop:
+            if scores[i] >= threshold:
+                if count == len(found):
+                    return count + 1
+                found[count] = i
+                count += 1
+            i += 1
+    return count
 
 
 @njit(nogil=True, cache=True)
-def take_float32(blocks: Any, indices: Any, values: Any) -> None:
-    """Chosen blocks, which leave the residual.
+def take(r: Any, indices: Any, block: int, kind: int, message: Any, values_at: int, scales_at: int) -> None:
+    """Write the chosen blocks into a message as values of a kind; what is sent leaves the residual.
 
     Args:
-        blocks: residual, one row a block.
-        indices: int64 rows.
-        values: float32, filled.
+        r: residual.
+        indices: numbers of the blocks.
+        block: elements of a block.
+        kind: ``FLOAT32``, ``BFLOAT16`` or ``INT8``.
+        message: uint8.
+        values_at: where values begin in it.
+        scales_at: where scales begin in it.
     """
+    size = len(indices) * block
+    if kind == FLOAT32:
+        wide = message[values_at : values_at + 4 * size].view(np.float32)
+    elif kind == BFLOAT16:
+        half = message[values_at : values_at + 2 * size].view(np.uint16)
+    else:
+        small = message[values_at : values_at + size].view(np.int8)
+        scales = message[scales_at : scales_at + 2 * len(indices)].view(np.uint16)
     for n in range(len(indices)):
-        for j in range(blocks.shape[1]):
-            values[n, j] = blocks[indices[n], j]
-            blocks[indices[n], j] = ZERO
-
-
-@njit(nogil=True, cache=True)
-def take_bfloat16(blocks: Any, indices: Any, values: Any) -> None:
-    """The same in bfloat16, as uint16."""
-    for n in range(len(indices)):
-        for j in range(blocks.shape[1]):
-            sent = _bf16(blocks[indices[n], j])
-            values[n, j] = np.uint16(sent)
-            blocks[indices[n], j] -= as_float(np.uint32(sent << np.uint32(16)))
-
-
-@njit(nogil=True, cache=True)
-def take_int8(blocks: Any, indices: Any, values: Any, scales: Any) -> None:
-    """The same in int8 with a bfloat16 scale for each block, as uint16."""
-    for n in range(len(indices)):
-        row, largest = indices[n], ZERO
-        for j in range(blocks.shape[1]):
-            largest = max(largest, abs(blocks[row, j]))
-        bits = _bf16(largest / MOST)
-        scale = as_float(np.uint32(bits << np.uint32(16)))
-        scales[n] = np.uint16(bits)
-        for j in range(blocks.shape[1]):
-            if scale > ZERO:
-                q = min(max((blocks[row, j] / scale + ROUND) - ROUND, -MOST), MOST)
-                values[n, j] = np.int8(q)
-                blocks[row, j] -= q * scale
+        if n + SOON < len(indices):
+            prefetch(r, indices[n + SOON] * block)
+        begin, to = indices[n] * block, n * block
+        if kind == INT8:
+            scales[n] = _take_int8(r, begin, block, small, to)
+            continue
+        for j in range(0, block, WIDTH):
+            value = load(r, begin + j)
+            if kind == FLOAT32:
+                store(wide, to + j, value)
+                store(r, begin + j, sub(value, value))
             else:
-                values[n, j] = np.int8(0)
+                sent = bfloat16(value)
+                store_high(half, to + j, sent)
+                store(r, begin + j, sub(value, sent))
+
+
+@njit(nogil=True, cache=True)
+def _take_int8(r: Any, begin: int, block: int, values: Any, to: int) -> Any:
+    """One block in int8; returns its scale in bfloat16."""
+    largest = ZERO
+    for i in range(begin, begin + block):
+        largest = max(largest, abs(r[i]))
+    scale = bfloat16(largest / MOST)
+    for j in range(block):
+        if scale > ZERO:
+            q = min(max((r[begin + j] / scale + ROUND) - ROUND, -MOST), MOST)
+            values[to + j] = np.int8(q)
+            r[begin + j] -= q * scale
+        else:
+            values[to + j] = np.int8(0)
+    return high(scale)
+
+
+@njit(nogil=True, cache=True)
+def checksum(payload: Any) -> Any:
+    """``(sum w_i, sum (i + 1) w_i)`` of the 32-bit words of bytes, modulo 2^64."""
+    words = payload.view(np.int32)
+    first, second = np.int64(0), np.int64(0)
+    for i in range(len(words)):
+        word = np.int64(words[i])
+        first += word
+        second += word * np.int64(i + 1)
+    return first, second
+
+
+@njit(nogil=True, cache=True)
+def read(
+    message: Any, due: Any, segments: int, places_at: int, values_at: int, scales_at: int, num_blocks: int, kind: int,
+    indices: Any, values: Any,
+) -> int:  # fmt: skip
+    """Numbers and values of a message that has a list of indices, checked as ``MessageFormat.read`` does.
+
+    Args:
+        message: uint8.
+        due: magic and version, bucket, step and fingerprint.
+        segments: of the table of segments, which begins behind the header.
+        places_at: where indices begin.
+        values_at: where values begin.
+        scales_at: where scales begin.
+        num_blocks: blocks of the model.
+        kind: of values.
+        indices: int64, receives numbers of blocks, as many as a message may have.
+        values: float32, receives their elements, one row a block.
+
+    Returns:
+        Blocks of the message; -1 if anything is wrong with it, or its sender's gradient was not finite.
+    """
+    header = message[:HEADER].view(np.int64)
+    first, second = checksum(message[HEADER:])
+    count = header[4]
+    first += SEAL_0 * header[1] + SEAL_1 * header[2] + SEAL_2 * header[3] + SEAL_3 * count
+    if header[0] != due[0] or header[1] != due[1] or header[2] != due[2] or header[7] != due[3]:
+        return -1
+    if header[3] != 0 or header[5] != first or header[6] != second or not 0 <= count <= len(indices):
+        return -1
+    counts = message[HEADER : HEADER + 4 * segments].view(np.int32)
+    places = message[places_at : places_at + 2 * len(indices)].view(np.uint16)
+    right = _numbers(counts, places, count, num_blocks, indices) and _values(
+        message, values_at, scales_at, kind, values.reshape(-1)[: count * values.shape[1]], values.shape[1]
+    )
+    return count if right else -1
+
+
+@njit(nogil=True, cache=True)
+def _numbers(counts: Any, places: Any, count: int, num_blocks: int, indices: Any) -> bool:
+    """Numbers of blocks from the table of segments and the places in them; whether they are in order."""
+    n, last = 0, -1
+    for segment in range(len(counts)):
+        if counts[segment] < 0 or n + counts[segment] > count:
+            return False
+        for _ in range(counts[segment]):
+            index = segment * SEGMENT + np.int64(places[n])
+            if index <= last or index >= num_blocks:
+                return False
+            indices[n] = last = index
+            n += 1
+    return n == count
+
+
+@njit(nogil=True, cache=True)
+def _values(message: Any, values_at: int, scales_at: int, kind: int, values: Any, block: int) -> bool:
+    """Values of a message in float32; whether they are finite."""
+    size = len(values)
+    if kind == FLOAT32:
+        wide = message[values_at : values_at + 4 * size].view(np.float32)
+        for i in range(size):
+            values[i] = wide[i]
+    elif kind == BFLOAT16:
+        half = message[values_at : values_at + 2 * size].view(np.uint16)
+        for i in range(size):
+            values[i] = from_high(half[i])
+    else:
+        small = message[values_at : values_at + size].view(np.int8)
+        scales = message[scales_at : scales_at + 2 * (size // block)].view(np.uint16)
+        for n in range(size // block):
+            scale = from_high(scales[n])
+            for i in range(n * block, (n + 1) * block):
+                values[i] = np.float32(small[i]) * scale
+    strange = 0
+    for i in range(size):
+        strange += 0 if abs(values[i]) <= LARGEST else 1
+    return strange == 0
+
+
+@njit(nogil=True, cache=True)
+def fold(union: Any, out: Any, indices: Any, values: Any) -> None:
+    """Add blocks to a sum of blocks.
+
+    Args:
+        union: ascending numbers of the sum's blocks, each once.
+        out: the sum, one row a block.
+        indices: ascending numbers, all of them in ``union``.
+        values: their blocks.
+    """
+    at = 0
+    for n in range(len(indices)):
+        while union[at] < indices[n]:
+            at += 1
+        for j in range(out.shape[1]):
+            out[at, j] += values[n, j]
 
 
 @njit(nogil=True, cache=True)
 def add_blocks(out: Any, indices: Any, values: Any) -> None:
-    """``out[indices] += values``, row by row."""
+    """``out[indices] += values``, block by block, both flat."""
+    block = len(values) // max(len(indices), 1)
     for n in range(len(indices)):
-        for j in range(out.shape[1]):
-            out[indices[n], j] += values[n, j]
+        if n + SOON < len(indices):
+            prefetch(out, indices[n + SOON] * block)
+        begin, to = indices[n] * block, n * block
+        for j in range(0, block, WIDTH):
+            store(out, begin + j, add(load(out, begin + j), load(values, to + j)))

@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SELECT", "SelectorState"]
+__all__ = ["MANY", "SELECT", "Indices", "Scores", "SelectorState", "at_least"]
 
 Indices = npt.NDArray[np.int64]
 Scores = npt.NDArray[Any]
 
 SAMPLE = 65_536
+
+NEAR, MANY = 0.95, 8
+"""What share of the last threshold candidates reach, and how many times the budget they may be."""
 
 
 @dataclass
@@ -27,7 +30,7 @@ class SelectorState:
     Args:
         rng: where scans begin.
         first: first threshold of ``"aimd"``, 0 before it has one.
-        threshold: its threshold.
+        threshold: that of ``"aimd"``; of ``"exact"``, the least score that it took in the last step.
     """
 
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
@@ -50,16 +53,12 @@ class SelectorState:
         self.rng.bit_generator.state = inner
 
 
-def _at_least(scores: Scores, threshold: float) -> Indices:
+def at_least(scores: Scores, threshold: float) -> Indices:
+    """Numbers of the scores that reach a threshold, and are above 0."""
     return np.flatnonzero(scores >= threshold) if threshold > 0 else np.flatnonzero(scores > 0)
 
 
-def _largest(scores: Scores, candidates: Indices, k: int) -> Indices:
-    """The ``k`` candidates with the largest scores, ascending."""
-    if len(candidates) > k:
-        candidates = candidates[np.argpartition(scores[candidates], len(candidates) - k)[-k:]]
-        candidates.sort()
-    return candidates
+AtLeast = Callable[[Scores, float], Indices]
 
 
 def _quantile(scores: Scores, wanted: float) -> float:
@@ -70,13 +69,26 @@ def _quantile(scores: Scores, wanted: float) -> float:
     return float(np.partition(sample, len(sample) - rank)[len(sample) - rank]) if rank < len(sample) else 0.0
 
 
-def exact(scores: Scores, k: int, state: SelectorState) -> Indices:
-    """The ``k`` largest scores: candidates by a sample's quantile, then a partition of these few."""
-    for factor in (1.15, 2.0, 8.0):
-        candidates = _at_least(scores, _quantile(scores, factor * k + 3))
-        if len(candidates) >= k:
-            return _largest(scores, candidates, k)
-    return _largest(scores, _at_least(scores, 0.0), k)
+def exact(scores: Scores, k: int, state: SelectorState, search: AtLeast = at_least) -> Indices:
+    """The ``k`` largest scores: candidates, and a partition of these few.
+
+    Candidates are the scores a little below the least one of the last step's choice. Where these turn out to be too few
+    or many times too many, as when the gradient changes suddenly, the quantile of a sample takes its place.
+    """
+    candidates = search(scores, NEAR * state.threshold) if state.threshold > 0 else None
+    if candidates is None or not k <= len(candidates) <= MANY * k:
+        for factor in (1.15, 2.0, 8.0):
+            candidates = search(scores, _quantile(scores, factor * k + 3))
+            if len(candidates) >= k:
+                break
+        else:
+            candidates = search(scores, 0.0)
+    held = scores[candidates]
+    if len(candidates) > k:
+        largest = np.argpartition(held, len(candidates) - k)[-k:]
+        candidates, held = np.sort(candidates[largest]), held[largest]
+    state.threshold = float(held.min()) if len(held) == k else 0.0
+    return candidates
 
 
 def histogram(scores: Scores, k: int, state: SelectorState) -> Indices:
@@ -102,14 +114,14 @@ def histogram(scores: Scores, k: int, state: SelectorState) -> Indices:
 
 def sample(scores: Scores, k: int, state: SelectorState) -> Indices:
     """Blocks above the quantile of a sample; too many are cut at random, too few are left too few."""
-    return _cut(_at_least(scores, _quantile(scores, k)), k, state)
+    return _cut(at_least(scores, _quantile(scores, k)), k, state)
 
 
 def aimd(scores: Scores, k: int, state: SelectorState) -> Indices:
     """The paper's threshold: up by 1 % of its first value when the budget was filled, down by 1 % when not."""
     if state.first == 0.0:
         state.first = state.threshold = float(np.partition(scores, len(scores) - k)[len(scores) - k])
-    chosen = _cut(_at_least(scores, state.threshold), k, state)
+    chosen = _cut(at_least(scores, state.threshold), k, state)
     state.threshold = state.threshold + 0.01 * state.first if len(chosen) == k else 0.99 * state.threshold
     return chosen
 

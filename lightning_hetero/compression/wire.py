@@ -12,17 +12,22 @@ words, modulo 2^64, which can be taken on any device.
 """
 
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lightning_hetero.compression.reference import Pack
 from lightning_hetero.compression.values import CODECS, ValueCodec
 
 __all__ = ["NON_FINITE", "MessageFormat", "checksum", "refusal"]
+
+Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.int64]
 
 HEADER = 64
 MAGIC = 0x4C48424B << 8
@@ -34,27 +39,26 @@ NON_FINITE = 1
 """Flag: the sender's gradient was not finite, so that all ranks leave the step out."""
 
 
-def checksum(payload: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(sum w_i, sum (i + 1) w_i)`` of the 32-bit words, modulo 2^64.
+def checksum(payload: Bytes, positions: Words) -> tuple[int, int]:
+    """``(sum w_i, sum (i + 1) w_i)`` of the 32-bit words, modulo 2^64, as signed numbers.
 
     Example:
-        >>> sums = checksum(torch.tensor([1, 0, 0, 0, 2, 0, 0, 0], dtype=torch.uint8), torch.arange(1, 3))
-        >>> [int(s) for s in sums]
-        [3, 5]
+        >>> checksum(np.array([1, 0, 0, 0, 2, 0, 0, 0], dtype=np.uint8), np.arange(1, 3))
+        (3, 5)
     """
-    words = payload.view(torch.int32).to(torch.int64)
-    return words.sum(), (words * positions).sum()
+    words = payload.view(np.int32).astype(np.int64)
+    return int(words.sum()), int((words * positions).sum())
 
 
-def seal(first: torch.Tensor, fields: torch.Tensor) -> torch.Tensor:
+def seal(first: int, fields: Iterable[int]) -> int:
     """The first sum with bucket, step, flags and number of blocks in it, so that it covers the header as well.
 
     Example:
-        >>> int(seal(torch.tensor(5), torch.tensor([0, 0, 0, 0])))
+        >>> seal(5, [0, 0, 0, 0])
         5
     """
-    weights = torch.tensor(SEALS, dtype=torch.int64, device=fields.device)
-    return first + (weights * fields).sum()
+    total = first + sum(weight * field for weight, field in zip(SEALS, fields, strict=True))
+    return (total + 2**63) % 2**64 - 2**63
 
 
 def refusal(what: str, *, rank: int, bucket: int, step: int) -> ValueError:
@@ -88,12 +92,12 @@ class MessageFormat:
     value_dtype: str
     layout: int = 0
 
-    @property
+    @cached_property
     def bitmap(self) -> bool:
         """Whether indices are a bitmap."""
         return self.k >= BITMAP_FROM * self.num_blocks
 
-    @property
+    @cached_property
     def segments(self) -> int:
         """Segments of 65 536 blocks."""
         return -(-self.num_blocks // SEGMENT)
@@ -103,32 +107,37 @@ class MessageFormat:
         """How values are written."""
         return CODECS[self.value_dtype]
 
-    @property
+    @cached_property
     def counts_bytes(self) -> int:
         """Bytes of the table of segments."""
         return 0 if self.bitmap else -(-4 * self.segments // 8) * 8
 
-    @property
+    @cached_property
     def index_bytes(self) -> int:
         """Bytes of indices, without the table of segments."""
         return -(-(-(-self.num_blocks // 8) if self.bitmap else 2 * self.k) // 8) * 8
 
-    @property
+    @cached_property
     def values_at(self) -> int:
         """Where values begin."""
         return HEADER + self.counts_bytes + self.index_bytes
 
-    @property
+    @cached_property
+    def parts_at(self) -> tuple[int, int]:
+        """Where values begin, and where the last part of them does, scales if there are any."""
+        return self.values_at, self.values_at + self.codec.spans(self.k, self.block)[-1][0]
+
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of a message."""
         return self.values_at + self.codec.num_bytes(self.k, self.block)
 
     @cached_property
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Words:
         """``1, 2, ...`` for each 32-bit word of the payload."""
-        return torch.arange(1, (self.num_bytes - HEADER) // 4 + 1)
+        return np.arange(1, (self.num_bytes - HEADER) // 4 + 1)
 
-    @property
+    @cached_property
     def fingerprint(self) -> int:
         """What sender and receiver must agree on."""
         return zlib.crc32(repr((self.num_blocks, self.k, self.block, self.value_dtype, self.layout)).encode())
@@ -193,14 +202,14 @@ class MessageFormat:
             counts.numpy()[:] = np.bincount(indices // SEGMENT, minlength=self.segments)
             places.numpy().view(np.uint16)[: len(indices)] = indices % SEGMENT
 
-    def write_header(self, message: torch.Tensor, count: int, flags: int, *, bucket: int, step: int) -> None:
-        """Write the header over a payload."""
-        header = message[:HEADER].view(torch.int64)
-        first, second = checksum(message[HEADER:], self.positions)
-        fields: tuple[Any, ...] = (MAGIC | VERSION, bucket, step, flags, count, first, second, self.fingerprint)
-        for place, value in enumerate(fields):
-            header[place] = value
-        header[5] = seal(first, header[1:5])
+    def write_header(
+        self, message: torch.Tensor, count: int, flags: int, *, bucket: int, step: int, sums: Any = checksum
+    ) -> None:
+        """Write the header over a payload; ``sums`` is what takes its checksum."""
+        data = message.numpy()
+        first, second = sums(data[HEADER:], self.positions)
+        fields = bucket, step, flags, count
+        data[:HEADER].view(np.int64)[:] = (MAGIC | VERSION, *fields, seal(first, fields), second, self.fingerprint)
 
     def gave_up(self, message: torch.Tensor) -> bool:
         """Whether a message of this rank's own says that its gradient was not finite; waits for the device."""
@@ -218,42 +227,42 @@ class MessageFormat:
 
         if message.dtype != torch.uint8 or message.numel() != self.num_bytes:
             raise refuse(f"it has {message.numel()} bytes of {message.dtype} where {self.num_bytes} are due")
-        header = message[:HEADER].view(torch.int64)
-        first, second = checksum(message[HEADER:], self.positions.to(message.device))
-        kind, its_bucket, its_step, flags, count, *sums, fingerprint, due_first, due_second = torch.cat(
-            [header, torch.stack([seal(first, header[1:5]), second])]
-        ).tolist()
+        data = message.cpu().numpy()
+        kind, its_bucket, its_step, flags, count, *sums, fingerprint = data[:HEADER].view(np.int64).tolist()
+        first, second = checksum(data[HEADER:], self.positions)
+        due_sums = [seal(first, (its_bucket, its_step, flags, count)), second]
         for got, due, what in (
             (kind, MAGIC | VERSION, "magic and version"),
             (fingerprint, self.fingerprint, "format fingerprint"),
             (its_bucket, bucket, "bucket"),
             (its_step, step, "step"),
-            (sums, [due_first, due_second], "checksum"),
+            (sums, due_sums, "checksum"),
         ):
             if got != due:
                 raise refuse(f"{what} is {got}, not {due}")
         if not 0 <= count <= self.k or flags not in (0, NON_FINITE):
             raise refuse(f"it names {count} blocks and flags {flags}, where at most {self.k} blocks are allowed")
-        _, counts = self.index_views(message)
+        counts = data[HEADER : HEADER + self.counts_bytes].view(np.int32)[: self.segments]
         if not self.bitmap and (int(counts.sum()) != count or int(counts.min()) < 0):
             raise refuse("its indices do not match its number of blocks")
-        pack = self.unpack(message, count)
-        if len(pack.indices) != count:
+        pack = self.unpack(message.cpu(), count)
+        indices = pack.indices.numpy()
+        if len(indices) != count:
             raise refuse("its indices do not match its number of blocks")
-        if count and (int(pack.indices[-1]) >= self.num_blocks or bool((pack.indices.diff() <= 0).any())):
+        if count and (int(indices[-1]) >= self.num_blocks or bool((np.diff(indices) <= 0).any())):
             raise refuse(f"its indices are not ascending numbers below {self.num_blocks}")
         if flags == 0 and not bool(torch.isfinite(pack.values).all()):
             raise refuse("it has values that are not finite")
         return pack, flags
 
     def unpack(self, message: torch.Tensor, count: int | None = None) -> Pack:
-        """Pack of a message that is known to be in order."""
-        places, counts = self.index_views(message)
-        number = int(message[:HEADER].view(torch.int64)[4]) if count is None else count
+        """Pack of a message on the host that is known to be in order."""
+        data = message.numpy()
+        number = int(data[:HEADER].view(np.int64)[4]) if count is None else count
+        places = data[HEADER + self.counts_bytes : self.values_at]
         if self.bitmap:
-            bits = places[:, None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=message.device)) & 1
-            indices = bits.view(-1).nonzero().view(-1)
+            indices = np.flatnonzero(np.unpackbits(places, bitorder="little"))
         else:
-            base = torch.arange(self.segments, device=message.device) * SEGMENT
-            indices = base.repeat_interleave(counts.long(), output_size=number) + (places[:number].long() & 0xFFFF)
-        return Pack(indices, self.codec.decode(self.value_parts(message, number)))
+            counts = data[HEADER : HEADER + self.counts_bytes].view(np.int32)[: self.segments]
+            indices = np.repeat(np.arange(self.segments) * SEGMENT, counts) + places.view(np.uint16)[:number]
+        return Pack(torch.from_numpy(indices), self.codec.decode(self.value_parts(message, number)))

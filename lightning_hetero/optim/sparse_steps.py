@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_hetero.compression.encoder import needing_numba
 from lightning_hetero.compression.gradients import BlockGradient, BlockMarks
 from lightning_hetero.core.validation import check_choice
 
@@ -24,6 +25,11 @@ LONGEST = 512
 
 BREAK_EVEN = 0.08
 """Share of touched blocks from which a dense update is faster on CPU (``benchmarks/compression.py``)."""
+
+AT_ONCE = 4096
+"""Blocks that torch works on at a time, so that they stay in the cache from one operation to the next."""
+
+_NO_BLOCK = torch.zeros(0, dtype=torch.int64)
 
 
 class SparseSteps(ABC):
@@ -52,6 +58,8 @@ class SparseSteps(ABC):
         self.pay = check_choice("pay", pay, ("ahead", "later"))
         self._optimizer = weakref.ref(optimizer)
         self._source: Callable[[], Gradients | None] | None = None
+        self._loops: Any = None
+        self._owing: list[bool] = []
         self.block = 16
         self.forget()
         self._aside: dict[torch.Tensor, torch.Tensor | None] = {}
@@ -79,6 +87,10 @@ class SparseSteps(ABC):
         """
         self.settle()
         self._source, self.block = source, block
+        numel = sum(p.numel() for group in self.optimizer.param_groups for p in trained_in(group) if _is_plain(p))
+        self._loops = None if source is None else needing_numba("lightning_hetero.optim.numba_step", numel)
+        if self._loops is not None:
+            self._loops.warm()
 
     def forget(self) -> None:
         """All blocks are settled: state was loaded."""
@@ -116,6 +128,10 @@ class SparseSteps(ABC):
             for p in parameters:
                 p.grad = p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
             return
+        owing = [self._owes(group) for group in self.optimizer.param_groups]
+        if owing != self._owing:  # a decay was switched on or off, say: what was owed by then is paid as it was owed
+            self.settle()
+            self._owing = owing
         for number, group in enumerate(self.optimizer.param_groups):
             self._step_group(number, group, given)
         self._steps += 1
@@ -137,32 +153,51 @@ class SparseSteps(ABC):
         return touched <= BREAK_EVEN * rows
 
     def _step_group(self, number: int, group: dict[str, Any], given: Gradients) -> None:
-        table = self._tables.setdefault(number, self._start(group))
-        for p in trained_in(group):
-            gradient = given[p]
-            if p not in self._settled:
-                self._settled[p] = torch.zeros(-(-p.numel() // self.block), dtype=torch.int64, device=p.device)
+        owes, trained = self._owing[number], trained_in(group)
+        table = self._tables.setdefault(number, self._start(group)) if owes else None
+        small = None if table is None else table.astype(np.float32)
+        for p in trained:
+            gradient, buffers = given[p], self._buffers(p)
             if isinstance(gradient, BlockMarks):
-                owed_by = table if self._owes(group) else None
-                marked = self._kernels().marked(gradient.marks, self._settled[p], owed_by, self._steps)
-                tensors = [_flat(t) for t in (p, gradient.grad, *self._buffers(p))]
-                self._on_device(marked, tensors, group, self._steps_of(p) + 1)
-                self._count(p)
-                continue
-            where = gradient.rows
-            owed = self._steps - self._settled[p][where]
-            for view, rows, chosen in _parts(p, where, self.block):
-                flat = [view(t) for t in (p, *self._buffers(p))]
-                parts = [t.index_select(0, rows) for t in flat]
-                if self._owes(group):
-                    self._pay(parts, self._row(table, owed[chosen], p), group, self._steps_of(p))
-                self._apply(group, parts, gradient.values[chosen, : parts[0].shape[1]], self._steps_of(p) + 1)
-                for whole, part in zip(flat, parts, strict=True):
-                    whole.index_copy_(0, rows, part)
-            self._settled[p][where] = self._steps + 1
+                marked = self._kernels().marked(gradient.marks, self._settled_of(p), table, self._steps)
+                self._in_one(marked, [p, gradient.grad, *buffers], group, self._steps_of(p) + 1)
+            elif self._loops is not None and all(_is_plain(t) for t in (p, gradient.values, *buffers)):
+                settled = self._settled_of(p) if owes else _NO_BLOCK
+                marked = self._loops.Numbered(self.block, gradient.rows, settled, small, self._steps)
+                self._in_one(marked, [p, gradient.values, *buffers], group, self._steps_of(p) + 1)
+            else:
+                self._step_blocks(p, gradient, table, group)
             self._count(p)
-        if trained_in(group):
-            self._tables[number] = self._extended(table, group, self._steps_of(trained_in(group)[0]))
+        if table is not None and trained:
+            self._tables[number] = self._extended(table, group, self._steps_of(trained[0]))
+
+    def _in_one(self, marked: Any, tensors: list[torch.Tensor], group: dict[str, Any], step: int) -> None:
+        self._in_kernel(marked, [_flat(t.detach()) for t in tensors], group, step)
+
+    def _step_blocks(
+        self, p: torch.Tensor, gradient: BlockGradient, table: np.ndarray | None, group: dict[str, Any]
+    ) -> None:
+        """Some touched blocks at a time, by torch's operations."""
+        owed = None if table is None else self._steps - self._settled_of(p)[gradient.rows]
+        for view, rows, chosen in _parts(p, gradient.rows, self.block):
+            flat, values = [view(t) for t in (p, *self._buffers(p))], gradient.values[chosen, : view(p).shape[1]]
+            owed_here = None if owed is None else owed[chosen]
+            for begin in range(0, len(rows), AT_ONCE):
+                some = slice(begin, begin + AT_ONCE)
+                parts = [_take(t, rows[some]) for t in flat]
+                if table is not None and owed_here is not None:
+                    self._pay(parts, self._row(table, owed_here[some], p), group, self._steps_of(p))
+                self._apply(group, parts, values[some], self._steps_of(p) + 1)
+                for whole, part in zip(flat, parts, strict=True):
+                    _put(whole, rows[some], part)
+        if owed is not None:
+            self._settled_of(p)[gradient.rows] = self._steps + 1
+
+    def _settled_of(self, p: torch.Tensor) -> torch.Tensor:
+        """Step up to which each block of a parameter is settled."""
+        if p not in self._settled:
+            self._settled[p] = torch.zeros(-(-p.numel() // self.block), dtype=torch.int64, device=p.device)
+        return self._settled[p]
 
     def _kernels(self) -> Any:
         """Triton's kernels, made for the first marks."""
@@ -177,7 +212,7 @@ class SparseSteps(ABC):
         """Pay what all blocks owe, so that parameters and state are those of a dense optimizer."""
         for number, group in enumerate(self.optimizer.param_groups if self._steps else ()):
             for p in group["params"]:
-                if p not in self._settled or number not in self._tables or not self._owes(group):
+                if p not in self._settled or number not in self._tables or not self._owing[number]:
                     continue
                 where = torch.arange(len(self._settled[p]), device=p.device)
                 owed = self._steps - self._settled[p]
@@ -234,7 +269,7 @@ class SparseSteps(ABC):
         """The step of this number on blocks of parameter and buffers, with their gradient."""
 
     @abstractmethod
-    def _on_device(self, marked: Any, tensors: list[torch.Tensor], group: dict[str, Any], step: int) -> None:
+    def _in_kernel(self, marked: Any, tensors: list[torch.Tensor], group: dict[str, Any], step: int) -> None:
         """:meth:`_pay` and :meth:`_apply` of the marked blocks of parameter, gradient and buffers, in one kernel."""
 
     def _steps_of(self, p: torch.Tensor) -> int:
@@ -267,6 +302,33 @@ def _parts(p: torch.Tensor, where: torch.Tensor, block: int) -> list[tuple[View,
         return [(body, where, slice(None))]
     inside = where < whole
     return [(body, where[inside], inside), (tail, where[~inside] - whole, ~inside)]
+
+
+def _is_plain(t: torch.Tensor) -> bool:
+    return t.dtype == torch.float32 and t.device.type == "cpu"
+
+
+def _records(t: torch.Tensor) -> np.ndarray:
+    """Rows of a matrix, one item each, which numpy moves whole."""
+    records: np.ndarray = t.detach().view(torch.uint8).numpy().view(f"V{t.shape[1] * t.element_size()}")[:, 0]
+    return records
+
+
+def _take(t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """These rows of a matrix."""
+    if t.device.type != "cpu":
+        return t.index_select(0, rows)
+    part = t.new_empty(len(rows), t.shape[1])
+    np.take(_records(t), rows.numpy(), out=_records(part), mode="clip")
+    return part
+
+
+def _put(t: torch.Tensor, rows: torch.Tensor, part: torch.Tensor) -> None:
+    """Write rows of a matrix, each once."""
+    if t.device.type != "cpu":
+        t.index_copy_(0, rows, part)
+    else:
+        np.put(_records(t), rows.numpy(), _records(part), mode="clip")
 
 
 def _flat(t: torch.Tensor) -> torch.Tensor:

@@ -217,8 +217,10 @@ def changed(begin, dtype, value):
     def apply(form, message):
         at = begin(form) if callable(begin) else begin
         message[at : at + dtype.itemsize].view(dtype).fill_(value)
-        first, second = checksum(message[HEADER:], form.positions)
-        message[40:56].view(torch.int64).copy_(torch.stack([seal(first, message[8:40].view(torch.int64)), second]))
+        data = message.cpu().numpy()
+        first, second = checksum(data[HEADER:], form.positions)
+        sums = torch.tensor([seal(first, data[8:40].view(np.int64).tolist()), second])
+        message[40:56].view(torch.int64).copy_(sums)
 
     return apply
 

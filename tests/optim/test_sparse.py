@@ -84,6 +84,19 @@ def test_settled_it_is_the_dense_optimizer(kind):
             torch.testing.assert_close(ours[name], theirs[name], **tolerance)
 
 
+def test_what_was_owed_is_paid_when_nothing_is_owed_any_more():
+    """A weight decay that is switched off and on again: blocks of the time in between owe what was before."""
+    touched = {}
+    parameters, sparse, twins, dense = made("sgd decay", touched)
+    for step in range(24):
+        gradients(parameters, twins, touched, step, dense=step == 0)
+        for optimizer in (sparse, dense):
+            optimizer.param_groups[0]["weight_decay"] = (0.05, 0.0, 0.3)[step // 4 % 3]
+            optimizer.step()
+    sparse.sparse.settle()
+    same(parameters, twins, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize("kind", ["momentum decay", "adamw"])
 def test_debts_end(kind, monkeypatch):
     monkeypatch.setattr(module, "LONGEST", 7)

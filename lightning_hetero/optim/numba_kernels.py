@@ -1,0 +1,152 @@
+"""Loops of the sparse optimizers on CPU in Numba: a step of SGD or AdamW on the touched blocks of one parameter.
+
+Each block is read once and written once: it pays what it owes, then takes its gradient, as
+:mod:`lightning_hetero.optim.sparse` defines it and with the roundings of torch's own operations. SGD is the same bit by
+bit; of AdamW the roots are rounded correctly, where torch may be off by one in the last place. Blocks lie far apart in
+memory, so those that are next are fetched ahead. Import this module only where Numba is.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from lightning_hetero.compression.numba_vectors import (
+    WIDTH,
+    add,
+    div,
+    fma,
+    load,
+    mul,
+    prefetch,
+    spread,
+    sqrt,
+    store,
+    sub,
+)
+
+__all__ = ["sparse_adamw", "sparse_sgd"]
+
+SOON = 16
+"""Blocks that are fetched ahead."""
+
+ZERO, HALF, ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
+
+
+@njit(forceinline=True)
+def _sgd(p: Any, b: Any, g: Any, owed: Any, lr: Any, decay: Any, momentum: Any, rest: Any, nesterov: bool) -> Any:
+    """Parameter and momentum after the step, numbers or vectors; without momentum the latter is of no use."""
+    before = p
+    p = add(mul(p, owed[0]), mul(b, owed[1]))
+    b = add(mul(b, owed[3]), mul(before, owed[2]))
+    g = fma(decay, p, g)
+    b = add(mul(b, momentum), g)
+    p = fma(-lr, fma(momentum, b, g) if nesterov else b, p)
+    return fma(-rest, b, p), b
+
+
+@njit(nogil=True, cache=True)
+def sparse_sgd(
+    p: Any, b: Any, g: Any, rows: Any, settled: Any, table: Any, step: int, block: int, lr: Any, decay: Any,
+    momentum: Any, rest: Any, nesterov: bool, ahead: bool,
+) -> None:  # fmt: skip
+    """Momentum SGD on touched blocks; all numbers are float32.
+
+    Args:
+        p: parameter, flat.
+        b: its momentum buffer, flat; empty without momentum.
+        g: gradient of the touched blocks, flat, the last one filled up to a whole block.
+        rows: their numbers.
+        settled: step up to which each block of the parameter is settled.
+        table: coefficients of what 0, 1, ... owed steps do, four each; empty if nothing is owed.
+        step: number of this step since the table began.
+        block: elements of a block.
+        lr: learning rate.
+        decay: weight decay.
+        momentum: momentum.
+        rest: what a touched block takes of its momentum at once, the learning rate included; 0 if it is paid later.
+        nesterov: whether momentum is Nesterov's.
+        ahead: whether momentum is paid ahead.
+    """
+    owed, nothing = (ONE, ZERO, ZERO, ONE), spread(ZERO)
+    for n in range(len(rows)):
+        begin, end = rows[n] * block, min((rows[n] + 1) * block, len(p))
+        if n + SOON < len(rows):
+            prefetch(p, rows[n + SOON] * block)
+            if len(b):
+                prefetch(b, rows[n + SOON] * block)
+        if len(table):
+            row = step - settled[rows[n]]
+            owed = (table[row, 0], table[row, 1], table[row, 2], table[row, 3])
+            settled[rows[n]] = step + 1
+        i, j = begin, n * block
+        while i + WIDTH <= end:
+            old = load(b, i) if len(b) else nothing
+            new, left = _sgd(load(p, i), old, load(g, j), owed, lr, decay, momentum, rest, nesterov)
+            store(p, i, new)
+            if len(b):
+                store(b, i, nothing if ahead else left)
+            i, j = i + WIDTH, j + WIDTH
+        while i < end:
+            new, left = _sgd(p[i], b[i] if len(b) else ZERO, g[j], owed, lr, decay, momentum, rest, nesterov)
+            p[i] = new
+            if len(b):
+                b[i] = ZERO if ahead else left
+            i, j = i + 1, j + 1
+
+
+@njit(forceinline=True)
+def _adamw(p: Any, m: Any, v: Any, g: Any, owed: Any, rates: Any) -> Any:
+    """Parameter and both moments after the step, numbers or vectors."""
+    shrink, weight, beta2, square, root, size, eps, small = rates
+    pull = div(mul(m, owed[1]), add(sqrt(v), small))
+    p = mul(sub(mul(p, owed[0]), pull), shrink)
+    m = mul(m, owed[2])
+    away = sub(g, m)
+    m = fma(weight, away, m) if weight < HALF else fma(weight - ONE, away, g)
+    v = fma(mul(g, square), g, mul(mul(v, owed[3]), beta2))
+    return add(p, div(mul(m, size), add(div(sqrt(v), root), eps))), m, v
+
+
+@njit(nogil=True, cache=True)
+def sparse_adamw(
+    p: Any, m: Any, v: Any, g: Any, rows: Any, settled: Any, table: Any, step: int, block: int, rates: Any, ahead: bool
+) -> None:
+    """AdamW on touched blocks; all numbers are float32.
+
+    Args:
+        p: parameter, flat.
+        m: its first moment, flat.
+        v: its second moment, flat.
+        g: gradient of the touched blocks, flat, the last one filled up to a whole block.
+        rows: their numbers.
+        settled: step up to which each block of the parameter is settled.
+        table: coefficients of what 0, 1, ... owed steps do, four each.
+        step: number of this step since the table began.
+        block: elements of a block.
+        rates: ``1 - lr w``; ``1 - beta_1``; ``beta_2``; ``1 - beta_2``; ``sqrt(1 - beta_2^t)``; ``-lr / (1 -
+            beta_1^t)``, times the geometric sum of what is paid ahead; ``eps``; what is added to the root of ``v`` in
+            what is owed.
+        ahead: whether the first moment is paid ahead.
+    """
+    nothing = spread(ZERO)
+    for n in range(len(rows)):
+        begin, end = rows[n] * block, min((rows[n] + 1) * block, len(p))
+        if n + SOON < len(rows):
+            prefetch(p, rows[n + SOON] * block)
+            prefetch(m, rows[n + SOON] * block)
+            prefetch(v, rows[n + SOON] * block)
+        row = step - settled[rows[n]]
+        owed = (table[row, 0], table[row, 1], table[row, 2], table[row, 3])
+        settled[rows[n]] = step + 1
+        i, j = begin, n * block
+        while i + WIDTH <= end:
+            new, first, second = _adamw(load(p, i), load(m, i), load(v, i), load(g, j), owed, rates)
+            store(p, i, new)
+            store(m, i, nothing if ahead else first)
+            store(v, i, second)
+            i, j = i + WIDTH, j + WIDTH
+        while i < end:
+            new, first, second = _adamw(p[i], m[i], v[i], g[j], owed, rates)
+            p[i], m[i], v[i] = new, ZERO if ahead else first, second
+            i, j = i + 1, j + 1
