@@ -19,9 +19,10 @@ from lightning_hetero.core.profile import NodeProfile
 from lightning_hetero.core.time_model import (
     ClusterTimeModel,
     StepObservations,
+    arrival_differences,
     estimate_gamma,
     estimate_sync_times,
-    last_arrivals,
+    own_arrivals,
 )
 
 __all__ = [
@@ -131,8 +132,8 @@ class PerfModelPlanner:
         overhead: seconds of a step that eq. 7 does not explain: the loop's own time, and the jitter by which the
             slowest of several workers exceeds each one's mean. Counted into ``t_u``, because it is the same for
             every split.
-        arrivals: seconds of averaging after each piece of hardware came last, where it did. What exceeds the least of
-            them is that worker's own, and counts into its constant time.
+        arrivals: seconds of averaging by which each piece of hardware differs from others when it comes last, where it
+            did. What exceeds the least of them is that worker's own, and counts into its constant time.
 
     Example:
         >>> context = PlanContext(40, ("a", "b"), (1, 1))
@@ -156,12 +157,17 @@ class PerfModelPlanner:
             return None
         models = {identity: self.profiles[identity].model() for identity in context.identities}
         t_o, t_u = self.sync_times
-        t_u = min([t_u, *(self.arrivals[identity] for identity in context.identities if identity in self.arrivals)])
         nodes = tuple(
-            replace(model, s=model.s + max(self.arrivals.get(identity, t_u) - t_u, 0.0))
-            for identity, model in models.items()
+            replace(models[identity], s=models[identity].s + own)
+            for identity, own in zip(context.identities, self._own_arrivals(context), strict=True)
         )
         return ClusterTimeModel(nodes, self.gamma, t_o, t_u + self.overhead).accumulated(context.accumulation)
+
+    def _own_arrivals(self, context: PlanContext) -> list[float]:
+        """Each worker's own seconds of averaging, above the least of all workers at hand."""
+        known = [self.arrivals.get(identity) for identity in context.identities]
+        least = min((seconds for seconds in known if seconds is not None), default=0.0)
+        return [0.0 if seconds is None else seconds - least for seconds in known]
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
         """Predicted seconds of a step (of a window, under accumulation) by Cannikin, eq. 7."""
@@ -192,16 +198,21 @@ class PerfModelPlanner:
                 drifted |= profile.drifted
             profiles[identity] = replace(profile, drifted=drifted)
         gamma = estimate_gamma(observations.first_bucket, observations.backward)
-        t_o, t_u = estimate_sync_times(observations.overlapped_sync, observations.last_sync)
+        arrivals = self._arrivals(observations, context)
+        own = replace(self, arrivals=arrivals)._own_arrivals(context)
+        t_o, t_u = estimate_sync_times(observations.overlapped_sync, np.maximum(observations.last_sync - own, 0.0))
         if self.sync_times is not None:
             gamma = _blend(self.gamma, gamma)
             t_o, t_u = _blend(self.sync_times[0], t_o), _blend(self.sync_times[1], t_u)
-        arrivals = dict(self.arrivals)
-        for rank, seconds in last_arrivals(observations.last_sync).items():
-            identity = context.identities[rank]
-            arrivals[identity] = _blend(arrivals.get(identity, seconds), seconds)
         planner = PerfModelPlanner(profiles, gamma, (t_o, t_u), self.overhead, arrivals)
         return replace(planner, overhead=planner._overhead(observations, context))
+
+    def _arrivals(self, observations: StepObservations, context: PlanContext) -> dict[str, float]:
+        """What is known of each worker's own part of averaging, with the newest differences between workers."""
+        names = context.identities
+        known = {rank: self.arrivals[name] for rank, name in enumerate(names) if name in self.arrivals}
+        found = own_arrivals(known, arrival_differences(observations.last_sync))
+        return {**self.arrivals, **{names[rank]: seconds for rank, seconds in found.items()}}
 
     def _overhead(self, observations: StepObservations, context: PlanContext) -> float:
         """Blend of the known overhead with what the observed steps took longer than predicted."""

@@ -16,7 +16,13 @@ from lightning_hetero.core.planner import (
     Proposal,
     StaticPlanner,
 )
-from lightning_hetero.core.time_model import ClusterTimeModel, NodeTimeModel, StepObservations, last_arrivals
+from lightning_hetero.core.time_model import (
+    ClusterTimeModel,
+    NodeTimeModel,
+    StepObservations,
+    arrival_differences,
+    own_arrivals,
+)
 from tests.quota import QuotaCluster
 
 FAST, MIDDLE, SLOW = (
@@ -345,10 +351,61 @@ def test_a_worker_that_moves_data_slowly_gets_less_to_do(own):
     assert (excess(truth, blind) > 0.04) == (own > 0)
 
 
-def test_arrivals_are_those_of_the_worker_that_came_last():
-    last = np.array([[0.02, 0.05]] * 6 + [[0.04, 0.01]] * 4 + [[np.nan, 0.0]] * 9)
-    assert last_arrivals(last) == {0: 0.02}
-    assert last_arrivals(last[:0]) == {}
+def test_arrivals_are_compared_only_between_steps_that_follow_each_other():
+    thin = np.array([[0.32, 0.35], [0.36, 0.31]] * 3)  # by turns one and the other comes last, 10 ms apart
+    fast = thin - 0.3
+    assert arrival_differences(np.concatenate([thin, fast])) == {(0, 1): pytest.approx(0.01)}
+    apart = np.concatenate([np.tile(thin[:1], (9, 1)), np.tile(fast[1:2], (9, 1))])
+    assert arrival_differences(apart) == {}, "a link that became faster was taken for a worker"
+    assert arrival_differences(np.full((9, 2), np.nan)) == {}
+
+
+def test_own_arrivals_fit_all_pairs():
+    found = own_arrivals({0: 0.1, 7: 5.0}, {(0, 1): -0.2, (1, 2): 0.1, (0, 2): -0.1})
+    assert found[7] == 5.0
+    assert [found[i] - found[0] for i in (1, 2)] == pytest.approx([0.2, 0.1], abs=1e-5)
+    blended = own_arrivals({0: 0.0, 1: 0.0}, {(0, 1): 0.1})
+    assert blended[0] - blended[1] == pytest.approx(0.03)
+
+
+class CompressedExchange:
+    """Two workers of 1.0 and 0.6 of a core whose step is compute, selection, one message, merging, on any link."""
+
+    SPEEDS, FIXED, OWN = np.array([1.0, 0.6]), 2e-3, 1.5e-3
+
+    def __init__(self, seed):
+        self.rng = np.random.default_rng(seed)
+
+    def compute(self, sizes):
+        return (self.FIXED + 2.5e-4 * np.asarray(sizes, float)) / self.SPEEDS
+
+    def steps(self, sizes, link_seconds, count=16):
+        shape = (count, 2)
+        compute = self.compute(sizes) * np.exp(self.rng.normal(0.0, 0.05, shape))
+        own = self.OWN / self.SPEEDS * np.exp(self.rng.normal(0.0, 0.05, shape))
+        sends = compute + own / 2  # selection, then the message sets out
+        link = link_seconds * np.exp(self.rng.normal(0.0, 0.1, (count, 1)))
+        arrived = sends.max(axis=1, keepdims=True) + link
+        done = arrived + own / 2
+        step = np.tile(done.max(axis=1, keepdims=True), (1, 2))
+        b = np.tile(np.asarray(sizes, float), (count, 1))
+        zeros = np.zeros(shape)
+        return StepObservations(b, compute / 3, 2 * compute / 3, 2 * compute / 3, zeros, done - compute, step)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_link_that_fluctuates_does_not_move_the_split(seed):
+    """Messages of 2 to 30 ms beside 12 ms of computing: what a link takes must never count as a worker's own."""
+    cluster, ctx = CompressedExchange(seed), context(64, 2)
+    planner, plan, splits = PerfModelPlanner(), BatchPlan(64, (32, 32)), []
+    for _ in range(12):
+        link = float(np.exp(cluster.rng.uniform(*np.log([2e-3, 30e-3]))))
+        for _ in range(4):
+            planner, proposal = planner.decide(cluster.steps(plan.local_batch_sizes, link), plan, ctx)
+            plan = plan if proposal is None else proposal.plan
+            splits.append(plan.local_batch_sizes[0])
+    best = min(range(1, 64), key=lambda b: (cluster.compute((b, 64 - b)) + cluster.OWN / cluster.SPEEDS).max())
+    assert all(abs(split - best) <= 3 for split in splits[8:]), (best, splits)
 
 
 @pytest.mark.parametrize("kind", ["perf_model", "pid"])
