@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_hetero import BlockTopK, TTACallback
-from lightning_hetero.comm import compressed
+from lightning_hetero.comm import block_exchange, compressed, link_watch
 from lightning_hetero.core.surrogate import ConvergenceProfile
 from lightning_hetero.simulate import ThinLink
 from tests.helpers import Points, Regressor, fit, run_ranks
@@ -117,15 +117,20 @@ def test_messages_follow_a_link_that_gets_thin_and_a_resumed_run_goes_on_with_th
 
 def _timed(rank, rates, settings=None):
     """Messages take what they would on a link that is slow in the middle, whatever this machine is doing."""
-    looks = iter(rates)
+    looks, now = iter(rates), [rates[0]]
     seen = compressed.GradientCompression.see_messages
 
     def see(self, everyone):
-        self.latency, rate = 1e-4, next(looks)
+        self.watch.latency, now[0] = 1e-4, next(looks)
         size = self.exchange.sent_bytes(self.exchange.density)
-        compressed.message_seconds = lambda _: (size, np.full(2, 2e-4 + size / rate))
+        link_watch.message_seconds = lambda _: (size, np.full(2, 2e-4 + size / now[0]))
         seen(self, everyone)
 
+    def timed(topology, device, bytes_now, num_bytes):
+        probe(topology, device, bytes_now, num_bytes)
+        return np.array([1e-4, bytes_now, 1e-4 + bytes_now / now[0], num_bytes, 1e-4 + num_bytes / now[0]])
+
+    probe, block_exchange.probe = block_exchange.probe, timed
     compressed.GradientCompression.see_messages = see
     return _run(rank, {}, settings or {}, {"max_steps": 8 * len(rates)})
 
