@@ -318,7 +318,7 @@ class HeteroEngine:
 
     def _context(self, plan: BatchPlan, **known: Any) -> PlanContext:
         assert self.roster is not None
-        link = self.compression.link(hidden=self.config.staleness > 0) if self.compression else None
+        link = self.compression.link() if self.compression else None
         return self.roster.context(self.config, plan.total_batch_size, self.accumulation, link=link, **known)
 
     def _agree(

@@ -203,12 +203,18 @@ class GradientCompression:
         if everyone.size:
             self.watch.see(everyone)
 
-    def link(self, *, hidden: bool) -> MessageLink | None:
+    def link(self) -> MessageLink | None:
         """What a planner may know of the link; ``None`` where no density could be set."""
-        exchange = self._blocks
+        exchange, late = self._blocks, self.hook.staleness
         if exchange is None:
             return None
-        return self.watch.link(exchange.density, exchange.sent_bytes, hidden=hidden, step=exchange.step)
+        return self.watch.link(
+            exchange.density,
+            exchange.sent_bytes,
+            hidden=late is not None and late.delayed_share > 0.0,
+            may_hide=late is not None and late.limit > 0,
+            step=exchange.step,
+        )
 
     def set_density(self, density: float | None) -> None:
         """Send another share of the blocks from the next step on, on all ranks together; ``None`` leaves it."""
@@ -222,9 +228,16 @@ class GradientCompression:
         bound = self.choice is not None and self.choice.network_bound
         before, self.choice = self.exchange.density, choice
         self.exchange.set_density(choice.density)
+        late, moved = self.hook.staleness, False
+        if late is not None and late.limit:
+            late.led, moved = True, choice.hidden != (late.delayed_share > 0.0)
+            if choice.hidden:
+                late.delay_all()
+            else:
+                late.delay_none()
         if choice.probe is not None and self._topology().size > 1:
             self.watch.timed = self.exchange.probe(choice.probe)
-        if self.control.rank == 0 and (choice.density != before or choice.network_bound != bound):
+        if self.control.rank == 0 and (choice.density != before or choice.network_bound != bound or moved):
             rates = [link.rate or math.inf for link in self.watch.links]
             log.log(
                 logging.WARNING if choice.network_bound else logging.INFO,

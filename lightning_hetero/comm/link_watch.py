@@ -60,6 +60,10 @@ class LinkWatch:
             for link, took in zip(self.links, seconds.tolist(), strict=True)
         )
 
-    def link(self, density: float, message_bytes: Callable[[float], float], *, hidden: bool, step: int) -> MessageLink:
+    def link(
+        self, density: float, message_bytes: Callable[[float], float], *, hidden: bool, may_hide: bool, step: int
+    ) -> MessageLink:
         """The link for a planner."""
-        return MessageLink(density, message_bytes, self.links, self.seconds, hidden, self.latency, step, self._probe)
+        return MessageLink(
+            density, message_bytes, self.links, self.seconds, hidden, self.latency, may_hide, step, self._probe
+        )

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.core.validation import check_number
 
-__all__ = ["LinkEstimate", "LinkProbe", "MessageLink", "sending_rate", "sum_bytes"]
+__all__ = ["LinkEstimate", "LinkProbe", "MessageLink", "sending_rate", "sum_bytes", "without_messages"]
 
 DOWN = 0.8
 """Weight of an observation below the estimate."""
@@ -146,6 +147,7 @@ class MessageLink:
         seconds: what the messages of the newest steps took, ``None`` if there were none.
         hidden: whether messages travel while the next step computes, or else every step waits for its own.
         latency: seconds of messages of next to nothing, ``>= 0``, which would make a link look slow to small messages.
+        may_hide: whether messages may travel while the next step computes.
         step: steps that were exchanged so far.
         probe: newest exchanges that were made to be timed, if they were since ranks last compared.
 
@@ -161,6 +163,7 @@ class MessageLink:
     seconds: float | None = None
     hidden: bool = False
     latency: float = 0.0
+    may_hide: bool = False
     step: int = 0
     probe: LinkProbe | None = None
 
@@ -203,3 +206,28 @@ def sum_bytes(num_bytes: float, world_size: int) -> float:
         (100.0, 150.0)
     """
     return 2.0 * (world_size - 1) / world_size * num_bytes
+
+
+def without_messages(observations: StepObservations, link: MessageLink | None) -> StepObservations:
+    """The same steps as if they had sent nothing: synchronisation and step time shorter by the messages' time.
+
+    Of messages that travel while the next step computes, synchronisation and step time say nothing about computing.
+
+    Example:
+        >>> zeros = np.zeros((1, 2))
+        >>> seen = StepObservations(zeros, zeros, zeros, zeros, zeros, zeros + 0.5, zeros + 2.0)
+        >>> bare = without_messages(seen, MessageLink(0.1, float, (), seconds=0.375))
+        >>> bare.last_sync.tolist(), bare.step_time.tolist()
+        ([[0.125, 0.125]], [[1.625, 1.625]])
+    """
+    if link is None:
+        return observations
+    if link.hidden:
+        nothing = np.zeros_like(observations.last_sync)
+        return replace(observations, last_sync=nothing, step_time=nothing * np.nan)
+    seconds = link.seconds or 0.0
+    return replace(
+        observations,
+        last_sync=np.maximum(observations.last_sync - seconds, 0.0),
+        step_time=np.maximum(observations.step_time - seconds, 1e-9),
+    )

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lightning_hetero.core.arrivals import arrival_differences, own_arrivals
 from lightning_hetero.core.bandwidth import MessageLink
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.optperf import solve_optperf, static_sizes
@@ -19,10 +20,8 @@ from lightning_hetero.core.profile import NodeProfile
 from lightning_hetero.core.time_model import (
     ClusterTimeModel,
     StepObservations,
-    arrival_differences,
     estimate_gamma,
     estimate_sync_times,
-    own_arrivals,
 )
 
 __all__ = [

@@ -17,6 +17,7 @@ from scipy.optimize import minimize
 from lightning_hetero.core.validation import check_number
 
 __all__ = [
+    "LATE_PENALTY",
     "DensityChoice",
     "ThroughputModel",
     "density_penalty",
@@ -30,6 +31,9 @@ Array = npt.NDArray[np.float64]
 
 PENALTY = 0.1
 """Extra samples, as a share, for each factor of ten by which less is sent."""
+
+LATE_PENALTY = 0.18
+"""Extra samples, as a share, that gradients cost which arrive a step late: the most that StellaTrain saw (sec. 6)."""
 
 FORBIDDEN = 1e30
 """Seconds per sample of what must not be chosen."""
@@ -206,6 +210,8 @@ class DensityChoice:
             f"a step of {self.total_batch_size} samples computes for {1e3 * self.compute:.3g} ms and sends for "
             f"{1e3 * self.transfer:.3g} ms"
         )
+        if self.hidden:
+            text += ", which come a step later"
         if self.network_bound:
             text += f"; network-bound: even the least density takes {1e3 * self.least:.3g} ms on the link"
         return text

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from lightning_hetero.core.adaptive import GoodputPlanner
-from lightning_hetero.core.bandwidth import LinkEstimate, LinkProbe, MessageLink, sending_rate
+from lightning_hetero.core.bandwidth import LinkEstimate, LinkProbe, MessageLink, sending_rate, without_messages
 from lightning_hetero.core.goodput import Candidate
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PlanContext, Proposal
 from lightning_hetero.core.surrogate import ProfilePenalty
 from lightning_hetero.core.time_model import ClusterTimeModel, StepObservations
-from lightning_hetero.core.tta import DensityChoice, density_penalty, minimise_time_to_accuracy
+from lightning_hetero.core.tta import LATE_PENALTY, DensityChoice, density_penalty, minimise_time_to_accuracy
 
-__all__ = ["NO_LIMIT", "TimeToAccuracyPlanner", "without_messages"]
+__all__ = ["NO_LIMIT", "TimeToAccuracyPlanner"]
 
 NO_LIMIT = 2**31
 
@@ -39,6 +39,9 @@ GROWTH, SMALL = 8.0, 16e3
 
 SAME_LINK = 1.5
 """Factor within which a link is the same: a change of the density is not taken back on it."""
+
+LATE_GAIN, LEAST_LATE = 0.05, 0.01
+"""Least predicted gain for which messages come a step later, and the one below which they come in time again."""
 
 COST = 0.02
 """Share of the time that timing messages may take after it brought no change."""
@@ -90,6 +93,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         change: newest change of the density, ``None`` before there is one.
         handling: seconds by which a byte more makes handling longer, which counts for higher densities and not for
             lower ones, so that none is chosen for a gain that it does not bring.
+        switched: believed rate when messages were last chosen to come later, or in time again; ``None`` before.
         next_probe: step from which on messages of another size may be timed.
         refused: seconds of messages when that last brought no change, ``None`` if it did.
         density: newest decision, also that of an earlier run; ``None`` before there is one.
@@ -116,6 +120,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
     latency: float | None = None
     change: Change | None = None
     handling: float = 0.0
+    switched: float | None = None
     next_probe: int = 0
     refused: float | None = None
     density: float | None = None
@@ -168,6 +173,10 @@ class TimeToAccuracyPlanner(GoodputPlanner):
 
     def _settle(self, total: int, seconds: float, link: MessageLink) -> "TimeToAccuracyPlanner":
         """Decide on the density: at once if it has to be another, else by messages of both sizes that were timed."""
+        if self._hides(total, seconds, link) != link.hidden:
+            other = replace(link, hidden=not link.hidden)
+            planner = replace(self, switched=min(link.rates), change=None, refused=None, next_probe=link.step)
+            return replace(planner, density=link.density, choice=planner._at(link.density, total, seconds, other))
         wish = self.choose(total, seconds, link)
         inside = self.min_density <= link.density <= self.max_density
         if self.idle_rule or not inside:
@@ -179,6 +188,23 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         planner = self if timed is None else self._refuse(now, link)
         probe = planner._probe(wish, now, seconds, link)
         return replace(planner, density=link.density, choice=replace(now, probe=probe))
+
+    def _hides(self, total: int, seconds: float, link: MessageLink) -> bool:
+        """Whether messages are to come a step later: where the time that this gains is worth more than what it costs.
+
+        Each way counts with the density that suits it best, so that a link on which very little can be sent in time
+        asks for it, and one on which enough can does not.
+        """
+        if not link.may_hide:
+            return link.hidden
+        fresh, late = (
+            self._best(total, seconds, replace(link, hidden=hidden), self.densities).objective
+            for hidden in (False, True)
+        )
+        gain = 1.0 - late / fresh
+        turns = gain < LEAST_LATE if link.hidden else gain > LATE_GAIN
+        same = self.switched is not None and 1 / SAME_LINK < min(link.rates) / self.switched < SAME_LINK
+        return link.hidden != (turns and not same)
 
     def choose(self, total: int, seconds: float, link: MessageLink) -> DensityChoice:
         """The best density by what the link is believed to be; the present one if it is as good.
@@ -280,11 +306,19 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         if wish.density >= link.density:
             faster = replace(link, estimates=tuple(LinkEstimate(OPTIMISM * rate) for rate in link.rates))
             wish = self.choose(now.total_batch_size, seconds, faster)
-        most = GROWTH * link.bytes_now
-        density = max(
-            [d for d in (wish.density, *self.densities) if d <= wish.density and link.message_bytes(d) <= most]
-        )
-        return None if link.message_bytes(density) == link.bytes_now else density
+        if wish.density > link.density:
+            return self._small_enough(wish.density, now, link)
+        return None if link.message_bytes(wish.density) == link.bytes_now else wish.density
+
+    def _small_enough(self, wished: float, now: DensityChoice, link: MessageLink) -> float | None:
+        """The greatest density up to the wished one whose messages are not too large to be timed; ``None`` without."""
+        most = max(GROWTH * link.bytes_now, SMALL)
+        longest = max(LONGEST * now.compute, 2.0 * link.transfer(link.density))
+        for density in (wished, *np.geomspace(link.density, wished, 12)[-2:0:-1].tolist()):
+            num_bytes = link.message_bytes(density)
+            if num_bytes <= most and link.transfer(density) <= longest:
+                return float(density) if num_bytes > link.bytes_now else None
+        return None
 
     def candidates(self, cluster: ClusterTimeModel, total: int, context: PlanContext) -> tuple[Candidate, ...]:
         """Goodput of every total that may follow, at the density that suits it best."""
@@ -308,11 +342,12 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         densities: list[float],
         transfer: Callable[[float], float] | None = None,
     ) -> DensityChoice:
+        late = LATE_PENALTY if link.hidden and link.may_hide and self.profile is None else 0.0
         return minimise_time_to_accuracy(
             {total: seconds},
             densities,
             transfer=link.transfer if transfer is None else transfer,
-            penalty=self.extra,
+            penalty=lambda density, total: self.extra(density, total) + late,
             hidden=link.hidden,
             handling=lambda density: self.handling * max(link.message_bytes(density) - link.bytes_now, 0.0),
             headroom=SAME_LINK,
@@ -363,28 +398,3 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         density = state["density"]
         planner: TimeToAccuracyPlanner = replace(before, density=None if density is None else float(density))
         return planner
-
-
-def without_messages(observations: StepObservations, link: MessageLink | None) -> StepObservations:
-    """The same steps as if they had sent nothing: synchronisation and step time shorter by the messages' time.
-
-    Of messages that travel while the next step computes, synchronisation and step time say nothing about computing.
-
-    Example:
-        >>> zeros = np.zeros((1, 2))
-        >>> seen = StepObservations(zeros, zeros, zeros, zeros, zeros, zeros + 0.5, zeros + 2.0)
-        >>> bare = without_messages(seen, MessageLink(0.1, float, (), seconds=0.375))
-        >>> bare.last_sync.tolist(), bare.step_time.tolist()
-        ([[0.125, 0.125]], [[1.625, 1.625]])
-    """
-    if link is None:
-        return observations
-    if link.hidden:
-        nothing = np.zeros_like(observations.last_sync)
-        return replace(observations, last_sync=nothing, step_time=nothing * np.nan)
-    seconds = link.seconds or 0.0
-    return replace(
-        observations,
-        last_sync=np.maximum(observations.last_sync - seconds, 0.0),
-        step_time=np.maximum(observations.step_time - seconds, 1e-9),
-    )

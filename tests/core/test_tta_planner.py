@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_hetero.core.bandwidth import LinkEstimate, LinkProbe, MessageLink, sending_rate
+from lightning_hetero.core.bandwidth import LinkEstimate, LinkProbe, MessageLink, sending_rate, without_messages
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PlanContext
 from lightning_hetero.core.surrogate import ConvergenceProfile, ProfilePenalty
 from lightning_hetero.core.time_model import StepObservations
-from lightning_hetero.core.tta_planner import TimeToAccuracyPlanner, without_messages
+from lightning_hetero.core.tta_planner import TimeToAccuracyPlanner
 
 SPEEDS = np.array([0.001, 0.003])  # seconds of a sample
 FIXED, LATENCY, MODEL = 0.02, 1e-3, 8e6  # seconds, seconds, bytes at density 1
@@ -28,14 +28,14 @@ class Cluster:
 
     def __init__(
         self, planner, total=40, density=0.01, scatter=0.0, hidden=False, noise=None, latency=LATENCY, seed=0,
-        burst=0.0, busy=0.0, handling=0.0,
+        burst=0.0, busy=0.0, handling=0.0, may_hide=False,
     ):  # fmt: skip
         self.planner, self.density, self.hidden, self.noise = planner, density, hidden, noise
         self.plan, self.rng = BatchPlan(total, (total // 2, total - total // 2)), np.random.default_rng(seed)
         self.scatter, self.burst, self.busy, self.handling = scatter, burst, busy, handling
         self.estimates, self.densities, self.totals, self.probes = (LinkEstimate(),) * 2, [], [], []
         self.later, self.latency = latency, 0.5 * LATENCY  # the second is what was measured before training
-        self.step, self.probe = 0, None
+        self.step, self.probe, self.may_hide, self.ways = 0, None, may_hide, []
 
     def message_bytes(self, density):
         return 64.0 + MODEL * density
@@ -70,13 +70,17 @@ class Cluster:
         self.estimates = tuple(estimate.observe(seen) for estimate in self.estimates)
         self.step += 8
         link = MessageLink(
-            self.density, self.message_bytes, self.estimates, seconds, self.hidden, self.latency, self.step, self.probe
+            self.density, self.message_bytes, self.estimates, seconds, self.hidden, self.latency, self.may_hide,
+            self.step, self.probe,
         )  # fmt: skip
         context = PlanContext(self.plan.total_batch_size, ("a", "b"), (1, 1), noise=self.noise, link=link)
         self.planner, proposal = self.planner.decide(observations, self.plan, context)
         self.plan = self.plan if proposal is None else proposal.plan
         self.density = self.planner.density or self.density
         asked = None if self.planner.choice is None else self.planner.choice.probe
+        if self.may_hide and self.planner.choice is not None:
+            self.hidden = self.planner.choice.hidden
+        self.ways.append(self.hidden)
         self.probe = None if asked is None else self.timed(asked, rate)
         self.probes.append(asked)
         self.densities.append(self.density)
@@ -173,6 +177,21 @@ def test_the_density_follows_any_trace_and_never_comes_back_on_the_same_link(see
         assert not changes(seen[-SEGMENT // 2 :]), f"not settled: {seen[-SEGMENT // 2 :]}"
         best = min(objective(cluster, density, rate) for density in cluster.planner.densities)
         assert objective(cluster, cluster.density, rate) < 1.12 * best, (rate, cluster.density)
+
+
+@pytest.mark.parametrize("scatter", [0.0, 0.15])
+def test_messages_come_late_only_where_that_is_worth_its_price(scatter):
+    """A link on which enough can be sent in time, one of a hundredth of the rate, and the first again."""
+    cluster = Cluster(planner(), may_hide=True, scatter=scatter).run(50e6, 20)
+    assert not any(cluster.ways), "messages were delayed where they hide anyway, or cost next to nothing"
+    cluster.run(2e5, 30)
+    assert cluster.ways[-1], "nothing was delayed where even the least message is half of a step"
+    assert cluster.compute > 0.8 * cluster.crossing(cluster.message_bytes(cluster.density), 2e5)
+    cluster.run(50e6, 30)
+    assert not cluster.ways[-1]
+    assert len(changes(cluster.ways)) == 2, "to and fro"
+    with_profile = Cluster(planner(profile=lambda density, total: -math.log10(density)), may_hide=True).run(2e6, 20)
+    assert with_profile.ways[-1], "a profile's probe trainings had late gradients, so that they cost no more"
 
 
 def test_little_is_timed_on_a_link_that_stays():
