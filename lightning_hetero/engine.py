@@ -318,7 +318,7 @@ class HeteroEngine:
 
     def _context(self, plan: BatchPlan, **known: Any) -> PlanContext:
         assert self.roster is not None
-        link = self.compression.link(hidden=self.config.staleness > 0) if self.compression else None
+        link = self.compression.link() if self.compression else None
         return self.roster.context(self.config, plan.total_batch_size, self.accumulation, link=link, **known)
 
     def _agree(
@@ -353,8 +353,10 @@ class HeteroEngine:
                 roster.check_given(proposal.plan)
             entry = None if proposal is None else PlanEntry(*start, proposal.plan, proposal.reason)
             cost, step = time.perf_counter() - begin, self.observer.synced_steps
-            following = self.schedule.after(step, observations, cost, changed=entry is not None)
-            return entry, predicted, following, getattr(planner, "choice", None)
+            choice = getattr(planner, "choice", None)
+            waits = choice is not None and choice.probe is not None
+            following = self.schedule.after(step, observations, cost, changed=entry is not None, waits=waits)
+            return entry, predicted, following, choice
 
         entry, predicted, following, choice = self.control.decide(decision)
         if entry is not None:

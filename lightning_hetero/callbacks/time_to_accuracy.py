@@ -138,3 +138,5 @@ class TTACallback(AdaptiveBatchCallback):
         density = self._engine.control.broadcast_object(self.tta_planner.density)
         self.planner = replace(self.tta_planner, density=density)
         self._engine.compression.set_density(density)
+        if self._engine.hook_state.staleness is not None:
+            self._engine.hook_state.staleness.led = True

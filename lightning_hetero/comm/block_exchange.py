@@ -4,12 +4,15 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm.clock import clock_for
 from lightning_hetero.comm.dropped import DroppedSteps, all_finite, clear
 from lightning_hetero.comm.gradient_hook import HookState
+from lightning_hetero.comm.link import handling_seconds, probe
 from lightning_hetero.comm.messages import MessageLog
 from lightning_hetero.comm.sending import Late, Sending, StepReport
 from lightning_hetero.comm.sums import pending
@@ -75,6 +78,7 @@ class BlockExchange:
         self._finite, self._weight, self._scale = True, 1.0, 1.0
         self._clock = clock_for(self.encoder.residual.device)
         self._spans: list[tuple[Any, Any]] = []
+        self._handling: float | None = None
         self._queued: list[tuple[Any, Any]] = []
 
     def _encoder(self, parameters: Mapping[str, torch.Tensor]) -> Any:
@@ -119,6 +123,21 @@ class BlockExchange:
     def sent_bytes(self, density: float) -> float:
         """Bytes that this rank sends to the others in a compressed step at a density."""
         return float((self.topology.size - 1) * self._form(density).num_bytes)
+
+    def probe(self, density: float) -> npt.NDArray[np.float64]:
+        """Time messages as they are and as they would be at another density; all ranks have to call it together.
+
+        Returns:
+            ``(7,)``, the fields of :class:`~lightning_hetero.core.bandwidth.LinkProbe` as this rank saw them.
+        """
+        self.settle()
+        if self.late is not None:
+            self.late.settle()
+        if self._handling is None:
+            self._handling = 0.0 if self.encoder.deferred else handling_seconds(self.layout, self.settings.value_dtype)
+        sizes = self.encoder.form.num_bytes, self._form(density).num_bytes
+        timed = probe(self.way or self.topology, self.rows.device, *sizes)
+        return np.array([*timed, self._handling * self.density, self._handling * density])
 
     @property
     def _sent(self) -> float:

@@ -15,13 +15,13 @@ from lightning_hetero.comm.block_exchange import BlockExchange
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.comm.link import choose, latency
-from lightning_hetero.comm.messages import message_seconds
+from lightning_hetero.comm.link_watch import LinkWatch
 from lightning_hetero.comm.sending import StepReport
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.torch_hooks import HalfExchange, LowRankExchange
 from lightning_hetero.compression.gradients import BlockGradient
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.bandwidth import LinkEstimate, MessageLink, sending_rate
+from lightning_hetero.core.bandwidth import MessageLink
 from lightning_hetero.core.compressors import Automatic, BlockTopK, Compressor, HalfPrecision, LowRank
 from lightning_hetero.core.tta import DensityChoice
 from lightning_hetero.optim.sparse import SparseAdamW, SparseSGD, sparse_steps
@@ -52,10 +52,8 @@ class GradientCompression:
         self.exchange: Exchange | None = None
         self._optimizers: list[torch.optim.Optimizer] = []
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, SparseSteps] = weakref.WeakKeyDictionary()
-        self.links = (LinkEstimate(),) * self._topology().size
+        self.watch = LinkWatch(self._topology().size)
         self.choice: DensityChoice | None = None
-        self.latency = 0.0
-        self._seconds: float | None = None
         self._restored: dict[str, Any] = {}
         self._idle: dict[str, Any] = {}
         self._module: weakref.ref[nn.Module] | None = None
@@ -109,7 +107,7 @@ class GradientCompression:
             self.exchange = BlockExchange(
                 settings, parameters, self.hook, self.control.rank, grad_scale=grad_scale, hold_unused=hold_unused
             )
-            self.latency = latency(self.control, self._topology(), next(iter(parameters.values())).device)
+            self.watch.latency = latency(self.control, self._topology(), next(iter(parameters.values())).device)
         elif isinstance(settings, LowRank):
             self.exchange = LowRankExchange(settings, parameters, self.hook, grad_scale=grad_scale)
         elif isinstance(settings, HalfPrecision):
@@ -192,29 +190,31 @@ class GradientCompression:
 
     # the link
 
+    @property
+    def _blocks(self) -> BlockExchange | None:
+        return self.exchange if isinstance(self.exchange, BlockExchange) else None
+
     def take_messages(self) -> npt.NDArray[np.float64]:
         """Times of this rank's messages since the last call, of one shape on all ranks."""
-        return self.exchange.messages.take() if isinstance(self.exchange, BlockExchange) else np.zeros(0)
+        return np.zeros(0) if self._blocks is None else self.watch.take(self._blocks.messages)
 
     def see_messages(self, everyone: npt.NDArray[np.float64]) -> None:
-        """What all ranks saw of their messages: move the estimate of each rank's rate, the same on all of them."""
-        seen = message_seconds(everyone.reshape(len(everyone), -1, 2 + len(self.links))) if everyone.size else None
-        self._seconds = None if seen is None else float(seen[1].max())
-        if seen is None:
-            return
-        num_bytes, seconds = seen
-        self.latency = min(self.latency, float(seconds.max()))
-        self.links = tuple(
-            link.observe(sending_rate(num_bytes, took, self.latency))
-            for link, took in zip(self.links, seconds.tolist(), strict=True)
-        )
+        """What all ranks saw of their messages."""
+        if everyone.size:
+            self.watch.see(everyone)
 
-    def link(self, *, hidden: bool) -> MessageLink | None:
+    def link(self) -> MessageLink | None:
         """What a planner may know of the link; ``None`` where no density could be set."""
-        exchange = self.exchange
-        if not isinstance(exchange, BlockExchange):
+        exchange, late = self._blocks, self.hook.staleness
+        if exchange is None:
             return None
-        return MessageLink(exchange.density, exchange.sent_bytes, self.links, self._seconds, hidden, self.latency)
+        return self.watch.link(
+            exchange.density,
+            exchange.sent_bytes,
+            hidden=late is not None and late.delayed_share > 0.0,
+            may_hide=late is not None and late.limit > 0,
+            step=exchange.step,
+        )
 
     def set_density(self, density: float | None) -> None:
         """Send another share of the blocks from the next step on, on all ranks together; ``None`` leaves it."""
@@ -222,14 +222,23 @@ class GradientCompression:
             self.exchange.set_density(density)
 
     def follow(self, choice: DensityChoice | None) -> None:
-        """Send as densely as rank 0 has chosen, and let it say so if that is a change."""
+        """Send as densely as rank 0 has chosen, and let it say so if that is a change; time what it asks for."""
         if choice is None or not isinstance(self.exchange, BlockExchange):
             return
         bound = self.choice is not None and self.choice.network_bound
         before, self.choice = self.exchange.density, choice
         self.exchange.set_density(choice.density)
-        if self.control.rank == 0 and (choice.density != before or choice.network_bound != bound):
-            rates = [link.rate or math.inf for link in self.links]
+        late, moved = self.hook.staleness, False
+        if late is not None and late.limit:
+            late.led, moved = True, choice.hidden != (late.delayed_share > 0.0)
+            if choice.hidden:
+                late.delay_all()
+            else:
+                late.delay_none()
+        if choice.probe is not None and self._topology().size > 1:
+            self.watch.timed = self.exchange.probe(choice.probe)
+        if self.control.rank == 0 and (choice.density != before or choice.network_bound != bound or moved):
+            rates = [link.rate or math.inf for link in self.watch.links]
             log.log(
                 logging.WARNING if choice.network_bound else logging.INFO,
                 "density %.3g -> %.3g: rank %d sends %.4g MB/s at the least; %s",
@@ -281,13 +290,13 @@ class GradientCompression:
             "hetero/compression_density": report.density / report.steps,
             "hetero/encode_time": report.encode / report.steps,
         }
-        rates = [link.rate for link in self.links if link.rate is not None]
+        rates = [link.rate for link in self.watch.links if link.rate is not None]
         leaders = [members[0] for members in self._topology().clusters]
         metrics |= {f"hetero/bandwidth/rank{i}": rate for i, rate in zip(leaders, rates, strict=False)}
         if rates:
             metrics["hetero/bandwidth"] = min(rates)
-        if self._seconds is not None:
-            metrics["hetero/transfer_time"] = self._seconds
+        if self.watch.seconds is not None:
+            metrics["hetero/transfer_time"] = self.watch.seconds
         if self.choice is not None:
             metrics["hetero/time_to_accuracy"] = self.choice.objective
         return metrics
@@ -319,7 +328,7 @@ class GradientCompression:
     def forget(self) -> None:
         """Let the model that is attached next begin as the first one did."""
         self._restored, self._idle, self._module, self.exchange, self.choice = {}, {}, None, None, None
-        self.links = (LinkEstimate(),) * len(self.links)
+        self.watch = LinkWatch(self._topology().size)
 
     def _go_on(self, state: dict[str, Any]) -> None:
         self._take_over(self._own_share(state))

@@ -41,6 +41,7 @@ class Delays(ABC):
         gave_late: whether the last bucket got the sum of the step before, and nothing else; of a bucket that has both,
             for each of its parameters.
         step_kind: names of what was delayed in the running step; ``None`` after sums of two steps in one.
+        led: whether somebody else decides what is delayed, a controller that weighs it against other things.
     """
 
     unit = "gradient buckets"
@@ -60,6 +61,7 @@ class Delays(ABC):
         self.choice: DelayChoice | None = None
         self.gave_late: bool | list[bool] = False
         self.step_kind: frozenset[str] | None = frozenset()
+        self.led = False
         self._running = running
         self._log = TransferLog(clock)
 
@@ -98,6 +100,10 @@ class Delays(ABC):
     def delay_all(self) -> None:
         """Delay everything from the next backward pass on; all ranks have to call it together."""
 
+    def delay_none(self) -> None:
+        """Await everything from the next backward pass on; all ranks have to call it together."""
+        self._keep_fresh(len(self._sent_bytes()))
+
     @abstractmethod
     def _sent_bytes(self) -> list[float]:
         """Bytes that each transfer of a step takes across the link, in the order of the backward pass."""
@@ -130,7 +136,7 @@ class Delays(ABC):
     def agree(self, control: ControlPlane) -> None:
         """Look at the link, and let rank 0 decide what is delayed from the next step on; a collective call."""
         sent = self._sent_bytes()
-        if self.limit == 0 or not sent:
+        if self.limit == 0 or not sent or self.led:
             return
         everyone = control.gather(self._log.take(len(sent)))
         self.link, choice = control.decide(lambda: self._decide(everyone, sent))

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -16,13 +17,15 @@ from lightning_hetero.compression.wire import MessageFormat
 from lightning_hetero.core.compressors import Automatic, BlockTopK, blocks_per_rank
 from lightning_hetero.core.link_model import LinkMeasurement, choose_density
 
-__all__ = ["choose", "latency", "measure"]
+__all__ = ["choose", "handling_seconds", "latency", "measure", "probe"]
 
 log = logging.getLogger("lightning_hetero")
 
 PROBE_BYTES = 1_000_000
 REPEATS = 3
+PROBES = 2
 SAMPLE_ELEMENTS = 8_000_000
+HANDLED = 0.01, 0.1
 
 
 def choose(
@@ -45,7 +48,8 @@ def measure(
     device = next(iter(parameters.values())).device
     numel = sum(p.numel() for p in parameters.values())
     small, large = (_exchange_seconds(size, topology, device) for size in (64, PROBE_BYTES))
-    encode = _encode_seconds(numel, settings) if device.type == "cpu" else 0.0
+    middle = settings.densities[len(settings.densities) // 2]
+    encode = _encode_seconds(numel, middle, settings.value_dtype) if device.type == "cpu" else 0.0
     mine = np.array([small, max(large - small, 1e-9), encode])
     latency, transfer, encode = control.gather(mine).max(axis=0)
     rate = (topology.size - 1) * PROBE_BYTES / transfer
@@ -58,25 +62,55 @@ def latency(control: ControlPlane, topology: Topology, device: torch.device) -> 
     return float(control.gather(np.array([_exchange_seconds(64, topology, device)])).max())
 
 
-def _exchange_seconds(size: int, topology: Topology, device: torch.device) -> float:
+def probe(topology: Topology, device: torch.device, bytes_now: int, num_bytes: int) -> npt.NDArray[np.float64]:
+    """Time messages of next to nothing, of the present size, and of another one; all ranks call it together.
+
+    Args:
+        topology: the way that messages take.
+        device: where they are.
+        bytes_now: bytes of a message at present.
+        num_bytes: bytes of a message of the other size.
+
+    Returns:
+        ``(5,)``: seconds of the least one, bytes and shortest seconds of the present one, bytes and longest seconds of
+        the other, with bytes as a worker sends them to all others.
+    """
+    least, now = (_exchange_seconds(size, topology, device, repeats=PROBES) for size in (64, bytes_now))
+    longest = max(_exchange_times(num_bytes, topology, device, repeats=PROBES))
+    others = topology.size - 1
+    return np.array([least, others * bytes_now, now, others * num_bytes, longest], dtype=float)
+
+
+def _exchange_seconds(size: int, topology: Topology, device: torch.device, repeats: int = REPEATS) -> float:
+    return min(_exchange_times(size, topology, device, repeats))
+
+
+def _exchange_times(size: int, topology: Topology, device: torch.device, repeats: int) -> list[float]:
     rows = torch.zeros((topology.size, size), dtype=torch.uint8, device=device)
-    best = float("inf")
-    for _ in range(REPEATS):
+    seconds = []
+    for _ in range(repeats):
         dist.barrier()
         begin = time.perf_counter()
         topology.gather(rows).wait()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - begin)
-    return best
+        seconds.append(time.perf_counter() - begin)
+    return seconds
 
 
-def _encode_seconds(numel: int, settings: Automatic) -> float:
-    """Error feedback, selection and merging at the middle density, on a tensor of at most 8 million elements."""
+def handling_seconds(layout: Layout, value_dtype: str) -> float:
+    """Seconds by which messages take longer to select, write, read and merge here for each unit of density."""
+    numel = layout.num_blocks * layout.block
+    sparse, denser = (_encode_seconds(numel, density, value_dtype) for density in HANDLED)
+    return max(denser - sparse, 0.0) / (HANDLED[1] - HANDLED[0])
+
+
+def _encode_seconds(numel: int, density: float, value_dtype: str) -> float:
+    """Error feedback, selection and merging on this processor at a density, from 8 million elements at most."""
     sample = min(numel, SAMPLE_ELEMENTS)
     layout = Layout.of([("probe", sample)], 16)
-    k = blocks_per_rank(layout.num_blocks, settings.densities[len(settings.densities) // 2], 2)
-    encoder = cpu_encoder(layout, MessageFormat(layout.num_blocks, k, 16, settings.value_dtype))
+    k = blocks_per_rank(layout.num_blocks, density, 2)
+    encoder = cpu_encoder(layout, MessageFormat(layout.num_blocks, k, 16, value_dtype))
     gradient = torch.rand(sample)
     message = torch.zeros(encoder.form.num_bytes, dtype=torch.uint8)
     best = float("inf")

@@ -43,7 +43,9 @@ class ExchangeSchedule:
         """Whether enough steps have passed since the last exchange for one between two epochs."""
         return self.replan == "epoch" or step - self.last >= FIRST
 
-    def after(self, step: int, observations: StepObservations, cost: float, *, changed: bool) -> int:
+    def after(
+        self, step: int, observations: StepObservations, cost: float, *, changed: bool, waits: bool = False
+    ) -> int:
         """Step of the next exchange: in ``"auto"``, as soon as exchanges cost 0.5 % of the time at most.
 
         Args:
@@ -51,14 +53,15 @@ class ExchangeSchedule:
             observations: what it gathered.
             cost: seconds that it took.
             changed: whether the plan changed, so that the next rows come a little later.
+            waits: whether a decision waits for what the next steps show, so that it is worth an exchange soon.
         """
         if self.replan == "epoch":
             return NEVER
         if isinstance(self.replan, int):
             return step + self.replan
         times = observations.step_time[np.isfinite(observations.step_time)]
-        if times.size == 0:
-            return step + FIRST
+        if times.size == 0 or waits:
+            return step + FIRST + 2 * changed
         affordable = math.ceil(cost / BUDGET / max(float(np.median(times)), 1e-6))
         return step + max(FIRST + 2 * changed, min(affordable, LONGEST))
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lightning_hetero.core.arrivals import arrival_differences, own_arrivals
 from lightning_hetero.core.bandwidth import MessageLink
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.optperf import solve_optperf, static_sizes
@@ -17,8 +18,12 @@ from lightning_hetero.core.pace import pace
 from lightning_hetero.core.pid import ControllerState, control, smooth
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.profile import NodeProfile
-from lightning_hetero.core.sync_times import arrival_differences, estimate_gamma, estimate_sync_times, own_arrivals
-from lightning_hetero.core.time_model import ClusterTimeModel, StepObservations
+from lightning_hetero.core.time_model import (
+    ClusterTimeModel,
+    StepObservations,
+    estimate_gamma,
+    estimate_sync_times,
+)
 
 __all__ = [
     "PLANNERS",

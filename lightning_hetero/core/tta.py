@@ -17,6 +17,7 @@ from scipy.optimize import minimize
 from lightning_hetero.core.validation import check_number
 
 __all__ = [
+    "LATE_PENALTY",
     "DensityChoice",
     "ThroughputModel",
     "density_penalty",
@@ -30,6 +31,9 @@ Array = npt.NDArray[np.float64]
 
 PENALTY = 0.1
 """Extra samples, as a share, for each factor of ten by which less is sent."""
+
+LATE_PENALTY = 0.18
+"""Extra samples, as a share, that gradients cost which arrive a step late: the most that StellaTrain saw (sec. 6)."""
 
 FORBIDDEN = 1e30
 """Seconds per sample of what must not be chosen."""
@@ -168,6 +172,7 @@ class DensityChoice:
         transfer: seconds that its messages take at this density.
         least: seconds that they take at the least density allowed.
         hidden: whether messages travel while the next step computes, or else every step waits for its own.
+        probe: density whose messages are to be timed before anything changes, ``None`` for none.
 
     Example:
         >>> choice = DensityChoice(0.01, 64, objective=0.002, compute=0.1, transfer=0.02, least=0.002)
@@ -182,6 +187,7 @@ class DensityChoice:
     transfer: float
     least: float
     hidden: bool = False
+    probe: float | None = None
 
     @property
     def step_time(self) -> float:
@@ -204,6 +210,8 @@ class DensityChoice:
             f"a step of {self.total_batch_size} samples computes for {1e3 * self.compute:.3g} ms and sends for "
             f"{1e3 * self.transfer:.3g} ms"
         )
+        if self.hidden:
+            text += ", which come a step later"
         if self.network_bound:
             text += f"; network-bound: even the least density takes {1e3 * self.least:.3g} ms on the link"
         return text
@@ -216,6 +224,8 @@ def minimise_time_to_accuracy(
     transfer: Callable[[float], float],
     penalty: Callable[[float, float], float],
     hidden: bool = True,
+    handling: Callable[[float], float] = lambda density: 0.0,
+    headroom: float = 1.0,
 ) -> DensityChoice:
     """Total batch and density of least predicted time to accuracy under the bandwidth constraint (eq. 1, 5, 6).
 
@@ -230,6 +240,8 @@ def minimise_time_to_accuracy(
         transfer: seconds that the messages of a step take at a density, increasing.
         penalty: extra samples that a density and a total cost, as a share: ``g(density, total)``, above -1.
         hidden: whether messages travel while the next step computes.
+        handling: seconds that selecting and merging at a density add to computing, or take from it.
+        headroom: factor by which messages that are hidden are to take less than computing, 1 or more.
 
     Raises:
         ValueError: if there is no total or no density, or a penalty is -1 or less.
@@ -245,33 +257,39 @@ def minimise_time_to_accuracy(
         raise ValueError("step_times is empty; give at least one total batch size.")
 
     def evaluate(density: float, total: int) -> DensityChoice:
-        seconds, extra = step_times[total], penalty(density, total)
+        seconds, extra = step_times[total] + handling(density), penalty(density, total)
         if extra <= -1.0:
             raise ValueError(f"penalty({density}, {total}) = {extra} must be above -1: a share of extra samples.")
         choice = DensityChoice(density, total, 0.0, seconds, transfer(density), transfer(min(densities)), hidden)
         return replace(choice, objective=float(time_to_accuracy(total, choice.step_time, extra)))
 
     def allowed(total: int) -> float:
-        return largest_density(step_times[total], transfer, densities) if hidden else max(densities)
+        return largest_density(step_times[total] / headroom, transfer, densities) if hidden else max(densities)
 
     found = (evaluate(d, total) for total in step_times for d in densities if d <= allowed(total))
     best = min(found, key=lambda choice: choice.objective, default=None)
     if best is None:
         raise ValueError("densities is empty; give at least one, above 0 to 1.")
-    if best.transfer > step_times[best.total_batch_size] and hidden:  # eq. 6 has no solution
+    infeasible = hidden and headroom * best.transfer > step_times[best.total_batch_size]  # eq. 6 has no solution
+    if infeasible or min(densities) == max(densities):
         return best
-    polished = evaluate(_polish(best, densities, evaluate), best.total_batch_size)
+    polished = evaluate(_polish(best, densities, evaluate, headroom), best.total_batch_size)
     return polished if polished.objective < best.objective else best
 
 
-def _polish(best: DensityChoice, densities: Sequence[float], evaluate: Callable[[float, int], DensityChoice]) -> float:
+def _polish(
+    best: DensityChoice,
+    densities: Sequence[float],
+    evaluate: Callable[[float, int], DensityChoice],
+    headroom: float,
+) -> float:
     """The density near the best one that is better still, by Nelder-Mead over its logarithm."""
     low, high = min(densities), max(densities)
 
     def objective(logs: Array) -> float:
         density = float(np.exp(logs[0]))
         choice = evaluate(density, best.total_batch_size)
-        fits = not best.hidden or choice.transfer <= choice.compute
+        fits = not best.hidden or headroom * choice.transfer <= choice.compute
         return choice.objective if fits and low <= density <= high else FORBIDDEN
 
     start = math.log(best.density)

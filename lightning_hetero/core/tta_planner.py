@@ -6,44 +6,72 @@ takes that sends nothing, and the link what each density adds to it.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from lightning_hetero.core.adaptive import GoodputPlanner
-from lightning_hetero.core.bandwidth import LinkEstimate, MessageLink, sending_rate
+from lightning_hetero.core.bandwidth import LinkEstimate, LinkProbe, MessageLink, sending_rate, without_messages
 from lightning_hetero.core.goodput import Candidate
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PlanContext, Proposal
 from lightning_hetero.core.surrogate import ProfilePenalty
 from lightning_hetero.core.time_model import ClusterTimeModel, StepObservations
-from lightning_hetero.core.tta import DensityChoice, density_penalty, minimise_time_to_accuracy
+from lightning_hetero.core.tta import LATE_PENALTY, DensityChoice, density_penalty, minimise_time_to_accuracy
 
-__all__ = ["NO_LIMIT", "TimeToAccuracyPlanner", "without_messages"]
+__all__ = ["NO_LIMIT", "TimeToAccuracyPlanner"]
 
 NO_LIMIT = 2**31
 
 GAIN = 0.02
 """Least predicted gain for which the density changes; around its optimum that is a factor of two or three."""
 
-OPTIMISM = 3.0
-"""Factor by which a link may be faster than small messages make it look, for a higher density to be tried."""
+AGAIN = 2.0
+"""Factor on that where messages were timed in vain before: out of many tries scatter makes one a gain."""
 
-CHEAP = 0.25
-"""That is tried while messages take so much of computing at most."""
+OPTIMISM = 3.0
+"""Factor by which a link may be faster than small messages make it look, for larger ones to be timed."""
+
+GROWTH, SMALL = 8.0, 16e3
+"""Largest factor between messages and those that are timed, unless those have so few bytes."""
 
 SAME_LINK = 1.5
-"""Factor within which the rate has to be what messages of two sizes have shown for the link to be the same."""
+"""Factor within which a link is the same: a change of the density is not taken back on it."""
 
-LEAST_PATIENCE, MOST_PATIENCE = 4, 64
-"""Decisions between two tries of a higher density: the first pause, which doubles, and the longest."""
+LATE_GAIN, LEAST_LATE = 0.05, 0.01
+"""Least predicted gain for which messages come a step later, and the one below which they come in time again."""
 
-TWO_SIZES = 1.5
-"""Least factor between two sizes that tell latency from rate."""
+COST = 0.02
+"""Share of the time that timing messages may take after it brought no change."""
+
+LONGEST = 0.5
+"""Share of computing that a message which is timed is believed to take at most."""
 
 PER_DECADE = 4
 """Densities that are tried of each factor of ten."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the density, and what it rests on.
+
+    Args:
+        density: before the change.
+        num_bytes: bytes of the larger message, of the one before or of the one after.
+        crossing: seconds that those were seen to take beyond latency.
+        total: samples of a step.
+        compute: seconds of a step that sends nothing.
+        more: whether the density went up.
+    """
+
+    density: float
+    num_bytes: float
+    crossing: float
+    total: int
+    compute: float
+    more: bool
 
 
 @dataclass(frozen=True)
@@ -62,10 +90,12 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         idle_rule: believe in rates by the share of time that workers idle, as the paper does, not by transfers.
         believed: what the slowest worker's rate is believed to be.
         latency: seconds of it that its messages take however small they are; ``None`` for what was measured at first.
-        before: bytes and seconds of its messages before the density changed, ``None`` if it did not just now.
-        tried: rate that messages of two sizes have shown, ``None`` before there were any.
-        waited: decisions since a higher density was tried.
-        patience: decisions to wait before the next try, twice as many after each.
+        change: newest change of the density, ``None`` before there is one.
+        handling: seconds by which a byte more makes handling longer, which counts for higher densities and not for
+            lower ones, so that none is chosen for a gain that it does not bring.
+        switched: believed rate when messages were last chosen to come later, or in time again; ``None`` before.
+        next_probe: step from which on messages of another size may be timed.
+        refused: seconds of messages when that last brought no change, ``None`` if it did.
         density: newest decision, also that of an earlier run; ``None`` before there is one.
         choice: newest decision with its predictions, ``None`` before there is one.
 
@@ -88,10 +118,11 @@ class TimeToAccuracyPlanner(GoodputPlanner):
     idle_rule: bool = False
     believed: LinkEstimate = LinkEstimate()
     latency: float | None = None
-    before: tuple[float, float] | None = None
-    tried: float | None = None
-    waited: int = MOST_PATIENCE
-    patience: int = LEAST_PATIENCE
+    change: Change | None = None
+    handling: float = 0.0
+    switched: float | None = None
+    next_probe: int = 0
+    refused: float | None = None
     density: float | None = None
     choice: DensityChoice | None = None
 
@@ -130,7 +161,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         self, observations: StepObservations, current: BatchPlan, context: PlanContext
     ) -> tuple["TimeToAccuracyPlanner", Proposal | None]:
         """Learn from the observations; propose the best total with its split, and choose the density for it."""
-        planner = self._observe(observations, context)
+        planner = self._observe(observations, context)._forget_refusal(context.link)
         bare = without_messages(observations, context.link)
         planner, proposal = super(TimeToAccuracyPlanner, planner).decide(bare, current, context)  # type: ignore[assignment]
         link, cluster = planner._link(context), planner.model.cluster(replace(context, accumulation=1))
@@ -138,26 +169,156 @@ class TimeToAccuracyPlanner(GoodputPlanner):
             return planner, proposal
         plan = current if proposal is None else proposal.plan
         seconds = cluster.accumulated(planner.accumulation).step_time(plan.local_batch_sizes)
-        choice = planner.choose(plan.total_batch_size * planner.accumulation, seconds, link)
-        planner = planner._try_more(choice, link)
-        if planner.density != link.density and link.seconds is not None:
-            planner = replace(planner, before=(link.message_bytes(link.density), link.seconds))
-        return planner, proposal
+        return planner._settle(plan.total_batch_size * planner.accumulation, seconds, link), proposal
+
+    def _settle(self, total: int, seconds: float, link: MessageLink) -> "TimeToAccuracyPlanner":
+        """Decide on the density: at once if it has to be another, else by messages of both sizes that were timed."""
+        if self._hides(total, seconds, link) != link.hidden:
+            other = replace(link, hidden=not link.hidden)
+            planner = replace(self, switched=min(link.rates), change=None, refused=None, next_probe=link.step)
+            return replace(planner, density=link.density, choice=planner._at(link.density, total, seconds, other))
+        wish = self.choose(total, seconds, link)
+        inside = self.min_density <= link.density <= self.max_density
+        if self.idle_rule or not inside:
+            return replace(self, density=wish.density, choice=wish)
+        now = self._at(link.density, total, seconds, link)
+        timed = self._timed(now, seconds, link)
+        if timed is not None and timed.density != link.density:
+            return replace(self._changed(timed, now, link), density=timed.density, choice=timed)
+        planner = self if timed is None else self._refuse(now, link)
+        probe = planner._probe(wish, now, seconds, link)
+        return replace(planner, density=link.density, choice=replace(now, probe=probe))
+
+    def _hides(self, total: int, seconds: float, link: MessageLink) -> bool:
+        """Whether messages are to come a step later: where the time that this gains is worth more than what it costs.
+
+        Each way counts with the density that suits it best, so that a link on which very little can be sent in time
+        asks for it, and one on which enough can does not.
+        """
+        if not link.may_hide:
+            return link.hidden
+        fresh, late = (
+            self._best(total, seconds, replace(link, hidden=hidden), self.densities).objective
+            for hidden in (False, True)
+        )
+        gain = 1.0 - late / fresh
+        turns = gain < LEAST_LATE if link.hidden else gain > LATE_GAIN
+        same = self.switched is not None and 1 / SAME_LINK < min(link.rates) / self.switched < SAME_LINK
+        return link.hidden != (turns and not same)
 
     def choose(self, total: int, seconds: float, link: MessageLink) -> DensityChoice:
-        """The best density for a total whose step takes ``seconds`` without messages; the present one if it is as good.
+        """The best density by what the link is believed to be; the present one if it is as good.
 
         Args:
             total: samples of a step.
             seconds: predicted seconds of a step that sends nothing.
             link: what messages cross.
         """
-        best = self._best(total, seconds, link, self.densities)
+        return self._better(self._best(total, seconds, link, self.densities), total, seconds, link)
+
+    def _better(
+        self,
+        best: DensityChoice,
+        total: int,
+        seconds: float,
+        link: MessageLink,
+        transfer: Callable[[float], float] | None = None,
+    ) -> DensityChoice:
+        """The best choice with a density of three digits, if it gains enough over the present one."""
         rounded = min(max(float(f"{best.density:.3g}"), self.min_density), self.max_density)
-        best = replace(self._best(total, seconds, link, [rounded]), least=best.least)
-        now = replace(self._best(total, seconds, link, [link.density]), least=best.least)
+        best = replace(self._best(total, seconds, link, [rounded], transfer), least=best.least)
+        now = replace(self._best(total, seconds, link, [link.density], transfer), least=best.least)
         allowed = self.min_density <= link.density <= self.max_density
-        return now if allowed and best.objective > (1 - GAIN) * now.objective else best
+        gain = GAIN if self.refused is None else AGAIN * GAIN
+        return now if allowed and best.objective > (1 - gain) * now.objective else best
+
+    def _at(self, density: float, total: int, seconds: float, link: MessageLink) -> DensityChoice:
+        """What is predicted at a density, and whether even the least would be the bound."""
+        return replace(self._best(total, seconds, link, [density]), least=link.transfer(self.min_density))
+
+    def _timed(self, now: DensityChoice, seconds: float, link: MessageLink) -> DensityChoice | None:
+        """The best density up to the size that was timed, by how much longer it takes; ``None`` if nothing was timed.
+
+        The present one if nothing gains enough, or if it would take back the last change on the same link.
+        """
+        probe, total = link.probe, now.total_batch_size
+        if probe is None or link.seconds is None:
+            return None
+        base, size = link.seconds, link.message_bytes
+        low, high = sorted((probe.bytes_now, probe.num_bytes))
+        near = [d for d in self.densities if low <= size(d) <= high]
+        ends = [d for d in (self._asked(), link.density) if d is not None and low <= size(d) <= high]
+
+        def transfer(density: float) -> float:
+            return max(base + probe.added(size(density)), 0.0)
+
+        best = self._best(total, seconds, link, sorted({*near, *ends, link.density}), transfer)
+        best = replace(best, least=now.least)
+        best = self._better(best, total, seconds, link, transfer)
+        if best.density == link.density or not self._takes_back(best, probe, link):
+            return replace(best, least=now.least)
+        return now
+
+    def _asked(self) -> float | None:
+        return None if self.choice is None else self.choice.probe
+
+    def _takes_back(self, choice: DensityChoice, probe: LinkProbe, link: MessageLink) -> bool:
+        """Whether a choice goes back where the density came from although the link is the same."""
+        before = self.change
+        more = choice.density > link.density
+        if before is None or more == before.more or before.total != choice.total_batch_size:
+            return False
+        if not 1 / SAME_LINK < choice.compute / max(before.compute, 1e-12) < SAME_LINK:
+            return False
+        num_bytes, seconds = (probe.num_bytes, probe.seconds) if more else (probe.bytes_now, probe.now)
+        crossing = max(seconds - probe.latency, 0.0) * before.num_bytes / num_bytes
+        return before.crossing / SAME_LINK < crossing if more else crossing < SAME_LINK * before.crossing
+
+    def _changed(self, choice: DensityChoice, now: DensityChoice, link: MessageLink) -> "TimeToAccuracyPlanner":
+        """Remember a change of the density, and what the larger of both messages took to cross the link."""
+        probe, more = link.probe, choice.density > link.density
+        assert probe is not None
+        num_bytes, seconds = (probe.num_bytes, probe.seconds) if more else (probe.bytes_now, probe.now)
+        crossing = max(seconds - probe.latency, 0.0)
+        change = Change(link.density, num_bytes, crossing, choice.total_batch_size, now.compute, more)
+        return replace(self, change=change, next_probe=link.step, refused=None)
+
+    def _refuse(self, now: DensityChoice, link: MessageLink) -> "TimeToAccuracyPlanner":
+        """Let so many steps pass before the next messages are timed that those cost next to nothing."""
+        probe = link.probe
+        assert probe is not None
+        steps = math.ceil(2 * (probe.now + probe.seconds) / (COST * max(now.step_time, 1e-9)))
+        return replace(self, next_probe=link.step + steps, refused=link.seconds)
+
+    def _forget_refusal(self, link: MessageLink | None) -> "TimeToAccuracyPlanner":
+        """Begin anew where messages take another time than when others were timed in vain."""
+        if link is None or link.seconds is None or self.refused is None:
+            return self
+        same = 1 / SAME_LINK < link.seconds / self.refused < SAME_LINK
+        return self if same else replace(self, refused=None, next_probe=link.step)
+
+    def _probe(self, wish: DensityChoice, now: DensityChoice, seconds: float, link: MessageLink) -> float | None:
+        """Density whose messages are to be timed: the wish, or a higher one if the link may be faster than it looks."""
+        if link.seconds is None:
+            return None
+        if link.step < self.next_probe:
+            return None
+        if wish.density >= link.density:
+            faster = replace(link, estimates=tuple(LinkEstimate(OPTIMISM * rate) for rate in link.rates))
+            wish = self.choose(now.total_batch_size, seconds, faster)
+        if wish.density > link.density:
+            return self._small_enough(wish.density, now, link)
+        return None if link.message_bytes(wish.density) == link.bytes_now else wish.density
+
+    def _small_enough(self, wished: float, now: DensityChoice, link: MessageLink) -> float | None:
+        """The greatest density up to the wished one whose messages are not too large to be timed; ``None`` without."""
+        most = max(GROWTH * link.bytes_now, SMALL)
+        longest = max(LONGEST * now.compute, 2.0 * link.transfer(link.density))
+        for density in (wished, *np.geomspace(link.density, wished, 12)[-2:0:-1].tolist()):
+            num_bytes = link.message_bytes(density)
+            if num_bytes <= most and link.transfer(density) <= longest:
+                return float(density) if num_bytes > link.bytes_now else None
+        return None
 
     def candidates(self, cluster: ClusterTimeModel, total: int, context: PlanContext) -> tuple[Candidate, ...]:
         """Goodput of every total that may follow, at the density that suits it best."""
@@ -173,9 +334,23 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         share = candidate.efficiency / (1.0 + self.extra(best.density, total))
         return Candidate(total, candidate.accumulation, best.step_time, throughput, share, throughput * share)
 
-    def _best(self, total: int, seconds: float, link: MessageLink, densities: list[float]) -> DensityChoice:
+    def _best(
+        self,
+        total: int,
+        seconds: float,
+        link: MessageLink,
+        densities: list[float],
+        transfer: Callable[[float], float] | None = None,
+    ) -> DensityChoice:
+        late = LATE_PENALTY if link.hidden and link.may_hide and self.profile is None else 0.0
         return minimise_time_to_accuracy(
-            {total: seconds}, densities, transfer=link.transfer, penalty=self.extra, hidden=link.hidden
+            {total: seconds},
+            densities,
+            transfer=link.transfer if transfer is None else transfer,
+            penalty=lambda density, total: self.extra(density, total) + late,
+            hidden=link.hidden,
+            handling=lambda density: self.handling * max(link.message_bytes(density) - link.bytes_now, 0.0),
+            headroom=SAME_LINK,
         )
 
     def _link(self, context: PlanContext) -> MessageLink | None:
@@ -203,38 +378,15 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return replace(self, believed=self.believed.observe_idle(idle))
 
     def _learn(self, link: MessageLink, num_bytes: float, seconds: float) -> "TimeToAccuracyPlanner":
-        """Rate from the newest messages; after a change of density latency as well, from messages of two sizes."""
-        latency = min(link.latency if self.latency is None else self.latency, seconds)
-        other, took = (num_bytes, seconds) if self.before is None else self.before
-        if max(num_bytes, other) < TWO_SIZES * min(num_bytes, other):
-            rate = sending_rate(num_bytes, seconds, latency)
-            return replace(self, believed=self.believed.observe(rate), latency=latency, before=None)
-        slope = max((seconds - took) / (num_bytes - other), 0.0)
-        latency = min(max(seconds - slope * num_bytes, 0.0), seconds)
-        rate = sending_rate(num_bytes, seconds, latency)
-        return replace(self, believed=LinkEstimate(rate), latency=latency, before=None, tried=rate)
-
-    def _try_more(self, choice: DensityChoice, link: MessageLink) -> "TimeToAccuracyPlanner":
-        """Keep the choice, or try a higher density where small messages may make the link look slower than it is.
-
-        What a small message takes is latency rather than sending, which messages of two sizes tell apart. It is not
-        tried again until the link changes, and ever more rarely: a link that scatters would be tried all the time.
-        """
-        waited = min(self.waited + 1, MOST_PATIENCE)
-        kept = replace(self, density=choice.density, choice=choice, waited=waited)
-        rate, tried = self.believed.rate, self.tried
-        known = tried is not None and rate is not None and tried / SAME_LINK < rate < tried * SAME_LINK
-        cheap = link.seconds is not None and link.seconds < CHEAP * choice.compute
-        due = waited >= self.patience and choice.density == link.density
-        if rate is None or self.idle_rule or known or not cheap or not due:
-            return kept
-        faster = replace(link, estimates=(LinkEstimate(OPTIMISM * rate),))
-        more = self.choose(choice.total_batch_size, choice.compute, faster)
-        if more.density <= link.density or link.message_bytes(more.density) <= link.message_bytes(link.density):
-            return kept
-        more = replace(self._best(choice.total_batch_size, choice.compute, link, [more.density]), least=choice.least)
-        patience = min(2 * self.patience, MOST_PATIENCE)
-        return replace(self, density=more.density, choice=more, waited=0, patience=patience)
+        """Rate from the newest messages, and from those of two sizes that were timed latency as well."""
+        latency, probe = min(link.latency if self.latency is None else self.latency, seconds), link.probe
+        if probe is None or probe.slope == 0.0:
+            believed = self.believed.observe(sending_rate(num_bytes, seconds, latency))
+            handling = self.handling if probe is None else probe.handling_slope
+            return replace(self, believed=believed, latency=latency, handling=handling)
+        latency = max(seconds - probe.slope * num_bytes, 0.0)
+        believed = LinkEstimate(1.0 / probe.slope)
+        return replace(self, believed=believed, latency=latency, handling=probe.handling_slope)
 
     def state_dict(self) -> dict[str, Any]:
         """What the time model learned, where the total stands, and the density."""
@@ -246,28 +398,3 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         density = state["density"]
         planner: TimeToAccuracyPlanner = replace(before, density=None if density is None else float(density))
         return planner
-
-
-def without_messages(observations: StepObservations, link: MessageLink | None) -> StepObservations:
-    """The same steps as if they had sent nothing: synchronisation and step time shorter by the messages' time.
-
-    Of messages that travel while the next step computes, synchronisation and step time say nothing about computing.
-
-    Example:
-        >>> zeros = np.zeros((1, 2))
-        >>> seen = StepObservations(zeros, zeros, zeros, zeros, zeros, zeros + 0.5, zeros + 2.0)
-        >>> bare = without_messages(seen, MessageLink(0.1, float, (), seconds=0.375))
-        >>> bare.last_sync.tolist(), bare.step_time.tolist()
-        ([[0.125, 0.125]], [[1.625, 1.625]])
-    """
-    if link is None:
-        return observations
-    if link.hidden:
-        nothing = np.zeros_like(observations.last_sync)
-        return replace(observations, last_sync=nothing, step_time=nothing * np.nan)
-    seconds = link.seconds or 0.0
-    return replace(
-        observations,
-        last_sync=np.maximum(observations.last_sync - seconds, 0.0),
-        step_time=np.maximum(observations.step_time - seconds, 1e-9),
-    )

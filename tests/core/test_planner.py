@@ -16,7 +16,6 @@ from lightning_hetero.core.planner import (
     Proposal,
     StaticPlanner,
 )
-from lightning_hetero.core.sync_times import arrival_differences, own_arrivals
 from lightning_hetero.core.time_model import ClusterTimeModel, NodeTimeModel, StepObservations
 from tests.quota import QuotaCluster
 
@@ -344,23 +343,6 @@ def test_a_worker_that_moves_data_slowly_gets_less_to_do(own):
     assert excess(truth, plan) < 0.02
     blind = solve_optperf(CLUSTER, 192)
     assert (excess(truth, blind) > 0.04) == (own > 0)
-
-
-def test_arrivals_are_compared_only_between_steps_that_follow_each_other():
-    thin = np.array([[0.32, 0.35], [0.36, 0.31]] * 3)  # by turns one and the other comes last, 10 ms apart
-    fast = thin - 0.3
-    assert arrival_differences(np.concatenate([thin, fast])) == {(0, 1): pytest.approx(0.01)}
-    apart = np.concatenate([np.tile(thin[:1], (9, 1)), np.tile(fast[1:2], (9, 1))])
-    assert arrival_differences(apart) == {}, "a link that became faster was taken for a worker"
-    assert arrival_differences(np.full((9, 2), np.nan)) == {}
-
-
-def test_own_arrivals_fit_all_pairs():
-    found = own_arrivals({0: 0.1, 7: 5.0}, {(0, 1): -0.2, (1, 2): 0.1, (0, 2): -0.1})
-    assert found[7] == 5.0
-    assert [found[i] - found[0] for i in (1, 2)] == pytest.approx([0.2, 0.1], abs=1e-5)
-    blended = own_arrivals({0: 0.0, 1: 0.0}, {(0, 1): 0.1})
-    assert blended[0] - blended[1] == pytest.approx(0.03)
 
 
 class CompressedExchange:

@@ -8,8 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import least_squares
 
-from lightning_hetero.core.sync_times import estimate_gamma, estimate_sync_times
-from lightning_hetero.core.time_model import ClusterTimeModel, NodeTimeModel, StepObservations, fit_line, fit_node
+from lightning_hetero.core.time_model import (
+    ClusterTimeModel,
+    NodeTimeModel,
+    StepObservations,
+    estimate_gamma,
+    estimate_sync_times,
+    fit_line,
+    fit_node,
+)
 
 moderate = settings(max_examples=150, deadline=None, derandomize=True)
 seconds = st.floats(0, 10)
