@@ -119,6 +119,12 @@ class GNSCallback(Callback):
         self._source.end(trainer)
         self._log(trainer)
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log what is new."""
+        assert self._source is not None
+        self._source.finish()
+        self._log(trainer)
+
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leave nothing running."""
         if self._source is not None:

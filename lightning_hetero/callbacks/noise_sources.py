@@ -58,6 +58,9 @@ class Source:
     def flush(self) -> None:
         """Take what is known on this rank alone into the running estimate."""
 
+    def finish(self) -> None:
+        """Training went to its end: a training too short for a message has an estimate all the same; collective."""
+
     def stop(self) -> None:
         """Training is over."""
 
@@ -101,6 +104,14 @@ class _Engine(Source):
     def running(self, value: RunningNoiseScale) -> None:
         self.collector.running = value
 
+    def finish(self) -> None:
+        if self.running.samples == 0:
+            self.exchange()
+
+    def exchange(self) -> None:
+        """Take what all workers have seen into the running estimate; a collective call."""
+        self.collector.absorb(self.control.gather(self.collector.take()))
+
     def interval(self) -> dict[str, Any]:
         self.collector.settle()
         parts = self.control.gather(self.collector.sums.peek())
@@ -121,6 +132,7 @@ class _PlainDDP(_Engine):
         self.hook = HookState(StepObserver(HostClock()), world_size)
         self.collector = NoiseCollector(self.hook, rank, **settings)
         self.control = ControlPlane(rank, world_size)
+        self.warned = False
 
     def start(self, trainer: Any) -> None:
         super().start(trainer)
@@ -144,7 +156,21 @@ class _PlainDDP(_Engine):
             return
         self.collector.end_step()
         if self.collector.sums.steps >= INTERVAL:
-            self.collector.absorb(self.control.gather(self.collector.take()))
+            self.exchange()
+
+    def exchange(self) -> None:
+        parts = self.control.gather(self.collector.take())
+        if len(set(parts[:, 3])) == 1:
+            self.collector.absorb(parts)
+            return
+        if not self.warned and self.control.rank == 0:
+            log.warning(
+                "plain DDP averages workers alike, and their batches differ (%s samples in %d steps): such steps are "
+                "left out of the noise scale. Give every worker batches of one size, or use strategy='hetero_ddp'.",
+                ", ".join(f"{samples / self.world_size:g}" for samples in parts[:, 3]),
+                int(parts[0, 4]),
+            )
+        self.warned = True
 
     def stop(self) -> None:
         self.hook.settle()

@@ -201,6 +201,28 @@ def test_plain_ddp_gives_the_same_numbers_as_equal_batches():
     assert plain[0]["estimate"]["trace_sum"] == pytest.approx(expected(steps, "pooled").trace_sum, rel=1e-6)
 
 
+class Unlike(Points):
+    """Each rank has its own number of samples in a batch, which plain DDP knows nothing of."""
+
+    def __getitems__(self, indices):
+        rank = torch.distributed.get_rank()
+        return [self[i] for i in indices[: len(indices) - rank]]
+
+
+@pytest.mark.parametrize("dataset", [Points(N), Unlike(N)], ids=["equal batches", "unequal ones"])
+def test_plain_ddp_too_short_for_a_message(dataset, tmp_path):
+    """It has an estimate at its end, unless its batches are none to compare."""
+    logger = CSVLogger(str(tmp_path), name="", version="")
+    plain = run_ranks(_run, 2, "ddp", 2, "pooled", {"batch_size": 6, "dataset": dataset, "logger": logger})
+    steps = [[r["seen"][s][2] for r in plain] for s in range(STEPS)]
+    assert {len(groups[1]) for groups in steps} == {5 if isinstance(dataset, Unlike) else 6}
+    for result in plain:
+        assert result["estimate"]["samples"] == (0 if isinstance(dataset, Unlike) else N)
+    if not isinstance(dataset, Unlike):
+        assert plain[0]["estimate"]["trace_sum"] == pytest.approx(expected(steps, "pooled").trace_sum, rel=1e-6)
+        assert "hetero/noise_scale" in (tmp_path / "metrics.csv").read_text()
+
+
 @pytest.mark.parametrize("strategy", ["hetero_ddp", "auto"])
 def test_single_worker_with_accumulation_takes_two_sizes(strategy):
     kwargs = {"batch_size": 4, "accumulate_grad_batches": 3}
