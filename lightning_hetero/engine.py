@@ -262,8 +262,11 @@ class HeteroEngine:
         """The step is over."""
         before = self.observer.synced_steps
         self.observer.end_step()
-        if self.noise is not None and self.observer.synced_steps > before:
-            self.noise.end_step()
+        if self.observer.synced_steps > before:
+            if self.noise is not None:
+                self.noise.end_step()
+            if self.compression is not None:
+                self.compression.end_step()
 
     def close(self) -> None:
         """The run ends; a GPU tells only now whether a message of the very last step was malformed."""

@@ -69,6 +69,8 @@ class BlockExchange:
         self.report = StepReport()
         self.messages = MessageLog(hook.observer.clock, self.topology.size)
         self._dense_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
+        self.paused = False
+        """Whether all steps are sent densely, until ``"auto"`` has chosen."""
         self.sparse_steps = False
         """Whether the optimizer takes blocks, so that the sum is never written into a tensor of the model's size."""
         self.gradients: Mapping[torch.Tensor, BlockGradient | BlockMarks] | None = None
@@ -176,7 +178,8 @@ class BlockExchange:
     def dense(self) -> bool:
         """Whether the running step is sent densely."""
         every = self.settings.dense_every
-        return self.step < self.settings.warmup_steps or (every is not None and self.step % every == 0)
+        due = every is not None and self.step % every == 0
+        return self.paused or self.step < self.settings.warmup_steps or due
 
     def __call__(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Take one bucket; DDP hands them over in the same order on all ranks."""

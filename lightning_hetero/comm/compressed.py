@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from lightning_hetero.comm.block_exchange import BlockExchange
+from lightning_hetero.comm.compressible import check_parameters, check_trained
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState
-from lightning_hetero.comm.link import choose, latency
+from lightning_hetero.comm.link import Undecided, latency
 from lightning_hetero.comm.link_watch import LinkWatch
 from lightning_hetero.comm.sending import StepReport
 from lightning_hetero.comm.topology import Topology
@@ -23,6 +24,8 @@ from lightning_hetero.compression.gradients import BlockGradient
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.bandwidth import MessageLink
 from lightning_hetero.core.compressors import Automatic, BlockTopK, Compressor, HalfPrecision, LowRank
+from lightning_hetero.core.link_model import CompressionChoice
+from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.core.tta import DensityChoice
 from lightning_hetero.optim.sparse import SparseAdamW, SparseSGD, sparse_steps
 from lightning_hetero.optim.sparse_steps import SparseSteps
@@ -43,13 +46,23 @@ class GradientCompression:
         hook: state of the gradient hook.
         sparse: whether the optimizer takes sparse steps: ``False``, ``True``, or when momentum is paid, ``"ahead"``
             (what ``True`` is) or ``"later"``.
+        at_once: whether ``"auto"`` chooses before the first step, rather than when some were timed, see
+            :meth:`end_step`.
     """
 
     def __init__(
-        self, settings: Compressor, control: ControlPlane, hook: HookState, sparse: bool | str = False
+        self,
+        settings: Compressor,
+        control: ControlPlane,
+        hook: HookState,
+        sparse: bool | str = False,
+        *,
+        at_once: bool = True,
     ) -> None:
         self.settings, self.control, self.hook, self.sparse = settings, control, hook, sparse
+        self.at_once = at_once
         self.exchange: Exchange | None = None
+        self._undecided: Undecided | None = None
         self._optimizers: list[torch.optim.Optimizer] = []
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, SparseSteps] = weakref.WeakKeyDictionary()
         self.watch = LinkWatch(self._topology().size)
@@ -63,7 +76,13 @@ class GradientCompression:
         """Compression by these settings, ``None`` without any."""
         if config.compression is None:
             return None
-        return cls(config.compression, control, hook, config.sparse_optimizer)  # type: ignore[arg-type]
+        return cls(
+            config.compression,  # type: ignore[arg-type]
+            control,
+            hook,
+            config.sparse_optimizer,
+            at_once=config.staleness > 0,  # what is late hides behind the whole step
+        )
 
     def attach(
         self, module: nn.Module, *, grad_scale: Callable[[], float] | None = None, hold_unused: bool = False
@@ -88,7 +107,7 @@ class GradientCompression:
         if self._module is None or self._module() is not module:
             self._optimizers = []
         self._module = weakref.ref(module)
-        before, self.exchange, self._idle = self.state_dict_of_rank(), None, {}
+        before, self.exchange, self._idle, self._undecided = self.state_dict_of_rank(), None, {}, None
         if self.control.world_size > 1 and parameters:
             self._make(parameters, before, grad_scale, hold_unused)
         self._connect()
@@ -102,7 +121,8 @@ class GradientCompression:
     ) -> None:
         settings: Any = self.settings
         if isinstance(settings, Automatic):
-            settings = choose(settings, parameters, self.control, self._topology())
+            self._undecided = Undecided(settings, parameters, self.control, self._topology())
+            settings = self._undecided.meanwhile
         if isinstance(settings, BlockTopK):
             self.exchange = BlockExchange(
                 settings, parameters, self.hook, self.control.rank, grad_scale=grad_scale, hold_unused=hold_unused
@@ -113,14 +133,34 @@ class GradientCompression:
         elif isinstance(settings, HalfPrecision):
             self.exchange = HalfExchange(settings, parameters, self.hook)
         self.hook.inner, self.hook.inner_state = self.exchange, None
-        if self.exchange is None:  # "auto" has chosen dense sums
-            self._idle = {} if self._restored else before
-            if self._restored or before:
-                log.warning("sums are dense: what compression has not sent yet waits, and rides in the checkpoint")
-        elif self._restored:
+        if self._restored:
             self._go_on(self._restored)
         elif before:  # another fit of the same run
             self._take_over(before)
+        if self._undecided is not None and isinstance(self.exchange, BlockExchange):
+            self.exchange.paused = True
+            if self.at_once:
+                self._choose(self._undecided.choose(StepObservations.empty(self.control.world_size)))
+
+    def end_step(self) -> None:
+        """A synchronised step is over; a collective call while ``"auto"`` has not chosen."""
+        choice = None if self._undecided is None else self._undecided.look(self.hook.observer)
+        if choice is not None:
+            self._choose(choice)
+            self._connect()
+
+    def _choose(self, choice: CompressionChoice) -> None:
+        """Block top-k at the density that ``"auto"`` has chosen, or no exchange of our own any more."""
+        self._undecided = None
+        if choice.density is not None and isinstance(self.exchange, BlockExchange):
+            self.exchange.paused = False
+            self.exchange.set_density(choice.density)
+            return
+        state = self.state_dict_of_rank()
+        if any(residual.any() for residual in state["residuals"].values()):
+            log.warning("sums are dense: what compression has not sent yet waits, and rides in the checkpoint")
+            self._idle = state
+        self.exchange = self.hook.inner = None
 
     def _topology(self) -> Topology:
         return self.hook.topology or Topology.straight(self.control.rank, self.control.world_size)
@@ -362,39 +402,3 @@ class GradientCompression:
             log.info("residuals of %d ranks were summed and split over %d", len(before), topology.size)
         share = {name: residual / topology.size for name, residual in total.items()} if topology.leads else {}
         return {**ranks[0], "residuals": share}
-
-
-def check_parameters(parameters: Mapping[str, torch.Tensor]) -> None:
-    """Check that gradients of these parameters can be compressed.
-
-    Raises:
-        ValueError: naming the first that cannot.
-    """
-    allowed = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    for name, parameter in parameters.items():
-        if parameter.dtype not in allowed or parameter.layout != torch.strided:
-            raise ValueError(
-                f"compression cannot send the gradient of {name}, which is {parameter.dtype} and {parameter.layout}; "
-                "allowed are dense parameters of float32, bfloat16, float16 and float64. Set compression=None."
-            )
-
-
-def check_trained(optimizers: Iterable[torch.optim.Optimizer], known: Mapping[torch.Tensor, Any]) -> None:
-    """Check that an optimizer trains nothing but what is compressed.
-
-    Raises:
-        ValueError: if it does.
-    """
-    strange = [
-        tuple(p.shape)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.requires_grad and p not in known
-    ]
-    if strange:
-        raise ValueError(
-            f"sparse_optimizer: the optimizer trains {len(strange)} parameters outside of the module (the first has "
-            f"shape {strange[0]}), which get no compressed gradient. Give it the module's, or set "
-            "sparse_optimizer=False."
-        )

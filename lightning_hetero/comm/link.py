@@ -1,4 +1,4 @@
-"""What is measured before training: a link's latency; for ``compression="auto"`` its rate and the cost of selection."""
+"""What is measured of a link before training: its latency; for ``compression="auto"``, which chooses here, its rate."""
 
 import logging
 import time
@@ -10,14 +10,16 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm.control import ControlPlane
+from lightning_hetero.comm.observer import FIELDS, KEPT_ROWS, StepObserver, match_rows
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.compression.encoder import cpu_encoder
 from lightning_hetero.compression.layout import Layout
 from lightning_hetero.compression.wire import MessageFormat
 from lightning_hetero.core.compressors import Automatic, BlockTopK, blocks_per_rank
-from lightning_hetero.core.link_model import LinkMeasurement, choose_density
+from lightning_hetero.core.link_model import CompressionChoice, Computing, LinkMeasurement, choose_density
+from lightning_hetero.core.time_model import StepObservations
 
-__all__ = ["choose", "handling_seconds", "latency", "measure", "probe"]
+__all__ = ["Undecided", "handling_seconds", "latency", "measure", "probe"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -27,18 +29,55 @@ PROBES = 2
 SAMPLE_ELEMENTS = 8_000_000
 HANDLED = 0.01, 0.1
 
+STEPS, FEW, LATEST = 8, 3, 32
+"""Synchronised steps before the first look, timed steps that are enough, and steps after which none need be timed."""
 
-def choose(
-    settings: Automatic, parameters: Mapping[str, torch.Tensor], control: ControlPlane, topology: Topology
-) -> BlockTopK | None:
-    """Block top-k at the density that the measurements speak for, ``None`` for dense sums; a collective call."""
-    measured = measure(parameters, control, topology, settings)
-    choice = choose_density(measured, settings.densities, settings.value_dtype)
-    if control.rank == 0:
-        log.info("compression='auto': %s", choice.describe())
-    if choice.density is None:
-        return None
-    return BlockTopK(density=choice.density, value_dtype=settings.value_dtype)
+
+class Undecided:
+    """``compression="auto"`` while the first steps run with dense sums and are timed.
+
+    Args:
+        settings: candidates.
+        parameters: the module's parameters that need gradients, by name.
+        control: for what ranks agree on.
+        topology: way of messages.
+    """
+
+    def __init__(
+        self, settings: Automatic, parameters: Mapping[str, torch.Tensor], control: ControlPlane, topology: Topology
+    ) -> None:
+        self.settings, self.control = settings, control
+        self.measured = measure(parameters, control, topology, settings)
+        self._rows: dict[float, npt.NDArray[np.float64]] = {}
+
+    @property
+    def meanwhile(self) -> BlockTopK:
+        """Block top-k that can be set to any of the candidates."""
+        return BlockTopK(density=self.settings.densities[0], value_dtype=self.settings.value_dtype)
+
+    def look(self, observer: StepObserver) -> CompressionChoice | None:
+        """The choice, once steps enough were timed on all ranks: in the same step on all of them.
+
+        To be called at the end of each synchronised step; collective from the eighth on.
+        """
+        self._rows |= {row[0]: row[: FIELDS + 1] for row in observer.rows}
+        if observer.synced_steps < STEPS:
+            return None
+        table = np.full((KEPT_ROWS, FIELDS + 1), np.nan)
+        for place, row in enumerate(list(self._rows.values())[-KEPT_ROWS:]):
+            table[place] = row
+        seen = match_rows(self.control.gather(table))
+        observer.interrupt()
+        late = observer.synced_steps >= LATEST
+        return self.choose(seen) if seen.num_steps >= FEW or late else None
+
+    def choose(self, seen: StepObservations) -> CompressionChoice:
+        """Block top-k at the density that the measurements speak for, or dense sums; rank 0 says so and why."""
+        settings = self.settings
+        choice = choose_density(self.measured, settings.densities, settings.value_dtype, Computing.of(seen))
+        if self.control.rank == 0:
+            log.info("compression='auto': %s", choice.describe())
+        return choice
 
 
 def measure(

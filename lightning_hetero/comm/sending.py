@@ -51,7 +51,7 @@ class Sending:
 
     rows: torch.Tensor
     step: int
-    arrival: torch.futures.Future[Any]
+    arrival: Any
     finite: bool
 
 

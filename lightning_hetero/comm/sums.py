@@ -1,5 +1,6 @@
 """Where every sum of gradients and every message sets out: one place, so that a link can be made thin for tests."""
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["gather_over_ranks", "hand_on", "pending", "sum_over_ranks", "tensor_of"]
+__all__ = ["Arrival", "gather_over_ranks", "hand_on", "pending", "sum_over_ranks", "tensor_of"]
 
 
 def sum_over_ranks(buffer: torch.Tensor, group: Any = None) -> torch.futures.Future[Any]:
@@ -16,13 +17,57 @@ def sum_over_ranks(buffer: torch.Tensor, group: Any = None) -> torch.futures.Fut
     return future
 
 
+class Arrival:
+    """Rows on their way by gloo. To wait for them costs no callback, which a thread would need the interpreter for.
+
+    Rows are waited for in turn. So that each is seen to arrive when it does, those that were waited for the longest
+    come last the next time.
+
+    Args:
+        works: of each row.
+        arrived: called with the number of each row that is there.
+        order: in which to wait, which is brought up to date.
+    """
+
+    def __init__(self, works: list[Any], arrived: Callable[[int], None] | None, order: list[int]) -> None:
+        self._works, self._arrived, self._order = works, arrived, order
+        self._everything: torch.futures.Future[Any] | None = None
+
+    def wait(self) -> None:
+        """Return when all rows are there.
+
+        Raises:
+            RuntimeError: if a row does not come.
+        """
+        if self._everything is not None:
+            self._everything.wait()
+            return
+        blocked, before = {}, time.perf_counter()
+        for row in self._order:
+            self._works[row].wait()
+            if self._arrived is not None:
+                self._arrived(row)
+            now = time.perf_counter()
+            blocked[row], before = now - before, now
+        self._order.sort(key=blocked.__getitem__)
+
+    def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+        """Call back from a thread of the process group when all rows are there."""
+        if self._everything is None:
+            each = partial(_tell, self._arrived)
+            parts = [work.get_future().then(partial(each, [row])) for row, work in enumerate(self._works)]
+            self._everything = torch.futures.collect_all(parts).then(_all_of_them)
+        return self._everything.then(callback)
+
+
 def gather_over_ranks(
     rows: torch.Tensor,
     own: int,
     sources: Sequence[int],
     group: Any = None,
     arrived: Callable[[int], None] | None = None,
-) -> torch.futures.Future[Any]:
+    order: list[int] | None = None,
+) -> Any:
     """All-gather in place while other things go on: row ``i`` is that of rank ``sources[i]``; the own one is filled.
 
     NCCL gathers in one call. On gloo, whose all-gather allocates in every call, a broadcast of each row into its place
@@ -33,19 +78,19 @@ def gather_over_ranks(
         own: number of this rank's row.
         sources: ranks that send.
         group: their process group, ``None`` for the default.
-        arrived: called with the number of each row that is there, from a thread of the process group.
+        arrived: called with the number of each row that is there.
+        order: in which rows are waited for, see :class:`Arrival`.
+
+    Returns:
+        A future or an :class:`Arrival`: something to wait for.
     """
-    each = partial(_tell, arrived)
     if dist.get_backend(group) == "nccl":
         work = dist.all_gather_into_tensor(rows, rows[own], group=group, async_op=True)  # in place
-        whole: torch.futures.Future[Any] = work.get_future().then(partial(each, range(len(rows))))
-        return whole
-    parts = [
-        dist.broadcast(row, src=source, group=group, async_op=True).get_future().then(partial(each, [i]))
-        for i, (source, row) in enumerate(zip(sources, rows, strict=True))
+        return work.get_future().then(partial(partial(_tell, arrived), range(len(rows))))
+    works = [
+        dist.broadcast(row, src=source, group=group, async_op=True) for source, row in zip(sources, rows, strict=True)
     ]
-    everything: torch.futures.Future[Any] = torch.futures.collect_all(parts).then(_all_of_them)
-    return everything
+    return Arrival(works, arrived, list(range(len(rows))) if order is None else order)
 
 
 def _tell(arrived: Callable[[int], None] | None, rows: Iterable[int], done: torch.futures.Future[Any]) -> None:

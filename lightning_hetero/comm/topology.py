@@ -57,6 +57,7 @@ class Topology:
         self.cluster = next(i for i, members in enumerate(self.clusters) if rank in members)
         self.leader = self.clusters[self.cluster][0]
         self.timeout = timeout
+        self._order = list(range(self.size))
         self._up: Any = None
         self._down: Any = None
         self._across: Any = None
@@ -126,8 +127,10 @@ class Topology:
         """
         return None if self._up is None else dist.reduce(buffer, dst=self.leader, group=self._up, async_op=True)
 
-    def gather(self, rows: torch.Tensor, arrived: Callable[[int], None] | None = None) -> torch.futures.Future[Any]:
+    def gather(self, rows: torch.Tensor, arrived: Callable[[int], None] | None = None) -> Any:
         """Begin to fill ``rows`` on all ranks; row ``i`` is that of cluster ``i``, filled already on its leader.
+
+        What is returned has ``wait()``, and ``then(callback)`` for those who do not.
 
         Args:
             rows: uint8, a row for each cluster.
@@ -140,9 +143,9 @@ class Topology:
             done.then(lambda _: [arrived(row) for row in range(len(rows))])
         return done
 
-    def _gather_across(self, rows: torch.Tensor, arrived: Callable[[int], None] | None) -> torch.futures.Future[Any]:
+    def _gather_across(self, rows: torch.Tensor, arrived: Callable[[int], None] | None) -> Any:
         leaders = [members[0] for members in self.clusters]
-        return sums.gather_over_ranks(rows, self.cluster, leaders, self._across, arrived)
+        return sums.gather_over_ranks(rows, self.cluster, leaders, self._across, arrived, self._order)
 
     def _begin(self, buffer: torch.Tensor, raised: Any, cross: Callable[[], Any]) -> torch.futures.Future[Any]:
         """Let the thread carry a buffer across, after those before it; on a GPU on a stream of its own."""

@@ -65,15 +65,16 @@ class BlockGradient:
 
 def _places(parameter: torch.Tensor, rows: torch.Tensor, block: int) -> torch.Tensor:
     """Coordinates of the elements of blocks, shape ``(dimensions, elements)``, on the device of ``rows``."""
-    first, lanes = rows.cpu().numpy()[:, None] * block, np.arange(block)
-    places = np.empty((parameter.dim(), len(rows), block), np.int64)
-    for place, stride, size in zip(places, parameter.stride(), parameter.shape, strict=True):
-        if stride % block == 0:  # the same in the whole block
-            place[:] = first // stride % size
-        elif stride == 1 and size % block == 0:
-            place[:] = first % size + lanes
-        else:
-            place[:] = (first + lanes) // stride % size
+    left, lanes = rows.cpu().numpy()[:, None] * block, np.arange(block)
+    places, strides = np.empty((parameter.dim(), len(rows), block), np.int64), parameter.stride()
+    if parameter.is_contiguous() and not any(stride % block for stride in strides[:-1]):
+        for place, stride in zip(places, strides[:-1], strict=False):  # the same in the whole block
+            at, left = np.divmod(left, stride)
+            place[:] = at
+        np.add(left, lanes, out=places[-1])
+    else:
+        for place, stride, size in zip(places, strides, parameter.shape, strict=True):
+            place[:] = (left + lanes) // stride % size
     return torch.from_numpy(places.reshape(parameter.dim(), -1)).to(rows.device)
 
 
@@ -103,10 +104,12 @@ def block_gradients(total: Pack, slots: Mapping[torch.Tensor, Slot]) -> dict[tor
     """
     block = total.values.shape[1]
     bounds = np.array([0, *((slot.start + slot.padded) // block for slot in slots.values())])
-    ends = np.searchsorted(total.indices.numpy(), bounds).tolist()
+    indices = total.indices.numpy()
+    ends = np.searchsorted(indices, bounds).tolist()
     gradients = {}
     for parameter, begin, end, bound in zip(slots, ends, ends[1:], bounds.tolist(), strict=False):
-        rows = (total.indices[begin:end] - bound).to(parameter.device)
-        values = total.values[begin:end].to(parameter.device, parameter.dtype)
+        rows, values = torch.from_numpy(indices[begin:end] - bound), total.values[begin:end]
+        if values.dtype != parameter.dtype or parameter.device.type != "cpu":
+            rows, values = rows.to(parameter.device), values.to(parameter.device, parameter.dtype)
         gradients[parameter] = BlockGradient.of(parameter, rows, values)
     return gradients

@@ -39,6 +39,8 @@ class NumbaEncoder(BlockEncoder):
         self._message: torch.Tensor | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._found = np.zeros(0, np.int64)
+        self._arrays = self.residual.numpy(), self.scores.numpy()
+        self._reached: list[tuple[int, torch.Tensor, int, int, float]] = []
         _warm(layout.block)
 
     # one step
@@ -47,18 +49,18 @@ class NumbaEncoder(BlockEncoder):
         """``r += w g`` for one parameter, and its scores; see :meth:`BlockEncoder.accumulate`."""
         if gradient.dtype != torch.float32:
             return super().accumulate(slot, gradient, weight, hold=hold)
-        r, g, scores = self.residual.numpy(), gradient.numpy(), self.scores.numpy()
-        start, w, block = slot.start, np.float32(weight), self.layout.block
+        r, scores = self._arrays
+        g, start, w, block = gradient.numpy(), slot.start, np.float32(weight), self.layout.block
+        pieces = self._pieces(slot)
 
         def one(begin: int, end: int) -> int:
             reached: int = kernels.accumulate(r, start, g, begin, end, w, scores, block)
             return reached
 
-        pieces = self._pieces(slot)
         done = [one(*pieces[0])] if len(pieces) == 1 else list(self._pool().map(one, *zip(*pieces, strict=True)))
         finite = True
         for (begin, end), reached in zip(pieces, done, strict=True):
-            self._added.append((self.residual[start + begin : start + reached], gradient[begin:reached], weight))
+            self._reached.append((start, gradient, begin, reached, weight))
             finite = finite and reached == min(end, slot.numel)
         if finite and hold and not gradient.any():
             self.scores[start // block : (start + slot.padded) // block] = 0.0
@@ -82,11 +84,13 @@ class NumbaEncoder(BlockEncoder):
         """Write the message of this step and take what it holds out of the residual; returns its number of blocks."""
         form, k = self.form, min(self.form.k, len(self.scores))
         faster = {"search": self._at_least} if self.selector == "exact" else {}
-        indices = SELECT[self.selector](self.scores.numpy(), k, self.state, **faster)
-        form.write_indices(message, indices)
-        kernels.take(
-            self.residual.numpy(), indices, form.block, KINDS[form.value_dtype], message.numpy(), *form.parts_at
-        )
+        indices = SELECT[self.selector](self._arrays[1], k, self.state, **faster)
+        data = message.numpy()
+        if form.bitmap:
+            form.write_indices(message, indices)
+        else:
+            kernels.number(data, indices, HEADER + form.counts_bytes)
+        kernels.take(self._arrays[0], indices, form.block, KINDS[form.value_dtype], data, *form.parts_at)
         form.write_header(message, len(indices), 0, bucket=bucket, step=step, sums=_sums)
         self._message = message
         return len(indices)
@@ -137,11 +141,13 @@ class NumbaEncoder(BlockEncoder):
         if self._message is not None:
             pack = self.form.unpack(self._message)
             self._sent = pack.indices, pack.values
+        for start, gradient, begin, reached, weight in self._reached:
+            self._added.append((self.residual[start + begin : start + reached], gradient[begin:reached], weight))
         super().undo()
 
     def finish(self) -> None:
         """The step is over."""
-        self._message = None
+        self._message, self._reached = None, []
         super().finish()
 
 
@@ -157,6 +163,7 @@ def _warm(block: int) -> None:
     kernels.at_least(r, np.float32(1.0), np.zeros(1, np.int64))
     form = MessageFormat(layout.num_blocks, 1, block, "float32")
     message, index = np.zeros(form.num_bytes, np.uint8), np.zeros(1, np.int64)
+    kernels.number(message, index, HEADER + form.counts_bytes)
     kernels.take(r, index, block, kernels.FLOAT32, message, *form.parts_at)
     values = np.zeros((1, block), np.float32)
     due = MAGIC | VERSION, 0, 0, form.fingerprint

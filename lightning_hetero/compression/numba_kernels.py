@@ -9,6 +9,7 @@ kernel                what it does                                              
 ``accumulate``        ``r += w g`` and block scores; stops before what is not    12.25
                       finite, so that it never enters the residual
 ``at_least``          numbers of the scores that reach a threshold               0.25
+``number``            numbers of the chosen blocks into a message                chosen blocks only
 ``take``              values of the chosen blocks as they are sent; what         chosen blocks only
                       rounding loses stays in the residual
 ``checksum``          both sums of a message                                     chosen blocks only
@@ -41,7 +42,19 @@ from lightning_hetero.compression.numba_vectors import (
 )
 from lightning_hetero.compression.wire import HEADER, SEALS, SEGMENT
 
-__all__ = ["BFLOAT16", "FLOAT32", "INT8", "accumulate", "add_blocks", "at_least", "checksum", "fold", "read", "take"]
+__all__ = [
+    "BFLOAT16",
+    "FLOAT32",
+    "INT8",
+    "accumulate",
+    "add_blocks",
+    "at_least",
+    "checksum",
+    "fold",
+    "number",
+    "read",
+    "take",
+]
 
 FLOAT32, BFLOAT16, INT8 = 0, 1, 2
 LARGEST = np.float32(np.finfo(np.float32).max)
@@ -118,6 +131,17 @@ def at_least(scores: Any, threshold: Any, found: Any) -> int:
                 count += 1
             i += 1
     return count
+
+
+@njit(nogil=True, cache=True)
+def number(message: Any, indices: Any, places_at: int) -> None:
+    """Clear a message and write the table of segments and the indices, as ``MessageFormat.write_indices`` does."""
+    message[:] = 0
+    counts = message[HEADER:places_at].view(np.int32)
+    places = message[places_at : places_at + 2 * len(indices)].view(np.uint16)
+    for n in range(len(indices)):
+        counts[indices[n] // SEGMENT] += 1
+        places[n] = indices[n] % SEGMENT
 
 
 @njit(nogil=True, cache=True)
@@ -229,7 +253,7 @@ def read(
 @njit(nogil=True, cache=True)
 def _numbers(counts: Any, places: Any, count: int, num_blocks: int, indices: Any) -> bool:
     """Numbers of blocks from the table of segments and the places in them; whether they are in order."""
-    n, last = 0, -1
+    n, last = 0, np.int64(-1)
     for segment in range(len(counts)):
         if counts[segment] < 0 or n + counts[segment] > count:
             return False
@@ -237,7 +261,7 @@ def _numbers(counts: Any, places: Any, count: int, num_blocks: int, indices: Any
             index = segment * SEGMENT + np.int64(places[n])
             if index <= last or index >= num_blocks:
                 return False
-            indices[n] = last = index
+            indices[n], last = index, index
             n += 1
     return n == count
 

@@ -19,8 +19,8 @@ Scores = npt.NDArray[Any]
 
 SAMPLE = 65_536
 
-NEAR, MANY = 0.95, 8
-"""What share of the last threshold candidates reach, and how many times the budget they may be."""
+NEAR, MANY = (0.95, 0.8), 8
+"""What shares of the last threshold candidates reach, and how many times the budget they may be."""
 
 
 @dataclass
@@ -61,28 +61,35 @@ def at_least(scores: Scores, threshold: float) -> Indices:
 AtLeast = Callable[[Scores, float], Indices]
 
 
-def _quantile(scores: Scores, wanted: float) -> float:
+def _quantile(scores: Scores, wanted: float, least: int = SAMPLE) -> float:
     """Score that about ``wanted`` blocks reach, from a strided sample; 0 if the sample is too small to tell."""
-    stride = max(1, len(scores) // SAMPLE)
+    stride = max(1, len(scores) // least)
     sample = scores[::stride]
     rank = int(np.ceil(wanted / stride))
     return float(np.partition(sample, len(sample) - rank)[len(sample) - rank]) if rank < len(sample) else 0.0
 
 
+def _sampled(scores: Scores, k: int, search: AtLeast) -> Indices:
+    """Candidates for the ``k`` largest scores: more than these, few in most cases, from ever larger samples."""
+    for factor, least in ((1.15, SAMPLE // 4), (1.15, SAMPLE), (2.0, SAMPLE), (8.0, SAMPLE)):
+        candidates = search(scores, _quantile(scores, factor * k + 3, least))
+        if len(candidates) >= k:
+            return candidates
+    return search(scores, 0.0)
+
+
 def exact(scores: Scores, k: int, state: SelectorState, search: AtLeast = at_least) -> Indices:
     """The ``k`` largest scores: candidates, and a partition of these few.
 
-    Candidates are the scores a little below the least one of the last step's choice. Where these turn out to be too few
-    or many times too many, as when the gradient changes suddenly, the quantile of a sample takes its place.
+    Candidates are the scores a little below the least one of the last step's choice, then those well below it. Where
+    these are too few or many times too many, as when the gradient changes suddenly, a sample says where to look.
     """
-    candidates = search(scores, NEAR * state.threshold) if state.threshold > 0 else None
-    if candidates is None or not k <= len(candidates) <= MANY * k:
-        for factor in (1.15, 2.0, 8.0):
-            candidates = search(scores, _quantile(scores, factor * k + 3))
-            if len(candidates) >= k:
-                break
-        else:
-            candidates = search(scores, 0.0)
+    for share in NEAR if state.threshold > 0 else ():
+        candidates = search(scores, share * state.threshold)
+        if len(candidates) >= k:
+            break
+    if state.threshold <= 0 or not k <= len(candidates) <= MANY * k:
+        candidates = _sampled(scores, k, search)
     held = scores[candidates]
     if len(candidates) > k:
         largest = np.argpartition(held, len(candidates) - k)[-k:]

@@ -110,7 +110,7 @@ class HalfPrecision:
 
 @dataclass(frozen=True)
 class Automatic:
-    """Measure the link and the cost of selection when training begins; compress only if that shortens the step.
+    """Measure the link, the cost of selection and the first steps; compress only if that shortens the step.
 
     Args:
         densities: candidates, each above 0, to 1.

@@ -1,21 +1,54 @@
-"""Whether compression pays: bytes over a measured link against the measured cost of selection (performance of a step).
+"""Whether compression pays: the predicted step with the dense sum against that with block top-k at each density.
 
-The part of a step that is not computing is predicted for the dense sum and for block top-k at each density; compression
-is worth it only where its part is the shorter one.
+Both are those of the time model (Cannikin, eq. 7). Of a dense sum, all buckets but the last can hide behind the
+backward pass; selection and messages of block top-k begin when that is over, and hide behind nothing.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from lightning_hetero.core.compressors import VALUE_DTYPES
+from lightning_hetero.core.time_model import StepObservations, estimate_gamma, estimate_sync_times
 
-__all__ = ["CompressionChoice", "LinkMeasurement", "choose_density", "pack_bytes"]
+__all__ = ["CompressionChoice", "Computing", "LinkMeasurement", "choose_density", "pack_bytes"]
 
-ALLOWANCE = 1.1
-"""A denser message is preferred while the predicted time is within 10 % of the shortest."""
+MARGIN = 1.05
+"""Predictions err: compression has to gain 5 % of the step; a denser message is taken within 5 % of the shortest."""
 
-WORTH = 0.5
-"""Compression has to halve the exchange at least: it costs samples, and predictions err."""
+
+@dataclass(frozen=True)
+class Computing:
+    """What is known of a step apart from the link, the slowest worker's values; zeros if nothing is.
+
+    Args:
+        whole: seconds of load, forward, backward and update, ``a + P``.
+        begun: of these, seconds before the first gradients are ready, ``a + gamma P``.
+        last: share of a dense sum that begins only behind the backward pass, ``t_u / (t_o + t_u)``, 0 to 1.
+    """
+
+    whole: float = 0.0
+    begun: float = 0.0
+    last: float = 1.0
+
+    @classmethod
+    def of(cls, seen: StepObservations) -> "Computing":
+        """From observed steps with dense sums, medians over steps.
+
+        Example:
+            >>> ones = np.ones((3, 2))
+            >>> seen = StepObservations(8 * ones, 0.1 * ones, 0.4 * ones, 0.1 * ones, 0.3 * ones, 0.1 * ones, ones)
+            >>> found = Computing.of(seen)
+            >>> round(found.whole, 3), round(found.begun, 3), round(found.last, 3)
+            (0.5, 0.2, 0.25)
+        """
+        if seen.num_steps == 0:
+            return cls()
+        gamma = estimate_gamma(seen.first_bucket, seen.backward)
+        t_o, t_u = estimate_sync_times(seen.overlapped_sync, seen.last_sync)
+        whole, begun = np.median(seen.compute, axis=0), np.median(seen.forward + gamma * seen.backward, axis=0)
+        return cls(float(whole.max()), float(begun.max()), t_u / (t_o + t_u) if t_o + t_u > 0 else 1.0)
 
 
 @dataclass(frozen=True)
@@ -49,6 +82,15 @@ class LinkMeasurement:
         sent = (self.world_size - 1) * pack_bytes(self.numel, density, self.world_size, value_dtype)
         return self.encode + self.latency + sent / self.rate
 
+    def dense_step(self, computing: Computing) -> float:
+        """Seconds of a step with the dense sum: ``max(a + P + t_u, a + gamma P + t_o + t_u)``."""
+        exchange = self.dense_seconds
+        return max(computing.whole + computing.last * exchange, computing.begun + exchange)
+
+    def compressed_step(self, density: float, value_dtype: str, computing: Computing) -> float:
+        """Seconds of a step with block top-k."""
+        return computing.whole + self.compressed_seconds(density, value_dtype)
+
 
 @dataclass(frozen=True)
 class CompressionChoice:
@@ -56,19 +98,24 @@ class CompressionChoice:
 
     Args:
         density: of block top-k, ``None`` for the dense sum.
-        dense_seconds: predicted seconds of the dense sum.
-        seconds: predicted seconds of block top-k at each density.
+        dense_seconds: predicted seconds of a step with the dense sum.
+        seconds: predicted seconds of a step with block top-k at each density.
+        computing: of these, seconds of computing.
     """
 
     density: float | None
     dense_seconds: float
     seconds: tuple[tuple[float, float], ...]
+    computing: float = 0.0
 
     def describe(self) -> str:
         """One line for the log."""
         chosen = "dense sums" if self.density is None else f"block top-k at density {self.density:g}"
         listing = ", ".join(f"{density:g}: {1e3 * seconds:.3g} ms" for density, seconds in self.seconds)
-        return f"{chosen}, because dense takes {1e3 * self.dense_seconds:.3g} ms a step and densities {listing}"
+        return (
+            f"{chosen}, because dense takes {1e3 * self.dense_seconds:.3g} ms a step and densities {listing}, of which "
+            f"computing takes {1e3 * self.computing:.3g} ms"
+        )
 
 
 def pack_bytes(numel: int, density: float, world_size: int, value_dtype: str = "bfloat16") -> float:
@@ -83,22 +130,27 @@ def pack_bytes(numel: int, density: float, world_size: int, value_dtype: str = "
 
 
 def choose_density(
-    measured: LinkMeasurement, densities: Sequence[float], value_dtype: str = "bfloat16"
+    measured: LinkMeasurement,
+    densities: Sequence[float],
+    value_dtype: str = "bfloat16",
+    computing: Computing = Computing(),  # noqa: B008 - a value that never changes
 ) -> CompressionChoice:
-    """The densest of the fastest: dense sums unless compression is predicted to halve the exchange.
+    """The densest of the fastest: dense sums unless block top-k is predicted to make the step 5 % shorter.
 
-    Among densities within 10 % of the shortest predicted time, the largest: more of the gradient at the same price.
+    Among densities within 5 % of the shortest predicted step that are so, the largest: more of the gradient at the same
+    price.
 
     Example:
         >>> thin = LinkMeasurement(1e-3, 12.5e6, 0.01, world_size=2, numel=10_000_000)
         >>> choose_density(thin, [0.001, 0.01, 0.1]).density
         0.001
+        >>> choose_density(thin, [0.001, 0.01, 0.1], computing=Computing(10.0, 1.0, 0.01)).density is None
+        True
         >>> thick = LinkMeasurement(1e-4, 5e9, 0.5, world_size=2, numel=10_000_000)
         >>> choose_density(thick, [0.001, 0.01, 0.1]).density is None
         True
     """
-    seconds = tuple((d, measured.compressed_seconds(d, value_dtype)) for d in sorted(densities))
-    shortest = min(s for _, s in seconds)
-    chosen = max(d for d, s in seconds if s <= ALLOWANCE * shortest)
-    dense = measured.dense_seconds
-    return CompressionChoice(chosen if dict(seconds)[chosen] <= WORTH * dense else None, dense, seconds)
+    seconds = tuple((d, measured.compressed_step(d, value_dtype, computing)) for d in sorted(densities))
+    dense, shortest = measured.dense_step(computing), min(s for _, s in seconds)
+    good = [d for d, s in seconds if s <= MARGIN * shortest and MARGIN * s <= dense]
+    return CompressionChoice(max(good, default=None), dense, seconds, computing.whole)

@@ -41,10 +41,11 @@ class Numbered:
             rest: what a touched block takes of its momentum at once, ``None`` if it is paid later.
         """
         p, g, *buffers = (t.numpy() for t in tensors)
-        numbers = (np.float32(x) for x in (group["lr"], group["weight_decay"], group["momentum"], rest or 0.0))
+        rows, settled, table, step = self._where()
         kernels.sparse_sgd(
-            p, buffers[0] if buffers else NOTHING, g, *self._where(), self.block, *numbers, bool(group["nesterov"]),
-            rest is not None,
+            p, buffers[0] if buffers else NOTHING, g, rows, settled, table, step, self.block, np.float32(group["lr"]),
+            np.float32(group["weight_decay"]), np.float32(group["momentum"]), np.float32(rest or 0.0),
+            bool(group["nesterov"]), rest is not None,
         )  # fmt: skip
 
     def adamw(

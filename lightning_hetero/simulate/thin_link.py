@@ -84,8 +84,10 @@ class ThinLink:
         sources: Sequence[int],
         group: Any = None,
         arrived: Callable[[int], None] | None = None,
+        order: list[int] | None = None,
     ) -> torch.futures.Future[Any]:
-        late = self._late(self._gather(rows, own, sources, group), (len(rows) - 1) * rows[own].numel())
+        done = self._gather(rows, own, sources, group, None, order)
+        late = self._late(done, (len(rows) - 1) * rows[own].numel())
 
         def tell(done: torch.futures.Future[Any]) -> None:
             done.value()

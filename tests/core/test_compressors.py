@@ -5,7 +5,7 @@ import re
 import pytest
 
 from lightning_hetero.core.compressors import COMPRESSORS, Automatic, BlockTopK, blocks_per_rank, parse_compression
-from lightning_hetero.core.link_model import LinkMeasurement, choose_density, pack_bytes
+from lightning_hetero.core.link_model import Computing, LinkMeasurement, choose_density, pack_bytes
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
@@ -77,6 +77,23 @@ def test_thin_links_are_compressed_and_thick_ones_are_not():
     assert given == sorted(given)
     assert len(given) >= 2
     assert choose_density(link(12.5e6, encode=100.0), densities).density is None
+
+
+def test_what_decides_is_the_step_and_not_the_exchange():
+    """A sum that hides behind the backward pass is no reason to compress; a step that is 5 % shorter is one."""
+    densities, measured = (0.001, 0.01), LinkMeasurement(1e-4, 1e9, 0.02, 2, 25_000_000)
+    dense = measured.dense_seconds
+    assert choose_density(measured, densities).density is not None
+
+    def chosen(*computing):
+        return choose_density(measured, densities, computing=Computing(*computing)).density
+
+    assert chosen(4 * dense, dense, 0.05) is None
+    assert chosen(4 * dense, 3.5 * dense, 0.05) is not None
+    least = measured.compressed_seconds(0.001)
+    gain = dense - least
+    assert chosen(19.5 * gain - least, 19.5 * gain - least, 1.0) is not None
+    assert chosen(20.5 * gain - least, 20.5 * gain - least, 1.0) is None
 
 
 def test_description_says_what_and_why():
