@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 from lightning_hetero.comm.block_exchange import BlockExchange
 from lightning_hetero.comm.clock import Clock
-from lightning_hetero.comm.delays import Delays
+from lightning_hetero.comm.delays import Delays, Expected
 from lightning_hetero.comm.sending import Sending
 from lightning_hetero.comm.topology import Topology
+from lightning_hetero.compression.gradients import block_gradients
 from lightning_hetero.compression.layout import flat_view
-from lightning_hetero.compression.reference import Pack
+from lightning_hetero.compression.reference import Pack, merge_sparse
 from lightning_hetero.core.bandwidth import LinkEstimate
 
 __all__ = ["DelayedBlocks"]
@@ -148,6 +149,26 @@ class DelayedBlocks(Delays):
         self.exchange.gradients = None  # what follows is a dense step
         sums = self.exchange.sums_of(owed)
         return {name: sums[name].to(p.device, p.dtype) for name, p in self.parameters.items()}
+
+    def expected(self, cluster_shares: list[float], share: float) -> Expected | None:
+        """As :meth:`Delays.expected`; only leaders of clusters have a message of their own."""
+        exchange, total, packs = self.exchange, sum(cluster_shares), self._owed
+        if not self.delayed or exchange.dense:
+            return None
+        factor = 1.0
+        if self._under_way is not None:
+            own = exchange.topology.leads and self._under_way.finite and total > 0.0
+            row = self._under_way.rows[exchange.topology.cluster]
+            packs, factor = ([exchange.encoder.form.unpack(row.cpu())] if own else []), 1.0 / max(total, 1e-12)
+        if not packs:
+            return dict.fromkeys(exchange.slots, (None, None))
+        found: Expected = {}
+        for parameter, gradient in block_gradients(merge_sparse(packs), exchange.slots).items():
+            block = gradient.values.shape[1]
+            places = (gradient.rows[:, None] * block + torch.arange(block, device=gradient.rows.device)).view(-1)
+            inside = places < parameter.numel()
+            found[parameter] = places[inside], gradient.values.view(-1)[inside] * factor
+        return found
 
     # the decision
 

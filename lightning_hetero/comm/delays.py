@@ -20,9 +20,11 @@ from lightning_hetero.comm.transfers import TransferLog, combine
 from lightning_hetero.core.bandwidth import LinkEstimate
 from lightning_hetero.core.delay import BucketTimes, DelayChoice, choose_fresh
 
-__all__ = ["Delays"]
+__all__ = ["Delays", "Expected"]
 
 log = logging.getLogger("lightning_hetero")
+
+Expected = dict[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]]
 
 
 class Delays(ABC):
@@ -41,6 +43,7 @@ class Delays(ABC):
         gave_late: whether the last bucket got the sum of the step before, and nothing else.
         step_kind: what was delayed in the running step, equal in two steps that delayed the same; ``None`` in it stands
             for sums of two steps in one.
+        keeps_own: whether this rank's own part of what is delayed is kept until its sum is applied.
         led: whether somebody else decides what is delayed, a controller that weighs it against other things.
     """
 
@@ -61,7 +64,7 @@ class Delays(ABC):
         self.choice: DelayChoice | None = None
         self.gave_late = False
         self.step_kind: list[Any] = []
-        self.led = False
+        self.led = self.keeps_own = False
         self._running = running
         self._log = TransferLog(clock)
 
@@ -74,6 +77,22 @@ class Delays(ABC):
     @abstractmethod
     def take_sums(self) -> dict[str, torch.Tensor]:
         """All sums that the optimizer has not had yet, by parameter, flat; from now on they are the caller's."""
+
+    @abstractmethod
+    def expected(self, cluster_shares: list[float], share: float) -> Expected | None:
+        """What is known of the sums that the optimizer gets in the next step, before they are there.
+
+        This rank's own part, divided by its share of the batch; or the sums themselves where all ranks know them
+        already, as after a checkpoint, so that a resumed run goes on identically.
+
+        Args:
+            cluster_shares: shares of the batch of this rank's cluster, itself included.
+            share: this rank's.
+
+        Returns:
+            Flat elements by parameter that is delayed, with their places in it or ``None`` for all of them, and
+            ``None`` for elements of which nothing is known; ``None`` if the next gradients are awaited.
+        """
 
     @property
     @abstractmethod

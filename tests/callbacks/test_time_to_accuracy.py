@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_hetero import BlockTopK, TTACallback
+from lightning_hetero import BlockTopK, LookAheadCallback, TTACallback
 from lightning_hetero.comm import block_exchange, compressed, link_watch
 from lightning_hetero.core.surrogate import ConvergenceProfile
 from lightning_hetero.simulate import ThinLink
@@ -236,7 +236,7 @@ def test_gradients_that_have_no_density_are_refused_on_every_rank(compression):
 
 
 def test_it_brings_a_noise_scale_only_where_it_needs_one():
-    assert [type(c).__name__ for c in TTACallback(64).companions([])] == ["GNSCallback"]
-    assert TTACallback().companions([]) == []
+    assert [type(c).__name__ for c in TTACallback(64).companions([])] == ["GNSCallback", "LookAheadCallback"]
+    assert TTACallback().companions([LookAheadCallback()]) == []
     profile = ConvergenceProfile(32, 512, 0.5, ((0.9, 64, 0.1),))
-    assert TTACallback(64, profile).companions([]) == []
+    assert [type(c).__name__ for c in TTACallback(64, profile).companions([])] == ["LookAheadCallback"]
