@@ -152,14 +152,17 @@ class DelayedBlocks(Delays):
 
     def expected(self, cluster_shares: list[float], share: float) -> Expected | None:
         """As :meth:`Delays.expected`; only leaders of clusters have a message of their own."""
-        exchange, total, packs = self.exchange, sum(cluster_shares), self._owed
+        exchange, packs, total = self.exchange, self._owed, sum(cluster_shares)
         if not self.delayed or exchange.dense:
             return None
         factor = 1.0
         if self._under_way is not None:
-            own = exchange.topology.leads and self._under_way.finite and total > 0.0
+            own = exchange.topology.leads and self._under_way.finite
             row = self._under_way.rows[exchange.topology.cluster]
-            packs, factor = ([exchange.encoder.form.unpack(row.cpu())] if own else []), 1.0 / max(total, 1e-12)
+            packs, factor = (
+                ([exchange.encoder.form.unpack(row.cpu())] if own else []),
+                self.whole(total, exchange.topology.size),
+            )
         if not packs:
             return dict.fromkeys(exchange.slots, (None, None))
         found: Expected = {}

@@ -82,8 +82,8 @@ class Delays(ABC):
     def expected(self, cluster_shares: list[float], share: float) -> Expected | None:
         """What is known of the sums that the optimizer gets in the next step, before they are there.
 
-        This rank's own part, divided by its share of the batch; or the sums themselves where all ranks know them
-        already, as after a checkpoint, so that a resumed run goes on identically.
+        This rank's own part, divided by its share of the batch (:meth:`whole`); or the sums themselves where all ranks
+        know them already, as after a checkpoint, so that a resumed run goes on identically.
 
         Args:
             cluster_shares: shares of the batch of this rank's cluster, itself included.
@@ -93,6 +93,18 @@ class Delays(ABC):
             Flat elements by parameter that is delayed, with their places in it or ``None`` for all of them, and
             ``None`` for elements of which nothing is known; ``None`` if the next gradients are awaited.
         """
+
+    @staticmethod
+    def whole(share: float, parts: int) -> float:
+        """Factor from one's own part of a sum to the sum, of so many parts that have equal shares on average.
+
+        A small share says too little for a large factor, and what it left unsent may be of times when it was larger.
+
+        Example:
+            >>> Delays.whole(0.7, 2), Delays.whole(0.01, 2)
+            (1.4285714285714286, 2.0)
+        """
+        return min(1.0 / share, float(parts)) if share > 0.0 else float(parts)
 
     @property
     @abstractmethod

@@ -206,8 +206,8 @@ class Staleness(Delays):
             flat = None
             if lane.sums is not None and lane.known:
                 flat = tensor_of(lane.sums.wait())
-            elif lane.sums is not None and lane.own is not None and share > 0.0:
-                flat = lane.own / share
+            elif lane.sums is not None and lane.own is not None:
+                flat = lane.own * self.whole(share, self.world_size)
             if flat is not None:
                 known |= dict(zip(lane.names, flat.split(lane.sizes), strict=True))
         return {self.parameters[name]: (None, known.get(name)) for name in self.delayed}
