@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         AdaptiveBatchCallback,
         DynamicBatchPIDCallback,
         GNSCallback,
+        LookAheadCallback,
         PerfModelCallback,
         TTACallback,
     )
@@ -33,6 +34,7 @@ __all__ = [
     "GNSCallback",
     "HeteroDDPStrategy",
     "HeteroElasticStrategy",
+    "LookAheadCallback",
     "NodeTimeModel",
     "PerfModelCallback",
     "TTACallback",
@@ -49,6 +51,7 @@ _HOMES = {
     "GNSCallback": "lightning_hetero.callbacks",
     "HeteroDDPStrategy": "lightning_hetero.strategies.lightning_ddp",
     "HeteroElasticStrategy": "lightning_hetero.strategies.lightning_elastic",
+    "LookAheadCallback": "lightning_hetero.callbacks",
     "NodeTimeModel": "lightning_hetero.core",
     "PerfModelCallback": "lightning_hetero.callbacks",
     "TTACallback": "lightning_hetero.callbacks",

@@ -2,10 +2,11 @@
 
 ``PerfModelCallback``, ``DynamicBatchPIDCallback``, ``AdaptiveBatchCallback`` and ``TTACallback`` exclude each other.
 The strategy installs the one that its ``policy`` names; a callback of the user's takes its place. ``GNSCallback``
-measures and decides nothing.
+measures and decides nothing, ``LookAheadCallback`` computes delayed gradients where they will be applied.
 """
 
 from lightning_hetero.callbacks.adaptive_batch import AdaptiveBatchCallback
+from lightning_hetero.callbacks.look_ahead import LookAheadCallback
 from lightning_hetero.callbacks.noise_scale import GNSCallback
 from lightning_hetero.callbacks.policy import (
     DynamicBatchPIDCallback,
@@ -19,6 +20,7 @@ __all__ = [
     "AdaptiveBatchCallback",
     "DynamicBatchPIDCallback",
     "GNSCallback",
+    "LookAheadCallback",
     "PerfModelCallback",
     "PolicyCallback",
     "TTACallback",

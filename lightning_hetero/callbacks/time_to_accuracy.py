@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from lightning_hetero.callbacks.adaptive_batch import AdaptiveBatchCallback
+from lightning_hetero.callbacks.look_ahead import LookAheadCallback
 from lightning_hetero.callbacks.policy import MisconfigurationException
 from lightning_hetero.core.compressors import Automatic, BlockTopK
 from lightning_hetero.core.surrogate import ConvergenceProfile, ProfilePenalty
@@ -111,9 +113,11 @@ class TTACallback(AdaptiveBatchCallback):
         return self.tta_planner.min_density, self.tta_planner.max_density
 
     def companions(self, callbacks: list[Any]) -> list[Any]:
-        """A noise scale callback, if the total moves by the noise scale and there is none."""
+        """A noise scale callback, if the total moves by the noise scale and there is none; one that looks ahead."""
         needed = self.tta_planner.moves_batch and self.tta_planner.profile is None
-        return super().companions(callbacks) if needed else []
+        given = any(isinstance(callback, LookAheadCallback) for callback in callbacks)
+        ahead = [] if given else [LookAheadCallback(partial(getattr, self, "lr_gain"))]
+        return [*(super().companions(callbacks) if needed else []), *ahead]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Find the engine of the strategy.

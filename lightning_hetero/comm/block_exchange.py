@@ -129,8 +129,7 @@ class BlockExchange:
     def probe(self, density: float) -> npt.NDArray[np.float64]:
         """Time messages as they are and as they would be at another density; all ranks have to call it together.
 
-        Returns:
-            ``(7,)``, the fields of :class:`~lightning_hetero.core.bandwidth.LinkProbe` as this rank saw them.
+        What comes back are the fields of :class:`~lightning_hetero.core.bandwidth.LinkProbe` as this rank saw them.
         """
         self.settle()
         if self.late is not None:
@@ -145,6 +144,11 @@ class BlockExchange:
     def _sent(self) -> float:
         """The same at the present density."""
         return float((self.topology.size - 1) * self.encoder.form.num_bytes)
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether the optimizer gets blocks at the present density."""
+        return self.sparse_steps and self.density <= sparse_steps.BREAK_EVEN
 
     def set_density(self, density: float) -> None:
         """Send another share of the blocks from the next backward pass on; all ranks have to call it together.
@@ -276,7 +280,7 @@ class BlockExchange:
     def _merge(self, packs: list[Pack]) -> None:
         """Keep the sum for an optimizer that takes blocks, or write it into DDP's buckets."""
         self._count(sum(len(pack.indices) for pack in packs), self._spans)
-        if self.sparse_steps and self.density <= sparse_steps.BREAK_EVEN:
+        if self.takes_blocks:
             total = self.encoder.merge_sparse(packs) if packs else self._dropped_sum()
             if self._scale != 1.0 and packs:
                 total.values.mul_(self._scale)

@@ -206,6 +206,12 @@ class GradientCompression:
             self._steps[optimizer] = sparse_steps(optimizer, self.sparse if isinstance(self.sparse, str) else "ahead")
         return self._steps.get(optimizer)
 
+    def pays(self, optimizer: torch.optim.Optimizer) -> str | None:
+        """When sparse steps of an optimizer pay momentum, ``"ahead"`` or ``"later"``; ``None`` if steps are dense."""
+        exchange = self._blocks
+        steps = None if exchange is None or not exchange.takes_blocks else self._steps_of(optimizer)
+        return None if steps is None else steps.pay
+
     def hand_over(self) -> None:
         """A backward pass is over: give parameters their sparse gradients, leave out what is not finite."""
         if self.exchange is not None:

@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 from lightning_hetero.comm.block_exchange import BlockExchange
 from lightning_hetero.comm.clock import Clock
-from lightning_hetero.comm.delays import Delays
+from lightning_hetero.comm.delays import Delays, Expected
 from lightning_hetero.comm.sending import Sending
 from lightning_hetero.comm.topology import Topology
+from lightning_hetero.compression.gradients import block_gradients
 from lightning_hetero.compression.layout import flat_view
-from lightning_hetero.compression.reference import Pack
+from lightning_hetero.compression.reference import Pack, merge_sparse
 from lightning_hetero.core.bandwidth import LinkEstimate
 
 __all__ = ["DelayedBlocks"]
@@ -153,6 +154,29 @@ class DelayedBlocks(Delays):
         """No sums of which a norm would be needed, and whether what was under way was sent in vain."""
         self.settle()
         return [], self._in_vain
+
+    def expected(self, cluster_shares: list[float], share: float) -> Expected | None:
+        """As :meth:`Delays.expected`; only leaders of clusters have a message of their own."""
+        exchange, packs, total = self.exchange, self._owed, sum(cluster_shares)
+        if not self.delayed or exchange.dense:
+            return None
+        factor = 1.0
+        if self._under_way is not None:
+            own = exchange.topology.leads and self._under_way.finite
+            row = self._under_way.rows[exchange.topology.cluster]
+            packs, factor = (
+                ([exchange.encoder.form.unpack(row.cpu())] if own else []),
+                self.whole(total, exchange.topology.size),
+            )
+        if not packs:
+            return dict.fromkeys(exchange.slots, (None, None))
+        found: Expected = {}
+        for parameter, gradient in block_gradients(merge_sparse(packs), exchange.slots).items():
+            block = gradient.values.shape[1]
+            places = (gradient.rows[:, None] * block + torch.arange(block, device=gradient.rows.device)).view(-1)
+            inside = places < parameter.numel()
+            found[parameter] = places[inside], gradient.values.view(-1)[inside] * factor
+        return found
 
     # the decision
 

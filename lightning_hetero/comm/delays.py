@@ -20,9 +20,11 @@ from lightning_hetero.comm.transfers import TransferLog, combine
 from lightning_hetero.core.bandwidth import LinkEstimate
 from lightning_hetero.core.delay import BucketTimes, DelayChoice, choose_fresh
 
-__all__ = ["Delays"]
+__all__ = ["Delays", "Expected"]
 
 log = logging.getLogger("lightning_hetero")
+
+Expected = dict[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]]
 
 
 class Delays(ABC):
@@ -41,6 +43,7 @@ class Delays(ABC):
         gave_late: whether the last bucket got the sum of the step before, and nothing else; of a bucket that has both,
             for each of its parameters.
         step_kind: names of what was delayed in the running step; ``None`` after sums of two steps in one.
+        keeps_own: whether this rank's own part of what is delayed is kept until its sum is applied.
         led: whether somebody else decides what is delayed, a controller that weighs it against other things.
     """
 
@@ -61,7 +64,7 @@ class Delays(ABC):
         self.choice: DelayChoice | None = None
         self.gave_late: bool | list[bool] = False
         self.step_kind: frozenset[str] | None = frozenset()
-        self.led = False
+        self.led = self.keeps_own = False
         self._running = running
         self._log = TransferLog(clock)
 
@@ -82,6 +85,34 @@ class Delays(ABC):
         Returns:
             flat sums, each with its parameters, and whether the step turned out to be left out.
         """
+
+    @abstractmethod
+    def expected(self, cluster_shares: list[float], share: float) -> Expected | None:
+        """What is known of the sums that the optimizer gets in the next step, before they are there.
+
+        This rank's own part, divided by its share of the batch (:meth:`whole`); or the sums themselves where all ranks
+        know them already, as after a checkpoint, so that a resumed run goes on identically.
+
+        Args:
+            cluster_shares: shares of the batch of this rank's cluster, itself included.
+            share: this rank's.
+
+        Returns:
+            Flat elements by parameter that is delayed, with their places in it or ``None`` for all of them, and
+            ``None`` for elements of which nothing is known; ``None`` if the next gradients are awaited.
+        """
+
+    @staticmethod
+    def whole(share: float, parts: int) -> float:
+        """Factor from one's own part of a sum to the sum, of so many parts that have equal shares on average.
+
+        A small share says too little for a large factor, and what it left unsent may be of times when it was larger.
+
+        Example:
+            >>> Delays.whole(0.7, 2), Delays.whole(0.01, 2)
+            (1.4285714285714286, 2.0)
+        """
+        return min(1.0 / share, float(parts)) if share > 0.0 else float(parts)
 
     @property
     @abstractmethod

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_hetero.comm import sums
 from lightning_hetero.comm.clock import Clock
-from lightning_hetero.comm.delays import Delays
+from lightning_hetero.comm.delays import Delays, Expected
 from lightning_hetero.comm.sums import tensor_of
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.transfer_queue import TransferQueue
@@ -34,6 +34,8 @@ class _Lane:
     def __init__(self, names: tuple[str, ...], sizes: list[int], num_bytes: int) -> None:
         self.names, self.sizes, self.num_bytes = names, sizes, num_bytes
         self.sums: Future | None = None
+        self.own: torch.Tensor | None = None
+        self.known = False
         self._buffers: list[torch.Tensor] = []
         self._turn = 0
 
@@ -48,7 +50,7 @@ class _Lane:
         """Wait for the sums that are under way, by parameter; they are no longer the lane's."""
         if self.sums is None:
             return {}
-        flat, self.sums = tensor_of(self.sums.wait()), None
+        flat, self.sums, self.known = tensor_of(self.sums.wait()), None, False
         return {name: part.clone() for name, part in zip(self.names, flat.split(self.sizes), strict=True)}
 
 
@@ -129,6 +131,8 @@ class Staleness(Delays):
         """Send this step's gradient, hand out the sum of the step before."""
         before, sent = lane.sums, lane.buffer(buffer)
         torch.mul(buffer, 1.0 / self.world_size, out=sent)
+        if self.keeps_own:
+            lane.own, lane.known = sent.clone() if lane.own is None else lane.own.copy_(sent), False
         lane.sums = self.queue.add(sent, self._sender(sent, self.topology or self.fresh))
         if before is not None:
             return before
@@ -202,6 +206,21 @@ class Staleness(Delays):
         owed = [*lanes, *(((name,), value) for name, value in self._sums.items())]
         return [(flat, [self.parameters[name] for name in names]) for names, flat in owed], False
 
+    def expected(self, cluster_shares: list[float], share: float) -> Expected | None:
+        """As :meth:`Delays.expected`."""
+        if not self.delayed:
+            return None
+        known = dict(self._sums)
+        for lane in self._lanes.values():
+            flat = None
+            if lane.sums is not None and lane.known:
+                flat = tensor_of(lane.sums.wait())
+            elif lane.sums is not None and lane.own is not None:
+                flat = lane.own * self.whole(share, self.world_size)
+            if flat is not None:
+                known |= dict(zip(lane.names, flat.split(lane.sizes), strict=True))
+        return {self.parameters[name]: (None, known.get(name)) for name in self.delayed}
+
     # the decision
 
     @property
@@ -249,7 +268,7 @@ class Staleness(Delays):
         held = {**self._sums}
         for lane in self._lanes.values():
             if lane.sums is not None:
-                flat = tensor_of(lane.sums.wait())
+                flat, lane.known = tensor_of(lane.sums.wait()), True
                 held |= dict(zip(lane.names, flat.split(lane.sizes), strict=True))
         if not held and not self.delayed:
             return {}

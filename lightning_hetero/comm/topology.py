@@ -113,6 +113,10 @@ class Topology:
         """Whether this rank speaks for its cluster."""
         return self.rank == self.leader
 
+    def members_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks of a rank's cluster."""
+        return next(members for members in self.clusters if rank in members)
+
     def sum(self, buffer: torch.Tensor) -> torch.futures.Future[Any]:
         """Add a buffer up over all ranks, in place and while other things go on."""
         if self._work is None:

@@ -15,6 +15,7 @@ import numpy as np
 from lightning_hetero.core.adaptive import GoodputPlanner
 from lightning_hetero.core.bandwidth import LinkEstimate, LinkProbe, MessageLink, sending_rate, without_messages
 from lightning_hetero.core.goodput import Candidate
+from lightning_hetero.core.late_choice import SAME_LINK, LateChoice
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PlanContext, Proposal
 from lightning_hetero.core.surrogate import ProfilePenalty
@@ -36,12 +37,6 @@ OPTIMISM = 3.0
 
 GROWTH, SMALL = 8.0, 16e3
 """Largest factor between messages and those that are timed, unless those have so few bytes."""
-
-SAME_LINK = 1.5
-"""Factor within which a link is the same: a change of the density is not taken back on it."""
-
-LATE_GAIN, LEAST_LATE = 0.05, 0.01
-"""Least predicted gain for which messages come a step later, and the one below which they come in time again."""
 
 COST = 0.02
 """Share of the time that timing messages may take after it brought no change."""
@@ -93,7 +88,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         change: newest change of the density, ``None`` before there is one.
         handling: seconds by which a byte more makes handling longer, which counts for higher densities and not for
             lower ones, so that none is chosen for a gain that it does not bring.
-        switched: believed rate when messages were last chosen to come later, or in time again; ``None`` before.
+        late: what spoke for messages that come a step later.
         next_probe: step from which on messages of another size may be timed.
         refused: seconds of messages when that last brought no change, ``None`` if it did.
         density: newest decision, also that of an earlier run; ``None`` before there is one.
@@ -120,7 +115,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
     latency: float | None = None
     change: Change | None = None
     handling: float = 0.0
-    switched: float | None = None
+    late: LateChoice = LateChoice()
     next_probe: int = 0
     refused: float | None = None
     density: float | None = None
@@ -173,10 +168,15 @@ class TimeToAccuracyPlanner(GoodputPlanner):
 
     def _settle(self, total: int, seconds: float, link: MessageLink) -> "TimeToAccuracyPlanner":
         """Decide on the density: at once if it has to be another, else by messages of both sizes that were timed."""
-        if self._hides(total, seconds, link) != link.hidden:
-            other = replace(link, hidden=not link.hidden)
-            planner = replace(self, switched=min(link.rates), change=None, refused=None, next_probe=link.step)
-            return replace(planner, density=link.density, choice=planner._at(link.density, total, seconds, other))
+        turn, late = self._late(total, seconds, link)
+        if late != link.hidden:
+            planner = replace(self, late=turn, change=None, refused=None, next_probe=link.step)
+            now = planner._at(link.density, total, seconds, replace(link, hidden=late))
+            return replace(planner, density=link.density, choice=now)
+        return replace(self, late=turn)._move(total, seconds, link)
+
+    def _move(self, total: int, seconds: float, link: MessageLink) -> "TimeToAccuracyPlanner":
+        """Choose the density, with messages awaited or delayed as they are."""
         wish = self.choose(total, seconds, link)
         inside = self.min_density <= link.density <= self.max_density
         if self.idle_rule or not inside:
@@ -189,22 +189,19 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         probe = planner._probe(wish, now, seconds, link)
         return replace(planner, density=link.density, choice=replace(now, probe=probe))
 
-    def _hides(self, total: int, seconds: float, link: MessageLink) -> bool:
+    def _late(self, total: int, seconds: float, link: MessageLink) -> tuple[LateChoice, bool]:
         """Whether messages are to come a step later: where the time that this gains is worth more than what it costs.
 
-        Each way counts with the density that suits it best, so that a link on which very little can be sent in time
-        asks for it, and one on which enough can does not.
+        Each way counts with the density that suits it best, and sending less goes first: only where messages were timed
+        in vain, or are the least, nothing but a delay is left.
         """
-        if not link.may_hide:
-            return link.hidden
+        if not link.may_hide or not (link.hidden or self.refused is not None or link.density <= self.min_density):
+            return self.late, link.hidden
         fresh, late = (
             self._best(total, seconds, replace(link, hidden=hidden), self.densities).objective
             for hidden in (False, True)
         )
-        gain = 1.0 - late / fresh
-        turns = gain < LEAST_LATE if link.hidden else gain > LATE_GAIN
-        same = self.switched is not None and 1 / SAME_LINK < min(link.rates) / self.switched < SAME_LINK
-        return link.hidden != (turns and not same)
+        return self.late.look(link.hidden, fresh, late, min(link.rates))
 
     def choose(self, total: int, seconds: float, link: MessageLink) -> DensityChoice:
         """The best density by what the link is believed to be; the present one if it is as good.
