@@ -8,8 +8,10 @@ import logging
 from importlib.util import find_spec
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from lightning_hetero.compression.balance import ScoreBalance
 from lightning_hetero.compression.layout import Layout, Slot
 from lightning_hetero.compression.merging import BlockMerger
 from lightning_hetero.compression.selectors import SELECT
@@ -33,6 +35,7 @@ class BlockEncoder(BlockMerger):
         form: format of its messages.
         selector: a name of :data:`~lightning_hetero.compression.selectors.SELECT`.
         dtype: of residuals, float32, or float64 for models in float64.
+        balance: factors of the scores of each parameter, ``None`` for plain magnitudes.
 
     Example:
         >>> layout = Layout.of([("weight", 40)], block=16)
@@ -47,10 +50,15 @@ class BlockEncoder(BlockMerger):
     """
 
     def __init__(
-        self, layout: Layout, form: MessageFormat, selector: str = "exact", dtype: torch.dtype = torch.float32
+        self,
+        layout: Layout,
+        form: MessageFormat,
+        selector: str = "exact",
+        dtype: torch.dtype = torch.float32,
+        balance: ScoreBalance | None = None,
     ) -> None:
         super().__init__(layout, form)
-        self.selector = selector
+        self.selector, self.balance = selector, balance
         self.residual = torch.zeros(layout.numel, dtype=dtype)
         self.scores = torch.zeros(layout.num_blocks, dtype=dtype)
         self._ones = torch.ones(layout.block, dtype=dtype)
@@ -90,15 +98,25 @@ class BlockEncoder(BlockMerger):
             self.scores[slot.start // block : (slot.start + slot.padded) // block] = 0.0
         return True
 
+    def _select(self) -> npt.NDArray[np.int64]:
+        """The blocks of this step's message."""
+        if self.balance is not None:
+            for slot in self.layout.slots:
+                begin, end = slot.start // self.layout.block, (slot.start + slot.padded) // self.layout.block
+                self.scores[begin:end].mul_(self.balance.factors[slot.name])
+        return SELECT[self.selector](self.scores.numpy(), min(self.form.k, len(self.scores)), self.state)
+
     def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0) -> int:
         """Write the message of this step and take what it holds out of the residual; returns its number of blocks."""
-        indices = SELECT[self.selector](self.scores.numpy(), min(self.form.k, len(self.scores)), self.state)
+        indices = self._select()
         blocks = self.residual.view(-1, self.layout.block)
         where = torch.from_numpy(indices)
         chosen = blocks.index_select(0, where)
         sent = self.form.write(message, indices, chosen, bucket=bucket, step=step).to(chosen.dtype)
         blocks.index_copy_(0, where, chosen.sub_(sent))
         self._sent = (where, sent)
+        if self.balance is not None:
+            self.balance.follow(indices, sent.numpy())
         return len(indices)
 
     def give_up(self, message: torch.Tensor, *, step: int, bucket: int = 0) -> None:
@@ -121,14 +139,20 @@ class BlockEncoder(BlockMerger):
 
 
 def cpu_encoder(
-    layout: Layout, form: MessageFormat, selector: str = "exact", dtype: torch.dtype = torch.float32
+    layout: Layout,
+    form: MessageFormat,
+    selector: str = "exact",
+    dtype: torch.dtype = torch.float32,
+    *,
+    balanced: bool = False,
 ) -> BlockEncoder:
     """The fastest encoder on CPU that is at hand: Numba's loops where it is installed and the model is large."""
+    balance = ScoreBalance(layout) if balanced else None
     if dtype == torch.float32 and layout.numel >= WORTH_NUMBA and find_spec("numba"):
         try:
             from lightning_hetero.compression.numba_encoder import NumbaEncoder
 
-            return NumbaEncoder(layout, form, selector)
+            return NumbaEncoder(layout, form, selector, balance)
         except ImportError as error:  # a Numba that does not know this numpy, say
             log.warning("Numba is installed and cannot be used, so compression goes without it: %s", error)
-    return BlockEncoder(layout, form, selector, dtype)
+    return BlockEncoder(layout, form, selector, dtype, balance)

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from lightning_hetero.compression import numba_kernels as kernels
+from lightning_hetero.compression.balance import ScoreBalance
 from lightning_hetero.compression.encoder import BlockEncoder
 from lightning_hetero.compression.layout import Layout, Slot
 from lightning_hetero.compression.reference import Pack
-from lightning_hetero.compression.selectors import SELECT
 from lightning_hetero.compression.wire import MessageFormat
 
 __all__ = ["NumbaEncoder"]
@@ -28,10 +28,13 @@ class NumbaEncoder(BlockEncoder):
         layout: where parameters lie.
         form: format of its messages.
         selector: a name of :data:`~lightning_hetero.compression.selectors.SELECT`.
+        balance: factors of the scores of each parameter, ``None`` for plain magnitudes.
     """
 
-    def __init__(self, layout: Layout, form: MessageFormat, selector: str = "exact") -> None:
-        super().__init__(layout, form, selector)
+    def __init__(
+        self, layout: Layout, form: MessageFormat, selector: str = "exact", balance: ScoreBalance | None = None
+    ) -> None:
+        super().__init__(layout, form, selector, balance=balance)
         self._message: torch.Tensor | None = None
         self._threads: ThreadPoolExecutor | None = None
         _warm(layout.block)
@@ -76,7 +79,7 @@ class NumbaEncoder(BlockEncoder):
 
     def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0) -> int:
         """Write the message of this step and take what it holds out of the residual; returns its number of blocks."""
-        indices = SELECT[self.selector](self.scores.numpy(), min(self.form.k, len(self.scores)), self.state)
+        indices = self._select()
         blocks = self.residual.view(-1, self.layout.block).numpy()
         self.form.write_indices(message, indices)
         parts = self.form.value_parts(message, len(indices))
@@ -88,6 +91,8 @@ class NumbaEncoder(BlockEncoder):
             kernels.take_int8(blocks, indices, parts[0].numpy(), _bits(parts[1]))
         self.form.write_header(message, len(indices), 0, bucket=bucket, step=step)
         self._message = message
+        if self.balance is not None:
+            self.balance.follow(indices, self.form.codec.decode(parts).numpy())
         return len(indices)
 
     def merge(self, packs: list[Pack]) -> None:
