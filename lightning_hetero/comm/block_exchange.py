@@ -88,11 +88,13 @@ class BlockExchange:
         s, form = self.settings, self._form(self.density)
         double = any(p.dtype == torch.float64 for p in parameters.values())
         device = next(iter(parameters.values())).device
-        if device.type == "cuda" and not double and s.selector in (None, "histogram") and find_spec("triton"):
+        plain = s.selector in (None, "histogram") and s.scores == "magnitude"
+        if device.type == "cuda" and not double and plain and find_spec("triton"):
             from lightning_hetero.compression.triton_encoder import TritonEncoder
 
             return TritonEncoder(self.layout, form, device, self.topology.size)
-        return cpu_encoder(self.layout, form, s.selector or "exact", torch.float64 if double else torch.float32)
+        dtype = torch.float64 if double else torch.float32
+        return cpu_encoder(self.layout, form, s.selector or "exact", dtype, balanced=s.scores == "balanced")
 
     def use_rows(self, rows: torch.Tensor) -> None:
         """Receive the messages of the next step here; this rank's own is written into its row."""
@@ -395,9 +397,13 @@ class BlockExchange:
 
     def extra_state(self) -> dict[str, Any]:
         """What else a run needs to go on identically on the same number of ranks."""
-        return {"step": self.step, "selector": self.encoder.state.state_dict()}
+        balance = None if self.encoder.deferred else self.encoder.balance
+        scores = {} if balance is None else {"scores": balance.state_dict()}
+        return {"step": self.step, "selector": self.encoder.state.state_dict(), **scores}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """Go on as :meth:`extra_state` described."""
         self.step = state["step"]
         self.encoder.state.load_state_dict(state["selector"])
+        if not self.encoder.deferred and self.encoder.balance is not None:
+            self.encoder.balance.load_state_dict(state.get("scores", {}))

@@ -10,8 +10,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from lightning_hetero.compression.balance import ScoreBalance
 from lightning_hetero.compression.layout import Layout, Slot
 from lightning_hetero.compression.merging import BlockMerger
 from lightning_hetero.compression.selectors import SELECT
@@ -35,6 +37,7 @@ class BlockEncoder(BlockMerger):
         form: format of its messages.
         selector: a name of :data:`~lightning_hetero.compression.selectors.SELECT`.
         dtype: of residuals, float32, or float64 for models in float64.
+        balance: factors of the scores of each parameter, ``None`` for plain magnitudes.
 
     Example:
         >>> layout = Layout.of([("weight", 40)], block=16)
@@ -49,10 +52,15 @@ class BlockEncoder(BlockMerger):
     """
 
     def __init__(
-        self, layout: Layout, form: MessageFormat, selector: str = "exact", dtype: torch.dtype = torch.float32
+        self,
+        layout: Layout,
+        form: MessageFormat,
+        selector: str = "exact",
+        dtype: torch.dtype = torch.float32,
+        balance: ScoreBalance | None = None,
     ) -> None:
         super().__init__(layout, form)
-        self.selector = selector
+        self.selector, self.balance = selector, balance
         self.residual = torch.zeros(layout.numel, dtype=dtype)
         self.scores = torch.zeros(layout.num_blocks, dtype=dtype)
         self._ones = torch.ones(layout.block, dtype=dtype)
@@ -92,15 +100,25 @@ class BlockEncoder(BlockMerger):
             self.scores[slot.start // block : (slot.start + slot.padded) // block] = 0.0
         return True
 
+    def _select(self, **faster: Any) -> npt.NDArray[np.int64]:
+        """The blocks of this step's message; ``faster`` is what the selector can make use of."""
+        if self.balance is not None:
+            for slot in self.layout.slots:
+                begin, end = slot.start // self.layout.block, (slot.start + slot.padded) // self.layout.block
+                self.scores[begin:end].mul_(self.balance.factors[slot.name])
+        return SELECT[self.selector](self.scores.numpy(), min(self.form.k, len(self.scores)), self.state, **faster)
+
     def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0) -> int:
         """Write the message of this step and take what it holds out of the residual; returns its number of blocks."""
-        indices = SELECT[self.selector](self.scores.numpy(), min(self.form.k, len(self.scores)), self.state)
+        indices = self._select()
         blocks = self.residual.view(-1, self.layout.block)
         where = torch.from_numpy(indices)
         chosen = blocks.index_select(0, where)
         sent = self.form.write(message, indices, chosen, bucket=bucket, step=step).to(chosen.dtype)
         blocks.index_copy_(0, where, chosen.sub_(sent))
         self._sent = (where, sent)
+        if self.balance is not None:
+            self.balance.follow(indices, sent.numpy())
         return len(indices)
 
     def give_up(self, message: torch.Tensor, *, step: int, bucket: int = 0) -> None:
@@ -134,11 +152,17 @@ def needing_numba(module: str, numel: int) -> Any:
 
 
 def cpu_encoder(
-    layout: Layout, form: MessageFormat, selector: str = "exact", dtype: torch.dtype = torch.float32
+    layout: Layout,
+    form: MessageFormat,
+    selector: str = "exact",
+    dtype: torch.dtype = torch.float32,
+    *,
+    balanced: bool = False,
 ) -> BlockEncoder:
     """The fastest encoder on CPU that is at hand: Numba's loops where it is installed and the model is large."""
+    balance = ScoreBalance(layout) if balanced else None
     module = needing_numba("lightning_hetero.compression.numba_encoder", layout.numel)
     if module is not None and dtype == torch.float32:
-        encoder: BlockEncoder = module.NumbaEncoder(layout, form, selector)
+        encoder: BlockEncoder = module.NumbaEncoder(layout, form, selector, balance)
         return encoder
-    return BlockEncoder(layout, form, selector, dtype)
+    return BlockEncoder(layout, form, selector, dtype, balance)

@@ -8,10 +8,11 @@ import numpy.typing as npt
 import torch
 
 from lightning_hetero.compression import numba_kernels as kernels
+from lightning_hetero.compression.balance import ScoreBalance
 from lightning_hetero.compression.encoder import BlockEncoder
 from lightning_hetero.compression.layout import Layout, Slot
 from lightning_hetero.compression.reference import Pack
-from lightning_hetero.compression.selectors import MANY, SELECT, Indices, Scores, at_least
+from lightning_hetero.compression.selectors import MANY, Indices, Scores, at_least
 from lightning_hetero.compression.wire import HEADER, MAGIC, VERSION, MessageFormat
 
 __all__ = ["NumbaEncoder"]
@@ -32,10 +33,13 @@ class NumbaEncoder(BlockEncoder):
         layout: where parameters lie.
         form: format of its messages.
         selector: a name of :data:`~lightning_hetero.compression.selectors.SELECT`.
+        balance: factors of the scores of each parameter, ``None`` for plain magnitudes.
     """
 
-    def __init__(self, layout: Layout, form: MessageFormat, selector: str = "exact") -> None:
-        super().__init__(layout, form, selector)
+    def __init__(
+        self, layout: Layout, form: MessageFormat, selector: str = "exact", balance: ScoreBalance | None = None
+    ) -> None:
+        super().__init__(layout, form, selector, balance=balance)
         self._message: torch.Tensor | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._found = np.zeros(0, np.int64)
@@ -82,10 +86,8 @@ class NumbaEncoder(BlockEncoder):
 
     def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0) -> int:
         """Write the message of this step and take what it holds out of the residual; returns its number of blocks."""
-        form, k = self.form, min(self.form.k, len(self.scores))
-        faster = {"search": self._at_least} if self.selector == "exact" else {}
-        indices = SELECT[self.selector](self._arrays[1], k, self.state, **faster)
-        data = message.numpy()
+        form, data = self.form, message.numpy()
+        indices = self._select(**({"search": self._at_least} if self.selector == "exact" else {}))
         if form.bitmap:
             form.write_indices(message, indices)
         else:
@@ -93,6 +95,8 @@ class NumbaEncoder(BlockEncoder):
         kernels.take(self._arrays[0], indices, form.block, KINDS[form.value_dtype], data, *form.parts_at)
         form.write_header(message, len(indices), 0, bucket=bucket, step=step, sums=_sums)
         self._message = message
+        if self.balance is not None:
+            self.balance.follow(indices, form.unpack(message).values.numpy())
         return len(indices)
 
     def _at_least(self, scores: Scores, threshold: float) -> Indices:

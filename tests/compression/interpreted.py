@@ -122,7 +122,7 @@ def test_another_density_takes_the_residual_along():
     assert torch.equal(merged + enc.residual.cpu(), total)
 
 
-@pytest.mark.parametrize("block", [8, 64])
+@pytest.mark.parametrize("block", [1, 8, 64])
 def test_other_blocks(block):
     enc, rows = made((700, 3), 0.2, block=block)
     accumulate(enc, gradients_of((700, 3), torch.float32, 0))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.compression import BlockEncoder, Layout, MessageFormat, Pack, compress, encoder, merge
@@ -41,7 +41,7 @@ def padded(layout, gradients):
 @given(
     sizes=st.lists(st.integers(1, 200), min_size=1, max_size=5),
     density=st.floats(0.001, 1.0),
-    block=st.sampled_from([8, 16, 32]),
+    block=st.sampled_from([1, 4, 8, 16, 32]),
     values=st.sampled_from(list(CODECS)),
     dtype=st.sampled_from(DTYPES),
     weight=st.sampled_from([0.5, 1 / 3, 1.0, 2.0**-18]),
@@ -50,6 +50,7 @@ def padded(layout, gradients):
 )
 def test_same_as_the_reference_and_nothing_is_lost(sizes, density, block, values, dtype, weight, seed, chunk):
     """Bitwise the reference's packs and residuals over steps; sent + residual is what there was, bitwise."""
+    assume(block >= 8 or dtype == torch.float32)  # single elements of 16 bits tie, and any of them may be taken
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder, "CHUNK", chunk)
         enc, message = made(sizes, density, block, values)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero import BlockTopK
@@ -39,7 +39,7 @@ def made(sizes, density, block=16, values="float32"):
 @given(
     sizes=st.lists(st.integers(1, 200), min_size=1, max_size=5),
     density=st.floats(0.001, 1.0),
-    block=st.sampled_from([8, 16, 32, 128]),
+    block=st.sampled_from([1, 2, 8, 16, 32, 128]),
     values=st.sampled_from(list(CODECS)),
     dtype=st.sampled_from(DTYPES),
     weight=st.sampled_from([0.5, 1 / 3, 1.0, 2.0**-18]),
@@ -47,6 +47,7 @@ def made(sizes, density, block=16, values="float32"):
     seed=st.integers(0, 2**16),
 )
 def test_same_as_the_reference_and_nothing_is_lost(sizes, density, block, values, dtype, weight, scale, seed):
+    assume(block >= 8 or dtype == torch.float32)  # single elements of 16 bits tie, and any of them may be taken
     enc, message = made(sizes, density, block, values)
     generator = torch.Generator().manual_seed(seed)
     reference = torch.zeros(enc.layout.numel)

@@ -32,6 +32,7 @@ COMPRESSORS = {
     "exact": BlockTopK(**SPARSE),
     "histogram, int8": BlockTopK(**SPARSE, selector="histogram", value_dtype="int8"),
     "sample, float32": BlockTopK(**SPARSE, selector="sample", value_dtype="float32", block=32),
+    "elements, balanced": BlockTopK(**SPARSE, block=1, scores="balanced"),
     "aimd": BlockTopK(**SPARSE, selector="aimd"),
     "low rank": "powersgd(rank=1, start=3)",
     "fp16": "fp16",
@@ -300,7 +301,7 @@ def saving(folder):
     }
 
 
-@pytest.mark.parametrize("name", ["exact", "aimd", "sample, float32"])
+@pytest.mark.parametrize("name", ["exact", "aimd", "sample, float32", "elements, balanced"])
 def test_a_resumed_run_goes_on_identically(tmp_path, name):
     whole = run(COMPRESSORS[name], **saving(tmp_path))
     path = next(tmp_path.glob("*step=10.ckpt"))

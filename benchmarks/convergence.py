@@ -1,0 +1,134 @@
+"""Samples that a small transformer needs under block top-k, against dense sums: AdamW on the text of Python's manual.
+
+Two processes of this machine train a language model of 110 thousand parameters on the characters of
+``pydoc_data.topics``, which comes with Python. The first dense training decides on the target: its validation loss at
+its end. Every other training may take 1.3 times its samples; the learning rate falls in a line to 0 over the whole of
+each. Counted is the first evaluation at which the target is reached. Nothing is timed.
+
+    python benchmarks/convergence.py            # all settings, several seeds: tens of minutes
+    python benchmarks/convergence.py --quick    # few steps, to see that it works
+
+Results go to ``benchmarks/results/convergence.json``.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from _language_workload import train
+from hardware import write_table
+from lightning.fabric import Fabric
+
+from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy
+
+RESULTS = Path(__file__).parent / "results" / "convergence.json"
+WORLD, SEQUENCES, STEPS, LONGEST, RATE = 2, 16, 1000, 1.3, 0.003
+FINE = {"block": 1, "scores": "balanced"}
+KINDS = {
+    "dense": (None, 1),
+    "dense, twice the rate": (None, 2),
+    "1 %": ({"density": 0.01}, 1),
+    "1 %, elements, balanced, twice the rate": ({"density": 0.01, **FINE}, 2),
+    "1 %, elements, balanced": ({"density": 0.01, **FINE}, 1),
+    "1 %, elements, twice the rate": ({"density": 0.01, "block": 1}, 2),
+    "1 %, twice the rate": ({"density": 0.01}, 2),
+    "2 %, elements, balanced, twice the rate": ({"density": 0.02, **FINE}, 2),
+    "2 %, twice the rate": ({"density": 0.02}, 2),
+    "5 %, twice the rate": ({"density": 0.05}, 2),
+    "5 %, balanced, twice the rate": ({"density": 0.05, "scores": "balanced"}, 2),
+    "10 %, twice the rate": ({"density": 0.1}, 2),
+}
+"""Settings of ``BlockTopK`` with sparse steps of the optimizer, and a factor of the learning rate."""
+
+
+def samples_to(target, curve):
+    """Samples at the first evaluation that is at the target, ``None`` if there is none."""
+    return next((samples for samples, loss in curve if loss <= target), None)
+
+
+def run(kind, steps, seed, port):
+    """One training on two processes: its losses on rank 0."""
+    settings, factor = KINDS[kind]
+    text = None if settings is None else "block_topk(" + ", ".join(f"{k}={v!r}" for k, v in settings.items()) + ")"
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "curve.json"
+        work = json.dumps([text, factor * RATE, steps, seed, str(out)])
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": "0"}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--worker", work],
+                env={**os.environ, **place, "RANK": str(rank), "NODE_RANK": str(rank)},
+            )
+            for rank in range(WORLD)
+        ]
+        codes = [rank.wait(1200) for rank in ranks]
+        if any(codes):
+            raise SystemExit(f"a rank failed in {kind!r}")
+        return json.loads(out.read_text())
+
+
+def worker(work):
+    """One rank of a training."""
+    torch.set_num_threads(1)
+    text, rate, steps, seed, out = json.loads(work)
+    settings = {} if text is None else {"compression": text, "sparse_optimizer": True}
+    fabric = Fabric(accelerator="cpu", devices=1, num_nodes=WORLD, strategy=HeteroDDPStrategy(**settings))
+    fabric.launch()
+    curve = train(fabric, rate, steps, seed, sequences=SEQUENCES)
+    if fabric.is_global_zero:
+        Path(out).write_text(json.dumps(curve))
+
+
+def row(kind, curves, dense):
+    """What a kind of training needed, means over seeds; ``None`` where a seed did not reach its target."""
+    shares = [
+        None if (reached := samples_to(target[-1][1], curve)) is None else reached / target[-1][0]
+        for curve, target in zip(curves, dense, strict=True)
+    ]
+    settings, factor = KINDS[kind]
+    return {
+        "kind": kind,
+        "rate": factor * RATE,
+        "seeds": len(curves),
+        "samples_over_dense": None if None in shares else statistics.mean(shares),
+        "worst_seed": None if None in shares else max(shares),
+        "loss_above_dense": statistics.mean(c[-1][1] - d[-1][1] for c, d in zip(curves, dense, strict=True)),
+        "loss": statistics.mean(curve[-1][1] for curve in curves),
+        "samples": curves[0][-1][0],
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of the dense training")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="few steps, to see that it works")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--port", type=int, default=29750)
+    parser.add_argument("--json", type=Path, default=RESULTS, help="where the results go")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.worker)
+        return
+    steps, seeds = (20, 1) if args.quick else (args.steps, args.seeds)
+    dense = [run("dense", steps, seed, args.port) for seed in range(seeds)]
+    rows = [row("dense", dense, dense)]
+    for kind in args.kinds:
+        if kind != "dense":
+            length = steps if KINDS[kind][0] is None else int(LONGEST * steps)
+            rows.append(row(kind, [run(kind, length, seed, args.port) for seed in range(seeds)], dense))
+        title = f"a language model under AdamW on {WORLD} workers, {steps} steps if dense"
+        write_table(rows, args.json, title)  # so far: the whole takes long
+
+
+if __name__ == "__main__":
+    main()

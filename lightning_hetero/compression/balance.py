@@ -1,0 +1,75 @@
+"""Scores that compare parameters whose gradients differ in scale, from what each parameter has sent.
+
+An optimizer such as AdamW moves every parameter by about its learning rate, however small its gradient. By magnitude, a
+parameter with small gradients waits long for its turn all the same. Divided by the root mean square of what its
+parameter sends, a residual is measured in steps of the optimizer, because the second moment of AdamW follows that very
+mean square.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_hetero.compression.layout import Layout
+
+__all__ = ["ScoreBalance"]
+
+DECAY = 0.99
+"""Of the mean squares in a step, as the second moment of AdamW."""
+
+WIDEST = 2.0**-10
+"""Least factor of a score; it also holds for what was never sent, against the parameter with the largest scale."""
+
+
+class ScoreBalance:
+    """Factor of the scores of each parameter: ``1 / rms_p``, times the least ``rms``, so that it is never above 1.
+
+    ``rms_p^2 = q rms_p^2 + (1 - q) sum s^2 / n_p`` over the steps, with ``q`` = 0.99, the values ``s`` that this rank
+    sends of the parameter in a step, and its elements ``n_p``. It costs what the message is long, not the model.
+
+    Args:
+        layout: where parameters lie.
+
+    Example:
+        >>> layout = Layout.of([("large", 2), ("small", 2)], block=2)
+        >>> balance = ScoreBalance(layout)
+        >>> balance.follow(np.array([0, 1]), np.array([[4.0, 0.0], [1.0, 0.0]]))
+        >>> [balance.factors[slot.name] for slot in layout.slots]
+        [0.25, 1.0]
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._names = [slot.name for slot in layout.slots]
+        self._begins = np.array([slot.start // layout.block for slot in layout.slots] + [layout.num_blocks])
+        self._sizes = np.array([max(1, slot.numel) for slot in layout.slots], dtype=np.float64)
+        self._squares = np.zeros(len(self._names))
+        self._set_factors()
+
+    def _set_factors(self) -> None:
+        rms = np.sqrt(self._squares)
+        least = WIDEST * float(rms.max(initial=0.0))
+        scale = np.maximum(rms, least)
+        factors = scale.min() / scale if least > 0.0 else np.ones_like(rms)
+        self.factors = dict(zip(self._names, factors.tolist(), strict=True))
+
+    def follow(self, indices: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
+        """Take note of the blocks of a message.
+
+        Args:
+            indices: their numbers, ascending.
+            values: what is sent of them, shape ``(len(indices), block)``.
+        """
+        sums = np.concatenate([[0.0], np.cumsum(np.square(values, dtype=np.float64).sum(axis=1))])
+        sent = np.diff(sums[np.searchsorted(indices, self._begins)])
+        self._squares = DECAY * self._squares + (1 - DECAY) * sent / self._sizes
+        self._set_factors()
+
+    def state_dict(self) -> dict[str, float]:
+        """Mean squares by parameter."""
+        return dict(zip(self._names, self._squares.tolist(), strict=True))
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on as :meth:`state_dict` described; parameters that are not named begin anew."""
+        self._squares = np.array([state.get(name, 0.0) for name in self._names])
+        self._set_factors()
