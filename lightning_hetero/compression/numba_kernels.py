@@ -78,7 +78,7 @@ def accumulate(r: Any, first: int, g: Any, begin: int, end: int, w: Any, scores:
         end: end of the part, a multiple of the block.
         w: float32 weight.
         scores: of all blocks.
-        block: elements of a block, a multiple of 8.
+        block: elements of a block.
 
     Returns:
         ``min(end, len(g))``, or the place before which all was added, of elements that are not finite.
@@ -172,7 +172,8 @@ def take(r: Any, indices: Any, block: int, kind: int, message: Any, values_at: i
         if kind == INT8:
             scales[n] = _take_int8(r, begin, block, small, to)
             continue
-        for j in range(0, block, WIDTH):
+        j = 0
+        while j + WIDTH <= block:
             value = load(r, begin + j)
             if kind == FLOAT32:
                 store(wide, to + j, value)
@@ -181,6 +182,17 @@ def take(r: Any, indices: Any, block: int, kind: int, message: Any, values_at: i
                 sent = bfloat16(value)
                 store_high(half, to + j, sent)
                 store(r, begin + j, sub(value, sent))
+            j += WIDTH
+        while j < block:
+            single = r[begin + j]
+            if kind == FLOAT32:
+                wide[to + j] = single
+                r[begin + j] = single - single
+            else:
+                part = bfloat16(single)
+                half[to + j] = high(part)
+                r[begin + j] = single - part
+            j += 1
 
 
 @njit(nogil=True, cache=True)
@@ -317,5 +329,10 @@ def add_blocks(out: Any, indices: Any, values: Any) -> None:
         if n + SOON < len(indices):
             prefetch(out, indices[n + SOON] * block)
         begin, to = indices[n] * block, n * block
-        for j in range(0, block, WIDTH):
+        j = 0
+        while j + WIDTH <= block:
             store(out, begin + j, add(load(out, begin + j), load(values, to + j)))
+            j += WIDTH
+        while j < block:
+            out[begin + j] += values[to + j]
+            j += 1
