@@ -45,6 +45,7 @@ bench: venv
 	$(BIN)/python benchmarks/adaptive.py
 	$(BIN)/python benchmarks/elastic.py
 	$(BIN)/python benchmarks/compression.py
+	$(BIN)/python benchmarks/convergence.py
 	$(BIN)/python benchmarks/wan.py
 	$(BIN)/python benchmarks/wan.py --trace
 	$(BIN)/python benchmarks/priority.py

@@ -66,7 +66,7 @@ def rate_at(step, steps):
     return min(1.0, (step + 1) / RISE) * (1 - step / steps)
 
 
-def train(fabric, rate, steps, seed, *, sequences, width=64, layers=2, context=64):
+def train(fabric, rate, steps, seed, *, sequences, width=64, layers=2, context=32):
     """Train on this rank, with AdamW; validation losses as ``[samples, loss]``, the last one at the end.
 
     Args:

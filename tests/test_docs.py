@@ -272,6 +272,14 @@ def test_thin_links_are_those_of_the_benchmark():
         same_numbers(cells, [row[column] for column in columns])
 
 
+def test_samples_are_those_of_the_benchmark():
+    measured, (table,) = measured_in("convergence")
+    columns = ("rate", "samples_over_dense", "loss_above_dense")
+    for (kind, *cells), row in zip(rows(table), measured, strict=True):
+        assert kind == row["kind"]
+        same_numbers(cells, [row[column] for column in columns])
+
+
 def test_the_reference_describes_nothing_twice():
     """Sphinx warns of it, and warnings fail `make docs`."""
     names = re.findall(r"^\.\. auto\w+:: (\S+)$", TEXTS[ROOT / "docs" / "api.md"], re.M)

@@ -66,8 +66,8 @@ SMALL = {"sequences": 8, "width": 32, "layers": 1, "context": 32}
 
 
 def _learn_text(rank, world_size, steps, rate, **settings):
-    strategy = fabric_ddp.HeteroDDPStrategy(**settings)
-    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy if settings else "auto")
+    strategy = fabric_ddp.HeteroDDPStrategy(policy="even", **settings) if settings else "auto"
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
     fabric.launch()
     return train(fabric, rate, steps, 0, **SMALL)
 
