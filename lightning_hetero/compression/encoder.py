@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_hetero.compression.layout import Layout, Slot
+from lightning_hetero.compression.layout import Layout, Slot, put_rows, take_rows
 from lightning_hetero.compression.merging import BlockMerger
 from lightning_hetero.compression.selectors import SELECT
 from lightning_hetero.compression.wire import NON_FINITE, MessageFormat
@@ -97,9 +97,9 @@ class BlockEncoder(BlockMerger):
         indices = SELECT[self.selector](self.scores.numpy(), min(self.form.k, len(self.scores)), self.state)
         blocks = self.residual.view(-1, self.layout.block)
         where = torch.from_numpy(indices)
-        chosen = blocks.index_select(0, where)
+        chosen = take_rows(blocks, where)
         sent = self.form.write(message, indices, chosen, bucket=bucket, step=step).to(chosen.dtype)
-        blocks.index_copy_(0, where, chosen.sub_(sent))
+        put_rows(blocks, where, chosen.sub_(sent))
         self._sent = (where, sent)
         return len(indices)
 
