@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from lightning_hetero.compression.balance import ScoreBalance
-from lightning_hetero.compression.layout import Layout, Slot
+from lightning_hetero.compression.layout import Layout, Slot, put_rows, take_rows
 from lightning_hetero.compression.merging import BlockMerger
 from lightning_hetero.compression.selectors import SELECT
 from lightning_hetero.compression.wire import NON_FINITE, MessageFormat
@@ -113,9 +113,9 @@ class BlockEncoder(BlockMerger):
         indices = self._select()
         blocks = self.residual.view(-1, self.layout.block)
         where = torch.from_numpy(indices)
-        chosen = blocks.index_select(0, where)
+        chosen = take_rows(blocks, where)
         sent = self.form.write(message, indices, chosen, bucket=bucket, step=step).to(chosen.dtype)
-        blocks.index_copy_(0, where, chosen.sub_(sent))
+        put_rows(blocks, where, chosen.sub_(sent))
         self._sent = (where, sent)
         if self.balance is not None:
             self.balance.follow(indices, sent.numpy())

@@ -5,9 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
-__all__ = ["Layout", "Slot", "flat_view"]
+__all__ = ["Layout", "Slot", "flat_view", "put_rows", "take_rows"]
 
 
 @dataclass(frozen=True)
@@ -100,3 +101,31 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
             )
         expected *= size
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _records(t: torch.Tensor) -> np.ndarray:
+    """Rows of a matrix, one item each, which numpy moves whole."""
+    records: np.ndarray = t.detach().view(torch.uint8).numpy().view(f"V{t.shape[1] * t.element_size()}")[:, 0]
+    return records
+
+
+def take_rows(t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of a matrix.
+
+    Example:
+        >>> take_rows(torch.arange(6.0).view(3, 2), torch.tensor([0, 2])).tolist()
+        [[0.0, 1.0], [4.0, 5.0]]
+    """
+    if t.device.type != "cpu":
+        return t.index_select(0, rows)
+    part = t.new_empty(len(rows), t.shape[1])
+    np.take(_records(t), rows.numpy(), out=_records(part), mode="clip")
+    return part
+
+
+def put_rows(t: torch.Tensor, rows: torch.Tensor, part: torch.Tensor) -> None:
+    """Write rows of a matrix, each once."""
+    if t.device.type != "cpu":
+        t.index_copy_(0, rows, part)
+    else:
+        np.put(_records(t), rows.numpy(), _records(part), mode="clip")

@@ -12,7 +12,7 @@ from lightning_hetero.compression.balance import ScoreBalance
 from lightning_hetero.compression.encoder import BlockEncoder
 from lightning_hetero.compression.layout import Layout, Slot
 from lightning_hetero.compression.reference import Pack
-from lightning_hetero.compression.selectors import MANY, Indices, Scores, at_least
+from lightning_hetero.compression.selectors import Indices, Scores, at_least
 from lightning_hetero.compression.wire import HEADER, MAGIC, VERSION, MessageFormat
 
 __all__ = ["NumbaEncoder"]
@@ -99,13 +99,14 @@ class NumbaEncoder(BlockEncoder):
             self.balance.follow(indices, form.unpack(message).values.numpy())
         return len(indices)
 
-    def _at_least(self, scores: Scores, threshold: float) -> Indices:
-        """Numbers of the scores that reach a threshold."""
-        wanted = min(MANY * self.form.k, len(scores))
-        if len(self._found) != wanted:
-            self._found = np.zeros(wanted, np.int64)
-        count = kernels.at_least(scores, np.float32(threshold), self._found) if threshold > 0 else wanted + 1
-        return self._found[:count].copy() if count <= wanted else at_least(scores, threshold)
+    def _at_least(self, scores: Scores, threshold: float, most: int) -> Indices | None:
+        """See :func:`~lightning_hetero.compression.selectors.at_least`."""
+        if threshold <= 0 or most >= len(scores):
+            return at_least(scores, threshold, most)
+        if len(self._found) != most + 1:
+            self._found = np.zeros(most + 1, np.int64)
+        count = kernels.at_least(scores, np.float32(threshold), self._found)
+        return None if count > most else self._found[:count].copy()
 
     # after the exchange
 

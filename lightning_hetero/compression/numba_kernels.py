@@ -116,7 +116,7 @@ def accumulate(r: Any, first: int, g: Any, begin: int, end: int, w: Any, scores:
 
 @njit(nogil=True, cache=True)
 def at_least(scores: Any, threshold: Any, found: Any) -> int:
-    """Numbers of the scores that reach a float32 threshold; returns how many, ``len(found) + 1`` if these are more."""
+    """Numbers of the scores that reach a float32 threshold, until there is no more room; returns how many."""
     count, i = 0, 0
     while i < len(scores):
         if i + WIDTH <= len(scores) and not any_reaches(load(scores, i), threshold):
@@ -126,7 +126,7 @@ def at_least(scores: Any, threshold: Any, found: Any) -> int:
         while i < stop:
             if scores[i] >= threshold:
                 if count == len(found):
-                    return count + 1
+                    return count
                 found[count] = i
                 count += 1
             i += 1

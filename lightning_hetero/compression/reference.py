@@ -38,13 +38,13 @@ def block_scores(flat: torch.Tensor, block: int = 16) -> torch.Tensor:
 
 
 def select_exact(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Numbers of the ``k`` largest scores above 0, ascending.
+    """Numbers of the ``k`` largest scores above 0, ascending; of equal scores the first ones.
 
     Example:
         >>> select_exact(torch.tensor([1.0, 3.0, 0.0, 2.0]), 2).tolist()
         [1, 3]
     """
-    top = torch.topk(scores, min(k, scores.numel())).indices
+    top = scores.sort(descending=True, stable=True).indices[:k]
     return top[scores[top] > 0].sort().values
 
 

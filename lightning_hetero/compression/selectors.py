@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MANY", "SELECT", "Indices", "Scores", "SelectorState", "at_least"]
+__all__ = ["SELECT", "Indices", "Scores", "SelectorState", "at_least"]
 
 Indices = npt.NDArray[np.int64]
 Scores = npt.NDArray[Any]
 
 SAMPLE = 65_536
 
-NEAR, MANY = (0.95, 0.8), 8
+NEAR, MANY = (0.95, 0.8), 3
 """What shares of the last threshold candidates reach, and how many times the budget they may be."""
 
 
@@ -53,12 +53,19 @@ class SelectorState:
         self.rng.bit_generator.state = inner
 
 
-def at_least(scores: Scores, threshold: float) -> Indices:
-    """Numbers of the scores that reach a threshold, and are above 0."""
-    return np.flatnonzero(scores >= threshold) if threshold > 0 else np.flatnonzero(scores > 0)
+def _reached(scores: Scores, threshold: float) -> npt.NDArray[np.bool_]:
+    """Which scores reach a threshold and are above 0."""
+    reached: npt.NDArray[np.bool_] = scores >= threshold if threshold > 0 else scores > 0
+    return reached
 
 
-AtLeast = Callable[[Scores, float], Indices]
+def at_least(scores: Scores, threshold: float, most: int) -> Indices | None:
+    """Numbers of the scores that reach a threshold and are above 0; ``None`` if these are more than ``most``."""
+    reached = _reached(scores, threshold)
+    return None if np.count_nonzero(reached) > most else np.flatnonzero(reached)
+
+
+AtLeast = Callable[[Scores, float, int], Indices | None]
 
 
 def _quantile(scores: Scores, wanted: float, least: int = SAMPLE) -> float:
@@ -70,12 +77,13 @@ def _quantile(scores: Scores, wanted: float, least: int = SAMPLE) -> float:
 
 
 def _sampled(scores: Scores, k: int, search: AtLeast) -> Indices:
-    """Candidates for the ``k`` largest scores: more than these, few in most cases, from ever larger samples."""
+    """Candidates for the ``k`` largest scores, few in most cases: by samples, then all of them."""
     for factor, least in ((1.15, SAMPLE // 4), (1.15, SAMPLE), (2.0, SAMPLE), (8.0, SAMPLE)):
-        candidates = search(scores, _quantile(scores, factor * k + 3, least))
-        if len(candidates) >= k:
+        most = MANY * k if factor < MANY else len(scores)
+        candidates = search(scores, _quantile(scores, factor * k + 3, least), most)
+        if candidates is not None and len(candidates) >= k:
             return candidates
-    return search(scores, 0.0)
+    return np.flatnonzero(scores > 0)
 
 
 def exact(scores: Scores, k: int, state: SelectorState, search: AtLeast = at_least) -> Indices:
@@ -84,18 +92,21 @@ def exact(scores: Scores, k: int, state: SelectorState, search: AtLeast = at_lea
     Candidates are the scores a little below the least one of the last step's choice, then those well below it. Where
     these are too few or many times too many, as when the gradient changes suddenly, a sample says where to look.
     """
+    candidates: Indices | None = None
     for share in NEAR if state.threshold > 0 else ():
-        candidates = search(scores, share * state.threshold)
-        if len(candidates) >= k:
+        candidates = search(scores, share * state.threshold, MANY * k)
+        if candidates is None or len(candidates) >= k:
             break
-    if state.threshold <= 0 or not k <= len(candidates) <= MANY * k:
+    if candidates is None or len(candidates) < k:
         candidates = _sampled(scores, k, search)
     held = scores[candidates]
-    if len(candidates) > k:
-        largest = np.argpartition(held, len(candidates) - k)[-k:]
-        candidates, held = np.sort(candidates[largest]), held[largest]
-    state.threshold = float(held.min()) if len(held) == k else 0.0
-    return candidates
+    if len(held) < k:
+        state.threshold = 0.0
+        return candidates
+    state.threshold = least = np.partition(held, len(held) - k)[len(held) - k].item()
+    taken = held > least
+    taken[np.flatnonzero(held == least)[: k - np.count_nonzero(taken)]] = True
+    return candidates[taken]
 
 
 def histogram(scores: Scores, k: int, state: SelectorState) -> Indices:
@@ -121,14 +132,14 @@ def histogram(scores: Scores, k: int, state: SelectorState) -> Indices:
 
 def sample(scores: Scores, k: int, state: SelectorState) -> Indices:
     """Blocks above the quantile of a sample; too many are cut at random, too few are left too few."""
-    return _cut(at_least(scores, _quantile(scores, k)), k, state)
+    return _cut(np.flatnonzero(_reached(scores, _quantile(scores, k))), k, state)
 
 
 def aimd(scores: Scores, k: int, state: SelectorState) -> Indices:
     """The paper's threshold: up by 1 % of its first value when the budget was filled, down by 1 % when not."""
     if state.first == 0.0:
         state.first = state.threshold = float(np.partition(scores, len(scores) - k)[len(scores) - k])
-    chosen = _cut(at_least(scores, state.threshold), k, state)
+    chosen = _cut(np.flatnonzero(_reached(scores, state.threshold)), k, state)
     state.threshold = state.threshold + 0.01 * state.first if len(chosen) == k else 0.99 * state.threshold
     return chosen
 

@@ -13,6 +13,7 @@ import torch
 
 from lightning_hetero.compression.encoder import needing_numba
 from lightning_hetero.compression.gradients import BlockGradient, BlockMarks
+from lightning_hetero.compression.layout import put_rows, take_rows
 from lightning_hetero.core.validation import check_choice
 
 __all__ = ["SparseSteps"]
@@ -184,12 +185,12 @@ class SparseSteps(ABC):
             owed_here = None if owed is None else owed[chosen]
             for begin in range(0, len(rows), AT_ONCE):
                 some = slice(begin, begin + AT_ONCE)
-                parts = [_take(t, rows[some]) for t in flat]
+                parts = [take_rows(t, rows[some]) for t in flat]
                 if table is not None and owed_here is not None:
                     self._pay(parts, self._row(table, owed_here[some], p), group, self._steps_of(p))
                 self._apply(group, parts, values[some], self._steps_of(p) + 1)
                 for whole, part in zip(flat, parts, strict=True):
-                    _put(whole, rows[some], part)
+                    put_rows(whole, rows[some], part)
         if owed is not None:
             self._settled_of(p)[gradient.rows] = self._steps + 1
 
@@ -306,29 +307,6 @@ def _parts(p: torch.Tensor, where: torch.Tensor, block: int) -> list[tuple[View,
 
 def _is_plain(t: torch.Tensor) -> bool:
     return t.dtype == torch.float32 and t.device.type == "cpu"
-
-
-def _records(t: torch.Tensor) -> np.ndarray:
-    """Rows of a matrix, one item each, which numpy moves whole."""
-    records: np.ndarray = t.detach().view(torch.uint8).numpy().view(f"V{t.shape[1] * t.element_size()}")[:, 0]
-    return records
-
-
-def _take(t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """These rows of a matrix."""
-    if t.device.type != "cpu":
-        return t.index_select(0, rows)
-    part = t.new_empty(len(rows), t.shape[1])
-    np.take(_records(t), rows.numpy(), out=_records(part), mode="clip")
-    return part
-
-
-def _put(t: torch.Tensor, rows: torch.Tensor, part: torch.Tensor) -> None:
-    """Write rows of a matrix, each once."""
-    if t.device.type != "cpu":
-        t.index_copy_(0, rows, part)
-    else:
-        np.put(_records(t), rows.numpy(), _records(part), mode="clip")
 
 
 def _flat(t: torch.Tensor) -> torch.Tensor:

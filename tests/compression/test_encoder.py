@@ -14,11 +14,11 @@ from lightning_hetero.compression.wire import HEADER, checksum, seal
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def made(sizes, density, block=16, values="float32", dtype=torch.float32, selector="exact"):
+def made(sizes, density, block=16, values="float32", kind=BlockEncoder, **settings):
     layout = Layout.of([(f"p{i}", n) for i, n in enumerate(sizes)], block)
     k = max(1, int(layout.num_blocks * density))
     form = MessageFormat(layout.num_blocks, k, block, values, layout.fingerprint())
-    return BlockEncoder(layout, form, selector, dtype), torch.zeros(form.num_bytes, dtype=torch.uint8)
+    return kind(layout, form, **settings), torch.zeros(form.num_bytes, dtype=torch.uint8)
 
 
 def step_of(enc, message, gradients, weight, step=0):

@@ -1,5 +1,7 @@
 """Numba's loops against the reference: the same packs and residuals bit by bit, and nothing that is not finite."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -17,8 +19,10 @@ from lightning_hetero.compression import (
     encoder,
     merge,
 )
+from lightning_hetero.compression.reference import merge_sparse
 from lightning_hetero.compression.values import CODECS
-from tests.compression.test_encoder import DTYPES, padded, step_of
+from tests.compression import test_encoder
+from tests.compression.test_encoder import DTYPES, FAULTS, padded, step_of, written
 from tests.helpers import run_ranks
 from tests.strategies.test_compression import _fit
 
@@ -27,12 +31,7 @@ pytest.importorskip("numba", exc_type=ImportError)
 from lightning_hetero.compression import numba_encoder
 from lightning_hetero.compression.numba_encoder import NumbaEncoder
 
-
-def made(sizes, density, block=16, values="float32"):
-    layout = Layout.of([(f"p{i}", n) for i, n in enumerate(sizes)], block)
-    k = max(1, int(layout.num_blocks * density))
-    form = MessageFormat(layout.num_blocks, k, block, values, layout.fingerprint())
-    return NumbaEncoder(layout, form), torch.zeros(form.num_bytes, dtype=torch.uint8)
+made = partial(test_encoder.made, kind=NumbaEncoder)
 
 
 @settings(max_examples=80, deadline=None)
@@ -123,6 +122,41 @@ def test_an_unused_parameter_is_held_back_and_merging_is_the_references():
     assert torch.equal(enc.merged, merge(packs, 4))
     enc.finish()
     assert enc.merged.abs().sum() == 0
+
+
+@pytest.mark.parametrize("values", CODECS)
+def test_messages_are_read_by_the_loops_as_the_format_reads_them(values, monkeypatch):
+    form, message, pack = written(values=values)
+    enc, _ = made([64], 1.0)
+    enc.form = form
+    expected, _ = form.read(message, rank=0, bucket=0, step=7)
+    monkeypatch.setattr(MessageFormat, "read", lambda *args, **kwargs: pytest.fail("was asked"))
+    for got in enc.read(torch.stack([message, message]), step=7):
+        assert torch.equal(got.indices, expected.indices)
+        assert torch.equal(got.values, expected.values)
+        assert torch.equal(got.values, pack.values)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_malformed_message_is_refused_whichever_of_them_it_is(fault):
+    form, message, _ = written()
+    enc, _ = made([64], 1.0)
+    enc.form = form
+    wrong = FAULTS[fault](form, message.clone())
+    rows = torch.stack([message, wrong]) if wrong.shape == message.shape and wrong.dtype == torch.uint8 else wrong[None]
+    with pytest.raises(ValueError, match=rf"rank {len(rows) - 1}, bucket 0, step 7 is refused"):
+        enc.read(rows, step=7)
+
+
+def test_packs_are_merged_as_the_reference_merges_them():
+    enc, _ = made([16 * 50], 0.2)
+    generator = torch.Generator().manual_seed(0)
+    for sizes in ((5, 9), (0, 4, 50), (7,), (0, 0), (20, 1, 30, 30)):
+        rows = [torch.randperm(50, generator=generator)[:n].sort().values for n in sizes]
+        packs = [Pack(row, torch.randn(len(row), 16, generator=generator)) for row in rows]
+        ours, expected = enc.merge_sparse(packs), merge_sparse(packs)
+        assert torch.equal(ours.indices, expected.indices)
+        assert torch.equal(ours.values, expected.values)
 
 
 def test_it_is_chosen_where_numba_is_and_the_model_is_large(monkeypatch):
