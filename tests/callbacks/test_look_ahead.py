@@ -1,5 +1,7 @@
 """Gradients at the weights that they will meet: by hand, resumed, and what is left of the cost of a delay."""
 
+import time
+
 import lightning as L
 import numpy as np
 import pytest
@@ -139,6 +141,7 @@ class Fluctuates(L.Callback):
         self.link = ThinLink(12.5e6, trainer.world_size).start()
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        time.sleep(0.01)  # computing takes longer than anything that a busy machine does to messages
         if trainer.global_step == 60:
             self.link.rate = 50e6
 
