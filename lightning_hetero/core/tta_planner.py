@@ -192,10 +192,11 @@ class TimeToAccuracyPlanner(GoodputPlanner):
     def _late(self, total: int, seconds: float, link: MessageLink) -> tuple[LateChoice, bool]:
         """Whether messages are to come a step later: where the time that this gains is worth more than what it costs.
 
-        Each way counts with the density that suits it best, and sending less goes first: only where messages were timed
-        in vain, or are the least, nothing but a delay is left.
+        Each way counts with the density that suits it best, and sending less goes first: only where nothing is to be
+        gained by that, or messages were timed in vain, is a delay what is left.
         """
-        if not link.may_hide or not (link.hidden or self.refused is not None or link.density <= self.min_density):
+        less = self.refused is None and self.choose(total, seconds, link).density < link.density
+        if not link.may_hide or (less and not link.hidden):
             return self.late, link.hidden
         fresh, late = (
             self._best(total, seconds, replace(link, hidden=hidden), self.densities).objective

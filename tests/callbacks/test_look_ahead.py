@@ -1,5 +1,7 @@
 """Gradients at the weights that they will meet: by hand, resumed, and what is left of the cost of a delay."""
 
+import time
+
 import lightning as L
 import numpy as np
 import pytest
@@ -139,6 +141,7 @@ class Fluctuates(L.Callback):
         self.link = ThinLink(12.5e6, trainer.world_size).start()
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        time.sleep(0.01)  # computing takes longer than anything that a busy machine does to messages
         if trainer.global_step == 60:
             self.link.rate = 50e6
 
@@ -171,10 +174,10 @@ def _digits(rank, steps, kinds):
 
 
 def test_looking_ahead_leaves_little_of_what_a_delay_costs():
-    """Mean loss of the steps after the first 30, of the last 30, and of all samples at the end; after the same samples."""
-    results = run_ranks(_digits, 2, 150, list(KINDS)[:-1])
+    """Mean loss of the steps after the first 30, and of the last 30, after the same samples."""
+    results = run_ranks(_digits, 2, 120, list(KINDS)[:-1])
     losses = {name: np.mean([r[name][0] for r in results], axis=0) for name in list(KINDS)[:-1]}
-    mean = {n: (float(loss[30:].mean()), float(loss[120:].mean()), results[0][n][1]) for n, loss in losses.items()}
+    mean = {n: (float(loss[30:].mean()), float(loss[90:].mean())) for n, loss in losses.items()}
     assert mean["late, ahead"][1] < 1.05 * mean["sync"][1], mean
     assert mean["late, ahead"][0] < 1.1 * mean["sync"][0] < 0.6 * mean["late"][0], mean
     assert mean["sparse, late, ahead"][0] < 0.6 * mean["sparse, late"][0], mean
@@ -184,5 +187,4 @@ def test_the_controller_loses_nothing_against_dense_sums_on_a_link_that_fluctuat
     """Loss of all samples after the same 300 steps."""
     results = run_ranks(_digits, 2, 300, ["sync", "controller"])
     final = {name: results[0][name][1] for name in ("sync", "controller")}
-    print("XX", final, [float(np.mean(results[0][n][0][250:])) for n in final])
     assert final["controller"] < 1.05 * final["sync"], final

@@ -160,13 +160,13 @@ def test_densities_follow_the_link_down_and_up_and_stay_where_it_stays():
 
 def test_messages_come_late_once_that_is_worth_its_price_and_take_no_longer_than_computing():
     """Even the least message takes most of a step on the thin link; on the fat one nothing is to be gained."""
-    results = run({0: FAT, 24: THIN}, {"min_density": 0.025}, max_steps=72, strategy={"staleness": 1})
+    results = run({0: FAT, 16: THIN}, {"min_density": 0.025}, max_steps=104, strategy={"staleness": 1})
     assert results[0]["late"] == results[1]["late"], "ranks delay different steps"
     late = results[0]["late"]
-    assert not any(late[:24])
+    assert not any(late[:16])
     assert all(late[-8:])
     assert len(changes(late)) == 1, "to and fro"
-    assert results[0]["densities"][-1] < results[0]["densities"][23]
+    assert results[0]["densities"][-1] < results[0]["densities"][15]
     choice = [
         re.search(r"computes for ([\d.e+]+) ms and sends for ([\d.e+]+) ms, which come a step later", text)
         for _, text in results[0]["said"]
