@@ -62,15 +62,17 @@ class BlockExchange:
         device = next(iter(parameters.values())).device
         self.on_host = device.type != self.encoder.residual.device.type
         self.use_rows(torch.zeros((self.topology.size, self.encoder.form.num_bytes), dtype=torch.uint8, device=device))
-        self._masks = self._views(self.encoder.touched) if self.encoder.deferred else {}
+        self._masks: dict[torch.Tensor, torch.Tensor] = {}
+        for p, slot in self.slots.items() if self.encoder.deferred else ():
+            blocks = slice(slot.start // settings.block, (slot.start + slot.padded) // settings.block)
+            self._masks[p] = self.encoder.touched[blocks]
         self.step, self.dropped = 0, DroppedSteps()
         self.late: Late | None = None
         self.way: Topology | None = None
         self.report = StepReport()
         self.messages = MessageLog(hook.observer.clock, self.topology.size)
         self._dense_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
-        self.paused = False
-        """Whether all steps are sent densely, until ``"auto"`` has chosen."""
+        self.paused = False  # whether all steps are sent densely, until "auto" has chosen
         self.sparse_steps = False
         """Whether the optimizer takes blocks, so that the sum is never written into a tensor of the model's size."""
         self.gradients: Mapping[torch.Tensor, BlockGradient | BlockMarks] | None = None
@@ -80,8 +82,8 @@ class BlockExchange:
         self._finite, self._weight, self._scale = True, 1.0, 1.0
         self._clock = clock_for(self.encoder.residual.device)
         self._spans: list[tuple[Any, Any]] = []
-        self._handling: float | None = None
         self._queued: list[tuple[Any, Any]] = []
+        self._handling: float | None = None
 
     def _encoder(self, parameters: Mapping[str, torch.Tensor]) -> Any:
         """The encoder for the parameters' device: Triton's on GPU, unless something was asked for that only CPU has."""
@@ -112,11 +114,6 @@ class BlockExchange:
             self.on_host, self._clock = residual.is_cuda, clock_for(torch.device("cpu"))
             self.use_rows(self.rows)
 
-    def _views(self, touched: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
-        """The part of each parameter in what there is of each block."""
-        block = self.layout.block
-        return {p: touched[s.start // block : (s.start + s.padded) // block] for p, s in self.slots.items()}
-
     # how much is sent
 
     def _form(self, density: float) -> MessageFormat:
@@ -127,6 +124,11 @@ class BlockExchange:
     def sent_bytes(self, density: float) -> float:
         """Bytes that this rank sends to the others in a compressed step at a density."""
         return float((self.topology.size - 1) * self._form(density).num_bytes)
+
+    @property
+    def _sent(self) -> float:
+        """Those at the present density."""
+        return float((self.topology.size - 1) * self.encoder.form.num_bytes)
 
     def probe(self, density: float) -> npt.NDArray[np.float64]:
         """Time messages as they are and as they would be at another density; all ranks have to call it together.
@@ -141,11 +143,6 @@ class BlockExchange:
         sizes = self.encoder.form.num_bytes, self._form(density).num_bytes
         timed = probe(self.way or self.topology, self.rows.device, *sizes)
         return np.array([*timed, self._handling * self.density, self._handling * density])
-
-    @property
-    def _sent(self) -> float:
-        """The same at the present density."""
-        return float((self.topology.size - 1) * self.encoder.form.num_bytes)
 
     @property
     def takes_blocks(self) -> bool:
@@ -203,7 +200,8 @@ class BlockExchange:
             return self.topology.sum(buffer)
         if bucket.index() == 0:
             self._begin()
-        future, pieces = pending(bucket.buffer()), self._pieces(bucket)
+        future, gradients = pending(bucket.buffer()), zip(bucket.parameters(), bucket.gradients(), strict=True)
+        pieces = [(self.slots[parameter], flat_view(gradient)) for parameter, gradient in gradients]
         self._waiting.append((bucket.buffer(), pieces, future))
         self._raised.append((self.topology.collect(bucket.buffer()), pieces))
         self._take(everything=bucket.is_last())
@@ -215,13 +213,6 @@ class BlockExchange:
         self._waiting, self._raised, self._finite, self._spans = [], [], True, []
         self._scale = 1.0 if self.grad_scale is None else self.grad_scale()
         self._weight = 1.0 / (self.world_size * self._scale)
-
-    def _pieces(self, bucket: dist.GradBucket) -> list[tuple[Slot, torch.Tensor]]:
-        """Gradients of a bucket and their places in the residual."""
-        return [
-            (self.slots[parameter], flat_view(gradient))
-            for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True)
-        ]
 
     def _take(self, *, everything: bool) -> None:
         """Add gradients to the residuals, those of the cluster on its leader: what has come up, or all there are."""

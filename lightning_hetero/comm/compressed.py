@@ -17,6 +17,7 @@ from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.comm.link import Undecided, latency
 from lightning_hetero.comm.link_watch import LinkWatch
+from lightning_hetero.comm.residuals import own_share
 from lightning_hetero.comm.sending import StepReport
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.torch_hooks import HalfExchange, LowRankExchange
@@ -360,7 +361,9 @@ class GradientCompression:
     def state_dict(self) -> dict[str, Any]:
         """State of all ranks, on rank 0; empty elsewhere. A collective call, which pays what sparse steps owe."""
         self._pay()
-        everyone = self.control.gather_objects_at_zero(self.state_dict_of_rank() or self._own_share(self._restored))
+        everyone = self.control.gather_objects_at_zero(
+            self.state_dict_of_rank() or own_share(self._restored, self._topology(), self.control.rank)
+        )
         return {"ranks": everyone, "clusters": self._topology().clusters} if everyone and any(everyone) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -377,7 +380,7 @@ class GradientCompression:
         self.watch = LinkWatch(self._topology().size)
 
     def _go_on(self, state: dict[str, Any]) -> None:
-        self._take_over(self._own_share(state))
+        self._take_over(own_share(state, self._topology(), self.control.rank))
         self._restored = {}
 
     def _take_over(self, own: dict[str, Any]) -> None:
@@ -387,24 +390,3 @@ class GradientCompression:
             self.exchange.load_extra_state(own["extra"])
         if own["residuals"] and isinstance(self.exchange, HalfExchange):
             log.warning("the checkpoint has gradients that were not sent yet, which 16-bit sums cannot send")
-
-    def _own_share(self, state: dict[str, Any]) -> dict[str, Any]:
-        """This rank's own state, or, among other workers, an equal share of the sum of all residuals.
-
-        In a hierarchy only the leaders of clusters hold residuals.
-        """
-        if not state:
-            return {}
-        ranks, topology = state["ranks"], self._topology()
-        before = state.get("clusters", tuple((rank,) for rank in range(len(ranks))))
-        if before == topology.clusters:
-            own: dict[str, Any] = ranks[self.control.rank]
-            return own
-        total: dict[str, torch.Tensor] = {}
-        for rank in ranks:
-            for name, residual in rank["residuals"].items():
-                total[name] = total[name] + residual if name in total else residual.clone()
-        if self.control.rank == 0:
-            log.info("residuals of %d ranks were summed and split over %d", len(before), topology.size)
-        share = {name: residual / topology.size for name, residual in total.items()} if topology.leads else {}
-        return {**ranks[0], "residuals": share}
