@@ -81,6 +81,8 @@ class PolicyCallback(Callback):
         self._engine = engine
         self._first = self._first or (self.planner,)
         if stage == "fit":
+            engine.noise, engine.noise_scale = None, lambda: None  # who measures the noise of this fit comes after us
+            engine.hook_state.forget_squares()
             self._show_in_progress_bar(trainer)
 
     def _show_in_progress_bar(self, trainer: Any) -> None:

@@ -129,6 +129,11 @@ class HookState:
         for owner, part, is_late in zip(owners, parts, late, strict=True):
             self.take_norms(part, lambda owner=owner: [owner], is_late)  # type: ignore[misc]
 
+    def forget_squares(self) -> None:
+        """Take no norms until that is asked for again; what a step that failed half-way has left is gone."""
+        self.collect_norms, self.step_dropped = False, False
+        self.local_squares, self.global_squares, self.late_squares = [], [], []
+
     def take_late_squares(self) -> list[torch.Tensor]:
         """Squared norms of what belongs to the step before, since the last call."""
         squares, self.late_squares = self.late_squares, []

@@ -15,11 +15,12 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.utils.data import DataLoader
 
-from lightning_hetero import GNSCallback
+from lightning_hetero import GNSCallback, HeteroDDPStrategy
 from lightning_hetero.callbacks.noise_sources import source_of
 from lightning_hetero.core.noise_scale import RunningNoiseScale, estimate_from_two_sizes, estimate_noise_scale
-from tests.helpers import Points, Regressor, fit, run_ranks
+from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
 
 N, STEPS = 48, 4
 HORIZON = 1e9  # all steps count alike
@@ -594,3 +595,43 @@ def test_norms_are_those_without_the_factor_of_a_gradient_scaler():
     assert scaled.skipped == 0
     assert scaled.trace == pytest.approx(plain.trace, rel=0.03)
     assert scaled.grad_sq_norm == pytest.approx(plain.grad_sq_norm, rel=0.03, abs=0.03 * plain.trace / 16)
+
+
+class Fails(Regressor):
+    """Fails in a backward pass, with the norm of one bucket taken."""
+
+    def on_before_zero_grad(self, optimizer):
+        if self.trainer.global_step == 1:
+            parameter = next(self.parameters())
+            parameter.register_hook(lambda gradient: 1 / 0)
+
+
+def _again(rank, another):
+    """A training that fails, and one with the same strategy: with the callback again, or without it."""
+    strategy = HeteroDDPStrategy(local_batch_sizes=(9, 3), replan=1, bucket_cap_mb=1e-5)
+    gns, loader, second = GNSCallback(horizon=HORIZON), DataLoader(Points(N), 6, shuffle=True), model()
+    trainer = trainer_of(strategy, 2, callbacks=[gns], max_epochs=1)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Fails(lr=0.0), loader)
+    before = gns.estimate
+    if not another:
+        trainer.callbacks.remove(gns)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(second, loader)
+    assert len(second.seen) >= STEPS
+    left = len(strategy.engine.hook_state.local_squares)
+    return {"seen": second.seen, "before": before, "estimate": gns.estimate, "left": left}
+
+
+@pytest.mark.parametrize("another", [True, False], ids=["with the callback", "without"])
+def test_a_training_that_failed_leaves_no_norms_to_the_next(another):
+    for result in (results := run_ranks(_again, 2, another)):
+        assert result["left"] == 0
+        before, after = result["before"], result["estimate"]
+        assert before.samples == 12
+        if another:
+            reference = expected(every_step(results), "pooled")
+            assert after.samples == 12 + reference.samples
+            assert after.trace_sum - before.trace_sum == pytest.approx(reference.trace_sum, rel=1e-6)
+        else:
+            assert after == before
