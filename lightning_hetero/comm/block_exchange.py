@@ -189,7 +189,7 @@ class BlockExchange:
         self.hook.exact_sum, self.hook.one_message = self.dense, not self.dense
         self.hook.step_dropped, self.gradients = False, None
         if self.dense:
-            buffer = bucket.buffer().div_(self.world_size)
+            buffer = bucket.buffer().mul_(1.0 / self.world_size)
             if self.late is not None:
                 self.late.pay(bucket)
             if bucket.is_last():
