@@ -34,13 +34,13 @@ WORLD, SEQUENCES, STEPS, LONGEST, RATE = 2, 16, 1000, 1.3, 0.003
 FINE = {"block": 1, "scores": "balanced"}
 KINDS = {
     "dense": (None, 1),
+    "dense, twice the rate": (None, 2),
     "1 %": ({"density": 0.01}, 1),
     "1 %, elements, balanced, twice the rate": ({"density": 0.01, **FINE}, 2),
     "5 %, balanced, twice the rate": ({"density": 0.05, "scores": "balanced"}, 2),
     "10 %, balanced, twice the rate": ({"density": 0.1, "scores": "balanced"}, 2),
     "1 %, elements, twice the rate": ({"density": 0.01, "block": 1}, 2),
     "1 %, elements, balanced": ({"density": 0.01, **FINE}, 1),
-    "dense, twice the rate": (None, 2),
     "2 %, balanced, twice the rate": ({"density": 0.02, "scores": "balanced"}, 2),
     "1 %, balanced, twice the rate": ({"density": 0.01, "scores": "balanced"}, 2),
     "5 %, twice the rate": ({"density": 0.05}, 2),
