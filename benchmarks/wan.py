@@ -35,7 +35,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero import HeteroDDPStrategy, TTACallback
+from lightning_hetero import HeteroDDPStrategy, LookAheadCallback, TTACallback
 from lightning_hetero.optim import SparseSGD
 
 HERE = Path(__file__).parent
@@ -50,23 +50,39 @@ KINDS = {
     "density 0.01": {"compression": "block_topk(density=0.01)"},
     "density 0.1, late": {"compression": "block_topk(density=0.1)", "staleness": 1},
     "density 0.01, late": {"compression": "block_topk(density=0.01)", "staleness": 1},
+    "density 0.01, late, look-ahead": {
+        "compression": "block_topk(density=0.01)",
+        "staleness": 1,
+        "callbacks": {"look_ahead": {}},
+    },
     "dense, late": {"staleness": 1},
+    "dense, late, look-ahead": {"staleness": 1, "callbacks": {"look_ahead": {}}},
     "auto": {"compression": "auto"},
     "controller": {"compression": "block_topk(density=0.1)", "callbacks": {"tta": {}}},
     "controller, late": {"compression": "block_topk(density=0.1)", "staleness": 1, "callbacks": {"tta": {}}},
     "controller, idle rule": {"compression": "block_topk(density=0.1)", "callbacks": {"tta": {"bandwidth": "idle"}}},
 }
 """Settings of the strategy; ``None`` is Lightning's own DDP. ``callbacks`` are made by :data:`CALLBACKS`."""
-CALLBACKS = {"tta": TTACallback}
-OF_RATES = (NOTHING_SENT, "ddp", "hetero_ddp", "fp16", "powersgd", "density 0.1", "density 0.01", "density 0.01, late")
+CALLBACKS = {"tta": TTACallback, "look_ahead": LookAheadCallback}
+OF_RATES = (
+    NOTHING_SENT,
+    "ddp",
+    "hetero_ddp",
+    "fp16",
+    "powersgd",
+    "density 0.1",
+    "density 0.01",
+    "density 0.01, late",
+    "density 0.01, late, look-ahead",
+)
 OF_TRACE = (
     NOTHING_SENT,
     "ddp",
     "hetero_ddp",
     "dense, late",
+    "dense, late, look-ahead",
     "powersgd",
     "density 0.1",
-    "density 0.1, late",
     "controller",
     "controller, late",
 )
