@@ -48,6 +48,8 @@ KINDS = {
     "powersgd": {"compression": "powersgd"},
     "density 0.1": {"compression": "block_topk(density=0.1)"},
     "density 0.01": {"compression": "block_topk(density=0.01)"},
+    "density 0.003": {"compression": "block_topk(density=0.003)"},
+    "density 0.003, late": {"compression": "block_topk(density=0.003)", "staleness": 1},
     "density 0.1, late": {"compression": "block_topk(density=0.1)", "staleness": 1},
     "density 0.01, late": {"compression": "block_topk(density=0.01)", "staleness": 1},
     "density 0.01, late, look-ahead": {
@@ -88,7 +90,7 @@ OF_TRACE = (
 )
 """What is run by default, in about ten minutes."""
 SHARES = (1.0, 0.6)
-SPLIT = (40, 24)
+BATCH, SPLIT = 44, (55, 33)
 TRACE_MBIT, TRACE_SECONDS, TRACE_SEED = (50.0, 600.0), 4.0, 1
 TARGET = 0.15
 
@@ -143,7 +145,7 @@ def worker(kind, steps, seconds, trace, out):
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     before = sent_bytes()
-    trainer.fit(model, DataLoader(data, 32, shuffle=True))
+    trainer.fit(model, DataLoader(data, BATCH, shuffle=True))
     record = {name: getattr(model, name) for name in ("losses", "ends", "densities", "splits")}
     file_of(out, trainer.global_rank).write_text(json.dumps({**record, "bytes": sent_bytes() - before}))
 

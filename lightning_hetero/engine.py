@@ -262,11 +262,9 @@ class HeteroEngine:
         """The step is over."""
         before = self.observer.synced_steps
         self.observer.end_step()
-        if self.observer.synced_steps > before:
-            if self.noise is not None:
-                self.noise.end_step()
-            if self.compression is not None:
-                self.compression.end_step()
+        for part in (self.noise, self.compression) if self.observer.synced_steps > before else ():
+            if part is not None:
+                part.end_step()
 
     def close(self) -> None:
         """The run ends; a GPU tells only now whether a message of the very last step was malformed."""

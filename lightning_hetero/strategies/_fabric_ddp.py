@@ -101,6 +101,8 @@ class HeteroFabricMixin(PlanAccess):
     def setup_environment(self) -> None:
         """Join the process group, then meet the other ranks."""
         warn_of_stale_addresses(os.environ)
+        self._set_world_ranks()  # type: ignore[attr-defined]
+        self.config.check_world_size(self.world_size)  # type: ignore[attr-defined]  # before anybody waits for anybody
         super().setup_environment()  # type: ignore[misc]
         engine = HeteroEngine(
             self.config,
