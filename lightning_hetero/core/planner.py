@@ -24,6 +24,7 @@ from lightning_hetero.core.time_model import (
     estimate_gamma,
     estimate_sync_times,
 )
+from lightning_hetero.core.unexplained import Unexplained
 
 __all__ = [
     "PLANNERS",
@@ -129,9 +130,7 @@ class PerfModelPlanner:
         profiles: what is known of each piece of hardware.
         gamma: share of the backward pass before the first bucket.
         sync_times: ``(t_o, t_u)`` in seconds, ``None`` before the first observation.
-        overhead: seconds of a step that eq. 7 does not explain: the loop's own time, and the jitter by which the
-            slowest of several workers exceeds each one's mean. Counted into ``t_u``, because it is the same for
-            every split.
+        unexplained: what steps take longer than eq. 7 says; the same share and seconds for every split.
         arrivals: seconds of averaging by which each piece of hardware differs from others when it comes last, where it
             did. What exceeds the least of them is that worker's own, and counts into its constant time.
 
@@ -148,7 +147,7 @@ class PerfModelPlanner:
     profiles: Mapping[str, NodeProfile] = field(default_factory=dict)
     gamma: float = 1.0
     sync_times: tuple[float, float] | None = None
-    overhead: float = 0.0
+    unexplained: Unexplained = Unexplained()
     arrivals: Mapping[str, float] = field(default_factory=dict)
 
     def cluster(self, context: PlanContext) -> ClusterTimeModel | None:
@@ -161,7 +160,8 @@ class PerfModelPlanner:
             replace(models[identity], s=models[identity].s + own)
             for identity, own in zip(context.identities, self._own_arrivals(context), strict=True)
         )
-        return ClusterTimeModel(nodes, self.gamma, t_o, t_u + self.overhead).accumulated(context.accumulation)
+        cluster = ClusterTimeModel(nodes, self.gamma, t_o, t_u).accumulated(context.accumulation)
+        return cluster.slowed(*self.unexplained.line)
 
     def _own_arrivals(self, context: PlanContext) -> list[float]:
         """Each worker's own seconds of averaging, above the least of all workers at hand."""
@@ -204,8 +204,8 @@ class PerfModelPlanner:
         if self.sync_times is not None:
             gamma = _blend(self.gamma, gamma)
             t_o, t_u = _blend(self.sync_times[0], t_o), _blend(self.sync_times[1], t_u)
-        planner = PerfModelPlanner(profiles, gamma, (t_o, t_u), self.overhead, arrivals)
-        return replace(planner, overhead=planner._overhead(observations, context))
+        planner = PerfModelPlanner(profiles, gamma, (t_o, t_u), arrivals=arrivals)
+        return replace(planner, unexplained=planner._compare(observations, context, self.unexplained))
 
     def _arrivals(self, observations: StepObservations, context: PlanContext) -> dict[str, float]:
         """What is known of each worker's own part of averaging, with the newest differences between workers."""
@@ -214,16 +214,14 @@ class PerfModelPlanner:
         found = own_arrivals(known, arrival_differences(observations.last_sync))
         return {**self.arrivals, **{names[rank]: seconds for rank, seconds in found.items()}}
 
-    def _overhead(self, observations: StepObservations, context: PlanContext) -> float:
-        """Blend of the known overhead with what the observed steps took longer than predicted."""
+    def _compare(self, observations: StepObservations, context: PlanContext, unexplained: Unexplained) -> Unexplained:
+        """What is unexplained so far, with what the observed steps took; ``self`` predicts by eq. 7 alone."""
         cluster = self.cluster(context)
         rows = np.isfinite(observations.step_time[:, 0])
         if cluster is None or not rows.any():
-            return self.overhead
-        measured = observations.step_time[rows].max(axis=1)
+            return unexplained
         predicted = np.array([cluster.step_time(sizes) for sizes in observations.local_batch_sizes[rows]])
-        unexplained = pace(measured - predicted) + self.overhead
-        return max(0.0, _blend(self.overhead, unexplained) if self.overhead else unexplained)
+        return unexplained.observe(predicted.mean(), pace(observations.step_time[rows].max(axis=1)))
 
     def decide(
         self, observations: StepObservations, current: BatchPlan, context: PlanContext
@@ -257,7 +255,7 @@ class PerfModelPlanner:
             "profiles": {identity: profile.state_dict() for identity, profile in self.profiles.items()},
             "gamma": float(self.gamma),
             "sync_times": None if self.sync_times is None else [float(t) for t in self.sync_times],
-            "overhead": float(self.overhead),
+            "unexplained": [list(window) for window in self.unexplained.windows],
             "arrivals": {identity: float(seconds) for identity, seconds in self.arrivals.items()},
         }
 
@@ -268,7 +266,7 @@ class PerfModelPlanner:
             {identity: NodeProfile.from_state_dict(points) for identity, points in state["profiles"].items()},
             float(state["gamma"]),
             None if sync is None else (float(sync[0]), float(sync[1])),
-            float(state["overhead"]),
+            Unexplained(tuple((float(x), float(y)) for x, y in state.get("unexplained", ()))),
             {identity: float(seconds) for identity, seconds in state.get("arrivals", {}).items()},
         )
 

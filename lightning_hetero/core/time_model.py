@@ -211,6 +211,17 @@ class ClusterTimeModel:
             return self
         return ClusterTimeModel(tuple(node.accumulated(n) for node in self.nodes), self.gamma, self.t_o, self.t_u)
 
+    def slowed(self, share: float, seconds: float) -> "ClusterTimeModel":
+        """Model of a cluster whose every step takes ``(1 + share) T + seconds``.
+
+        Example:
+            >>> ClusterTimeModel((NodeTimeModel(1, 0, 2, 0),), t_u=1.0).slowed(0.5, 0.25).step_time([2])
+            10.75
+        """
+        more = 1.0 + share
+        nodes = tuple(NodeTimeModel(more * n.q, more * n.s, more * n.k, more * n.m) for n in self.nodes)
+        return ClusterTimeModel(nodes, self.gamma, more * self.t_o, more * self.t_u + seconds)
+
     @classmethod
     def fit(cls, observations: StepObservations) -> "ClusterTimeModel":
         """Learn all coefficients from observed steps (Cannikin, sec. 4.5, with the estimators of eq. 12).
