@@ -85,7 +85,8 @@ def gather_over_ranks(
         A future or an :class:`Arrival`: something to wait for.
     """
     if dist.get_backend(group) == "nccl":
-        work = dist.all_gather_into_tensor(rows, rows[own], group=group, async_op=True)  # in place
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13
+        work = gather(rows.view(-1), rows[own], group=group, async_op=True)  # in place
         return work.get_future().then(partial(partial(_tell, arrived), range(len(rows))))
     works = [
         dist.broadcast(row, src=source, group=group, async_op=True) for source, row in zip(sources, rows, strict=True)

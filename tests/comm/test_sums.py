@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_hetero.comm import sums
+from tests.helpers import run_ranks
 
 
 class Clocked:
@@ -57,3 +59,17 @@ def test_who_does_not_wait_is_called_back_for_each_row():
     arrival.wait()
     assert rows == [0, 1]
     assert called == [True]
+
+
+def _gathered(rank):
+    dist.init_process_group("gloo")
+    sums.dist.get_backend = lambda group=None: "nccl"  # the way of NCCL, which gloo can go as well
+    rows = torch.zeros(3, 5, dtype=torch.uint8)
+    rows[rank] = rank + 1
+    seen = []
+    sums.gather_over_ranks(rows, rank, range(3), None, seen.append).wait()
+    return rows[:, 0].tolist(), sorted(seen)
+
+
+def test_one_call_gathers_all_rows_where_the_backend_does_that_in_place():
+    assert run_ranks(_gathered, 3) == [([1, 2, 3], [0, 1, 2])] * 3

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
 from lightning_hetero.comm import sums, topology
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.topology import Topology
+from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
 from tests.comm.test_gradient_hook import TINY
 from tests.helpers import fit, run_ranks
 from tests.strategies.test_compression import Wide, points, same_everywhere, saving
@@ -162,3 +164,20 @@ def test_wrong_arguments_are_refused_at_construction():
 def test_clusters_that_do_not_fit_the_job_are_refused_on_every_rank():
     errors = run_ranks(_fit, 4, [[0, 1, 2]], None, {}, expect_errors=True)
     assert [(rank, kind) for rank, kind, _ in errors] == [(rank, "ValueError") for rank in range(4)]
+
+
+def _alone(rank):
+    few = {"accelerator": "cpu", "devices": 1, "num_nodes": 4}
+    trainer = L.Trainer(strategy=HeteroDDPStrategy(hierarchy=[[0, 1, 2]]), max_epochs=1, logger=False, **few)
+    fabric = Fabric(strategy=FabricStrategy(hierarchy=[[0, 1, 2]]), **few)
+    loader = torch.utils.data.DataLoader(points(), 4)
+    with pytest.raises(ValueError, match="Name each rank once"):
+        trainer.fit(Wide(), loader)
+    with pytest.raises(ValueError, match="Name each rank once"):
+        fabric.launch()
+    return dist.is_initialized()
+
+
+def test_they_are_refused_before_anybody_waits_for_the_others():
+    """The other three ranks do not exist."""
+    assert run_ranks(_alone, 1, timeout=40.0) == [False]
