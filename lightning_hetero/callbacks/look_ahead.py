@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.callbacks.policy import Callback, MisconfigurationException
+from lightning_hetero.callbacks.policy import Callback, engine_of
 from lightning_hetero.compression.layout import flat_view
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.optim.look_ahead import expected_move, foresees
@@ -49,13 +49,8 @@ class LookAheadCallback(Callback):
         Raises:
             MisconfigurationException: if the trainer runs with another strategy.
         """
-        engine = getattr(trainer.strategy, "engine", None)
-        if not isinstance(engine, HeteroEngine):
-            raise MisconfigurationException(
-                f"LookAheadCallback needs a strategy that can delay gradients; got {type(trainer.strategy).__name__}. "
-                "Use HeteroDDPStrategy(staleness=1)."
-            )
-        self._engine = engine
+        needs = "LookAheadCallback needs a strategy that can delay gradients"
+        self._engine = engine_of(trainer, needs, "HeteroDDPStrategy(staleness=1)")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Ask for this worker's own part of delayed sums."""

@@ -20,13 +20,37 @@ except ImportError:  # only the standalone package is installed
     from pytorch_lightning import Callback  # type: ignore[assignment]
     from pytorch_lightning.utilities.exceptions import MisconfigurationException  # type: ignore[assignment]
 
-__all__ = ["DynamicBatchPIDCallback", "PerfModelCallback", "PolicyCallback", "policy_callback", "policy_states"]
+__all__ = [
+    "DynamicBatchPIDCallback",
+    "PerfModelCallback",
+    "PolicyCallback",
+    "engine_of",
+    "policy_callback",
+    "policy_states",
+]
 
 
 def policy_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
     """States of policies in a checkpoint of Lightning's; none in one of plain DDP's."""
     states = checkpoint.get("callbacks", {}).values()
     return [state for state in states if isinstance(state, dict) and {"policy", "engine"} <= set(state)]
+
+
+def engine_of(trainer: Any, needs: str, use: str) -> HeteroEngine:
+    """The engine of a trainer's strategy.
+
+    Args:
+        trainer: the trainer.
+        needs: who needs what, for the error.
+        use: what has it, for the error.
+
+    Raises:
+        MisconfigurationException: if the trainer runs with another strategy.
+    """
+    engine = getattr(trainer.strategy, "engine", None)
+    if not isinstance(engine, HeteroEngine):
+        raise MisconfigurationException(f"{needs}; got {type(trainer.strategy).__name__}. Use {use}.")
+    return engine
 
 
 def _lengthen_bar(trainer: Any) -> None:
@@ -72,13 +96,8 @@ class PolicyCallback(Callback):
         Raises:
             MisconfigurationException: if the trainer runs with another strategy.
         """
-        engine = getattr(trainer.strategy, "engine", None)
-        if not isinstance(engine, HeteroEngine):
-            raise MisconfigurationException(
-                f"{type(self).__name__} needs a strategy that can split batches unevenly; got "
-                f"{type(trainer.strategy).__name__}. Use Trainer(strategy='hetero_ddp')."
-            )
-        self._engine = engine
+        needs = f"{type(self).__name__} needs a strategy that can split batches unevenly"
+        engine = self._engine = engine_of(trainer, needs, "Trainer(strategy='hetero_ddp')")
         self._first = self._first or (self.planner,)
         if stage == "fit":
             engine.noise, engine.noise_scale = None, lambda: None  # who measures the noise of this fit comes after us

@@ -10,19 +10,12 @@ import torch
 from torch import nn
 
 from lightning_hetero.compression.gradients import BlockGradient, BlockMarks
-from lightning_hetero.optim import SparseAdamW, SparseSGD, triton_step
 from lightning_hetero.optim import sparse_steps as module
+from lightning_hetero.optim import triton_step
+from tests.optim.kinds import KINDS
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 SIZES = (16 * 20, 16 * 17 + 5, 1)
-KINDS = {
-    "sgd": (SparseSGD, {"lr": 0.1}),
-    "decay": (SparseSGD, {"lr": 0.1, "weight_decay": 0.05}),
-    "momentum": (SparseSGD, {"lr": 0.05, "momentum": 0.9}),
-    "momentum decay": (SparseSGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}),
-    "nesterov": (SparseSGD, {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.1, "nesterov": True}),
-    "adamw": (SparseAdamW, {"lr": 0.01, "weight_decay": 0.1}),
-}
 CASES = [
     *((kind, "later", torch.float32, torch.float32) for kind in KINDS),
     *((kind, "ahead", torch.float32, torch.float32) for kind in ("momentum", "nesterov", "adamw")),

@@ -6,23 +6,16 @@ from torch import nn
 
 from lightning_hetero.compression import encoder
 from lightning_hetero.compression.gradients import BlockGradient
-from lightning_hetero.optim import SparseAdamW, SparseSGD
+from lightning_hetero.optim import SparseAdamW
 from lightning_hetero.optim import sparse_steps as module
+from tests.optim.kinds import KINDS as ALIKE
 
 pytest.importorskip("numba", exc_type=ImportError)
 
 from lightning_hetero.optim import numba_step
 
 SHAPES = ((16 * 40,), (30, 27), (3, 8, 5, 5), (3,), (1,))
-KINDS = {
-    "sgd": (SparseSGD, {"lr": 0.1}),
-    "decay": (SparseSGD, {"lr": 0.1, "weight_decay": 0.05}),
-    "momentum": (SparseSGD, {"lr": 0.05, "momentum": 0.9}),
-    "momentum decay": (SparseSGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}),
-    "nesterov": (SparseSGD, {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.1, "nesterov": True}),
-    "adamw": (SparseAdamW, {"lr": 0.01, "weight_decay": 0.1}),
-    "adamw, short memory": (SparseAdamW, {"lr": 0.01, "betas": (0.3, 0.5), "eps": 1e-3}),
-}
+KINDS = {**ALIKE, "adamw, short memory": (SparseAdamW, {"lr": 0.01, "betas": (0.3, 0.5), "eps": 1e-3})}
 
 
 @pytest.fixture(autouse=True)
