@@ -1,5 +1,6 @@
 """Run a function on several ranks in forked processes with a wall limit, and small models to train there."""
 
+import faulthandler
 import os
 import signal
 import socket
@@ -7,8 +8,10 @@ import sys
 import time
 import traceback
 import warnings
+from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import wait
+from pathlib import Path
 
 import lightning as L
 import numpy as np
@@ -44,6 +47,7 @@ def _forget_accelerate():
 
 
 def _child(connection, fn, args, rank, world_size, port, env):
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint")
     warnings.filterwarnings("ignore", "Using `DistributedSampler` with the dataloaders")
@@ -72,12 +76,23 @@ def _tracebacks(results):
     return "\n".join(f"--- rank {rank}\n{text}" for rank, text in failed)
 
 
+def _say_where(pids):
+    """These processes and their children write their stacks to stderr, one after the other."""
+    for pid in pids:
+        children = Path(f"/proc/{pid}/task/{pid}/children")
+        for one in [pid, *map(int, children.read_text().split() if children.exists() else ())]:
+            with suppress(ProcessLookupError):
+                os.kill(one, signal.SIGUSR1)
+            time.sleep(0.3)
+
+
 def run_ranks(fn, world_size, *args, timeout=90.0, env=None, expect_errors=False):
     """``fn(rank, *args)`` on every rank at once; the list of results.
 
     Raises:
         RankError: if a rank raised.
-        TimeoutError: if the ranks were not done within ``timeout`` seconds; they are killed.
+        TimeoutError: if the ranks were not done within ``timeout`` seconds; they and their loaders' workers write where
+            they are to stderr, and are killed.
     """
     torch.set_num_threads(1)
     port = free_port()
@@ -98,6 +113,7 @@ def run_ranks(fn, world_size, *args, timeout=90.0, env=None, expect_errors=False
             if not ready:
                 missing = ", ".join(map(str, sorted(open_pipes.values())))
                 text = f"rank {missing} of {world_size} was not done within {timeout} s"
+                _say_where([processes[rank].pid for rank in open_pipes.values()])
                 raise TimeoutError(f"{text}\n{_tracebacks(results)}")
             for pipe in ready:
                 rank = open_pipes.pop(pipe)

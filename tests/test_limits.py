@@ -39,7 +39,7 @@ STATUSES = ("works", "works, with a rule", "refused")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 N, SPLIT, STEPS = 11, {"local_batch_sizes": [3, 1]}, 3  # batches of 4, 4 and 3 samples
-SECONDS = 20
+SECONDS = 60
 CASES = {}
 
 

@@ -15,6 +15,7 @@ from lightning_hetero.core.metrics import exchange_metrics
 from lightning_hetero.core.planner import PerfModelPlanner, Proposal, StaticPlanner
 from lightning_hetero.core.profile import NodeProfile
 from lightning_hetero.core.time_model import StepObservations
+from lightning_hetero.core.unexplained import Unexplained
 from lightning_hetero.engine import HeteroEngine
 from tests.helpers import Points, fit, run_ranks, trainer_of
 
@@ -190,7 +191,9 @@ def test_line_of_a_plan_says_why_and_what_it_gains():
 
 
 def test_state_round_trip():
-    planner = PerfModelPlanner({"a": NodeProfile().observe(4, [0.1] * 9, [0.2] * 9)}, 0.5, (0.01, 0.02), 0.003)
+    profile = NodeProfile().observe(4, [0.1] * 9, [0.2] * 9)
+    unexplained = Unexplained().observe(0.3, 0.303).observe(0.5, 0.507)
+    planner = PerfModelPlanner({"a": profile}, 0.5, (0.01, 0.02), unexplained, {"a": 0.004})
     state = PolicyCallback(planner).state_dict()
     assert state["policy"] == "perf_model"
     restored = PerfModelCallback()
