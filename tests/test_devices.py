@@ -1,0 +1,142 @@
+"""One job on workers of the same and of different kinds: a GPU beside a CPU over gloo, GPUs over NCCL.
+
+What needs a GPU is marked; the pair of CPUs shows the same tests at work without one.
+"""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_hetero import BlockTopK, GNSCallback, HeteroDDPStrategy
+from lightning_hetero.strategies._probe import largest_training_batch
+from tests.helpers import Points, Regressor, covered, run_ranks, trainer_of
+
+PAIRS = [("cpu", "cpu"), *(pytest.param(pair, marks=pytest.mark.gpu) for pair in (("cuda", "cpu"), ("cpu", "cuda")))]
+BLOCKS = BlockTopK(density=0.5, block=4, warmup_steps=1)
+EXCHANGES = {
+    "dense": {},
+    "late": {"staleness": 1},
+    "block top-k": {"compression": BLOCKS},
+    "block top-k, sparse optimizer": {"compression": BLOCKS, "sparse_optimizer": True},
+}
+N, TOTAL, EPOCHS = 64, 8, 3
+
+
+def need_gpus(count):
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPU" + "s" * (count > 1))
+
+
+class Measured(Regressor):
+    """Remembers where it ran and what was measured there; gradients stay on their device."""
+
+    def on_before_optimizer_step(self, optimizer):
+        self.place = self.device.type
+
+
+def _fit(rank, strategy, world_size, **kwargs):
+    dtype = torch.float32 if isinstance(strategy, dict) and "compression" in strategy else torch.float64
+    model = Measured(dtype=dtype)
+    trainer = trainer_of(
+        strategy if isinstance(strategy, str) else HeteroDDPStrategy(**strategy),
+        world_size,
+        max_epochs=EPOCHS,
+        callbacks=[] if isinstance(strategy, str) else [GNSCallback()],
+        **kwargs,
+    )
+    share = TOTAL // trainer.world_size
+    trainer.fit(model, DataLoader(Points(N, dtype=dtype), share, shuffle=True))
+    watched = trainer.strategy.observations() if isinstance(strategy, dict) else None
+    return {"weights": model.flat(), "seen": model.seen, "place": model.place, "observations": watched}
+
+
+def _fit_beside(rank, devices, strategy):
+    """Two machines of one device each, which meet over gloo."""
+    os.environ.update(LOCAL_RANK="0", NODE_RANK=str(rank))
+    strategy = {"local_batch_sizes": [6, 2], "process_group_backend": "gloo", **strategy}
+    return _fit(rank, strategy, 1, num_nodes=2, accelerator="gpu" if devices[rank] == "cuda" else "cpu")
+
+
+def _fit_over_nccl(rank, world_size, strategy):
+    return _fit(rank, strategy, world_size, accelerator="gpu")
+
+
+def agree(results):
+    """The same weights everywhere, each sample once an epoch, and times measured by every worker's own clock."""
+    for result in results:
+        rtol = 1e-9 if result["weights"].dtype == np.float64 else 1e-4
+        np.testing.assert_allclose(result["weights"], results[0]["weights"], rtol=rtol, atol=rtol)
+        watched = result["observations"]
+        assert watched.num_steps > 0
+        for seconds in (watched.forward, watched.backward):
+            assert np.isfinite(seconds).all()
+            assert (seconds > 0).all()
+    for epoch in range(EPOCHS):
+        assert covered(results, epoch) == list(range(N))
+
+
+def one_process():
+    return run_ranks(_fit, 1, "ddp", 1)[0]["weights"]
+
+
+@pytest.mark.parametrize("kind", EXCHANGES)
+@pytest.mark.parametrize("devices", PAIRS)
+def test_workers_of_two_kinds_train_one_model(devices, kind):
+    need_gpus(devices.count("cuda"))
+    results = run_ranks(_fit_beside, 2, devices, EXCHANGES[kind])
+    assert tuple(result["place"] for result in results) == devices
+    agree(results)
+    if kind == "dense":
+        np.testing.assert_allclose(results[0]["weights"], one_process(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", EXCHANGES)
+def test_a_gpu_for_each_rank_over_nccl(kind):
+    need_gpus(1)
+    world_size = 2 if torch.cuda.device_count() > 1 else 1
+    strategy = {"process_group_backend": "nccl", **EXCHANGES[kind]}
+    results = run_ranks(_fit_over_nccl, world_size, world_size, strategy)
+    agree(results)
+    if kind == "dense":
+        np.testing.assert_allclose(results[0]["weights"], one_process(), rtol=1e-9, atol=1e-12)
+
+
+class Wide(Regressor):
+    """Keeps 16 MiB of activations for each sample."""
+
+    def __init__(self):
+        super().__init__(dtype=torch.float32)
+        self.net = nn.Sequential(nn.Linear(5, 2**22), nn.Tanh(), nn.Linear(2**22, 1))
+
+
+def _largest(rank):
+    """The bound that is found in 2 GiB, and what happens there and a quarter above."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_per_process_memory_fraction(2**31 / torch.cuda.get_device_properties(device).total_memory)
+    model = Wide().to(device)
+    found = largest_training_batch(model, DataLoader(Points(16, dtype=torch.float32), 4), device, limit=4096)
+
+    def fits(size):
+        try:
+            model.zero_grad()
+            batch = torch.randn(size, 5), torch.randn(size, 1), torch.arange(size)
+            model.loss([part.to(device) for part in batch]).backward()
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    return found, fits(found), fits(found + found // 4 + 1)
+
+
+@pytest.mark.gpu
+def test_the_memory_of_a_gpu_bounds_the_batch():
+    need_gpus(1)
+    ((found, fits, fits_more),) = run_ranks(_largest, 1)
+    assert 1 <= found < 4096
+    assert fits
+    assert not fits_more
