@@ -110,7 +110,7 @@ def sparse_adamw(
         beta2: decay of the second moment.
         one_minus_beta2: ``1 - beta_2``.
         root: ``sqrt(1 - beta_2^t)``.
-        size: ``lr / (1 - beta_1^t)``, times the geometric sum of what is paid ahead.
+        size: ``-lr / (1 - beta_1^t)``, times the geometric sum of what is paid ahead.
         eps: of AdamW.
         small: added to the root of ``v`` in what is owed.
         numel: elements of the parameter.
@@ -137,7 +137,7 @@ def sparse_adamw(
         p = p * shrink
         m += (g - m) * one_minus_beta1
         v = v * beta2 + g * g * one_minus_beta2
-        p -= size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
+        p += size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
         if AHEAD:
             m = tl.zeros_like(m)
         tl.store(p_ptr + at, _stored(p, p_ptr), mask=inside)

@@ -1,12 +1,12 @@
 """Steps of the sparse optimizers on GPU: what the kernels need to know, handed over with no wait and no allocation."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from lightning_hetero.optim import kernels
+from lightning_hetero.optim.kernel_step import KernelStep
 
 __all__ = ["Marked", "TritonSteps"]
 
@@ -14,60 +14,22 @@ TILE = 32
 OPTIONS: Any = {"num_warps": 4, "enable_fp_fusion": False}
 
 
-@dataclass(frozen=True)
-class Marked:
-    """Blocks of one parameter in one step.
+class Marked(KernelStep):
+    """Touched blocks by a mark for each block, bool."""
 
-    Args:
-        block: elements of a block.
-        touched: a mark for each block, bool.
-        settled: step up to which each block is settled.
-        table: coefficients of owed steps, ``None`` if nothing is owed.
-        step: number of this step since the table began.
-    """
-
-    block: int
-    touched: torch.Tensor
-    settled: torch.Tensor
-    table: torch.Tensor | None
-    step: int
-
-    def sgd(self, tensors: list[torch.Tensor], group: dict[str, Any], *, rest: float | None) -> None:
-        """Momentum SGD.
-
-        Args:
-            tensors: parameter, gradient and, with momentum, its buffer: flat.
-            group: settings.
-            rest: what a touched block takes of its momentum at once, ``None`` if it is paid later.
-        """
+    def _sgd(self, tensors: list[torch.Tensor], rates: tuple[float, ...], *, nesterov: bool, ahead: bool) -> None:
         p, g, *buffers = tensors
         table = p if self.table is None else self.table
         kernels.sparse_sgd[self._grid](
             p, g, buffers[0] if buffers else p, self.touched.view(torch.uint8), self.settled, table, self.step,
-            group["lr"], group["weight_decay"], group["momentum"], rest or 0.0, p.numel(), len(self.touched),
-            BLOCK=self.block, TILE=TILE, MOMENTUM=bool(buffers), NESTEROV=bool(group["nesterov"]),
-            AHEAD=rest is not None, OWES=self.table is not None, **OPTIONS,
+            *rates, p.numel(), len(self.touched), BLOCK=self.block, TILE=TILE, MOMENTUM=bool(buffers),
+            NESTEROV=nesterov, AHEAD=ahead, OWES=self.table is not None, **OPTIONS,
         )  # fmt: skip
 
-    def adamw(
-        self, tensors: list[torch.Tensor], group: dict[str, Any], *, number: int, ahead: float, small: float
-    ) -> None:
-        """AdamW.
-
-        Args:
-            tensors: parameter, gradient and both moments: flat.
-            group: settings.
-            number: of this step in the bias corrections, ``t``.
-            ahead: geometric sum of what is paid ahead; 1 if nothing is.
-            small: added to the root of ``v`` in what is owed.
-        """
-        lr, (beta1, beta2) = group["lr"], group["betas"]
-        p, g, m, v = tensors
+    def _adamw(self, tensors: list[torch.Tensor], rates: tuple[float, ...], *, ahead: bool) -> None:
         kernels.sparse_adamw[self._grid](
-            p, g, m, v, self.touched.view(torch.uint8), self.settled, self.table, self.step,
-            1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, (1 - beta2**number) ** 0.5,
-            lr * ahead / (1 - beta1**number), group["eps"], small, p.numel(), len(self.touched),
-            BLOCK=self.block, TILE=TILE, AHEAD=ahead > 1, **OPTIONS,
+            *tensors, self.touched.view(torch.uint8), self.settled, self.table, self.step,
+            *rates, tensors[0].numel(), len(self.touched), BLOCK=self.block, TILE=TILE, AHEAD=ahead, **OPTIONS,
         )  # fmt: skip
 
     @property

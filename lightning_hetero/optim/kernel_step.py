@@ -1,0 +1,69 @@
+"""A step of a sparse optimizer on one parameter in one kernel: which blocks it touches, and by which numbers."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["KernelStep"]
+
+
+@dataclass(frozen=True)
+class KernelStep(ABC):
+    """Touched blocks of one parameter in one step.
+
+    Args:
+        block: elements of a block.
+        touched: which blocks, as the kernels want it: their numbers, or a mark for each block.
+        settled: step up to which each block of the parameter is settled.
+        table: coefficients of owed steps, ``None`` if nothing is owed.
+        step: number of this step since the table began.
+    """
+
+    block: int
+    touched: torch.Tensor
+    settled: torch.Tensor
+    table: Any
+    step: int
+
+    def sgd(self, tensors: list[torch.Tensor], group: dict[str, Any], *, rest: float | None) -> None:
+        """Momentum SGD.
+
+        Args:
+            tensors: parameter, gradient and, with momentum, its buffer: flat.
+            group: settings.
+            rest: what a touched block takes of its momentum at once, ``None`` if it is paid later.
+        """
+        rates = (group["lr"], group["weight_decay"], group["momentum"], rest or 0.0)
+        self._sgd(tensors, rates, nesterov=bool(group["nesterov"]), ahead=rest is not None)
+
+    def adamw(
+        self, tensors: list[torch.Tensor], group: dict[str, Any], *, number: int, ahead: float, small: float
+    ) -> None:
+        """AdamW.
+
+        Args:
+            tensors: parameter, gradient and both moments: flat.
+            group: settings.
+            number: of this step in the bias corrections, ``t``.
+            ahead: geometric sum of what is paid ahead; 1 if nothing is.
+            small: added to the root of ``v`` in what is owed.
+        """
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        size, root = -lr * ahead / (1 - beta1**number), (1 - beta2**number) ** 0.5
+        rates = (1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, root, size, group["eps"], small)
+        self._adamw(tensors, rates, ahead=ahead > 1)
+
+    @abstractmethod
+    def _sgd(self, tensors: list[torch.Tensor], rates: tuple[float, ...], *, nesterov: bool, ahead: bool) -> None:
+        """By learning rate, weight decay, momentum, and what is paid of it at once."""
+
+    @abstractmethod
+    def _adamw(self, tensors: list[torch.Tensor], rates: tuple[float, ...], *, ahead: bool) -> None:
+        """By its numbers.
+
+        In this order: ``1 - lr w``; ``1 - beta_1``; ``beta_2``; ``1 - beta_2``; ``sqrt(1 - beta_2^t)``; ``-lr / (1 -
+        beta_1^t)``, times the geometric sum of what is paid ahead; ``eps``; what is added to the root of ``v`` in what
+        is owed.
+        """
