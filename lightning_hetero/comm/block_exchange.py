@@ -247,9 +247,9 @@ class BlockExchange:
         begin = self._clock.mark()
         if self.topology.leads:
             if self._finite:
-                self.encoder.encode(self._message, step=self.step)
+                self.encoder.encode(self._message, step=self.step, rank=self.topology.cluster)
             else:
-                self.encoder.give_up(self._message, step=self.step)
+                self.encoder.give_up(self._message, step=self.step, rank=self.topology.cluster)
             if self.on_host:
                 self.rows[self.topology.cluster].copy_(self._message)
         self._spans.append((begin, self._clock.mark()))

@@ -17,7 +17,7 @@ from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.comm.link import Undecided, latency
 from lightning_hetero.comm.link_watch import LinkWatch
-from lightning_hetero.comm.residuals import own_share
+from lightning_hetero.comm.residuals import Owed, own_share
 from lightning_hetero.comm.sending import StepReport
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.torch_hooks import HalfExchange, LowRankExchange
@@ -70,6 +70,7 @@ class GradientCompression:
         self.choice: DensityChoice | None = None
         self._restored: dict[str, Any] = {}
         self._idle: dict[str, Any] = {}
+        self._scaled = False
         self._module: weakref.ref[nn.Module] | None = None
 
     @classmethod
@@ -109,8 +110,11 @@ class GradientCompression:
             self._optimizers = []
         self._module = weakref.ref(module)
         before, self.exchange, self._idle, self._undecided = self.state_dict_of_rank(), None, {}, None
+        self.hook.owed, self._scaled = None, grad_scale is not None
         if self.control.world_size > 1 and parameters:
             self._make(parameters, before, grad_scale, hold_unused)
+        elif parameters:
+            self._owe(own_share(self._restored, self._topology(), self.control.rank) or before)
         self._connect()
 
     def _make(
@@ -158,10 +162,24 @@ class GradientCompression:
             self.exchange.set_density(choice.density)
             return
         state = self.state_dict_of_rank()
-        if any(residual.any() for residual in state["residuals"].values()):
-            log.warning("sums are dense: what compression has not sent yet waits, and rides in the checkpoint")
-            self._idle = state
         self.exchange = self.hook.inner = None
+        self._owe(state)
+
+    def _owe(self, state: dict[str, Any]) -> None:
+        """Sums are dense: what compression had not sent goes into the next one."""
+        residuals = {name: r for name, r in state.get("residuals", {}).items() if r.any()}
+        module = None if self._module is None else self._module()
+        if not residuals or module is None:
+            return
+        self._idle, self._restored = {**state, "residuals": residuals}, {}
+        if self._scaled:
+            log.warning(
+                "sums are dense: what compression has not sent yet waits, and rides in the checkpoint, because a loss "
+                'scaler may skip the step that it would go into; use precision="bf16-mixed" or go on compressing'
+            )
+            return
+        self.hook.owed = Owed(residuals, dict(module.named_parameters()), self.control.world_size)
+        log.info("sums are dense: what compression has not sent yet goes into the next one")
 
     def _topology(self) -> Topology:
         return self.hook.topology or Topology.straight(self.control.rank, self.control.world_size)
@@ -351,7 +369,7 @@ class GradientCompression:
     def state_dict_of_rank(self) -> dict[str, Any]:
         """Residuals by parameter, and what else this rank needs to go on."""
         if self.exchange is None:
-            return self._idle
+            return self._idle if self._idle.get("residuals") else {}
         return {
             "kind": type(self.exchange).__name__,
             "residuals": self.exchange.residuals(),
@@ -373,10 +391,13 @@ class GradientCompression:
             self._go_on(state)
         elif self.exchange is not None:
             self.exchange.load_residuals({})
+        elif self.control.world_size == 1:
+            self._owe(own_share(state, self._topology(), self.control.rank))
 
     def forget(self) -> None:
         """Let the model that is attached next begin as the first one did."""
         self._restored, self._idle, self._module, self.exchange, self.choice = {}, {}, None, None, None
+        self.hook.owed = None
         self.watch = LinkWatch(self._topology().size)
 
     def _go_on(self, state: dict[str, Any]) -> None:
@@ -385,8 +406,8 @@ class GradientCompression:
 
     def _take_over(self, own: dict[str, Any]) -> None:
         assert self.exchange is not None
-        self.exchange.load_residuals(own["residuals"])
-        if own["kind"] == type(self.exchange).__name__ and own["extra"]:
+        self.exchange.load_residuals(own.get("residuals", {}))
+        if own.get("kind") == type(self.exchange).__name__ and own["extra"]:
             self.exchange.load_extra_state(own["extra"])
-        if own["residuals"] and isinstance(self.exchange, HalfExchange):
+        if own.get("residuals") and isinstance(self.exchange, HalfExchange):
             log.warning("the checkpoint has gradients that were not sent yet, which 16-bit sums cannot send")

@@ -41,6 +41,7 @@ class HookState:
         weighted: whether the loss has to be weighted at present, so that an unweighted backward pass is an error.
         inner: a hook that does the averaging: a user's, e.g. ``fp16_compress_hook``, or a compressor.
         inner_state: its state.
+        owed: adds what an earlier run had not sent to a bucket, and tells whether that is all.
         topology: how gradients travel; straight between all ranks by default.
         staleness: averages in place of ``inner``, some buckets with a delay of one step.
         restored: state of ``staleness`` in a checkpoint, until there is one that takes it.
@@ -62,6 +63,7 @@ class HookState:
     weighted: bool = False
     inner: Hook | None = None
     inner_state: Any = None
+    owed: Callable[[dist.GradBucket], bool] | None = None
     topology: Topology | None = None
     staleness: Delays | None = None
     restored: dict[str, Any] = field(default_factory=dict)
@@ -155,6 +157,8 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     buffer, parameters = bucket.buffer(), bucket.parameters
     if state.collect_norms:
         state.local_squares.extend(state.norms.of_bucket(buffer, parameters))
+    if state.owed is not None and state.owed(bucket):
+        state.owed = None
     late: bool | list[bool] = False
     if state.staleness is not None:
         future = state.staleness(bucket)

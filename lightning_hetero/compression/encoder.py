@@ -108,23 +108,24 @@ class BlockEncoder(BlockMerger):
                 self.scores[begin:end].mul_(self.balance.factors[slot.name])
         return SELECT[self.selector](self.scores.numpy(), min(self.form.k, len(self.scores)), self.state, **faster)
 
-    def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0) -> int:
+    def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> int:
         """Write the message of this step and take what it holds out of the residual; returns its number of blocks."""
         indices = self._select()
         blocks = self.residual.view(-1, self.layout.block)
         where = torch.from_numpy(indices)
         chosen = take_rows(blocks, where)
-        sent = self.form.write(message, indices, chosen, bucket=bucket, step=step).to(chosen.dtype)
+        sent = self.form.write(message, indices, chosen, bucket=bucket, step=step, rank=rank).to(chosen.dtype)
         put_rows(blocks, where, chosen.sub_(sent))
         self._sent = (where, sent)
         if self.balance is not None:
             self.balance.follow(indices, sent.numpy())
         return len(indices)
 
-    def give_up(self, message: torch.Tensor, *, step: int, bucket: int = 0) -> None:
+    def give_up(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> None:
         """Write a message that says that this rank's gradient is not finite."""
         nothing = torch.zeros(0, self.layout.block)
-        self.form.write(message, np.zeros(0, np.int64), nothing, bucket=bucket, step=step, flags=NON_FINITE)
+        none = np.zeros(0, np.int64)
+        self.form.write(message, none, nothing, bucket=bucket, step=step, rank=rank, flags=NON_FINITE)
 
     def undo(self) -> None:
         """Leave the step out: take back what was sent, then the gradient, to one rounding."""

@@ -13,7 +13,7 @@ from lightning_hetero.compression.encoder import BlockEncoder
 from lightning_hetero.compression.layout import Layout, Slot
 from lightning_hetero.compression.reference import Pack
 from lightning_hetero.compression.selectors import Indices, Scores, at_least
-from lightning_hetero.compression.wire import HEADER, MAGIC, VERSION, MessageFormat
+from lightning_hetero.compression.wire import HEADER, MAGIC, VERSION, MessageFormat, address
 
 __all__ = ["NumbaEncoder"]
 
@@ -84,7 +84,7 @@ class NumbaEncoder(BlockEncoder):
             self._threads = ThreadPoolExecutor(torch.get_num_threads(), "lightning_hetero")
         return self._threads
 
-    def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0) -> int:
+    def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> int:
         """Write the message of this step and take what it holds out of the residual; returns its number of blocks."""
         form, data = self.form, message.numpy()
         indices = self._select(**({"search": self._at_least} if self.selector == "exact" else {}))
@@ -93,7 +93,7 @@ class NumbaEncoder(BlockEncoder):
         else:
             kernels.number(data, indices, HEADER + form.counts_bytes)
         kernels.take(self._arrays[0], indices, form.block, KINDS[form.value_dtype], data, *form.parts_at)
-        form.write_header(message, len(indices), 0, bucket=bucket, step=step, sums=_sums)
+        form.write_header(message, len(indices), 0, place=address(rank, bucket), step=step, sums=_sums)
         self._message = message
         if self.balance is not None:
             self.balance.follow(indices, form.unpack(message).values.numpy())
@@ -115,11 +115,11 @@ class NumbaEncoder(BlockEncoder):
         packs: list[Pack] = []
         form = self.form
         usual = not form.bitmap and rows.dtype == torch.uint8 and rows.shape[1] == form.num_bytes
-        for row in rows.numpy() if usual else ():
+        for rank, row in enumerate(rows.numpy() if usual else ()):
             indices, values = np.empty(form.k, np.int64), np.empty((form.k, form.block), np.float32)
             count = kernels.read(
-                row, (MAGIC | VERSION, bucket, step, form.fingerprint), form.segments, HEADER + form.counts_bytes,
-                *form.parts_at, form.num_blocks, KINDS[form.value_dtype], indices, values,
+                row, (MAGIC | VERSION, address(rank, bucket), step, form.fingerprint), form.segments,
+                HEADER + form.counts_bytes, *form.parts_at, form.num_blocks, KINDS[form.value_dtype], indices, values,
             )  # fmt: skip
             if count < 0:
                 break

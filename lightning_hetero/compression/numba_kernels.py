@@ -233,7 +233,7 @@ def read(
 
     Args:
         message: uint8.
-        due: magic and version, bucket, step and fingerprint.
+        due: magic and version, address, step and fingerprint.
         segments: of the table of segments, which begins behind the header.
         places_at: where indices begin.
         values_at: where values begin.

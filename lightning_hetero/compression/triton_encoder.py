@@ -117,7 +117,7 @@ class TritonEncoder:
         )  # fmt: skip
         return True
 
-    def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0) -> None:
+    def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> None:
         """Write the message of this step and take what it holds out of the residual."""
         form, n, tiles = self.form, self.layout.num_blocks, len(self._above)
         kernels.pick[(1,)](self._hist, self._plan, form.k, FINE=False, **OPTIONS)
@@ -141,12 +141,12 @@ class TritonEncoder:
         self._take_sums(message, 1)
         receiving.seal[(1,)](
             message[:HEADER].view(torch.int64), self._sums, self._plan, self._above_ends, self._edge_ends, tiles,
-            form.k, bucket, step, form.fingerprint, **OPTIONS,
+            form.k, rank, bucket, step, form.fingerprint, **OPTIONS,
         )  # fmt: skip
 
-    def give_up(self, message: torch.Tensor, *, step: int, bucket: int = 0) -> None:
+    def give_up(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> None:
         """The same as :meth:`encode`: the flag comes from the device."""
-        self.encode(message, step=step, bucket=bucket)
+        self.encode(message, step=step, bucket=bucket, rank=rank)
 
     @property
     def _int8(self) -> bool:

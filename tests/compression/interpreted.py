@@ -14,7 +14,7 @@ from lightning_hetero.compression import triton_encoder as module
 from lightning_hetero.compression.selectors import SelectorState
 from lightning_hetero.compression.triton_encoder import Outcome, TritonEncoder
 from lightning_hetero.compression.values import CODECS
-from lightning_hetero.compression.wire import HEADER, checksum, seal
+from lightning_hetero.compression.wire import HEADER, address, checksum, seal
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 CASES = [
@@ -170,14 +170,14 @@ def three(values="bfloat16", density=0.05, step=0):
     enc, rows = made(SIZES, density, values=values, world_size=3)
     mine = gradients_of(SIZES, torch.float32, 4)
     accumulate(enc, mine)
-    enc.encode(rows[1], step=step)
+    enc.encode(rows[1], step=step, rank=1)
     others = []
     for rank in (0, 2):
         other = BlockEncoder(enc.layout, enc.form)
         for slot, gradient in zip(enc.layout.slots, gradients_of(SIZES, torch.float32, rank), strict=True):
             other.accumulate(slot, gradient.cpu(), 0.5)
         message = torch.zeros(enc.form.num_bytes, dtype=torch.uint8)
-        other.encode(message, step=step)
+        other.encode(message, step=step, rank=rank)
         rows[rank].copy_(message)
         others.append(other)
     return enc, rows, mine, others
@@ -235,7 +235,8 @@ FAULTS = {
     "a bit of the header": (16, lambda form, m: m[33:34].bitwise_xor_(4)),
     "magic": (1, changed(0, torch.int64, 5)),
     "format": (2, changed(56, torch.int64, 1)),
-    "bucket": (4, changed(8, torch.int64, 1)),
+    "bucket": (4, lambda form, m: changed(8, torch.int64, int(m[8:16].view(torch.int64)) + 1)(form, m)),
+    "another rank's": (4, changed(8, torch.int64, address(5, 0))),
     "a message of the step before": (8, changed(16, torch.int64, 2**40)),
     "flags": (32, changed(24, torch.int64, 64)),
     "too many blocks": (32, changed(32, torch.int64, 2**33)),
@@ -302,10 +303,11 @@ def test_a_step_that_another_rank_gives_up_is_taken_back(fill):
     before = enc.residual.clone()
     second = gradients_of(SIZES, torch.float32, 9)
     accumulate(enc, second)
-    enc.encode(rows[1], step=1)
+    enc.encode(rows[1], step=1, rank=1)
     messages = rows.cpu()
     for rank in (0, 2):
-        other.give_up(messages[rank], step=1) if rank == 2 else other.encode(messages[rank], step=1)
+        give = other.give_up if rank == 2 else other.encode
+        give(messages[rank], step=1, rank=rank)
     rows.copy_(messages)
     assert not torch.equal(enc.residual, before)
     enc.receive(rows, rank=1, step=1)

@@ -90,7 +90,7 @@ KERNELS = {
     "seal": (
         receiving.seal,
         {"header_ptr": "*i64", **SUMS, "plan_ptr": I32, "above_ptr": I32, "edge_ptr": I32}
-        | {**ints("tiles k bucket step"), "fingerprint": "i64"},
+        | {**ints("tiles k rank bucket step"), "fingerprint": "i64"},
         {},
     ),
     "prefix": (receiving.prefix, {"counts_ptr": I32, "ends_ptr": I32, **ints("length stride")}, {"TILE": 1024}),

@@ -333,23 +333,37 @@ def test_residuals_are_kept_on_another_number_of_ranks(tmp_path, world_size, com
         np.testing.assert_allclose(sum(rank[name] for rank in after), before.flatten(), rtol=1e-5, atol=1e-6)
 
 
-def _dense_by_choice(rank, kwargs):
-    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-    link.measure = lambda parameters, control, topology, settings: LinkMeasurement(1e-6, 1e12, 1.0, 2, 10**6)
-    return _fit(rank, [3, 1], "auto", kwargs)
+def _paid(rank, path, world_size, settings):
+    """Gradients and residuals of steps at fixed weights, of one run that goes on from a checkpoint."""
+    if settings == "auto":
+        link.measure = lambda parameters, control, topology, settings: LinkMeasurement(1e-6, 1e12, 1.0, 2, 10**6)
+    model = Wide(lr=0.0)
+    strategy = HeteroDDPStrategy(policy="even", compression=settings)
+    trainer = trainer_of(strategy, world_size, max_steps=22, max_epochs=-1)
+    trainer.fit(model, DataLoader(points(), 6 // world_size), ckpt_path=path)
+    exchange = None if settings is None else strategy.engine.compression.exchange
+    left = None if exchange is None else [r.numpy() for r in exchange.residuals().values()]
+    return {"grads": np.stack(model.grads), "left": left}
 
 
-def test_residuals_wait_where_auto_has_chosen_dense_sums(tmp_path):
-    run(COMPRESSORS["exact"], max_steps=10, **saving(tmp_path))
+@pytest.mark.parametrize(("before", "after", "compression"), [(2, 1, SPARSE), (3, 2, SPARSE), (2, 2, "auto")])
+def test_nothing_is_lost_on_another_number_of_ranks(tmp_path, before, after, compression):
+    """Applied and left is all that was owed and came up since; on one rank, or by dense sums, it is paid at once."""
+    settings = BlockTopK(**SPARSE, value_dtype="float32")
+    run(settings, (6 // before,) * before, model=Wide(lr=0.0), max_steps=10, **saving(tmp_path))
     path = next(tmp_path.glob("*step=10.ckpt"))
-    run_ranks(_dense_by_choice, 2, {"ckpt_path": str(path), "max_steps": 24, **saving(tmp_path)})
-    before, after = (
-        torch.load(next(tmp_path.glob(f"*step={step}.ckpt")), weights_only=True)["lightning_hetero_residuals"]["ranks"]
-        for step in (10, 24)
-    )
-    for one, other in zip(before, after, strict=True):
-        assert one["residuals"].keys() == other["residuals"].keys()
-        assert all(torch.equal(one["residuals"][name], other["residuals"][name]) for name in one["residuals"])
+    ranks = torch.load(path, weights_only=True)["lightning_hetero_residuals"]["ranks"]
+    owed = np.concatenate([sum(r["residuals"][name].flatten() for r in ranks) for name in ranks[0]["residuals"]])
+    settings = "auto" if compression == "auto" else settings
+    plain = run_ranks(_paid, after, str(path), after, None)[0]["grads"]
+    results = run_ranks(_paid, after, str(path), after, settings)
+    applied = results[0]["grads"]
+    assert np.abs(owed).max() > 0.1
+    left = 0.0 if results[0]["left"] is None else sum(np.concatenate(result["left"]) for result in results)
+    np.testing.assert_allclose(applied.sum(axis=0) + left, plain.sum(axis=0) + owed, rtol=1e-4, atol=1e-4)
+    if after == 1:
+        np.testing.assert_allclose(applied[0], plain[0] + owed, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(applied[1:], plain[1:], rtol=1e-6, atol=1e-7)
 
 
 def test_checkpoints_without_compression_are_as_before(tmp_path):
