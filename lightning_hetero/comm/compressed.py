@@ -17,7 +17,7 @@ from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.comm.link import Undecided, latency
 from lightning_hetero.comm.link_watch import LinkWatch
-from lightning_hetero.comm.residuals import Owed, own_share
+from lightning_hetero.comm.residuals import Owed, own_share, unpaid
 from lightning_hetero.comm.sending import StepReport
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.torch_hooks import HalfExchange, LowRankExchange
@@ -76,15 +76,9 @@ class GradientCompression:
     @classmethod
     def of(cls, config: HeteroConfig, control: ControlPlane, hook: HookState) -> "GradientCompression | None":
         """Compression by these settings, ``None`` without any."""
-        if config.compression is None:
-            return None
-        return cls(
-            config.compression,  # type: ignore[arg-type]
-            control,
-            hook,
-            config.sparse_optimizer,
-            at_once=config.staleness > 0,  # what is late hides behind the whole step
-        )
+        settings: Any = config.compression
+        at_once = config.staleness > 0  # what is late hides behind the whole step
+        return None if settings is None else cls(settings, control, hook, config.sparse_optimizer, at_once=at_once)
 
     def attach(
         self, module: nn.Module, *, grad_scale: Callable[[], float] | None = None, hold_unused: bool = False
@@ -167,19 +161,11 @@ class GradientCompression:
 
     def _owe(self, state: dict[str, Any]) -> None:
         """Sums are dense: what compression had not sent goes into the next one."""
-        residuals = {name: r for name, r in state.get("residuals", {}).items() if r.any()}
         module = None if self._module is None else self._module()
-        if not residuals or module is None:
-            return
-        self._idle, self._restored = {**state, "residuals": residuals}, {}
-        if self._scaled:
-            log.warning(
-                "sums are dense: what compression has not sent yet waits, and rides in the checkpoint, because a loss "
-                'scaler may skip the step that it would go into; use precision="bf16-mixed" or go on compressing'
-            )
-            return
-        self.hook.owed = Owed(residuals, dict(module.named_parameters()), self.control.world_size)
-        log.info("sums are dense: what compression has not sent yet goes into the next one")
+        idle = unpaid(state)
+        if idle and module is not None:
+            self._idle, self._restored = idle, {}
+            self.hook.owed = Owed.of(idle, module, self.control.world_size, scaled=self._scaled)
 
     def _topology(self) -> Topology:
         return self.hook.topology or Topology.straight(self.control.rank, self.control.world_size)
@@ -369,7 +355,7 @@ class GradientCompression:
     def state_dict_of_rank(self) -> dict[str, Any]:
         """Residuals by parameter, and what else this rank needs to go on."""
         if self.exchange is None:
-            return self._idle if self._idle.get("residuals") else {}
+            return unpaid(self._idle)
         return {
             "kind": type(self.exchange).__name__,
             "residuals": self.exchange.residuals(),
@@ -387,10 +373,8 @@ class GradientCompression:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the residuals of an earlier run, once the model is attached or at once; without any, with zero."""
         self._restored, self._idle = state, {}
-        if self.exchange is not None and state:
+        if self.exchange is not None:
             self._go_on(state)
-        elif self.exchange is not None:
-            self.exchange.load_residuals({})
         elif self.control.world_size == 1:
             self._owe(own_share(state, self._topology(), self.control.rank))
 

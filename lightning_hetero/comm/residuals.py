@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.compression.layout import flat_view
 
-__all__ = ["Owed", "own_share"]
+__all__ = ["Owed", "own_share", "unpaid"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -42,6 +43,12 @@ def own_share(state: dict[str, Any], topology: Topology, rank: int) -> dict[str,
     return {**ranks[0], "residuals": share}
 
 
+def unpaid(state: dict[str, Any]) -> dict[str, Any]:
+    """A rank's state with those of its residuals that are not 0; empty if there is none."""
+    residuals = {name: residual for name, residual in state.get("residuals", {}).items() if residual.any()}
+    return {**state, "residuals": residuals} if residuals else {}
+
+
 class Owed:
     """What compression had not sent, added to this rank's part of the next dense sum: ``g_i + W r_i``.
 
@@ -56,6 +63,18 @@ class Owed:
     ) -> None:
         self.residuals, self.world_size = residuals, world_size
         self._names = {p: name for name, p in parameters.items()}
+
+    @classmethod
+    def of(cls, state: dict[str, Any], module: nn.Module, world_size: int, *, scaled: bool) -> "Owed | None":
+        """For a rank's state; ``None`` under a loss scaler, which may skip the step that it would go into."""
+        if scaled:
+            log.warning(
+                "sums are dense: what compression has not sent yet waits, and rides in the checkpoint, because a loss "
+                'scaler may skip the step that it would go into; use precision="bf16-mixed" or go on compressing'
+            )
+            return None
+        log.info("sums are dense: what compression has not sent yet goes into the next one")
+        return cls(state["residuals"], dict(module.named_parameters()), world_size)
 
     def __call__(self, bucket: dist.GradBucket) -> bool:
         """Pay what is owed to a bucket before it is summed; whether all is paid.
