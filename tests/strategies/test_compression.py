@@ -117,7 +117,7 @@ class ClippedGradients(Wide):
 
 
 class Branched(nn.Module):
-    """With a branch that no rank uses in odd steps."""
+    """With a branch that no rank uses in odd steps; its gradient is the largest."""
 
     def __init__(self):
         super().__init__()
@@ -165,7 +165,7 @@ def _sums(rank, settings, steps, cap, unused, densities=None):
 @pytest.mark.parametrize(
     "settings",
     [
-        BlockTopK(density=0.02, value_dtype="float32", warmup_steps=0),
+        BlockTopK(density=0.0006, value_dtype="float32", warmup_steps=0),  # less than the branch
         BlockTopK(density=0.3, value_dtype="int8", selector="histogram", dense_every=4),
     ],
     ids=["1", "2"],
@@ -175,6 +175,39 @@ def test_applied_and_left_make_up_all_gradients(settings, cap, unused):
     np.testing.assert_array_equal(a[0], b[0])
     np.testing.assert_allclose(a[0] + a[1] + b[1], a[2] + b[2], rtol=1e-4, atol=1e-5)
     assert np.abs(a[1]).max() > 0.01
+
+
+class Unused(Wide):
+    """Takes no step; every other batch leaves a branch out, whose gradient Lightning's DDP then does not hand on."""
+
+    def __init__(self):
+        super().__init__(lr=0.0)
+        self.extra = nn.Linear(FEATURES, 8)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss if batch_idx % 2 else loss + 10 * self.extra(batch[0]).square().mean()
+
+    def on_before_optimizer_step(self, optimizer):
+        self.grads.append(_flat(self))
+
+
+def _unused(rank, compression):
+    strategy = HeteroDDPStrategy(
+        local_batch_sizes=[3, 1], compression=compression, bucket_cap_mb=TINY, find_unused_parameters=True
+    )
+    model = Unused()
+    trainer_of(strategy, 2, max_epochs=1).fit(model, DataLoader(points(), 2))
+    exchange = strategy.engine.compression and strategy.engine.compression.exchange
+    left = exchange.residuals() if exchange else {}
+    return sum(model.grads).numpy(), [left[name].numpy() for name in left]
+
+
+def test_a_branch_that_is_left_out_loses_nothing_with_find_unused_parameters():
+    a, b = run_ranks(_unused, 2, BlockTopK(density=0.1, value_dtype="float32", warmup_steps=0))
+    np.testing.assert_array_equal(a[0], b[0])
+    expected = run_ranks(_unused, 2, None)[0][0]
+    np.testing.assert_allclose(a[0] + np.concatenate(a[1]) + np.concatenate(b[1]), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("selector", ["exact", "aimd"])
