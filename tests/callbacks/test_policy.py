@@ -250,12 +250,12 @@ def test_checkpoint_of_an_earlier_version_without_callbacks():
 # proportional control
 
 
-def _decided(callback, compute_times):
+def _decided(callback, compute_times, **bounds):
     """Sizes of the next batches of 40 samples, after steps of 20 and 20 that took so long."""
     zeros = np.zeros((len(compute_times), 2))
     fields = dict.fromkeys(StepObservations.FIELDS, zeros)
     seen = StepObservations(**{**fields, "local_batch_sizes": zeros + 20, "forward": np.array(compute_times)})
-    context = PlanContext(40, ("a", "b"), (1, 1))
+    context = PlanContext(40, ("a", "b"), **{"min_local": (1, 1), **bounds})
     _, proposal = callback.planner.decide(seen, BatchPlan(40, (20, 20)), context)
     return None if proposal is None else proposal.plan.local_batch_sizes
 
@@ -270,3 +270,10 @@ def test_the_decay_of_the_callback_decides_how_soon_sizes_follow():
     changed = [(0.10, 0.10)] * 12 + [(0.10, 0.30)] * 2
     assert _decided(DynamicBatchPIDCallback(decay=0.0), changed) == (30, 10)
     assert _decided(DynamicBatchPIDCallback(decay=0.99), changed) == (22, 18)
+
+
+def test_proportional_control_keeps_bounds():
+    slower = [(0.10, 0.30)] * 8
+    assert _decided(DynamicBatchPIDCallback(), slower) == (30, 10)
+    assert _decided(DynamicBatchPIDCallback(), slower, max_local=(24, 40)) == (24, 16)
+    assert _decided(DynamicBatchPIDCallback(), slower, min_local=(1, 14)) == (26, 14)
