@@ -454,26 +454,27 @@ def test_noise_scale_does_not_see_the_compression(sizes):
     np.testing.assert_allclose(ours[:2], expected[:2], rtol=0.3)
 
 
-def _auto(rank, rate):
-    link.measure = lambda parameters, control, topology, settings: LinkMeasurement(1e-6, rate, 1e-6, 2, 10**8)
+def _auto(rank, latency, rate):
+    link.measure = lambda parameters, control, topology, settings: LinkMeasurement(latency, rate, 1e-6, 2, 10**8)
     lines = []
     link.log.info = lambda text, *args: lines.append(text % args)
-    out = _fit(rank, [3, 1], "auto(densities=[0.05])", {})
+    out = _fit(rank, [3, 1], "auto(densities=[0.05, 0.4])", {})
     return out["grads"], lines
 
 
-@pytest.mark.parametrize(("rate", "compressed"), [(1e7, True), (1e20, False)])
-def test_auto_compresses_where_it_pays_and_says_why(rate, compressed):
+@pytest.mark.parametrize(("latency", "rate", "density"), [(1e-6, 1e7, 0.05), (1e3, 1e7, 0.4), (1e-6, 1e20, None)])
+def test_auto_compresses_where_it_pays_and_says_why(latency, rate, density):
     """The first steps are dense and timed; the choice changes the very next message."""
-    (ours, lines), (other, _) = run_ranks(_auto, 2, rate)
+    (ours, lines), (other, _) = run_ranks(_auto, 2, latency, rate)
     np.testing.assert_array_equal(ours, other)
-    few = (ours == 0).mean(axis=1) > 0.5
-    assert not few[: link.STEPS].any()
-    assert (few[link.STEPS :] == compressed).all()
-    assert len(few) > 2 * link.STEPS
+    touched = (ours != 0).mean(axis=1)
+    low, high = {0.05: (0.02, 0.15), 0.4: (0.2, 0.5), None: (0.5, 1.0)}[density]
+    assert touched[: link.STEPS].min() > 0.5
+    assert low < touched[link.STEPS :].min() <= touched[link.STEPS :].max() <= high
+    assert len(touched) > 2 * link.STEPS
     said = [line for line in lines if line.startswith("compression='auto'")]
     assert len(said) == 1
-    assert ("density 0.05, because dense takes" in said[0]) == compressed
+    assert ("dense sums" if density is None else f"density {density}") + ", because dense takes" in said[0]
     assert float(said[0].split("computing takes ")[1].removesuffix(" ms")) > 0
 
 
