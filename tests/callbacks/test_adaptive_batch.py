@@ -4,6 +4,7 @@ import csv
 import math
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,11 +20,13 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import distributed as dist
 from torch.utils.data import DataLoader
 
-from lightning_hetero import AdaptiveBatchCallback, GNSCallback
+from lightning_hetero import AdaptiveBatchCallback, GNSCallback, TTACallback
 from lightning_hetero.callbacks import PolicyCallback
 from lightning_hetero.core import BatchPlan
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.planner import Proposal, StaticPlanner
+from tests.core.test_adaptive import context, seen
+from tests.core.test_adaptive import planner as learned
 from tests.helpers import Points, RankError, Regressor, covered, fit, run_ranks
 
 N, BATCH, LR = 240, 4, 0.02
@@ -696,6 +699,24 @@ def test_a_rule_that_fails_raises_on_every_rank(rule, says):
 def test_constructor_refuses(arguments, error, says):
     with pytest.raises(error, match=says):
         AdaptiveBatchCallback(**{"max_total_batch_size": 64, **arguments})
+
+
+@pytest.mark.parametrize("callback", [AdaptiveBatchCallback, TTACallback])
+def test_arguments_reach_the_next_total(callback):
+    """A total of 40 would double at a high noise scale, and halve at a low one."""
+
+    def following(phi, **arguments):
+        given = {"max_total_batch_size": 4096, **arguments}
+        planner = replace(callback(**given).planner, model=learned().model, initial_total=40)
+        _, proposal = planner.decide(seen((30, 10), times=40), BatchPlan(40, (30, 10)), context(40, phi))
+        return 40 if proposal is None else proposal.plan.total_batch_size
+
+    assert following(900.0) == 80
+    assert 40 < following(900.0, max_total_batch_size=60) <= 60
+    assert following(900.0, hysteresis=0.9) == 40
+    assert following(900.0, min_steps=41) == 40
+    assert following(1.0) == 20
+    assert 35 <= following(1.0, min_total_batch_size=35) < 40
 
 
 @pytest.mark.parametrize(

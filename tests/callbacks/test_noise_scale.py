@@ -529,9 +529,13 @@ def test_preconditioned_estimate_of_a_single_worker_by_successive_steps():
     assert_is(result, running)
 
 
-def test_auto_leaves_other_optimizers_alone():
-    strategy = {"local_batch_sizes": (9, 3), "replan": STEPS}
-    results = run_ranks(_run, 2, strategy, 2, "pooled", {"preconditioner": "auto"})
+@pytest.mark.parametrize("preconditioner", ["auto", None], ids=["auto, and SGD", "none, and Adam"])
+def test_gradients_are_taken_as_they_are(preconditioner):
+    strategy, optimizer = (
+        {"local_batch_sizes": (9, 3), "replan": STEPS},
+        {} if preconditioner else {"model": WithAdam()},
+    )
+    results = run_ranks(_run, 2, strategy, 2, "pooled", {"preconditioner": preconditioner, **optimizer})
     reference = expected(groups_of(results), "pooled")
     assert results[0]["estimate"]["trace_sum"] == pytest.approx(reference.trace_sum, rel=1e-9)
 

@@ -117,7 +117,7 @@ class ClippedGradients(Wide):
 
 
 class Branched(nn.Module):
-    """With a branch that no rank uses in odd steps."""
+    """With a branch that no rank uses in odd steps; its gradient is the largest."""
 
     def __init__(self):
         super().__init__()
@@ -165,7 +165,7 @@ def _sums(rank, settings, steps, cap, unused, densities=None):
 @pytest.mark.parametrize(
     "settings",
     [
-        BlockTopK(density=0.02, value_dtype="float32", warmup_steps=0),
+        BlockTopK(density=0.0006, value_dtype="float32", warmup_steps=0),  # less than the branch
         BlockTopK(density=0.3, value_dtype="int8", selector="histogram", dense_every=4),
     ],
     ids=["1", "2"],
@@ -175,6 +175,39 @@ def test_applied_and_left_make_up_all_gradients(settings, cap, unused):
     np.testing.assert_array_equal(a[0], b[0])
     np.testing.assert_allclose(a[0] + a[1] + b[1], a[2] + b[2], rtol=1e-4, atol=1e-5)
     assert np.abs(a[1]).max() > 0.01
+
+
+class Unused(Wide):
+    """Takes no step; every other batch leaves a branch out, whose gradient Lightning's DDP then does not hand on."""
+
+    def __init__(self):
+        super().__init__(lr=0.0)
+        self.extra = nn.Linear(FEATURES, 8)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss if batch_idx % 2 else loss + 10 * self.extra(batch[0]).square().mean()
+
+    def on_before_optimizer_step(self, optimizer):
+        self.grads.append(_flat(self))
+
+
+def _unused(rank, compression):
+    strategy = HeteroDDPStrategy(
+        local_batch_sizes=[3, 1], compression=compression, bucket_cap_mb=TINY, find_unused_parameters=True
+    )
+    model = Unused()
+    trainer_of(strategy, 2, max_epochs=1).fit(model, DataLoader(points(), 2))
+    exchange = strategy.engine.compression and strategy.engine.compression.exchange
+    left = exchange.residuals() if exchange else {}
+    return sum(model.grads).numpy(), [left[name].numpy() for name in left]
+
+
+def test_a_branch_that_is_left_out_loses_nothing_with_find_unused_parameters():
+    a, b = run_ranks(_unused, 2, BlockTopK(density=0.1, value_dtype="float32", warmup_steps=0))
+    np.testing.assert_array_equal(a[0], b[0])
+    expected = run_ranks(_unused, 2, None)[0][0]
+    np.testing.assert_allclose(a[0] + np.concatenate(a[1]) + np.concatenate(b[1]), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("selector", ["exact", "aimd"])
@@ -435,26 +468,27 @@ def test_noise_scale_does_not_see_the_compression(sizes):
     np.testing.assert_allclose(ours[:2], expected[:2], rtol=0.3)
 
 
-def _auto(rank, rate):
-    link.measure = lambda parameters, control, topology, settings: LinkMeasurement(1e-6, rate, 1e-6, 2, 10**8)
+def _auto(rank, latency, rate):
+    link.measure = lambda parameters, control, topology, settings: LinkMeasurement(latency, rate, 1e-6, 2, 10**8)
     lines = []
     link.log.info = lambda text, *args: lines.append(text % args)
-    out = _fit(rank, [3, 1], "auto(densities=[0.05])", {})
+    out = _fit(rank, [3, 1], "auto(densities=[0.05, 0.4])", {})
     return out["grads"], lines
 
 
-@pytest.mark.parametrize(("rate", "compressed"), [(1e7, True), (1e20, False)])
-def test_auto_compresses_where_it_pays_and_says_why(rate, compressed):
+@pytest.mark.parametrize(("latency", "rate", "density"), [(1e-6, 1e7, 0.05), (1e3, 1e7, 0.4), (1e-6, 1e20, None)])
+def test_auto_compresses_where_it_pays_and_says_why(latency, rate, density):
     """The first steps are dense and timed; the choice changes the very next message."""
-    (ours, lines), (other, _) = run_ranks(_auto, 2, rate)
+    (ours, lines), (other, _) = run_ranks(_auto, 2, latency, rate)
     np.testing.assert_array_equal(ours, other)
-    few = (ours == 0).mean(axis=1) > 0.5
-    assert not few[: link.STEPS].any()
-    assert (few[link.STEPS :] == compressed).all()
-    assert len(few) > 2 * link.STEPS
+    touched = (ours != 0).mean(axis=1)
+    low, high = {0.05: (0.02, 0.15), 0.4: (0.2, 0.5), None: (0.5, 1.0)}[density]
+    assert touched[: link.STEPS].min() > 0.5
+    assert low < touched[link.STEPS :].min() <= touched[link.STEPS :].max() <= high
+    assert len(touched) > 2 * link.STEPS
     said = [line for line in lines if line.startswith("compression='auto'")]
     assert len(said) == 1
-    assert ("density 0.05, because dense takes" in said[0]) == compressed
+    assert ("dense sums" if density is None else f"density {density}") + ", because dense takes" in said[0]
     assert float(said[0].split("computing takes ")[1].removesuffix(" ms")) > 0
 
 
