@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import GNSCallback, HeteroDDPStrategy
 from lightning_hetero.callbacks.noise_sources import source_of
+from lightning_hetero.comm.control import ControlPlane
+from lightning_hetero.comm.noise import NOISE_FIELDS
 from lightning_hetero.core.noise_scale import RunningNoiseScale, estimate_from_two_sizes, estimate_noise_scale
 from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
 
@@ -81,6 +83,18 @@ def windows_of(results, count):
     return [micro[i : i + count] for i in range(0, len(micro), count)]
 
 
+def count_messages():
+    """Lengths of the messages that ranks gather from now on; to be called in a forked process."""
+    lengths, gather = [], ControlPlane.gather
+
+    def counted(self, values):
+        lengths.append(values.size)
+        return gather(self, values)
+
+    ControlPlane.gather = counted
+    return lengths
+
+
 class Keep(Callback):
     def on_train_end(self, trainer, pl_module):
         gns = next(c for c in trainer.callbacks if isinstance(c, GNSCallback))
@@ -92,9 +106,9 @@ def _run(rank, strategy, ranks, method, kwargs):
     settings = {name: kwargs.pop(name) for name in ("every_n_steps", "preconditioner") if name in kwargs}
     gns = GNSCallback(method=method, horizon=HORIZON, **settings)
     callbacks = [gns, Keep(), *kwargs.pop("callbacks", [])]
-    module = kwargs["model"]
+    module, messages = kwargs["model"], count_messages()
     out = fit(rank, strategy, ranks, kwargs.pop("batch_size", 4), callbacks=callbacks, **kwargs)
-    return {**out, "estimate": module.result}
+    return {**out, "estimate": module.result, "messages": messages}
 
 
 @pytest.mark.parametrize("method", ["pooled", "mean", "cannikin"])
@@ -187,6 +201,20 @@ def test_a_summed_loss_has_the_estimate_of_its_mean():
     assert results[0]["estimate"]["sq_norm_sum"] == pytest.approx(reference.sq_norm_sum, rel=1e-6)
 
 
+def _messages(rank, callbacks):
+    messages = count_messages()
+    options = {"local_batch_sizes": (9, 3), "replan": STEPS}
+    fit(rank, options, 2, 6, dataset=Points(N), model=model(), max_epochs=3, callbacks=callbacks)
+    return messages
+
+
+def test_it_rides_with_the_message_of_the_observations():
+    """One message an interval with the callback and without, of one length."""
+    with_it, without = (run_ranks(_messages, 2, callbacks) for callbacks in ([GNSCallback()], []))
+    assert with_it == without
+    assert 1 <= len(with_it[0]) <= 3
+
+
 def test_every_n_steps():
     kwargs = {"every_n_steps": 2}
     results = run_ranks(_run, 2, {"local_batch_sizes": (9, 3), "replan": STEPS}, 2, "pooled", kwargs)
@@ -199,6 +227,7 @@ def test_plain_ddp_gives_the_same_numbers_as_equal_batches():
     steps = [[r["seen"][s][2] for r in plain] for s in range(50)]
     assert plain[0]["estimate"]["samples"] == pytest.approx(600)
     assert plain[1]["estimate"] == plain[0]["estimate"]
+    assert [result["messages"] for result in plain] == [[NOISE_FIELDS]] * 2
     assert plain[0]["estimate"]["trace_sum"] == pytest.approx(expected(steps, "pooled").trace_sum, rel=1e-6)
 
 
