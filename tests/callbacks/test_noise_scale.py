@@ -1,6 +1,7 @@
 """Noise scale while training: the numbers are those of the gradients, for any split; logger and checkpoint get them."""
 
 import csv
+import inspect
 import logging
 import math
 from types import SimpleNamespace
@@ -478,8 +479,8 @@ FIRST = 10  # steps that fill Adam's second moments
 class WithAdam(Regressor):
     """Gradients fill the second moments, parameters stay where they are."""
 
-    def __init__(self, cls=torch.optim.Adam):
-        super().__init__(lr=0.0)
+    def __init__(self, cls=torch.optim.Adam, **kwargs):
+        super().__init__(lr=0.0, **kwargs)
         self.cls = cls
 
     def configure_optimizers(self):
@@ -586,27 +587,42 @@ def test_second_moments_that_are_not_there_are_an_error_on_every_rank(strategy, 
         assert "reads Adam's second moments, which SGD has not. Use preconditioner='auto' or None" in text
 
 
-def test_gradients_are_not_copied_with_several_workers():
+KEPT = {
+    "plain": ({}, {}),
+    "as Adam scales it, with accumulation": ({"preconditioner": "adam"}, {"accumulate_grad_batches": 2}),
+}
+
+
+@pytest.mark.parametrize("setting", list(KEPT))
+def test_gradients_are_not_copied_with_several_workers(setting):
     """Nothing is kept per parameter: norms of a few steps wait as scalars, and then their sums."""
-    small, large = (run_ranks(_kept, 2, features) for features in (5, 500))
+    small, large = (run_ranks(_kept, 2, features, *KEPT[setting]) for features in (5, 500))
     assert small == large
     assert max(np.concatenate(small)) <= 3
     assert sum(small[0]) <= 3 + 2 * 32
 
 
-def _kept(rank, features):
-    """Sizes of all tensors that live on after training because of the collector."""
+def _kept(rank, features, settings, more):
+    """Sizes of all tensors that live on after training because of the collector, which the optimizers' own are not."""
 
-    class Count(Keep):
-        def on_train_end(self, trainer, pl_module):
-            super().on_train_end(trainer, pl_module)
+    kept = []
+
+    class Count(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             engine = trainer.strategy.engine
-            pl_module.kept = [t.numel() for part in (engine.noise, engine.hook_state) for t in tensors_in(part)]
+            owned = [*pl_module.parameters(), *(p.grad for p in pl_module.parameters())]
+            owned += [t for o in trainer.optimizers for state in o.state.values() for t in tensors_in(state)]
+            alive = [t for part in (engine.noise, engine.hook_state) for t in tensors_in(part)]
+            if engine.noise.sums.steps > 1:
+                kept[:] = [t.numel() for t in alive if not any(t is other for other in owned)]
 
-    module = Regressor(lr=0.0, momentum=0.0, features=features)
-    arguments = {"dataset": Points(N, features), "callbacks": [GNSCallback(), Count()], "max_epochs": 3}
-    fit(rank, {"local_batch_sizes": (9, 3), "replan": "epoch"}, 2, 6, model=module, **arguments)
-    return module.kept
+    cls = WithAdam if "preconditioner" in settings else Regressor
+    module = cls(features=features)
+    arguments = {"dataset": Points(N, features), "callbacks": [GNSCallback(**settings), Count()], "max_epochs": 9}
+    options = {"local_batch_sizes": (9, 3), "replan": "epoch"}
+    fit(rank, options, 2, 6, model=module, **arguments, **more)
+    assert kept, "no step has waited"
+    return kept
 
 
 def tensors_in(value, depth=6):
@@ -615,7 +631,7 @@ def tensors_in(value, depth=6):
     if depth == 0 or isinstance(value, str | bytes):
         return []
     inside = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else ()
-    inside = inside or (vars(value).values() if hasattr(value, "__dict__") and not callable(value) else ())
+    inside = inside or (vars(value).values() if hasattr(value, "__dict__") and not inspect.isroutine(value) else ())
     return [t for v in inside for t in tensors_in(v, depth - 1)]
 
 
