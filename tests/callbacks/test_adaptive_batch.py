@@ -5,6 +5,7 @@ import math
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,8 +21,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import distributed as dist
 from torch.utils.data import DataLoader
 
-from lightning_hetero import AdaptiveBatchCallback, GNSCallback, TTACallback
+from lightning_hetero import AdaptiveBatchCallback, GNSCallback, TTACallback, engine
 from lightning_hetero.callbacks import PolicyCallback
+from lightning_hetero.comm import clock, observer
 from lightning_hetero.core import BatchPlan
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.planner import Proposal, StaticPlanner
@@ -486,6 +488,64 @@ def test_resume_with_other_workers_keeps_the_total(uninterrupted, ranks):
     assert rest[0]["used"] == pytest.approx([1.5 * LR] * 20)
     assert rest[0]["state"]["planner"]["initial_total"] == 8
     assert covered(rest, 2) == list(range(N))
+
+
+TICK = 2.0**-12
+
+
+class Scripted(Uneven):
+    """Its time is told, not measured: computing takes what it says, in ticks that add up exactly, and nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+
+    def training_step(self, batch, batch_idx):
+        self.now += (16 + len(batch[0]) * (1, 4)[self.global_rank]) * TICK
+        return Regressor.training_step(self, batch, batch_idx)
+
+    def backward(self, loss):
+        self.now += 4 * TICK
+        loss.backward()
+
+
+class Estimates(Callback):
+    def __init__(self):
+        self.rows = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.rows.append(trainer.strategy.engine.noise_scale().state_dict())
+
+
+def _scripted(rank, kwargs):
+    model, estimates = Scripted(), Estimates()
+    told = SimpleNamespace(perf_counter=lambda: model.now, process_time=lambda: model.now)
+    clock.time = observer.time = told
+    engine.cpu_quota = lambda: None
+    arguments = {"dataset": Points(640), "noise": None, "model": model, "max_epochs": 4, **kwargs}
+    arguments["callbacks"] = [*arguments.get("callbacks", []), estimates]
+    result = steps_only(rank, 2, {}, {"lr_scaling": "adascale"}, arguments)
+    return {**result, "estimates": estimates.rows}
+
+
+def test_decisions_after_a_resume_are_those_of_the_run_without(tmp_path):
+    """Inside the first epoch at the second total; the noise scale is measured, and the total moves on later."""
+    saves = saving(tmp_path, every_n_train_steps=85, save_on_train_epoch_end=False)
+    whole = run_ranks(_scripted, 2, saves)
+    assert totals(whole[0])[:3] == [8, 12, 24]
+    (path,) = tmp_path.glob("*epoch=1-step=85.ckpt")
+    rest = run_ranks(_scripted, 2, {"ckpt_path": str(path)})
+    for full, part in zip(whole, rest, strict=True):
+        assert totals(part) == totals(full)[1:]
+        assert part["history"] == full["history"][-1:]
+        assert part["estimates"] == full["estimates"][1:]
+        assert part["seen"] == full["seen"][85:]
+        assert part["used"] == full["used"][85:]
+        assert part["scale_invariant_steps"] == pytest.approx(full["scale_invariant_steps"])
+        for name in ("engine", "gains"):
+            assert part["state"][name] == full["state"][name]
+        np.testing.assert_array_equal(part["weights"], full["weights"])
+    assert rest[0]["state"]["planner"] == whole[0]["state"]["planner"]  # which decides
 
 
 # accumulation

@@ -1,6 +1,7 @@
 """Noise scale while training: the numbers are those of the gradients, for any split; logger and checkpoint get them."""
 
 import csv
+import inspect
 import logging
 import math
 from types import SimpleNamespace
@@ -19,6 +20,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import GNSCallback, HeteroDDPStrategy
 from lightning_hetero.callbacks.noise_sources import source_of
+from lightning_hetero.comm.control import ControlPlane
+from lightning_hetero.comm.noise import NOISE_FIELDS
 from lightning_hetero.core.noise_scale import RunningNoiseScale, estimate_from_two_sizes, estimate_noise_scale
 from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
 
@@ -55,8 +58,11 @@ def expected(steps, method):
     return running
 
 
-def expected_windows(windows):
-    """The same with micro-batches: of each window, the groups of all ranks in each micro-batch."""
+def expected_windows(windows, known=True):
+    """The same with micro-batches: of each window, the groups of all ranks in each micro-batch.
+
+    What is known of the noise scale weights the parts of an estimate; before the first message, nothing is.
+    """
     running = RunningNoiseScale(horizon=HORIZON)
     for window in windows:
         everyone = [sum(groups, []) for groups in zip(*window, strict=True)]
@@ -64,7 +70,7 @@ def expected_windows(windows):
         norms = [float(gradient(g).square().sum()) for g in everyone]
         whole = float(gradient(sum(everyone, [])).square().sum())
         parts = [] if len(sizes) == 1 else [(len(sizes) - 1, estimate_noise_scale(norms, whole, sizes).trace)]
-        phi = math.inf if math.isnan(running.noise_scale) else running.noise_scale
+        phi = running.noise_scale if known and not math.isnan(running.noise_scale) else math.inf
         for b, n, g, norm in zip(first, sizes, window[0], norms, strict=True):
             if n > b:
                 apart = 1 / b - 1 / n
@@ -81,6 +87,18 @@ def windows_of(results, count):
     return [micro[i : i + count] for i in range(0, len(micro), count)]
 
 
+def count_messages():
+    """Lengths of the messages that ranks gather from now on; to be called in a forked process."""
+    lengths, gather = [], ControlPlane.gather
+
+    def counted(self, values):
+        lengths.append(values.size)
+        return gather(self, values)
+
+    ControlPlane.gather = counted
+    return lengths
+
+
 class Keep(Callback):
     def on_train_end(self, trainer, pl_module):
         gns = next(c for c in trainer.callbacks if isinstance(c, GNSCallback))
@@ -92,9 +110,9 @@ def _run(rank, strategy, ranks, method, kwargs):
     settings = {name: kwargs.pop(name) for name in ("every_n_steps", "preconditioner") if name in kwargs}
     gns = GNSCallback(method=method, horizon=HORIZON, **settings)
     callbacks = [gns, Keep(), *kwargs.pop("callbacks", [])]
-    module = kwargs["model"]
+    module, messages = kwargs["model"], count_messages()
     out = fit(rank, strategy, ranks, kwargs.pop("batch_size", 4), callbacks=callbacks, **kwargs)
-    return {**out, "estimate": module.result}
+    return {**out, "estimate": module.result, "messages": messages}
 
 
 @pytest.mark.parametrize("method", ["pooled", "mean", "cannikin"])
@@ -109,15 +127,23 @@ def test_estimate_is_that_of_the_workers_gradients(sizes, method):
         assert result["estimate"]["sq_norm_sum"] == pytest.approx(reference.sq_norm_sum, rel=1e-9)
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(2, 2), (2, 3), (1, 3)], ids=str)
-def test_micro_batches_of_a_window_are_seen(ranks, count):
-    """Eight batches: three at a time, the end of the epoch cuts the last window short."""
+@pytest.mark.parametrize(
+    ("name", "ranks", "count"),
+    [("hetero_ddp", 2, 2), ("hetero_ddp", 2, 3), ("hetero_ddp", 1, 3), ("ddp", 2, 3)],
+    ids=str,
+)
+def test_micro_batches_of_a_window_are_seen(name, ranks, count):
+    """Eight batches: three at a time, the end of the epoch cuts the last window short.
+
+    Each has a message of its own with ``hetero_ddp``; plain ``ddp`` has one at the end.
+    """
     split = {2: (4, 2), 1: (6,)}[ranks]
     kwargs = {"accumulate_grad_batches": count, "batch_size": 6 // ranks}
-    results = run_ranks(_run, ranks, {"local_batch_sizes": split, "replan": 1}, ranks, "pooled", kwargs)
+    strategy = {"local_batch_sizes": split, "replan": 1} if name == "hetero_ddp" else name
+    results = run_ranks(_run, ranks, strategy, ranks, "pooled", kwargs)
     windows = windows_of(results, count)
     assert [len(w) for w in windows] == {2: [2] * 4, 3: [3, 3, 2]}[count]
-    reference = expected_windows(windows)
+    reference = expected_windows(windows, known=name == "hetero_ddp")
     for result in results:
         assert result["estimate"]["samples"] == pytest.approx(N)
         assert result["estimate"]["trace_sum"] == pytest.approx(reference.trace_sum, rel=1e-6)
@@ -187,6 +213,20 @@ def test_a_summed_loss_has_the_estimate_of_its_mean():
     assert results[0]["estimate"]["sq_norm_sum"] == pytest.approx(reference.sq_norm_sum, rel=1e-6)
 
 
+def _messages(rank, callbacks):
+    messages = count_messages()
+    options = {"local_batch_sizes": (9, 3), "replan": STEPS}
+    fit(rank, options, 2, 6, dataset=Points(N), model=model(), max_epochs=3, callbacks=callbacks)
+    return messages
+
+
+def test_it_rides_with_the_message_of_the_observations():
+    """One message an interval with the callback and without, of one length."""
+    with_it, without = (run_ranks(_messages, 2, callbacks) for callbacks in ([GNSCallback()], []))
+    assert with_it == without
+    assert 1 <= len(with_it[0]) <= 3
+
+
 def test_every_n_steps():
     kwargs = {"every_n_steps": 2}
     results = run_ranks(_run, 2, {"local_batch_sizes": (9, 3), "replan": STEPS}, 2, "pooled", kwargs)
@@ -199,6 +239,7 @@ def test_plain_ddp_gives_the_same_numbers_as_equal_batches():
     steps = [[r["seen"][s][2] for r in plain] for s in range(50)]
     assert plain[0]["estimate"]["samples"] == pytest.approx(600)
     assert plain[1]["estimate"] == plain[0]["estimate"]
+    assert [result["messages"] for result in plain] == [[NOISE_FIELDS]] * 2
     assert plain[0]["estimate"]["trace_sum"] == pytest.approx(expected(steps, "pooled").trace_sum, rel=1e-6)
 
 
@@ -261,9 +302,9 @@ class Poisoned(Regressor):
         super().on_before_optimizer_step(optimizer)
 
 
-def test_nan_and_inf_in_one_workers_gradient_leave_the_estimate_finite():
-    strategy = {"local_batch_sizes": (9, 3), "replan": STEPS}
-    results = run_ranks(_run, 2, strategy, 2, "pooled", {"model": Poisoned()})
+@pytest.mark.parametrize("strategy", [{"local_batch_sizes": (9, 3), "replan": STEPS}, "ddp"], ids=["hetero_ddp", "ddp"])
+def test_nan_and_inf_in_one_workers_gradient_leave_the_estimate_finite(strategy):
+    results = run_ranks(_run, 2, strategy, 2, "pooled", {"model": Poisoned(), "batch_size": 6})
     steps = [groups for step, groups in enumerate(groups_of(results)) if step not in (1, 2)]
     for result in results:
         assert result["estimate"]["skipped"] == 2
@@ -438,8 +479,8 @@ FIRST = 10  # steps that fill Adam's second moments
 class WithAdam(Regressor):
     """Gradients fill the second moments, parameters stay where they are."""
 
-    def __init__(self, cls=torch.optim.Adam):
-        super().__init__(lr=0.0)
+    def __init__(self, cls=torch.optim.Adam, **kwargs):
+        super().__init__(lr=0.0, **kwargs)
         self.cls = cls
 
     def configure_optimizers(self):
@@ -550,27 +591,42 @@ def test_second_moments_that_are_not_there_are_an_error_on_every_rank(strategy, 
         assert "reads Adam's second moments, which SGD has not. Use preconditioner='auto' or None" in text
 
 
-def test_gradients_are_not_copied_with_several_workers():
+KEPT = {
+    "plain": ({}, {}),
+    "as Adam scales it, with accumulation": ({"preconditioner": "adam"}, {"accumulate_grad_batches": 2}),
+}
+
+
+@pytest.mark.parametrize("setting", list(KEPT))
+def test_gradients_are_not_copied_with_several_workers(setting):
     """Nothing is kept per parameter: norms of a few steps wait as scalars, and then their sums."""
-    small, large = (run_ranks(_kept, 2, features) for features in (5, 500))
+    small, large = (run_ranks(_kept, 2, features, *KEPT[setting]) for features in (5, 500))
     assert small == large
     assert max(np.concatenate(small)) <= 3
     assert sum(small[0]) <= 3 + 2 * 32
 
 
-def _kept(rank, features):
-    """Sizes of all tensors that live on after training because of the collector."""
+def _kept(rank, features, settings, more):
+    """Sizes of all tensors that live on after training because of the collector, which the optimizers' own are not."""
 
-    class Count(Keep):
-        def on_train_end(self, trainer, pl_module):
-            super().on_train_end(trainer, pl_module)
+    kept = []
+
+    class Count(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             engine = trainer.strategy.engine
-            pl_module.kept = [t.numel() for part in (engine.noise, engine.hook_state) for t in tensors_in(part)]
+            owned = [*pl_module.parameters(), *(p.grad for p in pl_module.parameters())]
+            owned += [t for o in trainer.optimizers for state in o.state.values() for t in tensors_in(state)]
+            alive = [t for part in (engine.noise, engine.hook_state) for t in tensors_in(part)]
+            if engine.noise.sums.steps > 1:
+                kept[:] = [t.numel() for t in alive if not any(t is other for other in owned)]
 
-    module = Regressor(lr=0.0, momentum=0.0, features=features)
-    arguments = {"dataset": Points(N, features), "callbacks": [GNSCallback(), Count()], "max_epochs": 3}
-    fit(rank, {"local_batch_sizes": (9, 3), "replan": "epoch"}, 2, 6, model=module, **arguments)
-    return module.kept
+    cls = WithAdam if "preconditioner" in settings else Regressor
+    module = cls(features=features)
+    arguments = {"dataset": Points(N, features), "callbacks": [GNSCallback(**settings), Count()], "max_epochs": 9}
+    options = {"local_batch_sizes": (9, 3), "replan": "epoch"}
+    fit(rank, options, 2, 6, model=module, **arguments, **more)
+    assert kept, "no step has waited"
+    return kept
 
 
 def tensors_in(value, depth=6):
@@ -579,7 +635,7 @@ def tensors_in(value, depth=6):
     if depth == 0 or isinstance(value, str | bytes):
         return []
     inside = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else ()
-    inside = inside or (vars(value).values() if hasattr(value, "__dict__") and not callable(value) else ())
+    inside = inside or (vars(value).values() if hasattr(value, "__dict__") and not inspect.isroutine(value) else ())
     return [t for v in inside for t in tensors_in(v, depth - 1)]
 
 
@@ -592,9 +648,10 @@ def _scaled(rank, strategy, scaled):
     return callback.estimate
 
 
-def test_norms_are_those_without_the_factor_of_a_gradient_scaler():
-    split = {"local_batch_sizes": [12, 4], "replan": 5}
-    (plain, _), (scaled, _) = (run_ranks(_scaled, 2, split, flag) for flag in (False, True))
+@pytest.mark.parametrize("strategy", [{"local_batch_sizes": [12, 4], "replan": 5}, "ddp"], ids=["hetero_ddp", "ddp"])
+def test_norms_are_those_without_the_factor_of_a_gradient_scaler(strategy):
+    (plain, _), (scaled, _) = (run_ranks(_scaled, 2, strategy, flag) for flag in (False, True))
+    assert plain.samples > 0
     assert scaled.samples == plain.samples
     assert scaled.skipped == 0
     assert scaled.trace == pytest.approx(plain.trace, rel=0.03)
