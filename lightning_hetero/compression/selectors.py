@@ -68,7 +68,7 @@ def at_least(scores: Scores, threshold: float, most: int) -> Indices | None:
 AtLeast = Callable[[Scores, float, int], Indices | None]
 
 
-def _quantile(scores: Scores, wanted: float, least: int = SAMPLE) -> float:
+def _quantile(scores: Scores, wanted: float, least: int) -> float:
     """Score that about ``wanted`` blocks reach, from a strided sample; 0 if the sample is too small to tell."""
     stride = max(1, len(scores) // least)
     sample = scores[::stride]
@@ -132,7 +132,7 @@ def histogram(scores: Scores, k: int, state: SelectorState) -> Indices:
 
 def sample(scores: Scores, k: int, state: SelectorState) -> Indices:
     """Blocks above the quantile of a sample; too many are cut at random, too few are left too few."""
-    return _cut(np.flatnonzero(_reached(scores, _quantile(scores, k))), k, state)
+    return _cut(np.flatnonzero(_reached(scores, _quantile(scores, k, SAMPLE))), k, state)
 
 
 def aimd(scores: Scores, k: int, state: SelectorState) -> Indices:

@@ -21,6 +21,8 @@ TILE, ITERS = 128, 8
 SCORES = 1024
 MOST = 2**31 - 1
 OPTIONS: Any = {"num_warps": 4, "enable_fp_fusion": False}
+EIGHT_WARPS: Any = {**OPTIONS, "num_warps": 8}
+"""For kernels that would take more than 64 registers with four."""
 
 
 @dataclass(frozen=True)
@@ -129,14 +131,15 @@ class TritonEncoder:
             receiving.prefix[(1,)](counts, ends, tiles, tiles, TILE=SCORES, **OPTIONS)
         self._chosen.fill_(-1)
         kernels.place[(tiles,)](
-            self.scores, self._plan, self._above_ends, self._edge_ends, self._chosen, n, form.k, TILE=SCORES, **OPTIONS
-        )
+            self.scores, self._plan, self._above_ends, self._edge_ends, self._chosen, n, form.k,
+            TILE=SCORES, **EIGHT_WARPS,
+        )  # fmt: skip
         message.zero_()
         index, counts = form.index_views(message)
         value, scale = self._parts(message)
         kernels.pack[(-(-form.k // TILE),)](
             self._chosen, self.residual, value, scale, index.view(torch.int32) if form.bitmap else index, counts,
-            form.k, BLOCK=self.layout.block, TILE=TILE, INT8=self._int8, SEGMENTS=not form.bitmap, **OPTIONS,
+            form.k, BLOCK=self.layout.block, TILE=TILE, INT8=self._int8, SEGMENTS=not form.bitmap, **EIGHT_WARPS,
         )  # fmt: skip
         self._take_sums(message, 1)
         receiving.seal[(1,)](

@@ -22,7 +22,15 @@ from lightning_hetero.compression import (
 from lightning_hetero.compression.reference import merge_sparse
 from lightning_hetero.compression.values import CODECS
 from tests.compression import test_encoder
-from tests.compression.test_encoder import DTYPES, FAULTS, nothing_is_applied, padded, step_of, written
+from tests.compression.test_encoder import (
+    DTYPES,
+    FAULTS,
+    nothing_is_applied,
+    padded,
+    step_of,
+    unaligned,
+    written,
+)
 from tests.helpers import run_ranks
 from tests.strategies.test_compression import _fit
 
@@ -36,7 +44,7 @@ made = partial(test_encoder.made, kind=NumbaEncoder)
 
 @settings(max_examples=80, deadline=None)
 @given(
-    sizes=st.lists(st.integers(1, 200), min_size=1, max_size=5),
+    sizes=st.lists(st.integers(0, 200), min_size=1, max_size=5),
     density=st.floats(0.001, 1.0),
     block=st.sampled_from([1, 2, 8, 16, 32, 128]),
     values=st.sampled_from(list(CODECS)),
@@ -52,7 +60,7 @@ def test_same_as_the_reference_and_nothing_is_lost(sizes, density, block, values
     reference = torch.zeros(enc.layout.numel)
     for step in range(3):
         gradients = [torch.randn(n, generator=generator) for n in sizes]
-        gradients = [(g * scale if dtype == torch.float32 else g).to(dtype) for g in gradients]
+        gradients = [unaligned((g * scale if dtype == torch.float32 else g).to(dtype)) for g in gradients]
         before = enc.residual.clone()
         flat = padded(enc.layout, gradients)
         pack = step_of(enc, message, gradients, weight, step)
@@ -172,10 +180,12 @@ def test_it_is_chosen_where_numba_is_and_the_model_is_large(monkeypatch):
 
 def _trained(rank, least):
     encoder.WORTH_NUMBA = least
-    return _fit(rank, [3, 1], BlockTopK(density=0.2), {})["weights"]
+    return _fit(rank, [3, 1], BlockTopK(density=0.2), {"max_epochs": 7})
 
 
 def test_training_is_the_same_bit_by_bit():
+    """On both ranks, after 100 steps, with loops and without."""
     plain, fast = run_ranks(_trained, 2, 10**9), run_ranks(_trained, 2, 0)
-    for weights in fast:
-        np.testing.assert_array_equal(weights, plain[0])
+    assert plain[0]["steps"] >= 100
+    for result in fast:
+        np.testing.assert_array_equal(result["weights"], plain[0]["weights"])
