@@ -18,7 +18,7 @@ from lightning_hetero.comm.sending import Late, Sending, StepReport
 from lightning_hetero.comm.sums import pending
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.compression.encoder import cpu_encoder
-from lightning_hetero.compression.gradients import BlockGradient, BlockMarks, block_gradients
+from lightning_hetero.compression.gradients import BlockGradient, BlockMarks, GradientParts
 from lightning_hetero.compression.layout import Layout, Slot, flat_view
 from lightning_hetero.compression.reference import Pack
 from lightning_hetero.compression.wire import MessageFormat
@@ -57,6 +57,7 @@ class BlockExchange:
         self.topology = hook.topology or Topology.straight(rank, hook.world_size)
         self.layout = Layout.of(((name, p.numel()) for name, p in parameters.items()), settings.block)
         self.slots = {p: self.layout.by_name[name] for name, p in parameters.items()}
+        self.parts = GradientParts(self.slots, settings.block)
         self.density = settings.density
         self.encoder = self._encoder(parameters)
         device = next(iter(parameters.values())).device
@@ -277,7 +278,7 @@ class BlockExchange:
             total = self.encoder.merge_sparse(packs) if packs else self._dropped_sum()
             if self._scale != 1.0 and packs:
                 total.values.mul_(self._scale)
-            self.gradients = block_gradients(total, self.slots)
+            self.gradients = self.parts.of(total)
             return
         self.encoder.merge(packs)
         for _, pieces, _ in self._waiting:
