@@ -16,7 +16,6 @@ from lightning_hetero.comm.clock import Clock
 from lightning_hetero.comm.delays import Delays, Expected
 from lightning_hetero.comm.sending import Sending
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.compression.gradients import block_gradients
 from lightning_hetero.compression.layout import flat_view
 from lightning_hetero.compression.reference import Pack, merge_sparse
 from lightning_hetero.core.bandwidth import LinkEstimate
@@ -171,7 +170,7 @@ class DelayedBlocks(Delays):
         if not packs:
             return dict.fromkeys(exchange.slots, (None, None))
         found: Expected = {}
-        for parameter, gradient in block_gradients(merge_sparse(packs), exchange.slots).items():
+        for parameter, gradient in exchange.parts.of(merge_sparse(packs)).items():
             block = gradient.values.shape[1]
             places = (gradient.rows[:, None] * block + torch.arange(block, device=gradient.rows.device)).view(-1)
             inside = places < parameter.numel()

@@ -6,6 +6,7 @@ buffer of the model's size allocated once.
 
 import importlib
 import logging
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from lightning_hetero.compression.balance import ScoreBalance
-from lightning_hetero.compression.layout import Layout, Slot, put_rows, take_rows
+from lightning_hetero.compression.layout import Layout, Slot, put_rows, split, take_rows
 from lightning_hetero.compression.merging import BlockMerger
 from lightning_hetero.compression.selectors import SELECT
 from lightning_hetero.compression.wire import NON_FINITE, MessageFormat
@@ -99,6 +100,12 @@ class BlockEncoder(BlockMerger):
         if hold and largest == 0.0:
             self.scores[slot.start // block : (slot.start + slot.padded) // block] = 0.0
         return True
+
+    def accumulate_bucket(
+        self, slots: Sequence[Slot], flat: torch.Tensor, weight: float, *, hold: bool = False
+    ) -> bool:
+        """:meth:`accumulate` for the parameters of a bucket, whose gradients lie one after the other."""
+        return all(self.accumulate(slot, gradient, weight, hold=hold) for slot, gradient in split(flat, slots))
 
     def _select(self, **faster: Any) -> npt.NDArray[np.int64]:
         """The blocks of this step's message; ``faster`` is what the selector can make use of."""

@@ -5,13 +5,14 @@ the messages of all ranks are in order, and what is done if one is not. The host
 and never waits for them. What became of a step it learns a step later (:meth:`TritonEncoder.outcome`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lightning_hetero.compression import kernels, receiving
-from lightning_hetero.compression.layout import Layout, Slot
+from lightning_hetero.compression.layout import Layout, Slot, split
 from lightning_hetero.compression.selectors import SelectorState
 from lightning_hetero.compression.wire import HEADER, MessageFormat, refusal
 
@@ -118,6 +119,12 @@ class TritonEncoder:
             BLOCK=self.layout.block, TILE=TILE, ITERS=ITERS, HOLD=hold, **OPTIONS,
         )  # fmt: skip
         return True
+
+    def accumulate_bucket(
+        self, slots: Sequence[Slot], flat: torch.Tensor, weight: float, *, hold: bool = False
+    ) -> bool:
+        """:meth:`accumulate` for the parameters of a bucket, whose gradients lie one after the other."""
+        return all(self.accumulate(slot, gradient, weight, hold=hold) for slot, gradient in split(flat, slots))
 
     def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> None:
         """Write the message of this step and take what it holds out of the residual."""

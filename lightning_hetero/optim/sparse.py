@@ -92,7 +92,7 @@ class SGDSteps(SparseSteps):
         m = group["momentum"]
         return group["lr"] * m / (1 - m) * (m if group["nesterov"] else 1.0) if m and self.pay == "ahead" else None
 
-    def _in_kernel(self, marked: Any, tensors: list[torch.Tensor], group: dict[str, Any], step: int) -> None:
+    def _in_kernel(self, marked: Any, tensors: list[Any], group: dict[str, Any], step: int) -> None:
         marked.sgd(tensors, group, rest=self._rest(group))
 
 
@@ -149,7 +149,7 @@ class AdamWSteps(SparseSteps):
         ratio = group["betas"][0] / group["betas"][1] ** 0.5
         return 1 / (1 - ratio) if self.pay == "ahead" and ratio < 1 else 1.0
 
-    def _in_kernel(self, marked: Any, tensors: list[torch.Tensor], group: dict[str, Any], step: int) -> None:
+    def _in_kernel(self, marked: Any, tensors: list[Any], group: dict[str, Any], step: int) -> None:
         small = self._epsilon(group, step - 1)
         marked.adamw(tensors, group, number=step, ahead=self._ahead(group), small=small)
 

@@ -157,23 +157,26 @@ class SparseSteps(ABC):
         owes, trained = self._owing[number], trained_in(group)
         table = self._tables.setdefault(number, self._start(group)) if owes else None
         small = None if table is None else table.astype(np.float32)
+        numbered: list[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]] = []
         for p in trained:
             gradient, buffers = given[p], self._buffers(p)
             if isinstance(gradient, BlockMarks):
                 marked = self._kernels().marked(gradient.marks, self._settled_of(p), table, self._steps)
-                self._in_one(marked, [p, gradient.grad, *buffers], group, self._steps_of(p) + 1)
-            elif self._loops is not None and all(_is_plain(t) for t in (p, gradient.values, *buffers)):
+                tensors = [_flat(t.detach()) for t in (p, gradient.grad, *buffers)]
+                self._in_kernel(marked, tensors, group, self._steps_of(p) + 1)
+            elif self._loops is not None and all(map(_is_plain, (p, gradient.values, *buffers))):
                 settled = self._settled_of(p) if owes else _NO_BLOCK
-                marked = self._loops.Numbered(self.block, gradient.rows, settled, small, self._steps)
-                self._in_one(marked, [p, gradient.values, *buffers], group, self._steps_of(p) + 1)
+                numbered.append((gradient.rows, settled, [p, gradient.values, *buffers]))
             else:
                 self._step_blocks(p, gradient, table, group)
+        if numbered:
+            rows, settled_of_all, tensors_of_all = (list(part) for part in zip(*numbered, strict=True))
+            marked = self._loops.Numbered(self.block, rows, settled_of_all, small, self._steps)
+            self._in_kernel(marked, tensors_of_all, group, self._steps_of(trained[0]) + 1)
+        for p in trained:
             self._count(p)
         if table is not None and trained:
             self._tables[number] = self._extended(table, group, self._steps_of(trained[0]))
-
-    def _in_one(self, marked: Any, tensors: list[torch.Tensor], group: dict[str, Any], step: int) -> None:
-        self._in_kernel(marked, [_flat(t.detach()) for t in tensors], group, step)
 
     def _step_blocks(
         self, p: torch.Tensor, gradient: BlockGradient, table: np.ndarray | None, group: dict[str, Any]
@@ -270,8 +273,11 @@ class SparseSteps(ABC):
         """The step of this number on blocks of parameter and buffers, with their gradient."""
 
     @abstractmethod
-    def _in_kernel(self, marked: Any, tensors: list[torch.Tensor], group: dict[str, Any], step: int) -> None:
-        """:meth:`_pay` and :meth:`_apply` of the marked blocks of parameter, gradient and buffers, in one kernel."""
+    def _in_kernel(self, marked: Any, tensors: list[Any], group: dict[str, Any], step: int) -> None:
+        """:meth:`_pay` and :meth:`_apply` of the touched blocks of parameter, gradient and buffers, in one kernel.
+
+        Tensors are those of one parameter on a GPU, and of each parameter of the group on CPU.
+        """
 
     def _steps_of(self, p: torch.Tensor) -> int:
         return 0
@@ -306,7 +312,7 @@ def _parts(p: torch.Tensor, where: torch.Tensor, block: int) -> list[tuple[View,
 
 
 def _is_plain(t: torch.Tensor) -> bool:
-    return t.dtype == torch.float32 and t.device.type == "cpu"
+    return t.dtype == torch.float32 and t.is_cpu
 
 
 def _flat(t: torch.Tensor) -> torch.Tensor:

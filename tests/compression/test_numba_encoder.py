@@ -72,22 +72,26 @@ def test_same_as_the_reference_and_nothing_is_lost(sizes, density, block, values
         assert torch.equal(merge([pack], enc.layout.num_blocks, block=block) + enc.residual, due)
 
 
+@pytest.mark.parametrize("bucket", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_scores_and_threads(threads, monkeypatch):
+def test_scores_and_threads(threads, bucket, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(numba_encoder, "SHARE", 64)
     enc, _ = made([1000, 7], 0.1)
     gradients = [torch.randn(1000), torch.randn(7)]
-    for slot, gradient in zip(enc.layout.slots, gradients, strict=True):
-        assert enc.accumulate(slot, gradient, 0.5)
+    if bucket:
+        assert enc.accumulate_bucket(enc.layout.slots[::-1], torch.cat(gradients[::-1]), 0.5)
+    else:
+        assert all(enc.accumulate(*one, 0.5) for one in zip(enc.layout.slots, gradients, strict=True))
     torch.testing.assert_close(enc.residual, padded(enc.layout, gradients) * 0.5, rtol=0, atol=0)
     torch.testing.assert_close(enc.scores, block_scores(enc.residual))
     assert (enc._threads is not None) == (threads > 1)
 
 
+@pytest.mark.parametrize("bucket", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("at", [0, 7, 16, 150, 199, 208], ids=str)
-def test_a_gradient_that_is_not_finite_enters_no_residual(bad, at, monkeypatch):
+def test_a_gradient_that_is_not_finite_enters_no_residual(bad, at, bucket, monkeypatch):
     """Whole vectors, half ones and single elements, in the first thread's part and in the last one's."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(numba_encoder, "SHARE", 64)
@@ -96,8 +100,11 @@ def test_a_gradient_that_is_not_finite_enters_no_residual(bad, at, monkeypatch):
     before = enc.residual.clone()
     gradients = [torch.randn(20), torch.randn(209)]
     gradients[1][at] = bad
-    finite = [enc.accumulate(s, g, 0.5) for s, g in zip(enc.layout.slots, gradients, strict=True)]
-    assert finite == [True, False]
+    if bucket:
+        assert not enc.accumulate_bucket(enc.layout.slots, torch.cat(gradients), 0.5)
+    else:
+        finite = [enc.accumulate(s, g, 0.5) for s, g in zip(enc.layout.slots, gradients, strict=True)]
+        assert finite == [True, False]
     assert torch.isfinite(enc.residual).all()
     enc.give_up(message, step=1)
     assert enc.read(message[None], step=1) is None
