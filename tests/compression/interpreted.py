@@ -26,6 +26,8 @@ CASES = [
     (torch.float32, (1100,), 1.0, "float32"),
     (torch.bfloat16, (700, 1, 33), 0.06, "bfloat16"),
     (torch.float16, (700, 33), 0.2, "int8"),
+    (torch.float32, (0, 35), 0.4, "bfloat16"),
+    (torch.bfloat16, (0,), 1.0, "float32"),
 ]
 
 
@@ -51,9 +53,9 @@ def pack_of(enc, message, step=0):
 
 
 def gradients_of(sizes, dtype, seed):
-    """Small integers, whose sums are exact in any order."""
+    """Small integers, whose sums are exact in any order; none begins where memory does."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(-40, 40, (n,), generator=generator).to(dtype).to(DEVICE) for n in sizes]
+    return [torch.randint(-40, 40, (n + 1,), generator=generator).to(dtype).to(DEVICE)[1:] for n in sizes]
 
 
 def padded(layout, gradients):
