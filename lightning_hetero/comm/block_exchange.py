@@ -24,7 +24,6 @@ from lightning_hetero.compression.reference import Pack
 from lightning_hetero.compression.wire import MessageFormat
 from lightning_hetero.core.compressors import BlockTopK, blocks_per_rank
 from lightning_hetero.core.validation import check_number
-from lightning_hetero.optim import sparse_steps
 
 __all__ = ["BlockExchange"]
 
@@ -74,7 +73,7 @@ class BlockExchange:
         self.messages = MessageLog(hook.observer.clock, self.topology.size)
         self._dense_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
         self.paused = False  # whether all steps are sent densely, until "auto" has chosen
-        self.sparse_steps = False
+        self.sparse_steps, self.most_touched = False, 0.0
         """Whether the optimizer takes blocks, so that the sum is never written into a tensor of the model's size."""
         self.gradients: Mapping[torch.Tensor, BlockGradient | BlockMarks] | None = None
         self._arrived: str | None = None
@@ -148,7 +147,7 @@ class BlockExchange:
     @property
     def takes_blocks(self) -> bool:
         """Whether the optimizer gets blocks at the present density."""
-        return self.sparse_steps and self.density <= sparse_steps.BREAK_EVEN
+        return self.sparse_steps and self.density <= self.most_touched
 
     def set_density(self, density: float) -> None:
         """Send another share of the blocks from the next backward pass on; all ranks have to call it together.

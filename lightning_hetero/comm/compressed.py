@@ -201,6 +201,8 @@ class GradientCompression:
             if one is not None:
                 source = (lambda: exchange.gradients) if together and exchange is not None else None
                 one.follow(source, 16 if exchange is None else exchange.layout.block)
+        if exchange is not None:
+            exchange.most_touched = min((one.most_touched for one in steps if one is not None), default=0.0)
         if self.sparse and exchange is not None:
             check_trained(self._optimizers, exchange.slots)
 

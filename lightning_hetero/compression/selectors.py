@@ -100,7 +100,7 @@ def exact(scores: Scores, k: int, state: SelectorState, search: AtLeast = at_lea
     if candidates is None or len(candidates) < k:
         candidates = _sampled(scores, k, search)
     held = scores[candidates]
-    if len(held) < k:
+    if len(held) < max(k, 1):
         state.threshold = 0.0
         return candidates
     state.threshold = least = np.partition(held, len(held) - k)[len(held) - k].item()
@@ -137,7 +137,7 @@ def sample(scores: Scores, k: int, state: SelectorState) -> Indices:
 
 def aimd(scores: Scores, k: int, state: SelectorState) -> Indices:
     """The paper's threshold: up by 1 % of its first value when the budget was filled, down by 1 % when not."""
-    if state.first == 0.0:
+    if state.first == 0.0 and len(scores):
         state.first = state.threshold = float(np.partition(scores, len(scores) - k)[len(scores) - k])
     chosen = _cut(np.flatnonzero(_reached(scores, state.threshold)), k, state)
     state.threshold = state.threshold + 0.01 * state.first if len(chosen) == k else 0.99 * state.threshold

@@ -70,7 +70,7 @@ class TritonEncoder:
         self.scores = torch.zeros(layout.num_blocks, device=device)
         self.merged = torch.zeros(layout.numel, device=device)
         self.touched = torch.zeros(layout.num_blocks, dtype=torch.bool, device=device)
-        tiles = -(-layout.num_blocks // SCORES)
+        tiles = max(1, -(-layout.num_blocks // SCORES))  # one for a model of empty parameters, too
         self._hist, self._plan = integers(kernels.EXPONENTS), integers(5)
         self._above, self._edge, self._above_ends, self._edge_ends = (integers(tiles) for _ in range(4))
         self.reform(form)
@@ -92,7 +92,7 @@ class TritonEncoder:
     def reform(self, form: MessageFormat) -> None:
         """Send messages of another format from the next step on; what is in the residual stays there."""
         self.form, world = form, self.world_size
-        counts = -(-8 * form.index_bytes // SCORES) if form.bitmap else form.segments
+        counts = max(1, -(-8 * form.index_bytes // SCORES) if form.bitmap else form.segments)
 
         def integers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=self.residual.device)

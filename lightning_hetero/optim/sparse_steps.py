@@ -24,9 +24,6 @@ Gradients = Mapping[torch.Tensor, BlockGradient | BlockMarks]
 LONGEST = 512
 """Steps that a block may owe; then all blocks are settled, in one dense pass."""
 
-BREAK_EVEN = 0.08
-"""Share of touched blocks from which a dense update is faster on CPU (``benchmarks/compression.py``)."""
-
 AT_ONCE = 4096
 """Blocks that torch works on at a time, so that they stay in the cache from one operation to the next."""
 
@@ -54,6 +51,10 @@ class SparseSteps(ABC):
         >>> p.detach().nonzero().view(-1).tolist() == list(range(16, 32))
         True
     """
+
+    break_even: tuple[float, float]
+    """Share of touched blocks from which a dense step is as fast on CPU, by torch's operations and by Numba's loops; at
+    most a fifth, because blocks that come back sooner need no momentum paid at once."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, pay: str = "ahead") -> None:
         self.pay = check_choice("pay", pay, ("ahead", "later"))
@@ -92,6 +93,11 @@ class SparseSteps(ABC):
         self._loops = None if source is None else needing_numba("lightning_hetero.optim.numba_step", numel)
         if self._loops is not None:
             self._loops.warm()
+
+    @property
+    def most_touched(self) -> float:
+        """Largest share of touched blocks at which steps are sparse, on CPU."""
+        return self.break_even[self._loops is not None]
 
     def forget(self) -> None:
         """All blocks are settled: state was loaded."""
@@ -151,7 +157,7 @@ class SparseSteps(ABC):
             if isinstance(gradient, BlockMarks):  # the kernels read a byte per block: never slower than a dense step
                 return True
             touched += len(gradient.rows)
-        return touched <= BREAK_EVEN * rows
+        return touched <= self.most_touched * rows
 
     def _step_group(self, number: int, group: dict[str, Any], given: Gradients) -> None:
         owes, trained = self._owing[number], trained_in(group)

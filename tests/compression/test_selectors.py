@@ -18,7 +18,7 @@ def top(scores, k):
 @pytest.mark.parametrize("name", SELECT)
 @settings(max_examples=60, deadline=None)
 @given(
-    n=st.integers(1, 400),
+    n=st.integers(0, 400),
     share=st.floats(0.001, 1.0),
     seed=st.integers(0, 2**16),
     kind=st.sampled_from(["normal", "ties", "zeros", "equal", "heavy"]),
@@ -33,7 +33,7 @@ def test_any_scores(name, n, share, seed, kind, sample):
         "equal": lambda: np.ones(n),
         "heavy": lambda: rng.lognormal(sigma=6, size=n),
     }[kind]().astype(np.float32)
-    k = max(1, int(n * share))
+    k = max(min(n, 1), int(n * share))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selectors, "SAMPLE", sample)
         chosen = SELECT[name](scores, k, SelectorState())

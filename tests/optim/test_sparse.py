@@ -28,7 +28,7 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def always_worth_it(monkeypatch):
-    monkeypatch.setattr(module, "BREAK_EVEN", 0.5)
+    monkeypatch.setattr(module.SparseSteps, "most_touched", 0.5)
 
 
 def made(kind, touched, dtype=torch.float64):
@@ -255,3 +255,19 @@ def test_paid_ahead_a_block_is_at_once_where_the_dense_optimizer_takes_it(kind):
 def test_pay_is_one_of_two():
     with pytest.raises(ValueError, match="pay='never' is unknown; allowed are 'ahead', 'later'"):
         SparseSGD([nn.Parameter(torch.zeros(3))], lr=0.1, pay="never")
+
+
+@pytest.mark.parametrize(("cls", "settings"), [(SparseSGD, {"momentum": 0.9}), (SparseAdamW, {})])
+def test_steps_are_sparse_up_to_the_share_where_dense_ones_are_as_fast(cls, settings, monkeypatch):
+    """Also at 10 % of the blocks, where the other blocks keep what they have; a third of them is a dense step."""
+    monkeypatch.undo()
+    p = nn.Parameter(torch.zeros(1600))
+    optimizer, given = cls([p], lr=0.1, **settings), {}
+    optimizer.sparse.follow(lambda: given, 16)
+    p.grad = torch.ones(1600)
+    optimizer.step()
+    for touched, moved in ((10, 10), (33, 100)):
+        before, gradient = p.detach().clone(), BlockGradient.of(p, torch.arange(touched), torch.ones(touched, 16))
+        given[p], p.grad = gradient, gradient.grad
+        optimizer.step()
+        assert (p.detach() != before).view(-1, 16).any(1).sum() == moved
