@@ -5,6 +5,7 @@ This module must not postpone the evaluation of annotations: torch inspects the 
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,9 @@ __all__ = ["HookState", "gradient_hook"]
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
+
+CALLBACKS = 256
+"""The newest callbacks, any of which a thread of the process group may still hold when a training ends."""
 
 DIRECT_BACKWARD = (
     "loss.backward() was called directly, so that the loss is not weighted by the worker's share of the batch. "
@@ -74,7 +78,7 @@ class HookState:
     local_squares: list[torch.Tensor] = field(default_factory=list)
     global_squares: list[torch.Tensor] = field(default_factory=list)
     late_squares: list[torch.Tensor] = field(default_factory=list)
-    _running: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet, repr=False)
+    _running: "deque[weakref.ref[Any]]" = field(default_factory=lambda: deque(maxlen=CALLBACKS), repr=False)
 
     def settle(self, timeout: float = 5.0) -> None:
         """Wait until the threads of the process group have let go of our callbacks, for ``timeout`` seconds at most.
@@ -83,7 +87,7 @@ class HookState:
         aborts the process ("terminate called without an active exception"), after a training that went well.
         """
         deadline = time.monotonic() + timeout
-        while self._running and time.monotonic() < deadline:
+        while any(callback() is not None for callback in self._running) and time.monotonic() < deadline:
             time.sleep(0.001)
 
     def agree(self, control: ControlPlane) -> None:
@@ -178,5 +182,5 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
             state.take_norms(result, parameters, late)
         return result
 
-    state._running.add(finish)
+    state._running.append(weakref.ref(finish))
     return future.then(finish)

@@ -113,8 +113,9 @@ def _observed(rank):
         observer.begin_step(5, regular=True)
         model.zero_grad()
         loss = loss_of(model, batches(rank)[0])
-        with observer.backward():
-            loss.backward()
+        observer.begin_backward()
+        loss.backward()
+        observer.end_backward()
         observer.end_step()
     table = observer.take()
     return table[~np.isnan(table[:, 0])]
