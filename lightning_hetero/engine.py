@@ -332,7 +332,7 @@ class HeteroEngine:
             raise RuntimeError("no training data was sharded yet; call shard() first.")
         begin = time.perf_counter()
         header = np.array([self.history.digest(), *self.sampler.drawn], dtype=float)
-        noise = np.zeros(NOISE_FIELDS) if self.noise is None else self.noise.take()
+        noise = np.zeros(NOISE_FIELDS) if self.noise is None else self.noise.sums.peek()
         messages = np.zeros(0) if self.compression is None else self.compression.take_messages().ravel()
         table, before = self.observer.take(), 3 + NOISE_FIELDS + len(messages)
         everyone = self.control.gather(np.concatenate([header, noise, messages, table.ravel()]))
@@ -341,7 +341,7 @@ class HeteroEngine:
         if self.compression is not None:
             self.compression.see_messages(everyone[:, 3 + NOISE_FIELDS : before])
         if self.noise is not None:
-            self.noise.absorb(everyone[:, 3 : 3 + NOISE_FIELDS])
+            self.noise.absorb(everyone[:, 3 : 3 + NOISE_FIELDS], self.control)
         self.last_observations = observations if observations.num_steps else self.last_observations
         planner: Planner | None = None
         roster = self.roster

@@ -113,6 +113,7 @@ class HookState:
     def take_squares(self) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
         """Squared norms of the buckets since the last call, before and after averaging; ``None`` if there are none.
 
+        Those after are of this rank's part of each bucket, where :attr:`GradientNorms.in_parts` says so.
         Those before are of the *weighted* gradient: divide by ``(W b_i / B)^2`` for the worker's own mean gradient.
         """
         if not self.local_squares:
@@ -126,7 +127,7 @@ class HookState:
     ) -> None:
         """Take the norms of an averaged bucket, of which all, nothing, or some parameters are of the step before."""
         if isinstance(late, bool):
-            (self.late_squares if late else self.global_squares).extend(self.norms.of_bucket(result, parameters))
+            (self.late_squares if late else self.global_squares).extend(self.norms.of_average(result, parameters))
             return
         owners = parameters()
         parts = result.split([owner.numel() for owner in owners])
@@ -157,7 +158,8 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     state.fired = True
     number = state.observer.bucket_ready()
     buffer, parameters = bucket.buffer(), bucket.parameters
-    if state.collect_norms:
+    straight = state.staleness is None and state.inner is None
+    if state.collect_norms and not straight:
         state.local_squares.extend(state.norms.of_bucket(buffer, parameters))
     late: bool | list[bool] = False
     if state.staleness is not None:
@@ -166,7 +168,11 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     elif state.inner is not None:
         future = state.inner(state.inner_state, bucket)
     else:
-        buffer.mul_(1.0 / state.world_size)  # as DDP does without a hook; a division takes twice as long
+        weight = 1.0 / state.world_size  # as DDP does without a hook; a division takes twice as long
+        if state.collect_norms:
+            state.local_squares.extend(state.norms.of_weighted(buffer, weight, parameters))
+        else:
+            buffer.mul_(weight)
         future = sums.sum_over_ranks(buffer) if state.topology is None else state.topology.sum(buffer)
 
     early = state.one_message and not bucket.is_last()
