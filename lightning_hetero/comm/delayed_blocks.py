@@ -35,7 +35,7 @@ class DelayedBlocks(Delays):
         topology: way of messages, with process groups of its own, so that no other collective waits behind them;
             ``None`` for that of the exchange.
         restored: :meth:`state_dict` of an earlier run, or that of delayed dense sums.
-        running: set of callbacks that a thread of the process group may still hold.
+        running: callbacks that a thread of the process group may still hold, by weak reference.
     """
 
     unit = "compressed messages"

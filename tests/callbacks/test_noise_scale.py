@@ -286,15 +286,29 @@ def test_single_worker_without_accumulation_is_flagged_biased():
 
 
 class Poisoned(Regressor):
-    """The gradient of rank 1 is NaN in its second step and infinite in its third."""
+    """The gradient of rank 1 is NaN in its second step; in its third one element of it is infinite.
+
+    Each rank takes the norm of its own half of the averaged gradient, at whose end the first parameter lies: that of
+    the third step is finite for all that rank 0 knows.
+    """
 
     def __init__(self):
         super().__init__(lr=0.0, momentum=0.0)
 
+    def on_fit_start(self):
+        super().on_fit_start()
+        if self.trainer.global_rank == 1:
+            next(self.parameters()).register_hook(self.poisoned)
+
+    def poisoned(self, grad):
+        if self.trainer.global_step == 2:
+            grad = grad.clone()
+            grad.view(-1)[-1] = float("inf")
+        return grad
+
     def loss(self, batch):
         loss = super().loss(batch)
-        factor = {1: float("nan"), 2: float("inf")}.get(self.trainer.global_step, 1.0)
-        return loss * factor if self.trainer.global_rank == 1 else loss
+        return loss * float("nan") if self.trainer.global_rank == 1 and self.trainer.global_step == 1 else loss
 
     def on_before_optimizer_step(self, optimizer):
         for p in self.parameters():
