@@ -19,7 +19,7 @@ Scores = npt.NDArray[Any]
 
 SAMPLE = 65_536
 
-NEAR, MANY = (0.95, 0.8), 3
+NEAR, MANY = (0.98, 0.93, 0.8), 6
 """What shares of the last threshold candidates reach, and how many times the budget they may be."""
 
 
