@@ -198,10 +198,9 @@ def _merged(rank, cases):
         engine, model = ElasticEngine(strategy.config, rank=rank, world_size=2), nn.Linear(1, 1, bias=False)
         nn.init.constant_(model.weight, 0.01)
         engine.attach(model)
-        weights, done = [model.weight.item()], 0
-        for _ in engine.shard(PermutationStream(128, shuffle=False, seed=0), batch_size=8):
+        weights, sampler = [model.weight.item()], engine.shard(PermutationStream(128, shuffle=False, seed=0), 8)
+        for done, _ in enumerate(sampler, 1):
             engine.begin_batch()
-            done += 1
             if not engine.merges:
                 with torch.no_grad():
                     model.weight.add_(0.01)
