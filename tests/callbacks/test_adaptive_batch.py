@@ -625,6 +625,26 @@ def _alternating(rank, prefetch):
 
 
 @pytest.mark.parametrize("prefetch", [2, 3])
+class Manual(Uneven):
+    """Steps by itself, and knows nothing of accumulation."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def test_a_loop_of_the_modules_own_gets_no_total_that_would_need_accumulation():
+    first, _ = run(options={"max_local_batch_sizes": (8, 6)}, model=Manual(), max_epochs=3)
+    assert totals(first)[-1] == 14
+    assert set(first["windows"]) == {1}
+
+
 def test_a_window_of_micro_batches_has_one_total(prefetch):
     """However far loader workers have drawn ahead."""
     results = run_ranks(_alternating, 2, prefetch)

@@ -54,14 +54,19 @@ class Saves(L.Callback):
 
 def _run(rank, strategy, kwargs):
     delay = Delay()
-    callbacks = [delay, LookAheadCallback(), *kwargs.pop("callbacks", [])]
+    callbacks = [delay, LookAheadCallback(kwargs.pop("gain", None)), *kwargs.pop("callbacks", [])]
     done = fit(rank, {**SPLIT, **strategy}, 2, 5, callbacks=callbacks, dataset=Points(60), **kwargs)
     return {**done, "forward": delay.forward, "after": delay.after}
 
 
-def test_forward_runs_at_the_foretold_weights_and_the_optimizer_at_the_true_ones():
+def twice():
+    return 2.0
+
+
+@pytest.mark.parametrize("gain", [None, twice])
+def test_forward_runs_at_the_foretold_weights_and_the_optimizer_at_the_true_ones(gain):
     """By hand: two workers with 0.7 and 0.3 of a batch, each with its own part of the sum under way, twice at most."""
-    results = run_ranks(_run, 2, {}, {"max_epochs": 2})
+    results = run_ranks(_run, 2, {}, {"max_epochs": 2, "gain": gain})
     for mine, other in zip(results[0]["after"], results[1]["after"], strict=True):
         np.testing.assert_array_equal(mine, other)
     model, points = Regressor(), Points(60)
@@ -76,7 +81,7 @@ def test_forward_runs_at_the_foretold_weights_and_the_optimizer_at_the_true_ones
             for i, p in enumerate(model.parameters()):
                 known = None if own[rank] is None else own[rank][i] * min(1.0, 2 * len(indices) / total)
                 move = expected_move(optimizer, group, optimizer.state.get(p, {}), known) if step >= FIRST else None
-                p.data.copy_(true[i] if move is None else true[i] - move)
+                p.data.copy_(true[i] if move is None else true[i] - (2.0 if gain else 1.0) * move)
             np.testing.assert_allclose(model.flat(), results[rank]["forward"][step], rtol=1e-9, atol=1e-12)
             loss = model.loss((points.x[indices], points.y[indices], None))
             grads.append(torch.autograd.grad(loss, list(model.parameters())))

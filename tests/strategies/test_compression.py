@@ -34,7 +34,7 @@ COMPRESSORS = {
     "sample, float32": BlockTopK(**SPARSE, selector="sample", value_dtype="float32", block=32),
     "elements, balanced": BlockTopK(**SPARSE, block=1, scores="balanced"),
     "aimd": BlockTopK(**SPARSE, selector="aimd"),
-    "low rank": "powersgd(rank=1, start=3)",
+    "low rank": "powersgd(rank=2, start=3)",
     "fp16": "fp16",
     "bf16": "bf16",
     "auto": "auto",
@@ -95,6 +95,13 @@ def test_what_is_applied_is_the_compressed_gradient(name):
         assert (dense[2:] != 0).mean() > 0.95
         touched = (ours[2:] != 0).mean()
         assert 0.02 < touched < 0.4
+    if name == "low rank":
+        np.testing.assert_array_equal(ours[:3], dense[:3])
+        first_layer = ours[3:, : 7 * FEATURES].reshape(-1, 7, FEATURES)
+        assert (np.linalg.matrix_rank(first_layer, tol=1e-5) == 2).all()
+    if name in ("fp16", "bf16"):
+        error = np.abs(ours[0] - dense[0]).max() / np.abs(dense[0]).max()
+        assert (2**-12 < error < 2**-10) if name == "fp16" else (2**-9 < error < 2**-7)
 
 
 def test_density_1_is_the_dense_gradient():
