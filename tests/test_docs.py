@@ -29,6 +29,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path: path.read_text() for path in PAGES}
 
+ADAPTIVE = TEXTS[ROOT / "docs" / "adaptive-batch.md"]
+
 # Made from the benchmarks' results; it may be missing as long as the numbers are.
 PICTURES_TO_COME = {"docs/figures/speedup.png"} if "TBD" in TEXTS[ROOT / "README.md"] else set()
 
@@ -233,6 +235,13 @@ def test_solver_numbers_are_those_of_the_benchmark():
         for cell, column in zip(cells, columns, strict=True):
             expected = row[column]
             assert (not cell) if expected is None else float(cell) == pytest.approx(expected, rel=0.05), (cell, column)
+
+
+def test_time_of_the_candidates_is_that_of_the_benchmark():
+    said = re.search(r"takes (\S+) ms for 100 candidates with 1000 workers\s+and (\S+) ms with 100 000", ADAPTIVE)
+    found = json.loads((ROOT / "benchmarks" / "results" / "solver.json").read_text())["rows"]
+    measured = {row["workers"]: row["100_candidates_ms"] for row in found}
+    assert [float(value) for value in said.groups()] == pytest.approx([measured[1000], measured[100_000]], rel=0.05)
 
 
 def measured_in(name):

@@ -34,15 +34,20 @@ from tests.helpers import Points, RankError, Regressor, covered, fit, run_ranks
 N, BATCH, LR = 240, 4, 0.02
 SPEEDS = (0.0002, 0.0008)  # seconds of a sample, of each rank
 FIXED = 0.004  # seconds of a step
+WARM_UP = 40  # steps, beyond the first decision
+LATTER = 0.5  # of the learning rate, for the second of two groups
 
 
 class Uneven(Regressor):
-    """Sleeps in proportion to its samples; keeps the learning rate of every step and when it validated."""
+    """Sleeps in proportion to its samples; keeps the learning rates of every step and when it validated.
+
+    With ``gamma`` it has two groups of parameters, a warm-up by steps, and a decay by epochs.
+    """
 
     def __init__(self, optimizer="sgd", gamma=None):
         super().__init__(lr=LR)
         self.optimizer, self.gamma = optimizer, gamma
-        self.used, self.validated = [], []
+        self.used, self.latter, self.validated = [], [], []
 
     def training_step(self, batch, batch_idx):
         time.sleep(FIXED + len(batch[0]) * SPEEDS[min(self.global_rank, 1)])
@@ -58,11 +63,21 @@ class Uneven(Regressor):
     def configure_optimizers(self):
         cls = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamax": torch.optim.Adamax}[self.optimizer]
         momentum = {"momentum": 0.9} if self.optimizer == "sgd" else {}
-        optimizer = cls(self.parameters(), lr=self.lr, **momentum)
+        first = {"params": self.net[:2].parameters()}
+        groups = [first, {"params": self.net[2].parameters(), **({"lr": self.lr * LATTER} if self.gamma else {})}]
+        optimizer = cls(groups, lr=self.lr, **momentum)
         optimizer.register_step_post_hook(lambda o, *_: self.used.append(o.param_groups[0]["lr"]))
+        optimizer.register_step_post_hook(lambda o, *_: self.latter.append(o.param_groups[1]["lr"]))
         if self.gamma is None:
             return optimizer
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, self.gamma)]
+        warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, total_iters=WARM_UP)
+        decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, self.gamma)
+        return [optimizer], [{"scheduler": warm_up, "interval": "step"}, decay]
+
+
+def warmed(step):
+    """Factor of the warm-up on the rate of a step."""
+    return min(1.0, 0.2 + 0.8 * step / WARM_UP)
 
 
 def shown_total(trainer):
@@ -143,6 +158,7 @@ def steps_only(rank, ranks, options, callback, kwargs):
         "scheduled": epochs.scheduled,
         "windows": epochs.windows,
         "used": model.used,
+        "latter": model.latter,
         "validated": model.validated,
         "rates": [g["lr"] for o in trainer.optimizers for g in o.param_groups],
         "scale_invariant_steps": adaptive.scale_invariant_steps,
@@ -177,8 +193,9 @@ def micro_batches(results):
 def replay(results, model=None, windows=None):
     """Weights of one process that trains on the same global batches with the same learning rates."""
     model, data = model or Regressor(lr=LR), Points(N)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    window, grads, used = [], [], iter(results[0]["used"])
+    groups = [{"params": model.net[:2].parameters()}, {"params": model.net[2].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=LR, momentum=0.9)
+    window, grads, used, latter = [], [], iter(results[0]["used"]), iter(results[0]["latter"])
     sizes = iter(windows or [1] * len(results[0]["seen"]))
     batches = list(micro_batches(results))
     for position, (epoch, indices) in enumerate(batches):
@@ -191,7 +208,7 @@ def replay(results, model=None, windows=None):
         for part in window:
             (model.loss((data.x[part], data.y[part], None)) / count).backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]).numpy())
-        optimizer.param_groups[0]["lr"] = next(used)
+        optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = next(used), next(latter)
         optimizer.step()
         window = []
     assert next(used, None) is None
@@ -228,15 +245,23 @@ def test_a_decision_changes_total_split_rate_and_number_of_batches(adaptive):
     assert all(row["last"] for row in first["epochs"])
     assert [row["steps"] for row in first["epochs"]] == [30, 50, 60, 65]
     assert [row["lr"] for row in first["epochs"]] == pytest.approx(
-        [LR * 0.9**epoch * total / 8 for epoch, total in enumerate([8, 12, 24, 48])]
+        [LR * warmed((29, 49, 59, 64)[epoch]) * 0.9**epoch * total / 8 for epoch, total in enumerate([8, 12, 24, 48])]
     )
+
+
+def test_warm_up_decay_and_factor_multiply_in_every_group(adaptive):
+    (first, _), _ = adaptive
+    epochs = [epoch for epoch, count in enumerate([30, 20, 10, 5]) for _ in range(count)]
+    wanted = [LR * warmed(step) * 0.9**epoch * (1.0, 1.5, 3.0, 6.0)[epoch] for step, epoch in enumerate(epochs)]
+    assert first["used"] == pytest.approx(wanted)
+    assert first["latter"] == pytest.approx([LATTER * rate for rate in wanted])
 
 
 def test_the_schedule_does_not_see_the_factor(adaptive):
     (first, _), _ = adaptive
-    expected = [LR * 0.9**epoch for epoch, count in enumerate([30, 20, 10, 5]) for _ in range(count)]
-    assert first["scheduled"] == pytest.approx(expected)
-    assert first["rates"] == pytest.approx([LR * 0.9**4])
+    epochs = [epoch for epoch, count in enumerate([30, 20, 10, 5]) for _ in range(count)]
+    assert first["scheduled"] == pytest.approx([LR * warmed(step) * 0.9**e for step, e in enumerate(epochs)])
+    assert first["rates"] == pytest.approx([LR * 0.9**4, LATTER * LR * 0.9**4])
 
 
 def test_scale_invariant_steps_are_the_sum_of_the_factors(adaptive):
@@ -476,7 +501,7 @@ def test_checkpoint_of_the_decision_is_plain(uninterrupted):
     assert state["gains"][12] == pytest.approx(1.5)
     assert state["scale_invariant_steps"] == pytest.approx(30 + 27 * 1.5)
     assert state["engine"]["history"]["entries"][-1]["plan"]["total_batch_size"] == 12
-    assert [g["lr"] for g in checkpoint["optimizer_states"][0]["param_groups"]] == [LR]
+    assert [g["lr"] for g in checkpoint["optimizer_states"][0]["param_groups"]] == [LR, LR]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -716,7 +741,7 @@ def test_checkpoint_of_an_exception_has_the_scheduled_rate(tmp_path):
     with pytest.raises(RankError, match="out of coffee"):
         pinned(model=Fails(), callbacks=[SavesAtExceptions(path)])
     checkpoint = torch.load(path, weights_only=True)
-    assert [g["lr"] for g in checkpoint["optimizer_states"][0]["param_groups"]] == [LR]
+    assert [g["lr"] for g in checkpoint["optimizer_states"][0]["param_groups"]] == [LR, LR]
     state = checkpoint["callbacks"]["AdaptiveBatchCallback"]
     assert state["scale_invariant_steps"] == pytest.approx(30 + 20 * 1.5)
 

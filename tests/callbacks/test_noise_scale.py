@@ -191,6 +191,11 @@ def everywhere():
 
 
 def test_workers_and_micro_batches_agree(everywhere):
+    """With the truth, not with each other: of a window only the first micro-batch and the whole are seen.
+
+    So one process with micro-batches sees other parts of the same noise than workers do. That the estimates of workers
+    and of micro-batches are equal where the same norms are known is ``test_micro_batches_count_as_workers``.
+    """
     trace, grad_sq_norm = truth()
     squares = []
     for state in everywhere.values():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.core.goodput import Candidate, candidate_totals, choose_total, efficiency, goodput_table
-from lightning_hetero.core.optperf import solve_step_times
+from lightning_hetero.core.optperf import solve_optperf, solve_step_times
 from lightning_hetero.core.time_model import ClusterTimeModel, NodeTimeModel
 
 moderate = settings(max_examples=60, deadline=None, derandomize=True)
@@ -143,6 +143,16 @@ def test_totals_out_of_bounds_are_left_out():
 
 def test_table_is_sorted_by_total():
     assert [row.total_batch_size for row in table(1.0, [64, 8, 32], max_local=(9, 6))] == [8, 32, 64]
+
+
+def test_candidates_are_solved_without_a_memory():
+    """Each is the same alone, beside others, and after others; bottlenecks differ between them."""
+    rows = table(300.0)
+    kinds = {solve_optperf(CLUSTER, total).bottlenecks for total in TOTALS}
+    assert len(kinds) > 1
+    for total, row in reversed(list(zip(TOTALS, rows, strict=True))):
+        (alone,) = table(300.0, [total])
+        assert alone.step_time == pytest.approx(row.step_time, rel=1e-14)
 
 
 # choice

@@ -1,10 +1,19 @@
 """Bad input ends at construction or set-up, on every rank, with what was given, what is allowed and what to do."""
 
+from types import SimpleNamespace
+
 import pytest
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
-from lightning_hetero import DynamicBatchPIDCallback, HeteroDDPStrategy, PerfModelCallback
+from lightning_hetero import (
+    AdaptiveBatchCallback,
+    DynamicBatchPIDCallback,
+    GNSCallback,
+    HeteroDDPStrategy,
+    PerfModelCallback,
+)
 from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
 
 
@@ -104,7 +113,6 @@ def _setup(rank, strategy, ranks, kwargs):
             "several policies.*local_batch_sizes",
         ),
         ("ddp", {"callbacks": [PerfModelCallback()]}, "MisconfigurationException", "Trainer.strategy='hetero_ddp'"),
-        ("fsdp", {"callbacks": [DynamicBatchPIDCallback()]}, "", "FSDP|GPU|CUDA|cuda"),
     ],
     ids=str,
 )
@@ -116,6 +124,20 @@ def test_setup_refuses_on_every_rank(strategy, kwargs, error, says):
     for _, kind, message in errors:
         assert error in kind
         assert re.search(says, message, re.DOTALL), message
+
+
+@pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"])
+@pytest.mark.parametrize(
+    "callback",
+    [PerfModelCallback(), DynamicBatchPIDCallback(), AdaptiveBatchCallback(64), GNSCallback()],
+    ids=lambda callback: type(callback).__name__,
+)
+def test_strategies_that_shard_the_model_are_refused_by_name(callback, name):
+    """At setup, which every rank comes to; on a machine without a GPU their own refusal would come first."""
+    sharding = type(name, (), {})()
+    trainer = SimpleNamespace(strategy=sharding, world_size=2, callbacks=[callback], global_rank=0)
+    with pytest.raises(MisconfigurationException, match=rf"{name}.*Use .*strategy='hetero_ddp'"):
+        callback.setup(trainer, None, "fit")
 
 
 def _different(rank, what):

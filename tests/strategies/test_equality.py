@@ -147,18 +147,6 @@ def test_bf16_mixed_is_close():
         np.testing.assert_allclose(result["weights"], reference["weights"], rtol=0.05, atol=5e-3)
 
 
-def test_equal_sizes_are_plain_ddp():
-    plain = run_ranks(_plain, 2, "ddp")
-    ours = run_ranks(_plain, 2, "hetero_ddp")
-    for a, b in zip(plain, ours, strict=True):
-        assert a["steps"] == b["steps"]
-        np.testing.assert_allclose(a["weights"], b["weights"], rtol=1e-12)
-
-
-def _plain(rank, strategy):
-    return fit(rank, strategy, 2, 4, dataset=Points(64))
-
-
 def test_direct_backward_is_refused():
     errors = run_ranks(_hetero, 2, (3, 1), {"model": Direct()}, expect_errors=True)
     assert [rank for rank, *_ in errors] == [0, 1]
