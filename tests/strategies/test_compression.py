@@ -21,9 +21,12 @@ from lightning_hetero.comm.compressed import GradientCompression
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState, gradient_hook
 from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.comm.topology import Topology
 from lightning_hetero.compression import MessageFormat
+from lightning_hetero.core.compressors import parse_compression
 from lightning_hetero.core.link_model import LinkMeasurement
 from lightning_hetero.optim import SparseAdamW, SparseSGD, sparse_steps
+from lightning_hetero.simulate import ThinLink
 from tests.comm.test_gradient_hook import TINY, batches, build, loss_of
 from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
 
@@ -473,6 +476,26 @@ def test_auto_compresses_where_it_pays_and_says_why(rate, compressed):
     assert len(said) == 1
     assert ("density 0.05, because dense takes" in said[0]) == compressed
     assert float(said[0].split("computing takes ")[1].removesuffix(" ms")) > 0
+
+
+RATE = 4e6
+
+
+def _measured(rank):
+    """Of three quarters of a million elements, over a link of that many bytes per second."""
+    dist.init_process_group("gloo")
+    p = nn.Parameter(torch.zeros(750_000))
+    with ThinLink(RATE, world_size=2):
+        return link.measure({"p": p}, ControlPlane(rank, 2), Topology(rank, ((0,), (1,))), parse_compression("auto"))
+
+
+def test_what_auto_knows_is_measured():
+    one, other = run_ranks(_measured, 2)
+    assert one == other
+    assert RATE / 2 < one.rate < 1.1 * RATE
+    assert 0 < one.latency < link.PROBE_BYTES / RATE
+    assert one.encode > 0
+    assert (one.world_size, one.numel, one.element_size) == (2, 750_000, 4)
 
 
 # what is wrong
