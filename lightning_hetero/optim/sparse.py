@@ -25,6 +25,8 @@ here has the size of the model but parameters and state themselves. Torch's opti
 hang on its own hooks, so that schedulers, loss scalers and checkpoints see nothing else than before.
 """
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -162,6 +164,18 @@ STEPS: dict[type, type[SparseSteps]] = {torch.optim.SGD: SGDSteps, torch.optim.A
 """Optimizers that have sparse steps."""
 
 
+def _as_of(theirs: type[torch.optim.Optimizer]) -> Callable[[Any], Any]:
+    """For an ``__init__`` that hands its arguments on: say that they are those of another class, and ``pay``."""
+    parameters = list(inspect.signature(theirs.__init__).parameters.values())
+    pay = inspect.Parameter("pay", inspect.Parameter.KEYWORD_ONLY, default="ahead", annotation=str)
+
+    def mark(init: Any) -> Any:
+        init.__signature__ = inspect.Signature([*parameters, pay], return_annotation=None)
+        return init
+
+    return mark
+
+
 class SparseSGD(torch.optim.SGD):
     """``torch.optim.SGD`` that touches only the blocks of a compressed gradient.
 
@@ -178,6 +192,7 @@ class SparseSGD(torch.optim.SGD):
         0.9
     """
 
+    @_as_of(torch.optim.SGD)
     def __init__(self, params: Any, *args: Any, pay: str = "ahead", **kwargs: Any) -> None:
         super().__init__(params, *args, **kwargs)
         self.sparse = SGDSteps(self, pay)
@@ -199,6 +214,7 @@ class SparseAdamW(torch.optim.AdamW):
         0.9
     """
 
+    @_as_of(torch.optim.AdamW)
     def __init__(self, params: Any, *args: Any, pay: str = "ahead", **kwargs: Any) -> None:
         super().__init__(params, *args, **kwargs)
         self.sparse = AdamWSteps(self, pay)

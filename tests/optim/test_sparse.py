@@ -1,6 +1,7 @@
 """Sparse optimizers against torch's dense ones: the same parameters and state once all debts are paid."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -250,6 +251,27 @@ def test_paid_ahead_a_block_is_at_once_where_the_dense_optimizer_takes_it(kind):
     for _ in range(400):
         dense.step()
     torch.testing.assert_close(p.detach()[32:48], twin.detach()[32:48], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "values"),
+    [
+        (SparseSGD, torch.optim.SGD, (0.1, 0.9, 0, 0.01, True)),
+        (SparseAdamW, torch.optim.AdamW, (0.1, (0.8, 0.99), 1e-6, 0.1)),
+    ],
+)
+def test_arguments_are_torchs(ours, theirs, values):
+    """By name, kind and default, and by position; ``pay`` comes besides."""
+    parameters = dict(inspect.signature(ours).parameters)
+    pay = parameters.pop("pay")
+    assert (pay.kind, pay.default) == (pay.KEYWORD_ONLY, "ahead")
+    assert parameters == dict(inspect.signature(theirs).parameters)
+    p = nn.Parameter(torch.ones(3))
+    made, expected = ours([p], *values), theirs([p], *values)
+    assert made.defaults == expected.defaults
+    assert [{**group, "params": None} for group in made.param_groups] == [
+        {**group, "params": None} for group in expected.param_groups
+    ]
 
 
 def test_pay_is_one_of_two():
