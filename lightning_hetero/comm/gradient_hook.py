@@ -160,24 +160,12 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     state.fired = True
     number = state.observer.bucket_ready()
     buffer, parameters = bucket.buffer(), bucket.parameters
-    straight = state.staleness is None and state.inner is None
-    if state.collect_norms and not straight:
+    at_once = state.staleness is None and state.inner is None and state.owed is None
+    if state.collect_norms and not at_once:
         state.local_squares.extend(state.norms.of_bucket(buffer, parameters))
     if state.owed is not None and state.owed(bucket):
         state.owed = None
-    late: bool | list[bool] = False
-    if state.staleness is not None:
-        future = state.staleness(bucket)
-        late = state.staleness.gave_late
-    elif state.inner is not None:
-        future = state.inner(state.inner_state, bucket)
-    else:
-        weight = 1.0 / state.world_size  # as DDP does without a hook; a division takes twice as long
-        if state.collect_norms:
-            state.local_squares.extend(state.norms.of_weighted(buffer, weight, parameters))
-        else:
-            buffer.mul_(weight)
-        future = sums.sum_over_ranks(buffer) if state.topology is None else state.topology.sum(buffer)
+    future, late = _average(state, bucket, with_norms=state.collect_norms and at_once)
 
     early = state.one_message and not bucket.is_last()
     if early:  # it travels with the last bucket, so what it waits for is no communication of its own
@@ -194,3 +182,20 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
 
     state._running.append(weakref.ref(finish))
     return future.then(finish)
+
+
+def _average(
+    state: HookState, bucket: dist.GradBucket, *, with_norms: bool
+) -> tuple[torch.futures.Future[Any], bool | list[bool]]:
+    """The average on its way, and what of it belongs to the step before."""
+    if state.staleness is not None:
+        future = state.staleness(bucket)
+        return future, state.staleness.gave_late
+    if state.inner is not None:
+        return state.inner(state.inner_state, bucket), False
+    buffer, weight = bucket.buffer(), 1.0 / state.world_size  # as DDP does without a hook; a division is slower
+    if with_norms:
+        state.local_squares.extend(state.norms.of_weighted(buffer, weight, bucket.parameters))
+    else:
+        buffer.mul_(weight)
+    return sums.sum_over_ranks(buffer) if state.topology is None else state.topology.sum(buffer), False
