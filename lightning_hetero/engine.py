@@ -26,10 +26,10 @@ from lightning_hetero.comm.schedule import ExchangeSchedule
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.weighting import LossWeighting
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.metrics import exchange_metrics
+from lightning_hetero.core.metrics import Exchange, exchange_metrics
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.plan import BatchPlan, PlanEntry, PlanHistory
-from lightning_hetero.core.planner import Exchange, PlanContext, Planner, Proposal
+from lightning_hetero.core.planner import PlanContext, Planner, Proposal
 from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.data.sampler import UnevenBatchSampler
 from lightning_hetero.data.stream import IndexStream

@@ -289,6 +289,108 @@ def test_samples_are_those_of_the_benchmark():
         same_numbers(cells, [row[column] for column in columns])
 
 
+def quoted(name):
+    """Cells of a table of the README, and the rows of the result that it was taken from."""
+    path = f"benchmarks/results/{name}.json"
+    table = dict(NUMBERS.findall(TEXTS[ROOT / "README.md"]))[path]
+    return rows(table), json.loads((ROOT / path).read_text())
+
+
+def same_when_rounded(cell, *values):
+    """All numbers of a cell are these, to the last digit that is given; an empty one has none."""
+    found = re.findall(r"[-+]?\d+(?:\.\d+)?", cell)
+    given = [value for value in values if value is not None]
+    assert len(found) == len(given), (cell, values)
+    for text, value in zip(found, given, strict=True):
+        digits = len(text.partition(".")[2])
+        assert float(text) == pytest.approx(float(value), rel=1e-9, abs=0.501 * 10**-digits), (cell, values)
+
+
+def test_balance_in_the_readme_is_that_of_the_benchmark():
+    table, result = quoted("balance")
+    columns = ("step_ms", "over_even", "own_run_over_ddp", "share_of_optimum_%", "steps_to_5%")
+    assert [row["strategy"] for row in result["rows"]] == ["ddp", "exact optimum", "perf_model", "pid"]
+    for (name, split, *cells), row in zip(table, result["rows"], strict=True):
+        words = {"exact optimum": "optimum", "perf_model": "time model", "pid": "proportional"}
+        assert words.get(row["strategy"], row["strategy"]) in name
+        assert split == row["split"]
+        for cell, column in zip(cells, columns, strict=True):
+            same_when_rounded(cell, row.get(column))
+
+
+def test_prediction_in_the_readme_is_that_of_the_benchmark():
+    ((_, middle, largest),), result = quoted("prediction")
+    errors = [row["error_%"] for row in result["rows"] if row["used"] == "predicted"]
+    same_when_rounded(middle, np.median(errors))
+    same_when_rounded(largest, max(errors))
+
+
+def test_overhead_in_the_readme_is_that_of_the_benchmark():
+    table, result = quoted("overhead")
+
+    def with_quartiles(row, name, of):
+        return (row[f"{name}{of}_%"], *map(float, row[f"{name}_quartiles{of}_%"].split(" to ")))
+
+    for (name, step, by_clock, processor, noise, share, again), row in zip(table, result["rows"], strict=True):
+        kind, _, size = name.partition(", ")
+        assert kind == row["model"]
+        same_when_rounded(size, row["parameters"] / 1e6)
+        same_when_rounded(step, row["ddp_ms"])
+        same_when_rounded(by_clock, *with_quartiles(row, "hetero_ddp", ""))
+        same_when_rounded(processor, *with_quartiles(row, "hetero_ddp", "_cpu"))
+        same_when_rounded(noise, *with_quartiles(row, "with_gns_each_step", "_cpu"))
+        same_when_rounded(share, row["noise_scale_share_%"])
+        same_when_rounded(again, *with_quartiles(row, "ddp_again", "_cpu"))
+
+
+def test_time_to_accuracy_in_the_readme_is_that_of_the_benchmark():
+    """The benchmark reads no total from ``ddp``, whose total is that of ``hetero_ddp`` where it is fixed."""
+    table, result = quoted("adaptive")
+    fixed = {row["task"]: row["last_total"] for row in result["rows"] if row["strategy"] == "fixed"}
+    for (task, name, *cells), row in zip(table, result["rows"], strict=True):
+        assert task == row["task"]
+        assert ("Adaptive" in name, "hetero_ddp" in name) == {
+            "ddp": (False, False),
+            "fixed": (False, True),
+            "adaptive": (True, True),
+        }[row["strategy"]]
+        total = fixed[task] if row["strategy"] == "ddp" else row["last_total"]
+        values = (row["seconds"], row["over_ddp"], row["samples"], row["steps"], total)
+        for cell, value in zip(cells, values, strict=True):
+            same_when_rounded(cell, value)
+
+
+def test_elastic_averaging_in_the_readme_is_that_of_the_benchmark():
+    table, result = quoted("elastic")
+    unequal = {row["training"]: row for row in result["rows"] if row["workers"] == "unequal"}
+    for name, seconds, over, precision in table:
+        row = unequal[{"hetero_elastic": "adaptive"}.get(name.strip("`"), name.strip("`"))]
+        same_when_rounded(seconds, row["seconds_to_target"])
+        same_when_rounded(over, unequal["ddp"]["seconds_to_target"] / row["seconds_to_target"])
+        same_when_rounded(precision, row["best_precision"])
+
+
+def test_thin_link_in_the_readme_is_that_of_the_benchmark():
+    table, result = quoted("wan")
+    thin = {row["kind"]: row for row in result["rows"] if row["mbit"] == "100"}
+    kinds = ("ddp", "fp16", "powersgd", "density 0.1", "density 0.01", "density 0.01, late")
+    for (name, step, over, computing, sent), kind in zip(table, kinds, strict=True):
+        row = thin[kind]
+        assert all(
+            word in name for word in kind.replace(", late", " staleness").replace("density ", "density=").split()
+        )
+        same_when_rounded(step, row["mean_step_ms"])
+        same_when_rounded(over, thin["ddp"]["mean_step_ms"] / row["mean_step_ms"])
+        same_when_rounded(computing, row["over_computing"])
+        same_when_rounded(sent, row["kB_a_step"] / 1000)
+
+
+def test_every_table_of_the_readme_is_compared():
+    source = Path(__file__).read_text()
+    for name, _ in NUMBERS.findall(TEXTS[ROOT / "README.md"]):
+        assert f'quoted("{Path(name).stem}")' in source or f'"{name}"' in source
+
+
 def test_the_reference_describes_nothing_twice():
     """Sphinx warns of it, and warnings fail `make docs`."""
     names = re.findall(r"^\.\. auto\w+:: (\S+)$", TEXTS[ROOT / "docs" / "api.md"], re.M)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK
-from tests.helpers import Points, run_ranks
+from tests.helpers import Points, fit, run_ranks
 from tests.loops import (
     FRONT_ENDS,
     LOSS_SETTINGS,
@@ -61,8 +61,7 @@ class Case:
 
 SPLITS = ((1, 3), (5, 0), (7, 2, 1), (30, 1, 1))
 CASES = (
-    *(Case(sizes, accumulate) for sizes in SPLITS for accumulate in (1, 2, 3, 4)),
-    *(Case(sizes, 1 + i, "sum") for i, sizes in enumerate(SPLITS)),
+    *(Case(sizes, accumulate, loss) for sizes in SPLITS for accumulate in (1, 2, 3, 4) for loss in ("mean", "sum")),
     *(Case(sizes, 4 - i, "masked") for i, sizes in enumerate(SPLITS)),
     *(Case(sizes, 1 + i % 2, clip=0.05) for i, sizes in enumerate(SPLITS)),
 )
@@ -108,6 +107,36 @@ def test_weights_equal_one_process(front_end, case):
         np.testing.assert_allclose(result["weights"], expected["weights"], **EXACT)
     if case.clip is not None:
         assert max(expected["norms"]) > case.clip
+
+
+STOCK = [case for case in CASES if case.loss == "mean"]
+
+
+def _stock(rank):
+    """Stock Lightning on one process, all cases one after another."""
+    results = []
+    for case in STOCK:
+        settings = {"accumulate_grad_batches": case.accumulate, "gradient_clip_val": case.clip}
+        done = fit(rank, "ddp", 1, sum(case.sizes), dataset=Points(SAMPLES), max_epochs=2, **settings)
+        results.append({"weights": done["weights"], "grads": done["grads"]})
+    return results
+
+
+@cache
+def stock():
+    (results,) = run_ranks(_stock, 1, env={"OMP_NUM_THREADS": "1"})
+    return dict(zip(STOCK, results, strict=True))
+
+
+@pytest.mark.parametrize("case", STOCK, ids=str)
+def test_weights_equal_stock_lightning(case):
+    """With the total as its batch size and the same accumulation, in the order that it draws by itself."""
+    group = trained("lightning", len(case.sizes))
+    if isinstance(group, Exception):
+        raise group
+    for result in group[case]:
+        for name, expected in stock()[case].items():
+            np.testing.assert_allclose(result[name], expected, **EXACT)
 
 
 @every_front_end

@@ -1,6 +1,7 @@
 """The rules of the house, read from the source: rooms import downward, nothing prints, everything says what it is."""
 
 import ast
+import doctest
 import subprocess
 import sys
 from pathlib import Path
@@ -172,6 +173,21 @@ def test_every_public_module_says_what_it_is_and_what_it_offers():
         silent += [f"{relative(path)} has no docstring"] * (ast.get_docstring(tree) is None)
         silent += [f"{relative(path)} has no __all__"] * ("__all__" not in assigned_names(tree))
     assert not silent
+
+
+def without_example(tree):
+    """Public classes and functions that have no interactive example; protocols cannot be run."""
+    (offered,) = (node.value for node in tree.body if "__all__" in assigned_names(ast.Module([node], [])))
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in ast.literal_eval(offered):
+            protocol = isinstance(node, ast.ClassDef) and "Protocol" in map(ast.unparse, node.bases)
+            if not protocol and not doctest.DocTestParser().get_examples(ast.get_docstring(node) or ""):
+                yield node.name
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if room_of(path) == "core" and is_public(path)], ids=relative)
+def test_all_that_the_mathematics_offers_has_an_example(path):
+    assert list(without_example(ast.parse(path.read_text()))) == []
 
 
 def test_no_file_is_long():

@@ -37,6 +37,10 @@ class MergeRule:
         scales: whether batch sizes follow updates (Algorithm 1).
         momentum: whether the global model moves on by ``gamma (w - w_p)``.
         elastic: whether a replica keeps a part of its distance to the global model; else it starts from that anew.
+
+    Example:
+        >>> MergeRule("mean").pull(4), MergeRule("crossbow", momentum=True, elastic=True).pull(4)
+        (1.0, 0.25)
     """
 
     name: str
@@ -164,6 +168,10 @@ class MergeWeights:
     Args:
         weights: ``alpha_i``; they sum to 1 unless perturbed and not normalised.
         perturbed: whether the most updated replica was given more, and the least updated less.
+
+    Example:
+        >>> MergeWeights((0.66, 0.36), perturbed=True).weights
+        (0.66, 0.36)
     """
 
     weights: tuple[float, ...]

@@ -106,6 +106,10 @@ class HalfPrecision:
 
     Args:
         dtype: ``"float16"`` or ``"bfloat16"``.
+
+    Example:
+        >>> HalfPrecision("float16")
+        HalfPrecision(dtype='float16')
     """
 
     dtype: str = "bfloat16"

@@ -98,6 +98,10 @@ class DelayChoice:
         all_fresh: predicted seconds of a step in which every bucket is awaited.
         compute: seconds of a step that waits for nothing.
         transfer: seconds that a step's gradients take on the link.
+
+    Example:
+        >>> DelayChoice(fresh=0, step_time=0.3, all_fresh=0.4, compute=0.1, transfer=0.3).network_bound
+        True
     """
 
     fresh: int

@@ -31,6 +31,10 @@ class Candidate:
         throughput: samples per second.
         efficiency: progress per sample relative to the initial total.
         goodput: product of both.
+
+    Example:
+        >>> Candidate(64, 1, step_time=0.5, throughput=128.0, efficiency=0.75, goodput=96.0).accumulation
+        1
     """
 
     total_batch_size: int

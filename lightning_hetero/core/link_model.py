@@ -26,6 +26,10 @@ class Computing:
         whole: seconds of load, forward, backward and update, ``a + P``.
         begun: of these, seconds before the first gradients are ready, ``a + gamma P``.
         last: share of a dense sum that begins only behind the backward pass, ``t_u / (t_o + t_u)``, 0 to 1.
+
+    Example:
+        >>> Computing.of(StepObservations.empty(2))
+        Computing(whole=0.0, begun=0.0, last=1.0)
     """
 
     whole: float = 0.0
@@ -62,6 +66,10 @@ class LinkMeasurement:
         world_size: ranks.
         numel: elements of the gradient.
         element_size: bytes of an element.
+
+    Example:
+        >>> LinkMeasurement(latency=0.001, rate=1e6, encode=0.01, world_size=2, numel=1_000_000).dense_seconds
+        4.002
     """
 
     latency: float
@@ -101,6 +109,10 @@ class CompressionChoice:
         dense_seconds: predicted seconds of a step with the dense sum.
         seconds: predicted seconds of a step with block top-k at each density.
         computing: of these, seconds of computing.
+
+    Example:
+        >>> CompressionChoice(0.01, 0.4, ((0.01, 0.1),), 0.05).describe().partition(",")[0]
+        'block top-k at density 0.01'
     """
 
     density: float | None

@@ -1,13 +1,37 @@
-"""Metrics of a heterogeneous run under their fixed names, from what the ranks observed."""
+"""What came of an exchange between ranks, and its metrics under their fixed names."""
 
 import warnings
+from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_hetero.core.plan import BatchPlan
+from lightning_hetero.core.plan import BatchPlan, PlanEntry
+from lightning_hetero.core.planner import Planner
 from lightning_hetero.core.time_model import StepObservations
 
-__all__ = ["exchange_metrics"]
+__all__ = ["Exchange", "exchange_metrics"]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Outcome of one agreement between ranks.
+
+    Args:
+        planner: the planner that has seen the observations (on rank 0; unchanged elsewhere).
+        observations: what all ranks measured since the last exchange.
+        entry: the plan that was adopted, ``None`` if the current one stays.
+        predicted: predicted seconds of a step under the plan that ran, ``None`` without a model.
+
+    Example:
+        >>> done = Exchange(None, StepObservations.empty(2), PlanEntry(0, 9, BatchPlan(8, (6, 2)), "by hand"), None)
+        >>> done.entry.describe(), done.observations.num_steps
+        ('6/2 of 8 samples (by hand)', 0)
+    """
+
+    planner: Planner | None
+    observations: StepObservations
+    entry: PlanEntry | None
+    predicted: float | None
 
 
 def exchange_metrics(

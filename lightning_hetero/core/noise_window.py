@@ -42,6 +42,10 @@ class WindowEstimator:
     Args:
         parts: for each worker, coefficients of ``S`` and of ``Q``.
         samples: samples that the whole window counts for.
+
+    Example:
+        >>> window_estimator(((4, 4),)) == WindowEstimator((((0.0, 4.0, -4.0), (0.0, 0.0, 0.5)),) * 2, 8.0)
+        True
     """
 
     parts: tuple[Coefficients, ...]

@@ -70,6 +70,10 @@ class ControllerState:
         gains: share of the rule's step that each size takes, 0 to 1; empty before the first change.
         bounds: upper bound learned for each worker, ``None`` for none; empty before the first decision.
         count: observations behind ``smoothed``.
+
+    Example:
+        >>> ControllerState((8, 8), smoothed=(0.5, 2.0)).throughput
+        (16.0, 4.0)
     """
 
     local_batch_sizes: tuple[int, ...]

@@ -225,6 +225,10 @@ class PlanEntry:
     Raises:
         TypeError: if epoch or step is not an integer.
         ValueError: if epoch or step is negative.
+
+    Example:
+        >>> PlanEntry(0, 8, BatchPlan(8, (6, 2))).plan.shares
+        (0.75, 0.25)
     """
 
     epoch: int

@@ -16,7 +16,7 @@ from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.optperf import solve_optperf, static_sizes
 from lightning_hetero.core.pace import pace
 from lightning_hetero.core.pid import ControllerState, control, smooth
-from lightning_hetero.core.plan import BatchPlan, PlanEntry
+from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.profile import NodeProfile
 from lightning_hetero.core.time_model import (
     ClusterTimeModel,
@@ -28,7 +28,6 @@ from lightning_hetero.core.unexplained import Unexplained
 
 __all__ = [
     "PLANNERS",
-    "Exchange",
     "PerfModelPlanner",
     "PlanContext",
     "Planner",
@@ -53,6 +52,10 @@ class PlanContext:
         noise: gradient noise so far, ``None`` if nobody measures it.
         epoch_begins: whether the next plan begins with an epoch, so that ``accumulation`` may change with it.
         link: what compressed gradients cross, ``None`` if there are none.
+
+    Example:
+        >>> PlanContext(40, ("a", "b"), (1, 1)).hysteresis
+        0.03
     """
 
     total_batch_size: int
@@ -74,6 +77,10 @@ class Proposal:
     Args:
         plan: plan to adopt.
         reason: one sentence for the log, with the expected gain.
+
+    Example:
+        >>> Proposal(BatchPlan(8, (6, 2)), "optimum of the time model").plan.local_batch_sizes
+        (6, 2)
     """
 
     plan: BatchPlan
@@ -99,23 +106,6 @@ class Planner(Protocol):
 
     def loaded(self, state: dict[str, Any]) -> "Planner":
         """The planner with what :meth:`state_dict` described."""
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Outcome of one agreement between ranks.
-
-    Args:
-        planner: the planner that has seen the observations (on rank 0; unchanged elsewhere).
-        observations: what all ranks measured since the last exchange.
-        entry: the plan that was adopted, ``None`` if the current one stays.
-        predicted: predicted seconds of a step under the plan that ran, ``None`` without a model.
-    """
-
-    planner: Planner | None
-    observations: StepObservations
-    entry: PlanEntry | None
-    predicted: float | None
 
 
 @dataclass(frozen=True)
@@ -298,6 +288,11 @@ class ProportionalPlanner:
         decay: weight of the past in the moving average of compute times.
         state: controller state, ``None`` before the first observation.
         throughput: samples per second last seen of each piece of hardware.
+
+    Example:
+        >>> known = ProportionalPlanner(throughput={"a": 300.0, "b": 100.0})
+        >>> known.initial(PlanContext(40, ("a", "b"), (1, 1))).plan.local_batch_sizes
+        (30, 10)
     """
 
     dead_band: float = 0.05
@@ -360,7 +355,13 @@ class ProportionalPlanner:
 
 @dataclass(frozen=True)
 class StaticPlanner:
-    """Open-loop split by CPU cores or peak FLOPs, taken once (dynamic batching, sec. III-B)."""
+    """Open-loop split by CPU cores or peak FLOPs, taken once (dynamic batching, sec. III-B).
+
+    Example:
+        >>> context = PlanContext(9, ("a", "b"), (1, 1), capacities=(2.0, 1.0))
+        >>> StaticPlanner().initial(context) == Proposal(BatchPlan(9, (6, 3)), "in proportion to cores or peak FLOPs")
+        True
+    """
 
     def initial(self, context: PlanContext) -> Proposal | None:
         """Sizes in proportion to the capacities."""

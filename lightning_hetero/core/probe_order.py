@@ -85,6 +85,10 @@ class ProbeReport:
         total: total batch size that ran.
         dataset: samples of an epoch.
         min_local: fewest samples that a rank can run.
+
+    Example:
+        >>> ProbeReport(0.25, samples=640, staleness=0, world_size=2, total=64, dataset=5000, min_local=1).loss
+        0.25
     """
 
     loss: float | None

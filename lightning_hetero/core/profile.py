@@ -41,6 +41,10 @@ class ProfilePoint:
         weight: how many steps stand behind it, fading with age.
         scatter: relative spread of single steps: their standard deviation, or 1.48 median absolute deviations if that
             is more.
+
+    Example:
+        >>> NodeProfile().observe(10, [0.01] * 5, [0.03] * 5).points
+        (ProfilePoint(size=10, forward=0.01, backward=0.03, weight=5.0, scatter=0.002),)
     """
 
     size: int
