@@ -1,5 +1,6 @@
 """Triton's kernels: what they compute, in its interpreter, and what they compile to, for GPUs that are not here."""
 
+import json
 import os
 import re
 import subprocess
@@ -174,6 +175,23 @@ def test_kernels_compute_what_the_reference_does_natively():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+def test_the_benchmark_is_ready(tmp_path):
+    """In the interpreter, small; in full it asks for a GPU."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "kernels.py"), "--quick", "--out", str(tmp_path / "k.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    rows = json.loads((tmp_path / "k.json").read_text())["rows"]
+    found = {row["candidate"]: row for row in rows}
+    assert {"copy", "ours, K1 to K3 with the header", "torch.topk of blocks", "fp16 cast", "SparseAdamW"} <= set(found)
+    assert all(row["us"] > 0 for row in rows)
+    assert found["ours, K1 to K3 with the header"]["share of copy"] > 0
+    if torch.cuda.device_count() == 0:
+        command.remove("--quick")
+        refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        assert refused.returncode != 0
+        assert "needs a GPU, or --quick" in refused.stderr
 
 
 def compiled(name, target):
