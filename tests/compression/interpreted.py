@@ -31,9 +31,20 @@ CASES = [
 ]
 
 
+LARGE = [  # several segments of 65 536 blocks, and many programs of the size that training has
+    (torch.float32, (3_000_000, 2_100_001), 0.01, "bfloat16"),
+    (torch.bfloat16, (5_100_001,), 0.01, "int8"),
+    (torch.float16, (2_100_001, 3_000_000), 0.2, "float32"),
+]
+if DEVICE.type == "cuda":
+    CASES += LARGE
+
+
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """Small tiles, so that the interpreter has several of them to run without taking minutes."""
+    """Small tiles, so that the interpreter has several of them to run without taking minutes; GPUs have true ones."""
+    if DEVICE.type == "cuda":
+        return
     monkeypatch.setattr(module, "TILE", 16)
     monkeypatch.setattr(module, "ITERS", 2)
     monkeypatch.setattr(module, "SCORES", 32)

@@ -1,5 +1,6 @@
 """Triton's kernels: what they compute, in its interpreter, and what they compile to, for GPUs that are not here."""
 
+import json
 import os
 import re
 import subprocess
@@ -8,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_hetero.compression import Layout, MessageFormat
-from lightning_hetero.compression.gradients import BlockMarks
-from lightning_hetero.optim import SparseSGD
+from lightning_hetero.comm.block_exchange import BlockExchange
+from tests.comm.block_steps import BlockSteps
+from tests.helpers import run_ranks
 
 triton = pytest.importorskip("triton")
 
@@ -175,6 +177,23 @@ def test_kernels_compute_what_the_reference_does_natively():
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
+def test_the_benchmark_is_ready(tmp_path):
+    """In the interpreter, small; in full it asks for a GPU."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "kernels.py"), "--quick", "--out", str(tmp_path / "k.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    rows = json.loads((tmp_path / "k.json").read_text())["rows"]
+    found = {row["candidate"]: row for row in rows}
+    assert {"copy", "ours, K1 to K3 with the header", "torch.topk of blocks", "fp16 cast", "SparseAdamW"} <= set(found)
+    assert all(row["us"] > 0 for row in rows)
+    assert found["ours, K1 to K3 with the header"]["share of copy"] > 0
+    if torch.cuda.device_count() == 0:
+        command.remove("--quick")
+        refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        assert refused.returncode != 0
+        assert "needs a GPU, or --quick" in refused.stderr
+
+
 def compiled(name, target):
     function, signature, constants = KERNELS[name]
     names = function.arg_names
@@ -239,54 +258,43 @@ class _Launch:
 
 
 class Operations(TorchDispatchMode):
-    """Names of torch's own operations, views left out."""
+    """Names of torch's own operations, views left out, and what is done to tensors that the host keeps."""
 
-    def __init__(self):
+    def __init__(self, on_host):
         super().__init__()
-        self.names = set()
+        self.names, self.on_host = set(), on_host
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         view = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
-        if str(func).startswith("aten.") and not view:
+        kept = any(arg is t for arg in args[:1] for t in self.on_host)
+        if str(func).startswith("aten.") and not view and not kept:
             self.names.add(str(func).removeprefix("aten."))
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("density", [0.05, 0.5])
-def test_a_step_on_gpu_allocates_nothing_and_waits_for_nothing(density, monkeypatch):
-    """Between two kernels there are only fills and copies in place: nothing new, nothing that the host would read."""
+def _queued(rank, density, optimizer):
+    """Kernels and operations of a step on a GPU, whose kernels do nothing here."""
     queue = Queue()
-    monkeypatch.setattr(triton_encoder, "kernels", queue)
-    monkeypatch.setattr(triton_encoder, "receiving", queue)
-    monkeypatch.setattr(triton_step, "kernels", queue)
-    layout = Layout.of([("a", 700), ("b", 3)], 16)
-    form = MessageFormat(layout.num_blocks, max(1, int(layout.num_blocks * density)), 16, "int8")
-    monkeypatch.setattr(triton_encoder.kernels, "EXPONENTS", 256, raising=False)
-    encoder = triton_encoder.TritonEncoder(layout, form, torch.device("cpu"), 2)
-    rows = torch.zeros(2, form.num_bytes, dtype=torch.uint8)
-    parameters = [torch.nn.Parameter(torch.zeros(slot.numel)) for slot in layout.slots]
-    optimizer = SparseSGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    blocks = {}
-    for p, slot in zip(parameters, layout.slots, strict=True):
-        blocks[p] = BlockMarks(encoder.touched[slot.start // 16 :][: slot.padded // 16], p.grad)
-    optimizer.sparse.follow(lambda: blocks, 16)
-
-    def step(number):
-        for slot, p in zip(layout.slots, parameters, strict=True):
-            encoder.accumulate(slot, p.grad, 0.5, hold=True)
-        encoder.encode(rows[0], step=number)
-        encoder.receive(rows, rank=0, step=number)
-        for slot, p in zip(layout.slots, parameters, strict=True):
-            encoder.deliver(slot, p.grad, 0.5, scale=1.0, fill=0.0)
-        encoder.finish()
-        optimizer.step()
-
-    step(0)
+    triton_encoder.kernels = triton_encoder.receiving = triton_step.kernels = queue
+    queue.EXPONENTS = 256
+    BlockExchange._encoder = lambda exchange, parameters: triton_encoder.TritonEncoder(
+        exchange.layout, exchange._form(density), torch.device("cpu"), 1
+    )
+    dist.init_process_group("gloo")
+    step = BlockSteps((700, 3), density, "int8", optimizer, torch.device("cpu"))
+    for _ in range(2):
+        step()
     queue.names.clear()
-    with Operations() as seen:
-        step(1)
-    assert seen.names <= {"zero_.default", "fill_.Scalar", "copy_.default", "any.all_out"}
-    assert set(queue.names) >= {"accumulate", "pack", "seal", "check", "merge", "take_back", "deliver", "sparse_sgd"}
+    counts = [state["step"] for state in step.optimizer.state.values() if "step" in state]  # torch's AdamW keeps them
+    with Operations(counts) as seen:
+        step()
+    return seen.names, set(queue.names)
+
+
+@pytest.mark.parametrize(("density", "optimizer"), [(0.05, "SparseSGD"), (0.5, "SparseAdamW")])
+def test_a_step_on_gpu_allocates_nothing_and_waits_for_nothing(density, optimizer):
+    """Between two kernels there are only fills and copies in place: nothing new, nothing that the host would read."""
+    ((operations, queued),) = run_ranks(_queued, 1, density, optimizer)
+    assert operations <= {"zero_.default", "fill_.Scalar", "copy_.default", "any.all_out"}
+    assert queued >= {"accumulate", "pack", "seal", "check", "merge", "take_back", "deliver"}
+    assert {"sparse_sgd", "sparse_adamw"} & queued == {{"SparseSGD": "sparse_sgd"}.get(optimizer, "sparse_adamw")}
