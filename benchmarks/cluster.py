@@ -33,7 +33,7 @@ __all__ = ["Cluster", "ClusterError", "Node", "Result", "main", "remove_leftover
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _NETNS_ROOT = Path("/run/netns")
-_PERIOD_US = 4_000  # short against a training step: what an idle node saves up within a period is no more than that
+_PERIOD_US = 2_000  # short against a training step: what an idle node saves up within a period is no more than that
 _MIN_QUOTA_US = 1_000  # the kernel's
 _MIN_CPU = 0.001  # the kernel's smallest quota in its longest period
 _MIN_BURST = 16_000  # bytes; above one packet

@@ -45,7 +45,7 @@ class NumbaEncoder(BlockEncoder):
         self._threads: ThreadPoolExecutor | None = None
         self._found = np.zeros(0, np.int64)
         self._arrays = self.residual.numpy(), self.scores.numpy()
-        self._parts: dict[tuple[int, ...], list[npt.NDArray[np.int64]]] = {}
+        self._parts: dict[tuple[object, ...], list[npt.NDArray[np.int64]]] = {}
         self._reached: list[tuple[torch.Tensor, npt.NDArray[np.int64], npt.NDArray[np.int64], float]] = []
         _warm(layout.block)
 
@@ -80,7 +80,7 @@ class NumbaEncoder(BlockEncoder):
     def _shares(self, slots: Sequence[Slot], size: int) -> list[npt.NDArray[np.int64]]:
         """Each thread's parts of a bucket of so many elements, as :func:`numba_kernels.accumulate` takes them."""
         threads = max(min(torch.get_num_threads(), size // SHARE), 1)
-        key = (threads, *[slot.start for slot in slots])
+        key = (threads, *[slot.name for slot in slots])
         if key not in self._parts:
             block, parts, at = self.layout.block, [], 0
             most = max(-(-size // (threads * block)) * block, block)
