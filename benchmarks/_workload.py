@@ -175,6 +175,7 @@ def strategy_of(kind):
         "perf_model": [PerfModelCallback()],
         "gns": [PerfModelCallback(), GNSCallback()],
         "gns_attributed": [PerfModelCallback(), GNSCallback()],
+        "gns_alternating": [PerfModelCallback(), GNSCallback(every_n_steps=2)],
         "pid": [DynamicBatchPIDCallback()],
     }.get(kind, [])
     if kind == "ddp":

@@ -4,6 +4,8 @@ Both strategies take turns in the same two processes, a short training each, aga
 same machine. The table shows the median over pairs of the ratio of their median step times, and its quartiles; a last
 column compares plain DDP with itself in the same way, which shows how far the machine can tell. All trainings have the
 same callbacks of the benchmark; ``noise_scale_on_%`` is that with the noise scale in each step over that without.
+``noise_scale_alternating_%`` compares steps with the noise scale and the steps right behind them without it, of the
+same trainings: the same memory and the same neighbours, so that it scatters least.
 
 Times are taken three times. By the clock, a machine that others share can hardly tell one percent. The processor time
 of a step, of all threads of rank 0, is delayed less by others; it has what a strategy computes, and not what it waits
@@ -25,7 +27,7 @@ import numpy as np
 from hardware import write_table
 
 HERE = Path(__file__).parent
-KINDS = ("ddp", "perf_model", "gns", "gns_attributed", "ddp")
+KINDS = ("ddp", "perf_model", "gns", "gns_attributed", "gns_alternating", "ddp")
 
 
 MODELS = (  # name, batch, arguments, share of the steps
@@ -59,14 +61,26 @@ def run(cycles, steps, batch, model, port):
         runs, skipped = json.loads(out.read_text()), min(20, steps // 2)
         seconds = [[np.median(run[name][skipped:]) for run in runs] for name in ("seconds", "cpu_seconds")]
         shares = [run["noise_share"] for run in runs if run["noise_share"] is not None]
-        known = {"parameters": runs[0]["parameters"], "noise_scale_share_%": 100 * float(np.median(shares))}
+        known = {
+            "parameters": runs[0]["parameters"],
+            "noise_scale_share_%": 100 * float(np.median(shares)),
+            "noise_scale_alternating_%": alternating(runs[KINDS.index("gns_alternating") :: len(KINDS)], skipped),
+        }
         return known, np.array(seconds).reshape(2, cycles, len(KINDS))
+
+
+def alternating(runs, skipped):
+    """Processor time of steps with the noise scale over that of the step behind each, without it, in percent."""
+    first = skipped + skipped % 2  # the noise scale is taken in steps 0, 2, 4, ...
+    cpu = [run["cpu_seconds"][first:] for run in runs]
+    pairs = np.concatenate([np.array(times[: len(times) // 2 * 2]).reshape(-1, 2) for times in cpu])
+    return 100 * float(np.median(pairs[:, 0] - pairs[:, 1]) / np.median(pairs[:, 1]))
 
 
 def compared(times, unit):
     """Columns of one table row: each kind over the mean of the two trainings by plain DDP around it."""
     row = {f"ddp_{unit}": float(np.median(times[:, 0])) * 1e3}
-    first, without, with_noise_scale, _, last = times.T
+    first, without, with_noise_scale, _, _, last = times.T
     around = (first + last) / 2
     compared_with = {
         "hetero_ddp": (without, around),
