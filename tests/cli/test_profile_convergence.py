@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -19,7 +20,8 @@ import json, os, sys, time
 order = json.loads(os.environ["LIGHTNING_HETERO_PROBE"])
 here = os.path.dirname(__file__)
 with open(os.path.join(here, "orders"), "a") as file:
-    file.write(json.dumps({**order, "seed": os.environ["PL_GLOBAL_SEED"], "arguments": sys.argv[1:]}) + "\\n")
+    file.write(json.dumps({**order, "seed": os.environ["PL_GLOBAL_SEED"], "arguments": sys.argv[1:],
+                           "launched": os.environ.get("LAUNCHED")}) + "\\n")
 number = sum(1 for _ in open(os.path.join(here, "orders")))
 AT_PROBE
 trained = order["samples"] > 0
@@ -49,13 +51,15 @@ def profile(tmp_path):
 
 
 def test_probes_are_those_of_the_search_and_their_answers_are_the_profile(profile, tmp_path, capsys):
-    assert profile("--probes", "5", "--seed", "7", arguments=["--lr", "3"]) == 0
+    launcher = f"env LAUNCHED=twice {sys.executable}"
+    assert profile("--probes", "5", "--seed", "7", "--launcher", launcher, arguments=["--lr", "3"]) == 0
     described, baseline, *probes = orders_of(tmp_path)
     assert described["samples"] == 0
     assert described["total"] is None
     assert (baseline["samples"], baseline["total"], baseline["rate"], baseline["staleness"]) == (400, 29, 0.0, 0)
     assert [order["staleness"] for order in probes] == [1] * 5
     assert all(order["arguments"] == ["--lr", "3"] and order["seed"] == "7" for order in [described, *probes])
+    assert all(order["launched"] == "twice" for order in [described, baseline, *probes])
     found = ConvergenceProfile.load(tmp_path / "profile.json")
     assert (found.min_total, found.max_total) == (8, 50)
     assert found.baseline == pytest.approx(0.5 * 1.029)

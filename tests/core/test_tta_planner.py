@@ -325,3 +325,11 @@ def test_a_change_is_taken_back_on_another_link_only():
     cluster.probe = cluster.timed(0.1, 20e6)
     assert density_after(cluster, now=slow, seconds=slow) == cluster.density
     assert density_after(cluster, now=0.002, seconds=0.002) > 2 * cluster.density
+
+
+def test_the_idle_rule_moves_with_idle_time():
+    cluster = Cluster(planner(idle_rule=True)).run(75e6, 12)
+    fast = cluster.density
+    assert cluster.run(2e6, 20).density < fast / 2
+    thin = cluster.density
+    assert cluster.run(75e6, 60).density > 2 * thin, "five per cent at a time"

@@ -213,8 +213,8 @@ def test_buffers_are_averaged_and_no_batch_has_one_sample():
 
 
 def test_scaled_batches_have_two_samples_too_if_the_model_normalises():
-    adaptive = {"merge": "adaptive", "mega_batch_size": 96}
-    results = elastic(2, 4, adaptive, costs=(1, 3), model=Normalised, dataset=Points(384))
+    adaptive = {"merge": "adaptive", "mega_batch_size": 96, "beta": 4.0}
+    results = elastic(2, 4, adaptive, costs=(1, 9), model=Normalised, dataset=Points(384))
     sizes = [len(indices) for *_, indices in results[1]["seen"]]
     assert 2 == min(sizes) < max(sizes) == 4
 
