@@ -102,7 +102,12 @@ class Attributed(L.Callback):
 
     FIRST = 10  # steps that warm up
 
-    PLACES = ((GradientNorms, "of_bucket"), (NoiseCollector, "begin_step"), (NoiseCollector, "end_step")) + tuple(
+    PLACES = (
+        (GradientNorms, "of_bucket"),
+        (GradientNorms, "of_average"),
+        (NoiseCollector, "begin_step"),
+        (NoiseCollector, "end_step"),
+    ) + tuple(
         (GNSCallback, name)
         for name in ("on_train_batch_start", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
     )
@@ -169,6 +174,7 @@ def strategy_of(kind):
     callbacks = {
         "perf_model": [PerfModelCallback()],
         "gns": [PerfModelCallback(), GNSCallback()],
+        "gns_attributed": [PerfModelCallback(), GNSCallback()],
         "pid": [DynamicBatchPIDCallback()],
     }.get(kind, [])
     if kind == "ddp":
@@ -188,6 +194,7 @@ def main():
     parser.add_argument("--size", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=0, help="a perceptron with layers of this width instead")
     parser.add_argument("--script", default="{}")
+    parser.add_argument("--bare", action="store_true", help="do not keep what ranks observed: all kinds run the same")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     launch = dict(os.environ)  # Lightning takes a part of it away at the end of a training
@@ -206,9 +213,9 @@ def train(kind, args):
     L.seed_everything(0, verbose=False)
     strategy, callbacks = strategy_of(kind)
     steps, observations = Steps(json.loads(args.script)), Observations()
-    extra = [steps] if kind == "ddp" else [steps, observations]
+    extra = [steps] if kind == "ddp" or args.bare else [steps, observations]
     attributed = Attributed()
-    extra += [attributed] if kind == "gns" else []
+    extra += [attributed] if kind == "gns_attributed" else []
     trainer = L.Trainer(
         strategy=strategy,
         accelerator="cpu",

@@ -37,6 +37,8 @@ _PERIOD_US = 4_000  # short against a training step: what an idle node saves up 
 _MIN_QUOTA_US = 1_000  # the kernel's
 _MIN_CPU = 0.001  # the kernel's smallest quota in its longest period
 _MIN_BURST = 16_000  # bytes; above one packet
+_LARGEST_PACKET = 14_000  # bytes that TCP hands over at once, 64 KiB otherwise: tbf never lets go of a packet that was
+# queued at a higher rate and is larger than its bucket at the present one, and the link is dead behind it
 _BURST_SECONDS = 0.001
 _GRACE = 5.0  # seconds in which the peers of a failed process may report their own errors
 _NAME = re.compile(r"lh([0-9a-f]+)-\d+[bnv]\d*")
@@ -227,6 +229,8 @@ class Cluster:
             _sh("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", namespace)
             _sh("ip", "link", "set", link, "master", bridge, "up")
             _sh("ip", "-n", namespace, "addr", "add", f"{self.address(rank)}/24", "dev", "eth0")
+            for where, device in ((["-n", namespace], "eth0"), ([], link)):
+                _sh("ip", *where, "link", "set", device, "gso_max_size", str(_LARGEST_PACKET))
             _sh("ip", "-n", namespace, "link", "set", "eth0", "up")
             _sh("ip", "-n", namespace, "link", "set", "lo", "up")
             if node.mbit:

@@ -221,25 +221,49 @@ def select_candidates(n, density):
     }
 
 
-def controller_rows(steps, n=31_250, density=0.01):
-    """Error feedback on noise with a constant mean of 0.3 deviations, layers of different scales, a sudden change."""
-    rows = []
-    for name, select in SELECT.items():
-        rng, state, k = np.random.default_rng(1), SelectorState(), int(n * density)
-        scale = rng.lognormal(sigma=0.7, size=25).astype(np.float32).repeat(n // 25)[:, None]
-        mean = 0.3 * rng.standard_normal((n, 16), dtype=np.float32)
-        residual, mass, counts = np.zeros((n, 16), np.float32), [], []
-        for step in range(steps):
-            noise = rng.standard_normal((n, 16), dtype=np.float32)
-            residual += scale * (0.1 if step >= steps // 2 else 1.0) * (noise + mean)
+def proportional(scores, k, state):
+    """Moves its threshold by the fourth root of how far the number of blocks above it was off."""
+    state.threshold = state.threshold or float(np.partition(scores, len(scores) - k)[len(scores) - k])
+    chosen = np.flatnonzero(scores >= state.threshold)
+    state.threshold *= (max(1, len(chosen)) / k) ** 0.25
+    return chosen[:k]
+
+
+def controller_rows(steps, n=200_000, density=0.01):
+    """Error feedback on noise with a constant mean of 0.3 deviations, layers of different scales, a sudden change.
+
+    Half way, gradients become 10 times as small. ``n`` blocks are three times what a sample holds.
+    """
+    k, rng = int(n * density), np.random.default_rng(1)
+    scale = rng.lognormal(sigma=0.7, size=25).astype(np.float32).repeat(n // 25)[:, None]
+    mean = 0.3 * rng.standard_normal((n, 16), dtype=np.float32)
+    kinds = {**SELECT, "proportional": proportional}
+    states, residuals = (
+        {name: SelectorState() for name in kinds},
+        {name: np.zeros((n, 16), np.float32) for name in kinds},
+    )
+    mass, counts, halves = ({name: [] for name in kinds} for _ in range(3))
+    for step in range(steps):
+        gradient = (
+            scale * (0.1 if step >= steps // 2 else 1.0) * (rng.standard_normal((n, 16), dtype=np.float32) + mean)
+        )
+        for name, select in kinds.items():
+            residual = residuals[name]
+            residual += gradient
             scores = np.abs(residual).sum(1)
-            chosen = select(scores, k, state)
-            mass.append(scores[chosen].sum() / np.partition(scores, n - k)[n - k :].sum())
-            counts.append(len(chosen) / k)
+            chosen = select(scores, k, states[name])
+            mass[name].append(scores[chosen].sum() / np.partition(scores, n - k)[n - k :].sum())
+            counts[name].append(len(chosen) / k)
+            halves[name].append(np.mean(chosen < n // 2) if len(chosen) else np.nan)
             residual[chosen] = 0
-        row = {"what": "controller", "elements": 16 * n, "density": density, "candidate": name}
-        rows.append({**row, "mass": float(np.mean(mass)), "least mass": min(mass), "count/k": float(np.median(counts))})
-    return rows
+    before, after = (slice(steps * a // 300, steps * b // 300) for a, b in ((50, 150), (170, 250)))
+    return [
+        {"what": "controller", "elements": 16 * n, "density": density, "candidate": name}
+        | {"mass": float(np.mean(mass[name])), "least mass": min(mass[name])}
+        | {"mass, 50-150": float(np.mean(mass[name][before])), "mass, 170-250": float(np.mean(mass[name][after]))}
+        | {"count/k": float(np.median(counts[name])), "first half": float(np.nanmean(halves[name]))}
+        for name in kinds
+    ]
 
 
 # exchange

@@ -1,4 +1,8 @@
-"""Triton kernels of block top-k on a GPU: share of the copy bandwidth, against ``torch.topk``, the fp16 hook, PowerSGD.
+"""Triton kernels of block top-k on a GPU: share of the copy bandwidth, against ``torch.topk`` and torch's hooks.
+
+Of the hooks that is their arithmetic, without sums over ranks: two casts and a division for fp16; for PowerSGD the
+products and the orthogonal basis (by QR) of one matrix for each parameter. Torch's own also start collectives and,
+PowerSGD's, wait for the device.
 
 First the kernels are checked natively: ``python -m pytest tests/compression/interpreted.py
 tests/optim/interpreted.py``. Each row is the median of rounds timed by CUDA events, candidates in turns; the bandwidth

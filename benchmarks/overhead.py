@@ -2,13 +2,15 @@
 
 Both strategies take turns in the same two processes, a short training each, again and again, so that each pair sees the
 same machine. The table shows the median over pairs of the ratio of their median step times, and its quartiles; a last
-column compares plain DDP with itself in the same way, which shows how far the machine can tell.
+column compares plain DDP with itself in the same way, which shows how far the machine can tell. All trainings have the
+same callbacks of the benchmark; ``noise_scale_on_%`` is that with the noise scale in each step over that without.
 
 Times are taken three times. By the clock, a machine that others share can hardly tell one percent. The processor time
 of a step, of all threads of rank 0, is delayed less by others; it has what a strategy computes, and not what it waits
 for. And ``noise_scale_share_%`` is the processor time within the functions that measure the noise scale, over that of
-the same steps: both sides saw the same machine. It is an upper bound: what comes first after a backward pass waits for
-cold caches (40 us instead of 4 for a small norm), as the next one would have done in its place.
+the same steps, in trainings of their own, because timing so many calls takes time too: both sides saw the same machine.
+It is an upper bound: what comes first after a backward pass waits for cold caches (40 us instead of 4 for a small
+norm), as the next one would have done in its place.
 """
 
 import argparse
@@ -23,7 +25,7 @@ import numpy as np
 from hardware import write_table
 
 HERE = Path(__file__).parent
-KINDS = ("ddp", "perf_model", "gns", "ddp")
+KINDS = ("ddp", "perf_model", "gns", "gns_attributed", "ddp")
 
 
 MODELS = (  # name, batch, arguments, share of the steps
@@ -39,7 +41,7 @@ def run(cycles, steps, batch, model, port):
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [sys.executable, str(HERE / "_workload.py"), "--kind", ",".join(KINDS * cycles), "--out", str(out)]
-        command += ["--steps", str(steps), "--batch", str(batch), *model]
+        command += ["--bare", "--steps", str(steps), "--batch", str(batch), *model]
         launch = {"NODE_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         ranks = [
             subprocess.Popen(
@@ -64,9 +66,16 @@ def run(cycles, steps, batch, model, port):
 def compared(times, unit):
     """Columns of one table row: each kind over the mean of the two trainings by plain DDP around it."""
     row = {f"ddp_{unit}": float(np.median(times[:, 0])) * 1e3}
-    for column, name in ((1, "hetero_ddp"), (2, "with_gns_each_step"), (3, "ddp_again")):
-        base = times[:, 0] if column == 3 else times[:, [0, 3]].mean(axis=1)
-        ratio = 100 * (times[:, column] / base - 1)
+    first, without, with_noise_scale, _, last = times.T
+    around = (first + last) / 2
+    compared_with = {
+        "hetero_ddp": (without, around),
+        "with_gns_each_step": (with_noise_scale, around),
+        "noise_scale_on": (with_noise_scale, without),
+        "ddp_again": (last, first),
+    }
+    for name, (time, base) in compared_with.items():
+        ratio = 100 * (time / base - 1)
         suffix = "%" if unit == "ms" else "cpu_%"
         row[f"{name}_{suffix}"] = float(np.median(ratio))
         row[f"{name}_quartiles_{suffix}"] = "{:.1f} to {:.1f}".format(*np.percentile(ratio, (25, 75)))

@@ -4,8 +4,10 @@ Two emulated nodes (``benchmarks/cluster.py``; needs root), of a core and of 0.6
 clusters. Both train one network on the digits. Between them the link has 100, 500 or 1000 Mbit/s, or (``--trace``) a
 rate between 50 and 600 Mbit/s that changes every few seconds. The step is compared with one that is computing only:
 the same training in which nothing is exchanged and nobody waits, and then of each step the time of the slower node, who
-would be waited for on a link that is free. It has the split that fits the shares of a core; on links of steady rates so
-have all others but ``ddp``. On the thinnest link brief trainings take turns three times, and medians count.
+would be waited for on a link that is free. Batches are of a size at which a dense step on the thinnest link takes a
+little over 20 times that. It has the split that fits the shares of a core; on links of steady rates so have all others
+but ``ddp``. On the thinnest link brief trainings take turns three times, and medians count. The processor time of a
+step on each node, which waiting for the link does not lengthen, is given as well.
 
     python benchmarks/wan.py            # links of steady rates
     python benchmarks/wan.py --trace    # a link that fluctuates
@@ -30,18 +32,20 @@ import numpy as np
 import torch
 from cluster import Cluster, ClusterError, Node
 from hardware import write_table
+from lightning.pytorch.callbacks import Timer
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 from lightning_hetero import HeteroDDPStrategy, LookAheadCallback, TTACallback
 from lightning_hetero.optim import SparseSGD
 
 HERE = Path(__file__).parent
-NOTHING_SENT = "computing only"
+NOTHING_SENT, FREE = "computing only", "dense, free link"
 KINDS = {
     NOTHING_SENT: {"ddp_comm_hook": noop_hook},
+    FREE: {},
     "ddp": None,
     "hetero_ddp": {},
     "fp16": {"compression": "fp16"},
@@ -79,6 +83,7 @@ OF_RATES = (
 )
 OF_TRACE = (
     NOTHING_SENT,
+    FREE,
     "ddp",
     "hetero_ddp",
     "dense, late",
@@ -90,9 +95,15 @@ OF_TRACE = (
 )
 """What is run by default, in about ten minutes."""
 SHARES = (1.0, 0.6)
-BATCH, SPLIT = 44, (55, 33)
+BATCH, SPLIT = 104, (130, 78)
+PASSES = 3
+"""Passes over the digits in an epoch, at the end of which ranks meet."""
 TRACE_MBIT, TRACE_SECONDS, TRACE_SEED = (50.0, 600.0), 4.0, 1
 TARGET = 0.15
+KEPT_OUT = 297
+"""Digits that no training sees."""
+MARKS = (100, 200, 400, 800, 1600)
+"""Steps after which all digits are looked at; a step has the same samples in all trainings."""
 BRIEF = 10.0
 """Seconds of a training that is repeated on the thinnest link."""
 
@@ -100,11 +111,12 @@ BRIEF = 10.0
 class Digits(L.LightningModule):
     """1.2 million parameters: 0.4 s of a 100 Mbit/s link for a plain sum."""
 
-    def __init__(self, sparse):
+    def __init__(self, sparse, digits):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
-        self.sparse, self.losses, self.ends, self.densities, self.splits = sparse, [], [], [], []
+        self.sparse, self.losses, self.ends, self.spent, self.densities, self.splits = sparse, [], [], [], [], []
+        self.digits, self.paused, self.marks = digits, 0.0, []
 
     def training_step(self, batch, batch_idx):
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -112,11 +124,23 @@ class Digits(L.LightningModule):
         return loss
 
     def on_train_batch_end(self, *args):
-        self.ends.append(time.time())
+        self.ends.append(time.time() - self.paused)
+        self.spent.append(time.process_time())
         engine = getattr(self.trainer.strategy, "engine", None)
         exchange = None if engine is None or engine.compression is None else engine.compression.exchange
         self.densities.append(getattr(exchange, "density", None))
         self.splits.append(None if engine is None else engine.plan.local_batch_sizes)
+        if self.trainer.global_step in MARKS:
+            self.look()
+
+    @torch.no_grad()
+    def look(self):
+        """Mean loss of the digits that are trained on, and of those that are not, apart from the time of steps."""
+        begin = time.time()
+        x, y = self.digits.tensors
+        losses = nn.functional.cross_entropy(self.net(x), y, reduction="none")
+        self.marks.append([float(part.mean()) for part in (losses[:-KEPT_OUT], losses[-KEPT_OUT:])])
+        self.paused += time.time() - begin
 
     def configure_optimizers(self):
         return (SparseSGD if self.sparse else torch.optim.SGD)(self.parameters(), lr=0.05, momentum=0.9)
@@ -134,21 +158,25 @@ def worker(kind, steps, seconds, trace, out):
     """One rank: train, and write losses, times and bytes."""
     torch.set_num_threads(1)
     x, y = load_digits(return_X_y=True)
-    data = TensorDataset(torch.tensor(x / 16.0, dtype=torch.float32), torch.tensor(y))
+    digits = TensorDataset(torch.tensor(x / 16.0, dtype=torch.float32), torch.tensor(y))
+    data = TensorDataset(*(part[:-KEPT_OUT] for part in digits.tensors))
     settings = None if KINDS[kind] is None else dict(KINDS[kind])
     callbacks = [] if settings is None else [CALLBACKS[n](**a) for n, a in settings.pop("callbacks", {}).items()]
     if settings is not None and (kind == NOTHING_SENT or not trace):
         settings["local_batch_sizes"] = SPLIT
-    model = Digits(sparse=settings is not None and ("block" in (c := settings.get("compression") or "") or c == "auto"))
+    model = Digits(
+        sparse=settings is not None and ("block" in (c := settings.get("compression") or "") or c == "auto"),
+        digits=digits,
+    )
+    callbacks.append(Timer({"seconds": seconds}, interval="epoch"))  # ranks meet for it, so not in every step
     trainer = L.Trainer(
         accelerator="cpu", devices=1, num_nodes=2, max_steps=steps, max_epochs=-1, logger=False, callbacks=callbacks,
         strategy="ddp" if settings is None else HeteroDDPStrategy(**settings),
-        max_time={"seconds": seconds},
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     before = sent_bytes()
-    trainer.fit(model, DataLoader(data, BATCH, shuffle=True))
-    record = {name: getattr(model, name) for name in ("losses", "ends", "densities", "splits")}
+    trainer.fit(model, DataLoader(ConcatDataset([data] * PASSES), BATCH, shuffle=True))
+    record = {name: getattr(model, name) for name in ("losses", "ends", "spent", "densities", "splits", "marks")}
     file_of(out, trainer.global_rank).write_text(json.dumps({**record, "bytes": sent_bytes() - before}))
 
 
@@ -180,6 +208,8 @@ def measured(record, seconds, compare):
         else float("nan"),
         "kB_a_step": record["bytes"] / len(losses) / 1e3,
     }
+    for mark, (trained_on, kept_out) in zip(MARKS, record["marks"], strict=False):
+        row |= {f"loss_at_{mark}": trained_on, f"kept_out_at_{mark}": kept_out}
     densities = [density for density in record["densities"] if density is not None]
     if densities:
         row |= {"density_min": min(densities), "density_max": max(densities), "density_end": densities[-1]}
@@ -245,7 +275,9 @@ def trained(kind, mbit, steps, args):
         records = [json.loads(file_of(out, rank).read_text()) for rank in range(2)]
     record, seconds = records[0], seconds_of(records, kind)
     steps_of = zip(record["ends"], record["densities"], record["splits"], strict=True)
+    spent = [1e3 * float(np.median(np.diff(each["spent"])[12:])) for each in records]
     row = {"kind": kind, "seconds": float(seconds.sum()), **measured(record, seconds, min(steps, 100))}
+    row |= {f"processor_ms_{rank}": spent[rank] for rank in range(2)}
     return row, {"rates": rates, "steps": list(steps_of)}
 
 

@@ -8,7 +8,7 @@ who decides on plans are the planners of :mod:`lightning_hetero.core.planner`.
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -204,8 +204,8 @@ class HeteroEngine:
         """Next batch of the loader, timed."""
         return self.observer.fetch(iterator)
 
-    def begin_step(self, epoch: int, step: int, batch: Any = None) -> None:
-        """The batch of this step is at hand: take its weight, ``W b_i / B`` or what ``weight_fn`` counts."""
+    def begin_step(self, epoch: int, step: int, batch: Any = None) -> int | None:
+        """A batch is at hand: take its weight, ``W b_i / B`` or what ``weight_fn`` counts; gives :attr:`own_size`."""
         self._position = (epoch, step)
         if self._stepped:
             self._backwards, self._stepped = 0, False
@@ -213,13 +213,15 @@ class HeteroEngine:
         if self.sampler is None:
             self.observer.begin_step(0, regular=False)
             self.weighting.begin(1, self.world_size, batch)
-            return
+            return None
         sizes = self.sampler.sizes_at(epoch, step)
-        own = sizes[self.rank]
+        own, plan = sizes[self.rank], self.plan
         if self.noise is not None:
             self.noise.begin_step(sizes)
-        self.observer.begin_step(max(own, self.sampler.min_local), regular=self.sampler.is_full(epoch, step))
+        regular = plan is not None and sizes == plan.local_batch_sizes  # the ragged tail is not
+        self.observer.begin_step(max(own, self.sampler.min_local), regular=regular)
         self.weighting.begin(own, sum(sizes), batch)
+        return own
 
     @property
     def own_size(self) -> int | None:
@@ -228,7 +230,7 @@ class HeteroEngine:
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss with this rank's weight, see :class:`~lightning_hetero.comm.weighting.LossWeighting`."""
-        with self.excluded():  # with weight_fn it waits for the other ranks' counts
+        with self.excluded() if self.weighting.waits else nullcontext():
             return self.weighting.scale(loss)
 
     @contextmanager
@@ -237,8 +239,9 @@ class HeteroEngine:
         self._backwards += 1
         self.hook_state.in_backward = True
         try:
-            with self.observer.backward():
-                yield
+            self.observer.begin_backward()
+            yield
+            self.observer.end_backward()
         finally:
             self.hook_state.in_backward = False
         if self.compression is not None:
@@ -260,9 +263,7 @@ class HeteroEngine:
 
     def end_step(self) -> None:
         """The step is over."""
-        before = self.observer.synced_steps
-        self.observer.end_step()
-        for part in (self.noise, self.compression) if self.observer.synced_steps > before else ():
+        for part in (self.noise, self.compression) if self.observer.end_step() else ():
             if part is not None:
                 part.end_step()
 
@@ -331,7 +332,7 @@ class HeteroEngine:
             raise RuntimeError("no training data was sharded yet; call shard() first.")
         begin = time.perf_counter()
         header = np.array([self.history.digest(), *self.sampler.drawn], dtype=float)
-        noise = np.zeros(NOISE_FIELDS) if self.noise is None else self.noise.take()
+        noise = np.zeros(NOISE_FIELDS) if self.noise is None else self.noise.sums.peek()
         messages = np.zeros(0) if self.compression is None else self.compression.take_messages().ravel()
         table, before = self.observer.take(), 3 + NOISE_FIELDS + len(messages)
         everyone = self.control.gather(np.concatenate([header, noise, messages, table.ravel()]))
@@ -340,7 +341,7 @@ class HeteroEngine:
         if self.compression is not None:
             self.compression.see_messages(everyone[:, 3 + NOISE_FIELDS : before])
         if self.noise is not None:
-            self.noise.absorb(everyone[:, 3 : 3 + NOISE_FIELDS])
+            self.noise.absorb(everyone[:, 3 : 3 + NOISE_FIELDS], self.control)
         self.last_observations = observations if observations.num_steps else self.last_observations
         planner: Planner | None = None
         roster = self.roster

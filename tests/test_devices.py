@@ -8,11 +8,13 @@ import os
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, GNSCallback, HeteroDDPStrategy
 from lightning_hetero.strategies._probe import largest_training_batch
+from tests.comm.block_steps import OPTIMIZERS, BlockSteps
 from tests.helpers import Points, Regressor, covered, run_ranks, trainer_of
 
 PAIRS = [("cpu", "cpu"), *(pytest.param(pair, marks=pytest.mark.gpu) for pair in (("cuda", "cpu"), ("cpu", "cuda")))]
@@ -140,3 +142,29 @@ def test_the_memory_of_a_gpu_bounds_the_batch():
     assert 1 <= found < 4096
     assert fits
     assert not fits_more
+
+
+def _allocations(rank, optimizer):
+    """How often steps of block top-k take memory from the allocator; to wait for the device is an error in them."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl")
+    step = BlockSteps((3_000_001, 700), 0.01, "bfloat16", optimizer, torch.device("cuda", 0))
+    for _ in range(8):  # kernels are compiled
+        step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    for _ in range(4):
+        step()
+    torch.cuda.set_sync_debug_mode("default")
+    moved = float((step.parameters[0] != 1).float().mean())
+    return torch.cuda.memory_stats()["allocation.all.allocated"] - before, moved
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_of_block_top_k_allocates_nothing_on_a_gpu_and_waits_for_nothing(optimizer):
+    need_gpus(1)
+    ((allocated, moved),) = run_ranks(_allocations, 1, optimizer)
+    assert allocated == 0
+    assert moved > 0

@@ -1,10 +1,14 @@
 """One promise through every front end: the mathematics of one process, each sample once, and a run that goes on."""
 
+import copy
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK
 from tests.helpers import Points, fit, run_ranks
@@ -207,3 +211,64 @@ def test_wrong_settings_are_errors_on_every_rank(front_end, settings, message):
     errors = run_ranks(_run, 2, front_end, settings, 2, {}, env={"OMP_NUM_THREADS": "1"}, expect_errors=True)
     assert [rank for rank, *_ in errors] == [0, 1]
     assert all(message in text for *_, text in errors)
+
+
+class Branched(nn.Module):
+    """With a branch that no rank uses in odd steps; its gradient is the largest."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.extra = nn.Linear(5, 1), nn.Linear(5, 8)
+
+    def forward(self, x, step):
+        out = self.net(x)
+        return out if step % 2 else out + 10 * self.extra(x).sum(1, keepdim=True)
+
+    def flat_grads(self):
+        return torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in self.parameters()])
+
+
+def _branch_left_out(rank, front_end):
+    """Sums over steps of applied gradients and of this rank's own, at fixed weights, and what it has not sent."""
+    compression = BlockTopK(density=0.2, block=1, value_dtype="float32", warmup_steps=0)
+    settings = {"local_batch_sizes": (7, 3), "compression": compression}
+    model, loader = Branched(), DataLoader(Points(70, dtype=torch.float32), 5, shuffle=True)
+    alone = copy.deepcopy(model)
+    if front_end == "fabric":
+        from lightning.fabric import Fabric
+
+        from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy
+
+        strategy = HeteroDDPStrategy(**settings, find_unused_parameters=True)
+        training = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        training.launch()
+        wrapped, loader = training.setup(model), training.setup_dataloaders(loader)
+        engine = strategy.engine
+    else:
+        from accelerate import DistributedDataParallelKwargs
+
+        from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
+
+        handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
+        training = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(**settings), kwargs_handlers=handlers)
+        wrapped, loader = training.prepare(model, loader)
+        engine = training.engine
+    applied, local = 0.0, 0.0
+    for step, (x, y, _) in enumerate(loader):
+        model.zero_grad()
+        alone.zero_grad()
+        training.backward(nn.functional.mse_loss(wrapped(x, step), y))
+        (nn.functional.mse_loss(alone(x, step), y) * len(x) / 10).backward()
+        applied, local = applied + model.flat_grads(), local + alone.flat_grads()
+    residuals = engine.compression.exchange.residuals()
+    left = torch.cat([residuals[name] for name, _ in model.named_parameters()])
+    return applied.numpy(), local.numpy(), left.numpy()
+
+
+@pytest.mark.parametrize("front_end", ["fabric", "accelerate"])
+def test_a_branch_that_is_left_out_loses_nothing_with_find_unused_parameters(front_end):
+    (applied, one, left), (same, other, rest) = run_ranks(_branch_left_out, 2, front_end)
+    np.testing.assert_array_equal(applied, same)
+    np.testing.assert_allclose(applied + left + rest, one + other, rtol=1e-4, atol=1e-3)
+    assert np.abs(left).max() > 1.0

@@ -84,7 +84,7 @@ class LookAheadCallback(Callback):
         value = trainer.gradient_clip_val
         if not value:
             return lambda gradient: gradient
-        if str(getattr(trainer, "gradient_clip_algorithm", None) or "norm") == "value":
+        if getattr(trainer, "gradient_clip_algorithm", None) == "value":
             return lambda gradient: gradient.clamp(-value, value)
         norms = [values.norm() for _, values in expected.values() if values is not None]
         norm = float(torch.stack(norms).norm()) if norms else 0.0

@@ -110,11 +110,13 @@ class _Engine(Source):
 
     def exchange(self) -> None:
         """Take what all workers have seen into the running estimate; a collective call."""
-        self.collector.absorb(self.control.gather(self.collector.take()))
+        self.collector.absorb(self.control.gather(self.collector.sums.peek()), self.control)
 
     def interval(self) -> dict[str, Any]:
         self.collector.settle()
-        parts = self.control.gather(self.collector.sums.peek())
+        sums = self.collector.sums
+        parts = sums.agreed(self.control.gather(sums.peek()), self.control)
+        sums.load(parts[self.control.rank].tolist())  # adds up in the order in which a run that resumes does
         return {"steps": self.collector.number, "parts": parts.tolist()}
 
     def resume(self, interval: dict[str, Any]) -> None:
@@ -159,9 +161,11 @@ class _PlainDDP(_Engine):
             self.exchange()
 
     def exchange(self) -> None:
-        parts = self.control.gather(self.collector.take())
+        parts, collector = self.control.gather(self.collector.sums.peek()), self.collector
+        parts = collector.sums.agreed(parts, self.control)
+        collector.sums.clear()
         if len(set(parts[:, 3])) == 1:
-            self.collector.absorb(parts)
+            collector.running = merge_parts(collector.running, parts)
             return
         if not self.warned and self.control.rank == 0:
             log.warning(
@@ -278,10 +282,12 @@ class _Alone(Source):
         self.running = merge_parts(self.running, self.pairs.take()[None], biased=True, weight=weight)
 
     def interval(self) -> dict[str, Any]:
+        for sums in (self.windows, self.pairs):
+            sums.load(sums.take().tolist())
         return {
             "steps": self.number,
-            "parts": [self.windows.peek().tolist()],
-            "pairs": self.pairs.peek().tolist(),
+            "parts": [self.windows.peek()[:5].tolist()],
+            "pairs": self.pairs.peek()[:5].tolist(),
         }
 
     def resume(self, interval: dict[str, Any]) -> None:

@@ -18,13 +18,12 @@ from lightning_hetero.comm.sending import Late, Sending, StepReport
 from lightning_hetero.comm.sums import pending
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.compression.encoder import cpu_encoder
-from lightning_hetero.compression.gradients import BlockGradient, BlockMarks, block_gradients
-from lightning_hetero.compression.layout import Layout, Slot, flat_view
+from lightning_hetero.compression.gradients import BlockGradient, BlockMarks, GradientParts
+from lightning_hetero.compression.layout import Layout, Slot, split
 from lightning_hetero.compression.reference import Pack
 from lightning_hetero.compression.wire import MessageFormat
 from lightning_hetero.core.compressors import BlockTopK, blocks_per_rank
 from lightning_hetero.core.validation import check_number
-from lightning_hetero.optim import sparse_steps
 
 __all__ = ["BlockExchange"]
 
@@ -57,6 +56,7 @@ class BlockExchange:
         self.topology = hook.topology or Topology.straight(rank, hook.world_size)
         self.layout = Layout.of(((name, p.numel()) for name, p in parameters.items()), settings.block)
         self.slots = {p: self.layout.by_name[name] for name, p in parameters.items()}
+        self.parts = GradientParts(self.slots, settings.block)
         self.density = settings.density
         self.encoder = self._encoder(parameters)
         device = next(iter(parameters.values())).device
@@ -73,12 +73,12 @@ class BlockExchange:
         self.messages = MessageLog(hook.observer.clock, self.topology.size)
         self._dense_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
         self.paused = False  # whether all steps are sent densely, until "auto" has chosen
-        self.sparse_steps = False
+        self.sparse_steps, self.most_touched = False, 0.0
         """Whether the optimizer takes blocks, so that the sum is never written into a tensor of the model's size."""
         self.gradients: Mapping[torch.Tensor, BlockGradient | BlockMarks] | None = None
         self._arrived: str | None = None
-        self._waiting: list[tuple[Any, list[tuple[Slot, torch.Tensor]], Any]] = []
-        self._raised: list[tuple[Any, list[tuple[Slot, torch.Tensor]]]] = []
+        self._waiting: list[tuple[torch.Tensor, list[Slot], Any]] = []
+        self._raised: list[tuple[Any, torch.Tensor, list[Slot]]] = []
         self._finite, self._weight, self._scale = True, 1.0, 1.0
         self._clock = clock_for(self.encoder.residual.device)
         self._spans: list[tuple[Any, Any]] = []
@@ -147,7 +147,7 @@ class BlockExchange:
     @property
     def takes_blocks(self) -> bool:
         """Whether the optimizer gets blocks at the present density."""
-        return self.sparse_steps and self.density <= sparse_steps.BREAK_EVEN
+        return self.sparse_steps and self.density <= self.most_touched
 
     def set_density(self, density: float) -> None:
         """Send another share of the blocks from the next backward pass on; all ranks have to call it together.
@@ -188,11 +188,12 @@ class BlockExchange:
         """Take one bucket; DDP hands them over in the same order on all ranks."""
         self.hook.exact_sum, self.hook.one_message = self.dense, not self.dense
         self.hook.step_dropped, self.gradients = False, None
+        buffer, last = bucket.buffer(), bucket.is_last()
         if self.dense:
-            buffer = bucket.buffer().mul_(1.0 / self.world_size)
+            buffer.mul_(1.0 / self.world_size)
             if self.late is not None:
                 self.late.pay(bucket)
-            if bucket.is_last():
+            if last:
                 self.step += 1
                 self._arrived = "dense"
                 share = 2 * (self.topology.size - 1) / self.topology.size * self.topology.leads
@@ -200,12 +201,11 @@ class BlockExchange:
             return self.topology.sum(buffer)
         if bucket.index() == 0:
             self._begin()
-        future, gradients = pending(bucket.buffer()), zip(bucket.parameters(), bucket.gradients(), strict=True)
-        pieces = [(self.slots[parameter], flat_view(gradient)) for parameter, gradient in gradients]
-        self._waiting.append((bucket.buffer(), pieces, future))
-        self._raised.append((self.topology.collect(bucket.buffer()), pieces))
-        self._take(everything=bucket.is_last())
-        if bucket.is_last():
+        future, slots = pending(buffer), [self.slots[parameter] for parameter in bucket.parameters()]
+        self._waiting.append((buffer, slots, future))
+        self._raised.append((self.topology.collect(buffer), buffer, slots))
+        self._take(everything=last)
+        if last:
             self._exchange()
         return future
 
@@ -217,14 +217,13 @@ class BlockExchange:
     def _take(self, *, everything: bool) -> None:
         """Add gradients to the residuals, those of the cluster on its leader: what has come up, or all there are."""
         while self._raised and (everything or self._raised[0][0] is None or self._raised[0][0].is_completed()):
-            raised, pieces = self._raised.pop(0)
+            raised, buffer, slots = self._raised.pop(0)
             if raised is not None:
                 raised.wait()
             begin = self._clock.mark()
-            for slot, flat in pieces if self.topology.leads else ():
-                if self._finite:
-                    local = flat.cpu() if self.on_host else flat
-                    self._finite = self.encoder.accumulate(slot, local, self._weight, hold=self.hold_unused)
+            if self.topology.leads and self._finite:
+                local = buffer.cpu() if self.on_host else buffer
+                self._finite = self.encoder.accumulate_bucket(slots, local, self._weight, hold=self.hold_unused)
             self._spans.append((begin, self._clock.mark()))
 
     def _exchange(self) -> None:
@@ -247,9 +246,9 @@ class BlockExchange:
         begin = self._clock.mark()
         if self.topology.leads:
             if self._finite:
-                self.encoder.encode(self._message, step=self.step)
+                self.encoder.encode(self._message, step=self.step, rank=self.topology.cluster)
             else:
-                self.encoder.give_up(self._message, step=self.step)
+                self.encoder.give_up(self._message, step=self.step, rank=self.topology.cluster)
             if self.on_host:
                 self.rows[self.topology.cluster].copy_(self._message)
         self._spans.append((begin, self._clock.mark()))
@@ -277,11 +276,11 @@ class BlockExchange:
             total = self.encoder.merge_sparse(packs) if packs else self._dropped_sum()
             if self._scale != 1.0 and packs:
                 total.values.mul_(self._scale)
-            self.gradients = block_gradients(total, self.slots)
+            self.gradients = self.parts.of(total)
             return
         self.encoder.merge(packs)
-        for _, pieces, _ in self._waiting:
-            for slot, flat in pieces:
+        for buffer, slots, _ in self._waiting:
+            for slot, flat in split(buffer, slots):
                 self._write(slot, flat)
 
     def _count(self, blocks: int, spans: list[tuple[Any, Any]]) -> None:
@@ -294,8 +293,8 @@ class BlockExchange:
         self.encoder.receive(sending.rows, rank=self.topology.cluster, step=sending.step)
         self.hook.step_dropped, self._queued = self.encoder.verdict, self._spans
         weight = self._weight if self.topology.leads else 0.0  # of what went into the residual
-        for _, pieces, _ in self._waiting:
-            for slot, flat in pieces:
+        for buffer, slots, _ in self._waiting:
+            for slot, flat in split(buffer, slots):
                 self.encoder.deliver(slot, flat, weight, scale=self._scale, fill=self._fill)
 
     def settle(self) -> None:

@@ -17,7 +17,7 @@ from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.comm.link import Undecided, latency
 from lightning_hetero.comm.link_watch import LinkWatch
-from lightning_hetero.comm.residuals import own_share
+from lightning_hetero.comm.residuals import Owed, own_share, unpaid
 from lightning_hetero.comm.sending import StepReport
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.torch_hooks import HalfExchange, LowRankExchange
@@ -70,20 +70,15 @@ class GradientCompression:
         self.choice: DensityChoice | None = None
         self._restored: dict[str, Any] = {}
         self._idle: dict[str, Any] = {}
+        self._scaled = False
         self._module: weakref.ref[nn.Module] | None = None
 
     @classmethod
     def of(cls, config: HeteroConfig, control: ControlPlane, hook: HookState) -> "GradientCompression | None":
         """Compression by these settings, ``None`` without any."""
-        if config.compression is None:
-            return None
-        return cls(
-            config.compression,  # type: ignore[arg-type]
-            control,
-            hook,
-            config.sparse_optimizer,
-            at_once=config.staleness > 0,  # what is late hides behind the whole step
-        )
+        settings: Any = config.compression
+        at_once = config.staleness > 0  # what is late hides behind the whole step
+        return None if settings is None else cls(settings, control, hook, config.sparse_optimizer, at_once=at_once)
 
     def attach(
         self, module: nn.Module, *, grad_scale: Callable[[], float] | None = None, hold_unused: bool = False
@@ -109,8 +104,11 @@ class GradientCompression:
             self._optimizers = []
         self._module = weakref.ref(module)
         before, self.exchange, self._idle, self._undecided = self.state_dict_of_rank(), None, {}, None
+        self.hook.owed, self._scaled = None, grad_scale is not None
         if self.control.world_size > 1 and parameters:
             self._make(parameters, before, grad_scale, hold_unused)
+        elif parameters:
+            self._owe(own_share(self._restored, self._topology(), self.control.rank) or before)
         self._connect()
 
     def _make(
@@ -158,10 +156,16 @@ class GradientCompression:
             self.exchange.set_density(choice.density)
             return
         state = self.state_dict_of_rank()
-        if any(residual.any() for residual in state["residuals"].values()):
-            log.warning("sums are dense: what compression has not sent yet waits, and rides in the checkpoint")
-            self._idle = state
         self.exchange = self.hook.inner = None
+        self._owe(state)
+
+    def _owe(self, state: dict[str, Any]) -> None:
+        """Sums are dense: what compression had not sent goes into the next one."""
+        module = None if self._module is None else self._module()
+        idle = unpaid(state)
+        if idle and module is not None:
+            self._idle, self._restored = idle, {}
+            self.hook.owed = Owed.of(idle, module, self.control.world_size, scaled=self._scaled)
 
     def _topology(self) -> Topology:
         return self.hook.topology or Topology.straight(self.control.rank, self.control.world_size)
@@ -197,6 +201,8 @@ class GradientCompression:
             if one is not None:
                 source = (lambda: exchange.gradients) if together and exchange is not None else None
                 one.follow(source, 16 if exchange is None else exchange.layout.block)
+        if exchange is not None:
+            exchange.most_touched = min((one.most_touched for one in steps if one is not None), default=0.0)
         if self.sparse and exchange is not None:
             check_trained(self._optimizers, exchange.slots)
 
@@ -351,7 +357,7 @@ class GradientCompression:
     def state_dict_of_rank(self) -> dict[str, Any]:
         """Residuals by parameter, and what else this rank needs to go on."""
         if self.exchange is None:
-            return self._idle
+            return unpaid(self._idle)
         return {
             "kind": type(self.exchange).__name__,
             "residuals": self.exchange.residuals(),
@@ -369,14 +375,15 @@ class GradientCompression:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the residuals of an earlier run, once the model is attached or at once; without any, with zero."""
         self._restored, self._idle = state, {}
-        if self.exchange is not None and state:
+        if self.exchange is not None:
             self._go_on(state)
-        elif self.exchange is not None:
-            self.exchange.load_residuals({})
+        elif self.control.world_size == 1:
+            self._owe(own_share(state, self._topology(), self.control.rank))
 
     def forget(self) -> None:
         """Let the model that is attached next begin as the first one did."""
         self._restored, self._idle, self._module, self.exchange, self.choice = {}, {}, None, None, None
+        self.hook.owed = None
         self.watch = LinkWatch(self._topology().size)
 
     def _go_on(self, state: dict[str, Any]) -> None:
@@ -385,8 +392,8 @@ class GradientCompression:
 
     def _take_over(self, own: dict[str, Any]) -> None:
         assert self.exchange is not None
-        self.exchange.load_residuals(own["residuals"])
-        if own["kind"] == type(self.exchange).__name__ and own["extra"]:
+        self.exchange.load_residuals(own.get("residuals", {}))
+        if own.get("kind") == type(self.exchange).__name__ and own["extra"]:
             self.exchange.load_extra_state(own["extra"])
-        if own["residuals"] and isinstance(self.exchange, HalfExchange):
+        if own.get("residuals") and isinstance(self.exchange, HalfExchange):
             log.warning("the checkpoint has gradients that were not sent yet, which 16-bit sums cannot send")

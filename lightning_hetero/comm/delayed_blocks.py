@@ -16,7 +16,6 @@ from lightning_hetero.comm.clock import Clock
 from lightning_hetero.comm.delays import Delays, Expected
 from lightning_hetero.comm.sending import Sending
 from lightning_hetero.comm.topology import Topology
-from lightning_hetero.compression.gradients import block_gradients
 from lightning_hetero.compression.layout import flat_view
 from lightning_hetero.compression.reference import Pack, merge_sparse
 from lightning_hetero.core.bandwidth import LinkEstimate
@@ -36,7 +35,7 @@ class DelayedBlocks(Delays):
         topology: way of messages, with process groups of its own, so that no other collective waits behind them;
             ``None`` for that of the exchange.
         restored: :meth:`state_dict` of an earlier run, or that of delayed dense sums.
-        running: set of callbacks that a thread of the process group may still hold.
+        running: callbacks that a thread of the process group may still hold, by weak reference.
     """
 
     unit = "compressed messages"
@@ -171,7 +170,7 @@ class DelayedBlocks(Delays):
         if not packs:
             return dict.fromkeys(exchange.slots, (None, None))
         found: Expected = {}
-        for parameter, gradient in block_gradients(merge_sparse(packs), exchange.slots).items():
+        for parameter, gradient in exchange.parts.of(merge_sparse(packs)).items():
             block = gradient.values.shape[1]
             places = (gradient.rows[:, None] * block + torch.arange(block, device=gradient.rows.device)).view(-1)
             inside = places < parameter.numel()

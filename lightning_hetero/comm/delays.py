@@ -5,6 +5,7 @@ all ranks follow it from the same step on.
 """
 
 import logging
+import weakref
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -37,7 +38,7 @@ class Delays(ABC):
         hysteresis: least predicted gain for which more is delayed, as a share of the step time.
         topology: way of what is delayed, with process groups of its own, so that no other collective waits behind it;
             ``None`` for that of what is fresh.
-        running: set of callbacks that a thread of the process group may still hold.
+        running: callbacks that a thread of the process group may still hold, by weak reference.
 
     Attributes:
         gave_late: whether the last bucket got the sum of the step before, and nothing else; of a bucket that has both,
@@ -205,7 +206,7 @@ class Delays(ABC):
     def _then(self, future: torch.futures.Future[Any], callback: Any) -> torch.futures.Future[Any]:
         """Call back when a transfer is done, from a thread that is waited for before the process ends."""
         if self._running is not None:
-            self._running.add(callback)
+            self._running.append(weakref.ref(callback))
         return future.then(callback)
 
     def _fitting(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ This module must not postpone the evaluation of annotations: torch inspects the 
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,9 @@ __all__ = ["HookState", "gradient_hook"]
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
+CALLBACKS = 256
+"""The newest callbacks, any of which a thread of the process group may still hold when a training ends."""
+
 DIRECT_BACKWARD = (
     "loss.backward() was called directly, so that the loss is not weighted by the worker's share of the batch. "
     "Call self.manual_backward(loss) (Lightning) or the strategy's or accelerator's backward(loss) instead."
@@ -41,6 +45,7 @@ class HookState:
         weighted: whether the loss has to be weighted at present, so that an unweighted backward pass is an error.
         inner: a hook that does the averaging: a user's, e.g. ``fp16_compress_hook``, or a compressor.
         inner_state: its state.
+        owed: adds what an earlier run had not sent to a bucket, and tells whether that is all.
         topology: how gradients travel; straight between all ranks by default.
         staleness: averages in place of ``inner``, some buckets with a delay of one step.
         restored: state of ``staleness`` in a checkpoint, until there is one that takes it.
@@ -62,6 +67,7 @@ class HookState:
     weighted: bool = False
     inner: Hook | None = None
     inner_state: Any = None
+    owed: Callable[[dist.GradBucket], bool] | None = None
     topology: Topology | None = None
     staleness: Delays | None = None
     restored: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +80,7 @@ class HookState:
     local_squares: list[torch.Tensor] = field(default_factory=list)
     global_squares: list[torch.Tensor] = field(default_factory=list)
     late_squares: list[torch.Tensor] = field(default_factory=list)
-    _running: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet, repr=False)
+    _running: "deque[weakref.ref[Any]]" = field(default_factory=lambda: deque(maxlen=CALLBACKS), repr=False)
 
     def settle(self, timeout: float = 5.0) -> None:
         """Wait until the threads of the process group have let go of our callbacks, for ``timeout`` seconds at most.
@@ -83,7 +89,7 @@ class HookState:
         aborts the process ("terminate called without an active exception"), after a training that went well.
         """
         deadline = time.monotonic() + timeout
-        while self._running and time.monotonic() < deadline:
+        while any(callback() is not None for callback in self._running) and time.monotonic() < deadline:
             time.sleep(0.001)
 
     def agree(self, control: ControlPlane) -> None:
@@ -109,6 +115,7 @@ class HookState:
     def take_squares(self) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
         """Squared norms of the buckets since the last call, before and after averaging; ``None`` if there are none.
 
+        Those after are of this rank's part of each bucket, where :attr:`GradientNorms.in_parts` says so.
         Those before are of the *weighted* gradient: divide by ``(W b_i / B)^2`` for the worker's own mean gradient.
         """
         if not self.local_squares:
@@ -122,7 +129,7 @@ class HookState:
     ) -> None:
         """Take the norms of an averaged bucket, of which all, nothing, or some parameters are of the step before."""
         if isinstance(late, bool):
-            (self.late_squares if late else self.global_squares).extend(self.norms.of_bucket(result, parameters))
+            (self.late_squares if late else self.global_squares).extend(self.norms.of_average(result, parameters))
             return
         owners = parameters()
         parts = result.split([owner.numel() for owner in owners])
@@ -153,17 +160,12 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     state.fired = True
     number = state.observer.bucket_ready()
     buffer, parameters = bucket.buffer(), bucket.parameters
-    if state.collect_norms:
+    at_once = state.staleness is None and state.inner is None and state.owed is None
+    if state.collect_norms and not at_once:
         state.local_squares.extend(state.norms.of_bucket(buffer, parameters))
-    late: bool | list[bool] = False
-    if state.staleness is not None:
-        future = state.staleness(bucket)
-        late = state.staleness.gave_late
-    elif state.inner is not None:
-        future = state.inner(state.inner_state, bucket)
-    else:
-        buffer.mul_(1.0 / state.world_size)  # as DDP does without a hook; a division takes twice as long
-        future = sums.sum_over_ranks(buffer) if state.topology is None else state.topology.sum(buffer)
+    if state.owed is not None and state.owed(bucket):
+        state.owed = None
+    future, late = _average(state, bucket, with_norms=state.collect_norms and at_once)
 
     early = state.one_message and not bucket.is_last()
     if early:  # it travels with the last bucket, so what it waits for is no communication of its own
@@ -178,5 +180,22 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
             state.take_norms(result, parameters, late)
         return result
 
-    state._running.add(finish)
+    state._running.append(weakref.ref(finish))
     return future.then(finish)
+
+
+def _average(
+    state: HookState, bucket: dist.GradBucket, *, with_norms: bool
+) -> tuple[torch.futures.Future[Any], bool | list[bool]]:
+    """The average on its way, and what of it belongs to the step before."""
+    if state.staleness is not None:
+        future = state.staleness(bucket)
+        return future, state.staleness.gave_late
+    if state.inner is not None:
+        return state.inner(state.inner_state, bucket), False
+    buffer, weight = bucket.buffer(), 1.0 / state.world_size  # as DDP does without a hook; a division is slower
+    if with_norms:
+        state.local_squares.extend(state.norms.of_weighted(buffer, weight, bucket.parameters))
+    else:
+        buffer.mul_(weight)
+    return sums.sum_over_ranks(buffer) if state.topology is None else state.topology.sum(buffer), False

@@ -7,6 +7,7 @@ the device in between: a step costs its norms, and they are put together for man
 
 import logging
 import math
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.noise_window import WindowEstimator, window_estimator
 
 __all__ = ["NOISE_FIELDS", "NoiseCollector", "NoiseSums", "merge_parts", "own_part"]
 
-NOISE_FIELDS = 5
+NOISE_FIELDS = 6
 HELD = 512
 """Squared norms that wait, as numbers on the device, until they are added up together: of a hundred steps or of one."""
 PRECONDITIONED_AFTER = 10
@@ -35,8 +37,8 @@ Squares = Sequence[torch.Tensor]
 class NoiseSums:
     """One rank's part of the sums over steps of ``S`` and of ``|g|^2``, each weighted by the samples of its step.
 
-    Steps with a gradient that is not finite are left out: the averaged gradient is the same on all ranks, so all leave
-    out the same steps.
+    Steps with a norm that is not finite are left out. A rank may know the norm of a part of the averaged gradient only,
+    so ranks compare which steps these are, and leave out those of any of them (:meth:`agreed`).
 
     Example:
         >>> sums, estimator = NoiseSums(), window_estimator(((4,), (4,)), nested=True)
@@ -47,8 +49,8 @@ class NoiseSums:
     """
 
     def __init__(self) -> None:
-        self._sums: torch.Tensor | None = None
-        self._steps = 0
+        self._before, self._steps = np.zeros(5), 0
+        self._rows: list[torch.Tensor] = []
         self._waiting: list[tuple[Sequence[Sequence[float]], float, Sequence[Squares]]] = []
         self._held = 0
 
@@ -87,26 +89,57 @@ class NoiseSums:
         norms = squares.new_zeros(len(kinds)).index_add_(0, places, squares).view(-1, 3)
         weights = there(samples, torch.float64)[:, None]
         sums = (there(parts, torch.float64) @ norms[:, :, None])[:, :, 0] * weights
-        finite = norms[:, 2:].isfinite()
-        each = torch.cat([sums, torch.ones_like(weights), weights], dim=1)
-        new = each.masked_fill(~finite, 0.0).sum(dim=0)
-        self._sums = new if self._sums is None else self._sums.to(new.device) + new
+        finite = norms.isfinite().all(dim=1, keepdim=True)
+        self._rows.append(torch.cat([sums, finite, weights], dim=1))
+
+    def _each(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each step: ``(B S, B |g|^2, 1, B, 1)``, and whether all norms that this rank knows are finite."""
+        self._settle()
+        rows = torch.cat(self._rows).cpu().numpy() if self._rows else np.zeros((0, 4))
+        self._rows = [torch.from_numpy(rows)] if self._rows else []
+        ones = np.ones(len(rows))
+        return np.column_stack([rows[:, :2], ones, rows[:, 3], ones]), rows[:, 2] > 0
+
+    def _sum(self, each: np.ndarray, finite: Any) -> np.ndarray:
+        total: np.ndarray = self._before + each[finite].sum(axis=0)
+        total[4] = self._before[4] + len(each)
+        return total
 
     def peek(self) -> np.ndarray:
-        """``(sum of B S, of B |g|^2, finite steps, their samples, steps)`` since the last :meth:`take`."""
-        self._settle()
-        sums = [0.0] * 4 if self._sums is None else self._sums.tolist()
-        return np.array([*sums, self._steps])
+        """``(sum of B S, of B |g|^2, finite steps, their samples, steps)`` since the last :meth:`take`.
+
+        A sixth number tells which steps are not finite on this rank, for :meth:`agreed`; 0 if there are none.
+        """
+        each, finite = self._each()
+        left_out = 0 if finite.all() else 1 + zlib.crc32(np.packbits(finite).tobytes())
+        return np.array([*self._sum(each, finite), left_out])
+
+    def agreed(self, parts: np.ndarray, control: ControlPlane) -> np.ndarray:
+        """The same parts of all ranks, shape ``(ranks, 5)``, with the same steps left out of each.
+
+        Args:
+            parts: :meth:`peek` of each rank.
+            control: sends two more messages, where ranks have left out different steps.
+        """
+        if (parts[:, 5] == parts[0, 5]).all():
+            return parts[:, :5]
+        each, finite = self._each()
+        everyone = control.gather(finite.astype(float)).all(axis=0)
+        return control.gather(self._sum(each, everyone))
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._before, self._steps, self._rows = np.zeros(5), 0, []
 
     def take(self) -> np.ndarray:
-        """As :meth:`peek`, and begin anew."""
-        out = self.peek()
-        self._sums, self._steps = None, 0
+        """The first five numbers of :meth:`peek`, and begin anew."""
+        out = self.peek()[:5]
+        self.clear()
         return out
 
     def load(self, part: Sequence[float]) -> None:
-        """Go on from what :meth:`peek` gave."""
-        self._sums, self._steps = torch.tensor(part[:4], dtype=torch.float64), int(part[4])
+        """Go on from what :meth:`agreed` gave this rank."""
+        self._before, self._steps, self._rows = np.array(part, dtype=float), int(part[4]), []
 
 
 @dataclass(frozen=True)
@@ -163,6 +196,7 @@ class NoiseCollector:
         summed: bool = False,
     ) -> None:
         self.hook, self.rank, self.method, self.every_n_steps = hook, rank, method, every_n_steps
+        hook.norms.rank, hook.norms.ranks = rank, hook.world_size
         self.summed = summed
         self.running = RunningNoiseScale(horizon=horizon)
         self.sums = NoiseSums()
@@ -234,7 +268,7 @@ class NoiseCollector:
             owed, dropped = self.hook.staleness.arrived()
             late: list[torch.Tensor] = []
             for flat, owners in owed:
-                late += self.hook.norms.of_bucket(flat, lambda owners=owners: owners)  # type: ignore[misc]
+                late += self.hook.norms.of_average(flat, lambda owners=owners: owners)  # type: ignore[misc]
             self._complete(self._held.kind, late, dropped)
 
     def _complete(self, kind: frozenset[str] | None, late: Squares, dropped: bool | torch.Tensor) -> None:
@@ -246,15 +280,14 @@ class NoiseCollector:
 
     def add(self, estimator: WindowEstimator, first: Squares, local: Squares, whole: Squares) -> None:
         """Add a step, by the squared norms of this rank's weighted gradient and of the averaged one."""
-        self.sums.add(estimator.parts[self.rank], estimator.samples, (first, local, whole))
+        part = estimator.part(self.rank, divided=self.hook.norms.in_parts)
+        self.sums.add(part, estimator.samples, (first, local, whole))
 
-    def take(self) -> np.ndarray:
-        """This rank's part of the sums since the last call."""
-        return self.sums.take()
-
-    def absorb(self, parts: np.ndarray) -> None:
-        """Take the parts of all ranks, shape ``(ranks, 5)``, into the running estimate, the same on all ranks."""
-        self.running = merge_parts(self.running, parts)
+    def absorb(self, parts: np.ndarray, control: ControlPlane) -> None:
+        """Take :meth:`NoiseSums.peek` of all ranks into the running estimate, the same on all ranks."""
+        agreed = self.sums.agreed(parts, control)
+        self.sums.clear()
+        self.running = merge_parts(self.running, agreed)
 
 
 def merge_parts(

@@ -11,6 +11,8 @@ __all__ = ["GradientNorms", "square"]
 
 CHUNK = 2**20
 """Elements of a float32 sum on a CPU, where one over many millions would lose four of its seven digits."""
+CACHED = 2**18
+"""Elements that stay in a processor's cache between two operations on them."""
 
 
 @dataclass
@@ -22,6 +24,8 @@ class GradientNorms:
     Args:
         preconditioner: takes them as an adaptive optimizer scales gradients, of one parameter after the other.
         loss_scale: gives the factor on the loss of a gradient scaler, as a number or on the device.
+        rank: this rank, whose part of an averaged bucket is taken.
+        ranks: number of parts of an averaged bucket, which is the same on all ranks.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -32,6 +36,43 @@ class GradientNorms:
 
     preconditioner: AdamPreconditioner | None = None
     loss_scale: Callable[[], torch.Tensor | float] | None = None
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether each rank takes the squares of its own part of an averaged bucket only."""
+        return self.ranks > 1 and self.preconditioner is None
+
+    def of_average(self, flat: torch.Tensor, parameters: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Squares of a bucket that is the same on all ranks: of this rank's part, if they are :attr:`in_parts`.
+
+        Example:
+            >>> halves = [GradientNorms(rank=rank, ranks=2) for rank in range(2)]
+            >>> [half.of_average(torch.tensor([3.0, 4.0, 12.0]), list) for half in halves]
+            [[tensor(9.)], [tensor(160.)]]
+        """
+        if not self.in_parts:
+            return self.of_bucket(flat, parameters)
+        first, last = (flat.numel() * rank // self.ranks for rank in (self.rank, self.rank + 1))
+        return self._unscaled(square(flat.view(-1)[first:last]))
+
+    def of_weighted(
+        self, flat: torch.Tensor, weight: float, parameters: Callable[[], list[torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """Squares of a bucket that is multiplied by a weight afterwards: each piece while it is still in the cache.
+
+        Example:
+            >>> flat = torch.tensor([3.0, 4.0])
+            >>> GradientNorms().of_weighted(flat, 0.5, list), flat
+            ([tensor(25.)], tensor([1.5000, 2.0000]))
+        """
+        pieces = flat.split(CACHED) if self.preconditioner is None and flat.device.type == "cpu" else (flat,)
+        squares = []
+        for piece in pieces:
+            squares += self.of_bucket(piece, parameters)
+            piece.mul_(weight)
+        return squares
 
     def of_bucket(self, flat: torch.Tensor, parameters: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
         """Squares of a bucket, whose parameters lie one after the other in it."""

@@ -24,10 +24,12 @@ __all__ = ["StepObserver", "match_rows"]
 
 WARM_UP = 3
 KEPT_ROWS = 32
+TOGETHER = 16
+"""Steps whose rows are made in one go: between two steps each costs several times as much, of cold caches."""
 FIELDS = len(StepObservations.FIELDS)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Backward:
     """Marks of one backward pass."""
 
@@ -38,7 +40,7 @@ class _Backward:
     processor: tuple[float, float] = (0.0, 0.0)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Micro:
     """Marks of one micro-batch."""
 
@@ -77,10 +79,10 @@ class StepObserver:
         self, clock: Clock, *, cores: float | None = None, processor_time: Callable[[], float] = time.process_time
     ) -> None:
         self.clock, self.cores = clock, cores
-        self._processor_time = processor_time if cores is not None else lambda: 0.0
+        self._processor_time = processor_time
         self._processor_began: float | None = None
         self.synced_steps = 0
-        self.rows: deque[npt.NDArray[np.float64]] = deque(maxlen=KEPT_ROWS)
+        self._rows: deque[npt.NDArray[np.float64]] = deque(maxlen=KEPT_ROWS)
         self._skip = WARM_UP
         self._last_size: int | None = None
         self._window: list[_Micro] = []
@@ -96,7 +98,7 @@ class StepObserver:
     def fetch(self, iterator: Iterator[Any]) -> Any:
         """Take the next batch, timing how long the data took."""
         begin = time.perf_counter()
-        if self._processor_began is None:
+        if self.cores is not None and self._processor_began is None:
             self._processor_began = self._processor_time()
         batch = next(iterator)
         self._data_seconds = time.perf_counter() - begin
@@ -108,27 +110,31 @@ class StepObserver:
         start = self._fetched_at if self._fetched_at is not None else self.clock.mark()
         self._micro = _Micro(size, self._data_seconds, start)
         self._fetched_at, self._data_seconds = None, 0.0
-        if self._processor_began is None:
+        if self.cores is not None and self._processor_began is None:
             self._processor_began = self._processor_time()
         if self._last_size is not None and size != self._last_size:
             self._skip = max(self._skip, 1)
         self._last_size = size
         self._discard |= not regular
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Around one backward pass."""
+    def begin_backward(self) -> None:
+        """A backward pass begins."""
         if self._micro is None:
-            yield
             return
         passage = _Backward(self.clock.mark())
-        began = self._processor_time()
-        passage.processor = began, began
+        if self.cores is not None:
+            began = self._processor_time()
+            passage.processor = began, began
         self._micro.backwards.append(passage)
-        yield
+
+    def end_backward(self) -> None:
+        """The backward pass that began last is over; one that failed has no end."""
+        if self._micro is None or not self._micro.backwards:
+            return
+        passage = self._micro.backwards[-1]
         passage.end = self.clock.mark()
-        if not passage.ready:
-            passage.processor = began, self._processor_time()
+        if self.cores is not None and not passage.ready:
+            passage.processor = passage.processor[0], self._processor_time()
 
     def bucket_ready(self) -> int | None:
         """A gradient bucket is complete; returns its number within the backward pass."""
@@ -136,7 +142,8 @@ class StepObserver:
             return None
         passage = self._micro.backwards[-1]
         passage.ready.append(self.clock.mark())
-        passage.processor = passage.processor[0], self._processor_time()
+        if self.cores is not None:
+            passage.processor = passage.processor[0], self._processor_time()
         return len(passage.ready) - 1
 
     def bucket_done(self, number: int | None) -> None:
@@ -152,19 +159,19 @@ class StepObserver:
         if self._micro is not None:
             self._micro.excluded += time.perf_counter() - begin
 
-    def end_step(self) -> None:
-        """The micro-batch, and with it the optimizer step if there was one, is over."""
+    def end_step(self) -> bool:
+        """The micro-batch is over, and with it the optimizer step if there was one: whether gradients were averaged."""
         micro, self._micro = self._micro, None
         if micro is None:
-            return
+            return False
         micro.end = self.clock.mark()
-        now = self._processor_time()
-        micro.processor = now - (now if self._processor_began is None else self._processor_began)
-        self._processor_began = now
+        if self.cores is not None:
+            now = self._processor_time()
+            micro.processor = now - (now if self._processor_began is None else self._processor_began)
+            self._processor_began = now
         self._window.append(micro)
-        synced = any(passage.ready for passage in micro.backwards)
-        if not synced:
-            return
+        if not any(passage.ready for passage in micro.backwards):
+            return False
         self.synced_steps += 1
         window, self._window = self._window, []
         sync_end = micro.synced.end
@@ -173,7 +180,9 @@ class StepObserver:
             self._pending.append((self.synced_steps, window, self._last_sync))
         self._skip = max(0, self._skip - 1)
         self._last_sync, self._discard = sync_end, False
-        self._resolve()
+        if len(self._pending) >= TOGETHER:
+            self._resolve()
+        return True
 
     def interrupt(self) -> None:
         """Something that is no step happens now (validation, agreement on a plan): the next step time is unknown."""
@@ -187,13 +196,19 @@ class StepObserver:
 
     # rows
 
+    @property
+    def rows(self) -> deque[npt.NDArray[np.float64]]:
+        """Rows since the last :meth:`take`, as far as the device has reached their marks."""
+        self._resolve()
+        return self._rows
+
     def _resolve(self) -> None:
         while self._pending:
             number, window, previous = self._pending[0]
             if not all(self.clock.ready(mark) for micro in window for mark in micro.marks if mark is not None):
                 return
             self._pending.popleft()
-            self.rows.append(np.array([number, *self._row(window, previous), *_processor(window)]))
+            self._rows.append(np.array([number, *self._row(window, previous), *_processor(window)]))
 
     def _row(self, window: list[_Micro], previous: Any) -> list[float]:
         between = self.clock.seconds
@@ -221,13 +236,13 @@ class StepObserver:
     def take(self) -> npt.NDArray[np.float64]:
         """Rows since the last call, newest last: shape ``(32, 8)``, step number first, unused rows NaN."""
         table = np.full((KEPT_ROWS, FIELDS + 1), np.nan)
-        self._resolve()
-        if self.rows:
-            rows = np.stack(self.rows)
+        seen = self.rows
+        if seen:
+            rows = np.stack(seen)
             if self.cores is not None:
                 _sustain(rows, self.cores)
             table[-len(rows) :] = rows[:, : FIELDS + 1]
-        self.rows.clear()
+        seen.clear()
         return table
 
 

@@ -67,7 +67,7 @@ class Staleness(Delays):
             and they for fresh ones; ``None`` for that of fresh sums, in which all set out as they are ready.
         fresh: way of fresh sums; ``None`` for straight ones.
         restored: :meth:`state_dict` of an earlier run.
-        running: set of callbacks that a thread of the process group may still hold.
+        running: callbacks that a thread of the process group may still hold, by weak reference.
     """
 
     def __init__(

@@ -12,8 +12,18 @@ __all__ = ["Arrival", "gather_over_ranks", "hand_on", "pending", "sum_over_ranks
 
 
 def sum_over_ranks(buffer: torch.Tensor, group: Any = None) -> torch.futures.Future[Any]:
-    """Add a buffer up over all ranks, in place and while other things go on."""
-    future: torch.futures.Future[Any] = dist.all_reduce(buffer, group=group, async_op=True).get_future()
+    """Add a buffer up over all ranks, in place and while other things go on.
+
+    On a CPU the process group is asked itself, as DDP does: what ``dist.all_reduce`` looks up first takes as long again
+    as to begin the sum, in the middle of a backward pass, whose matrices have filled the caches.
+    """
+    if buffer.device.type != "cpu" or buffer.is_complex():
+        work = dist.all_reduce(buffer, group=group, async_op=True)
+    else:
+        group = group or dist.group.WORLD
+        assert group is not None
+        work = group.allreduce([buffer])
+    future: torch.futures.Future[Any] = work.get_future()
     return future
 
 

@@ -105,9 +105,9 @@ class LowRankExchange:
             if float(finite) == 0.0:
                 return self._leave_out(bucket)
             self._prepare(bucket)
+        future = powerSGD_hook(self.state, bucket)
         if bucket.is_last():
             self._count(compressing)
-        future = powerSGD_hook(self.state, bucket)
         if not buffer.is_cuda:
             future.wait()
         return future
@@ -155,9 +155,9 @@ class LowRankExchange:
 
     def _count(self, compressing: bool) -> None:
         sent, density = self._elements, 1.0
-        if compressing and self.report.steps:
+        if compressing:
             _, before, after = self.state.compression_stats()
-            sent = int(self._elements * after / before) if before else self._elements
+            sent = round(self._elements * after / before)
             density = sent / self._elements
         self.report.add(_ring(self.world_size) * sent * self._element_size, density)
 

@@ -47,6 +47,11 @@ class LossWeighting:
         else:
             self._weight = self.world_size * own / total
 
+    @property
+    def waits(self) -> bool:
+        """Whether :meth:`scale` may have to wait for the counts of other ranks."""
+        return self._count is not None
+
     def reset(self) -> None:
         """Losses that come now belong to no batch: they have weight 1."""
         self._weight, self._count = 1.0, None

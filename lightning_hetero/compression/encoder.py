@@ -6,6 +6,7 @@ buffer of the model's size allocated once.
 
 import importlib
 import logging
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from lightning_hetero.compression.balance import ScoreBalance
-from lightning_hetero.compression.layout import Layout, Slot, put_rows, take_rows
+from lightning_hetero.compression.layout import Layout, Slot, put_rows, split, take_rows
 from lightning_hetero.compression.merging import BlockMerger
 from lightning_hetero.compression.selectors import SELECT
 from lightning_hetero.compression.wire import NON_FINITE, MessageFormat
@@ -100,6 +101,12 @@ class BlockEncoder(BlockMerger):
             self.scores[slot.start // block : (slot.start + slot.padded) // block] = 0.0
         return True
 
+    def accumulate_bucket(
+        self, slots: Sequence[Slot], flat: torch.Tensor, weight: float, *, hold: bool = False
+    ) -> bool:
+        """:meth:`accumulate` for the parameters of a bucket, whose gradients lie one after the other."""
+        return all(self.accumulate(slot, gradient, weight, hold=hold) for slot, gradient in split(flat, slots))
+
     def _select(self, **faster: Any) -> npt.NDArray[np.int64]:
         """The blocks of this step's message; ``faster`` is what the selector can make use of."""
         if self.balance is not None:
@@ -108,23 +115,24 @@ class BlockEncoder(BlockMerger):
                 self.scores[begin:end].mul_(self.balance.factors[slot.name])
         return SELECT[self.selector](self.scores.numpy(), min(self.form.k, len(self.scores)), self.state, **faster)
 
-    def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0) -> int:
+    def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> int:
         """Write the message of this step and take what it holds out of the residual; returns its number of blocks."""
         indices = self._select()
         blocks = self.residual.view(-1, self.layout.block)
         where = torch.from_numpy(indices)
         chosen = take_rows(blocks, where)
-        sent = self.form.write(message, indices, chosen, bucket=bucket, step=step).to(chosen.dtype)
+        sent = self.form.write(message, indices, chosen, bucket=bucket, step=step, rank=rank).to(chosen.dtype)
         put_rows(blocks, where, chosen.sub_(sent))
         self._sent = (where, sent)
         if self.balance is not None:
             self.balance.follow(indices, sent.numpy())
         return len(indices)
 
-    def give_up(self, message: torch.Tensor, *, step: int, bucket: int = 0) -> None:
+    def give_up(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> None:
         """Write a message that says that this rank's gradient is not finite."""
         nothing = torch.zeros(0, self.layout.block)
-        self.form.write(message, np.zeros(0, np.int64), nothing, bucket=bucket, step=step, flags=NON_FINITE)
+        none = np.zeros(0, np.int64)
+        self.form.write(message, none, nothing, bucket=bucket, step=step, rank=rank, flags=NON_FINITE)
 
     def undo(self) -> None:
         """Leave the step out: take back what was sent, then the gradient, to one rounding."""

@@ -9,7 +9,7 @@ import torch
 from lightning_hetero.compression.layout import Slot
 from lightning_hetero.compression.reference import Pack
 
-__all__ = ["BlockGradient", "BlockMarks", "block_gradients"]
+__all__ = ["BlockGradient", "BlockMarks", "GradientParts"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,22 +45,22 @@ class BlockGradient:
     @classmethod
     def of(cls, parameter: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> "BlockGradient":
         """Gradient of a parameter from its touched blocks; what lies behind its end has to be 0."""
-        block, numel = values.shape[1], parameter.numel()
+        block = values.shape[1]
         if parameter.dim() == 0:  # has no sparse form, and one element
             values = values if len(rows) else values.new_zeros(1, block)
             return cls(rows, values[: len(rows)], values[0, 0])
-        places = _places(parameter, rows, block)
-        inside = values.numel()
-        if numel % block and len(rows) and int(rows[-1]) == numel // block:
-            inside -= block - numel % block
-        grad = torch.sparse_coo_tensor(
-            places[:, :inside],
-            values.view(-1)[:inside],
-            parameter.shape,
-            is_coalesced=parameter.is_contiguous(),
-            check_invariants=False,
-        )
-        return cls(rows, values, grad)
+        return cls(rows, values, _sparse(parameter, rows, values.view(-1), _places(parameter, rows, block), block))
+
+
+def _sparse(
+    parameter: torch.Tensor, rows: torch.Tensor, flat: torch.Tensor, places: torch.Tensor, block: int
+) -> torch.Tensor:
+    """Blocks as torch's sparse tensor, over the memory of their elements and without what is behind the end."""
+    rest = parameter.numel() % block
+    if rest and len(rows) and int(rows[-1]) == parameter.numel() // block:
+        flat, places = flat[: rest - block], places[:, : rest - block]
+    whole = parameter.is_contiguous()
+    return torch.sparse_coo_tensor(places, flat, parameter.shape, is_coalesced=whole, check_invariants=False)
 
 
 def _places(parameter: torch.Tensor, rows: torch.Tensor, block: int) -> torch.Tensor:
@@ -95,21 +95,55 @@ class BlockMarks:
         return parameter.grad is self.grad
 
 
-def block_gradients(total: Pack, slots: Mapping[torch.Tensor, Slot]) -> dict[torch.Tensor, BlockGradient]:
-    """Each parameter's part of a sum.
+class GradientParts:
+    """Parts of a step's sum for each parameter, the same parameters in every step.
+
+    Vectors, and matrices whose rows are whole blocks, are worked on together: on a small model a call for each of them
+    takes longer than what it does.
 
     Args:
-        total: the sum, its indices ascending.
         slots: places of the parameters, in their order, in whole blocks of the sum.
+        block: elements of a block.
     """
-    block = total.values.shape[1]
-    bounds = np.array([0, *((slot.start + slot.padded) // block for slot in slots.values())])
-    indices = total.indices.numpy()
-    ends = np.searchsorted(indices, bounds).tolist()
-    gradients = {}
-    for parameter, begin, end, bound in zip(slots, ends, ends[1:], bounds.tolist(), strict=False):
-        rows, values = torch.from_numpy(indices[begin:end] - bound), total.values[begin:end]
-        if values.dtype != parameter.dtype or parameter.device.type != "cpu":
-            rows, values = rows.to(parameter.device), values.to(parameter.device, parameter.dtype)
-        gradients[parameter] = BlockGradient.of(parameter, rows, values)
-    return gradients
+
+    def __init__(self, slots: Mapping[torch.Tensor, Slot], block: int) -> None:
+        self._parameters, self._block = list(slots), block
+        self._bounds = np.array([0, *((slot.start + slot.padded) // block for slot in slots.values())])
+        self._widths = np.array([_width(p, block) for p in slots])
+        self._usual = [_is_usual(p, block) for p in slots]
+        self._lanes = np.arange(block)
+
+    def of(self, total: Pack) -> dict[torch.Tensor, BlockGradient]:
+        """Each parameter's part of a sum, whose indices ascend."""
+        indices, block = total.indices.numpy(), self._block
+        ends = np.searchsorted(indices, self._bounds)
+        counts = np.diff(ends)
+        rows = indices - np.repeat(self._bounds[:-1], counts)
+        places = np.empty((2, len(rows), block), np.int64)
+        places[0], left = (part[:, None] for part in np.divmod(rows * block, np.repeat(self._widths, counts)))
+        np.add(left, self._lanes, out=places[1])
+        sizes, lengths = counts.tolist(), (counts * block).tolist()
+        parts = zip(
+            self._parameters, self._usual, torch.from_numpy(rows).split(sizes), total.values.split(sizes),
+            torch.from_numpy(places.reshape(2, -1)).split(lengths, 1), total.values.view(-1).split(lengths),
+            strict=True,
+        )  # fmt: skip
+        gradients = {}
+        for p, usual, own, values, where, flat in parts:
+            if usual and values.dtype == p.dtype:
+                grad = _sparse(p, own, flat, where if p.dim() == 2 else where[1:], block)
+                gradients[p] = BlockGradient(own, values, grad)
+            else:
+                gradients[p] = BlockGradient.of(p, own.to(p.device), values.to(p.device, p.dtype))
+        return gradients
+
+
+def _width(parameter: torch.Tensor, block: int) -> int:
+    """Elements of a row of a usual matrix; of a vector all, in whole blocks."""
+    return parameter.shape[1] if parameter.dim() == 2 else -(-parameter.numel() // block) * block
+
+
+def _is_usual(parameter: torch.Tensor, block: int) -> bool:
+    """Whether a parameter is a vector, or a matrix whose rows are whole blocks, on the host."""
+    whole = parameter.dim() == 1 or (parameter.dim() == 2 and parameter.shape[1] % block == 0)
+    return whole and parameter.is_contiguous() and parameter.device.type == "cpu"

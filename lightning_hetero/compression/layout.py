@@ -1,14 +1,14 @@
 """Where each parameter lies in one flat buffer: padded to whole blocks, so that no block spans two parameters."""
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["Layout", "Slot", "flat_view", "put_rows", "take_rows"]
+__all__ = ["Layout", "Slot", "flat_view", "put_rows", "split", "take_rows"]
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,17 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
             )
         expected *= size
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def split(flat: torch.Tensor, slots: Sequence[Slot]) -> Iterator[tuple[Slot, torch.Tensor]]:
+    """Parameters that lie one after the other without padding, as in a bucket of DDP's.
+
+    Example:
+        >>> slots = Layout.of([("weight", 3), ("bias", 1)], block=16).slots
+        >>> [(slot.name, part.tolist()) for slot, part in split(torch.arange(4), slots)]
+        [('weight', [0, 1, 2]), ('bias', [3])]
+    """
+    return zip(slots, flat.split([slot.numel for slot in slots]), strict=True)
 
 
 def _records(t: torch.Tensor) -> np.ndarray:

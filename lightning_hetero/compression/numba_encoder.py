@@ -1,5 +1,6 @@
 """The encoder of :mod:`lightning_hetero.compression.encoder` with Numba's loops; the same messages and residuals."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from lightning_hetero.compression import numba_kernels as kernels
 from lightning_hetero.compression.balance import ScoreBalance
 from lightning_hetero.compression.encoder import BlockEncoder
-from lightning_hetero.compression.layout import Layout, Slot
+from lightning_hetero.compression.layout import Layout, Slot, split
 from lightning_hetero.compression.reference import Pack
 from lightning_hetero.compression.selectors import Indices, Scores, at_least
-from lightning_hetero.compression.wire import HEADER, MAGIC, VERSION, MessageFormat
+from lightning_hetero.compression.wire import HEADER, MAGIC, VERSION, MessageFormat, address
 
 __all__ = ["NumbaEncoder"]
 
@@ -44,7 +45,8 @@ class NumbaEncoder(BlockEncoder):
         self._threads: ThreadPoolExecutor | None = None
         self._found = np.zeros(0, np.int64)
         self._arrays = self.residual.numpy(), self.scores.numpy()
-        self._reached: list[tuple[int, torch.Tensor, int, int, float]] = []
+        self._parts: dict[tuple[int, ...], list[npt.NDArray[np.int64]]] = {}
+        self._reached: list[tuple[torch.Tensor, npt.NDArray[np.int64], npt.NDArray[np.int64], float]] = []
         _warm(layout.block)
 
     # one step
@@ -53,38 +55,52 @@ class NumbaEncoder(BlockEncoder):
         """``r += w g`` for one parameter, and its scores; see :meth:`BlockEncoder.accumulate`."""
         if gradient.dtype != torch.float32:
             return super().accumulate(slot, gradient, weight, hold=hold)
-        r, scores = self._arrays
-        g, start, w, block = gradient.numpy(), slot.start, np.float32(weight), self.layout.block
-        pieces = self._pieces(slot)
+        return self.accumulate_bucket((slot,), gradient, weight, hold=hold)
 
-        def one(begin: int, end: int) -> int:
-            reached: int = kernels.accumulate(r, start, g, begin, end, w, scores, block)
-            return reached
+    def accumulate_bucket(
+        self, slots: Sequence[Slot], flat: torch.Tensor, weight: float, *, hold: bool = False
+    ) -> bool:
+        """:meth:`accumulate` for the parameters of a bucket, in one call."""
+        if flat.dtype != torch.float32:
+            return super().accumulate_bucket(slots, flat, weight, hold=hold)
+        (r, scores), g, w, block = self._arrays, flat.numpy(), np.float32(weight), self.layout.block
+        shares = self._shares(slots, len(g))
 
-        done = [one(*pieces[0])] if len(pieces) == 1 else list(self._pool().map(one, *zip(*pieces, strict=True)))
-        finite = True
-        for (begin, end), reached in zip(pieces, done, strict=True):
-            self._reached.append((start, gradient, begin, reached, weight))
-            finite = finite and reached == min(end, slot.numel)
-        if finite and hold and not gradient.any():
-            self.scores[start // block : (start + slot.padded) // block] = 0.0
+        def one(parts: npt.NDArray[np.int64]) -> bool:
+            reached = np.zeros(len(parts), np.int64)
+            self._reached.append((flat, parts, reached, weight))
+            return bool(kernels.accumulate(r, g, parts, w, scores, block, reached))
+
+        finite = one(shares[0]) if len(shares) == 1 else all(list(self._pool().map(one, shares)))
+        for slot, gradient in split(flat, slots) if finite and hold else ():
+            if not gradient.any():
+                self.scores[slot.start // block : (slot.start + slot.padded) // block] = 0.0
         return finite
 
-    def _pieces(self, slot: Slot) -> list[tuple[int, int]]:
-        """Begin and end of each thread's part of a parameter, in whole blocks."""
-        threads = min(torch.get_num_threads(), slot.numel // SHARE)
-        if threads <= 1:
-            return [(0, slot.padded)]
-        block = self.layout.block
-        size = -(-slot.padded // (threads * block)) * block
-        return [(begin, min(begin + size, slot.padded)) for begin in range(0, slot.padded, size)]
+    def _shares(self, slots: Sequence[Slot], size: int) -> list[npt.NDArray[np.int64]]:
+        """Each thread's parts of a bucket of so many elements, as :func:`numba_kernels.accumulate` takes them."""
+        threads = max(min(torch.get_num_threads(), size // SHARE), 1)
+        key = (threads, *[slot.start for slot in slots])
+        if key not in self._parts:
+            block, parts, at = self.layout.block, [], 0
+            most = max(-(-size // (threads * block)) * block, block)
+            for slot in slots:
+                parts += [
+                    (slot.start + begin, at + begin, min(most, slot.numel - begin))
+                    for begin in range(0, slot.numel, most)
+                ]
+                at += slot.numel
+            rows = np.array(parts, np.int64).reshape(-1, 3)
+            edges = np.searchsorted(rows[:, 1], most * np.arange(1, threads))
+            self._parts[key] = np.split(rows, edges)
+        return self._parts[key]
 
     def _pool(self) -> ThreadPoolExecutor:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(torch.get_num_threads(), "lightning_hetero")
         return self._threads
 
-    def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0) -> int:
+    def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> int:
         """Write the message of this step and take what it holds out of the residual; returns its number of blocks."""
         form, data = self.form, message.numpy()
         indices = self._select(**({"search": self._at_least} if self.selector == "exact" else {}))
@@ -93,7 +109,7 @@ class NumbaEncoder(BlockEncoder):
         else:
             kernels.number(data, indices, HEADER + form.counts_bytes)
         kernels.take(self._arrays[0], indices, form.block, KINDS[form.value_dtype], data, *form.parts_at)
-        form.write_header(message, len(indices), 0, bucket=bucket, step=step, sums=_sums)
+        form.write_header(message, len(indices), 0, place=address(rank, bucket), step=step, sums=_sums)
         self._message = message
         if self.balance is not None:
             self.balance.follow(indices, form.unpack(message).values.numpy())
@@ -115,11 +131,11 @@ class NumbaEncoder(BlockEncoder):
         packs: list[Pack] = []
         form = self.form
         usual = not form.bitmap and rows.dtype == torch.uint8 and rows.shape[1] == form.num_bytes
-        for row in rows.numpy() if usual else ():
+        for rank, row in enumerate(rows.numpy() if usual else ()):
             indices, values = np.empty(form.k, np.int64), np.empty((form.k, form.block), np.float32)
             count = kernels.read(
-                row, (MAGIC | VERSION, bucket, step, form.fingerprint), form.segments, HEADER + form.counts_bytes,
-                *form.parts_at, form.num_blocks, KINDS[form.value_dtype], indices, values,
+                row, (MAGIC | VERSION, address(rank, bucket), step, form.fingerprint), form.segments,
+                HEADER + form.counts_bytes, *form.parts_at, form.num_blocks, KINDS[form.value_dtype], indices, values,
             )  # fmt: skip
             if count < 0:
                 break
@@ -134,8 +150,10 @@ class NumbaEncoder(BlockEncoder):
 
     def merge_sparse(self, packs: list[Pack]) -> Pack:
         """Sum of packs as one pack, see :func:`~lightning_hetero.compression.reference.merge_sparse`."""
-        union = np.sort(np.concatenate([pack.indices.numpy() for pack in packs]))
-        union = union[np.diff(union, prepend=-1) > 0]
+        union = packs[0].indices.numpy()
+        for pack in packs[1:]:
+            both = np.empty(len(union) + len(pack.indices), np.int64)
+            union = both[: kernels.unite(union, pack.indices.numpy(), both)]
         values = np.zeros((len(union), self.layout.block), np.float32)
         for pack in packs:
             kernels.fold(union, values, pack.indices.numpy(), pack.values.numpy())
@@ -146,8 +164,9 @@ class NumbaEncoder(BlockEncoder):
         if self._message is not None:
             pack = self.form.unpack(self._message)
             self._sent = pack.indices, pack.values
-        for start, gradient, begin, reached, weight in self._reached:
-            self._added.append((self.residual[start + begin : start + reached], gradient[begin:reached], weight))
+        for flat, parts, reached, weight in self._reached:
+            for (to, at, _), size in zip(parts.tolist(), reached.tolist(), strict=True):
+                self._added.append((self.residual[to : to + size], flat[at : at + size], weight))
         super().undo()
 
     def finish(self) -> None:
@@ -164,7 +183,8 @@ def _warm(block: int) -> None:
     """Compile all loops, so that no step has to."""
     layout = Layout.of([("p", 16 * block)], block)
     r, g = np.zeros(16 * block, np.float32), np.zeros(16 * block, np.float32)
-    kernels.accumulate(r, 0, g, 0, block, np.float32(1.0), np.zeros(16, np.float32), block)
+    number = np.zeros((1, 3), np.int64)
+    kernels.accumulate(r, g, number, np.float32(1.0), np.zeros(16, np.float32), block, number[0])
     kernels.at_least(r, np.float32(1.0), np.zeros(1, np.int64))
     form = MessageFormat(layout.num_blocks, 1, block, "float32")
     message, index = np.zeros(form.num_bytes, np.uint8), np.zeros(1, np.int64)
@@ -175,5 +195,6 @@ def _warm(block: int) -> None:
     places_at = HEADER + form.counts_bytes
     kernels.read(message, due, 1, places_at, *form.parts_at, 16, kernels.FLOAT32, index, values)
     kernels.checksum(message[HEADER:])
+    kernels.unite(index, index, np.zeros(2, np.int64))
     kernels.fold(index, values, index, values)
     kernels.add_blocks(r, index, values.ravel())

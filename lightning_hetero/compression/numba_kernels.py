@@ -14,6 +14,7 @@ kernel                what it does                                              
                       rounding loses stays in the residual
 ``checksum``          both sums of a message                                     chosen blocks only
 ``read``              numbers and values of a message, if all of it is in order  chosen blocks only
+``unite``             numbers of the blocks of two messages                      chosen blocks only
 ``fold``              adds blocks into a sum that has their numbers              chosen blocks only
 ``add_blocks``        adds blocks to a sum of the model's size                   chosen blocks only
 ====================  =========================================================  ===================
@@ -54,6 +55,7 @@ __all__ = [
     "number",
     "read",
     "take",
+    "unite",
 ]
 
 FLOAT32, BFLOAT16, INT8 = 0, 1, 2
@@ -67,51 +69,59 @@ SEAL_0, SEAL_1, SEAL_2, SEAL_3 = (np.int64(seal) for seal in SEALS)
 
 
 @njit(nogil=True, cache=True)
-def accumulate(r: Any, first: int, g: Any, begin: int, end: int, w: Any, scores: Any, block: int) -> int:
-    """``r += w g`` and ``scores`` for a part of one parameter; returns where it stopped.
+def accumulate(r: Any, g: Any, parts: Any, w: Any, scores: Any, block: int, reached: Any) -> bool:
+    """``r += w g`` and ``scores`` for parts of a bucket; returns whether all of it is finite.
 
     Args:
         r: residual.
-        first: place of the parameter in it.
-        g: its gradient.
-        begin: first element of the part, a multiple of the block.
-        end: end of the part, a multiple of the block.
+        g: gradients of the bucket.
+        parts: a row for each part of a parameter: its places in the residual, a multiple of the block, and in the
+            bucket, and its elements.
         w: float32 weight.
         scores: of all blocks.
         block: elements of a block.
-
-    Returns:
-        ``min(end, len(g))``, or the place before which all was added, of elements that are not finite.
+        reached: receives the elements of each part that were added: what is not finite stops everything behind it.
     """
-    for start in range(begin, end, block):
-        i, stop, score = start, min(start + block, len(g)), ZERO
+    for n in range(len(parts)):
+        to, at, size = parts[n, 0], parts[n, 1], parts[n, 2]
+        reached[n] = _accumulate(r, to, g, at, size, w, scores, block)
+        if reached[n] < size:
+            return False
+    return True
+
+
+@njit(nogil=True, cache=True)
+def _accumulate(r: Any, to: int, g: Any, at: int, size: int, w: Any, scores: Any, block: int) -> int:
+    """One part; returns how many of its elements were added."""
+    for start in range(0, size, block):
+        i, stop, score = start, min(start + block, size), ZERO
         while i + 2 * WIDTH <= stop:
-            one = fma(w, load(g, i), load(r, first + i))
-            other = fma(w, load(g, i + WIDTH), load(r, first + i + WIDTH))
+            one = fma(w, load(g, at + i), load(r, to + i))
+            other = fma(w, load(g, at + i + WIDTH), load(r, to + i + WIDTH))
             part = total(add(absolute(one), absolute(other)))
             if not part <= LARGEST:
                 return i
-            store(r, first + i, one)
-            store(r, first + i + WIDTH, other)
+            store(r, to + i, one)
+            store(r, to + i + WIDTH, other)
             score += part
             i += 2 * WIDTH
         while i + WIDTH <= stop:
-            one = fma(w, load(g, i), load(r, first + i))
+            one = fma(w, load(g, at + i), load(r, to + i))
             part = total(absolute(one))
             if not part <= LARGEST:
                 return i
-            store(r, first + i, one)
+            store(r, to + i, one)
             score += part
             i += WIDTH
         while i < stop:
-            value = fma(w, g[i], r[first + i])
+            value = fma(w, g[at + i], r[to + i])
             if not abs(value) <= LARGEST:
                 return i
-            r[first + i] = value
+            r[to + i] = value
             score += abs(value)
             i += 1
-        scores[(first + start) // block] = score
-    return min(end, len(g))
+        scores[(to + start) // block] = score
+    return size
 
 
 @njit(nogil=True, cache=True)
@@ -233,7 +243,7 @@ def read(
 
     Args:
         message: uint8.
-        due: magic and version, bucket, step and fingerprint.
+        due: magic and version, address, step and fingerprint.
         segments: of the table of segments, which begins behind the header.
         places_at: where indices begin.
         values_at: where values begin.
@@ -301,6 +311,22 @@ def _values(message: Any, values_at: int, scales_at: int, kind: int, values: Any
     for i in range(size):
         strange += 0 if abs(values[i]) <= LARGEST else 1
     return strange == 0
+
+
+@njit(nogil=True, cache=True)
+def unite(one: Any, other: Any, union: Any) -> int:
+    """Numbers of two ascending lists, each once and ascending; returns how many there are."""
+    i, j, n = 0, 0, 0
+    while i < len(one) or j < len(other):
+        if j == len(other) or (i < len(one) and one[i] <= other[j]):
+            j += j < len(other) and one[i] == other[j]
+            union[n] = one[i]
+            i += 1
+        else:
+            union[n] = other[j]
+            j += 1
+        n += 1
+    return n
 
 
 @njit(nogil=True, cache=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
@@ -18,7 +18,9 @@ __all__ = [
     "absolute",
     "add",
     "div",
+    "floats",
     "fma",
+    "integers",
     "load",
     "mul",
     "prefetch",
@@ -231,3 +233,29 @@ def prefetch(typing: Any, array: Any, i: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.intp), generate
+
+
+def _pointer(kind: Any) -> Any:
+    @intrinsic
+    def operation(typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(kind)(types.intp), generate
+
+    return operation
+
+
+_to_floats, _to_integers = _pointer(types.float32), _pointer(types.int64)
+
+
+@njit(nogil=True, cache=True)
+def floats(address: int, size: int) -> Any:
+    """The float32 array that lies at an address, which somebody else keeps alive."""
+    return carray(_to_floats(address), size)
+
+
+@njit(nogil=True, cache=True)
+def integers(address: int, size: int) -> Any:
+    """The same of int64."""
+    return carray(_to_integers(address), size)

@@ -46,7 +46,7 @@ __all__ = [
 FAULTS = {
     1: "magic and version are not those of this program",
     2: "format fingerprint differs",
-    4: "bucket differs",
+    4: "sender or bucket differs",
     8: "step differs",
     16: "checksum does not match",
     32: "its number of blocks or its flags are not allowed",
@@ -81,15 +81,22 @@ def word_sums(words_ptr, sums_ptr, words, stride, TILE: tl.constexpr, ITERS: tl.
 
 
 @triton.jit
-def _sealed(first, bucket, step, flags, number):
+def _address(rank, bucket):
+    """Sender and bucket as one field."""
+    wide = tl.full((), 0, tl.int64)
+    return ((wide + rank) << 32) | (wide + bucket)
+
+
+@triton.jit
+def _sealed(first, place, step, flags, number):
     """The first sum with the fields of the header in it, all of them 64 bits wide."""
     wide = tl.full((), 0, tl.int64)
-    total = first + (wide + SEAL_0) * (wide + bucket) + (wide + SEAL_1) * (wide + step)
+    total = first + (wide + SEAL_0) * (wide + place) + (wide + SEAL_1) * (wide + step)
     return total + (wide + SEAL_2) * (wide + flags) + (wide + SEAL_3) * (wide + number)
 
 
-@triton.jit(do_not_specialize=["bucket", "step", "fingerprint"])
-def seal(header_ptr, sums_ptr, plan_ptr, above_ptr, edge_ptr, tiles, k, bucket, step, fingerprint):
+@triton.jit(do_not_specialize=["rank", "bucket", "step", "fingerprint"])
+def seal(header_ptr, sums_ptr, plan_ptr, above_ptr, edge_ptr, tiles, k, rank, bucket, step, fingerprint):
     """Write the header over a payload, and clear its sums.
 
     Args:
@@ -100,6 +107,7 @@ def seal(header_ptr, sums_ptr, plan_ptr, above_ptr, edge_ptr, tiles, k, bucket, 
         edge_ptr: the same for the edge bin.
         tiles: number of tiles.
         k: budget.
+        rank: of the sender.
         bucket: number of the message in the step.
         step: number of the step.
         fingerprint: of the format.
@@ -108,11 +116,11 @@ def seal(header_ptr, sums_ptr, plan_ptr, above_ptr, edge_ptr, tiles, k, bucket, 
     number = tl.minimum(tl.load(above_ptr + tiles - 1) + in_edge, k).to(tl.int64)
     flags = tl.load(plan_ptr + 4).to(tl.int64)
     tl.store(header_ptr, KIND)
-    tl.store(header_ptr + 1, bucket)
+    tl.store(header_ptr + 1, _address(rank, bucket))
     tl.store(header_ptr + 2, step)
     tl.store(header_ptr + 3, flags)
     tl.store(header_ptr + 4, number)
-    tl.store(header_ptr + 5, _sealed(tl.load(sums_ptr), bucket, step, flags, number))
+    tl.store(header_ptr + 5, _sealed(tl.load(sums_ptr), _address(rank, bucket), step, flags, number))
     tl.store(header_ptr + 6, tl.load(sums_ptr + 1))
     tl.store(header_ptr + 7, fingerprint)
     tl.store(sums_ptr + tl.arange(0, 2), tl.zeros((2,), tl.int64))
@@ -169,7 +177,7 @@ def inspect(
     allowed = (number >= 0) & (number <= k) & ((flags == 0) | (flags == 1))
     code = tl.where(tl.load(header) == KIND, 0, 1)
     code += tl.where(tl.load(header + 7) == fingerprint, 0, 2)
-    code += tl.where(tl.load(header + 1) == bucket, 0, 4)
+    code += tl.where(tl.load(header + 1) == _address(peer, bucket), 0, 4)
     code += tl.where(tl.load(header + 2) == step, 0, 8)
     code += tl.where(intact, 0, 16)
     code += tl.where(allowed, 0, 32)

@@ -19,7 +19,7 @@ Scores = npt.NDArray[Any]
 
 SAMPLE = 65_536
 
-NEAR, MANY = (0.95, 0.8), 3
+NEAR, MANY = (0.98, 0.93, 0.8), 6
 """What shares of the last threshold candidates reach, and how many times the budget they may be."""
 
 
@@ -68,7 +68,7 @@ def at_least(scores: Scores, threshold: float, most: int) -> Indices | None:
 AtLeast = Callable[[Scores, float, int], Indices | None]
 
 
-def _quantile(scores: Scores, wanted: float, least: int = SAMPLE) -> float:
+def _quantile(scores: Scores, wanted: float, least: int) -> float:
     """Score that about ``wanted`` blocks reach, from a strided sample; 0 if the sample is too small to tell."""
     stride = max(1, len(scores) // least)
     sample = scores[::stride]
@@ -100,7 +100,7 @@ def exact(scores: Scores, k: int, state: SelectorState, search: AtLeast = at_lea
     if candidates is None or len(candidates) < k:
         candidates = _sampled(scores, k, search)
     held = scores[candidates]
-    if len(held) < k:
+    if len(held) < max(k, 1):
         state.threshold = 0.0
         return candidates
     state.threshold = least = np.partition(held, len(held) - k)[len(held) - k].item()
@@ -132,12 +132,12 @@ def histogram(scores: Scores, k: int, state: SelectorState) -> Indices:
 
 def sample(scores: Scores, k: int, state: SelectorState) -> Indices:
     """Blocks above the quantile of a sample; too many are cut at random, too few are left too few."""
-    return _cut(np.flatnonzero(_reached(scores, _quantile(scores, k))), k, state)
+    return _cut(np.flatnonzero(_reached(scores, _quantile(scores, k, SAMPLE))), k, state)
 
 
 def aimd(scores: Scores, k: int, state: SelectorState) -> Indices:
     """The paper's threshold: up by 1 % of its first value when the budget was filled, down by 1 % when not."""
-    if state.first == 0.0:
+    if state.first == 0.0 and len(scores):
         state.first = state.threshold = float(np.partition(scores, len(scores) - k)[len(scores) - k])
     chosen = _cut(np.flatnonzero(_reached(scores, state.threshold)), k, state)
     state.threshold = state.threshold + 0.01 * state.first if len(chosen) == k else 0.99 * state.threshold

@@ -5,13 +5,14 @@ the messages of all ranks are in order, and what is done if one is not. The host
 and never waits for them. What became of a step it learns a step later (:meth:`TritonEncoder.outcome`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lightning_hetero.compression import kernels, receiving
-from lightning_hetero.compression.layout import Layout, Slot
+from lightning_hetero.compression.layout import Layout, Slot, split
 from lightning_hetero.compression.selectors import SelectorState
 from lightning_hetero.compression.wire import HEADER, MessageFormat, refusal
 
@@ -21,6 +22,8 @@ TILE, ITERS = 128, 8
 SCORES = 1024
 MOST = 2**31 - 1
 OPTIONS: Any = {"num_warps": 4, "enable_fp_fusion": False}
+EIGHT_WARPS: Any = {**OPTIONS, "num_warps": 8}
+"""For kernels that would take more than 64 registers with four."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class TritonEncoder:
         self.scores = torch.zeros(layout.num_blocks, device=device)
         self.merged = torch.zeros(layout.numel, device=device)
         self.touched = torch.zeros(layout.num_blocks, dtype=torch.bool, device=device)
-        tiles = -(-layout.num_blocks // SCORES)
+        tiles = max(1, -(-layout.num_blocks // SCORES))  # one for a model of empty parameters, too
         self._hist, self._plan = integers(kernels.EXPONENTS), integers(5)
         self._above, self._edge, self._above_ends, self._edge_ends = (integers(tiles) for _ in range(4))
         self.reform(form)
@@ -89,7 +92,7 @@ class TritonEncoder:
     def reform(self, form: MessageFormat) -> None:
         """Send messages of another format from the next step on; what is in the residual stays there."""
         self.form, world = form, self.world_size
-        counts = -(-8 * form.index_bytes // SCORES) if form.bitmap else form.segments
+        counts = max(1, -(-8 * form.index_bytes // SCORES) if form.bitmap else form.segments)
 
         def integers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=self.residual.device)
@@ -117,7 +120,13 @@ class TritonEncoder:
         )  # fmt: skip
         return True
 
-    def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0) -> None:
+    def accumulate_bucket(
+        self, slots: Sequence[Slot], flat: torch.Tensor, weight: float, *, hold: bool = False
+    ) -> bool:
+        """:meth:`accumulate` for the parameters of a bucket, whose gradients lie one after the other."""
+        return all(self.accumulate(slot, gradient, weight, hold=hold) for slot, gradient in split(flat, slots))
+
+    def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> None:
         """Write the message of this step and take what it holds out of the residual."""
         form, n, tiles = self.form, self.layout.num_blocks, len(self._above)
         kernels.pick[(1,)](self._hist, self._plan, form.k, FINE=False, **OPTIONS)
@@ -129,24 +138,25 @@ class TritonEncoder:
             receiving.prefix[(1,)](counts, ends, tiles, tiles, TILE=SCORES, **OPTIONS)
         self._chosen.fill_(-1)
         kernels.place[(tiles,)](
-            self.scores, self._plan, self._above_ends, self._edge_ends, self._chosen, n, form.k, TILE=SCORES, **OPTIONS
-        )
+            self.scores, self._plan, self._above_ends, self._edge_ends, self._chosen, n, form.k,
+            TILE=SCORES, **EIGHT_WARPS,
+        )  # fmt: skip
         message.zero_()
         index, counts = form.index_views(message)
         value, scale = self._parts(message)
         kernels.pack[(-(-form.k // TILE),)](
             self._chosen, self.residual, value, scale, index.view(torch.int32) if form.bitmap else index, counts,
-            form.k, BLOCK=self.layout.block, TILE=TILE, INT8=self._int8, SEGMENTS=not form.bitmap, **OPTIONS,
+            form.k, BLOCK=self.layout.block, TILE=TILE, INT8=self._int8, SEGMENTS=not form.bitmap, **EIGHT_WARPS,
         )  # fmt: skip
         self._take_sums(message, 1)
         receiving.seal[(1,)](
             message[:HEADER].view(torch.int64), self._sums, self._plan, self._above_ends, self._edge_ends, tiles,
-            form.k, bucket, step, form.fingerprint, **OPTIONS,
+            form.k, rank, bucket, step, form.fingerprint, **OPTIONS,
         )  # fmt: skip
 
-    def give_up(self, message: torch.Tensor, *, step: int, bucket: int = 0) -> None:
+    def give_up(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> None:
         """The same as :meth:`encode`: the flag comes from the device."""
-        self.encode(message, step=step, bucket=bucket)
+        self.encode(message, step=step, bucket=bucket, rank=rank)
 
     @property
     def _int8(self) -> bool:

@@ -1,11 +1,11 @@
 """The message of one rank in one step: fixed size, header with checksum, refused as a whole if anything is wrong.
 
-====================  ==========================================================================================
-header, 64 bytes      magic and version; bucket; step; flags; blocks; two sums of the payload; fingerprint
+====================  =================================================================================================
+header, 64 bytes      magic and version; sender and bucket; step; flags; blocks; two sums of the payload; fingerprint
 indices               below 10 % density: int32 blocks of each segment of 65 536, then a uint16 per block;
                       from 10 % on: one bit per block of the model
 values                float32, bfloat16, or int8 and a bfloat16 scale per block
-====================  ==========================================================================================
+====================  =================================================================================================
 
 Every part begins at a multiple of 8 bytes; unused slots are 0. The sums are those of Fletcher's checksum over 32-bit
 words, modulo 2^64, which can be taken on any device.
@@ -24,19 +24,29 @@ import torch
 from lightning_hetero.compression.reference import Pack
 from lightning_hetero.compression.values import CODECS, ValueCodec
 
-__all__ = ["NON_FINITE", "MessageFormat", "checksum", "refusal"]
+__all__ = ["NON_FINITE", "MessageFormat", "address", "checksum", "refusal"]
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.int64]
 
 HEADER = 64
 MAGIC = 0x4C48424B << 8
-VERSION = 1
+VERSION = 2
 SEGMENT = 65_536
 BITMAP_FROM = 0.10
 SEALS = (0x5851F42D4C957F2D, 0x14057B7EF767814F, 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85)
 NON_FINITE = 1
 """Flag: the sender's gradient was not finite, so that all ranks leave the step out."""
+
+
+def address(rank: int, bucket: int) -> int:
+    """Sender and bucket as one field: a message in another rank's row is refused.
+
+    Example:
+        >>> hex(address(3, 1))
+        '0x300000001'
+    """
+    return rank << 32 | bucket
 
 
 def checksum(payload: Bytes, positions: Words) -> tuple[int, int]:
@@ -51,7 +61,7 @@ def checksum(payload: Bytes, positions: Words) -> tuple[int, int]:
 
 
 def seal(first: int, fields: Iterable[int]) -> int:
-    """The first sum with bucket, step, flags and number of blocks in it, so that it covers the header as well.
+    """The first sum with address, step, flags and number of blocks in it, so that it covers the header as well.
 
     Example:
         >>> seal(5, [0, 0, 0, 0])
@@ -167,6 +177,7 @@ class MessageFormat:
         *,
         bucket: int,
         step: int,
+        rank: int = 0,
         flags: int = 0,
     ) -> torch.Tensor:
         """Write a message in place.
@@ -177,6 +188,7 @@ class MessageFormat:
             blocks: their blocks, shape ``(len(indices), block)``.
             bucket: number of the message in the step.
             step: number of the step.
+            rank: of the sender.
             flags: :data:`NON_FINITE` or 0.
 
         Returns:
@@ -187,7 +199,7 @@ class MessageFormat:
         parts = self.value_parts(message, count)
         for part, values in zip(parts, self.codec.encode(blocks), strict=True):
             part.copy_(values)
-        self.write_header(message, count, flags, bucket=bucket, step=step)
+        self.write_header(message, count, flags, place=address(rank, bucket), step=step)
         return self.codec.decode(parts)
 
     def write_indices(self, message: torch.Tensor, indices: np.ndarray) -> None:
@@ -203,12 +215,12 @@ class MessageFormat:
             places.numpy().view(np.uint16)[: len(indices)] = indices % SEGMENT
 
     def write_header(
-        self, message: torch.Tensor, count: int, flags: int, *, bucket: int, step: int, sums: Any = checksum
+        self, message: torch.Tensor, count: int, flags: int, *, place: int, step: int, sums: Any = checksum
     ) -> None:
-        """Write the header over a payload; ``sums`` is what takes its checksum."""
+        """Write the header over a payload; ``place`` is an :func:`address`, ``sums`` what takes the checksum."""
         data = message.numpy()
         first, second = sums(data[HEADER:], self.positions)
-        fields = bucket, step, flags, count
+        fields = place, step, flags, count
         data[:HEADER].view(np.int64)[:] = (MAGIC | VERSION, *fields, seal(first, fields), second, self.fingerprint)
 
     def gave_up(self, message: torch.Tensor) -> bool:
@@ -228,13 +240,13 @@ class MessageFormat:
         if message.dtype != torch.uint8 or message.numel() != self.num_bytes:
             raise refuse(f"it has {message.numel()} bytes of {message.dtype} where {self.num_bytes} are due")
         data = message.cpu().numpy()
-        kind, its_bucket, its_step, flags, count, *sums, fingerprint = data[:HEADER].view(np.int64).tolist()
+        kind, place, its_step, flags, count, *sums, fingerprint = data[:HEADER].view(np.int64).tolist()
         first, second = checksum(data[HEADER:], self.positions)
-        due_sums = [seal(first, (its_bucket, its_step, flags, count)), second]
+        due_sums = [seal(first, (place, its_step, flags, count)), second]
         for got, due, what in (
             (kind, MAGIC | VERSION, "magic and version"),
             (fingerprint, self.fingerprint, "format fingerprint"),
-            (its_bucket, bucket, "bucket"),
+            (divmod(place, 1 << 32), (rank, bucket), "sender and bucket"),
             (its_step, step, "step"),
             (sums, due_sums, "checksum"),
         ):

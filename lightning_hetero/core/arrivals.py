@@ -1,5 +1,6 @@
 """What averaging takes each worker itself, apart from the link: by who came last in steps that follow each other."""
 
+import statistics
 from collections.abc import Mapping
 
 import numpy as np
@@ -12,13 +13,18 @@ Array = npt.NDArray[np.float64]
 OWN_TRUST = 14 / 3
 """Weight of a known arrival against one pair: the difference of two then moves by 0.3 of what is new."""
 
+STALL = 3.0
+"""Factor on what a step usually takes beyond which it is the link that stalled: with the steps before and after it, it
+makes two differences of one sign, which a median of three would believe."""
+
 
 def arrival_differences(last: Array) -> dict[tuple[int, int], float]:
     """Seconds by which the last bucket's averaging takes longer when one worker came last than when another did.
 
     A slow worker often moves data slowly, too: then a step in which it comes last ends later after its arrival than a
     step that waits for a fast one. Compared are only steps that follow each other and waited for different workers, so
-    that the link is the same for both: of steps further apart, a link that fluctuates would be taken for a worker.
+    that the link is the same for both: of steps further apart, a link that fluctuates would be taken for a worker. Nor
+    is a step compared that took more than three times what others took that waited for the same worker, or all of them.
 
     Args:
         last: seconds of each step and worker for the last bucket, waiting included, shape ``(steps, workers)``.
@@ -34,8 +40,11 @@ def arrival_differences(last: Array) -> dict[tuple[int, int], float]:
     finite = last[np.isfinite(last).all(axis=1)]
     latest, seconds = finite.argmin(axis=1), finite.min(axis=1)
     found: dict[tuple[int, int], list[float]] = {}
-    for i, j, before, after in zip(latest, latest[1:], seconds, seconds[1:], strict=False):
-        if i != j:
+    usual = [max(statistics.median_low(seconds[latest == i]), float(np.median(seconds))) for i in latest]
+    calm = seconds <= STALL * np.array(usual)
+    for step, (i, j) in enumerate(zip(latest, latest[1:], strict=False)):
+        before, after = seconds[step : step + 2]
+        if i != j and calm[step : step + 2].all():
             pair, difference = (int(min(i, j)), int(max(i, j))), before - after
             found.setdefault(pair, []).append(float(difference if i < j else -difference))
     return {pair: round(float(np.median(seen)), 12) for pair, seen in found.items() if len(seen) >= 3}

@@ -13,7 +13,7 @@ worker's first micro-batch and its whole window are two batches of which one con
 uncorrelated where noise dominates, so that they are weighted by these.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -24,6 +24,9 @@ from lightning_hetero.core.noise_scale import METHODS, estimate_from_local_norms
 __all__ = ["WindowEstimator", "window_estimator"]
 
 Array = npt.NDArray[np.float64]
+
+Coefficients = tuple[tuple[float, float, float], tuple[float, float, float]]
+"""Coefficients of a worker's first micro-batch, of its window and of ``|g|^2``, in ``S`` and in ``Q``."""
 
 LEAST = 0.5
 """Least share of its degrees of freedom that a comparison of workers must keep when micro-batches differ in size."""
@@ -45,8 +48,25 @@ class WindowEstimator:
         True
     """
 
-    parts: tuple[tuple[tuple[float, float, float], tuple[float, float, float]], ...]
+    parts: tuple[Coefficients, ...]
     samples: float
+    _whole: tuple[float, float] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        trace, signal = (sum(part[row][2] for part in self.parts) for row in (0, 1))
+        object.__setattr__(self, "_whole", (trace, signal))
+
+    def part(self, worker: int, *, divided: bool = False) -> Coefficients:
+        """Coefficients of one worker, who knows all of ``|g|^2``, or a part of it if that is ``divided`` among workers.
+
+        Example:
+            >>> window_estimator(((4, 4),)).part(0, divided=True)
+            ((0.0, 4.0, -8.0), (0.0, 0.0, 1.0))
+        """
+        trace, signal = self.parts[worker]
+        if not divided:
+            return trace, signal
+        return (*trace[:2], self._whole[0]), (*signal[:2], self._whole[1])
 
 
 @lru_cache(maxsize=256)

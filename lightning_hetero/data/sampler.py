@@ -88,18 +88,20 @@ class UnevenBatchSampler(Sampler[list[int]]):
         """Samples of every rank at a step, the ragged tail included."""
         return self._history().sizes_at(epoch, step, len(self.stream), min_local=self.min_local)
 
-    def is_full(self, epoch: int, step: int) -> bool:
-        """Whether a step takes a whole global batch (the ragged tail does not)."""
-        return self.sizes_at(epoch, step) == self._history().at(epoch, step).plan.local_batch_sizes
-
     def __iter__(self) -> Iterator[list[int]]:
         epoch = self.epoch
         order = self.stream.indices(epoch)
         step = self.start[1] if epoch == self.start[0] else 0
         self.drawn = (epoch, step)
-        while step < self.num_batches(epoch):
+        counted: tuple[PlanHistory | None, int] = None, 0
+        while True:
+            history = self._history()
+            if history is not counted[0]:
+                counted = history, self.num_batches(epoch)
+            if step >= counted[1]:
+                break
             sizes = self.sizes_at(epoch, step)
-            first = self._history().offset(epoch, step)
+            first = history.offset(epoch, step)
             own = first + sum(sizes[: self.rank])
             self.drawn = (epoch, step + 1)
             if sizes[self.rank]:

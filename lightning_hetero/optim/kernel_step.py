@@ -1,50 +1,46 @@
-"""A step of a sparse optimizer on one parameter in one kernel: which blocks it touches, and by which numbers."""
+"""A step of a sparse optimizer in one kernel: which blocks it touches, and by which numbers."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 __all__ = ["KernelStep"]
 
 
 @dataclass(frozen=True)
 class KernelStep(ABC):
-    """Touched blocks of one parameter in one step.
+    """Touched blocks of one parameter in one step, or, where a kernel takes all parameters of a group, of each of them.
 
     Args:
         block: elements of a block.
-        touched: which blocks, as the kernels want it: their numbers, or a mark for each block.
-        settled: step up to which each block of the parameter is settled.
+        touched: which blocks, as the kernel wants it: their numbers, or a mark for each block.
+        settled: step up to which each block is settled.
         table: coefficients of owed steps, ``None`` if nothing is owed.
         step: number of this step since the table began.
     """
 
     block: int
-    touched: torch.Tensor
-    settled: torch.Tensor
+    touched: Any
+    settled: Any
     table: Any
     step: int
 
-    def sgd(self, tensors: list[torch.Tensor], group: dict[str, Any], *, rest: float | None) -> None:
+    def sgd(self, tensors: list[Any], group: dict[str, Any], *, rest: float | None) -> None:
         """Momentum SGD.
 
         Args:
-            tensors: parameter, gradient and, with momentum, its buffer: flat.
+            tensors: parameter, gradient and, with momentum, its buffer: without gaps in memory.
             group: settings.
             rest: what a touched block takes of its momentum at once, ``None`` if it is paid later.
         """
         rates = (group["lr"], group["weight_decay"], group["momentum"], rest or 0.0)
         self._sgd(tensors, rates, nesterov=bool(group["nesterov"]), ahead=rest is not None)
 
-    def adamw(
-        self, tensors: list[torch.Tensor], group: dict[str, Any], *, number: int, ahead: float, small: float
-    ) -> None:
+    def adamw(self, tensors: list[Any], group: dict[str, Any], *, number: int, ahead: float, small: float) -> None:
         """AdamW.
 
         Args:
-            tensors: parameter, gradient and both moments: flat.
+            tensors: parameter, gradient and both moments: without gaps in memory.
             group: settings.
             number: of this step in the bias corrections, ``t``.
             ahead: geometric sum of what is paid ahead; 1 if nothing is.
@@ -56,11 +52,11 @@ class KernelStep(ABC):
         self._adamw(tensors, rates, ahead=ahead > 1)
 
     @abstractmethod
-    def _sgd(self, tensors: list[torch.Tensor], rates: tuple[float, ...], *, nesterov: bool, ahead: bool) -> None:
+    def _sgd(self, tensors: list[Any], rates: tuple[float, ...], *, nesterov: bool, ahead: bool) -> None:
         """By learning rate, weight decay, momentum, and what is paid of it at once."""
 
     @abstractmethod
-    def _adamw(self, tensors: list[torch.Tensor], rates: tuple[float, ...], *, ahead: bool) -> None:
+    def _adamw(self, tensors: list[Any], rates: tuple[float, ...], *, ahead: bool) -> None:
         """By its numbers.
 
         In this order: ``1 - lr w``; ``1 - beta_1``; ``beta_2``; ``1 - beta_2``; ``sqrt(1 - beta_2^t)``; ``-lr / (1 -

@@ -1,4 +1,4 @@
-"""Loops of the sparse optimizers on CPU in Numba: a step of SGD or AdamW on the touched blocks of one parameter.
+"""Loops of the sparse optimizers on CPU in Numba: a step of SGD or AdamW on the touched blocks of some parameters.
 
 Each block is read once and written once: it pays what it owes, then takes its gradient, as
 :mod:`lightning_hetero.optim.sparse` defines it and with the roundings of torch's own operations. SGD is the same bit by
@@ -15,7 +15,9 @@ from lightning_hetero.compression.numba_vectors import (
     WIDTH,
     add,
     div,
+    floats,
     fma,
+    integers,
     load,
     mul,
     prefetch,
@@ -33,6 +35,26 @@ SOON = 16
 ZERO, HALF, ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
 
 
+@njit(nogil=True, cache=True)
+def _found(place: Any, block: int) -> Any:
+    """What a row of places says: numbers of touched blocks, steps, and the parameter, its gradient and two buffers.
+
+    Args:
+        place: elements of the parameter; touched blocks; blocks whose step is noted; buffers; and the addresses of the
+            numbers of touched blocks, of the step up to which each block of the parameter is settled, of the
+            parameter, of the gradient's touched blocks, the last one filled up to a whole block, and of both buffers.
+        block: elements of a block.
+
+    Returns:
+        Flat arrays; those of buffers that are not there are empty.
+    """
+    numel, touched, noted, buffers, rows, settled, p, g, first, second = place
+    return (
+        integers(rows, touched), integers(settled, noted), floats(p, numel), floats(g, touched * block),
+        floats(first, numel if buffers > 0 else 0), floats(second, numel if buffers > 1 else 0),
+    )  # fmt: skip
+
+
 @njit(forceinline=True)
 def _sgd(p: Any, b: Any, g: Any, owed: Any, lr: Any, decay: Any, momentum: Any, rest: Any, nesterov: bool) -> Any:
     """Parameter and momentum after the step, numbers or vectors; without momentum the latter is of no use."""
@@ -47,17 +69,13 @@ def _sgd(p: Any, b: Any, g: Any, owed: Any, lr: Any, decay: Any, momentum: Any, 
 
 @njit(nogil=True, cache=True)
 def sparse_sgd(
-    p: Any, b: Any, g: Any, rows: Any, settled: Any, table: Any, step: int, block: int, lr: Any, decay: Any,
-    momentum: Any, rest: Any, nesterov: bool, ahead: bool,
+    places: Any, table: Any, step: int, block: int, lr: Any, decay: Any, momentum: Any, rest: Any, nesterov: bool,
+    ahead: bool,
 ) -> None:  # fmt: skip
     """Momentum SGD on touched blocks; all numbers are float32.
 
     Args:
-        p: parameter, flat.
-        b: its momentum buffer, flat; empty without momentum.
-        g: gradient of the touched blocks, flat, the last one filled up to a whole block.
-        rows: their numbers.
-        settled: step up to which each block of the parameter is settled.
+        places: a row for each parameter, see :func:`_found`; its buffer is the momentum.
         table: coefficients of what 0, 1, ... owed steps do, four each; empty if nothing is owed.
         step: number of this step since the table began.
         block: elements of a block.
@@ -69,30 +87,32 @@ def sparse_sgd(
         ahead: whether momentum is paid ahead.
     """
     owed, nothing = (ONE, ZERO, ZERO, ONE), spread(ZERO)
-    for n in range(len(rows)):
-        begin, end = rows[n] * block, min((rows[n] + 1) * block, len(p))
-        if n + SOON < len(rows):
-            prefetch(p, rows[n + SOON] * block)
-            if len(b):
-                prefetch(b, rows[n + SOON] * block)
-        if len(table):
-            row = step - settled[rows[n]]
-            owed = (table[row, 0], table[row, 1], table[row, 2], table[row, 3])
-            settled[rows[n]] = step + 1
-        i, j = begin, n * block
-        while i + WIDTH <= end:
-            old = load(b, i) if len(b) else nothing
-            new, left = _sgd(load(p, i), old, load(g, j), owed, lr, decay, momentum, rest, nesterov)
-            store(p, i, new)
-            if len(b):
-                store(b, i, nothing if ahead else left)
-            i, j = i + WIDTH, j + WIDTH
-        while i < end:
-            new, left = _sgd(p[i], b[i] if len(b) else ZERO, g[j], owed, lr, decay, momentum, rest, nesterov)
-            p[i] = new
-            if len(b):
-                b[i] = ZERO if ahead else left
-            i, j = i + 1, j + 1
+    for place in places:
+        rows, settled, p, g, b, _ = _found(place, block)
+        for n in range(len(rows)):
+            begin, end = rows[n] * block, min((rows[n] + 1) * block, len(p))
+            if n + SOON < len(rows):
+                prefetch(p, rows[n + SOON] * block)
+                if len(b):
+                    prefetch(b, rows[n + SOON] * block)
+            if len(table):
+                row = step - settled[rows[n]]
+                owed = (table[row, 0], table[row, 1], table[row, 2], table[row, 3])
+                settled[rows[n]] = step + 1
+            i, j = begin, n * block
+            while i + WIDTH <= end:
+                old = load(b, i) if len(b) else nothing
+                new, left = _sgd(load(p, i), old, load(g, j), owed, lr, decay, momentum, rest, nesterov)
+                store(p, i, new)
+                if len(b):
+                    store(b, i, nothing if ahead else left)
+                i, j = i + WIDTH, j + WIDTH
+            while i < end:
+                new, left = _sgd(p[i], b[i] if len(b) else ZERO, g[j], owed, lr, decay, momentum, rest, nesterov)
+                p[i] = new
+                if len(b):
+                    b[i] = ZERO if ahead else left
+                i, j = i + 1, j + 1
 
 
 @njit(forceinline=True)
@@ -109,18 +129,11 @@ def _adamw(p: Any, m: Any, v: Any, g: Any, owed: Any, rates: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def sparse_adamw(
-    p: Any, m: Any, v: Any, g: Any, rows: Any, settled: Any, table: Any, step: int, block: int, rates: Any, ahead: bool
-) -> None:
+def sparse_adamw(places: Any, table: Any, step: int, block: int, rates: Any, ahead: bool) -> None:
     """AdamW on touched blocks; all numbers are float32.
 
     Args:
-        p: parameter, flat.
-        m: its first moment, flat.
-        v: its second moment, flat.
-        g: gradient of the touched blocks, flat, the last one filled up to a whole block.
-        rows: their numbers.
-        settled: step up to which each block of the parameter is settled.
+        places: a row for each parameter, see :func:`_found`; its buffers are the first and the second moment.
         table: coefficients of what 0, 1, ... owed steps do, four each.
         step: number of this step since the table began.
         block: elements of a block.
@@ -130,23 +143,25 @@ def sparse_adamw(
         ahead: whether the first moment is paid ahead.
     """
     nothing = spread(ZERO)
-    for n in range(len(rows)):
-        begin, end = rows[n] * block, min((rows[n] + 1) * block, len(p))
-        if n + SOON < len(rows):
-            prefetch(p, rows[n + SOON] * block)
-            prefetch(m, rows[n + SOON] * block)
-            prefetch(v, rows[n + SOON] * block)
-        row = step - settled[rows[n]]
-        owed = (table[row, 0], table[row, 1], table[row, 2], table[row, 3])
-        settled[rows[n]] = step + 1
-        i, j = begin, n * block
-        while i + WIDTH <= end:
-            new, first, second = _adamw(load(p, i), load(m, i), load(v, i), load(g, j), owed, rates)
-            store(p, i, new)
-            store(m, i, nothing if ahead else first)
-            store(v, i, second)
-            i, j = i + WIDTH, j + WIDTH
-        while i < end:
-            new, first, second = _adamw(p[i], m[i], v[i], g[j], owed, rates)
-            p[i], m[i], v[i] = new, ZERO if ahead else first, second
-            i, j = i + 1, j + 1
+    for place in places:
+        rows, settled, p, g, m, v = _found(place, block)
+        for n in range(len(rows)):
+            begin, end = rows[n] * block, min((rows[n] + 1) * block, len(p))
+            if n + SOON < len(rows):
+                prefetch(p, rows[n + SOON] * block)
+                prefetch(m, rows[n + SOON] * block)
+                prefetch(v, rows[n + SOON] * block)
+            row = step - settled[rows[n]]
+            owed = (table[row, 0], table[row, 1], table[row, 2], table[row, 3])
+            settled[rows[n]] = step + 1
+            i, j = begin, n * block
+            while i + WIDTH <= end:
+                new, first, second = _adamw(load(p, i), load(m, i), load(v, i), load(g, j), owed, rates)
+                store(p, i, new)
+                store(m, i, nothing if ahead else first)
+                store(v, i, second)
+                i, j = i + WIDTH, j + WIDTH
+            while i < end:
+                new, first, second = _adamw(p[i], m[i], v[i], g[j], owed, rates)
+                p[i], m[i], v[i] = new, ZERO if ahead else first, second
+                i, j = i + 1, j + 1

@@ -25,6 +25,8 @@ here has the size of the model but parameters and state themselves. Torch's opti
 hang on its own hooks, so that schedulers, loss scalers and checkpoints see nothing else than before.
 """
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,8 @@ __all__ = ["STEPS", "SparseAdamW", "SparseSGD", "sparse_steps"]
 
 class SGDSteps(SparseSteps):
     """Sparse steps of ``torch.optim.SGD``."""
+
+    break_even = 0.15, 0.2
 
     def _count(self, p: torch.Tensor) -> None:
         """SGD counts no steps."""
@@ -92,12 +96,14 @@ class SGDSteps(SparseSteps):
         m = group["momentum"]
         return group["lr"] * m / (1 - m) * (m if group["nesterov"] else 1.0) if m and self.pay == "ahead" else None
 
-    def _in_kernel(self, marked: Any, tensors: list[torch.Tensor], group: dict[str, Any], step: int) -> None:
+    def _in_kernel(self, marked: Any, tensors: list[Any], group: dict[str, Any], step: int) -> None:
         marked.sgd(tensors, group, rest=self._rest(group))
 
 
 class AdamWSteps(SparseSteps):
     """Sparse steps of ``torch.optim.AdamW``."""
+
+    break_even = 0.2, 0.2
 
     def _has_state(self) -> bool:
         counts = [{self._steps_of(p) for p in trained_in(group)} for group in self.optimizer.param_groups]
@@ -149,13 +155,25 @@ class AdamWSteps(SparseSteps):
         ratio = group["betas"][0] / group["betas"][1] ** 0.5
         return 1 / (1 - ratio) if self.pay == "ahead" and ratio < 1 else 1.0
 
-    def _in_kernel(self, marked: Any, tensors: list[torch.Tensor], group: dict[str, Any], step: int) -> None:
+    def _in_kernel(self, marked: Any, tensors: list[Any], group: dict[str, Any], step: int) -> None:
         small = self._epsilon(group, step - 1)
         marked.adamw(tensors, group, number=step, ahead=self._ahead(group), small=small)
 
 
 STEPS: dict[type, type[SparseSteps]] = {torch.optim.SGD: SGDSteps, torch.optim.AdamW: AdamWSteps}
 """Optimizers that have sparse steps."""
+
+
+def _as_of(theirs: type[torch.optim.Optimizer]) -> Callable[[Any], Any]:
+    """For an ``__init__`` that hands its arguments on: say that they are those of another class, and ``pay``."""
+    parameters = list(inspect.signature(theirs.__init__).parameters.values())
+    pay = inspect.Parameter("pay", inspect.Parameter.KEYWORD_ONLY, default="ahead", annotation=str)
+
+    def mark(init: Any) -> Any:
+        init.__signature__ = inspect.Signature([*parameters, pay], return_annotation=None)
+        return init
+
+    return mark
 
 
 class SparseSGD(torch.optim.SGD):
@@ -174,6 +192,7 @@ class SparseSGD(torch.optim.SGD):
         0.9
     """
 
+    @_as_of(torch.optim.SGD)
     def __init__(self, params: Any, *args: Any, pay: str = "ahead", **kwargs: Any) -> None:
         super().__init__(params, *args, **kwargs)
         self.sparse = SGDSteps(self, pay)
@@ -195,6 +214,7 @@ class SparseAdamW(torch.optim.AdamW):
         0.9
     """
 
+    @_as_of(torch.optim.AdamW)
     def __init__(self, params: Any, *args: Any, pay: str = "ahead", **kwargs: Any) -> None:
         super().__init__(params, *args, **kwargs)
         self.sparse = AdamWSteps(self, pay)

@@ -24,9 +24,6 @@ Gradients = Mapping[torch.Tensor, BlockGradient | BlockMarks]
 LONGEST = 512
 """Steps that a block may owe; then all blocks are settled, in one dense pass."""
 
-BREAK_EVEN = 0.08
-"""Share of touched blocks from which a dense update is faster on CPU (``benchmarks/compression.py``)."""
-
 AT_ONCE = 4096
 """Blocks that torch works on at a time, so that they stay in the cache from one operation to the next."""
 
@@ -54,6 +51,10 @@ class SparseSteps(ABC):
         >>> p.detach().nonzero().view(-1).tolist() == list(range(16, 32))
         True
     """
+
+    break_even: tuple[float, float]
+    """Share of touched blocks from which a dense step is as fast on CPU, by torch's operations and by Numba's loops; at
+    most a fifth, because blocks that come back sooner need no momentum paid at once."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, pay: str = "ahead") -> None:
         self.pay = check_choice("pay", pay, ("ahead", "later"))
@@ -92,6 +93,11 @@ class SparseSteps(ABC):
         self._loops = None if source is None else needing_numba("lightning_hetero.optim.numba_step", numel)
         if self._loops is not None:
             self._loops.warm()
+
+    @property
+    def most_touched(self) -> float:
+        """Largest share of touched blocks at which steps are sparse, on CPU."""
+        return self.break_even[self._loops is not None]
 
     def forget(self) -> None:
         """All blocks are settled: state was loaded."""
@@ -151,29 +157,32 @@ class SparseSteps(ABC):
             if isinstance(gradient, BlockMarks):  # the kernels read a byte per block: never slower than a dense step
                 return True
             touched += len(gradient.rows)
-        return touched <= BREAK_EVEN * rows
+        return touched <= self.most_touched * rows
 
     def _step_group(self, number: int, group: dict[str, Any], given: Gradients) -> None:
         owes, trained = self._owing[number], trained_in(group)
         table = self._tables.setdefault(number, self._start(group)) if owes else None
         small = None if table is None else table.astype(np.float32)
+        numbered: list[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]] = []
         for p in trained:
             gradient, buffers = given[p], self._buffers(p)
             if isinstance(gradient, BlockMarks):
                 marked = self._kernels().marked(gradient.marks, self._settled_of(p), table, self._steps)
-                self._in_one(marked, [p, gradient.grad, *buffers], group, self._steps_of(p) + 1)
-            elif self._loops is not None and all(_is_plain(t) for t in (p, gradient.values, *buffers)):
+                tensors = [_flat(t.detach()) for t in (p, gradient.grad, *buffers)]
+                self._in_kernel(marked, tensors, group, self._steps_of(p) + 1)
+            elif self._loops is not None and all(map(_is_plain, (p, gradient.values, *buffers))):
                 settled = self._settled_of(p) if owes else _NO_BLOCK
-                marked = self._loops.Numbered(self.block, gradient.rows, settled, small, self._steps)
-                self._in_one(marked, [p, gradient.values, *buffers], group, self._steps_of(p) + 1)
+                numbered.append((gradient.rows, settled, [p, gradient.values, *buffers]))
             else:
                 self._step_blocks(p, gradient, table, group)
+        if numbered:
+            rows, settled_of_all, tensors_of_all = (list(part) for part in zip(*numbered, strict=True))
+            marked = self._loops.Numbered(self.block, rows, settled_of_all, small, self._steps)
+            self._in_kernel(marked, tensors_of_all, group, self._steps_of(trained[0]) + 1)
+        for p in trained:
             self._count(p)
         if table is not None and trained:
             self._tables[number] = self._extended(table, group, self._steps_of(trained[0]))
-
-    def _in_one(self, marked: Any, tensors: list[torch.Tensor], group: dict[str, Any], step: int) -> None:
-        self._in_kernel(marked, [_flat(t.detach()) for t in tensors], group, step)
 
     def _step_blocks(
         self, p: torch.Tensor, gradient: BlockGradient, table: np.ndarray | None, group: dict[str, Any]
@@ -270,8 +279,11 @@ class SparseSteps(ABC):
         """The step of this number on blocks of parameter and buffers, with their gradient."""
 
     @abstractmethod
-    def _in_kernel(self, marked: Any, tensors: list[torch.Tensor], group: dict[str, Any], step: int) -> None:
-        """:meth:`_pay` and :meth:`_apply` of the marked blocks of parameter, gradient and buffers, in one kernel."""
+    def _in_kernel(self, marked: Any, tensors: list[Any], group: dict[str, Any], step: int) -> None:
+        """:meth:`_pay` and :meth:`_apply` of the touched blocks of parameter, gradient and buffers, in one kernel.
+
+        Tensors are those of one parameter on a GPU, and of each parameter of the group on CPU.
+        """
 
     def _steps_of(self, p: torch.Tensor) -> int:
         return 0
@@ -306,7 +318,7 @@ def _parts(p: torch.Tensor, where: torch.Tensor, block: int) -> list[tuple[View,
 
 
 def _is_plain(t: torch.Tensor) -> bool:
-    return t.dtype == torch.float32 and t.device.type == "cpu"
+    return t.dtype == torch.float32 and t.is_cpu
 
 
 def _flat(t: torch.Tensor) -> torch.Tensor:

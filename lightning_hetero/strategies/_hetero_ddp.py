@@ -300,9 +300,10 @@ class HeteroDDPMixin(PlanAccess):
         """Take the weight of this batch."""
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
         assert self.engine is not None
-        self.engine.begin_step(self._trainer.current_epoch, batch_idx, batch)
-        if self.engine.own_size == 0 and self._trainer._results is not None:
-            self._trainer._results.batch_size = 0  # runs with weight 0: it must not count in logged means either
+        trainer = self._trainer
+        counted = self.engine.begin_step(trainer.current_epoch, batch_idx, batch)
+        if counted == 0 and trainer._results is not None:
+            trainer._results.batch_size = 0  # runs with weight 0: it must not count in logged means either
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Weight the loss by this rank's share of the batch, then run backward."""

@@ -88,13 +88,13 @@ class _TimedIterator:
     """Times how long each batch took to come."""
 
     def __init__(self, iterator: Iterator[Any], engine: HeteroEngine) -> None:
-        self._iterator, self._engine = iterator, engine
+        self._iterator, self._fetch = iterator, engine.fetch
 
     def __iter__(self) -> "_TimedIterator":
         return self
 
     def __next__(self) -> Any:
-        return self._engine.fetch(self._iterator)
+        return self._fetch(self._iterator)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)

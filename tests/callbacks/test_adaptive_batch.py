@@ -4,6 +4,7 @@ import csv
 import math
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,12 +21,14 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import distributed as dist
 from torch.utils.data import DataLoader
 
-from lightning_hetero import AdaptiveBatchCallback, GNSCallback, engine
+from lightning_hetero import AdaptiveBatchCallback, GNSCallback, TTACallback, engine
 from lightning_hetero.callbacks import PolicyCallback
 from lightning_hetero.comm import clock, observer
 from lightning_hetero.core import BatchPlan
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.planner import Proposal, StaticPlanner
+from tests.core.test_adaptive import context, seen
+from tests.core.test_adaptive import planner as learned
 from tests.helpers import Points, RankError, Regressor, covered, fit, run_ranks
 
 N, BATCH, LR = 240, 4, 0.02
@@ -647,6 +650,26 @@ def _alternating(rank, prefetch):
 
 
 @pytest.mark.parametrize("prefetch", [2, 3])
+class Manual(Uneven):
+    """Steps by itself, and knows nothing of accumulation."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def test_a_loop_of_the_modules_own_gets_no_total_that_would_need_accumulation():
+    first, _ = run(options={"max_local_batch_sizes": (8, 6)}, model=Manual(), max_epochs=3)
+    assert totals(first)[-1] == 14
+    assert set(first["windows"]) == {1}
+
+
 def test_a_window_of_micro_batches_has_one_total(prefetch):
     """However far loader workers have drawn ahead."""
     results = run_ranks(_alternating, 2, prefetch)
@@ -781,6 +804,24 @@ def test_a_rule_that_fails_raises_on_every_rank(rule, says):
 def test_constructor_refuses(arguments, error, says):
     with pytest.raises(error, match=says):
         AdaptiveBatchCallback(**{"max_total_batch_size": 64, **arguments})
+
+
+@pytest.mark.parametrize("callback", [AdaptiveBatchCallback, TTACallback])
+def test_arguments_reach_the_next_total(callback):
+    """A total of 40 would double at a high noise scale, and halve at a low one."""
+
+    def following(phi, **arguments):
+        given = {"max_total_batch_size": 4096, **arguments}
+        planner = replace(callback(**given).planner, model=learned().model, initial_total=40)
+        _, proposal = planner.decide(seen((30, 10), times=40), BatchPlan(40, (30, 10)), context(40, phi))
+        return 40 if proposal is None else proposal.plan.total_batch_size
+
+    assert following(900.0) == 80
+    assert 40 < following(900.0, max_total_batch_size=60) <= 60
+    assert following(900.0, hysteresis=0.9) == 40
+    assert following(900.0, min_steps=41) == 40
+    assert following(1.0) == 20
+    assert 35 <= following(1.0, min_total_batch_size=35) < 40
 
 
 @pytest.mark.parametrize(

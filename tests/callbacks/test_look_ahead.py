@@ -54,14 +54,33 @@ class Saves(L.Callback):
 
 def _run(rank, strategy, kwargs):
     delay = Delay()
-    callbacks = [delay, LookAheadCallback(), *kwargs.pop("callbacks", [])]
+    callbacks = [delay, LookAheadCallback(kwargs.pop("gain", None)), *kwargs.pop("callbacks", [])]
     done = fit(rank, {**SPLIT, **strategy}, 2, 5, callbacks=callbacks, dataset=Points(60), **kwargs)
     return {**done, "forward": delay.forward, "after": delay.after}
 
 
-def test_forward_runs_at_the_foretold_weights_and_the_optimizer_at_the_true_ones():
+def twice():
+    return 2.0
+
+
+def clip_norm(grads, limit):
+    factor = min(1.0, limit / max(float(torch.stack([g.norm() for g in grads]).norm()), 1e-12))
+    return [g * factor for g in grads]
+
+
+def clip_value(grads, limit):
+    return [g.clamp(-limit, limit) for g in grads]
+
+
+CLIPS = {"norm": (clip_norm, 0.1), "value": (clip_value, 0.02), None: (lambda grads, _: grads, None)}
+
+
+@pytest.mark.parametrize(("gain", "clip"), [(None, None), (twice, None), (None, "norm"), (None, "value")])
+def test_forward_runs_at_the_foretold_weights_and_the_optimizer_at_the_true_ones(gain, clip):
     """By hand: two workers with 0.7 and 0.3 of a batch, each with its own part of the sum under way, twice at most."""
-    results = run_ranks(_run, 2, {}, {"max_epochs": 2})
+    (clips, limit), close = CLIPS[clip], {"rtol": 1e-4 if clip == "norm" else 1e-9, "atol": 1e-12}
+    given = {"gradient_clip_val": limit, "gradient_clip_algorithm": clip} if clip else {}
+    results = run_ranks(_run, 2, {}, {"max_epochs": 2, "gain": gain, **given})
     for mine, other in zip(results[0]["after"], results[1]["after"], strict=True):
         np.testing.assert_array_equal(mine, other)
     model, points = Regressor(), Points(60)
@@ -72,23 +91,24 @@ def test_forward_runs_at_the_foretold_weights_and_the_optimizer_at_the_true_ones
         sums, grads = [torch.zeros_like(p) for p in true], []
         total = sum(len(indices) for _, _, indices in parts)
         for rank, (_, _, indices) in enumerate(parts):
-            group = optimizer.param_groups[0]
+            group, known = optimizer.param_groups[0], [None] * len(true)
+            if own[rank] is not None:
+                known = clips([g * min(1.0, 2 * len(indices) / total) for g in own[rank]], limit)
             for i, p in enumerate(model.parameters()):
-                known = None if own[rank] is None else own[rank][i] * min(1.0, 2 * len(indices) / total)
-                move = expected_move(optimizer, group, optimizer.state.get(p, {}), known) if step >= FIRST else None
-                p.data.copy_(true[i] if move is None else true[i] - move)
-            np.testing.assert_allclose(model.flat(), results[rank]["forward"][step], rtol=1e-9, atol=1e-12)
+                move = expected_move(optimizer, group, optimizer.state.get(p, {}), known[i]) if step >= FIRST else None
+                p.data.copy_(true[i] if move is None else true[i] - (2.0 if gain else 1.0) * move)
+            np.testing.assert_allclose(model.flat(), results[rank]["forward"][step], **close)
             loss = model.loss((points.x[indices], points.y[indices], None))
             grads.append(torch.autograd.grad(loss, list(model.parameters())))
             sums = [s + len(indices) / total * g for s, g in zip(sums, grads[-1], strict=True)]
         late = step >= FIRST
         given = sums if not late else [torch.zeros_like(s) for s in sums] if owed is None else owed
         owed, own = (sums, grads) if late else (None, [None, None])
-        for p, value, g in zip(model.parameters(), true, given, strict=True):
+        for p, value, g in zip(model.parameters(), true, clips(given, limit), strict=True):
             p.data.copy_(value)
             p.grad = g
         optimizer.step()
-        np.testing.assert_allclose(model.flat(), results[0]["after"][step], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(model.flat(), results[0]["after"][step], **close)
 
 
 @pytest.mark.parametrize(

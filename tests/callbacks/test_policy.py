@@ -12,7 +12,7 @@ from lightning_hetero.callbacks import PolicyCallback, policy_callback
 from lightning_hetero.config import POLICIES, HeteroConfig
 from lightning_hetero.core import BatchPlan
 from lightning_hetero.core.metrics import exchange_metrics
-from lightning_hetero.core.planner import PerfModelPlanner, Proposal, StaticPlanner
+from lightning_hetero.core.planner import PerfModelPlanner, PlanContext, Proposal, StaticPlanner
 from lightning_hetero.core.profile import NodeProfile
 from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.core.unexplained import Unexplained
@@ -245,3 +245,35 @@ def test_checkpoint_of_an_earlier_version_without_callbacks():
     callback = PerfModelCallback()
     callback.setup(trainer, None, "fit")
     callback.on_load_checkpoint(trainer, None, {})
+
+
+# proportional control
+
+
+def _decided(callback, compute_times, **bounds):
+    """Sizes of the next batches of 40 samples, after steps of 20 and 20 that took so long."""
+    zeros = np.zeros((len(compute_times), 2))
+    fields = dict.fromkeys(StepObservations.FIELDS, zeros)
+    seen = StepObservations(**{**fields, "local_batch_sizes": zeros + 20, "forward": np.array(compute_times)})
+    context = PlanContext(40, ("a", "b"), **{"min_local": (1, 1), **bounds})
+    _, proposal = callback.planner.decide(seen, BatchPlan(40, (20, 20)), context)
+    return None if proposal is None else proposal.plan.local_batch_sizes
+
+
+def test_the_dead_band_of_the_callback_decides_whether_sizes_change():
+    slower = [(0.10, 0.12)] * 8
+    assert _decided(DynamicBatchPIDCallback(), slower) == (22, 18)
+    assert _decided(DynamicBatchPIDCallback(dead_band=0.3), slower) is None
+
+
+def test_the_decay_of_the_callback_decides_how_soon_sizes_follow():
+    changed = [(0.10, 0.10)] * 12 + [(0.10, 0.30)] * 2
+    assert _decided(DynamicBatchPIDCallback(decay=0.0), changed) == (30, 10)
+    assert _decided(DynamicBatchPIDCallback(decay=0.99), changed) == (22, 18)
+
+
+def test_proportional_control_keeps_bounds():
+    slower = [(0.10, 0.30)] * 8
+    assert _decided(DynamicBatchPIDCallback(), slower) == (30, 10)
+    assert _decided(DynamicBatchPIDCallback(), slower, max_local=(24, 40)) == (24, 16)
+    assert _decided(DynamicBatchPIDCallback(), slower, min_local=(1, 14)) == (26, 14)

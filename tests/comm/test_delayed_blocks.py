@@ -19,6 +19,7 @@ from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.compression import Layout, compress, merge
 from lightning_hetero.core.compressors import blocks_per_rank
+from lightning_hetero.core.tta import DensityChoice
 from tests.helpers import run_ranks
 
 STEPS, TINY = 9, 1e-5
@@ -149,7 +150,12 @@ def start(rank, world_size, settings, limit=1, restored=None):
         running=state._running,
     )
     ddp.register_comm_hook(state, gradient_hook)
-    return ddp, late
+
+    def follow(hidden):
+        """What a controller decides."""
+        compression.follow(DensityChoice(settings.density, 10, 1.0, 1.0, 1.0, 1.0, hidden=hidden))
+
+    return ddp, late, follow
 
 
 def flat(tensors):
@@ -159,12 +165,12 @@ def flat(tensors):
 def _train(rank, world_size, schedule, settings, bad, look):
     """What the optimizer got in each step; if asked for, also what is left, owed and was computed up to there."""
     dist.init_process_group("gloo")
-    ddp, late = start(rank, world_size, settings)
+    ddp, late, follow = start(rank, world_size, settings)
     model, alone, optimizer = ddp.module, copy.deepcopy(ddp.module), sgd(ddp.module)
     given, left, owed, computed = [], [], [], []
     for step in range(STEPS):
         if step in schedule:
-            late.delay(schedule[step])
+            follow(schedule[step])
         alone.load_state_dict(model.state_dict())
         for replica in (alone, model):
             replica.zero_grad()

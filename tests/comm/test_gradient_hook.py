@@ -86,7 +86,7 @@ def _norms(rank, cap, hook):
         loss_of(alone, x.double()).backward()
         model.zero_grad()
         loss_of(model, x.double()).backward()
-        buckets = len(state.local_squares)
+        buckets = len(state.global_squares)
         local, averaged = (torch.stack(squares).sum() for squares in state.take_squares())
         assert local.dtype == averaged.dtype == torch.float64
         rows.append([buckets, local, (flat(alone) ** 2).sum(), averaged, (flat(model) ** 2).sum()])
@@ -113,8 +113,9 @@ def _observed(rank):
         observer.begin_step(5, regular=True)
         model.zero_grad()
         loss = loss_of(model, batches(rank)[0])
-        with observer.backward():
-            loss.backward()
+        observer.begin_backward()
+        loss.backward()
+        observer.end_backward()
         observer.end_step()
     table = observer.take()
     return table[~np.isnan(table[:, 0])]

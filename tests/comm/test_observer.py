@@ -49,15 +49,16 @@ class Run:
         """One backward pass: ``buckets`` are ``(ready, done)`` and ``end`` is when the call returns."""
         start = self.clock.now
         events = [(moment[k], k, i) for i, moment in enumerate(buckets) for k in (0, 1)]
-        with self.observer.backward():
-            numbers = {}
-            for moment, kind, i in sorted(events):
-                self.clock.now = start + moment
-                if kind == 0:
-                    numbers[i] = self.observer.bucket_ready()
-                else:
-                    self.observer.bucket_done(numbers[i])
-            self.clock.now = start + end
+        self.observer.begin_backward()
+        numbers = {}
+        for moment, kind, i in sorted(events):
+            self.clock.now = start + moment
+            if kind == 0:
+                numbers[i] = self.observer.bucket_ready()
+            else:
+                self.observer.bucket_done(numbers[i])
+        self.clock.now = start + end
+        self.observer.end_backward()
 
     def micro(
         self, size=4, wait=1.0, forward=2.0, passages=(((), 3.0),), update=0.5, metric=0.0, regular=True, fetch=True
@@ -123,10 +124,11 @@ def test_bucket_without_an_end_is_done_when_backward_returns(run):
     run.observer.fetch(run.batches(1.0))
     run.observer.begin_step(4, regular=True)
     start = run.clock.now
-    with run.observer.backward():
-        run.clock.now = start + 2.0
-        run.observer.bucket_ready()
-        run.clock.now = start + 5.0
+    run.observer.begin_backward()
+    run.clock.now = start + 2.0
+    run.observer.bucket_ready()
+    run.clock.now = start + 5.0
+    run.observer.end_backward()
     run.observer.end_step()
     (row,) = run.rows()
     assert (row["P"], row["t_o"], row["t_u"]) == (2.0, 0.0, 3.0)
@@ -278,8 +280,9 @@ def test_only_the_newest_rows_are_kept(run):
 
 def test_seams_outside_a_step_do_nothing(run):
     observer = run.observer
-    with observer.backward():
-        assert observer.bucket_ready() is None
+    observer.begin_backward()
+    assert observer.bucket_ready() is None
+    observer.end_backward()
     observer.bucket_done(None)
     with observer.excluded():
         pass

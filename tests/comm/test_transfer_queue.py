@@ -69,7 +69,8 @@ STEPS = 6
 def _traced(rank, running):
     """Gradients of the steps, and the way of each transfer, on a link that a step keeps busy for about 0.1 s."""
     model, staleness = start(2)
-    staleness.queue.running = running
+    if not running:
+        staleness.queue.running = False
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     given = []
     with ThinLink(2e4, world_size=2, shared=True):

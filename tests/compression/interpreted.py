@@ -14,7 +14,7 @@ from lightning_hetero.compression import triton_encoder as module
 from lightning_hetero.compression.selectors import SelectorState
 from lightning_hetero.compression.triton_encoder import Outcome, TritonEncoder
 from lightning_hetero.compression.values import CODECS
-from lightning_hetero.compression.wire import HEADER, checksum, seal
+from lightning_hetero.compression.wire import HEADER, address, checksum, seal
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 CASES = [
@@ -26,12 +26,25 @@ CASES = [
     (torch.float32, (1100,), 1.0, "float32"),
     (torch.bfloat16, (700, 1, 33), 0.06, "bfloat16"),
     (torch.float16, (700, 33), 0.2, "int8"),
+    (torch.float32, (0, 35), 0.4, "bfloat16"),
+    (torch.bfloat16, (0,), 1.0, "float32"),
 ]
+
+
+LARGE = [  # several segments of 65 536 blocks, and many programs of the size that training has
+    (torch.float32, (3_000_000, 2_100_001), 0.01, "bfloat16"),
+    (torch.bfloat16, (5_100_001,), 0.01, "int8"),
+    (torch.float16, (2_100_001, 3_000_000), 0.2, "float32"),
+]
+if DEVICE.type == "cuda":
+    CASES += LARGE
 
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """Small tiles, so that the interpreter has several of them to run without taking minutes."""
+    """Small tiles, so that the interpreter has several of them to run without taking minutes; GPUs have true ones."""
+    if DEVICE.type == "cuda":
+        return
     monkeypatch.setattr(module, "TILE", 16)
     monkeypatch.setattr(module, "ITERS", 2)
     monkeypatch.setattr(module, "SCORES", 32)
@@ -51,9 +64,9 @@ def pack_of(enc, message, step=0):
 
 
 def gradients_of(sizes, dtype, seed):
-    """Small integers, whose sums are exact in any order."""
+    """Small integers, whose sums are exact in any order; none begins where memory does."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(-40, 40, (n,), generator=generator).to(dtype).to(DEVICE) for n in sizes]
+    return [torch.randint(-40, 40, (n + 1,), generator=generator).to(dtype).to(DEVICE)[1:] for n in sizes]
 
 
 def padded(layout, gradients):
@@ -170,14 +183,14 @@ def three(values="bfloat16", density=0.05, step=0):
     enc, rows = made(SIZES, density, values=values, world_size=3)
     mine = gradients_of(SIZES, torch.float32, 4)
     accumulate(enc, mine)
-    enc.encode(rows[1], step=step)
+    enc.encode(rows[1], step=step, rank=1)
     others = []
     for rank in (0, 2):
         other = BlockEncoder(enc.layout, enc.form)
         for slot, gradient in zip(enc.layout.slots, gradients_of(SIZES, torch.float32, rank), strict=True):
             other.accumulate(slot, gradient.cpu(), 0.5)
         message = torch.zeros(enc.form.num_bytes, dtype=torch.uint8)
-        other.encode(message, step=step)
+        other.encode(message, step=step, rank=rank)
         rows[rank].copy_(message)
         others.append(other)
     return enc, rows, mine, others
@@ -235,7 +248,8 @@ FAULTS = {
     "a bit of the header": (16, lambda form, m: m[33:34].bitwise_xor_(4)),
     "magic": (1, changed(0, torch.int64, 5)),
     "format": (2, changed(56, torch.int64, 1)),
-    "bucket": (4, changed(8, torch.int64, 1)),
+    "bucket": (4, lambda form, m: changed(8, torch.int64, int(m[8:16].view(torch.int64)) + 1)(form, m)),
+    "another rank's": (4, changed(8, torch.int64, address(5, 0))),
     "a message of the step before": (8, changed(16, torch.int64, 2**40)),
     "flags": (32, changed(24, torch.int64, 64)),
     "too many blocks": (32, changed(32, torch.int64, 2**33)),
@@ -302,10 +316,11 @@ def test_a_step_that_another_rank_gives_up_is_taken_back(fill):
     before = enc.residual.clone()
     second = gradients_of(SIZES, torch.float32, 9)
     accumulate(enc, second)
-    enc.encode(rows[1], step=1)
+    enc.encode(rows[1], step=1, rank=1)
     messages = rows.cpu()
     for rank in (0, 2):
-        other.give_up(messages[rank], step=1) if rank == 2 else other.encode(messages[rank], step=1)
+        give = other.give_up if rank == 2 else other.encode
+        give(messages[rank], step=1, rank=rank)
     rows.copy_(messages)
     assert not torch.equal(enc.residual, before)
     enc.receive(rows, rank=1, step=1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_hetero.compression import BlockEncoder, Layout, MessageFormat, Pack, compress, encoder, merge
 from lightning_hetero.compression.layout import flat_view
 from lightning_hetero.compression.values import CODECS
-from lightning_hetero.compression.wire import HEADER, checksum, seal
+from lightning_hetero.compression.wire import HEADER, address, checksum, seal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -30,6 +30,12 @@ def step_of(enc, message, gradients, weight, step=0):
     return packs[0]
 
 
+def unaligned(gradient):
+    """The same values one element further on than memory begins, as in a bucket after a parameter of odd size."""
+    moved = torch.empty(len(gradient) + 1, dtype=gradient.dtype)[1:]
+    return moved.copy_(gradient)
+
+
 def padded(layout, gradients):
     flat = torch.zeros(layout.numel, dtype=gradients[0].dtype)
     for slot, gradient in zip(layout.slots, gradients, strict=True):
@@ -39,7 +45,7 @@ def padded(layout, gradients):
 
 @settings(max_examples=80, deadline=None)
 @given(
-    sizes=st.lists(st.integers(1, 200), min_size=1, max_size=5),
+    sizes=st.lists(st.integers(0, 200), min_size=1, max_size=5),
     density=st.floats(0.001, 1.0),
     block=st.sampled_from([1, 4, 8, 16, 32]),
     values=st.sampled_from(list(CODECS)),
@@ -57,7 +63,7 @@ def test_same_as_the_reference_and_nothing_is_lost(sizes, density, block, values
         generator = torch.Generator().manual_seed(seed)
         reference = torch.zeros(enc.layout.numel)
         for step in range(3):
-            gradients = [torch.randn(n, generator=generator).to(dtype) for n in sizes]
+            gradients = [unaligned(torch.randn(n, generator=generator).to(dtype)) for n in sizes]
             before = enc.residual + 0
             flat = padded(enc.layout, gradients)
             pack = step_of(enc, message, gradients, weight, step)
@@ -148,18 +154,18 @@ def test_an_unused_parameter_is_held_back():
 # messages
 
 
-def written(k=10, num_blocks=200_000, values="bfloat16", indices=(3, 65_535, 65_536, 199_999)):
+def written(k=10, num_blocks=200_000, values="bfloat16", indices=(3, 65_535, 65_536, 199_999), rank=0):
     form = MessageFormat(num_blocks, k, 16, values)
     message = torch.zeros(form.num_bytes, dtype=torch.uint8)
     blocks = torch.randn(len(indices), 16)
-    sent = form.write(message, np.array(indices, dtype=np.int64), blocks, bucket=0, step=7)
+    sent = form.write(message, np.array(indices, dtype=np.int64), blocks, bucket=0, step=7, rank=rank)
     return form, message, Pack(torch.tensor(indices), sent)
 
 
 @pytest.mark.parametrize("values", CODECS)
 @pytest.mark.parametrize("k", [4, 10, 30_000])
 def test_messages_arrive_as_they_were_sent(k, values):
-    form, message, pack = written(k, values=values)
+    form, message, pack = written(k, values=values, rank=1)
     assert form.bitmap == (k == 30_000)
     got, flags = form.read(message, rank=1, bucket=0, step=7)
     assert flags == 0
@@ -200,7 +206,8 @@ FAULTS = {
     "another type": lambda form, m: m.view(torch.int32),
     "one bit": lambda form, m: m.index_fill(0, torch.tensor([form.values_at + 5]), 255),
     "magic": change(0, torch.int64, 5),
-    "bucket": change(8, torch.int64, 1),
+    "bucket": lambda form, m: change(8, torch.int64, int(m[8:16].view(torch.int64)) + 1)(form, m),
+    "another rank's": change(8, torch.int64, address(5, 0)),
     "step (duplicate of an earlier one)": change(16, torch.int64, 6),
     "flags": change(24, torch.int64, 64),
     "too many blocks": change(32, torch.int64, 11),
@@ -217,20 +224,41 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_malformed_message_is_refused_with_rank_and_bucket(fault):
-    form, message, _ = written()
+    form, message, _ = written(rank=3)
+    assert form.read(message, rank=3, bucket=0, step=7)
     with pytest.raises(ValueError, match=r"rank 3, bucket 0, step 7 is refused"):
         form.read(FAULTS[fault](form, message), rank=3, bucket=0, step=7)
 
 
-def test_nothing_is_applied_if_one_message_is_malformed():
+def test_a_message_that_comes_twice_is_refused():
+    """Rank 0's in the row of rank 1 as well, as a faulty link or a wrong row would bring it."""
+    form, message, _ = written()
+    enc, _ = made([64], 1.0)
+    enc.form = form
+    with pytest.raises(ValueError, match=r"rank 1, bucket 0, step 7 is refused: sender and bucket is \(0, 0\)"):
+        enc.read(torch.stack([message, message]), step=7)
+
+
+def nothing_is_applied(enc, form, fault):
+    """A good message first, a bad one behind it: neither sum nor marks nor residual know of either."""
+    enc.form = form
+    _, good, _ = written()
+    _, message, _ = written(rank=1)
+    bad = FAULTS[fault](form, message)
+    fits = bad.shape == good.shape and bad.dtype == good.dtype
+    before = enc.residual.clone()
+    with pytest.raises(ValueError, match=rf"rank {int(fits)}, bucket 0, step 7 is refused"):
+        enc.read(torch.stack([good, bad]) if fits else bad[None], step=7)
+    assert not enc.touched
+    assert enc.merged.abs().sum() == 0
+    assert torch.equal(enc.residual, before)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_nothing_is_applied_if_one_message_is_malformed(fault):
     enc, message = made([100], 0.3)
     step_of(enc, message, [torch.randn(100)], 1.0)
-    enc.encode(message, step=1)
-    bad = message.clone()
-    bad[-1] ^= 1
-    with pytest.raises(ValueError, match="rank 1"):
-        enc.read(torch.stack([message, bad]), step=1)
-    assert enc.merged.abs().sum() == 0
+    nothing_is_applied(enc, written()[0], fault)
 
 
 @settings(max_examples=200, deadline=None)

@@ -22,7 +22,15 @@ from lightning_hetero.compression import (
 from lightning_hetero.compression.reference import merge_sparse
 from lightning_hetero.compression.values import CODECS
 from tests.compression import test_encoder
-from tests.compression.test_encoder import DTYPES, FAULTS, padded, step_of, written
+from tests.compression.test_encoder import (
+    DTYPES,
+    FAULTS,
+    nothing_is_applied,
+    padded,
+    step_of,
+    unaligned,
+    written,
+)
 from tests.helpers import run_ranks
 from tests.strategies.test_compression import _fit
 
@@ -36,7 +44,7 @@ made = partial(test_encoder.made, kind=NumbaEncoder)
 
 @settings(max_examples=80, deadline=None)
 @given(
-    sizes=st.lists(st.integers(1, 200), min_size=1, max_size=5),
+    sizes=st.lists(st.integers(0, 200), min_size=1, max_size=5),
     density=st.floats(0.001, 1.0),
     block=st.sampled_from([1, 2, 8, 16, 32, 128]),
     values=st.sampled_from(list(CODECS)),
@@ -52,7 +60,7 @@ def test_same_as_the_reference_and_nothing_is_lost(sizes, density, block, values
     reference = torch.zeros(enc.layout.numel)
     for step in range(3):
         gradients = [torch.randn(n, generator=generator) for n in sizes]
-        gradients = [(g * scale if dtype == torch.float32 else g).to(dtype) for g in gradients]
+        gradients = [unaligned((g * scale if dtype == torch.float32 else g).to(dtype)) for g in gradients]
         before = enc.residual.clone()
         flat = padded(enc.layout, gradients)
         pack = step_of(enc, message, gradients, weight, step)
@@ -64,22 +72,26 @@ def test_same_as_the_reference_and_nothing_is_lost(sizes, density, block, values
         assert torch.equal(merge([pack], enc.layout.num_blocks, block=block) + enc.residual, due)
 
 
+@pytest.mark.parametrize("bucket", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_scores_and_threads(threads, monkeypatch):
+def test_scores_and_threads(threads, bucket, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(numba_encoder, "SHARE", 64)
     enc, _ = made([1000, 7], 0.1)
     gradients = [torch.randn(1000), torch.randn(7)]
-    for slot, gradient in zip(enc.layout.slots, gradients, strict=True):
-        assert enc.accumulate(slot, gradient, 0.5)
+    if bucket:
+        assert enc.accumulate_bucket(enc.layout.slots[::-1], torch.cat(gradients[::-1]), 0.5)
+    else:
+        assert all(enc.accumulate(*one, 0.5) for one in zip(enc.layout.slots, gradients, strict=True))
     torch.testing.assert_close(enc.residual, padded(enc.layout, gradients) * 0.5, rtol=0, atol=0)
     torch.testing.assert_close(enc.scores, block_scores(enc.residual))
     assert (enc._threads is not None) == (threads > 1)
 
 
+@pytest.mark.parametrize("bucket", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("at", [0, 7, 16, 150, 199, 208], ids=str)
-def test_a_gradient_that_is_not_finite_enters_no_residual(bad, at, monkeypatch):
+def test_a_gradient_that_is_not_finite_enters_no_residual(bad, at, bucket, monkeypatch):
     """Whole vectors, half ones and single elements, in the first thread's part and in the last one's."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(numba_encoder, "SHARE", 64)
@@ -88,8 +100,11 @@ def test_a_gradient_that_is_not_finite_enters_no_residual(bad, at, monkeypatch):
     before = enc.residual.clone()
     gradients = [torch.randn(20), torch.randn(209)]
     gradients[1][at] = bad
-    finite = [enc.accumulate(s, g, 0.5) for s, g in zip(enc.layout.slots, gradients, strict=True)]
-    assert finite == [True, False]
+    if bucket:
+        assert not enc.accumulate_bucket(enc.layout.slots, torch.cat(gradients), 0.5)
+    else:
+        finite = [enc.accumulate(s, g, 0.5) for s, g in zip(enc.layout.slots, gradients, strict=True)]
+        assert finite == [True, False]
     assert torch.isfinite(enc.residual).all()
     enc.give_up(message, step=1)
     assert enc.read(message[None], step=1) is None
@@ -129,23 +144,22 @@ def test_messages_are_read_by_the_loops_as_the_format_reads_them(values, monkeyp
     form, message, pack = written(values=values)
     enc, _ = made([64], 1.0)
     enc.form = form
-    expected, _ = form.read(message, rank=0, bucket=0, step=7)
+    second = written(values=values, rank=1)[1]
+    expected = [form.read(row, rank=rank, bucket=0, step=7)[0] for rank, row in enumerate((message, second))]
     monkeypatch.setattr(MessageFormat, "read", lambda *args, **kwargs: pytest.fail("was asked"))
-    for got in enc.read(torch.stack([message, message]), step=7):
-        assert torch.equal(got.indices, expected.indices)
-        assert torch.equal(got.values, expected.values)
-        assert torch.equal(got.values, pack.values)
+    packs = enc.read(torch.stack([message, second]), step=7)
+    assert torch.equal(packs[0].values, pack.values)
+    for got, due in zip(packs, expected, strict=True):
+        assert torch.equal(got.indices, due.indices)
+        assert torch.equal(got.values, due.values)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_malformed_message_is_refused_whichever_of_them_it_is(fault):
-    form, message, _ = written()
-    enc, _ = made([64], 1.0)
-    enc.form = form
-    wrong = FAULTS[fault](form, message.clone())
-    rows = torch.stack([message, wrong]) if wrong.shape == message.shape and wrong.dtype == torch.uint8 else wrong[None]
-    with pytest.raises(ValueError, match=rf"rank {len(rows) - 1}, bucket 0, step 7 is refused"):
-        enc.read(rows, step=7)
+def test_nothing_is_applied_if_one_message_is_malformed(fault):
+    enc, message = made([64], 1.0)
+    step_of(enc, message, [torch.randn(64)], 1.0)
+    assert len(enc.read(message[None], step=0)) == 1
+    nothing_is_applied(enc, written()[0], fault)
 
 
 def test_packs_are_merged_as_the_reference_merges_them():
@@ -173,10 +187,12 @@ def test_it_is_chosen_where_numba_is_and_the_model_is_large(monkeypatch):
 
 def _trained(rank, least):
     encoder.WORTH_NUMBA = least
-    return _fit(rank, [3, 1], BlockTopK(density=0.2), {})["weights"]
+    return _fit(rank, [3, 1], BlockTopK(density=0.2), {"max_epochs": 7})
 
 
 def test_training_is_the_same_bit_by_bit():
+    """On both ranks, after 100 steps, with loops and without."""
     plain, fast = run_ranks(_trained, 2, 10**9), run_ranks(_trained, 2, 0)
-    for weights in fast:
-        np.testing.assert_array_equal(weights, plain[0])
+    assert plain[0]["steps"] >= 100
+    for result in fast:
+        np.testing.assert_array_equal(result["weights"], plain[0]["weights"])

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_hetero.compression import selectors
 from lightning_hetero.compression.selectors import SELECT, SelectorState
 
 PROMISED = {"exact": 0.999999, "histogram": 0.95}
@@ -17,12 +18,13 @@ def top(scores, k):
 @pytest.mark.parametrize("name", SELECT)
 @settings(max_examples=60, deadline=None)
 @given(
-    n=st.integers(1, 400),
+    n=st.integers(0, 400),
     share=st.floats(0.001, 1.0),
     seed=st.integers(0, 2**16),
     kind=st.sampled_from(["normal", "ties", "zeros", "equal", "heavy"]),
+    sample=st.sampled_from([8, 32, selectors.SAMPLE]),
 )
-def test_any_scores(name, n, share, seed, kind):
+def test_any_scores(name, n, share, seed, kind, sample):
     rng = np.random.default_rng(seed)
     scores = {
         "normal": lambda: np.abs(rng.normal(size=n)),
@@ -31,8 +33,10 @@ def test_any_scores(name, n, share, seed, kind):
         "equal": lambda: np.ones(n),
         "heavy": lambda: rng.lognormal(sigma=6, size=n),
     }[kind]().astype(np.float32)
-    k = max(1, int(n * share))
-    chosen = SELECT[name](scores, k, SelectorState())
+    k = max(min(n, 1), int(n * share))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selectors, "SAMPLE", sample)
+        chosen = SELECT[name](scores, k, SelectorState())
     assert chosen.dtype == np.int64
     assert len(chosen) <= k
     assert (np.diff(chosen) > 0).all()
@@ -43,35 +47,50 @@ def test_any_scores(name, n, share, seed, kind):
 
 
 def drift(name, steps=300, n=4000, k=40):
-    """Share of the exact top-k's mass in each step under error feedback, and in each of 8 parts over all steps."""
+    """Share of the exact top-k's mass in each step under error feedback, and in each of 8 parts in every 30 steps."""
     rng, state = np.random.default_rng(1), SelectorState()
     scale = rng.lognormal(sigma=0.7, size=20).repeat(n // 20)[:, None]
     mean = 0.3 * rng.normal(size=(n, 4))
-    residual, masses, mine, best = np.zeros((n, 4)), [], np.zeros(n), np.zeros(n)
+    residual, masses, mine, best = np.zeros((n, 4)), [], np.zeros((steps // 30, n)), np.zeros((steps // 30, n))
     for step in range(steps):
         residual += scale * (0.1 if step >= steps // 2 else 1.0) * (rng.normal(size=(n, 4)) + mean)
         scores = np.abs(residual).sum(1).astype(np.float32)
         chosen = SELECT[name](scores, k, state)
         masses.append(scores[chosen].sum() / top(scores, k))
-        mine[chosen] += scores[chosen]
-        exact = SELECT["exact"](scores, k, SelectorState())
-        best[exact] += scores[exact]
+        mine[step // 30, chosen] += scores[chosen]
+        exact = np.argpartition(scores, n - k)[n - k :]
+        best[step // 30, exact] += scores[exact]
         residual[chosen] = 0
-    return np.array(masses), mine.reshape(8, -1).sum(1) / best.reshape(8, -1).sum(1)
+    return np.array(masses), *(mass.reshape(steps // 30, 8, -1).sum(2) for mass in (mine, best))
+
+
+@pytest.fixture
+def small_sample(monkeypatch):
+    """Samples are much smaller than the scores, as those of a large model are."""
+    monkeypatch.setattr(selectors, "SAMPLE", 256)
 
 
 @pytest.mark.parametrize("name", PROMISED)
-def test_mass_in_every_step_of_a_drifting_problem_and_everywhere(name):
-    masses, parts = drift(name)
+def test_mass_in_every_step_of_a_drifting_problem_and_everywhere(name, small_sample):
+    masses, mine, best = drift(name, n=16_000, k=160)
     assert len(masses) == 300
     assert masses.min() >= 0.95
-    assert parts.min() >= 0.95
+    assert (mine >= 0.95 * best).all()
+
+
+def test_a_sample_is_luck(small_sample):
+    """The mean is near what was wanted, single steps are not; with a sample of everything, it is exact."""
+    masses = drift("sample")[0]
+    assert masses.mean() > 0.85
+    assert masses.min() < 0.9
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selectors, "SAMPLE", 4000)
+        assert drift("sample", steps=30)[0].min() > 0.999
 
 
 def test_the_papers_controller_falls_behind():
     """Why it is no default: under error feedback the threshold cannot follow the residual."""
     assert drift("aimd")[0][50:150].mean() < 0.8
-    assert drift("sample")[0].mean() > 0.9
 
 
 def test_state_is_taken_up():

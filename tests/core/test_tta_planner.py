@@ -1,5 +1,6 @@
 """The planner of density and total on a simulated cluster: it follows the link, and stays where the link stays."""
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -279,3 +280,48 @@ def test_step_times_are_predicted_with_the_messages():
     measured = cluster.compute + LATENCY + cluster.message_bytes(cluster.density) / 10e6
     context = replace(context, link=replace(context.link, density=cluster.density))
     assert cluster.planner.predict(cluster.plan, context) == pytest.approx(measured, rel=0.05)
+
+
+def asking():
+    """At a density of 0.1 on a link for which that is much: the planner has asked for messages of another size."""
+    cluster = Cluster(planner(), density=0.1).run(20e6, 1)
+    assert cluster.density == 0.1
+    assert cluster.probes[-1] < 0.01
+    return cluster
+
+
+def density_after(cluster, **timed):
+    """Density after a window in which messages took so long."""
+    cluster = copy.deepcopy(cluster)
+    cluster.probe = replace(cluster.probe, **timed)
+    cluster.window(20e6)
+    return cluster.density
+
+
+def test_what_was_timed_decides_and_not_what_was_expected_of_it():
+    cluster = asking()
+    now = cluster.probe.now
+    assert density_after(cluster, seconds=0.05 * now) < 0.01
+    assert 0.01 < density_after(cluster, seconds=0.7 * now) < 0.1, "between the two sizes"
+    assert density_after(cluster, seconds=now) == density_after(cluster, seconds=1.2 * now) == 0.1, "nothing is gained"
+
+
+def test_messages_that_were_timed_in_vain_need_a_larger_gain():
+    cluster = asking()
+    probe = replace(cluster.probe, seconds=0.8 * cluster.probe.now)
+    assert density_after(cluster, seconds=probe.seconds) < 0.1
+    cluster.probe = replace(probe, seconds=probe.now)
+    cluster.window(20e6)
+    cluster.probe = probe
+    assert density_after(cluster) == 0.1
+
+
+def test_a_change_is_taken_back_on_another_link_only():
+    """By what the larger messages took: a stall makes those of both sizes slow, so that larger ones seem to be free."""
+    cluster = asking()
+    cluster.probe, slow = cluster.timed(0.00441, 20e6), cluster.probe.now
+    cluster.window(20e6)
+    assert cluster.density < 0.01
+    cluster.probe = cluster.timed(0.1, 20e6)
+    assert density_after(cluster, now=slow, seconds=slow) == cluster.density
+    assert density_after(cluster, now=0.002, seconds=0.002) > 2 * cluster.density

@@ -1,6 +1,7 @@
 """Sparse optimizers against torch's dense ones: the same parameters and state once all debts are paid."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def always_worth_it(monkeypatch):
-    monkeypatch.setattr(module, "BREAK_EVEN", 0.5)
+    monkeypatch.setattr(module.SparseSteps, "most_touched", 0.5)
 
 
 def made(kind, touched, dtype=torch.float64):
@@ -252,6 +253,43 @@ def test_paid_ahead_a_block_is_at_once_where_the_dense_optimizer_takes_it(kind):
     torch.testing.assert_close(p.detach()[32:48], twin.detach()[32:48], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "values"),
+    [
+        (SparseSGD, torch.optim.SGD, (0.1, 0.9, 0, 0.01, True)),
+        (SparseAdamW, torch.optim.AdamW, (0.1, (0.8, 0.99), 1e-6, 0.1)),
+    ],
+)
+def test_arguments_are_torchs(ours, theirs, values):
+    """By name, kind and default, and by position; ``pay`` comes besides."""
+    parameters = dict(inspect.signature(ours).parameters)
+    pay = parameters.pop("pay")
+    assert (pay.kind, pay.default) == (pay.KEYWORD_ONLY, "ahead")
+    assert parameters == dict(inspect.signature(theirs).parameters)
+    p = nn.Parameter(torch.ones(3))
+    made, expected = ours([p], *values), theirs([p], *values)
+    assert made.defaults == expected.defaults
+    assert [{**group, "params": None} for group in made.param_groups] == [
+        {**group, "params": None} for group in expected.param_groups
+    ]
+
+
 def test_pay_is_one_of_two():
     with pytest.raises(ValueError, match="pay='never' is unknown; allowed are 'ahead', 'later'"):
         SparseSGD([nn.Parameter(torch.zeros(3))], lr=0.1, pay="never")
+
+
+@pytest.mark.parametrize(("cls", "settings"), [(SparseSGD, {"momentum": 0.9}), (SparseAdamW, {})])
+def test_steps_are_sparse_up_to_the_share_where_dense_ones_are_as_fast(cls, settings, monkeypatch):
+    """Also at 10 % of the blocks, where the other blocks keep what they have; a third of them is a dense step."""
+    monkeypatch.undo()
+    p = nn.Parameter(torch.zeros(1600))
+    optimizer, given = cls([p], lr=0.1, **settings), {}
+    optimizer.sparse.follow(lambda: given, 16)
+    p.grad = torch.ones(1600)
+    optimizer.step()
+    for touched, moved in ((10, 10), (33, 100)):
+        before, gradient = p.detach().clone(), BlockGradient.of(p, torch.arange(touched), torch.ones(touched, 16))
+        given[p], p.grad = gradient, gradient.grad
+        optimizer.step()
+        assert (p.detach() != before).view(-1, 16).any(1).sum() == moved

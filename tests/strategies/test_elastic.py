@@ -1,5 +1,6 @@
 """Elastic averaging end to end: real processes, real optimizers, batches claimed through the job's store."""
 
+import inspect
 import os
 import time
 from datetime import timedelta
@@ -7,10 +8,15 @@ from datetime import timedelta
 import lightning as L
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from lightning_hetero import HeteroElasticStrategy
 from lightning_hetero.comm.dispatch import ElasticWorkerError, job_store
-from lightning_hetero.core.adaptive_sgd import MERGES
+from lightning_hetero.core.adaptive_sgd import MERGES, AdaptiveSettings, merge_weights, scale_batch_sizes
+from lightning_hetero.data import PermutationStream
+from lightning_hetero.elastic import ElasticEngine
 from lightning_hetero.simulate import Throttle
 from tests.helpers import Points, Regressor, covered, fit, run_ranks
 from tests.strategies.elastic_helpers import elastic
@@ -178,3 +184,65 @@ def test_a_worker_that_ends_is_named_and_the_rest_is_done_first(how):
     assert "ranks that have not arrived: 1." in message
     assert message.startswith(f"trained on {64 - 2 * 4}: ")  # all but the two batches of rank 1
     assert 1 in errors
+
+
+# settings
+
+
+def _merged(rank, cases):
+    """Of each case the merge of six updates of rank 0 and two of rank 1, the sizes that follow, and three weights."""
+    dist.init_process_group("gloo")
+    store, found = job_store(), []
+    for number, keywords in enumerate(cases):
+        strategy = HeteroElasticStrategy(mega_batch_size=64, **keywords)
+        engine, model = ElasticEngine(strategy.config, rank=rank, world_size=2), nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, 0.01)
+        engine.attach(model)
+        weights, sampler = [model.weight.item()], engine.shard(PermutationStream(128, shuffle=False, seed=0), 8)
+        for done, _ in enumerate(sampler, 1):
+            engine.begin_batch()
+            if not engine.merges:
+                with torch.no_grad():
+                    model.weight.add_(0.01)
+                if rank == 1 and done == 1:
+                    store.wait([f"{number}: one batch is left"])
+                if rank == 0 and done == 6:
+                    store.set(f"{number}: one batch is left", "")
+                    store.wait([f"{number}: none is"])
+            if engine.end_batch() is not None:
+                weights.append(model.weight.item())
+            elif rank == 1 and done == 1:
+                store.set(f"{number}: none is", "")
+        first, second = engine.merges
+        found.append((first.updates, second.batch_sizes, first.weights, first.perturbed, weights))
+    dist.barrier()
+    return found
+
+
+CASES = (
+    *({}, {"beta": 1.0}, {"beta": 3.0}, {"beta": 3.0, "damped": False}, {"beta": 3.0, "min_batch_size": 5}),
+    *({"perturbation": 0.5}, {"perturbation_threshold": 1e-6}, {"renormalize": False}, {"momentum": 0.5}),
+    *({"merge": "elastic"}, {"merge": "mean"}),
+)
+
+
+def test_every_setting_changes_the_merge_or_the_next_batches():
+    named = {name for case in CASES for name in case}
+    keywords = set(inspect.signature(HeteroElasticStrategy).parameters)
+    assert named == keywords - {"mega_batch_size", "mega_batch_batches", "kwargs"}
+    different = set()
+    for case, found, other in zip(CASES, *run_ranks(_merged, 2, CASES), strict=True):
+        assert found == other
+        updates, sizes, weights, perturbed, (before, first, second) = found
+        rule = MERGES[case.get("merge", "adaptive")]
+        settings = AdaptiveSettings(8, **{name: value for name, value in case.items() if name != "merge"})
+        merged = merge_weights(rule, (8, 8), (6, 2), (0.07, 0.03), settings)
+        assert updates == (6, 2)
+        assert sizes == (scale_batch_sizes((8, 8), (6, 2), settings) if rule.scales else (8, 8))
+        assert (weights, perturbed) == (merged.weights, merged.perturbed)
+        assert first == pytest.approx(weights[0] * 0.07 + weights[1] * 0.03)
+        moved = first + (settings.momentum * (first - before) if rule.momentum else 0.0)
+        if settings.renormalize:  # replicas stood still until the second merge
+            assert second == pytest.approx(moved)
+        different.add((sizes, weights, round(second, 9)))
+    assert len(different) == len(CASES)

@@ -176,7 +176,11 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def _refused(rank, what):
-    fabric = _fabric({"policy": "pid"} if what != "probe" else {"probe_memory": True})
+    settings = {"probe": {"probe_memory": True}, "batch norm": {"local_batch_sizes": (9, 1)}}
+    fabric = _fabric(settings.get(what, {"policy": "pid"}))
+    if what == "batch norm":
+        fabric.setup_dataloaders(DataLoader(Points(20), 5, shuffle=True))
+        return fabric.setup(nn.Sequential(network(), nn.BatchNorm1d(1)))
     if what == "direct backward":
         model = fabric.setup(network())
         x, y, _ = next(iter(fabric.setup_dataloaders(DataLoader(Points(20), 5, shuffle=True))))
@@ -190,6 +194,7 @@ def _refused(rank, what):
         ("iterable", "the train dataset is an IterableDataset"),
         ("probe", "probe_memory=True tries out a LightningModule"),
         ("direct backward", "backward"),
+        ("batch norm", "has a size below min_local_batch_size=2"),
     ],
 )
 def test_what_cannot_be_right_is_refused_on_every_rank(what, message):

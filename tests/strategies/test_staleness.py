@@ -391,7 +391,7 @@ def test_ranks_delay_what_a_thin_link_would_make_them_wait_for(tmp_path):
     assert 0.8e6 < rate < 1.7e6
 
 
-def _given_times(rank, seconds):
+def _given_times(rank, seconds, **settings):
     """The link is busy for ``seconds[n]`` of a step of 1 s when the ranks look at it for the n-th time."""
     left = list(seconds)
 
@@ -405,7 +405,7 @@ def _given_times(rank, seconds):
     said, handler = [], logging.Handler()
     handler.emit = lambda record: said.append((record.levelname, record.getMessage()))
     logging.getLogger("lightning_hetero").addHandler(handler)
-    done = _run(rank, {**SPLIT, "replan": 2, "staleness": 1}, {"dataset": Points(SAMPLES)})
+    done = _run(rank, {**SPLIT, "replan": 2, "staleness": 1, **settings}, {"dataset": Points(SAMPLES)})
     return {**done, "said": [line for line in said if line[1].startswith("staleness: ")]}
 
 
@@ -423,6 +423,16 @@ def test_delays_follow_the_link_and_no_gradient_is_lost():
     assert last[0] == "WARNING"
     assert re.search(r"network-bound: the gradients of a step take 8e\+03 ms on the link$", last[1])
     assert results[1]["said"] == [], "a rank other than 0 speaks"
+
+
+def _little_gain(rank):
+    return _given_times(rank, [0.5] * 7, hysteresis=0.9)["delayed"]
+
+
+def test_what_gains_less_than_the_hysteresis_is_not_delayed():
+    delayed = run_ranks(_little_gain, 2)[0]
+    assert len(delayed) > 14
+    assert not any(delayed)
 
 
 # the noise scale
