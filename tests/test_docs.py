@@ -343,6 +343,20 @@ def test_overhead_in_the_readme_is_that_of_the_benchmark():
         same_when_rounded(again, *with_quartiles(row, "ddp_again", "_cpu"))
 
 
+def test_cost_of_the_noise_scale_is_that_of_the_benchmark():
+    (_, table), *others = NUMBERS.findall(TEXTS[ROOT / "docs" / "noise-scale.md"])
+    assert not others
+    _, result = quoted("overhead")
+    found = {f"{row['parameters'] / 1e6:.2g} M": row for row in result["rows"] if row["model"] == "perceptron"}
+    assert len(rows(table)) == len(found)
+    for name, *cells in rows(table):
+        row = found[re.search(r"[\d.]+ M", name)[0]]
+        for cell, column in zip(
+            cells, ("hetero_ddp_cpu_%", "with_gns_each_step_cpu_%", "noise_scale_share_%"), strict=True
+        ):
+            same_when_rounded(cell, row[column])
+
+
 def test_time_to_accuracy_in_the_readme_is_that_of_the_benchmark():
     """The benchmark reads no total from ``ddp``, whose total is that of ``hetero_ddp`` where it is fixed."""
     table, result = quoted("adaptive")

@@ -130,7 +130,11 @@ def test_demo_reports_and_draws(tmp_path):
     trained = re.search(r"^samples trained on +(\d+) +(\d+)$", output, re.M)
     assert trained, output
     assert trained[1] == trained[2]
-    for row in ("predicted step time", "measured step time", "speed-up, second half", "test accuracy"):
+    accuracy = re.search(r"^test accuracy +([\d.]+)% +([\d.]+)%$", output, re.M)
+    assert accuracy, output
+    assert float(accuracy[1]) > 50, output
+    assert float(accuracy[2]) == pytest.approx(float(accuracy[1]), abs=2.0), output  # one mathematics, other rounding
+    for row in ("predicted step time", "measured step time", "speed-up, second half"):
         assert row in output
     assert "first split, in proportion to measured speed" in output
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")

@@ -86,6 +86,8 @@ class NodeTimeModel:
 class StepObservations:
     """What all workers measured over some steps; every array has the shape ``(steps, workers)``.
 
+    It has what the time model takes, no more: waiting for data is in ``forward``, as is the optimizer.
+
     Args:
         local_batch_sizes: samples that each worker ran.
         forward: ``a_i``, seconds of load, forward and update.
