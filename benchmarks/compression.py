@@ -5,7 +5,7 @@ top-k of single elements, block sums with fresh temporaries, 16-bit casts, Power
 
 ==============  =====================================================================================================
 ``compress``    error feedback, scores, selection, packing
-``select``      selection alone, on the scores
+``select``      selection alone, on the scores; gathering and clearing the selected rows
 ``optimizer``   one step, dense and sparse
 ``merge``       what the receiver does with one message, against clearing a dense gradient
 ``controller``  share of the exact top-k's mass that a selector takes, over 300 steps of a drifting problem
@@ -35,11 +35,21 @@ from torch import nn
 from lightning_hetero.comm.sums import gather_over_ranks
 from lightning_hetero.compression import BlockEncoder, Layout, MessageFormat, Pack, encoder
 from lightning_hetero.compression.gradients import BlockGradient, block_gradients
+from lightning_hetero.compression.layout import put_rows, take_rows
 from lightning_hetero.compression.selectors import SELECT, SelectorState
 from lightning_hetero.optim import SparseAdamW, SparseSGD
 
 try:
+    from numba import njit
+
     from lightning_hetero.compression.numba_encoder import NumbaEncoder
+
+    @njit(nogil=True)
+    def count_upper_bits(keys, counts):
+        """Histogram of float32 scores above 0, whose bits are in their order."""
+        counts[:] = 0
+        for key in keys:
+            counts[key >> 16] += 1
 except ImportError:  # without the extra
     NumbaEncoder = None
 
@@ -224,32 +234,53 @@ def merge_candidates(n, density):
     """One message into the sum, and clearing its blocks; a dense gradient has to be cleared whole."""
     layout = Layout.of([("p", n)], 16)
     k = max(1, int(layout.num_blocks * density))
-    merger = BlockEncoder(layout, MessageFormat(layout.num_blocks, k, 16, "float32"))
+    form = MessageFormat(layout.num_blocks, k, 16, "float32")
     pack = Pack(torch.randperm(layout.num_blocks)[:k].sort().values, torch.randn(k, 16))
     r, g = torch.zeros(n), torch.randn(n)
+    where = (pack.indices[:, None] * 16 + torch.arange(16)).view(-1)
 
-    def ours_merge():
-        merger.merge([pack])
-        merger.finish()
+    def ours_merge(merger):
+        def run():
+            merger.merge([pack])
+            merger.finish()
 
-    return {"add_": lambda: r.add_(g), "dense zero_": r.zero_, "ours, merge and clear": ours_merge}
+        return run
+
+    found = {
+        "add_": lambda: r.add_(g),
+        "dense zero_": r.zero_,
+        "index_add_ of blocks": lambda: r[: n // 16 * 16].view(-1, 16).index_add_(0, pack.indices, pack.values),
+        "index_add_ of elements": lambda: r.index_add_(0, where, pack.values.view(-1)),
+        "ours, merge and clear": ours_merge(BlockEncoder(layout, form)),
+    }
+    if NumbaEncoder is not None:
+        found["ours, numba, merge and clear"] = ours_merge(NumbaEncoder(layout, form))
+    return found
 
 
 # selection
 
 
 def select_candidates(n, density):
-    """Selectors on the scores of ``n`` elements, against torch's and numpy's own."""
+    """Selectors on the scores of ``n`` elements, against torch's and numpy's; and what follows, ``k`` rows moved."""
     scores = torch.randn(n // 16, 16).abs().sum(1)
     k = max(1, int(n / 16 * density))
     r, g = torch.zeros(n), torch.randn(n)
+    blocks, rows, part = r[: n // 16 * 16].view(-1, 16), torch.randperm(n // 16)[:k].sort().values, torch.zeros(k, 16)
     found = {f"select {name}": (lambda f=f: f(scores.numpy(), k, SelectorState())) for name, f in SELECT.items()}
+    if NumbaEncoder is not None:
+        keys, counts = scores.numpy().view(np.uint32), np.zeros(2**16, np.int64)
+        found["numba, histogram of the upper 16 bits"] = lambda: count_upper_bits(keys, counts)
     return {
         "add_": lambda: r.add_(g),
         "torch.topk": lambda: torch.topk(scores, k, sorted=False),
         "torch.kthvalue": lambda: torch.kthvalue(scores, len(scores) - k),
         "np.partition": lambda: np.partition(scores.numpy(), len(scores) - k),
         **found,
+        "gather rows, index_select": lambda: torch.index_select(blocks, 0, rows, out=part),
+        "gather rows, ours": lambda: take_rows(blocks, rows),
+        "zero rows, index_fill_": lambda: blocks.index_fill_(0, rows, 0.0),
+        "zero rows, ours": lambda: put_rows(blocks, rows, part),
     }
 
 
