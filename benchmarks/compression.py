@@ -5,7 +5,7 @@ top-k of single elements, block sums with fresh temporaries, 16-bit casts, Power
 
 ==============  =====================================================================================================
 ``compress``    error feedback, scores, selection, packing
-``select``      selection alone, on the scores
+``select``      selection alone, on the scores; gathering and clearing the selected rows
 ``optimizer``   one step, dense and sparse
 ``merge``       what the receiver does with one message, against clearing a dense gradient
 ``controller``  share of the exact top-k's mass that a selector takes, over 300 steps of a drifting problem
@@ -34,12 +34,22 @@ from torch import nn
 
 from lightning_hetero.comm.sums import gather_over_ranks
 from lightning_hetero.compression import BlockEncoder, Layout, MessageFormat, Pack, encoder
-from lightning_hetero.compression.gradients import BlockGradient
+from lightning_hetero.compression.gradients import BlockGradient, block_gradients
+from lightning_hetero.compression.layout import put_rows, take_rows
 from lightning_hetero.compression.selectors import SELECT, SelectorState
 from lightning_hetero.optim import SparseAdamW, SparseSGD
 
 try:
+    from numba import njit
+
     from lightning_hetero.compression.numba_encoder import NumbaEncoder
+
+    @njit(nogil=True)
+    def count_upper_bits(keys, counts):
+        """Histogram of float32 scores above 0, whose bits are in their order."""
+        counts[:] = 0
+        for key in keys:
+            counts[key >> 16] += 1
 except ImportError:  # without the extra
     NumbaEncoder = None
 
@@ -138,9 +148,41 @@ def compress_candidates(n, density):
     return found
 
 
-def fresh_memory(n, density, steps=3):
-    """MB of memory that a step of ours takes anew from the system, once it has run."""
-    run = ours(BlockEncoder, torch.randn(n), density)
+def whole_step(encoder_class, n, density):
+    """Error feedback, selection, writing and reading a message, merging it both ways, and a sparse SGD step."""
+    size = n // PARAMETERS // 16 * 16
+    parameters = {f"p{i}": nn.Parameter(torch.randn(size)) for i in range(PARAMETERS)}
+    layout = Layout.of([(name, size) for name in parameters], 16)
+    k = max(1, int(layout.num_blocks * density))
+    made = encoder_class(layout, MessageFormat(layout.num_blocks, k, 16, "bfloat16", layout.fingerprint()), "exact")
+    message, gradient = torch.zeros(made.form.num_bytes, dtype=torch.uint8), torch.randn(size)
+    encoder.WORTH_NUMBA = math.inf if encoder_class is BlockEncoder else 0
+    optimizer, blocks = SparseSGD(parameters.values(), lr=1e-4, momentum=0.9), {}
+    for p in parameters.values():
+        p.grad = gradient
+    optimizer.step()
+    optimizer.sparse.follow(lambda: blocks, 16)
+    slots = {parameters[slot.name]: slot for slot in layout.slots}
+
+    def run():
+        for slot in layout.slots:
+            made.accumulate(slot, gradient, 0.5)
+        made.encode(message, step=0)
+        packs = made.read(message[None], step=0)
+        made.merge(packs)
+        blocks.clear()
+        blocks.update(block_gradients(made.merge_sparse(packs), slots))
+        for p, its in blocks.items():
+            p.grad = its.grad
+        optimizer.step()
+        made.finish()
+
+    return run
+
+
+def fresh_memory(encoder_class, n, density, steps=3):
+    """MB of memory that a whole step of ours takes anew from the system, once it has run."""
+    run = whole_step(encoder_class, n, density)
     for _ in range(3):
         run()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -192,32 +234,53 @@ def merge_candidates(n, density):
     """One message into the sum, and clearing its blocks; a dense gradient has to be cleared whole."""
     layout = Layout.of([("p", n)], 16)
     k = max(1, int(layout.num_blocks * density))
-    merger = BlockEncoder(layout, MessageFormat(layout.num_blocks, k, 16, "float32"))
+    form = MessageFormat(layout.num_blocks, k, 16, "float32")
     pack = Pack(torch.randperm(layout.num_blocks)[:k].sort().values, torch.randn(k, 16))
     r, g = torch.zeros(n), torch.randn(n)
+    where = (pack.indices[:, None] * 16 + torch.arange(16)).view(-1)
 
-    def ours_merge():
-        merger.merge([pack])
-        merger.finish()
+    def ours_merge(merger):
+        def run():
+            merger.merge([pack])
+            merger.finish()
 
-    return {"add_": lambda: r.add_(g), "dense zero_": r.zero_, "ours, merge and clear": ours_merge}
+        return run
+
+    found = {
+        "add_": lambda: r.add_(g),
+        "dense zero_": r.zero_,
+        "index_add_ of blocks": lambda: r[: n // 16 * 16].view(-1, 16).index_add_(0, pack.indices, pack.values),
+        "index_add_ of elements": lambda: r.index_add_(0, where, pack.values.view(-1)),
+        "ours, merge and clear": ours_merge(BlockEncoder(layout, form)),
+    }
+    if NumbaEncoder is not None:
+        found["ours, numba, merge and clear"] = ours_merge(NumbaEncoder(layout, form))
+    return found
 
 
 # selection
 
 
 def select_candidates(n, density):
-    """Selectors on the scores of ``n`` elements, against torch's and numpy's own."""
+    """Selectors on the scores of ``n`` elements, against torch's and numpy's; and what follows, ``k`` rows moved."""
     scores = torch.randn(n // 16, 16).abs().sum(1)
     k = max(1, int(n / 16 * density))
     r, g = torch.zeros(n), torch.randn(n)
+    blocks, rows, part = r[: n // 16 * 16].view(-1, 16), torch.randperm(n // 16)[:k].sort().values, torch.zeros(k, 16)
     found = {f"select {name}": (lambda f=f: f(scores.numpy(), k, SelectorState())) for name, f in SELECT.items()}
+    if NumbaEncoder is not None:
+        keys, counts = scores.numpy().view(np.uint32), np.zeros(2**16, np.int64)
+        found["numba, histogram of the upper 16 bits"] = lambda: count_upper_bits(keys, counts)
     return {
         "add_": lambda: r.add_(g),
         "torch.topk": lambda: torch.topk(scores, k, sorted=False),
         "torch.kthvalue": lambda: torch.kthvalue(scores, len(scores) - k),
         "np.partition": lambda: np.partition(scores.numpy(), len(scores) - k),
         **found,
+        "gather rows, index_select": lambda: torch.index_select(blocks, 0, rows, out=part),
+        "gather rows, ours": lambda: take_rows(blocks, rows),
+        "zero rows, index_fill_": lambda: blocks.index_fill_(0, rows, 0.0),
+        "zero rows, ours": lambda: put_rows(blocks, rows, part),
     }
 
 
@@ -367,7 +430,8 @@ def main():
                 gc.collect()
     rows += controller_rows(30 if args.quick else 300)
     rows += exchange_rows([1_000_000] if args.quick else [1_000_000, 4_000_000, 16_000_000], 4 * args.rounds)
-    rows += budget_rows(rows, sizes[-1], fresh_memory(sizes[-1], 0.01))
+    encoders = [BlockEncoder] if NumbaEncoder is None else [BlockEncoder, NumbaEncoder]
+    rows += budget_rows(rows, sizes[-1], max(fresh_memory(kind, sizes[-1], 0.01) for kind in encoders))
     write_table(rows, args.out, "compression on one CPU thread, ratio to add_")
 
 
