@@ -192,7 +192,7 @@ class GradientCompression:
         steps = [self._steps_of(optimizer) for optimizer in self._optimizers]
         together = exchange is not None and bool(steps) and None not in steps
         if exchange is not None:
-            exchange.sparse_steps = together
+            exchange.sparse_steps = min((one.most for one in steps if one is not None), default=0.0) * together
         for one in steps:
             if one is not None:
                 source = (lambda: exchange.gradients) if together and exchange is not None else None

@@ -27,6 +27,10 @@ LONGEST = 512
 BREAK_EVEN = 0.08
 """Share of touched blocks from which a dense update is faster on CPU (``benchmarks/compression.py``)."""
 
+MOST_AHEAD = 0.5
+"""Share of touched blocks to which momentum is paid ahead. That is other mathematics than a dense step, and better
+for gradients that come with error feedback, so that speed is not what decides."""
+
 AT_ONCE = 4096
 """Blocks that torch works on at a time, so that they stay in the cache from one operation to the next."""
 
@@ -68,6 +72,11 @@ class SparseSteps(ABC):
         optimizer.register_step_post_hook(self._after)
         optimizer.register_state_dict_pre_hook(lambda _: self.settle())
         optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
+
+    @property
+    def most(self) -> float:
+        """Share of touched blocks to which steps are sparse."""
+        return MOST_AHEAD if self.pay == "ahead" else BREAK_EVEN
 
     @property
     def optimizer(self) -> Any:
@@ -151,7 +160,7 @@ class SparseSteps(ABC):
             if isinstance(gradient, BlockMarks):  # the kernels read a byte per block: never slower than a dense step
                 return True
             touched += len(gradient.rows)
-        return touched <= BREAK_EVEN * rows
+        return touched <= self.most * rows
 
     def _step_group(self, number: int, group: dict[str, Any], given: Gradients) -> None:
         owes, trained = self._owing[number], trained_in(group)

@@ -31,7 +31,8 @@ ERROR = {torch.float32: 3e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     monkeypatch.setattr(triton_step, "TILE", 16)
-    monkeypatch.setattr(module, "BREAK_EVEN", 1.0)
+    for limit in ("BREAK_EVEN", "MOST_AHEAD"):
+        monkeypatch.setattr(module, limit, 1.0)
 
 
 def made(kind, pay, dtype, touched):

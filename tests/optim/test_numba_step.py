@@ -20,7 +20,8 @@ KINDS = {**ALIKE, "adamw, short memory": (SparseAdamW, {"lr": 0.01, "betas": (0.
 
 @pytest.fixture(autouse=True)
 def always_worth_it(monkeypatch):
-    monkeypatch.setattr(module, "BREAK_EVEN", 1.0)
+    for limit in ("BREAK_EVEN", "MOST_AHEAD"):
+        monkeypatch.setattr(module, limit, 1.0)
 
 
 def made(kind, pay, block, loops, monkeypatch):

@@ -255,3 +255,21 @@ def test_paid_ahead_a_block_is_at_once_where_the_dense_optimizer_takes_it(kind):
 def test_pay_is_one_of_two():
     with pytest.raises(ValueError, match="pay='never' is unknown; allowed are 'ahead', 'later'"):
         SparseSGD([nn.Parameter(torch.zeros(3))], lr=0.1, pay="never")
+
+
+@pytest.mark.parametrize(("touched", "ahead"), [(10, True), (11, False)])
+def test_momentum_is_paid_ahead_up_to_half_of_the_blocks(monkeypatch, touched, ahead):
+    """Momentum that a dense step would carry on asks again for what error feedback has sent already."""
+    monkeypatch.undo()
+    p = nn.Parameter(torch.zeros(20 * 16))
+    optimizer, gradient = SparseSGD([p], lr=0.1, momentum=0.9), {}
+    optimizer.sparse.follow(lambda: gradient or None, 16)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    gradient[p] = BlockGradient.of(p, torch.arange(touched), torch.ones(touched, 16))
+    for _ in range(2):
+        p.grad = gradient[p].grad
+        optimizer.step()
+    moved = 2 * 0.1 / (1 - 0.9) if ahead else 0.1 * (1 + 1.9)
+    torch.testing.assert_close(p.detach()[: 16 * touched], torch.full((16 * touched,), -moved))
+    assert not p[16 * touched :].any()
