@@ -319,7 +319,7 @@ def main():
             for kind in kinds:
                 if (kind == NOTHING_SENT and mbit != mbits[0]) or (turn and found[kind][0]["seconds"] > BRIEF):
                     continue
-                row, traces[kind] = trained(kind, mbit, steps, args)
+                row, traces[kind] = trained(kind, 0.0 if kind == FREE else mbit, steps, args)
                 found.setdefault(kind, []).append(row)
         of_rate = [{"mbit": "trace" if mbit is None else str(mbit), **medians(found[kind])} for kind in found]
         if NOTHING_SENT in found:

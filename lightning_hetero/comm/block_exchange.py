@@ -73,8 +73,8 @@ class BlockExchange:
         self.messages = MessageLog(hook.observer.clock, self.topology.size)
         self._dense_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
         self.paused = False  # whether all steps are sent densely, until "auto" has chosen
-        self.sparse_steps, self.most_touched = False, 0.0
-        """Whether the optimizer takes blocks, so that the sum is never written into a tensor of the model's size."""
+        self.sparse_steps = 0.0
+        """Greatest density at which the optimizer takes blocks, so that no sum is written in the model's size."""
         self.gradients: Mapping[torch.Tensor, BlockGradient | BlockMarks] | None = None
         self._arrived: str | None = None
         self._waiting: list[tuple[torch.Tensor, list[Slot], Any]] = []
@@ -147,7 +147,7 @@ class BlockExchange:
     @property
     def takes_blocks(self) -> bool:
         """Whether the optimizer gets blocks at the present density."""
-        return self.sparse_steps and self.density <= self.most_touched
+        return self.density <= self.sparse_steps
 
     def set_density(self, density: float) -> None:
         """Send another share of the blocks from the next backward pass on; all ranks have to call it together.
@@ -359,7 +359,7 @@ class BlockExchange:
                 self.late.unpaid()
             self.hook.step_dropped = True
             self.dropped.add(self.step - 1, "on some rank")
-        if arrived == "compressed" and self.sparse_steps and self.encoder.deferred:
+        if arrived == "compressed" and self.sparse_steps > 0.0 and self.encoder.deferred:
             self.gradients = {p: BlockMarks(marks, p.grad) for p, marks in self._masks.items() if p.grad is not None}
             return
         if arrived is None or self.gradients is None:

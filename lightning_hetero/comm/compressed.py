@@ -195,14 +195,12 @@ class GradientCompression:
         exchange = self.exchange if isinstance(self.exchange, BlockExchange) else None
         steps = [self._steps_of(optimizer) for optimizer in self._optimizers]
         together = exchange is not None and bool(steps) and None not in steps
-        if exchange is not None:
-            exchange.sparse_steps = together
         for one in steps:
             if one is not None:
                 source = (lambda: exchange.gradients) if together and exchange is not None else None
                 one.follow(source, 16 if exchange is None else exchange.layout.block)
         if exchange is not None:
-            exchange.most_touched = min((one.most_touched for one in steps if one is not None), default=0.0)
+            exchange.sparse_steps = min((one.most for one in steps if one is not None), default=0.0) * together
         if self.sparse and exchange is not None:
             check_trained(self._optimizers, exchange.slots)
 

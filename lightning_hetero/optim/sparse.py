@@ -40,7 +40,7 @@ __all__ = ["STEPS", "SparseAdamW", "SparseSGD", "sparse_steps"]
 class SGDSteps(SparseSteps):
     """Sparse steps of ``torch.optim.SGD``."""
 
-    break_even = 0.15, 0.2
+    break_even = 0.15, 0.5
 
     def _count(self, p: torch.Tensor) -> None:
         """SGD counts no steps."""
@@ -103,7 +103,7 @@ class SGDSteps(SparseSteps):
 class AdamWSteps(SparseSteps):
     """Sparse steps of ``torch.optim.AdamW``."""
 
-    break_even = 0.2, 0.2
+    break_even = 0.5, 0.5
 
     def _has_state(self) -> bool:
         counts = [{self._steps_of(p) for p in trained_in(group)} for group in self.optimizer.param_groups]

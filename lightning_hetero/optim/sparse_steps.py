@@ -24,6 +24,10 @@ Gradients = Mapping[torch.Tensor, BlockGradient | BlockMarks]
 LONGEST = 512
 """Steps that a block may owe; then all blocks are settled, in one dense pass."""
 
+MOST_AHEAD = 0.3
+"""Share of touched blocks to which momentum is paid ahead. That is other mathematics than a dense step, and trains better
+on gradients that come with error feedback (``benchmarks/convergence.py``), so that speed is not what decides."""
+
 AT_ONCE = 4096
 """Blocks that torch works on at a time, so that they stay in the cache from one operation to the next."""
 
@@ -53,8 +57,7 @@ class SparseSteps(ABC):
     """
 
     break_even: tuple[float, float]
-    """Share of touched blocks from which a dense step is as fast on CPU, by torch's operations and by Numba's loops; at
-    most a fifth, because blocks that come back sooner need no momentum paid at once."""
+    """Share of touched blocks from which a dense step is as fast on CPU, by torch's operations and by Numba's loops."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, pay: str = "ahead") -> None:
         self.pay = check_choice("pay", pay, ("ahead", "later"))
@@ -69,6 +72,11 @@ class SparseSteps(ABC):
         optimizer.register_step_post_hook(self._after)
         optimizer.register_state_dict_pre_hook(lambda _: self.settle())
         optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
+
+    @property
+    def most(self) -> float:
+        """Share of touched blocks to which steps are sparse on CPU."""
+        return MOST_AHEAD if self.pay == "ahead" else self.break_even[self._loops is not None]
 
     @property
     def optimizer(self) -> Any:
@@ -93,11 +101,6 @@ class SparseSteps(ABC):
         self._loops = None if source is None else needing_numba("lightning_hetero.optim.numba_step", numel)
         if self._loops is not None:
             self._loops.warm()
-
-    @property
-    def most_touched(self) -> float:
-        """Largest share of touched blocks at which steps are sparse, on CPU."""
-        return self.break_even[self._loops is not None]
 
     def forget(self) -> None:
         """All blocks are settled: state was loaded."""
@@ -157,7 +160,7 @@ class SparseSteps(ABC):
             if isinstance(gradient, BlockMarks):  # the kernels read a byte per block: never slower than a dense step
                 return True
             touched += len(gradient.rows)
-        return touched <= self.most_touched * rows
+        return touched <= self.most * rows
 
     def _step_group(self, number: int, group: dict[str, Any], given: Gradients) -> None:
         owes, trained = self._owing[number], trained_in(group)

@@ -77,7 +77,7 @@ def both_ways(rank):
     dist.init_process_group("gloo")
     triton_encoder.TILE = triton_encoder.SCORES = 128
     triton_encoder.ITERS = 1
-    sparse_steps.SparseSteps.most_touched = 1.0
+    sparse_steps.SparseSteps.most = 1.0
     on_host = train(rank, spoil=False)
     BlockExchange._encoder = on_device
     return on_host, train(rank, spoil=False), train(rank, spoil=True)

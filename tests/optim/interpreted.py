@@ -32,7 +32,7 @@ ERROR = {torch.float32: 3e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 def few_programs(monkeypatch):
     if DEVICE.type == "cpu":
         monkeypatch.setattr(triton_step, "TILE", 16)
-    monkeypatch.setattr(module.SparseSteps, "most_touched", 1.0)
+    monkeypatch.setattr(module.SparseSteps, "most", 1.0)
 
 
 def made(kind, pay, dtype, touched):

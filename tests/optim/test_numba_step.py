@@ -20,7 +20,7 @@ KINDS = {**ALIKE, "adamw, short memory": (SparseAdamW, {"lr": 0.01, "betas": (0.
 
 @pytest.fixture(autouse=True)
 def always_worth_it(monkeypatch):
-    monkeypatch.setattr(module.SparseSteps, "most_touched", 1.0)
+    monkeypatch.setattr(module.SparseSteps, "most", 1.0)
 
 
 def made(kind, pay, block, loops, monkeypatch):

@@ -29,7 +29,7 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def always_worth_it(monkeypatch):
-    monkeypatch.setattr(module.SparseSteps, "most_touched", 0.5)
+    monkeypatch.setattr(module.SparseSteps, "most", 0.5)
 
 
 def made(kind, touched, dtype=torch.float64):
@@ -279,16 +279,33 @@ def test_pay_is_one_of_two():
         SparseSGD([nn.Parameter(torch.zeros(3))], lr=0.1, pay="never")
 
 
-@pytest.mark.parametrize(("cls", "settings"), [(SparseSGD, {"momentum": 0.9}), (SparseAdamW, {})])
-def test_steps_are_sparse_up_to_the_share_where_dense_ones_are_as_fast(cls, settings, monkeypatch):
-    """Also at 10 % of the blocks, where the other blocks keep what they have; a third of them is a dense step."""
+@pytest.mark.parametrize(("touched", "ahead"), [(6, True), (7, False)])
+def test_momentum_is_paid_ahead_up_to_a_share_of_the_blocks(monkeypatch, touched, ahead):
+    """Momentum that a dense step would carry on asks again for what error feedback has sent already."""
+    monkeypatch.undo()
+    p = nn.Parameter(torch.zeros(20 * 16))
+    optimizer, gradient = SparseSGD([p], lr=0.1, momentum=0.9), {}
+    optimizer.sparse.follow(lambda: gradient or None, 16)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    gradient[p] = BlockGradient.of(p, torch.arange(touched), torch.ones(touched, 16))
+    for _ in range(2):
+        p.grad = gradient[p].grad
+        optimizer.step()
+    moved = 2 * 0.1 / (1 - 0.9) if ahead else 0.1 * (1 + 1.9)
+    torch.testing.assert_close(p.detach()[: 16 * touched], torch.full((16 * touched,), -moved))
+    assert not p[16 * touched :].any()
+
+
+@pytest.mark.parametrize(("cls", "settings", "most"), [(SparseSGD, {"momentum": 0.9}, 15), (SparseAdamW, {}, 50)])
+def test_what_is_paid_later_is_sparse_as_far_as_that_is_faster(cls, settings, most, monkeypatch):
     monkeypatch.undo()
     p = nn.Parameter(torch.zeros(1600))
-    optimizer, given = cls([p], lr=0.1, **settings), {}
+    optimizer, given = cls([p], lr=0.1, pay="later", **settings), {}
     optimizer.sparse.follow(lambda: given, 16)
     p.grad = torch.ones(1600)
     optimizer.step()
-    for touched, moved in ((10, 10), (33, 100)):
+    for touched, moved in ((most, most), (most + 1, 100)):
         before, gradient = p.detach().clone(), BlockGradient.of(p, torch.arange(touched), torch.ones(touched, 16))
         given[p], p.grad = gradient, gradient.grad
         optimizer.step()

@@ -621,7 +621,7 @@ class WithSparse(Wide):
 
 def _fit_sparse(rank, optimizer, settings, kwargs):
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-    sparse_steps.SparseSteps.most_touched = 0.5  # of a model of 20 blocks, one is a lot
+    sparse_steps.SparseSteps.most = 0.5  # of a model of 20 blocks, one is a lot
     model = WithSparse(optimizer)
     out = _fit(rank, [3, 1], settings, {"model": model, **kwargs})
     return {**out, "written": model.written}
