@@ -26,7 +26,7 @@ LONGEST = 512
 
 MOST_AHEAD = 0.3
 """Share of touched blocks to which momentum is paid ahead. That is other mathematics than a dense step, and trains better
-on gradients that come with error feedback (``benchmarks/convergence.py``), so that speed is not what decides."""
+on gradients that come with error feedback (``benchmarks/convergence.py``), so speed is not what decides."""
 
 AT_ONCE = 4096
 """Blocks that torch works on at a time, so that they stay in the cache from one operation to the next."""
