@@ -25,8 +25,8 @@ LONGEST = 512
 """Steps that a block may owe; then all blocks are settled, in one dense pass."""
 
 MOST_AHEAD = 0.3
-"""Share of touched blocks to which momentum is paid ahead. That is other mathematics than a dense step, and trains better
-on gradients that come with error feedback (``benchmarks/convergence.py``), so speed is not what decides."""
+"""Share of touched blocks to which momentum is paid ahead. That is other mathematics than a dense step, and better for
+gradients that come with error feedback (``benchmarks/convergence.py``), so speed is not what decides."""
 
 AT_ONCE = 4096
 """Blocks that torch works on at a time, so that they stay in the cache from one operation to the next."""
