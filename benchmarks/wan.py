@@ -78,6 +78,8 @@ OF_RATES = (
     "powersgd",
     "density 0.1",
     "density 0.01",
+    "density 0.003",
+    "auto",
     "density 0.01, late",
     "density 0.01, late, look-ahead",
 )
@@ -93,7 +95,7 @@ OF_TRACE = (
     "controller",
     "controller, late",
 )
-"""What is run by default, in about ten minutes."""
+"""What is run by default, in about a quarter of an hour."""
 SHARES = (1.0, 0.6)
 BATCH, SPLIT = 104, (130, 78)
 PASSES = 3
