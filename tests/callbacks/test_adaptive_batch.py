@@ -563,13 +563,15 @@ def test_decisions_after_a_resume_are_those_of_the_run_without(tmp_path):
     for full, part in zip(whole, rest, strict=True):
         assert totals(part) == totals(full)[1:]
         assert part["history"] == full["history"][-1:]
-        assert part["estimates"] == full["estimates"][1:]
+        assert len(part["estimates"]) == 3
+        for one, other in zip(part["estimates"], full["estimates"][1:], strict=True):
+            assert one == pytest.approx(other, rel=1e-12)  # an interval that is cut is added up in two parts
         assert part["seen"] == full["seen"][85:]
-        assert part["used"] == full["used"][85:]
+        assert part["used"] == pytest.approx(full["used"][85:], rel=1e-12)
         assert part["scale_invariant_steps"] == pytest.approx(full["scale_invariant_steps"])
-        for name in ("engine", "gains"):
-            assert part["state"][name] == full["state"][name]
-        np.testing.assert_array_equal(part["weights"], full["weights"])
+        assert part["state"]["engine"] == full["state"]["engine"]
+        assert part["state"]["gains"] == pytest.approx(full["state"]["gains"], rel=1e-12)
+        np.testing.assert_allclose(part["weights"], full["weights"], rtol=1e-10)
     assert rest[0]["state"]["planner"] == whole[0]["state"]["planner"]  # which decides
 
 
@@ -649,7 +651,6 @@ def _alternating(rank, prefetch):
     return fit(rank, {"replan": 1}, 2, 2, dataset=Points(N), **arguments)
 
 
-@pytest.mark.parametrize("prefetch", [2, 3])
 class Manual(Uneven):
     """Steps by itself, and knows nothing of accumulation."""
 
@@ -665,11 +666,13 @@ class Manual(Uneven):
 
 
 def test_a_loop_of_the_modules_own_gets_no_total_that_would_need_accumulation():
-    first, _ = run(options={"max_local_batch_sizes": (8, 6)}, model=Manual(), max_epochs=3)
+    options = {"max_local_batch_sizes": (8, 6), "ddp_comm_hook": slow_network}  # so that larger totals pay
+    first, _ = run(options=options, model=Manual(), max_epochs=3)
     assert totals(first)[-1] == 14
     assert set(first["windows"]) == {1}
 
 
+@pytest.mark.parametrize("prefetch", [2, 3])
 def test_a_window_of_micro_batches_has_one_total(prefetch):
     """However far loader workers have drawn ahead."""
     results = run_ranks(_alternating, 2, prefetch)
