@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import random
 import signal
 import socket
 import sys
@@ -23,9 +24,13 @@ FORK = get_context("fork")
 
 
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port below those that the kernel gives to connections, a rank's own attempts to reach this one among them."""
+    ports = random.SystemRandom()
+    while True:
+        port = ports.randrange(20_000, 32_000)
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 class RankError(AssertionError):
