@@ -11,8 +11,9 @@ Times are taken three times. By the clock, a machine that others share can hardl
 of a step, of all threads of rank 0, is delayed less by others; it has what a strategy computes, and not what it waits
 for. And ``noise_scale_share_%`` is the processor time within the functions that measure the noise scale, over that of
 the same steps, in trainings of their own, because timing so many calls takes time too: both sides saw the same machine.
-It is an upper bound: what comes first after a backward pass waits for cold caches (40 us instead of 4 for a small
-norm), as the next one would have done in its place.
+It is not what a step gets longer by: it leaves out the caches and the memory that they take from others, and what comes
+first after a backward pass waits for cold caches (40 us instead of 4 for a small norm), as the next one would have done
+in its place.
 """
 
 import argparse

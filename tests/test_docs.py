@@ -331,7 +331,7 @@ def test_overhead_in_the_readme_is_that_of_the_benchmark():
     def with_quartiles(row, name, of):
         return (row[f"{name}{of}_%"], *map(float, row[f"{name}_quartiles{of}_%"].split(" to ")))
 
-    for (name, step, by_clock, processor, noise, share, again), row in zip(table, result["rows"], strict=True):
+    for (name, step, by_clock, processor, noise, on, share, again), row in zip(table, result["rows"], strict=True):
         kind, _, size = name.partition(", ")
         assert kind == row["model"]
         same_when_rounded(size, row["parameters"] / 1e6)
@@ -339,6 +339,7 @@ def test_overhead_in_the_readme_is_that_of_the_benchmark():
         same_when_rounded(by_clock, *with_quartiles(row, "hetero_ddp", ""))
         same_when_rounded(processor, *with_quartiles(row, "hetero_ddp", "_cpu"))
         same_when_rounded(noise, *with_quartiles(row, "with_gns_each_step", "_cpu"))
+        same_when_rounded(on, row["noise_scale_alternating_%"])
         same_when_rounded(share, row["noise_scale_share_%"])
         same_when_rounded(again, *with_quartiles(row, "ddp_again", "_cpu"))
 
@@ -352,7 +353,7 @@ def test_cost_of_the_noise_scale_is_that_of_the_benchmark():
     for name, *cells in rows(table):
         row = found[re.search(r"[\d.]+ M", name)[0]]
         for cell, column in zip(
-            cells, ("hetero_ddp_cpu_%", "with_gns_each_step_cpu_%", "noise_scale_share_%"), strict=True
+            cells, ("hetero_ddp_cpu_%", "noise_scale_alternating_%", "noise_scale_share_%"), strict=True
         ):
             same_when_rounded(cell, row[column])
 
