@@ -62,6 +62,7 @@ KINDS = {
         "callbacks": {"look_ahead": {}},
     },
     "dense, late": {"staleness": 1},
+    "dense, late, no priority": {"staleness": 1, "callbacks": {"no_priority": {}}},
     "dense, late, look-ahead": {"staleness": 1, "callbacks": {"look_ahead": {}}},
     "auto": {"compression": "auto"},
     "controller": {"compression": "block_topk(density=0.1)", "callbacks": {"tta": {}}},
@@ -69,7 +70,16 @@ KINDS = {
     "controller, idle rule": {"compression": "block_topk(density=0.1)", "callbacks": {"tta": {"bandwidth": "idle"}}},
 }
 """Settings of the strategy; ``None`` is Lightning's own DDP. ``callbacks`` are made by :data:`CALLBACKS`."""
-CALLBACKS = {"tta": TTACallback, "look_ahead": LookAheadCallback}
+
+
+class NoPriority(L.Callback):
+    """Lets delayed sums set out with those that are awaited."""
+
+    def on_train_start(self, trainer, pl_module):
+        trainer.strategy.engine.hook_state.staleness.queue.running = False
+
+
+CALLBACKS = {"tta": TTACallback, "look_ahead": LookAheadCallback, "no_priority": NoPriority}
 OF_RATES = (
     NOTHING_SENT,
     "ddp",
@@ -89,6 +99,7 @@ OF_TRACE = (
     "ddp",
     "hetero_ddp",
     "dense, late",
+    "dense, late, no priority",
     "dense, late, look-ahead",
     "powersgd",
     "density 0.1",
