@@ -108,7 +108,7 @@ OF_TRACE = (
 )
 """What is run by default, in about a quarter of an hour."""
 SHARES = (1.0, 0.6)
-BATCH, SPLIT = 56, (70, 42)
+BATCH, SPLIT = 72, (90, 54)
 PASSES = 3
 """Passes over the digits in an epoch, at the end of which ranks meet."""
 TRACE_MBIT, TRACE_SECONDS, TRACE_SEED = (50.0, 600.0), 4.0, 1
