@@ -34,7 +34,7 @@ from torch import nn
 
 from lightning_hetero.comm.sums import gather_over_ranks
 from lightning_hetero.compression import BlockEncoder, Layout, MessageFormat, Pack, encoder
-from lightning_hetero.compression.gradients import BlockGradient, block_gradients
+from lightning_hetero.compression.gradients import BlockGradient, GradientParts
 from lightning_hetero.compression.layout import put_rows, take_rows
 from lightning_hetero.compression.selectors import SELECT, SelectorState
 from lightning_hetero.optim import SparseAdamW, SparseSGD
@@ -162,7 +162,7 @@ def whole_step(encoder_class, n, density):
         p.grad = gradient
     optimizer.step()
     optimizer.sparse.follow(lambda: blocks, 16)
-    slots = {parameters[slot.name]: slot for slot in layout.slots}
+    parts = GradientParts({parameters[slot.name]: slot for slot in layout.slots}, layout.block)
 
     def run():
         for slot in layout.slots:
@@ -171,7 +171,7 @@ def whole_step(encoder_class, n, density):
         packs = made.read(message[None], step=0)
         made.merge(packs)
         blocks.clear()
-        blocks.update(block_gradients(made.merge_sparse(packs), slots))
+        blocks.update(parts.of(made.merge_sparse(packs)))
         for p, its in blocks.items():
             p.grad = its.grad
         optimizer.step()

@@ -372,7 +372,7 @@ class GradientCompression:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the residuals of an earlier run, once the model is attached or at once; without any, with zero."""
-        self._restored, self._idle = state, {}
+        self._restored, self._idle, self.hook.owed = state, {}, None
         if self.exchange is not None:
             self._go_on(state)
         elif self.control.world_size == 1:

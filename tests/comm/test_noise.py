@@ -16,7 +16,6 @@ from lightning_hetero.comm.noise import NoiseCollector
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.optim import AdamPreconditioner
 
-UNREAD = (NotImplementedError, RuntimeError)
 SHAPES = [(40, 30), (30,), (7,)]
 
 
@@ -73,7 +72,7 @@ def test_no_step_of_an_interval_reads_the_device(micro, adam, monkeypatch):
         gradient_hook(hook, Bucket(weights=weights)).wait()
         collector.end_step()
     assert collector.sums.steps == 20
-    with pytest.raises(UNREAD, match="meta tensor"):
+    with pytest.raises(RuntimeError, match="meta tensor"):
         collector.sums.peek()
 
 
@@ -102,5 +101,5 @@ def test_no_step_of_one_worker_reads_the_device(window):
     first = 1 if window == 1 else 0  # which has nothing to compare with
     for _ in range(INTERVAL - 1 + first):
         step()
-    with pytest.raises(UNREAD, match="meta tensor"):
+    with pytest.raises(RuntimeError, match="meta tensor"):
         step()

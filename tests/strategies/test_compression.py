@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -647,3 +648,18 @@ def test_a_resumed_run_with_a_sparse_optimizer_goes_on_identically(tmp_path):
     path = next(tmp_path.glob("*step=10.ckpt"))
     rest = run_ranks(_fit_sparse, 2, "SparseSGD", FEW, {"ckpt_path": str(path), **saving(tmp_path)})
     np.testing.assert_array_equal(rest[0]["weights"], whole[0]["weights"])
+
+
+def test_another_checkpoint_leaves_nothing_of_the_first_one_to_pay():
+    """One worker loads two states before its first step: what the first one owed is not the second one's."""
+    control = SimpleNamespace(world_size=1, rank=0)
+    hook = HookState(StepObserver(HostClock()), 1)
+    compression = GradientCompression(BlockTopK(), control, hook)
+    model = nn.Linear(3, 1)
+    compression.attach(model)
+    owed = {"ranks": [{"kind": "BlockExchange", "residuals": {"weight": torch.ones(3)}, "extra": {}}]}
+    compression.load_state_dict({**owed, "clusters": ((0,),)})
+    assert hook.owed is not None
+    compression.load_state_dict({})
+    assert hook.owed is None
+    assert compression.state_dict_of_rank() == {}

@@ -1,0 +1,24 @@
+"""Benchmarks take long and run by hand: that what they import is there is seen here."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+def test_every_benchmark_finds_what_it_imports():
+    names = sorted(path.stem for path in FOLDER.glob("*.py"))
+    assert "compression" in names
+    code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *names],
+        cwd=FOLDER,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
