@@ -130,10 +130,12 @@ def _waits_in_vain(rank):
     accelerator = _accelerator(kwargs_handlers=[handler])
     store = torch.distributed.distributed_c10d._get_default_store()
     if rank == 1:
-        return store.wait(["done"], timedelta(seconds=60))
+        store.wait(["waited"], timedelta(seconds=60))
+        return store.set("seen", "")
     with pytest.raises(RuntimeError, match="[Tt]imed out"):
         accelerator.hetero_session.engine.control.gather_objects(None)
-    return store.set("done", "")
+    store.set("waited", "")
+    return store.wait(["seen"], timedelta(seconds=60))  # the store ends with this rank
 
 
 def test_a_rank_waits_for_another_no_longer_than_the_given_timeout():
