@@ -2,7 +2,8 @@
 
     python benchmarks/solver.py
 
-Goals: a split of 1000 workers into whole samples in 1 ms, the step times of 100 candidate totals in 1 ms. Results go to
+Goals: a split of 1000 workers into whole samples in 1 ms, the step times of 100 candidate totals in 1 ms. A choice
+of the total solves either all of them, or the four on which it rests if the others are kept. Results go to
 ``benchmarks/results/solver.json``.
 """
 
@@ -20,6 +21,7 @@ from hardware import write_table
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
+from lightning_hetero.core.goodput import SolvedTotals
 from lightning_hetero.core.optperf import solve_optperf, solve_step_times
 from lightning_hetero.core.time_model import ClusterTimeModel, NodeTimeModel
 
@@ -77,6 +79,8 @@ def row(workers: int, repeats: int) -> dict[str, Any]:
     cluster, total = cluster_of(workers), SAMPLES_PER_WORKER * workers
     repeats = max(3, repeats * 1000 // max(workers, 1000))
     candidates = np.geomspace(total / 16, total * 16, CANDIDATES).astype(int)
+    windows, bounds = [(int(candidate), 1) for candidate in candidates], ((1,) * workers, None)
+    known = SolvedTotals.solve(cluster, windows, *bounds)
     result: dict[str, Any] = {
         "workers": workers,
         "optperf_ms": milliseconds(lambda: solve_optperf(cluster, total), repeats),
@@ -85,6 +89,8 @@ def row(workers: int, repeats: int) -> dict[str, Any]:
             repeats,
         ),
         "100_candidates_ms": milliseconds(lambda: solve_step_times(cluster, candidates), repeats),
+        "all_anew_ms": milliseconds(lambda: SolvedTotals.solve(cluster, windows, *bounds), repeats),
+        "four_renewed_ms": milliseconds(lambda: known.renewed(cluster, windows[::33]), repeats),
         "linprog_ms": None,
         "linprog_difference": None,
     }

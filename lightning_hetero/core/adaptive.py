@@ -1,11 +1,19 @@
 """Total batch size and split decided together, by goodput (Cannikin, sec. 4.1 and 4.5), as a planner."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_hetero.core.goodput import Candidate, candidate_totals, choose_total, goodput_table
+from lightning_hetero.core.goodput import (
+    Candidate,
+    SolvedTotals,
+    Window,
+    candidate_totals,
+    choose_total,
+    goodput_of,
+    windows_of,
+)
 from lightning_hetero.core.optperf import solve_optperf
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PerfModelPlanner, PlanContext, Proposal
@@ -41,6 +49,7 @@ class GoodputPlanner:
         micro_batch_limit: samples of all workers together in one micro-batch if no bounds are known, ``None`` for no
             limit.
         table: candidates of the last decision.
+        solved: their step times, kept from one decision to the next.
         steps: observed steps since the total changed.
         accumulation: micro-batches of the total in use.
         moves_total: tells the engine that a run goes on with the total that it had reached.
@@ -67,6 +76,7 @@ class GoodputPlanner:
     initial_total: int | None = None
     micro_batch_limit: int | None = None
     table: tuple[Candidate, ...] = ()
+    solved: SolvedTotals = SolvedTotals()
     steps: int = 0
     accumulation: int = 1
     moves_total: bool = True
@@ -91,7 +101,9 @@ class GoodputPlanner:
         if cluster is None or self.noise_scale(context) is None or self.initial_total is None:
             return planner, split
         total = current.total_batch_size * context.accumulation
-        planner = replace(planner, table=planner.candidates(cluster, total, context))
+        windows = planner.windows(total, context)
+        planner = replace(planner, solved=planner._solve(cluster, windows, total, context))
+        planner = replace(planner, table=planner.candidates(planner.solved.times(windows), context))
         now = planner.current(planner.table, total)
         if planner.steps < self.min_steps or now is None:
             return planner, split
@@ -115,17 +127,13 @@ class GoodputPlanner:
         """What a change of the total rests on, for the log."""
         return f"at a noise scale of {self.noise_scale(context):.3g} samples"
 
-    def candidates(self, cluster: ClusterTimeModel, total: int, context: PlanContext) -> tuple[Candidate, ...]:
-        """Goodput of every total that may follow the current one, itself included.
+    def windows(self, total: int, context: PlanContext) -> tuple[Window, ...]:
+        """Every total that may follow the current one, itself included, and the number of its micro-batches.
 
         Args:
-            cluster: time model of one micro-batch.
             total: total that runs now.
-            context: bounds, noise, and whether the number of micro-batches may change.
+            context: bounds, and whether the number of micro-batches may change.
         """
-        noise_scale = self.noise_scale(context)
-        assert noise_scale is not None
-        assert self.initial_total is not None
         least = sum(context.min_local) * (1 if context.epoch_begins else context.accumulation)
         low = max(least, self.min_total_batch_size or 1, round(total / GROWTH))
         high = min(self.max_total_batch_size, round(total * GROWTH))
@@ -134,17 +142,49 @@ class GoodputPlanner:
         grid = () if high < low else candidate_totals(low, high)
         full = () if limit is None else range(-(-low // limit) * limit, high + 1, limit)  # what just fits
         parts = (_in_equal_parts(b, limit, count) for b in (*grid, *full))
-        totals = {total, *(b for b in parts if b >= low)}
-        return goodput_table(
-            cluster,
-            sorted(totals),
-            noise_scale=noise_scale,
-            initial_total=self.initial_total,
+        return windows_of(
+            [total, *(b for b in parts if b >= low)],
             min_local=context.min_local,
             max_local=context.max_local,
             micro_batch_limit=limit,
             accumulation=count,
         )
+
+    def _solve(
+        self, cluster: ClusterTimeModel, windows: Sequence[Window], total: int, context: PlanContext
+    ) -> SolvedTotals:
+        """Step times by which to choose: those that were kept, renewed where the choice rests on them, or all anew.
+
+        It rests on the current total and on the one that is chosen. The least and the greatest total are renewed as
+        well, because a worker's fixed time may turn out to be another with no change of its time at the current total.
+        """
+        solved, bounds = self.solved, (context.min_local, context.max_local)
+        if not solved.holds(windows, *bounds):
+            return SolvedTotals.solve(cluster, windows, *bounds)
+        asked = {*windows[:1], *windows[-1:], *(window for window in windows if window[0] == total)}
+        renewed: set[Window] = set()
+        while asked - renewed:
+            newest = solved.renewed(cluster, sorted(asked - renewed))
+            if newest is None:
+                return SolvedTotals.solve(cluster, windows, *bounds)
+            solved, renewed = newest, renewed | asked
+            table = self.candidates(solved.times(windows), context)
+            if self.current(table, total) is not None:
+                chosen = choose_total(table, total, hysteresis=self.hysteresis)
+                asked = {(chosen.total_batch_size, chosen.accumulation)}
+        return solved
+
+    def candidates(self, times: Mapping[Window, float], context: PlanContext) -> tuple[Candidate, ...]:
+        """Goodput of candidates whose step times are known.
+
+        Args:
+            times: seconds of an optimizer step, by total and number of micro-batches.
+            context: noise.
+        """
+        noise_scale = self.noise_scale(context)
+        assert noise_scale is not None
+        assert self.initial_total is not None
+        return goodput_of(times, noise_scale=noise_scale, initial_total=self.initial_total)
 
     def current(self, table: Sequence[Candidate], total: int) -> Candidate | None:
         """The candidate that runs now, ``None`` before there is a table."""
@@ -158,6 +198,7 @@ class GoodputPlanner:
             "micro_batch_limit": self.micro_batch_limit,
             "steps": self.steps,
             "accumulation": self.accumulation,
+            "solved": self.solved.state_dict(),
         }
 
     def loaded(self, state: dict[str, Any]) -> "GoodputPlanner":
@@ -169,6 +210,7 @@ class GoodputPlanner:
             micro_batch_limit=state["micro_batch_limit"],
             steps=int(state["steps"]),
             accumulation=int(state["accumulation"]),
+            solved=SolvedTotals.from_state_dict(state["solved"]) if "solved" in state else SolvedTotals(),
         )
 
 

@@ -16,7 +16,7 @@ from lightning_hetero.core.plan import BatchPlan, proportional_sizes
 from lightning_hetero.core.time_model import ClusterTimeModel
 from lightning_hetero.core.validation import check_int, check_sizes
 
-__all__ = ["bootstrap_sizes", "solve_optperf", "solve_step_times", "static_sizes"]
+__all__ = ["bootstrap_sizes", "overlap_state", "solve_optperf", "solve_step_times", "static_sizes"]
 
 Array = npt.NDArray[np.float64]
 Bound = int | Sequence[int] | npt.NDArray[np.int64]
@@ -255,6 +255,30 @@ def _capacity_table(lines: _Lines, times: Array, crossing_time: Array, full_time
     sizes = np.concatenate([[0.0], np.cumsum(np.diff(times) * slopes[:-1])])
     anchor = min(int(np.searchsorted(times, start * (1.0 + 1e-6))), len(times) - 1)
     return np.asarray(np.maximum.accumulate(sizes + (lines.capacity(float(times[anchor]))[0].sum() - sizes[anchor])))
+
+
+def overlap_state(cluster: ClusterTimeModel, step_times: Sequence[float] | Array) -> list[bytes]:
+    """Which workers are bound by computing at each of these OptPerfs: the overlap state (Cannikin, sec. 3.3).
+
+    Within a step time a worker is bound by computing or by communication, whichever leaves it fewer samples. It does
+    not matter whether its bounds leave it fewer still.
+
+    Args:
+        cluster: time model of all workers.
+        step_times: seconds, of :func:`solve_step_times`.
+
+    Returns:
+        One bit per worker, the first worker first, in whole bytes; the same for equal overlap states.
+
+    Example:
+        >>> from lightning_hetero.core.time_model import NodeTimeModel
+        >>> nodes = NodeTimeModel(0, 0, 0.001, 0), NodeTimeModel(0, 0.1, 0.003, 0)
+        >>> cluster = ClusterTimeModel(nodes, gamma=0.5, t_o=0.05)
+        >>> [f"{state[0]:08b}" for state in overlap_state(cluster, [0.08, 0.12, 0.3])]
+        ['00000000', '10000000', '11000000']
+    """
+    alpha_1, beta_1, alpha_2, beta_2 = cluster.coefficients()
+    return [np.packbits((t - beta_1) / alpha_1 <= (t - beta_2) / alpha_2).tobytes() for t in np.asarray(step_times)]
 
 
 def bootstrap_sizes(

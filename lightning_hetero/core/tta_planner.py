@@ -6,7 +6,7 @@ takes that sends nothing, and the link what each density adds to it.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +14,12 @@ import numpy as np
 
 from lightning_hetero.core.adaptive import GoodputPlanner
 from lightning_hetero.core.bandwidth import LinkEstimate, LinkProbe, MessageLink, sending_rate, without_messages
-from lightning_hetero.core.goodput import Candidate
+from lightning_hetero.core.goodput import Candidate, Window
 from lightning_hetero.core.late_choice import SAME_LINK, LateChoice
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PlanContext, Proposal
 from lightning_hetero.core.surrogate import ProfilePenalty
-from lightning_hetero.core.time_model import ClusterTimeModel, StepObservations
+from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.core.tta import LATE_PENALTY, DensityChoice, density_penalty, minimise_time_to_accuracy
 
 __all__ = ["NO_LIMIT", "TimeToAccuracyPlanner"]
@@ -297,9 +297,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
 
     def _probe(self, wish: DensityChoice, now: DensityChoice, seconds: float, link: MessageLink) -> float | None:
         """Density whose messages are to be timed: the wish, or a higher one if the link may be faster than it looks."""
-        if link.seconds is None:
-            return None
-        if link.step < self.next_probe:
+        if link.seconds is None or link.step < self.next_probe:
             return None
         if wish.density >= link.density:
             faster = replace(link, estimates=tuple(LinkEstimate(OPTIMISM * rate) for rate in link.rates))
@@ -318,11 +316,14 @@ class TimeToAccuracyPlanner(GoodputPlanner):
                 return float(density) if num_bytes > link.bytes_now else None
         return None
 
-    def candidates(self, cluster: ClusterTimeModel, total: int, context: PlanContext) -> tuple[Candidate, ...]:
-        """Goodput of every total that may follow, at the density that suits it best."""
+    def windows(self, total: int, context: PlanContext) -> tuple[Window, ...]:
+        """Every total that may follow the current one; only itself where the total stays."""
         bounds = self if self.moves_batch else replace(self, max_total_batch_size=total, min_total_batch_size=total)
-        table = super(TimeToAccuracyPlanner, bounds).candidates(cluster, total, context)
-        link = self._link(context)
+        return super(TimeToAccuracyPlanner, bounds).windows(total, context)
+
+    def candidates(self, times: Mapping[Window, float], context: PlanContext) -> tuple[Candidate, ...]:
+        """Goodput of candidates whose step times are known, at the density that suits each best."""
+        table, link = super().candidates(times, context), self._link(context)
         return table if link is None else tuple(self._with_messages(candidate, link) for candidate in table)
 
     def _with_messages(self, candidate: Candidate, link: MessageLink) -> Candidate:

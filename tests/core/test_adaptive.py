@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_hetero.core import goodput
 from lightning_hetero.core.adaptive import GoodputPlanner
-from lightning_hetero.core.goodput import choose_total
+from lightning_hetero.core.goodput import SolvedTotals, choose_total
 from lightning_hetero.core.noise_scale import RunningNoiseScale
+from lightning_hetero.core.optperf import solve_step_times
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PerfModelPlanner, PlanContext
 from lightning_hetero.core.profile import NodeProfile
@@ -261,6 +263,111 @@ def test_a_worker_that_cannot_be_seen_at_another_size_does_not_explore_for_ever(
     assert proposal.plan.total_batch_size == choose_total(after.table, 40).total_batch_size == 20
 
 
+# what is kept of the candidates
+
+
+def solved_anew(before):
+    return replace(before, solved=SolvedTotals())
+
+
+@pytest.fixture
+def solves(monkeypatch):
+    """How many candidates every call of their solver had."""
+    calls = []
+
+    def solve(cluster, totals, **bounds):
+        calls.append(len(totals) - 1)
+        return solve_step_times(cluster, totals, **bounds)
+
+    monkeypatch.setattr(goodput, "solve_step_times", solve)
+    return calls
+
+
+def test_candidates_are_kept_from_look_to_look(solves):
+    """All at first; then the current one, the one that is chosen, and the ends of the range."""
+    state, _ = planner(steps=0, min_steps=1000).decide(NOTHING, plan(30, 10), context(40, 300.0))
+    assert solves == [len(state.table)]
+    assert len(state.table) > 12
+    solves.clear()
+    state, _ = state.decide(NOTHING, plan(30, 10), context(40, 1e6))  # 80 is chosen, an end of the range
+    assert solves == [3]
+    state, _ = state.decide(NOTHING, plan(30, 10), context(40, 40.0))  # one between the ends
+    assert solves == [3, 3, 1]
+    later, _ = state.decide(NOTHING, plan(30, 10), replace(context(40, 300.0), min_local=(2, 2)))
+    assert solves == [3, 3, 1, len(later.table)]
+
+
+def test_a_new_total_has_its_own_candidates(solves):
+    state, proposal = planner().decide(NOTHING, plan(30, 10), context(40, 1e6))
+    state, _ = state.decide(NOTHING, proposal.plan, context(80, 1e6))
+    assert solves[1] == len(state.table)
+    assert max(totals(state.table)) == 160
+
+
+@pytest.mark.parametrize("hysteresis", [0.0, 0.05])
+def test_with_the_same_time_model_the_choice_is_that_of_candidates_solved_anew(hysteresis, solves):
+    """OptPerf does not depend on the noise, of which alone there is news."""
+    kept, _ = planner(hysteresis=hysteresis, sync=0.03, min_total_batch_size=10).decide(
+        NOTHING, plan(30, 10), context(40, 40.0)
+    )
+    solves.clear()
+    chosen = set()
+    for phi in np.geomspace(1.0, 1e5, 60):
+        one, other = (
+            replace(p, steps=100).decide(NOTHING, plan(30, 10), context(40, phi)) for p in (kept, solved_anew(kept))
+        )
+        assert one[1] == other[1]
+        assert [c.goodput for c in one[0].table] == pytest.approx([c.goodput for c in other[0].table], rel=1e-12)
+        chosen.add(one[1] and one[1].plan.total_batch_size)
+    assert len(chosen) > 3
+    assert sum(count > 4 for count in solves) == 60  # those solved anew
+
+
+def test_a_worker_that_slows_down_has_all_solved_anew(solves):
+    """No overlap state changes: without synchronisation all workers are bound by computing at every total."""
+    kept, _ = planner(steps=0).decide(NOTHING, plan(30, 10), context(40, 300.0))
+    solves.clear()
+    slower = seen((30, 10), nodes=(FAST, (0.01, 0.012)), times=30)
+    after, _ = kept.decide(slower, plan(30, 10), context(40, 300.0))
+    assert solves == [3, len(after.table)]
+    anew, _ = solved_anew(kept).decide(slower, plan(30, 10), context(40, 300.0))
+    assert after.table == anew.table
+
+
+def test_another_overlap_state_has_all_solved_anew(solves):
+    """A network that is slower than the second worker's backward pass."""
+
+    def observed(overlapped):
+        known = seen((20, 20), (30, 10))
+        return replace(known, overlapped_sync=np.zeros_like(known.forward) + overlapped)
+
+    model = PerfModelPlanner().observe(observed(0.0), context(40))
+    kept, _ = replace(planner(steps=0), model=model).decide(NOTHING, plan(30, 10), context(40, 300.0))
+    solves.clear()
+    after, _ = kept.decide(observed(1.0), plan(30, 10), context(40, 300.0))
+    assert solves == [3, len(after.table)]
+
+
+@moderate
+@given(st.lists(st.floats(0.93, 1.07), min_size=4, max_size=4), st.floats(10.0, 3000.0), st.sampled_from([0.0, 0.03]))
+def test_a_total_is_chosen_by_its_newest_time(factors, phi, sync):
+    """What is kept nominates; the gain of a change is that of the newest model, and little is missed."""
+    (f_0, f_1, g_0, g_1), (fast, slow) = factors, (FAST, SLOW)
+    kept, _ = planner(steps=0, sync=sync).decide(NOTHING, plan(30, 10), context(40, phi))
+    nodes = (fast[0] * f_0, fast[1] * g_0), (slow[0] * f_1, slow[1] * g_1)
+    newest = seen((20, 20), (30, 10), nodes=nodes, times=16, sync=sync)
+    kept = replace(kept, steps=100)
+    after, proposal = kept.decide(newest, plan(30, 10), context(40, phi))
+    fresh, _ = solved_anew(kept).decide(newest, plan(30, 10), context(40, phi))
+    best, now = max(c.goodput for c in fresh.table), fresh.current(fresh.table, 40)
+    if proposal is not None and not after.steps:
+        chosen = fresh.current(fresh.table, proposal.plan.total_batch_size)
+        assert chosen.goodput >= 1.05 * now.goodput * (1 - 1e-9)
+        assert chosen.goodput >= 0.98 * best
+    else:
+        assert now.goodput >= 0.98 / 1.05 * best
+
+
 # accumulation
 
 
@@ -344,6 +451,7 @@ def test_state_round_trip(tmp_path):
         after = GoodputPlanner(4096).loaded(stored)
         assert (after.steps, after.accumulation, after.initial_total, after.micro_batch_limit) == (103, 2, 40, 64)
         assert after.model == before.model
+        assert after.solved == before.solved
         assert all(isinstance(profile, NodeProfile) for profile in after.model.profiles.values())
         known = context(20, 1e6, accumulation=2, epoch_begins=True)
         one, other = (p.decide(NOTHING, plan(15, 5), known) for p in (before, after))

@@ -1,13 +1,24 @@
 """Goodput against its formula, brute force over splits, and what the choice of a total has to keep to."""
 
 import itertools
+import json
 import math
+from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.core.goodput import Candidate, candidate_totals, choose_total, efficiency, goodput_table
+from lightning_hetero.core import goodput
+from lightning_hetero.core.goodput import (
+    Candidate,
+    SolvedTotals,
+    candidate_totals,
+    choose_total,
+    efficiency,
+    goodput_table,
+)
 from lightning_hetero.core.optperf import solve_optperf, solve_step_times
 from lightning_hetero.core.time_model import ClusterTimeModel, NodeTimeModel
 
@@ -22,8 +33,8 @@ def table(noise_scale, totals=TOTALS, cluster=CLUSTER, **bounds):
     return goodput_table(cluster, totals, noise_scale=noise_scale, initial_total=64, **bounds)
 
 
-def candidate(total, goodput):
-    return Candidate(total, 1, 1.0, goodput, 1.0, goodput)
+def candidate(total, value):
+    return Candidate(total, 1, 1.0, value, 1.0, value)
 
 
 # efficiency
@@ -145,8 +156,82 @@ def test_table_is_sorted_by_total():
     assert [row.total_batch_size for row in table(1.0, [64, 8, 32], max_local=(9, 6))] == [8, 32, 64]
 
 
-def test_candidates_are_solved_without_a_memory():
-    """Each is the same alone, beside others, and after others; bottlenecks differ between them."""
+# what is kept of it
+
+
+WINDOWS = tuple((total, 1) for total in TOTALS)
+BOUNDS = (1, 1), None
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Totals of every call of the solver."""
+    calls = []
+
+    def solve(cluster, totals, **bounds):
+        calls.append([round(total) for total in totals][:-1])  # the last one stands for the bounds
+        return solve_step_times(cluster, totals, **bounds)
+
+    monkeypatch.setattr(goodput, "solve_step_times", solve)
+    return calls
+
+
+def test_all_candidates_are_solved_once_and_then_the_chosen_alone(asked):
+    known = SolvedTotals.solve(CLUSTER, WINDOWS, *BOUNDS)
+    newest = ClusterTimeModel((FAST, NodeTimeModel(0.003, 0.02002, 0.005, 0.006)), gamma=0.3, t_o=0.02, t_u=0.005)
+    chosen = WINDOWS[20]
+    after = known.renewed(newest, [chosen])
+    assert asked == [list(TOTALS), [chosen[0]]]
+    fresh = SolvedTotals.solve(newest, WINDOWS, *BOUNDS).times(WINDOWS)
+    for window, seconds in after.times(WINDOWS).items():
+        assert seconds == pytest.approx(fresh[window] if window == chosen else known.times([window])[window], rel=1e-14)
+    assert fresh[chosen] != known.times([chosen])[chosen]
+
+
+def test_a_changed_overlap_state_leaves_nothing_known():
+    """Although the time is nearly what it was: the second worker's communication bounds it by a little more."""
+    total = (60, 1)
+    before = ClusterTimeModel((FAST, SLOW), gamma=0.3, t_o=0.0, t_u=0.005)
+    known = SolvedTotals.solve(before, [total], *BOUNDS)
+    (seconds,) = known.times([total]).values()
+    sizes = solve_optperf(before, 60).local_batch_sizes
+    touching = 0.7 * SLOW.backward_time(sizes[1]) * 1.02  # t_o at which its buckets take longer than its computing
+    after = replace(before, t_o=touching)
+    assert solve_step_times(after, [60])[0] == pytest.approx(seconds, rel=0.009)
+    assert known.renewed(after, [total]) is None
+    assert known.renewed(replace(before, t_o=0.5 * touching), [total]) is not None
+
+
+def test_slow_changes_add_up():
+    """Each is below 1 %, and all together are not: what counts is the time when all candidates were solved."""
+    known, chosen, looks = SolvedTotals.solve(CLUSTER, WINDOWS, *BOUNDS), WINDOWS[-1:], 0
+    while known is not None:
+        looks += 1
+        nodes = (FAST, NodeTimeModel(0.003, 0.02, 0.005 * 1.01**looks, 0.006))
+        known = known.renewed(replace(CLUSTER, nodes=nodes), chosen)
+    assert 3 <= looks <= 8
+
+
+def test_what_is_kept_holds_for_its_bounds_and_candidates_only():
+    known = SolvedTotals.solve(CLUSTER, WINDOWS[:20], (1, 1), (900, 900))
+    assert known.holds(WINDOWS[3:9], (1, 1), (900, 900))
+    assert not known.holds(WINDOWS[3:21], (1, 1), (900, 900))
+    assert not known.holds([(WINDOWS[0][0], 2)], (1, 1), (900, 900))
+    assert not known.holds(WINDOWS[:20], (1, 2), (900, 900))
+    assert not known.holds(WINDOWS[:20], (1, 1), (900, 800))
+    assert not known.holds(WINDOWS[:20], (1, 1, 1), None)
+
+
+def test_what_is_kept_goes_through_a_checkpoint(tmp_path):
+    known = SolvedTotals.solve(CLUSTER, [(8, 1), (16, 2), (64, 3)], (1, 1), (20, 30)).renewed(CLUSTER, [(16, 2)])
+    torch.save(known.state_dict(), tmp_path / "state")
+    stored = torch.load(tmp_path / "state", weights_only=True), json.loads(json.dumps(known.state_dict()))
+    assert [SolvedTotals.from_state_dict(state) for state in stored] == [known, known]
+    assert SolvedTotals.from_state_dict(SolvedTotals().state_dict()) == SolvedTotals()
+
+
+def test_solved_alone_and_together_is_the_same():
+    """Bottlenecks differ between candidates, and the solver does not begin with those of another one."""
     rows = table(300.0)
     kinds = {solve_optperf(CLUSTER, total).bottlenecks for total in TOTALS}
     assert len(kinds) > 1

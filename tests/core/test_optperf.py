@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
-from lightning_hetero.core.optperf import bootstrap_sizes, solve_optperf, solve_step_times, static_sizes
+from lightning_hetero.core.optperf import (
+    bootstrap_sizes,
+    overlap_state,
+    solve_optperf,
+    solve_step_times,
+    static_sizes,
+)
 from lightning_hetero.core.time_model import ClusterTimeModel, NodeTimeModel
 
 moderate = settings(max_examples=200, deadline=None, derandomize=True)
@@ -371,6 +377,33 @@ def test_bad_arguments_are_named(total, bounds, error, says):
 def test_candidates_outside_the_bounds_are_an_error(totals, bounds):
     with pytest.raises(ValueError, match="total_batch_size"):
         solve_step_times(TWO, totals, **bounds)
+
+
+@moderate
+@given(
+    st.lists(st.tuples(*[st.floats(1e-4, 1e-2)] * 2, *[st.floats(0, 0.1)] * 2), min_size=1, max_size=10),
+    st.floats(0, 0.9),
+    st.floats(0, 0.5),
+    st.integers(2, 500),
+)
+def test_overlap_states_are_the_bottlenecks_and_grow_with_the_total(nodes, gamma, t_o, per_worker):
+    """With the total more workers are bound by computing, and none that was any less (Cannikin, sec. 4.5)."""
+    cluster, n = ClusterTimeModel(tuple(NodeTimeModel(q, s, k, m) for q, k, s, m in nodes), gamma, t_o), len(nodes)
+    totals = [n, n * per_worker, 3 * n * per_worker]
+    times = solve_step_times(cluster, totals, min_local=0)
+    states = overlap_state(cluster, times)
+    bits = np.array([np.unpackbits(np.frombuffer(state, dtype=np.uint8))[:n] for state in states], dtype=bool)
+    assert (bits[:-1] <= bits[1:]).all()
+    alpha_1, beta_1, alpha_2, beta_2 = cluster.coefficients()
+    for total, seconds, computes in zip(totals, times, bits, strict=True):
+        most = np.minimum((seconds - beta_1) / alpha_1, (seconds - beta_2) / alpha_2)
+        if most.sum() > total * (1 + 1e-9):
+            continue  # somebody takes as long for nothing at all
+        sizes = np.array(solve_optperf(cluster, total, min_local=0).local_batch_sizes)
+        longer = alpha_1 * sizes + beta_1 - (alpha_2 * sizes + beta_2)
+        sample = (alpha_1 - alpha_2) * 2 + 1e-9  # sizes are whole numbers here
+        assert (longer[computes] >= -sample[computes]).all()
+        assert (longer[~computes] <= sample[~computes]).all()
 
 
 # -- without a time model
