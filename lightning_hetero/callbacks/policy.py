@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_hetero.callbacks.last_sums import apply_last_sums, check_staleness
 from lightning_hetero.callbacks.late_signal import LateSignal
+from lightning_hetero.comm.interval import interval_state, resume_interval
 from lightning_hetero.core.planner import PLANNERS, PerfModelPlanner, Planner, ProportionalPlanner
 from lightning_hetero.core.validation import check_number
 from lightning_hetero.engine import HeteroEngine
@@ -76,6 +77,7 @@ class PolicyCallback(Callback):
         self._engine: HeteroEngine | None = None
         self._bar: Any = None
         self._signal: LateSignal | None = None
+        self._interval: dict[str, Any] = {}
 
     @property
     def policy(self) -> str:
@@ -120,7 +122,9 @@ class PolicyCallback(Callback):
         self._bar = bar
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuse a delay of gradients that nobody would decide on, or that the optimizer could not take in the end.
+        """Go on in the middle of an interval between two looks at the plan, if the run is a resumed one.
+
+        A delay of gradients that nobody would decide on, or that the optimizer could not take in the end, is refused.
 
         Raises:
             MisconfigurationException: if the loader is not split, or the optimizer needs a closure.
@@ -131,6 +135,10 @@ class PolicyCallback(Callback):
             raise MisconfigurationException(reason)
         if self._engine.config.staleness and self._engine.world_size > 1:
             self._signal = LateSignal(trainer).start()
+        interval, self._interval = self._interval, {}
+        engine = self._engine
+        if interval and engine.roster is not None:
+            resume_interval(interval, engine.rank, engine.observer, engine.schedule, engine.roster.identities)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Reconsider the plan before the loader of this epoch is iterated."""
@@ -194,6 +202,16 @@ class PolicyCallback(Callback):
             state["engine"] = self._engine.state_dict()
         return state
 
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add what all ranks have seen since the last look; a collective call, except after an exception."""
+        engine = self._engine
+        if engine is None or engine.sampler is None or engine.roster is None or trainer.interrupted:
+            return
+        interval = interval_state(engine.control, engine.observer, engine.schedule, engine.roster.identities)
+        state = checkpoint["callbacks"].get(self.state_key)
+        if state is not None:  # else a subclass saves nothing
+            state["interval"] = interval
+
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Take the plan over from another policy's run."""
         if self.state_key not in checkpoint.get("callbacks", {}):
@@ -205,6 +223,7 @@ class PolicyCallback(Callback):
             self.planner = self.planner.loaded(state_dict["planner"])
         elif self._first:
             (self.planner,) = self._first
+        self._interval = state_dict.get("interval", {})
         if self._engine is not None:
             self._engine.load_state_dict(state_dict.get("engine", {}))
 

@@ -20,6 +20,9 @@ class Clock(Protocol):
     def seconds(self, start: Any, end: Any) -> float:
         """Seconds between two marks that are ready."""
 
+    def wait(self) -> None:
+        """Until the device has reached all marks so far; for a checkpoint, which waits for the device anyway."""
+
 
 class HostClock:
     """Monotonic host time, for devices that compute in step with the host."""
@@ -35,6 +38,9 @@ class HostClock:
     def seconds(self, start: float, end: float) -> float:
         """Seconds between two marks."""
         return end - start
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
 
 
 class CudaClock:
@@ -53,6 +59,10 @@ class CudaClock:
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         """Seconds between two events that are ready."""
         return float(start.elapsed_time(end)) * 1e-3
+
+    def wait(self) -> None:
+        """Until the device has done all that was asked of it, on every stream."""
+        torch.cuda.synchronize()
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -26,6 +26,8 @@ WARM_UP = 3
 KEPT_ROWS = 32
 TOGETHER = 16
 """Steps whose rows are made in one go: between two steps each costs several times as much, of cold caches."""
+COLD = 1.5
+"""Factor on what a step took before a resume above which one of the first steps after it is not believed."""
 FIELDS = len(StepObservations.FIELDS)
 
 
@@ -92,6 +94,8 @@ class StepObserver:
         self._fetched_at: Any = None
         self._data_seconds = 0.0
         self._discard = False
+        self._usual: tuple[float, float] | None = None
+        self._cold_until = 0
 
     # seams, in the order of a step
 
@@ -208,7 +212,9 @@ class StepObserver:
             if not all(self.clock.ready(mark) for micro in window for mark in micro.marks if mark is not None):
                 return
             self._pending.popleft()
-            self._rows.append(np.array([number, *self._row(window, previous), *_processor(window)]))
+            row = np.array([number, *self._row(window, previous), *_processor(window)])
+            if number > self._cold_until or not self._is_cold(row):
+                self._rows.append(row)
 
     def _row(self, window: list[_Micro], previous: Any) -> list[float]:
         between = self.clock.seconds
@@ -238,12 +244,56 @@ class StepObserver:
         table = np.full((KEPT_ROWS, FIELDS + 1), np.nan)
         seen = self.rows
         if seen:
+            self._usual = self._newest_pace()
             rows = np.stack(seen)
             if self.cores is not None:
                 _sustain(rows, self.cores)
             table[-len(rows) :] = rows[:, : FIELDS + 1]
         seen.clear()
         return table
+
+    # state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rows since the last :meth:`take`, numbered back from this step, and what the next steps are measured by."""
+        self.clock.wait()
+        rows = [[float(row[0]) - self.synced_steps, *map(float, row[1:])] for row in self.rows]
+        usual = self._newest_pace()
+        return {
+            "rows": rows,
+            "cores": self.cores,
+            "skip": self._skip,
+            "size": self._last_size,
+            "usual": None if usual is None else list(usual),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on in the middle of an interval, as if there had been no break.
+
+        The first steps of a process take longer than others. Where the state says what steps took, they count unless
+        they took half as long again; else they are left out.
+        """
+        if state["usual"] is None or state["cores"] != self.cores:
+            return
+        size, seconds = state["usual"]
+        self._usual = float(size), float(seconds)
+        self._cold_until = self.synced_steps + WARM_UP
+        self._skip, self._last_size = int(state["skip"]), state["size"]
+        self._rows.extend(np.array([row[0] + self.synced_steps, *row[1:]]) for row in state["rows"])
+
+    def _newest_pace(self) -> tuple[float, float] | None:
+        """The newest size that was observed, and what a step of it takes to compute."""
+        if not self._rows:
+            return self._usual
+        rows = np.stack(self._rows)
+        same = rows[:, 1] == rows[-1, 1]
+        return float(rows[-1, 1]), float(np.median(rows[same, 2] + rows[same, 3]))
+
+    def _is_cold(self, row: npt.NDArray[np.float64]) -> bool:
+        """Whether a step took longer than could be by what steps took before; time grows no faster than the size."""
+        assert self._usual is not None
+        size, seconds = self._usual
+        return bool(row[2] + row[3] > COLD * seconds * max(row[1] / size, 1.0))
 
 
 def _processor(window: list[_Micro]) -> tuple[float, float]:

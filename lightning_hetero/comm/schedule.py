@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -68,3 +69,12 @@ class ExchangeSchedule:
     def done(self, step: int, following: int) -> None:
         """An exchange took place; all ranks take the following one from rank 0."""
         self.last, self.next = step, following
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """Steps since the last exchange and to the next one, as plain Python values."""
+        return {"replan": self.replan, "since": step - self.last, "to": self.next - step}
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """Go on between two exchanges, if it is the same schedule."""
+        if state["replan"] == self.replan:
+            self.last, self.next = step - int(state["since"]), step + int(state["to"])

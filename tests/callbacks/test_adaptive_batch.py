@@ -542,37 +542,73 @@ class Estimates(Callback):
         self.rows.append(trainer.strategy.engine.noise_scale().state_dict())
 
 
-def _scripted(rank, kwargs):
+def _scripted(rank, kwargs, **options):
     model, estimates = Scripted(), Estimates()
     told = SimpleNamespace(perf_counter=lambda: model.now, process_time=lambda: model.now)
-    clock.time = observer.time = told
+    clock.time = observer.time = engine.time = told
     engine.cpu_quota = lambda: None
     arguments = {"dataset": Points(640), "noise": None, "model": model, "max_epochs": 4, **kwargs}
     arguments["callbacks"] = [*arguments.get("callbacks", []), estimates]
-    result = steps_only(rank, 2, {}, {"lr_scaling": "adascale"}, arguments)
+    result = steps_only(rank, 2, options, {"lr_scaling": "adascale"}, arguments)
     return {**result, "estimates": estimates.rows}
 
 
-def test_decisions_after_a_resume_are_those_of_the_run_without(tmp_path):
-    """Inside the first epoch at the second total; the noise scale is measured, and the total moves on later."""
-    saves = saving(tmp_path, every_n_train_steps=85, save_on_train_epoch_end=False)
-    whole = run_ranks(_scripted, 2, saves)
-    assert totals(whole[0])[:3] == [8, 12, 24]
-    (path,) = tmp_path.glob("*epoch=1-step=85.ckpt")
-    rest = run_ranks(_scripted, 2, {"ckpt_path": str(path)})
-    for full, part in zip(whole, rest, strict=True):
-        assert totals(part) == totals(full)[1:]
-        assert part["history"] == full["history"][-1:]
-        assert len(part["estimates"]) == 3
-        for one, other in zip(part["estimates"], full["estimates"][1:], strict=True):
+class SavesAt(Callback):
+    """After a step, or at the end of an epoch."""
+
+    def __init__(self, path, moment):
+        self.path, self.moment = path, moment
+
+    def on_train_batch_end(self, trainer, *_):
+        if self.moment == ("step", trainer.global_step):
+            trainer.save_checkpoint(self.path)
+
+    def on_train_epoch_end(self, trainer, *_):
+        if self.moment == ("epoch", trainer.current_epoch):
+            trainer.save_checkpoint(self.path)
+
+
+def _broken_off(rank, folder, moments, options, kwargs):
+    """The run without a break, and for each of the moments the rest of it from a checkpoint."""
+    saves = [SavesAt(folder / f"{i}.ckpt", moment) for i, moment in enumerate(moments)]
+    whole = _scripted(rank, {**kwargs, "callbacks": saves}, **options)
+    return whole, [_scripted(rank, {**kwargs, "ckpt_path": str(save.path)}, **options) for save in saves]
+
+
+@pytest.mark.parametrize(
+    ("options", "kwargs", "breaks"),
+    [
+        (
+            {"replan": "epoch"},
+            {"max_epochs": 3},
+            {("epoch", 0): [(1, 0), (2, 0)], ("step", 85): [(2, 0)], ("epoch", 1): [(2, 0)]},
+        ),
+        (
+            {"replan": "auto"},
+            {"max_epochs": 1},
+            {("step", 15): [(0, 18), (0, 28)], ("step", 18): [(0, 28)], ("step", 25): [(0, 28)]},
+        ),
+    ],
+    ids=["epoch", "auto"],
+)
+def test_decisions_after_a_resume_are_those_of_the_run_without(tmp_path, options, kwargs, breaks):
+    """Also if they come at once: after the same step, by what was measured before the break as well."""
+    for rank, (whole, rests) in enumerate(run_ranks(_broken_off, 2, tmp_path, list(breaks), options, kwargs)):
+        for rest, starts in zip(rests, breaks.values(), strict=True):
+            assert [entry[:2] for entry in rest["history"]] == starts
+            assert rest["history"] == whole["history"][-len(starts) :]
+            before = len(whole["seen"]) - len(rest["seen"])
+            assert 0 < before < len(whole["seen"])
+            assert rest["seen"] == whole["seen"][before:]
+            assert rest["used"] == pytest.approx(whole["used"][before:], rel=1e-12)
+            one, other = rest["estimates"][-1], whole["estimates"][-1]
             assert one == pytest.approx(other, rel=1e-12)  # an interval that is cut is added up in two parts
-        assert part["seen"] == full["seen"][85:]
-        assert part["used"] == pytest.approx(full["used"][85:], rel=1e-12)
-        assert part["scale_invariant_steps"] == pytest.approx(full["scale_invariant_steps"])
-        assert part["state"]["engine"] == full["state"]["engine"]
-        assert part["state"]["gains"] == pytest.approx(full["state"]["gains"], rel=1e-12)
-        np.testing.assert_allclose(part["weights"], full["weights"], rtol=1e-10)
-    assert rest[0]["state"]["planner"] == whole[0]["state"]["planner"]  # which decides
+            assert rest["scale_invariant_steps"] == pytest.approx(whole["scale_invariant_steps"])
+            assert rest["state"]["engine"] == whole["state"]["engine"]
+            total, gains = sum(whole["history"][-1][2]), whole["state"]["gains"]
+            assert rest["state"]["gains"][total] == pytest.approx(gains[total], rel=1e-12)
+            assert rank > 0 or rest["state"]["planner"] == whole["state"]["planner"]  # rank 0 decides
+            np.testing.assert_allclose(rest["weights"], whole["weights"], rtol=1e-10)
 
 
 # accumulation

@@ -53,6 +53,13 @@ def test_cuda_clock_records_and_reads_later(monkeypatch):
     assert clock.seconds(start, end) == 0.25
 
 
+def test_cuda_clock_waits_for_the_device_if_asked_to(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
+    CudaClock().wait()
+    assert waited == [True]
+
+
 def test_clock_of_a_device():
     assert isinstance(clock_for(torch.device("cuda", 3)), CudaClock)
     assert isinstance(clock_for(torch.device("cpu")), HostClock)

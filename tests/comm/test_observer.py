@@ -1,5 +1,6 @@
 """Timings of a step from scripted clocks: every number by hand."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,6 +28,9 @@ class Script:
     def seconds(self, start, end):
         assert max(start, end) <= self.reached, "reading this mark would wait for the device"
         return end - start
+
+    def wait(self):
+        self.reached = float("inf")
 
     def perf_counter(self):
         return self.now
@@ -276,6 +280,79 @@ def test_only_the_newest_rows_are_kept(run):
     table = run.observer.take()
     assert table.shape == (KEPT_ROWS, len(NAMES))
     np.testing.assert_array_equal(table[:, 0], np.arange(9, 9 + KEPT_ROWS))
+
+
+# across a checkpoint
+
+
+def saved(run):
+    """What a checkpoint has of the observer; writing it is no step."""
+    state = json.loads(json.dumps(run.observer.state_dict()))
+    run.observer.interrupt()
+    return state
+
+
+def resumed(monkeypatch, state, **kwargs):
+    """A new process that goes on with it."""
+    after = Run(monkeypatch, **kwargs)
+    after.observer.load_state_dict(state)
+    return after
+
+
+def test_an_interval_goes_on_as_if_there_had_been_no_break(run, monkeypatch):
+    """Rows of another size, one that the device has not reached yet, and one to leave out because the size changes."""
+    run.warm().step()
+    run.step(size=8)
+    run.step(size=8, update=2.0)
+    run.clock.reached = run.clock.now - 1.0
+    state = saved(run)
+
+    def go_on(one):
+        one.step(size=8, update=1.0)
+        one.step(size=2)
+        one.step(size=2, wait=3.0)
+
+    go_on(run)
+    after = resumed(monkeypatch, state)
+    go_on(after)
+    whole, rest = run.rows(), after.rows()
+    assert [row["size"] for row in whole] == [4, 8, 8, 2]
+    assert [row["step"] for row in whole] == [4, 6, 7, 9]
+    assert [row.pop("step") + run.observer.synced_steps - after.observer.synced_steps for row in rest] == [
+        row.pop("step") for row in whole
+    ]
+    for one, other in zip(rest, whole, strict=True):
+        assert one == pytest.approx(other, nan_ok=True)
+
+
+def test_first_steps_after_a_resume_count_unless_they_are_cold(run, monkeypatch):
+    """8.5 s are usual, so that 12.75 s are the most; from the fourth step on nothing is left out."""
+    run.warm().step()
+    run.rows()  # what is usual is known although the rows were taken
+    after = resumed(monkeypatch, saved(run))
+    for more in (4.3, 4.2, 0.0, 100.0):
+        after.step(wait=1.0 + more)
+    assert [(row["step"], round(row["a"], 9)) for row in after.rows()] == [(2, 7.7), (3, 3.5), (4, 103.5)]
+
+
+def test_a_larger_batch_may_take_longer_after_a_resume(run, monkeypatch):
+    run.warm(size=4).step(size=4)
+    after = resumed(monkeypatch, saved(run))
+    after.step(size=8)  # left out, as the first one of a size always is
+    after.step(size=8, wait=1.0 + 16.0)
+    after.step(size=8, wait=1.0 + 18.0)
+    assert [row["a"] for row in after.rows()] == [3.5, 19.5]
+
+
+@pytest.mark.parametrize("before", ["nothing observed", "another quota"])
+def test_with_nothing_to_go_by_a_resumed_process_warms_up(run, monkeypatch, before):
+    if before == "another quota":
+        run.warm().step()
+    after = resumed(monkeypatch, saved(run), **({} if before == "nothing observed" else {"cores": 2.0}))
+    after.warm()
+    assert after.rows() == []
+    after.step()
+    assert len(after.rows()) == 1
 
 
 def test_seams_outside_a_step_do_nothing(run):
