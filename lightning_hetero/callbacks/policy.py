@@ -10,6 +10,7 @@ from typing import Any
 from lightning_hetero.callbacks.last_sums import apply_last_sums, check_staleness
 from lightning_hetero.callbacks.late_signal import LateSignal
 from lightning_hetero.comm.interval import interval_state, resume_interval
+from lightning_hetero.core.plan import PlanEntry
 from lightning_hetero.core.planner import PLANNERS, PerfModelPlanner, Planner, ProportionalPlanner
 from lightning_hetero.core.validation import check_number
 from lightning_hetero.engine import HeteroEngine
@@ -135,10 +136,26 @@ class PolicyCallback(Callback):
             raise MisconfigurationException(reason)
         if self._engine.config.staleness and self._engine.world_size > 1:
             self._signal = LateSignal(trainer).start()
-        interval, self._interval = self._interval, {}
-        engine = self._engine
-        if interval and engine.roster is not None:
-            resume_interval(interval, engine.rank, engine.observer, engine.schedule, engine.roster.identities)
+        interval, self._interval = self._of_same_workers(self._interval), {}
+        if interval:
+            resume_interval(interval, self._engine.rank, self._engine.observer, self._engine.schedule)
+
+    def resume_plans(self) -> None:
+        """Go on with a plan of the checkpoint that was yet to come; before a batch is drawn, on all ranks alike."""
+        interval, engine = self._of_same_workers(self._interval), self._engine
+        if not interval or engine is None or engine.history is None or engine.sampler is None:
+            return
+        if engine.sampler.start >= tuple(interval["at"]):
+            for state in interval.pop("to_come", ()):
+                entry = PlanEntry.from_state_dict(state)
+                engine.history = engine.history.extended(entry)
+                engine.log.append(entry)
+
+    def _of_same_workers(self, interval: dict[str, Any]) -> dict[str, Any]:
+        """What a checkpoint has of an interval, if it is of the workers at hand."""
+        roster = None if self._engine is None else self._engine.roster
+        same = roster is not None and interval.get("workers") == list(roster.identities)
+        return interval if same else {}
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Reconsider the plan before the loader of this epoch is iterated."""
@@ -207,7 +224,14 @@ class PolicyCallback(Callback):
         engine = self._engine
         if engine is None or engine.sampler is None or engine.roster is None or trainer.interrupted:
             return
-        interval = interval_state(engine.control, engine.observer, engine.schedule, engine.roster.identities)
+        at = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        plans = [] if engine.history is None else engine.history.entries
+        interval = {
+            **interval_state(engine.control, engine.observer, engine.schedule),
+            "workers": list(engine.roster.identities),
+            "at": list(at),
+            "to_come": [entry.state_dict() for entry in plans if (entry.epoch, entry.step) > at],
+        }
         state = checkpoint["callbacks"].get(self.state_key)
         if state is not None:  # else a subclass saves nothing
             state["interval"] = interval
@@ -223,7 +247,7 @@ class PolicyCallback(Callback):
             self.planner = self.planner.loaded(state_dict["planner"])
         elif self._first:
             (self.planner,) = self._first
-        self._interval = state_dict.get("interval", {})
+        self._interval = dict(state_dict.get("interval", {}))
         if self._engine is not None:
             self._engine.load_state_dict(state_dict.get("engine", {}))
 

@@ -4,7 +4,6 @@ A run that goes on from a checkpoint then looks at the plan after the same step 
 same steps.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from lightning_hetero.comm.control import ControlPlane
@@ -14,34 +13,27 @@ from lightning_hetero.comm.schedule import ExchangeSchedule
 __all__ = ["interval_state", "resume_interval"]
 
 
-def interval_state(
-    control: ControlPlane, observer: StepObserver, schedule: ExchangeSchedule, workers: Sequence[str]
-) -> dict[str, Any]:
+def interval_state(control: ControlPlane, observer: StepObserver, schedule: ExchangeSchedule) -> dict[str, Any]:
     """Rows of all ranks and where the schedule stands; a collective call.
 
     Args:
         control: gathers.
         observer: of this rank. It does not time the step after this, which begins behind a checkpoint that is written.
         schedule: of this rank.
-        workers: hardware identity of each rank.
     """
     ranks = control.gather_objects(observer.state_dict())
     observer.interrupt()
-    return {"workers": list(workers), "ranks": ranks, "schedule": schedule.state_dict(observer.synced_steps)}
+    return {"ranks": ranks, "schedule": schedule.state_dict(observer.synced_steps)}
 
 
-def resume_interval(
-    state: dict[str, Any], rank: int, observer: StepObserver, schedule: ExchangeSchedule, workers: Sequence[str]
-) -> None:
-    """Go on between two looks, on each rank; with other workers what these ones have measured says nothing.
+def resume_interval(state: dict[str, Any], rank: int, observer: StepObserver, schedule: ExchangeSchedule) -> None:
+    """Go on between two looks, on each rank, with the same workers.
 
     Args:
         state: of :func:`interval_state`.
         rank: this rank.
         observer: of this rank.
         schedule: of this rank.
-        workers: hardware identity of each rank.
     """
-    if state["workers"] == list(workers):
-        observer.load_state_dict(state["ranks"][rank])
-        schedule.load_state_dict(state["schedule"], observer.synced_steps)
+    observer.load_state_dict(state["ranks"][rank])
+    schedule.load_state_dict(state["schedule"], observer.synced_steps)

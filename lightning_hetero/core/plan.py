@@ -256,6 +256,15 @@ class PlanEntry:
             )
         return line
 
+    def state_dict(self) -> dict[str, Any]:
+        """Plain Python values of all fields, fit for any checkpoint."""
+        return {"epoch": self.epoch, "step": self.step, "plan": self.plan.state_dict(), "reason": self.reason}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> "PlanEntry":
+        """The entry that :meth:`state_dict` described."""
+        return cls(state["epoch"], state["step"], BatchPlan.from_state_dict(state["plan"]), state["reason"])
+
 
 @dataclass(frozen=True)
 class PlanHistory:
@@ -364,22 +373,12 @@ class PlanHistory:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python values, fit for any checkpoint."""
-        return {
-            "entries": [
-                {"epoch": e.epoch, "step": e.step, "plan": e.plan.state_dict(), "reason": e.reason}
-                for e in self.entries
-            ]
-        }
+        return {"entries": [entry.state_dict() for entry in self.entries]}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "PlanHistory":
         """The history that :meth:`state_dict` described."""
-        return cls(
-            tuple(
-                PlanEntry(e["epoch"], e["step"], BatchPlan.from_state_dict(e["plan"]), e["reason"])
-                for e in state["entries"]
-            )
-        )
+        return cls(tuple(PlanEntry.from_state_dict(entry) for entry in state["entries"]))
 
 
 def _full_or_ragged(samples: int, total: int, drop_last: bool) -> int:

@@ -280,6 +280,7 @@ class HeteroDDPMixin(PlanAccess):
             planner=self._callback.planner,
             epoch=self._trainer.fit_loop.epoch_progress.current.processed,
         )
+        self._callback.resume_plans()
         clone: Any = timed_loader(with_batch_sampler(loader, sampler), self.engine)
         # Lightning takes a loader with these for one that can go on inside an epoch. The position itself is read in
         # load_checkpoint, because Lightning asks the loader too late if configure_optimizers had set it up before.

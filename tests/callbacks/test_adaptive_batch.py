@@ -588,8 +588,13 @@ def _broken_off(rank, folder, moments, options, kwargs):
             {"max_epochs": 1},
             {("step", 15): [(0, 18), (0, 28)], ("step", 18): [(0, 28)], ("step", 25): [(0, 28)]},
         ),
+        (
+            {"replan": "auto"},
+            {"max_epochs": 1, "loader_kwargs": {"num_workers": 1, "prefetch_factor": 5}},
+            {("step", 20): [(0, 23), (0, 33)]},
+        ),
     ],
-    ids=["epoch", "auto"],
+    ids=["epoch", "auto", "loader workers"],
 )
 def test_decisions_after_a_resume_are_those_of_the_run_without(tmp_path, options, kwargs, breaks):
     """Also if they come at once: after the same step, by what was measured before the break as well."""
