@@ -220,9 +220,13 @@ class PolicyCallback(Callback):
         return state
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Add what all ranks have seen since the last look; a collective call, except after an exception."""
-        engine = self._engine
-        if engine is None or engine.sampler is None or engine.roster is None or trainer.interrupted:
+        """Add what all ranks have seen since the last look; a collective call, except after an exception.
+
+        Only where the total moves, which is part of the mathematics. The split is not, and may be decided on a look
+        later: for that no rank has to wait for others before it writes.
+        """
+        engine, moves_total = self._engine, getattr(self.planner, "moves_total", False)
+        if engine is None or engine.sampler is None or engine.roster is None or not moves_total or trainer.interrupted:
             return
         at = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.processed
         plans = [] if engine.history is None else engine.history.entries
