@@ -10,10 +10,10 @@ import pytest
 
 from lightning_hetero.core.bandwidth import LinkEstimate, LinkProbe, MessageLink, sending_rate, without_messages
 from lightning_hetero.core.noise_scale import RunningNoiseScale
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PlanContext
 from lightning_hetero.core.surrogate import ConvergenceProfile, ProfilePenalty
-from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.core.tta_planner import TimeToAccuracyPlanner
 
 SPEEDS = np.array([0.001, 0.003])  # seconds of a sample
