@@ -36,7 +36,7 @@ def _unequal(rank, policy, phases, steps):
 def test_split_follows_the_faster_process_and_back(policy):
     """Rank 0 is three times as fast for 90 steps, then rank 1 is; once a split fits, nothing moves it to and fro.
 
-    Time is counted, so that plans are the same in every run: one or two steps to each split, and no more changes.
+    Time is counted, so that plans are the same in every run: two or three changes to each split, and then none.
     """
     results = run_ranks(_unequal, 2, policy, {0: (4e-4, 12e-4), 90: (12e-4, 4e-4)}, 200)
     history = results[0]["history"]
