@@ -361,6 +361,17 @@ def test_a_mark_of_a_bucket_holds_its_row_back(run):
     assert len(run.rows()) == 1
 
 
+def test_a_mark_of_an_optimizer_holds_its_row_back(run):
+    """As does that of one that runs on a stream of its own."""
+    run.warm()
+    start = run.clock.now
+    run.clock.ready = lambda mark: mark != start + 1.0 + 2.0 + 7.0 + 0.5
+    _closure_step(run)
+    assert run.rows() == []
+    run.clock.ready = lambda mark: True
+    assert len(run.rows()) == 1
+
+
 def test_only_the_newest_rows_are_kept(run):
     run.warm()
     for _ in range(KEPT_ROWS + 5):
