@@ -28,9 +28,9 @@ from lightning_hetero.comm.weighting import LossWeighting
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.metrics import Exchange, exchange_metrics
 from lightning_hetero.core.noise_scale import RunningNoiseScale
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.plan import BatchPlan, PlanEntry, PlanHistory
 from lightning_hetero.core.planner import PlanContext, Planner, Proposal
-from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.data.sampler import UnevenBatchSampler
 from lightning_hetero.data.stream import IndexStream
 from lightning_hetero.hardware import capacity, cpu_quota, identity

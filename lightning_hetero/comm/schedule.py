@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_hetero.core.time_model import StepObservations
+from lightning_hetero.core.observations import StepObservations
 
 __all__ = ["ExchangeSchedule"]
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_hetero.core.goodput import Candidate, candidate_totals, choose_total, goodput_table
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.optperf import solve_optperf
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PerfModelPlanner, PlanContext, Proposal
-from lightning_hetero.core.time_model import ClusterTimeModel, StepObservations
+from lightning_hetero.core.time_model import ClusterTimeModel
 
 __all__ = ["GoodputPlanner"]
 

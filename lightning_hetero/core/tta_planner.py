@@ -16,10 +16,11 @@ from lightning_hetero.core.adaptive import GoodputPlanner
 from lightning_hetero.core.bandwidth import LinkEstimate, LinkProbe, MessageLink, sending_rate, without_messages
 from lightning_hetero.core.goodput import Candidate
 from lightning_hetero.core.late_choice import SAME_LINK, LateChoice
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PlanContext, Proposal
 from lightning_hetero.core.surrogate import ProfilePenalty
-from lightning_hetero.core.time_model import ClusterTimeModel, StepObservations
+from lightning_hetero.core.time_model import ClusterTimeModel
 from lightning_hetero.core.tta import LATE_PENALTY, DensityChoice, density_penalty, minimise_time_to_accuracy
 
 __all__ = ["NO_LIMIT", "TimeToAccuracyPlanner"]

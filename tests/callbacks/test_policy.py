@@ -12,9 +12,9 @@ from lightning_hetero.callbacks import PolicyCallback, policy_callback
 from lightning_hetero.config import POLICIES, HeteroConfig
 from lightning_hetero.core import BatchPlan
 from lightning_hetero.core.metrics import exchange_metrics
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.planner import PerfModelPlanner, PlanContext, Proposal, StaticPlanner
 from lightning_hetero.core.profile import NodeProfile
-from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.core.unexplained import Unexplained
 from lightning_hetero.engine import HeteroEngine
 from tests.helpers import Points, fit, run_ranks, trainer_of

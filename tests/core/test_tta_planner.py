@@ -10,10 +10,10 @@ import pytest
 
 from lightning_hetero.core.bandwidth import LinkEstimate, LinkProbe, MessageLink, sending_rate, without_messages
 from lightning_hetero.core.noise_scale import RunningNoiseScale
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PlanContext
 from lightning_hetero.core.surrogate import ConvergenceProfile, ProfilePenalty
-from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.core.tta_planner import TimeToAccuracyPlanner
 
 SPEEDS = np.array([0.001, 0.003])  # seconds of a sample
@@ -288,6 +288,30 @@ def asking():
     assert cluster.density == 0.1
     assert cluster.probes[-1] < 0.01
     return cluster
+
+
+def asked_bytes(density, rate, **kwargs):
+    """Bytes of messages now, and of those that are to be timed."""
+    cluster = Cluster(planner(), density=density, **kwargs).run(rate, 1)
+    assert cluster.density == density
+    return cluster.message_bytes(density), cluster.message_bytes(cluster.probes[-1])
+
+
+def test_messages_to_be_timed_grow_by_no_more_than_eight_times():
+    """On a fat link the wish is ten times as much; on a thinner one a wish of less is timed as it is."""
+    now, asked = asked_bytes(0.001, 300e6)
+    assert 4 * now < asked <= 8 * now
+    now, asked = asked_bytes(0.001, 10e6)
+    assert asked == Cluster(planner()).message_bytes(0.00413)
+
+
+def test_messages_to_be_timed_take_half_of_computing_or_twice_as_long_as_now_at_most():
+    """Late messages may take as long as computing, and the link may be three times as fast: 94 ms if it is not."""
+    cluster = Cluster(planner(), density=0.001, hidden=True, may_hide=True).run(0.3e6, 1)
+    choice = cluster.planner.choice
+    now, asked = (cluster.crossing(cluster.message_bytes(density), 0.3e6) for density in (0.001, choice.probe))
+    assert 0.5 * choice.compute < asked <= 2 * now
+    assert cluster.message_bytes(choice.probe) < 0.6 * cluster.message_bytes(0.00352), "what it wishes to time"
 
 
 def density_after(cluster, **timed):
