@@ -108,6 +108,7 @@ def by_hand(results, *, clip=None, accumulate=1, model=None, from_step=0, owed=N
 def check(results, **kwargs):
     expected = by_hand(results, **kwargs)
     for result in results:
+        np.testing.assert_array_equal(result["grads"], results[0]["grads"])  # so that replicas are equal at every step
         np.testing.assert_array_equal(result["weights"], results[0]["weights"])
         assert result["delayed"] == results[0]["delayed"]
         np.testing.assert_allclose(result["weights"], expected["weights"], **EXACT)
