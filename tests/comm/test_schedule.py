@@ -1,4 +1,4 @@
-"""When ranks look at their plan next: what looking costs, and what somebody waits for."""
+"""When ranks look at their plan next: what looking costs, what somebody waits for, and soon again after a stall."""
 
 import itertools
 from dataclasses import dataclass
@@ -40,6 +40,15 @@ def test_looking_costs_half_a_percent_unless_a_decision_waits_for_it(cost, chang
 def test_an_interval_of_the_users_is_kept(waits):
     assert ExchangeSchedule(50).after(100, STEPS_OF_ONE_SECOND, 99.0, changed=True, waits=waits) == 150
     assert ExchangeSchedule("epoch").after(100, STEPS_OF_ONE_SECOND, 99.0, changed=True, waits=waits) > 2**60
+
+
+def test_a_link_that_stalls_in_one_look_does_not_put_off_the_next_ones():
+    def steps_between(*costs):
+        schedule = ExchangeSchedule("auto")
+        return [schedule.after(0, STEPS_OF_ONE_SECOND, cost, changed=False) for cost in costs]
+
+    assert steps_between(0.2, 99.0, 0.2, 0.2) == [40] * 4
+    assert steps_between(0.2, 99.0, 99.0) == [40, 40, LONGEST], "a link that stays slow counts"
 
 
 @dataclass(frozen=True)
