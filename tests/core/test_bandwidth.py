@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_hetero.core.bandwidth import IDLE, MARGIN, LinkEstimate, MessageLink, without_messages
-from lightning_hetero.core.time_model import StepObservations
+from lightning_hetero.core.observations import StepObservations
 
 
 @pytest.mark.parametrize("truth", [2e5, 5e7])
