@@ -53,7 +53,7 @@ class UnevenBatchSampler(Sampler[list[int]]):
         self.start = start
         self.epoch = start[0]
         self.drawn = start
-        self._full: tuple[tuple[PlanHistory, int, int] | None, int] = None, 0  # full steps of an epoch
+        self._full: tuple[PlanHistory | None, int, int, int] = None, 0, 0, 0  # history, epoch, samples: full steps
 
     @property
     def sampler(self) -> "UnevenBatchSampler":
@@ -88,10 +88,11 @@ class UnevenBatchSampler(Sampler[list[int]]):
     def sizes_at(self, epoch: int, step: int) -> tuple[int, ...]:
         """Samples of every rank at a step, the ragged tail included."""
         history, samples = self._history(), len(self.stream)
-        key = history, epoch, samples
-        if self._full[0] != key:
-            self._full = key, history.num_batches(epoch, samples, drop_last=True)
-        if step < self._full[1]:  # a full step, of which there is nothing to compute
+        known, *of, full = self._full
+        if known is not history or of != [epoch, samples]:
+            full = history.num_batches(epoch, samples, drop_last=True)
+            self._full = history, epoch, samples, full
+        if step < full:  # a full step, of which there is nothing to compute
             return history.at(epoch, step).plan.local_batch_sizes
         return history.sizes_at(epoch, step, samples, min_local=self.min_local)
 
