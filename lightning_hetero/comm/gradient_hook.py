@@ -196,6 +196,6 @@ def _average(
     weight = 1.0 / state.world_size  # as DDP does without a hook; a division is slower
     if with_norms:
         state.local_squares.extend(state.norms.of_weighted(buffer, weight, bucket.parameters))
-    else:
+    elif weight != 1.0:
         buffer.mul_(weight)
     return sums.sum_over_ranks(buffer) if state.topology is None else state.topology.sum(buffer), False
