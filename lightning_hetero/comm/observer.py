@@ -24,8 +24,6 @@ __all__ = ["StepObserver", "match_rows"]
 
 WARM_UP = 3
 KEPT_ROWS = 32
-TOGETHER = 16
-"""Steps whose rows are made in one go: between two steps each costs several times as much, of cold caches."""
 FIELDS = len(StepObservations.FIELDS)
 ENDS = FIELDS + 3
 """Place of the ends of the buckets in a row, behind the step number, the fields and two numbers of processor time."""
@@ -94,7 +92,7 @@ class StepObserver:
         self._last_size: int | None = None
         self._window: list[_Micro] = []
         self._micro: _Micro | None = None
-        self._pending: deque[tuple[int, list[_Micro], Any]] = deque()
+        self._pending: deque[tuple[int, list[_Micro], Any]] = deque(maxlen=KEPT_ROWS)  # rows are made when asked for
         self._last_sync: Any = None
         self._fetched_at: Any = None
         self._data_seconds = 0.0
@@ -201,8 +199,6 @@ class StepObserver:
             self._pending.append((self.synced_steps, window, self._last_sync))
         self._skip = max(0, self._skip - 1)
         self._last_sync, self._discard = sync_end, False
-        if len(self._pending) >= TOGETHER:
-            self._resolve()
         return True
 
     def interrupt(self) -> None:

@@ -381,6 +381,19 @@ def test_only_the_newest_rows_are_kept(run):
     np.testing.assert_array_equal(table[:, 0], np.arange(9, 9 + KEPT_ROWS))
 
 
+def test_rows_are_made_when_somebody_asks_for_them(run, monkeypatch):
+    """A step pays for its marks alone, however many of them pass before ranks compare what they saw."""
+    made = []
+    monkeypatch.setattr(
+        StepObserver, "_row", lambda self, *window, _row=StepObserver._row: made.append(_row(self, *window)) or made[-1]
+    )
+    run.warm()
+    for _ in range(KEPT_ROWS + 5):
+        run.step()
+    assert made == []
+    assert len(run.rows()) == len(made) == KEPT_ROWS
+
+
 def test_seams_outside_a_step_do_nothing(run):
     observer = run.observer
     observer.begin_backward()
