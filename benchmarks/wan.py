@@ -398,7 +398,7 @@ def on_the_trace(kinds, args):
         row, trace = trained(kind, None, steps, args.seconds or 25, args)
         rows.append({"mbit": "trace", **row})
         traces.append(trace)
-    for seed, kind in itertools.product(range(args.seeds), OF_SEEDS):
+    for seed, kind in itertools.product(args.seeds, OF_SEEDS):
         row, trace = trained(kind, 0.0 if kind == FREE else None, min(MARKS[-1], steps), 300, args, seed)
         seeds[kind].append(row)
         traces.append(trace)
