@@ -40,7 +40,8 @@ LATE_PENALTY = 0.5
 
 CUT_PENALTY = 0.3
 """Steps of progress that a cut of the density costs for each step by which blocks wait longer. On the digits
-(``benchmarks/wan.py``), a cut from 10 % to 0.67 % put trainings back by 30 to 45 steps, and blocks wait for 140 more."""
+(``benchmarks/wan.py``), a cut from 10 % to 0.67 % put trainings back by 30 to 45 steps, where blocks wait for 140 more:
+by about a third."""
 
 FORBIDDEN = 1e30
 """Seconds per sample of what must not be chosen."""
