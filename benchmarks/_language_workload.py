@@ -66,8 +66,16 @@ def rate_at(step, steps):
     return min(1.0, (step + 1) / RISE) * (1 - step / steps)
 
 
-def train(fabric, rate, steps, seed, *, sequences, width=64, layers=2, context=32):
-    """Train on this rank, with AdamW; validation losses as ``[samples, loss]``, the last one at the end.
+def adamw(parameters, rate):
+    return torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.99))
+
+
+def sgd(parameters, rate):
+    return torch.optim.SGD(parameters, lr=rate, momentum=0.9)
+
+
+def train(fabric, rate, steps, seed, *, sequences, optimizer=adamw, width=64, layers=2, context=32):
+    """Train on this rank; validation losses as ``[samples, loss]``, the last one at the end.
 
     Args:
         fabric: launched.
@@ -75,6 +83,7 @@ def train(fabric, rate, steps, seed, *, sequences, width=64, layers=2, context=3
         steps: of the optimizer.
         seed: of weights and samples.
         sequences: of all workers together in a step.
+        optimizer: of the parameters, at a learning rate.
         width: of the model.
         layers: of the model.
         context: characters of a sequence.
@@ -82,7 +91,7 @@ def train(fabric, rate, steps, seed, *, sequences, width=64, layers=2, context=3
     text, held_out, vocabulary = characters()
     torch.manual_seed(seed)
     model = LanguageModel(vocabulary, width, layers, context)
-    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.99)))
+    model, optimizer = fabric.setup(model, optimizer(model.parameters(), rate))
     data = TensorDataset(windows(text, steps * sequences, context, seed))
     loader = fabric.setup_dataloaders(DataLoader(data, sequences // fabric.world_size, shuffle=True))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, steps))

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_hetero import BatchPlan, DynamicBatchPIDCallback, GNSCallback, HeteroDDPStrategy, PerfModelCallback
 from lightning_hetero.comm.noise import NoiseCollector
 from lightning_hetero.comm.norms import GradientNorms
+from lightning_hetero.core import StepObservations
 
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore", category=PossibleUserWarning)
@@ -154,20 +155,9 @@ class Observations(L.Callback):
             self.rows.append(seen)
 
     def stacked(self):
-        names = (
-            "local_batch_sizes",
-            "forward",
-            "backward",
-            "first_bucket",
-            "overlapped_sync",
-            "last_sync",
-            "step_time",
-        )
-        return (
-            {name: np.concatenate([getattr(r, name) for r in self.rows]).tolist() for name in names}
-            if self.rows
-            else {}
-        )
+        if not self.rows:
+            return {}
+        return {n: np.concatenate([getattr(r, n) for r in self.rows]).tolist() for n in StepObservations.FIELDS}
 
 
 def strategy_of(kind):

@@ -2,7 +2,8 @@
 
 Each round: DDP, PerfModel and PID train one after the other; then one more run interleaves, in short stretches, the
 even split, the splits that the policies arrived at, and fixed splits around them. The fastest of all these is the exact
-optimum. Ratios are taken within that interleaved run, where all splits see the same machine.
+optimum. Ratios are taken within that interleaved run, where all splits see the same machine. What the time model of a
+policy's own run says of each worker, at its split and at the optimum, stands beside them: it tells whose time is wrong.
 
 A second table compares predicted with measured step times over a 10x range of total batches: the planner learns from
 every other total and predicts the ones between.
@@ -104,6 +105,8 @@ def balance(cluster):
             row["own_run_over_ddp"] = settled(runs["ddp"]["seconds"]) * 1e3 / row["own_run_ms"]
         if name in arrived:
             model = ClusterTimeModel.fit(observed(runs[name]))
+            for column, at in (("its_workers_ms", split), ("its_workers_at_optimum_ms", optimum)):
+                row[column] = "/".join(f"{1e3 * seconds:.0f}" for seconds in model.finish_times(at))
             row["plans"] = len(runs[name]["history"])
             row["steps_to_5%"] = steps_until_near(runs[name]["history"], optimum, model.step_time)
         rows.append(row)

@@ -9,6 +9,11 @@ little over 20 times that. It has the split that fits the shares of a core; on l
 but ``ddp``. On the thinnest link brief trainings take turns three times, and medians count. The processor time of a
 step on each node, which waiting for the link does not lengthen, is given as well.
 
+On the link that fluctuates, dense sums and the controller train with several seeds besides, of model, order of
+samples and trace, for one number of steps. That shows how much of the dense loss the controller has after the same
+samples, with its scatter (``wan_trace_loss.json``), how soon after a change of the link its density and split move, and
+whether they go back while the link is the same (``wan_trace_link.json``; all steps are in ``wan_trace.steps.json``).
+
     python benchmarks/wan.py            # links of steady rates
     python benchmarks/wan.py --trace    # a link that fluctuates
     python benchmarks/wan.py --local    # on the loopback, with no limits and no root; bytes are all of the machine's
@@ -30,6 +35,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import lightning as L
 import numpy as np
 import torch
+from _following import changes, following
 from cluster import Cluster, ClusterError, Node
 from hardware import write_table
 from lightning.pytorch.callbacks import Timer
@@ -95,7 +101,6 @@ OF_RATES = (
 )
 OF_TRACE = (
     NOTHING_SENT,
-    FREE,
     "ddp",
     "hetero_ddp",
     "dense, late",
@@ -106,17 +111,20 @@ OF_TRACE = (
     "controller",
     "controller, late",
 )
-"""What is run by default, in about a quarter of an hour."""
+"""What is run by default, in ten minutes each."""
+OF_SEEDS = (FREE, "controller")
+"""What is run with several seeds on the link that fluctuates; that of a dense sum makes no difference to its loss."""
 SHARES = (1.0, 0.6)
-BATCH, SPLIT = 72, (90, 54)
+BATCH, SPLIT = 64, (80, 48)
 PASSES = 3
 """Passes over the digits in an epoch, at the end of which ranks meet."""
 TRACE_MBIT, TRACE_SECONDS, TRACE_SEED = (50.0, 600.0), 4.0, 1
 TARGET = 0.15
 KEPT_OUT = 297
 """Digits that no training sees."""
-MARKS = (100, 200, 400, 800, 1600)
-"""Steps after which all digits are looked at; a step has the same samples in all trainings."""
+MARKS = (100, 200, 400, 800)
+"""Steps after which all digits are looked at; a step has the same samples in all trainings of a seed. The last one ends
+those with several seeds."""
 BRIEF = 10.0
 """Seconds of a training that is repeated on the thinnest link."""
 
@@ -124,9 +132,9 @@ BRIEF = 10.0
 class Digits(L.LightningModule):
     """1.2 million parameters: 0.4 s of a 100 Mbit/s link for a plain sum."""
 
-    def __init__(self, sparse, digits):
+    def __init__(self, sparse, digits, seed=0):
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.net = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
         self.sparse, self.losses, self.ends, self.spent, self.densities, self.splits = sparse, [], [], [], [], []
         self.digits, self.paused, self.marks = digits, 0.0, []
@@ -167,11 +175,13 @@ def sent_bytes():
     return sum(value for name, value in sent.items() if (name == "lo") == loopback)
 
 
-def worker(kind, steps, seconds, trace, out):
+def worker(kind, steps, seconds, trace, seed, out):
     """One rank: train, and write losses, times and bytes."""
     torch.set_num_threads(1)
     x, y = load_digits(return_X_y=True)
-    digits = TensorDataset(torch.tensor(x / 16.0, dtype=torch.float32), torch.tensor(y))
+    order = np.arange(len(x))
+    np.random.default_rng(seed).shuffle(order[:-KEPT_OUT])
+    digits = TensorDataset(torch.tensor(x[order] / 16.0, dtype=torch.float32), torch.tensor(y[order]))
     data = TensorDataset(*(part[:-KEPT_OUT] for part in digits.tensors))
     settings = None if KINDS[kind] is None else dict(KINDS[kind])
     callbacks = [] if settings is None else [CALLBACKS[n](**a) for n, a in settings.pop("callbacks", {}).items()]
@@ -180,6 +190,7 @@ def worker(kind, steps, seconds, trace, out):
     model = Digits(
         sparse=settings is not None and ("block" in (c := settings.get("compression") or "") or c == "auto"),
         digits=digits,
+        seed=seed,
     )
     callbacks.append(Timer({"seconds": seconds}, interval="epoch"))  # ranks meet for it, so not in every step
     trainer = L.Trainer(
@@ -243,14 +254,14 @@ def run_local(command, port):
 
 
 class Fluctuation(threading.Thread):
-    """Changes the rate of all links of a cluster every few seconds, the same way each time; keeps when and to what."""
+    """Changes the rate of all links of a cluster every few seconds, the same way for a seed; keeps when and to what."""
 
-    def __init__(self, cluster):
+    def __init__(self, cluster, seed):
         super().__init__(daemon=True)
-        self.cluster, self.ended, self.rates = cluster, threading.Event(), []
+        self.cluster, self.seed, self.ended, self.rates = cluster, seed, threading.Event(), []
 
     def run(self):
-        rng = np.random.default_rng(TRACE_SEED)
+        rng = np.random.default_rng(TRACE_SEED + self.seed)
         while not self.ended.wait(TRACE_SECONDS):
             mbit = round(float(np.exp(rng.uniform(*np.log(TRACE_MBIT)))), 1)
             for rank in range(len(self.cluster.nodes)):
@@ -262,12 +273,12 @@ class Fluctuation(threading.Thread):
         self.join()
 
 
-def run_cluster(command, mbit, args):
+def run_cluster(command, mbit, seed, args):
     """Run on emulated nodes; ``mbit=None`` is the trace. Returns when the link had which rate."""
     first = TRACE_MBIT[1] if mbit is None else mbit
     nodes = [Node(share, first) for share in SHARES]
     with Cluster(nodes, subnet=args.subnet, port=args.port) as cluster:
-        fluctuation = Fluctuation(cluster) if mbit is None else None
+        fluctuation = Fluctuation(cluster, seed) if mbit is None else None
         if fluctuation is not None:
             fluctuation.start()
         try:
@@ -280,20 +291,27 @@ def run_cluster(command, mbit, args):
     return [] if fluctuation is None else fluctuation.rates
 
 
-def trained(kind, mbit, steps, args):
+def trained(kind, mbit, steps, seconds, args, seed=0):
     """One training: its row, and what was seen of every step."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        options = ["--steps", str(steps), "--seconds", str(args.seconds), *(["--trace"] if args.trace else [])]
-        command = [sys.executable, __file__, *options, "--worker", kind, str(out)]
-        rates = run_local(command, args.port) if args.local else run_cluster(command, mbit, args)
+        options = ["--steps", str(steps), "--seconds", str(seconds), *(["--trace"] if args.trace else [])]
+        command = [sys.executable, __file__, *options, "--seed", str(seed), "--worker", kind, str(out)]
+        rates = run_local(command, args.port) if args.local else run_cluster(command, mbit, seed, args)
         records = [json.loads(file_of(out, rank).read_text()) for rank in range(2)]
     record, seconds = records[0], seconds_of(records, kind)
-    steps_of = zip(record["ends"], record["densities"], record["splits"], strict=True)
     spent = [1e3 * float(np.median(np.diff(each["spent"])[12:])) for each in records]
     row = {"kind": kind, "seconds": float(seconds.sum()), **measured(record, seconds, min(steps, 100))}
     row |= {f"processor_ms_{rank}": spent[rank] for rank in range(2)}
-    return row, {"rates": rates, "steps": list(steps_of)}
+    begin = record["ends"][0]
+    return row, {
+        "kind": kind,
+        "seed": seed,
+        "mbit_since": [[round(moment - begin, 3), rate] for moment, rate in rates or ()],
+        "ends": [round(moment - begin, 3) for moment in record["ends"]],
+        "density_from_step": changes(record["densities"]),
+        "split_from_step": changes(record["splits"]),
+    }
 
 
 def medians(rows):
@@ -306,44 +324,125 @@ def medians(rows):
     return {**rows[0], **{name: float(np.median(values)) for name, values in numbers.items()}, "rounds": len(rows)}
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150, help="most steps of a training, without --trace")
-    parser.add_argument("--seconds", type=int, default=60, help="most seconds of a training")
-    parser.add_argument("--rounds", type=int, default=3, help="of brief trainings on the thinnest link")
-    parser.add_argument("--quick", action="store_true", help="few steps, to see that it works")
-    parser.add_argument("--local", action="store_true", help="on the loopback, with no limit and no root")
-    parser.add_argument("--trace", action="store_true", help="a link that fluctuates")
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=None)
-    parser.add_argument("--subnet", default="10.78.0")
-    parser.add_argument("--port", type=int, default=29650)
-    parser.add_argument("--out", default=None)
-    parser.add_argument("--worker", nargs=2, metavar=("KIND", "OUT"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    steps = 30 if args.quick else 100_000 if args.trace else args.steps
-    if args.worker:
-        worker(args.worker[0], steps, args.seconds, args.trace, args.worker[1])
-        return
-    kinds = args.kinds or (OF_TRACE if args.trace else OF_RATES)
-    mbits = [None] if args.trace else [0] if args.local else [100] if args.quick else [100, 500, 1000]
-    rounds = 1 if args.quick or args.local or args.trace else args.rounds
-    rows, traces, computing = [], {}, float("nan")
+def by_step(found, steps):
+    """Values of each step, of those where they changed."""
+    values, begins = [value for _, value in found], [step for step, _ in found]
+    return [values[np.searchsorted(begins, step, side="right") - 1] for step in range(steps)]
+
+
+def followed(trace):
+    """Row of one training: how soon density and the faster node's share of the batch moved after the link did."""
+    moments, turns = trace["ends"], [moment for moment, _ in trace["mbit_since"]]
+    density = by_step(trace["density_from_step"], len(moments))
+    share = [sizes[0] / sum(sizes) for sizes in by_step(trace["split_from_step"], len(moments))]
+    seen = {"density": following(moments, density, turns), "split": following(moments, share, turns)}
+    row = {"kind": trace["kind"], "seed": trace["seed"], "link_changes": seen["density"]["link"]}
+    names = {"moves": "changes", "first": "first_s", "last": "last_s", "back": "taken_back"}
+    row |= {f"{what}_{name}": seen[what][key] for what in seen for key, name in names.items()}
+    late = [value for moment, value in zip(moments, share, strict=True) if moment > TRACE_SECONDS]
+    return row | {
+        "density_least": min(density),
+        "density_end": density[-1],
+        "share_least_later": min(late, default=float("nan")),
+        "share_most_later": max(late, default=float("nan")),
+    }
+
+
+def losses_over_dense(rows):
+    """Rows by mark: how much of the dense loss of its seed the controller has, in the mean and with the scatter."""
+    table = []
+    for mark in MARKS:
+        row = {"steps": mark, "seeds": len(rows[FREE])}
+        for what in ("loss", "kept_out"):
+            dense, other = (np.array([r.get(f"{what}_at_{mark}", np.nan) for r in rows[kind]]) for kind in OF_SEEDS)
+            row |= {f"{what}_dense": dense.mean(), f"{what}_controller": other.mean()}
+            ratio = other / dense
+            names = {"over_dense": ratio.mean(), "scatter": ratio.std(), "least": ratio.min(), "most": ratio.max()}
+            row |= {f"{what}_{name}": value for name, value in names.items()}
+        table.append(row)
+    return table
+
+
+def on_steady_links(kinds, steps, args):
+    """Rows of all links and kinds."""
+    rows, computing = [], float("nan")
+    mbits = [0] if args.local else [100] if args.quick else [100, 500, 1000]
+    rounds = 1 if args.quick or args.local else args.rounds
     for mbit in mbits:
         found = {}
         for turn in range(rounds if mbit == mbits[0] else 1):
             for kind in kinds:
                 if (kind == NOTHING_SENT and mbit != mbits[0]) or (turn and found[kind][0]["seconds"] > BRIEF):
                     continue
-                row, traces[kind] = trained(kind, 0.0 if kind == FREE else mbit, steps, args)
+                row, _ = trained(kind, mbit, steps, args.seconds or 60, args)
                 found.setdefault(kind, []).append(row)
-        of_rate = [{"mbit": "trace" if mbit is None else str(mbit), **medians(found[kind])} for kind in found]
-        if NOTHING_SENT in found:
-            computing = of_rate[list(found).index(NOTHING_SENT)]["mean_step_ms"]
-        rows += [{**row, "over_computing": row["mean_step_ms"] / computing} for row in of_rate]
+        of_rate = [{"mbit": str(mbit), **medians(found[kind])} for kind in found]
+        computing = over_computing(of_rate, computing)
+        rows += of_rate
+    return rows
+
+
+def over_computing(rows, computing=float("nan")):
+    """Say in every row what a step takes over one that is computing only; what that takes, if it was not known."""
+    computing = next((row["mean_step_ms"] for row in rows if row["kind"] == NOTHING_SENT), computing)
+    for row in rows:
+        row["over_computing"] = row["mean_step_ms"] / computing
+    return computing
+
+
+def on_the_trace(kinds, args):
+    """Rows of all kinds; those of several seeds by mark; what was seen of the controller's trainings."""
+    steps = 30 if args.quick else 100_000
+    rows, traces, seeds = [], [], {kind: [] for kind in OF_SEEDS}
+    for kind in kinds:
+        row, trace = trained(kind, None, steps, args.seconds or 25, args)
+        rows.append({"mbit": "trace", **row})
+        traces.append(trace)
+    for seed, kind in itertools.product(args.seeds, OF_SEEDS):
+        row, trace = trained(kind, 0.0 if kind == FREE else None, min(MARKS[-1], steps), 300, args, seed)
+        seeds[kind].append(row)
+        traces.append(trace)
+    if args.seeds:
+        rows.insert(1, {"mbit": "none", **seeds[FREE][0]})
+    over_computing(rows)
+    return rows, losses_over_dense(seeds) if args.seeds else [], [t for t in traces if t["kind"].startswith("contr")]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=150, help="most steps of a training, without --trace")
+    parser.add_argument("--seconds", type=int, default=None, help="most seconds of a training; 60, with --trace 25")
+    parser.add_argument("--rounds", type=int, default=3, help="of brief trainings on the thinnest link")
+    parser.add_argument(
+        "--seeds", type=int, default=5, help="with --trace: trainings that show loss after the same steps"
+    )
+    parser.add_argument("--quick", action="store_true", help="few steps, to see that it works")
+    parser.add_argument("--local", action="store_true", help="on the loopback, with no limit and no root")
+    parser.add_argument("--trace", action="store_true", help="a link that fluctuates")
+    parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=None)
+    parser.add_argument("--subnet", default="10.78.0")
+    parser.add_argument("--port", type=int, default=29650)
+    parser.add_argument("--out", default=None)
+    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=2, metavar=("KIND", "OUT"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.worker[0], args.steps, args.seconds, args.trace, args.seed, args.worker[1])
+        return
+    kinds = (OF_TRACE if args.trace else OF_RATES) if args.kinds is None else args.kinds
+    title = f"two clusters, digits, target loss {TARGET}"
     out = Path(args.out or (HERE / "results" / ("wan_trace.json" if args.trace else "wan.json")))
-    write_table(rows, out, f"two clusters, digits, target loss {TARGET}")
-    if args.trace:
-        out.with_suffix(".steps.json").write_text(json.dumps(traces))
+    if not args.trace:
+        write_table(on_steady_links(kinds, 30 if args.quick else args.steps, args), out, title)
+        return
+    rows, losses, traces = on_the_trace(kinds, args)
+    write_table(rows, out, title)
+    write_table(losses, out.with_name(f"{out.stem}_loss.json"), f"{title}: loss of the controller over dense sums")
+    write_table(
+        [followed(t) for t in traces], out.with_name(f"{out.stem}_link.json"), f"{title}: seconds behind the link"
+    )
+    lines = ",\n".join(json.dumps(trace, separators=(",", ":")) for trace in traces)
+    out.with_suffix(".steps.json").write_text(f"[{lines}]\n")
 
 
 if __name__ == "__main__":

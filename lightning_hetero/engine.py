@@ -28,9 +28,9 @@ from lightning_hetero.comm.weighting import LossWeighting
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.metrics import Exchange, exchange_metrics
 from lightning_hetero.core.noise_scale import RunningNoiseScale
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.plan import BatchPlan, PlanEntry, PlanHistory
 from lightning_hetero.core.planner import PlanContext, Planner, Proposal
-from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.data.sampler import UnevenBatchSampler
 from lightning_hetero.data.stream import IndexStream
 from lightning_hetero.hardware import capacity, cpu_quota, identity
@@ -379,21 +379,20 @@ class HeteroEngine:
             metrics |= {} if part is None else part.metrics()
         return metrics
 
-    # state
-
     def state_dict(self) -> dict[str, Any]:
-        """Plan history of the running epoch as plain Python values."""
+        """Plan history of the running epoch, and gradients that are under way, as plain Python values."""
+        late = {"staleness": self.hook_state.delayed_state()}
         if self.history is None or self.roster is None:
-            return {}
-        history, staleness = self.history.since(self._position[0]).state_dict(), self.hook_state.delayed_state()
-        return {"history": history, "workers": list(self.roster.identities), "staleness": staleness}
+            return late
+        history = self.history.since(self._position[0]).state_dict()
+        return {"history": history, "workers": list(self.roster.identities), **late}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the plans of an earlier run."""
-        if state:
+        """Go on with the plans of an earlier run, and with the gradients that were under way, be it none."""
+        self.hook_state.load_delayed_state(state.get("staleness", {}))
+        if "history" in state:
             self._restored = PlanHistory.from_state_dict(state["history"])
             self._restored_workers = tuple(state["workers"])
-            self.hook_state.load_delayed_state(state.get("staleness", {}))
 
     def resume_at(self, epoch: int, step: int) -> None:
         """A resumed run goes on at this step; to be called before the data is sharded."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from lightning_hetero.comm.control import let_threads_go
 from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.planner import PLANNERS, Planner
-from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.data.live import LiveStream
 from lightning_hetero.data.stream import IndexStream
 from lightning_hetero.engine import HeteroEngine

@@ -7,8 +7,8 @@ single steps lie far apart, and only their mean follows the share.
 
 import numpy as np
 
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.pace import sustained
-from lightning_hetero.core.time_model import StepObservations
 
 
 class QuotaWorker:
@@ -93,6 +93,6 @@ class QuotaCluster:
         latest = max(ready for _, ready in rows) + self.link
         self.now = max(worker.run(latest, self.averaging) for worker in self.workers)
         return [
-            [size, forward - begin, ready - forward, ready - forward, 0.0, self.now - ready, self.now - begin]
+            [size, forward - begin, ready - forward, ready - forward, 0.0, self.now - ready, self.now - begin, 0.0, 0.0]
             for size, (forward, ready) in zip(sizes, rows, strict=True)
         ], used

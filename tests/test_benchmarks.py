@@ -1,5 +1,7 @@
 """Benchmarks take long and run by hand: that what they import is there is seen here."""
 
+import doctest
+import importlib.util
 import os
 import subprocess
 import sys
@@ -22,3 +24,11 @@ def test_every_benchmark_finds_what_it_imports():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_what_follows_a_link_and_what_goes_back_is_told():
+    spec = importlib.util.spec_from_file_location("_following", FOLDER / "_following.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = doctest.testmod(module)
+    assert found.failed == 0 < found.attempted

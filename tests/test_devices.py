@@ -74,9 +74,10 @@ def agree(results):
         np.testing.assert_allclose(result["weights"], results[0]["weights"], rtol=rtol, atol=rtol)
         watched = result["observations"]
         assert watched.num_steps > 0
-        for seconds in (watched.forward, watched.backward):
+        for seconds in (watched.data_wait, watched.forward, watched.backward, watched.optimizer, watched.bucket_ends):
             assert np.isfinite(seconds).all()
             assert (seconds > 0).all()
+        assert (watched.bucket_ends >= watched.first_bucket[:, :, None]).all()
     for epoch in range(EPOCHS):
         assert covered(results, epoch) == list(range(N))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -21,6 +22,7 @@ from lightning_hetero.accelerate.loaders import (
 )
 from lightning_hetero.accelerate.plugin import HeteroPlugin, switched_on
 from lightning_hetero.comm import gradient_hook
+from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import HeteroSession, PlanAccess, log
 from lightning_hetero.strategies._restarts import warn_of_stale_addresses
@@ -188,6 +190,13 @@ class HeteroAccelerator(PlanAccess, Accelerator):
                 self._session().reshard()
         return super().prepare_model(model, device_placement, evaluation_mode)
 
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """As ``Accelerator.prepare_optimizer``; its steps are timed."""
+        prepared: Any = super().prepare_optimizer(optimizer, device_placement)
+        if self.engine is not None:
+            prepared.__class__, prepared.observer = _TimedOptimizer, self.engine.observer
+        return prepared
+
     def free_memory(self, *objects: Any) -> Any:
         """As ``Accelerator.free_memory``; the next training loader is split anew."""
         self._hetero_loader = None
@@ -321,6 +330,17 @@ class HeteroAccelerator(PlanAccess, Accelerator):
         session.load_state_dict(state)
         if self._hetero_loader is not None and loader:
             self._hetero_loader.iteration = int(loader["iteration"])
+
+
+class _TimedOptimizer(AcceleratedOptimizer):
+    """Tells the observer when a step begins and ends."""
+
+    observer: StepObserver
+
+    def step(self, closure: Any = None) -> None:
+        self.observer.begin_update()
+        super().step(closure)
+        self.observer.end_update()
 
 
 class _HookedDDP(DistributedDataParallelKwargs):

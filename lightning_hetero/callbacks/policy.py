@@ -32,6 +32,13 @@ __all__ = [
 ]
 
 
+EACH_STEP = (
+    *("on_train_batch_start", "on_before_zero_grad", "on_before_backward"),
+    *("on_after_backward", "on_before_optimizer_step"),
+)
+"""Hooks of a step that a policy has no use for; Lightning profiles a call of each of them, also of those left alone."""
+
+
 def policy_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
     """States of policies in a checkpoint of Lightning's; none in one of plain DDP's."""
     states = checkpoint.get("callbacks", {}).values()
@@ -106,6 +113,9 @@ class PolicyCallback(Callback):
             engine.noise, engine.noise_scale = None, lambda: None  # who measures the noise of this fit comes after us
             engine.hook_state.forget_squares()
             self._show_in_progress_bar(trainer)
+            for name in EACH_STEP:
+                if getattr(type(self), name) is getattr(Callback, name):
+                    setattr(self, name, None)  # Lightning passes over what cannot be called
 
     def _show_in_progress_bar(self, trainer: Any) -> None:
         bar = trainer.progress_bar_callback
@@ -209,6 +219,8 @@ class PolicyCallback(Callback):
         if self._bar is not None:
             del self._bar.get_metrics
             self._bar = None
+        for name in EACH_STEP:
+            vars(self).pop(name, None)
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, by hardware identity, and the plan; of rank 0, which decides."""

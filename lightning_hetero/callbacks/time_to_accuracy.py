@@ -22,9 +22,10 @@ class TTACallback(AdaptiveBatchCallback):
 
     Minimises predicted time to accuracy, ``(1 + g(density, B)) T(density, B) / B`` in seconds per sample (StellaTrain,
     eq. 5): ``T`` by the time model of the workers and the measured rate of the link, ``g``, the extra samples that
-    density and total cost, by a profile of the model, or else by 10 % for each factor of ten in density and by the
-    gradient noise scale for the total. All ranks take the density that rank 0 has chosen in the same step. It changes
-    only for a predicted gain of 2 %, the total for ``hysteresis``. Needs ``compression=BlockTopK(...)``.
+    density and total cost, by a profile of the model, or else by 10 % for each factor of ten in density, by what a cut
+    costs a young training (:func:`~lightning_hetero.core.tta.cut_penalty`), and by the gradient noise scale for the
+    total. All ranks take the density that rank 0 has chosen in the same step. It changes only for a predicted gain of
+    2 %, the total for ``hysteresis``. Needs ``compression=BlockTopK(...)``.
 
     Where even the least density takes longer to send than computing takes, a warning says ``network-bound``, with the
     numbers. Logs ``hetero/time_to_accuracy``, seconds per sample of the prediction, besides what

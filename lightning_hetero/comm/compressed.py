@@ -26,7 +26,7 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.bandwidth import MessageLink
 from lightning_hetero.core.compressors import Automatic, BlockTopK, Compressor, HalfPrecision, LowRank
 from lightning_hetero.core.link_model import CompressionChoice
-from lightning_hetero.core.time_model import StepObservations
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.tta import DensityChoice
 from lightning_hetero.optim.sparse import SparseAdamW, SparseSGD, sparse_steps
 from lightning_hetero.optim.sparse_steps import SparseSteps

@@ -165,7 +165,7 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
         state.local_squares.extend(state.norms.of_bucket(buffer, parameters))
     if state.owed is not None and state.owed(bucket):
         state.owed = None
-    future, late = _average(state, bucket, with_norms=state.collect_norms and at_once)
+    future, late = _average(state, bucket, buffer, with_norms=state.collect_norms and at_once)
 
     early = state.one_message and not bucket.is_last()
     if early:  # it travels with the last bucket, so what it waits for is no communication of its own
@@ -185,7 +185,7 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
 
 
 def _average(
-    state: HookState, bucket: dist.GradBucket, *, with_norms: bool
+    state: HookState, bucket: dist.GradBucket, buffer: torch.Tensor, *, with_norms: bool
 ) -> tuple[torch.futures.Future[Any], bool | list[bool]]:
     """The average on its way, and what of it belongs to the step before."""
     if state.staleness is not None:
@@ -193,9 +193,9 @@ def _average(
         return future, state.staleness.gave_late
     if state.inner is not None:
         return state.inner(state.inner_state, bucket), False
-    buffer, weight = bucket.buffer(), 1.0 / state.world_size  # as DDP does without a hook; a division is slower
+    weight = 1.0 / state.world_size  # as DDP does without a hook; a division is slower
     if with_norms:
         state.local_squares.extend(state.norms.of_weighted(buffer, weight, bucket.parameters))
-    else:
+    elif weight != 1.0:
         buffer.mul_(weight)
     return sums.sum_over_ranks(buffer) if state.topology is None else state.topology.sum(buffer), False

@@ -1,9 +1,9 @@
 """Timings of each step on one rank, with no synchronisation: what the worker did, apart from what it waited for.
 
-A step is cut at the seams that every front end has: fetch, forward, backward, gradient buckets, end of step. ``a`` is
-all that is neither backward nor waiting; ``P`` runs from the start of the backward pass to the last gradient; what
-follows until the backward call returns is synchronisation, of which only the part that the slowest rank sees is the
-network's.
+A step is cut at the seams that every front end has: fetch, forward, backward, gradient buckets, optimizer, end of step.
+``a`` is all that is neither backward nor waiting for others: waiting for data, the optimizer, and the rest, which is
+taken for forward; ``P`` runs from the start of the backward pass to the last gradient; what follows until the backward
+call returns is synchronisation, of which only the part that the slowest rank sees is the network's.
 """
 
 import time
@@ -17,18 +17,20 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.comm.clock import Clock
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.pace import sustained
-from lightning_hetero.core.time_model import StepObservations
 
 __all__ = ["StepObserver", "match_rows"]
 
 WARM_UP = 3
 KEPT_ROWS = 32
-TOGETHER = 16
-"""Steps whose rows are made in one go: between two steps each costs several times as much, of cold caches."""
 COLD = 1.5
 """Factor on what a step took before a resume above which one of the first steps after it is not believed."""
 FIELDS = len(StepObservations.FIELDS)
+ENDS = FIELDS + 3
+"""Place of the ends of the buckets in a row, behind the step number, the fields and two numbers of processor time."""
+OUTSIDE = [1 + StepObservations.FIELDS.index(name) for name in ("data_wait", "forward", "optimizer")]
+COMPUTE = [*OUTSIDE, 1 + StepObservations.FIELDS.index("backward")]
 
 
 @dataclass(slots=True)
@@ -53,11 +55,14 @@ class _Micro:
     excluded: float = 0.0
     processor: float = 0.0
     backwards: list[_Backward] = field(default_factory=list)
+    update_start: Any = None
+    update_excluded: float = 0.0
+    updates: list[tuple[Any, Any, float]] = field(default_factory=list)
 
     @property
     def marks(self) -> list[Any]:
         done = [mark for b in self.backwards for mark in b.done.values()]
-        return [self.start, self.end, *(b.end for b in self.backwards), *done]
+        return [self.start, self.end, *(b.end for b in self.backwards), *(u[1] for u in self.updates), *done]
 
     @property
     def synced(self) -> _Backward:
@@ -84,12 +89,13 @@ class StepObserver:
         self._processor_time = processor_time
         self._processor_began: float | None = None
         self.synced_steps = 0
+        self.buckets = 0
         self._rows: deque[npt.NDArray[np.float64]] = deque(maxlen=KEPT_ROWS)
         self._skip = WARM_UP
         self._last_size: int | None = None
         self._window: list[_Micro] = []
         self._micro: _Micro | None = None
-        self._pending: deque[tuple[int, list[_Micro], Any]] = deque()
+        self._pending: deque[tuple[int, list[_Micro], Any]] = deque(maxlen=KEPT_ROWS)  # rows are made when asked for
         self._last_sync: Any = None
         self._fetched_at: Any = None
         self._data_seconds = 0.0
@@ -137,6 +143,8 @@ class StepObserver:
             return
         passage = self._micro.backwards[-1]
         passage.end = self.clock.mark()
+        if self._micro.update_start is not None:  # a closure of the optimizer's: it only begins now
+            self._micro.update_start, self._micro.update_excluded = passage.end, self._micro.excluded
         if self.cores is not None and not passage.ready:
             passage.processor = passage.processor[0], self._processor_time()
 
@@ -154,6 +162,18 @@ class StepObserver:
         """A gradient bucket is averaged."""
         if number is not None and self._micro is not None and self._micro.backwards:
             self._micro.backwards[-1].done[number] = self.clock.mark()
+
+    def begin_update(self) -> None:
+        """An optimizer step begins; if it has a closure, it counts from the end of the last backward pass in it."""
+        if self._micro is not None:
+            self._micro.update_start, self._micro.update_excluded = self.clock.mark(), self._micro.excluded
+
+    def end_update(self) -> None:
+        """The optimizer step is over; one that failed has no end."""
+        micro = self._micro
+        if micro is not None and micro.update_start is not None:
+            micro.updates.append((micro.update_start, self.clock.mark(), micro.excluded - micro.update_excluded))
+            micro.update_start = None
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
@@ -178,14 +198,12 @@ class StepObserver:
             return False
         self.synced_steps += 1
         window, self._window = self._window, []
-        sync_end = micro.synced.end
+        sync_end, self.buckets = micro.synced.end, max(self.buckets, len(micro.synced.ready))
         usable = not self._discard and len({m.size for m in window}) == 1 and self._skip == 0
         if usable:
             self._pending.append((self.synced_steps, window, self._last_sync))
         self._skip = max(0, self._skip - 1)
         self._last_sync, self._discard = sync_end, False
-        if len(self._pending) >= TOGETHER:
-            self._resolve()
         return True
 
     def interrupt(self) -> None:
@@ -212,24 +230,28 @@ class StepObserver:
             if not all(self.clock.ready(mark) for micro in window for mark in micro.marks if mark is not None):
                 return
             self._pending.popleft()
-            row = np.array([number, *self._row(window, previous), *_processor(window)])
+            fields, ends = self._row(window, previous)
+            row = np.array([number, *fields, *_processor(window), *ends])
             if number > self._cold_until or not self._is_cold(row):
                 self._rows.append(row)
 
-    def _row(self, window: list[_Micro], previous: Any) -> list[float]:
+    def _row(self, window: list[_Micro], previous: Any) -> tuple[list[float], list[float]]:
+        """The fields of the observation, and the ends of the buckets."""
         between = self.clock.seconds
         n = len(window)
-        forward = backward = 0.0
+        forward = backward = optimizer = 0.0
         for micro in window:
             spans = sum(between(b.start, b.end) for b in micro.backwards)
-            forward += micro.wait_for_data + between(micro.start, micro.end) - spans - micro.excluded
+            update = sum(between(start, end) - excluded for start, end, excluded in micro.updates)
+            forward += between(micro.start, micro.end) - spans - update - micro.excluded
+            optimizer += update
             backward += sum(between(b.start, b.ready[-1] if b.ready else b.end) for b in micro.backwards)
         last = window[-1].synced
         ready = [between(last.start, mark) for mark in last.ready]
         done = [between(last.start, last.done.get(i, last.end)) for i in range(len(ready))]
         sync = [done[i] - max(ready[i], done[i - 1] if i else ready[i]) for i in range(len(ready))]
         step = between(previous, last.end) if previous is not None else float("nan")
-        return [
+        fields = [
             window[-1].size,
             max(forward, 0.0) / n,
             backward / n,
@@ -237,18 +259,26 @@ class StepObserver:
             max(sum(sync[:-1]), 0.0),
             max(sync[-1], 0.0),
             step,
+            sum(micro.wait_for_data for micro in window) / n,
+            max(optimizer, 0.0) / n,
         ]
+        return fields, done
 
     def take(self) -> npt.NDArray[np.float64]:
-        """Rows since the last call, newest last: shape ``(32, 8)``, step number first, unused rows NaN."""
-        table = np.full((KEPT_ROWS, FIELDS + 1), np.nan)
+        """Rows since the last call, newest last: step number, fields, ends of the buckets; unused places are NaN.
+
+        The shape is ``(32, 10 + buckets)`` for the most buckets of a step so far, which is equal on all ranks.
+        """
+        table = np.full((KEPT_ROWS, FIELDS + 1 + self.buckets), np.nan)
         seen = self.rows
         if seen:
             self._usual = self._newest_pace()
-            rows = np.stack(seen)
+            rows = np.stack([row[:ENDS] for row in seen])
             if self.cores is not None:
                 _sustain(rows, self.cores)
-            table[-len(rows) :] = rows[:, : FIELDS + 1]
+            table[-len(rows) :, : FIELDS + 1] = rows[:, : FIELDS + 1]
+            for place, row in zip(table[-len(rows) :, FIELDS + 1 :], seen, strict=True):
+                place[: len(row) - ENDS] = row[ENDS:]
         seen.clear()
         return table
 
@@ -261,6 +291,7 @@ class StepObserver:
         usual = self._newest_pace()
         return {
             "rows": rows,
+            "buckets": self.buckets,
             "cores": self.cores,
             "skip": self._skip,
             "size": self._last_size,
@@ -273,6 +304,7 @@ class StepObserver:
         The first steps of a process take longer than others. Where the state says what steps took, they count unless
         they took half as long again; else they are left out.
         """
+        self.buckets = max(self.buckets, int(state["buckets"]))  # on all ranks alike, whatever else is known
         if state["usual"] is None or state["cores"] != self.cores:
             return
         size, seconds = state["usual"]
@@ -285,15 +317,15 @@ class StepObserver:
         """The newest size that was observed, and what a step of it takes to compute."""
         if not self._rows:
             return self._usual
-        rows = np.stack(self._rows)
-        same = rows[:, 1] == rows[-1, 1]
-        return float(rows[-1, 1]), float(np.median(rows[same, 2] + rows[same, 3]))
+        rows = np.stack([row[:ENDS] for row in self._rows])
+        same = rows[rows[:, 1] == rows[-1, 1]]
+        return float(rows[-1, 1]), float(np.median(same[:, COMPUTE].sum(axis=1)))
 
     def _is_cold(self, row: npt.NDArray[np.float64]) -> bool:
         """Whether a step took longer than could be by what steps took before; time grows no faster than the size."""
         assert self._usual is not None
         size, seconds = self._usual
-        return bool(row[2] + row[3] > COLD * seconds * max(row[1] / size, 1.0))
+        return bool(row[COMPUTE].sum() > COLD * seconds * max(row[1] / size, 1.0))
 
 
 def _processor(window: list[_Micro]) -> tuple[float, float]:
@@ -306,8 +338,10 @@ def _sustain(rows: npt.NDArray[np.float64], cores: float) -> None:
     """Put the times that a quota sustains in place of the observed ones, size by size, see :func:`sustained`."""
     for size in set(rows[:, 1]):
         same = rows[:, 1] == size
-        forward, backward, own_forward, own_backward = rows[same][:, [2, 3, 8, 9]].T
-        rows[same, 2], rows[same, 3] = sustained(forward, backward, own_forward, own_backward, cores)
+        backward, own_outside, own_backward = rows[same][:, [3, FIELDS + 1, FIELDS + 2]].T
+        outside = rows[same][:, OUTSIDE].sum(axis=1)
+        lasting, rows[same, 3] = sustained(outside, backward, own_outside, own_backward, cores)
+        rows[np.ix_(same, OUTSIDE)] *= (lasting / np.maximum(outside, 1e-12))[:, None]
         rows[same, 4] *= rows[same, 3] / np.maximum(backward, 1e-12)
 
 
@@ -315,9 +349,9 @@ def match_rows(tables: npt.NDArray[np.float64]) -> StepObservations:
     """Observations of all ranks for the steps that every rank has reported.
 
     Args:
-        tables: :meth:`StepObserver.take` of every rank, shape ``(ranks, 32, 8)``.
+        tables: :meth:`StepObserver.take` of every rank, shape ``(ranks, 32, 10 + buckets)``.
     """
     common: set[float] = set.intersection(*({float(s) for s in t[:, 0] if not np.isnan(s)} for t in tables))
     steps = sorted(common)
     rows = [[t[np.flatnonzero(t[:, 0] == step)[0], 1:] for t in tables] for step in steps]
-    return StepObservations.from_array(np.array(rows).reshape(len(steps), len(tables), FIELDS))
+    return StepObservations.from_array(np.array(rows).reshape(len(steps), len(tables), tables.shape[2] - 1))

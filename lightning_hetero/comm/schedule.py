@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_hetero.core.time_model import StepObservations
+from lightning_hetero.core.observations import StepObservations
 
 __all__ = ["ExchangeSchedule"]
 
@@ -32,6 +32,7 @@ class ExchangeSchedule:
     replan: str | int
     next: int = 0
     last: int = 0
+    cost: float = math.inf
 
     def __post_init__(self) -> None:
         self.next = self.replan if isinstance(self.replan, int) else NEVER if self.replan == "epoch" else FIRST
@@ -49,6 +50,8 @@ class ExchangeSchedule:
     ) -> int:
         """Step of the next exchange: in ``"auto"``, as soon as exchanges cost 0.5 % of the time at most.
 
+        The lower cost of the last two counts: a link that stalls in one exchange does not put off the next ones.
+
         Args:
             step: this exchange's step.
             observations: what it gathered.
@@ -61,6 +64,7 @@ class ExchangeSchedule:
         if isinstance(self.replan, int):
             return step + self.replan
         times = observations.step_time[np.isfinite(observations.step_time)]
+        cost, self.cost = min(cost, self.cost), cost
         if times.size == 0 or waits:
             return step + FIRST + 2 * changed
         affordable = math.ceil(cost / BUDGET / max(float(np.median(times)), 1e-6))

@@ -14,10 +14,11 @@ from lightning_hetero.core.goodput import (
     goodput_of,
     windows_of,
 )
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.optperf import solve_optperf
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PerfModelPlanner, PlanContext, Proposal
-from lightning_hetero.core.time_model import ClusterTimeModel, StepObservations
+from lightning_hetero.core.time_model import ClusterTimeModel
 
 __all__ = ["GoodputPlanner"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_hetero.core.time_model import StepObservations
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.validation import check_number
 
 __all__ = ["LinkEstimate", "LinkProbe", "MessageLink", "sending_rate", "sum_bytes", "without_messages"]

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_hetero.core.compressors import VALUE_DTYPES
-from lightning_hetero.core.time_model import StepObservations, estimate_gamma, estimate_sync_times
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.time_model import estimate_gamma, estimate_sync_times
 
 __all__ = ["CompressionChoice", "Computing", "LinkMeasurement", "choose_density", "pack_bytes"]
 
@@ -51,7 +52,7 @@ class Computing:
             return cls()
         gamma = estimate_gamma(seen.first_bucket, seen.backward)
         t_o, t_u = estimate_sync_times(seen.overlapped_sync, seen.last_sync)
-        whole, begun = np.median(seen.compute, axis=0), np.median(seen.forward + gamma * seen.backward, axis=0)
+        whole, begun = np.median(seen.compute, axis=0), np.median(seen.outside_backward + gamma * seen.backward, axis=0)
         return cls(float(whole.max()), float(begun.max()), t_u / (t_o + t_u) if t_o + t_u > 0 else 1.0)
 
 

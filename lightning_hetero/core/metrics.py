@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.planner import Planner
-from lightning_hetero.core.time_model import StepObservations
 
 __all__ = ["Exchange", "exchange_metrics"]
 

@@ -13,6 +13,7 @@ import numpy as np
 from lightning_hetero.core.arrivals import arrival_differences, own_arrivals
 from lightning_hetero.core.bandwidth import MessageLink
 from lightning_hetero.core.noise_scale import RunningNoiseScale
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.optperf import solve_optperf, static_sizes
 from lightning_hetero.core.pace import pace
 from lightning_hetero.core.pid import ControllerState, control, smooth
@@ -20,7 +21,6 @@ from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.profile import NodeProfile
 from lightning_hetero.core.time_model import (
     ClusterTimeModel,
-    StepObservations,
     estimate_gamma,
     estimate_sync_times,
 )
@@ -183,7 +183,7 @@ class PerfModelPlanner:
             for size in dict.fromkeys(sizes.tolist()):
                 rows = sizes == size
                 profile = profile.observe(
-                    int(size), observations.forward[rows, rank], observations.backward[rows, rank]
+                    int(size), observations.outside_backward[rows, rank], observations.backward[rows, rank]
                 )
                 drifted |= profile.drifted
             profiles[identity] = replace(profile, drifted=drifted)

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.pace import pace
 from lightning_hetero.core.validation import check_number
 
 __all__ = [
     "ClusterTimeModel",
     "NodeTimeModel",
-    "StepObservations",
     "estimate_gamma",
     "estimate_sync_times",
     "fit_line",
@@ -80,70 +80,6 @@ class NodeTimeModel:
             NodeTimeModel(q=7.0, s=0.0, k=2.0, m=0.0)
         """
         return NodeTimeModel(self.q + (n - 1) * (self.q + self.k), self.s + (n - 1) * (self.s + self.m), self.k, self.m)
-
-
-@dataclass(frozen=True)
-class StepObservations:
-    """What all workers measured over some steps; every array has the shape ``(steps, workers)``.
-
-    It has what the time model takes, no more: waiting for data is in ``forward``, as is the optimizer.
-
-    Args:
-        local_batch_sizes: samples that each worker ran.
-        forward: ``a_i``, seconds of load, forward and update.
-        backward: ``P_i``, seconds from the start of the backward pass to the last gradient.
-        first_bucket: seconds from the start of the backward pass to the first bucket that is ready.
-        overlapped_sync: seconds of synchronising all buckets but the last, waiting for others included.
-        last_sync: seconds of synchronising the last bucket, waiting for others included.
-        step_time: seconds from the end of one synchronisation to the end of the next.
-
-    Example:
-        >>> StepObservations.empty(3).num_steps
-        0
-    """
-
-    local_batch_sizes: Array
-    forward: Array
-    backward: Array
-    first_bucket: Array
-    overlapped_sync: Array
-    last_sync: Array
-    step_time: Array
-
-    FIELDS = (
-        "local_batch_sizes",
-        "forward",
-        "backward",
-        "first_bucket",
-        "overlapped_sync",
-        "last_sync",
-        "step_time",
-    )
-
-    def __post_init__(self) -> None:
-        shapes = {getattr(self, name).shape for name in self.FIELDS}
-        if len(shapes) != 1 or len(next(iter(shapes))) != 2:
-            raise ValueError(f"all observations must have one shape (steps, workers); got {sorted(shapes)}.")
-
-    @classmethod
-    def from_array(cls, values: Array) -> "StepObservations":
-        """From an array of shape ``(steps, workers, 7)`` in the order of :attr:`FIELDS`."""
-        return cls(*(values[:, :, i] for i in range(len(cls.FIELDS))))
-
-    @classmethod
-    def empty(cls, workers: int) -> "StepObservations":
-        """No steps of ``workers`` workers."""
-        return cls.from_array(np.zeros((0, workers, len(cls.FIELDS))))
-
-    @property
-    def num_steps(self) -> int:
-        """Number of observed steps."""
-        return int(self.forward.shape[0])
-
-    @property
-    def compute(self) -> Array:
-        """``a_i + P_i`` of every step and worker."""
-        return self.forward + self.backward
 
 
 @dataclass(frozen=True)
@@ -247,7 +183,7 @@ class ClusterTimeModel:
             raise ValueError("no step was observed yet; a time model needs at least one.")
         o = observations
         nodes = [
-            fit_node(*_paces(o.local_batch_sizes[:, i], o.forward[:, i], o.backward[:, i]))
+            fit_node(*_paces(o.local_batch_sizes[:, i], o.outside_backward[:, i], o.backward[:, i]))
             for i in range(o.forward.shape[1])
         ]
         t_o, t_u = estimate_sync_times(observations.overlapped_sync, observations.last_sync)

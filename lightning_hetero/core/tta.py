@@ -20,6 +20,8 @@ __all__ = [
     "LATE_PENALTY",
     "DensityChoice",
     "ThroughputModel",
+    "assumed_penalty",
+    "cut_penalty",
     "density_penalty",
     "iteration_time_variation",
     "largest_density",
@@ -35,6 +37,11 @@ PENALTY = 0.1
 LATE_PENALTY = 0.5
 """Extra samples, as a share, that gradients are taken to cost which arrive a step late. StellaTrain saw 0.18 at most
 (sec. 6); early in a training with momentum it is more, so that nothing is delayed for a small gain."""
+
+CUT_PENALTY = 0.3
+"""Steps of progress that a cut of the density costs for each step by which blocks wait longer. On the digits
+(``benchmarks/wan.py``), a cut from 10 % to 0.67 % put trainings back by 30 to 45 steps, where blocks wait for 140 more:
+by about a third."""
 
 FORBIDDEN = 1e30
 """Seconds per sample of what must not be chosen."""
@@ -159,6 +166,43 @@ def density_penalty(density: float) -> float:
         (0.0, 0.2)
     """
     return PENALTY * math.log10(1.0 / density)
+
+
+def cut_penalty(density: float, present: float, steps: float) -> float:
+    """Extra samples that a cut of the density costs a young training: ``0.3 (1 / density - 1 / present) / steps``.
+
+    A block is sent once in about ``1 / density`` steps. After a cut it waits for so much longer, and until then the
+    weights lack what it holds back, which is less than the whole, because what is large goes first. That counts as a
+    share of the steps so far: early in a training it is much of it, later next to nothing.
+
+    Args:
+        density: share of the gradient's blocks that is sent, above 0, to 1.
+        present: the share that is sent now; a density that is no lower costs nothing.
+        steps: steps of the training so far, above 0.
+
+    Example:
+        >>> round(cut_penalty(0.01, 0.1, steps=200), 3), round(cut_penalty(0.01, 0.1, steps=20_000), 5)
+        (0.135, 0.00135)
+        >>> cut_penalty(0.1, 0.01, steps=200)
+        0.0
+    """
+    return CUT_PENALTY * max(1.0 / density - 1.0 / present, 0.0) / steps
+
+
+def assumed_penalty(density: float, present: float, steps: int, late: bool = False) -> float:
+    """``g`` where no profile says more: what a density costs, what a cut costs by now, and messages that come late.
+
+    Args:
+        density: share of the gradient's blocks that is sent, above 0, to 1.
+        present: the share that is sent now.
+        steps: steps of the training so far; those before the first count as one.
+        late: whether gradients arrive a step late.
+
+    Example:
+        >>> round(assumed_penalty(0.01, 0.1, steps=200), 3), round(assumed_penalty(0.01, 0.1, steps=200, late=True), 3)
+        (0.335, 0.835)
+    """
+    return density_penalty(density) + cut_penalty(density, present, max(steps, 1)) + LATE_PENALTY * late
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from lightning_hetero.core.adaptive import GoodputPlanner
 from lightning_hetero.core.bandwidth import LinkEstimate, LinkProbe, MessageLink, sending_rate, without_messages
 from lightning_hetero.core.goodput import Candidate, Window
 from lightning_hetero.core.late_choice import SAME_LINK, LateChoice
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PlanContext, Proposal
 from lightning_hetero.core.surrogate import ProfilePenalty
-from lightning_hetero.core.time_model import StepObservations
-from lightning_hetero.core.tta import LATE_PENALTY, DensityChoice, density_penalty, minimise_time_to_accuracy
+from lightning_hetero.core.tta import DensityChoice, assumed_penalty, minimise_time_to_accuracy
 
 __all__ = ["NO_LIMIT", "TimeToAccuracyPlanner"]
 
@@ -74,7 +74,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
     """Splits by the time model, and moves density and total to where time to accuracy is predicted to be least.
 
     Time to accuracy is ``(1 + g(density, B)) T(density, B) / B`` (eq. 5), in seconds per sample. ``g`` comes from a
-    profile of the model; without one it is that of :func:`~lightning_hetero.core.tta.density_penalty`, times what the
+    profile of the model; without one it is that of :func:`~lightning_hetero.core.tta.assumed_penalty`, times what the
     gradient noise scale says of the total, ``(phi + B) / (phi + B_0)``.
 
     Args:
@@ -95,7 +95,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         choice: newest decision with its predictions, ``None`` before there is one.
 
     Example:
-        >>> link = MessageLink(0.1, lambda density: 4e6 * density, (LinkEstimate(1e6),) * 2, seconds=0.4)
+        >>> link = MessageLink(0.1, lambda density: 4e6 * density, (LinkEstimate(1e6),) * 2, seconds=0.4, step=40_000)
         >>> context = PlanContext(40, ("a", "b"), (1, 1), link=link)
         >>> sizes = np.array([[20.0, 20.0], [30.0, 10.0]] * 20)
         >>> zeros = np.zeros_like(sizes)
@@ -128,9 +128,11 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         grid = np.geomspace(self.min_density, self.max_density, max(math.ceil(PER_DECADE * decades), 1) + 1)
         return [self.min_density, *grid[1:-1].tolist(), self.max_density]
 
-    def extra(self, density: float, total: float) -> float:
-        """``g``: extra samples that a density and a total cost, as a share."""
-        return density_penalty(density) if self.profile is None else self.profile(density, total)
+    def extra(self, density: float, total: float, link: MessageLink) -> float:
+        """``g``: extra samples that a density and a total cost by now, as a share, and messages that come late."""
+        if self.profile is not None:
+            return self.profile(density, total)
+        return assumed_penalty(density, link.density, link.step, link.hidden and link.may_hide)
 
     def noise_scale(self, context: PlanContext) -> float | None:
         """Infinite where the total stays, and where the profile says what a total costs."""
@@ -330,7 +332,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         total = candidate.total_batch_size
         best = self._best(total, candidate.step_time, link, self.densities)
         throughput = total / best.step_time
-        share = candidate.efficiency / (1.0 + self.extra(best.density, total))
+        share = candidate.efficiency / (1.0 + self.extra(best.density, total, link))
         return Candidate(total, candidate.accumulation, best.step_time, throughput, share, throughput * share)
 
     def _best(
@@ -341,12 +343,11 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         densities: list[float],
         transfer: Callable[[float], float] | None = None,
     ) -> DensityChoice:
-        late = LATE_PENALTY if link.hidden and link.may_hide and self.profile is None else 0.0
         return minimise_time_to_accuracy(
             {total: seconds},
             densities,
             transfer=link.transfer if transfer is None else transfer,
-            penalty=lambda density, total: self.extra(density, total) + late,
+            penalty=lambda density, total: self.extra(density, total, link),
             hidden=link.hidden,
             handling=lambda density: self.handling * max(link.message_bytes(density) - link.bytes_now, 0.0),
             headroom=SAME_LINK,

@@ -53,6 +53,7 @@ class UnevenBatchSampler(Sampler[list[int]]):
         self.start = start
         self.epoch = start[0]
         self.drawn = start
+        self._full: tuple[PlanHistory | None, int, int, int] = None, 0, 0, 0  # history, epoch, samples: full steps
 
     @property
     def sampler(self) -> "UnevenBatchSampler":
@@ -86,27 +87,33 @@ class UnevenBatchSampler(Sampler[list[int]]):
 
     def sizes_at(self, epoch: int, step: int) -> tuple[int, ...]:
         """Samples of every rank at a step, the ragged tail included."""
-        return self._history().sizes_at(epoch, step, len(self.stream), min_local=self.min_local)
+        history, samples = self._history(), len(self.stream)
+        known, *of, full = self._full
+        if known is not history or of != [epoch, samples]:
+            full = history.num_batches(epoch, samples, drop_last=True)
+            self._full = history, epoch, samples, full
+        if step < full:  # a full step, of which there is nothing to compute
+            return history.at(epoch, step).plan.local_batch_sizes
+        return history.sizes_at(epoch, step, samples, min_local=self.min_local)
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch = self.epoch
         order = self.stream.indices(epoch)
         step = self.start[1] if epoch == self.start[0] else 0
         self.drawn = (epoch, step)
-        counted: tuple[PlanHistory | None, int] = None, 0
+        counted, end, first = None, 0, 0
         while True:
             history = self._history()
-            if history is not counted[0]:
-                counted = history, self.num_batches(epoch)
-            if step >= counted[1]:
+            if history is not counted:
+                counted, end, first = history, self.num_batches(epoch), history.offset(epoch, step)
+            if step >= end:
                 break
             sizes = self.sizes_at(epoch, step)
-            first = history.offset(epoch, step)
             own = first + sum(sizes[: self.rank])
             self.drawn = (epoch, step + 1)
             if sizes[self.rank]:
                 yield list(order[own : own + sizes[self.rank]])
             else:
                 yield list(order[first : first + min(self.min_local, sum(sizes))])
-            step += 1
+            step, first = step + 1, first + sum(sizes)
         self.drawn = (epoch + 1, 0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.callbacks import GNSCallback, PolicyCallback
+from lightning_hetero.callbacks import GNSCallback, LookAheadCallback, PolicyCallback
 from lightning_hetero.core.compressors import BlockTopK
 from lightning_hetero.core.plan import BatchPlan, even_sizes
 from lightning_hetero.core.planner import PlanContext, Proposal, StaticPlanner
@@ -60,7 +60,14 @@ def begin_probe(strategy: Any) -> None:
     trainer.loggers = [loggers.DummyLogger() for _ in trainer.loggers]
     trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
     kept = [callback for callback in trainer.callbacks if not isinstance(callback, PolicyCallback | GNSCallback)]
-    trainer.callbacks = [ConvergenceProbe(order, total), *kept]
+    trainer.callbacks = [ConvergenceProbe(order, total), *_ahead(trainer.callbacks), *kept]
+
+
+def _ahead(callbacks: list[Any]) -> list[Any]:
+    """The callback that a policy brings to look ahead: late gradients cost what they will cost with that policy."""
+    policies = [callback for callback in callbacks if isinstance(callback, PolicyCallback)]
+    brought = [callback for policy in policies for callback in policy.companions(callbacks)]
+    return [callback for callback in brought if isinstance(callback, LookAheadCallback)]
 
 
 @dataclass(frozen=True)

@@ -229,6 +229,14 @@ class HeteroFabricMixin(PlanAccess):
         with engine.backward():
             super().backward(loss, module, *args, **kwargs)  # type: ignore[misc]
 
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As DDP, timed."""
+        observer = self._running().engine.observer
+        observer.begin_update()
+        result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+        observer.end_update()
+        return result
+
     def all_reduce(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As DDP, which averages ranks alike; what a rank waits here is not counted as computing."""
         with self._running().engine.excluded():

@@ -324,7 +324,10 @@ class HeteroDDPMixin(PlanAccess):
         module = self.lightning_module  # type: ignore[attr-defined]
         if not module.automatic_optimization:
             self.engine.check_backward()
-        return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
+        self.engine.observer.begin_update()
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
+        self.engine.observer.end_update()
+        return result
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As DDP reduces, but a mean of integers is exact: the size counters of logged means must not be floored."""

@@ -167,6 +167,7 @@ def test_messages_and_split_follow_link_and_workers_within_seconds_and_stay_wher
     fat, thin, again = sent[55], sent[111], sent[-1]
     assert thin < fat / 3
     assert again > fat / 3
+    assert 1 / results[0]["densities"][111] < 100, "so early, that holds back more than all steps so far"
     assert all(later < earlier for earlier, later in changes(sent[56:112])), "to and fro on the thin link"
     assert len(changes(sent[88:112])) == 0, "it moves although nothing happens"
     assert len(changes(sent[112:])) <= 5

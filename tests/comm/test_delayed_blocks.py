@@ -151,9 +151,9 @@ def start(rank, world_size, settings, limit=1, restored=None):
     )
     ddp.register_comm_hook(state, gradient_hook)
 
-    def follow(hidden):
+    def follow(hidden, density=settings.density):
         """What a controller decides."""
-        compression.follow(DensityChoice(settings.density, 10, 1.0, 1.0, 1.0, 1.0, hidden=hidden))
+        compression.follow(DensityChoice(density, 10, 1.0, 1.0, 1.0, 1.0, hidden=hidden))
 
     return ddp, late, follow
 
@@ -170,7 +170,7 @@ def _train(rank, world_size, schedule, settings, bad, look):
     given, left, owed, computed = [], [], [], []
     for step in range(STEPS):
         if step in schedule:
-            follow(schedule[step])
+            follow(*(schedule[step] if isinstance(schedule[step], tuple) else (schedule[step],)))
         alone.load_state_dict(model.state_dict())
         for replica in (alone, model):
             replica.zero_grad()
@@ -225,6 +225,21 @@ def test_applied_owed_and_left_make_up_all_gradients_at_every_step(case):
     assert (np.abs(owed).max(axis=1) > 0).tolist() == [step not in (0, 3, bad and bad[1]) for step in range(STEPS)]
     for parts in results:
         np.testing.assert_array_equal(parts[2], owed)
+
+
+def test_nothing_is_lost_when_the_density_changes_while_messages_are_under_way():
+    """Up and down with delays, then at once with the end of the delay, then with its beginning."""
+    schedule = {1: (True, 0.4), 3: (True, 0.1), 4: (True, 0.8), 6: (False, 0.2), 7: (True, 0.4)}
+    results = run_ranks(_train, 2, 2, schedule, SETTINGS, None, True)
+    given, _, owed, _ = results[0]
+    computed = np.sum([parts[3] for parts in results], axis=0)
+    np.testing.assert_allclose(given.cumsum(0) + owed + sum(parts[1] for parts in results), computed.cumsum(0), **CLOSE)
+    np.testing.assert_array_equal(given, results[1][0])
+    sent = (owed != 0).mean(axis=1)
+    assert sent[3] < sent[2] / 2 < sent[4] / 3, "the messages have not changed"
+    for step in (3, 4):
+        np.testing.assert_array_equal(given[step], owed[step - 1])
+    assert (owed[[0, 6]] == 0).all()
 
 
 def test_a_dense_sum_that_is_left_out_still_owes_what_it_held():

@@ -8,9 +8,13 @@ import pytest
 
 from lightning_hetero.comm import observer as module
 from lightning_hetero.comm.observer import KEPT_ROWS, WARM_UP, StepObserver, match_rows
-from lightning_hetero.core.time_model import StepObservations
+from lightning_hetero.core.observations import StepObservations
 
-NAMES = ("step", "size", "a", "P", "first", "t_o", "t_u", "step_time")
+NAMES = ("step", "size", "forward", "P", "first", "t_o", "t_u", "step_time", "wait", "update")
+
+
+STEP = (((2.0, 3.25), (5.0, 6.0)), 7.0)
+"""Two buckets: ready at 2 and 5, averaged at 3.25 and 6; a backward call of 7 seconds."""
 
 
 class Script:
@@ -76,14 +80,13 @@ class Run:
         if metric:
             with self.observer.excluded():
                 self.clock.now += metric
+        self.observer.begin_update()
         self.clock.now += update
+        self.observer.end_update()
         self.observer.end_step()
 
-    # two buckets: ready at 2 and 5, averaged at 3.25 and 6; a backward call of 7 seconds
-    STEP = (((2.0, 3.25), (5.0, 6.0)), 7.0)
-
     def step(self, **kwargs):
-        self.micro(**{"passages": (self.STEP,), **kwargs})
+        self.micro(**{"passages": (STEP,), **kwargs})
 
     def warm(self, **kwargs):
         for _ in range(WARM_UP):
@@ -92,7 +95,14 @@ class Run:
 
     def rows(self):
         table = self.observer.take()
-        return [dict(zip(NAMES, row, strict=True)) for row in table[~np.isnan(table[:, 0])].tolist()]
+        return [
+            {
+                **dict(zip(NAMES, row, strict=False)),
+                "a": row[2] + row[8] + row[9],
+                "ends": [end for end in row[len(NAMES) :] if not np.isnan(end)],
+            }
+            for row in table[~np.isnan(table[:, 0])].tolist()
+        ]
 
 
 @pytest.fixture
@@ -103,10 +113,92 @@ def run(monkeypatch):
 def test_a_row_by_hand(run):
     """a = wait 1 + forward 2 + update 0.5; P to the last ready; t_o and t_u of the two buckets; 10.5 s a step."""
     run.warm().step()
-    assert run.rows() == [
-        {"step": 4, "size": 4, "a": 3.5, "P": 5.0, "first": 2.0, "t_o": 1.25, "t_u": 1.0, "step_time": 10.5}
-    ]
+    (row,) = run.rows()
+    assert row == {
+        **{"step": 4, "size": 4, "wait": 1.0, "forward": 2.0, "update": 0.5, "a": 3.5, "P": 5.0},
+        **{"first": 2.0, "ends": [3.25, 6.0], "t_o": 1.25, "t_u": 1.0, "step_time": 10.5},
+    }
     assert run.rows() == []
+
+
+@pytest.mark.parametrize(
+    ("slower", "field"), [("wait", "wait"), ("forward", "forward"), ("update", "update"), ("metric", None)]
+)
+def test_what_takes_longer_raises_its_own_field_only(run, slower, field):
+    run.warm().step()
+    usual = {"wait": 1.0, "forward": 2.0, "update": 0.5, "metric": 0.0}
+    run.step(**{slower: usual[slower] + 7.0})
+    before, after = run.rows()
+    for name in ("wait", "forward", "update", "P", "first", "ends"):
+        more = 7.0 if name == field else 0.0
+        assert after[name] == (before[name] if name == "ends" else before[name] + more)
+
+
+def _closure_step(run, forward=2.0, update=0.5, metric=0.0, passages=(STEP,)):
+    """As Lightning does: the optimizer's step calls a closure with the forward and the backward pass."""
+    run.observer.fetch(run.batches(1.0))
+    run.observer.begin_step(4, regular=True)
+    run.observer.begin_update()
+    with run.observer.excluded():
+        run.clock.now += metric
+    run.clock.now += forward
+    for buckets, end in passages:
+        run.passage(buckets, end)
+    with run.observer.excluded():
+        run.clock.now += metric
+    run.clock.now += update
+    run.observer.end_update()
+    run.clock.now += 0.25  # the rest of the loop
+    run.observer.end_step()
+
+
+@pytest.mark.parametrize("metric", [0.0, 3.0])
+def test_an_optimizer_counts_from_the_end_of_the_passes_in_its_closure(run, metric):
+    """What is waited in the closure is no forward, what is waited after it no optimizer."""
+    run.warm()
+    _closure_step(run, metric=metric)
+    (row,) = run.rows()
+    assert (row["wait"], row["forward"], row["update"], row["P"]) == (1.0, 2.25, 0.5, 5.0)
+
+
+def test_steps_of_several_optimizers_add_up(run):
+    """As two networks in turn: forward, backward, update of each."""
+    run.warm()
+    run.observer.fetch(run.batches(1.0))
+    run.observer.begin_step(4, regular=True)
+    for update in (0.5, 0.75):
+        run.clock.now += 2.0
+        run.passage(*STEP)
+        run.observer.begin_update()
+        run.clock.now += update
+        run.observer.end_update()
+    run.observer.end_step()
+    (row,) = run.rows()
+    assert (row["forward"], row["update"], row["P"], row["ends"]) == (4.0, 1.25, 10.0, [3.25, 6.0])
+
+
+def test_an_optimizer_that_failed_has_no_end(run):
+    run.warm()
+    run.observer.fetch(run.batches(1.0))
+    run.observer.begin_step(4, regular=True)
+    run.passage(*STEP)
+    run.observer.begin_update()  # an error that the user's loop catches
+    run.clock.now += 4.0
+    run.observer.end_step()
+    run.step()
+    first, second = run.rows()
+    assert (first["forward"], first["update"]) == (4.0, 0.0)
+    assert (second["forward"], second["update"]) == (2.0, 0.5)
+
+
+def test_steps_of_different_numbers_of_buckets_lie_in_one_table(run):
+    """The places of the buckets that a step did not have stay empty."""
+    one = (((2.0, 3.0),), 4.0)
+    run.warm().step(passages=(one,))
+    assert run.observer.take().shape == (KEPT_ROWS, len(NAMES) + 2)
+    run.step()
+    run.step(passages=(one,))
+    assert [row["ends"] for row in run.rows()] == [[3.25, 6.0], [3.0]]
 
 
 def test_a_bucket_waits_for_the_one_before_it(run):
@@ -149,7 +241,7 @@ def test_more_excluded_than_there_was_gives_no_negative_time(run):
     run.warm()
     run.observer.fetch(run.batches(0.0))
     run.observer.begin_step(4, regular=True)
-    run.passage(*run.STEP)
+    run.passage(*STEP)
     with run.observer.excluded():
         run.clock.now += 2.0
     run.clock.now -= 2.0
@@ -165,14 +257,14 @@ def test_a_loader_that_is_not_timed_starts_the_step_at_its_batch(run):
 
 def test_several_backward_passes_of_one_step(run):
     """What lies between them is computing; the network's times are those of the last."""
-    run.warm().step(passages=((((1.0, 3.0),), 3.0), run.STEP))
+    run.warm().step(passages=((((1.0, 3.0),), 3.0), STEP))
     (row,) = run.rows()
     assert (row["a"], row["P"], row["first"], row["t_o"], row["t_u"]) == (3.5, 6.0, 2.0, 1.25, 1.0)
 
 
 def test_backward_pass_that_is_not_synchronised_may_be_the_last(run):
     """As under ``no_sync`` in manual optimization."""
-    run.warm().step(passages=(run.STEP, ((), 4.0)))
+    run.warm().step(passages=(STEP, ((), 4.0)))
     (row,) = run.rows()
     assert (row["a"], row["P"], row["t_o"], row["t_u"]) == (3.5, 9.0, 1.25, 1.0)
 
@@ -273,13 +365,37 @@ def test_a_mark_of_a_bucket_holds_its_row_back(run):
     assert len(run.rows()) == 1
 
 
+def test_a_mark_of_an_optimizer_holds_its_row_back(run):
+    """As does that of one that runs on a stream of its own."""
+    run.warm()
+    start = run.clock.now
+    run.clock.ready = lambda mark: mark != start + 1.0 + 2.0 + 7.0 + 0.5
+    _closure_step(run)
+    assert run.rows() == []
+    run.clock.ready = lambda mark: True
+    assert len(run.rows()) == 1
+
+
 def test_only_the_newest_rows_are_kept(run):
     run.warm()
     for _ in range(KEPT_ROWS + 5):
         run.step()
     table = run.observer.take()
-    assert table.shape == (KEPT_ROWS, len(NAMES))
+    assert table.shape == (KEPT_ROWS, len(NAMES) + 2)
     np.testing.assert_array_equal(table[:, 0], np.arange(9, 9 + KEPT_ROWS))
+
+
+def test_rows_are_made_when_somebody_asks_for_them(run, monkeypatch):
+    """A step pays for its marks alone, however many of them pass before ranks compare what they saw."""
+    made = []
+    monkeypatch.setattr(
+        StepObserver, "_row", lambda self, *window, _row=StepObserver._row: made.append(_row(self, *window)) or made[-1]
+    )
+    run.warm()
+    for _ in range(KEPT_ROWS + 5):
+        run.step()
+    assert made == []
+    assert len(run.rows()) == len(made) == KEPT_ROWS
 
 
 # across a checkpoint
@@ -322,6 +438,7 @@ def test_an_interval_goes_on_as_if_there_had_been_no_break(run, monkeypatch):
         row.pop("step") for row in whole
     ]
     for one, other in zip(rest, whole, strict=True):
+        assert one.pop("ends") == pytest.approx(other.pop("ends"))
         assert one == pytest.approx(other, nan_ok=True)
 
 
@@ -360,6 +477,8 @@ def test_seams_outside_a_step_do_nothing(run):
     observer.begin_backward()
     assert observer.bucket_ready() is None
     observer.end_backward()
+    observer.begin_update()
+    observer.end_update()
     observer.bucket_done(None)
     with observer.excluded():
         pass
@@ -374,9 +493,9 @@ def test_end_of_data_is_passed_on(run):
 
 
 def _table(steps):
-    table = np.full((KEPT_ROWS, len(NAMES)), np.nan)
+    table = np.full((KEPT_ROWS, len(NAMES) + 2), np.nan)
     for row, step in zip(table[KEPT_ROWS - len(steps) :], steps, strict=True):
-        row[:] = [step, *(step * 10 + np.arange(7))]
+        row[:] = [step, *(step * 20 + np.arange(11))]
     return table
 
 
@@ -386,7 +505,8 @@ def test_rows_are_matched_by_step_number():
     observations = match_rows(tables)
     assert observations.num_steps == 2
     for i, name in enumerate(StepObservations.FIELDS):
-        np.testing.assert_array_equal(getattr(observations, name), [[40.0 + i] * 3, [50.0 + i] * 3])
+        np.testing.assert_array_equal(getattr(observations, name), [[80.0 + i] * 3, [100.0 + i] * 3])
+    np.testing.assert_array_equal(observations.bucket_ends, [[[89.0, 90.0]] * 3, [[109.0, 110.0]] * 3])
 
 
 @pytest.mark.parametrize("steps", [((4,), (5,), (4, 5)), ((4,), (), (4,)), ((), (), ())], ids=str)
@@ -394,6 +514,7 @@ def test_no_common_step_is_no_observation(steps):
     observations = match_rows(np.stack([_table(list(s)) for s in steps]))
     assert observations.num_steps == 0
     assert observations.forward.shape == (0, 3)
+    assert observations.bucket_ends.shape == (0, 3, 2)
 
 
 @pytest.mark.parametrize(("cores", "a", "backward", "first"), [(0.5, 11.0, 10.0, 4.0), (5.0, 3.5, 5.0, 2.0)])
@@ -405,6 +526,7 @@ def test_under_a_quota_times_are_those_that_it_sustains(monkeypatch, cores, a, b
     rows = run.rows()
     assert {row["size"] for row in rows} == {4, 8}
     assert {(row["a"], row["P"], row["first"]) for row in rows} == {(a, backward, first)}
+    assert {(row["wait"] / a, row["forward"] / a, row["update"] / a) for row in rows} == {(2 / 7, 4 / 7, 1 / 7)}
 
 
 def test_what_is_no_step_uses_none_of_the_quota(monkeypatch):

@@ -48,6 +48,10 @@ def test_delayed_ones_wait_for_all_fresh_ones_of_their_step_and_keep_their_order
     queue.begin_step()
     queue.add(buffer, link.transfer("d"))
     assert link.sent[-1] == "d", "there is nothing to wait for"
+    queue.before(Future())
+    queue.begin_step()
+    queue.add(buffer, link.transfer("e"))
+    assert link.sent[-1] == "e", "what another step awaits is waited for, and never forgotten"
 
 
 def test_what_cannot_be_sent_is_the_error_of_who_waits_for_it():

@@ -14,11 +14,11 @@ from lightning_hetero.core import goodput
 from lightning_hetero.core.adaptive import GoodputPlanner
 from lightning_hetero.core.goodput import SolvedTotals, choose_total
 from lightning_hetero.core.noise_scale import RunningNoiseScale
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.optperf import solve_step_times
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PerfModelPlanner, PlanContext
 from lightning_hetero.core.profile import NodeProfile
-from lightning_hetero.core.time_model import StepObservations
 
 moderate = settings(max_examples=80, deadline=None, derandomize=True)
 FAST, SLOW = (0.01, 0.001), (0.01, 0.003)  # seconds of a step, seconds of a sample

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.optperf import solve_optperf
 from lightning_hetero.core.plan import BatchPlan, even_sizes
 from lightning_hetero.core.planner import (
@@ -16,7 +17,7 @@ from lightning_hetero.core.planner import (
     Proposal,
     StaticPlanner,
 )
-from lightning_hetero.core.time_model import ClusterTimeModel, NodeTimeModel, StepObservations
+from lightning_hetero.core.time_model import ClusterTimeModel, NodeTimeModel
 from tests.quota import QuotaCluster
 
 FAST, MIDDLE, SLOW = (

@@ -53,9 +53,21 @@ def test_thirty_probes_tell_where_the_best_batch_is_at_every_rate():
         assert (deviation > 0).all()
         assert surrogate.extra_loss(rate, 100) == pytest.approx(truth(rate, 100), abs=0.03)
     near = [abs(np.log2(total / 100)) < 1 for _, total, _ in probes.calls[-15:]]
-    assert np.mean(near) > 0.6, "later probes do not look where an improvement is expected"
+    assert np.mean(near) > 0.9, "later probes do not look where an improvement is expected"
     rates = [rate for rate, *_ in probes.calls[1:]]
     assert np.histogram(rates, bins=4, range=(0, 1))[0].min() >= 3, "rates are not explored evenly"
+
+
+def test_the_best_batch_of_each_rate_is_sought_also_where_no_batch_is_as_good_as_at_other_rates():
+    """An improvement over the best probe of all rates would be expected nowhere at high rates."""
+    seen = []
+
+    def probe(rate, total, staleness):
+        seen.append((rate, abs(np.log2(total / 100))))
+        return 1.0 + staleness * (5 * rate + 0.1 * np.log2(total / 100) ** 2)
+
+    profile_convergence(probe, min_total=20, max_total=500, probes=20)
+    assert np.mean([away for rate, away in seen[-12:] if rate > 0.3]) < 0.5
 
 
 def test_a_probe_that_diverges_is_a_bad_point_and_no_end():

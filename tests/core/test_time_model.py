@@ -1,6 +1,6 @@
 """The time model against a step taken apart by brute force, and its fit against known coefficients and scipy."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import least_squares
 
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.time_model import (
     ClusterTimeModel,
     NodeTimeModel,
-    StepObservations,
     estimate_gamma,
     estimate_sync_times,
     fit_line,
@@ -119,23 +119,6 @@ def observations(sizes, true, rng=None, noise=0.0):
         true.t_u + ready.max(axis=1, keepdims=True) - ready,
         np.broadcast_to(ready.max(axis=1, keepdims=True), sizes.shape),
     )
-
-
-def test_observations_go_through_an_array():
-    rng = np.random.default_rng(0)
-    values = rng.random((5, 3, 7))
-    obs = StepObservations.from_array(values)
-    assert tuple(field.name for field in fields(obs)) == StepObservations.FIELDS
-    assert obs.num_steps == 5
-    np.testing.assert_array_equal(np.stack([getattr(obs, name) for name in obs.FIELDS], axis=-1), values)
-    np.testing.assert_array_equal(obs.compute, obs.forward + obs.backward)
-
-
-@pytest.mark.parametrize("shape", [(4,), (4, 3), (5, 2)])
-def test_observations_have_one_shape(shape):
-    arrays = [np.zeros((5, 3))] * 6
-    with pytest.raises(ValueError, match="one shape"):
-        StepObservations(*arrays, np.zeros(shape))
 
 
 # -- the fit

@@ -115,6 +115,23 @@ def test_density_lies_between_those_that_are_given():
     assert found.transfer <= 0.05
 
 
+def test_hidden_messages_fit_into_a_step_whatever_more_of_them_would_be_worth():
+    """Eq. 6 is a bound, no price; where every step waits for its messages, their time is one."""
+    found = {
+        hidden: minimise_time_to_accuracy(
+            {128: 0.05},
+            DENSITIES,
+            transfer=lambda d: message(d) / 1e6,
+            penalty=lambda density, total: 0.01 / density**2,
+            hidden=hidden,
+        )
+        for hidden in (True, False)
+    }
+    assert found[True].transfer == pytest.approx(0.05, rel=0.01)
+    assert found[True].transfer <= 0.05
+    assert found[False].transfer > 0.2
+
+
 @pytest.mark.parametrize("hidden", [True, False])
 def test_a_thinner_link_never_gets_a_higher_density_at_the_same_total(hidden):
     found = [search(b, {128: STEP_TIMES[128]}, hidden).density for b in np.geomspace(1e4, 1e10, 30)]

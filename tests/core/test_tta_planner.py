@@ -10,12 +10,14 @@ import pytest
 
 from lightning_hetero.core import goodput
 from lightning_hetero.core.bandwidth import LinkEstimate, LinkProbe, MessageLink, sending_rate, without_messages
+from lightning_hetero.core.late_choice import LOOKS
 from lightning_hetero.core.noise_scale import RunningNoiseScale
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.optperf import solve_step_times
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PlanContext
 from lightning_hetero.core.surrogate import ConvergenceProfile, ProfilePenalty
-from lightning_hetero.core.time_model import StepObservations
+from lightning_hetero.core.tta import density_penalty
 from lightning_hetero.core.tta_planner import TimeToAccuracyPlanner
 
 SPEEDS = np.array([0.001, 0.003])  # seconds of a sample
@@ -26,19 +28,20 @@ class Cluster:
     """Two workers and a link; runs windows of eight steps under the decisions of a planner.
 
     Messages of a step are seen with ``scatter``, and take ``busy`` seconds more than those that are only timed. The
-    first ``burst`` bytes of a message cross at once, as a token bucket lets them.
+    first ``burst`` bytes of a message cross at once, as a token bucket lets them. The training has run for so
+    many steps before that it is no longer young.
     """
 
     def __init__(
         self, planner, total=40, density=0.01, scatter=0.0, hidden=False, noise=None, latency=LATENCY, seed=0,
-        burst=0.0, busy=0.0, handling=0.0, may_hide=False,
+        burst=0.0, busy=0.0, handling=0.0, may_hide=False, step=100_000,
     ):  # fmt: skip
         self.planner, self.density, self.hidden, self.noise = planner, density, hidden, noise
         self.plan, self.rng = BatchPlan(total, (total // 2, total - total // 2)), np.random.default_rng(seed)
         self.scatter, self.burst, self.busy, self.handling = scatter, burst, busy, handling
         self.estimates, self.densities, self.totals, self.probes = (LinkEstimate(),) * 2, [], [], []
         self.later, self.latency = latency, 0.5 * LATENCY  # the second is what was measured before training
-        self.step, self.probe, self.may_hide, self.ways = 0, None, may_hide, []
+        self.step, self.probe, self.may_hide, self.ways = step, None, may_hide, []
 
     def message_bytes(self, density):
         return 64.0 + MODEL * density
@@ -154,7 +157,7 @@ def objective(cluster, density, rate):
     own = cluster.handling * density
     sent = cluster.busy + cluster.later + max(cluster.message_bytes(density) - cluster.burst, 0.0) / rate
     seconds = max(cluster.compute + own, sent) if cluster.hidden else cluster.compute + own + sent
-    return (1.0 + cluster.planner.extra(density, 40)) * seconds
+    return (1.0 + density_penalty(density)) * seconds
 
 
 SEGMENT = 30  # windows of eight steps on a link of one rate
@@ -195,6 +198,32 @@ def test_messages_come_late_only_where_that_is_worth_its_price(scatter):
     assert len(changes(cluster.ways)) == 2, "to and fro"
     with_profile = Cluster(planner(profile=lambda density, total: -math.log10(density)), may_hide=True).run(2e6, 20)
     assert with_profile.ways[-1], "a profile's probe trainings had late gradients, so that they cost no more"
+
+
+@pytest.mark.parametrize("density", [0.1, 0.01])
+def test_sending_less_goes_before_a_delay(density):
+    """Both pay on this link; looks count only once the density is what suits it."""
+    cluster = Cluster(planner(), density=density, may_hide=True).run(2e5, 12)
+    less = next(window for window, used in enumerate(cluster.densities) if used < density)
+    assert cluster.density == cluster.densities[less] == 0.001
+    assert cluster.ways.index(True) == less + LOOKS
+
+
+def test_a_young_training_sends_less_by_and_by():
+    """What a cut holds back counts as a share of the steps so far, one way; a profile knows it from its probes."""
+    old, young = (Cluster(planner(), density=0.1, step=step).run(20e6, 100) for step in (100_000, 0))
+    assert [later < 0.01 for _, later in changes(old.densities)] == [True]
+    steps = [8 * (window + 1) for window in range(1, 100)]
+    moves = [
+        (n, before, after)
+        for n, before, after in zip(steps, young.densities, young.densities[1:], strict=False)
+        if before != after
+    ]
+    assert len(moves) > 1
+    assert all(after < before and 1 / after - 1 / before < n for n, before, after in moves), moves
+    assert young.density > 2 * old.density
+    told = planner(profile=lambda density, total: -0.1 * math.log10(density))
+    assert Cluster(told, density=0.1, step=0).run(20e6, 3).density < 0.01
 
 
 def test_little_is_timed_on_a_link_that_stays():
@@ -314,6 +343,30 @@ def asking():
     assert cluster.density == 0.1
     assert cluster.probes[-1] < 0.01
     return cluster
+
+
+def asked_bytes(density, rate, **kwargs):
+    """Bytes of messages now, and of those that are to be timed."""
+    cluster = Cluster(planner(), density=density, **kwargs).run(rate, 1)
+    assert cluster.density == density
+    return cluster.message_bytes(density), cluster.message_bytes(cluster.probes[-1])
+
+
+def test_messages_to_be_timed_grow_by_no_more_than_eight_times():
+    """On a fat link the wish is ten times as much; on a thinner one a wish of less is timed as it is."""
+    now, asked = asked_bytes(0.001, 300e6)
+    assert 4 * now < asked <= 8 * now
+    now, asked = asked_bytes(0.001, 10e6)
+    assert asked == Cluster(planner()).message_bytes(0.00413)
+
+
+def test_messages_to_be_timed_take_half_of_computing_or_twice_as_long_as_now_at_most():
+    """Late messages may take as long as computing, and the link may be three times as fast: 94 ms if it is not."""
+    cluster = Cluster(planner(), density=0.001, hidden=True, may_hide=True).run(0.3e6, 1)
+    choice = cluster.planner.choice
+    now, asked = (cluster.crossing(cluster.message_bytes(density), 0.3e6) for density in (0.001, choice.probe))
+    assert 0.5 * choice.compute < asked <= 2 * now
+    assert cluster.message_bytes(choice.probe) < 0.6 * cluster.message_bytes(0.00352), "what it wishes to time"
 
 
 def density_after(cluster, **timed):

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PerfModelPlanner, PlanContext
-from lightning_hetero.core.time_model import StepObservations
 from lightning_hetero.core.unexplained import APART, KEPT, Unexplained
 
 

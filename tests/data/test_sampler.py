@@ -49,6 +49,20 @@ def test_each_index_once(case):
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
+@given(cases(), cases())
+def test_sizes_are_those_of_the_history_that_holds(case, other):
+    """Also of one that took the place of another, for an earlier epoch, and for a stream of another length."""
+    (_, n, first, min_local), (_, longer, second, _) = case, other
+    history, stream = [first], PermutationStream(n, shuffle=False, seed=0)
+    (sampler,) = samplers(history, 1, n, min_local=min_local, stream=stream)
+    for history[0], stream.num_samples in ((first, n), (second, n), (second, longer)):
+        for epoch in (0, 1, 0):
+            steps = range(history[0].num_batches(epoch, len(stream)))
+            expected = [history[0].sizes_at(epoch, step, len(stream), min_local=min_local) for step in steps]
+            assert [sampler.sizes_at(epoch, step) for step in steps] == expected
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(cases(), st.integers(0, 12))
 def test_resumed_epoch_goes_on_where_it_stopped(case, step):
     ranks, n, history, _ = case

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from lightning_hetero import AdaptiveBatchCallback, HeteroDDPStrategy
+from lightning_hetero import AdaptiveBatchCallback, HeteroDDPStrategy, LookAheadCallback, TTACallback
 from lightning_hetero.core.probe_order import VARIABLE, ProbeOrder, ProbeReport
 from tests.helpers import Points, RankError, Regressor, run_ranks, trainer_of
 
@@ -36,7 +36,7 @@ class Module(Regressor):
 def _probe(rank, folder, strategy, kwargs):
     model, loader = Module(**kwargs.pop("model", {})), DataLoader(Points(SAMPLES), 5, shuffle=True)
     callbacks = [
-        AdaptiveBatchCallback(max_total_batch_size=32),
+        *kwargs.pop("policy", [AdaptiveBatchCallback(max_total_batch_size=32)]),
         ModelCheckpoint(folder / "checkpoints", monitor="validation_loss"),
         LearningRateMonitor(),
     ]
@@ -118,6 +118,15 @@ def test_compressed_gradients_are_late_too(probe):
     assert (late.staleness, at_once.staleness) == (1, 0)
     assert [r["density"] for r in results] == [0.25, 0.25]
     assert late.loss != at_once.loss
+
+
+def test_late_gradients_look_ahead_where_the_controller_of_the_script_does(probe):
+    order = {"total": 10, "samples": 60, "rate": 0.75, "staleness": 1}
+    ways = {"controller": [TTACallback()], "by hand": [LookAheadCallback()], "without": []}
+    losses = {
+        way: probe({"compression": "block_topk"}, {"policy": given}, **order)[0].loss for way, given in ways.items()
+    }
+    assert losses["controller"] == losses["by hand"] != losses["without"]
 
 
 def test_losses_are_those_of_samples_with_accumulation_and_sums(probe):

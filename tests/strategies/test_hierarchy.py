@@ -126,6 +126,7 @@ def _meet(rank, names):
     seconds = topology.link_seconds(control)
     assert (seconds[~np.eye(4, dtype=bool)] > 0).all()
     np.testing.assert_array_equal(seconds, seconds.T)
+    topology.socket.gethostname, topology.os.environ[topology.VARIABLE] = lambda: "one", "one"
     topology._ping = lambda probe, low, high, control: 0.1 if names[low] != names[high] else 0.01
     found.append(Topology.form("auto", control, None).clusters)
     flat = Topology.form("auto", control, None).another()

@@ -226,6 +226,23 @@ def test_every_plan_respects_the_bound_of_every_rank(bounds, split):
     assert covered(results, 0) == covered(results, 1) == list(range(120))
 
 
+def _given(rank, bounds):
+    """The bounds are the user's."""
+    callbacks = [PolicyCallback(greedy())]
+    return fit(rank, {**bounds, "replan": 3}, 2, 6, dataset=Points(120), callbacks=callbacks, max_epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "split"), [({"max_local_batch_sizes": [7, 30]}, (7, 5)), ({"min_local_batch_size": 4}, (8, 4))], ids=str
+)
+def test_bounds_that_are_given_hold_for_the_next_batches(bounds, split):
+    """The policy would give all but one sample to the first rank."""
+    results = run_ranks(_given, 2, bounds, timeout=60)
+    assert results[0]["history"][-1][2] == split
+    taken = [[len(indices) for *_, indices in result["seen"]] for result in results]
+    assert taken == [[split[0]] * 10, [split[1]] * 10]
+
+
 def test_bounds_hold_before_anything_is_known():
     results = run_ranks(_bounded, 2, (4, 30), None, timeout=60)
     assert results[0]["history"][0] == (0, 0, (4, 8))

@@ -35,10 +35,12 @@ class Delays(L.Callback):
     """Delays what a schedule of steps says, ``None`` for what the ranks decide; keeps what was delayed when."""
 
     def __init__(self, schedule=None):
-        self.schedule, self.delayed = schedule, []
+        self.schedule, self.delayed, self.priority = schedule, [], None
 
     def on_train_start(self, trainer, pl_module):
         staleness = trainer.strategy.engine.hook_state.staleness
+        if staleness is not None:
+            self.priority = getattr(getattr(staleness, "queue", None), "running", None)
         if self.schedule is not None and staleness is not None:
             staleness.agree = lambda control: None
         self._follow(trainer)
@@ -61,7 +63,7 @@ def _run(rank, strategy, kwargs):
     callbacks = [delays, *kwargs.pop("callbacks", [])]
     world_size = len(strategy["local_batch_sizes"])
     done = fit(rank, strategy, world_size, 5, callbacks=callbacks, **kwargs)
-    return {**done, "delayed": delays.delayed}
+    return {**done, "delayed": delays.delayed, "priority": delays.priority}
 
 
 def run(schedule, strategy=None, **kwargs):
@@ -108,6 +110,7 @@ def by_hand(results, *, clip=None, accumulate=1, model=None, from_step=0, owed=N
 def check(results, **kwargs):
     expected = by_hand(results, **kwargs)
     for result in results:
+        np.testing.assert_array_equal(result["grads"], results[0]["grads"])  # so that replicas are equal at every step
         np.testing.assert_array_equal(result["weights"], results[0]["weights"])
         assert result["delayed"] == results[0]["delayed"]
         np.testing.assert_allclose(result["weights"], expected["weights"], **EXACT)
@@ -132,6 +135,7 @@ def test_gradients_and_weights_are_those_by_hand(schedule):
     assert len(expected["grads"]) == steps + 1, "nothing was owed at the end"
     synchronous = run({}, {"staleness": 0})
     assert np.abs(synchronous[0]["weights"] - results[0]["weights"]).max() > 1e-4
+    assert [(r["priority"], s["priority"]) for r, s in zip(results, synchronous, strict=True)] == [(True, None)] * 2
 
 
 def test_clipping_and_accumulation():
@@ -265,14 +269,32 @@ def test_a_second_training_takes_over_what_an_interrupted_one_owes(interrupted):
         np.testing.assert_array_equal(weights, results[0][2])
 
 
+class DelaysItself(Regressor):
+    """Its gradients are late from the second step on, also while callbacks are left out."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.trainer.global_step > 0:
+            self.trainer.strategy.engine.hook_state.staleness.delay(ALL)
+
+    def on_train_end(self):
+        held = self.trainer.strategy.engine.hook_state.staleness.state_dict().get("sums", {})
+        self.left = [*getattr(self, "left", []), sorted(held)]
+
+
+def _searches(rank):
+    finder = LearningRateFinder(num_training_steps=5, update_attr=False)
+    model = DelaysItself()
+    model.hparams["lr"] = model.lr
+    done = _run(rank, {**SPLIT, "staleness": 1}, {"schedule": {}, "model": model, "callbacks": [finder]})
+    return done["weights"], model.left
+
+
 def test_a_search_for_the_learning_rate_leaves_nothing_behind():
     """Its steps are taken back, and so are the delayed sums of the last of them."""
-    finder = LearningRateFinder(num_training_steps=5, update_attr=False)
-    model = Regressor()
-    model.hparams["lr"] = model.lr
-    results = run({1: ALL}, model=model, callbacks=[finder])
-    plain = run({1: ALL})
-    np.testing.assert_array_equal(results[0]["weights"], plain[0]["weights"])
+    plain = run({}, model=DelaysItself())
+    for weights, left in run_ranks(_searches, 2):
+        assert left[0] == sorted(ALL), "nothing was under way at the end of the search"
+        np.testing.assert_array_equal(weights, plain[0]["weights"])
 
 
 class Told(L.Callback):

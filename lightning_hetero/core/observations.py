@@ -1,0 +1,104 @@
+"""What all workers measured over some steps: the one form in which timings reach planners and users."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["StepObservations"]
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class StepObservations:
+    """What all workers measured over some steps; every array but the last has the shape ``(steps, workers)``.
+
+    Each worker's seconds are by its own clock and without what it waited for others, apart from the synchronisation.
+    In a window of accumulation, those of data, forward, backward and optimizer are means over its micro-batches.
+
+    Args:
+        local_batch_sizes: samples that each worker ran.
+        forward: seconds of the forward pass, and of all else in a step that none of the others is.
+        backward: ``P_i``, seconds from the start of the backward pass to the last gradient.
+        first_bucket: seconds from the start of the backward pass to the first bucket that is ready.
+        overlapped_sync: seconds of synchronising all buckets but the last, waiting for others included.
+        last_sync: seconds of synchronising the last bucket, waiting for others included.
+        step_time: seconds from the end of one synchronisation to the end of the next; NaN where something that is no
+            step came between them.
+        data_wait: seconds until the loader gave the batch; 0 by default.
+        optimizer: seconds of the optimizer's step, without the passes of a closure inside it; 0 by default.
+        bucket_ends: seconds from the start of the backward pass until each bucket is averaged, shape
+            ``(steps, workers, buckets)``, in the order in which they are ready; NaN for a bucket that a step did not
+            have; no buckets by default. Of several synchronised backward passes, those of the last.
+
+    Raises:
+        ValueError: if the shapes differ.
+
+    Example:
+        >>> StepObservations.empty(3).num_steps
+        0
+    """
+
+    local_batch_sizes: Array
+    forward: Array
+    backward: Array
+    first_bucket: Array
+    overlapped_sync: Array
+    last_sync: Array
+    step_time: Array
+    data_wait: Array = None  # type: ignore[assignment]
+    optimizer: Array = None  # type: ignore[assignment]
+    bucket_ends: Array = None  # type: ignore[assignment]
+
+    FIELDS = (
+        "local_batch_sizes",
+        "forward",
+        "backward",
+        "first_bucket",
+        "overlapped_sync",
+        "last_sync",
+        "step_time",
+        "data_wait",
+        "optimizer",
+    )
+
+    def __post_init__(self) -> None:
+        for name, shape in (("data_wait", ()), ("optimizer", ()), ("bucket_ends", (0,))):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, np.zeros((*self.forward.shape, *shape)))
+        shapes = {getattr(self, name).shape for name in self.FIELDS}
+        if len(shapes) != 1 or len(next(iter(shapes))) != 2:
+            raise ValueError(f"all observations must have one shape (steps, workers); got {sorted(shapes)}.")
+        if self.bucket_ends.shape[:-1] != self.forward.shape:
+            raise ValueError(
+                f"bucket_ends must have the shape (steps, workers, buckets), of which {self.forward.shape} are the "
+                f"first two; got {self.bucket_ends.shape}."
+            )
+
+    @classmethod
+    def from_array(cls, values: Array) -> "StepObservations":
+        """From an array of shape ``(steps, workers, 9 + buckets)``: :attr:`FIELDS`, then the ends of the buckets."""
+        count = len(cls.FIELDS)
+        fields = {name: values[:, :, i] for i, name in enumerate(cls.FIELDS)}
+        return cls(**fields, bucket_ends=values[:, :, count:])
+
+    @classmethod
+    def empty(cls, workers: int) -> "StepObservations":
+        """No steps of ``workers`` workers."""
+        return cls.from_array(np.zeros((0, workers, len(cls.FIELDS))))
+
+    @property
+    def num_steps(self) -> int:
+        """Number of observed steps."""
+        return int(self.forward.shape[0])
+
+    @property
+    def outside_backward(self) -> Array:
+        """``a_i`` of every step and worker: load, forward and update."""
+        return self.data_wait + self.forward + self.optimizer
+
+    @property
+    def compute(self) -> Array:
+        """``a_i + P_i`` of every step and worker."""
+        return self.outside_backward + self.backward
