@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_hetero import BlockTopK, LookAheadCallback, TTACallback
-from lightning_hetero.comm import block_exchange, compressed, link_watch
+from lightning_hetero.comm import block_exchange, compressed, link, link_watch
+from lightning_hetero.core.link_model import LinkMeasurement
 from lightning_hetero.core.surrogate import ConvergenceProfile
 from tests.counted import LATENCY, CountedTime
 from tests.helpers import Points, Regressor, fit, run_ranks
@@ -208,6 +209,22 @@ def test_the_total_follows_link_and_profile_at_the_rate_of_the_script(tmp_path):
     assert results[0]["state"]["density"] == 0.3
     sizes = [sum(len(part[2]) for part in step) for step in zip(*(r["seen"] for r in results), strict=True)]
     assert sizes[-1] == 40, "the next batches are those of the plan"
+
+
+class Led(L.Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.found = trainer.strategy.engine.hook_state.staleness.led
+
+
+def _led(rank, rate):
+    link.measure = lambda parameters, control, topology, settings: LinkMeasurement(1e-6, rate, 1e-6, 2, 10**8)
+    strategy, led = {"compression": "auto", "staleness": 1}, Led()
+    fit(rank, strategy, 2, BATCH, callbacks=[TTACallback(), led], dataset=Points(100), max_steps=2, max_epochs=-1)
+    return led.found
+
+
+def test_where_auto_chose_dense_sums_the_rule_of_the_delays_goes_on():
+    assert [run_ranks(_led, 2, rate) for rate in (1e7, 1e20)] == [[True, True], [False, False]]
 
 
 def test_a_stall_changes_nothing_and_a_megabit_is_said_to_be_the_bound():
