@@ -418,7 +418,7 @@ def main():
         type=int,
         nargs="*",
         default=range(5),
-        help="with --trace: trainings that show loss after the same steps",
+        help="of trainings that end with the same step",
     )
     parser.add_argument("--quick", action="store_true", help="few steps, to see that it works")
     parser.add_argument("--local", action="store_true", help="on the loopback, with no limit and no root")
