@@ -414,7 +414,11 @@ def main():
     parser.add_argument("--seconds", type=int, default=None, help="most seconds of a training; 60, with --trace 25")
     parser.add_argument("--rounds", type=int, default=3, help="of brief trainings on the thinnest link")
     parser.add_argument(
-        "--seeds", type=int, default=5, help="with --trace: trainings that show loss after the same steps"
+        "--seeds",
+        type=int,
+        nargs="*",
+        default=range(5),
+        help="of trainings that end with the same step",
     )
     parser.add_argument("--quick", action="store_true", help="few steps, to see that it works")
     parser.add_argument("--local", action="store_true", help="on the loopback, with no limit and no root")
