@@ -115,7 +115,7 @@ OF_TRACE = (
 OF_SEEDS = (FREE, "controller")
 """What is run with several seeds on the link that fluctuates; that of a dense sum makes no difference to its loss."""
 SHARES = (1.0, 0.6)
-BATCH, SPLIT = 64, (80, 48)
+BATCH, SPLIT = 56, (70, 42)
 PASSES = 3
 """Passes over the digits in an epoch, at the end of which ranks meet."""
 TRACE_MBIT, TRACE_SECONDS, TRACE_SEED = (50.0, 600.0), 4.0, 1
