@@ -427,7 +427,7 @@ def test_elastic_averaging_in_the_readme_is_that_of_the_benchmark():
 def test_thin_link_in_the_readme_is_that_of_the_benchmark():
     table, result = quoted("wan")
     thin = {row["kind"]: row for row in result["rows"] if row["mbit"] == "100"}
-    kinds = ("ddp", "fp16", "powersgd", "density 0.1", "density 0.01", "density 0.01, late")
+    kinds = ("ddp", "fp16", "powersgd", "density 0.1", "density 0.01", "density 0.003", "density 0.01, late")
     for (name, step, over, computing, sent), kind in zip(table, kinds, strict=True):
         row = thin[kind]
         assert all(
