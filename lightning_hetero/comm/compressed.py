@@ -360,6 +360,7 @@ class GradientCompression:
             "kind": type(self.exchange).__name__,
             "residuals": self.exchange.residuals(),
             "extra": self.exchange.extra_state(),
+            "link": {} if self._blocks is None else self.watch.state_dict(self._blocks.messages),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -393,5 +394,7 @@ class GradientCompression:
         self.exchange.load_residuals(own.get("residuals", {}))
         if own.get("kind") == type(self.exchange).__name__ and own["extra"]:
             self.exchange.load_extra_state(own["extra"])
+            if self._blocks is not None and own.get("link"):
+                self.watch.load_state_dict(own["link"], self._blocks.messages)
         if own.get("residuals") and isinstance(self.exchange, HalfExchange):
             log.warning("the checkpoint has gradients that were not sent yet, which 16-bit sums cannot send")

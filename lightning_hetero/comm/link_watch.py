@@ -1,6 +1,7 @@
 """What ranks have seen of the link that compressed gradients cross, the same on all of them after a comparison."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,3 +68,19 @@ class LinkWatch:
         return MessageLink(
             density, message_bytes, self.links, self.seconds, hidden, self.latency, may_hide, step, self._probe
         )
+
+    def state_dict(self, messages: MessageLog) -> dict[str, Any]:
+        """What is known of the link, and of this rank's messages since the last comparison, as plain Python values."""
+        return {
+            "rates": [link.rate for link in self.links],
+            "latency": self.latency,
+            "timed": None if self.timed is None else self.timed.tolist(),
+            "messages": [list(row) for row in messages.rows()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any], messages: MessageLog) -> None:
+        """Go on from there, if as many exchange."""
+        if len(state["rates"]) == len(self.links):
+            self.links, self.latency = tuple(LinkEstimate(rate) for rate in state["rates"]), state["latency"]
+            self.timed = None if state["timed"] is None else np.array(state["timed"])
+            messages.resume(state["messages"])

@@ -43,6 +43,7 @@ class MessageLog:
     def __init__(self, clock: Clock, world_size: int) -> None:
         self.clock, self.world_size = clock, world_size
         self._steps: deque[_Sent] = deque(maxlen=KEPT_STEPS)
+        self._rows: list[list[float]] = []
 
     def send(self, step: int, num_bytes: float) -> Callable[[int], None]:
         """This rank begins to send ``num_bytes``; call what is returned with each rank whose message is there."""
@@ -62,16 +63,27 @@ class MessageLog:
             was there. Rows that are not used are NaN.
         """
         table = np.full((KEPT_STEPS, 2 + self.world_size), np.nan)
+        rows, self._rows = self.rows()[-KEPT_STEPS:], []
+        table[: len(rows)] = np.array(rows).reshape(len(rows), 2 + self.world_size)
+        return table
+
+    def rows(self) -> list[list[float]]:
+        """What :meth:`take` would return, without taking it: for a checkpoint."""
         left = []
-        for row, sent in enumerate(self._steps):
+        for sent in self._steps:
             marks = [sent.arrivals.get(peer) for peer in range(self.world_size)]
             if all(mark is not None and self.clock.ready(mark) for mark in marks):
                 seconds = [self.clock.seconds(sent.start, mark) for mark in marks]
-                table[row] = [sent.step, sent.num_bytes, *seconds]
+                self._rows.append([float(sent.step), float(sent.num_bytes), *seconds])
             else:
                 left.append(sent)
         self._steps = deque(left, maxlen=KEPT_STEPS)
-        return table
+        return self._rows
+
+    def resume(self, rows: list[list[float]]) -> None:
+        """Go on behind the rows of a checkpoint."""
+        self._steps.clear()
+        self._rows = [list(row) for row in rows]
 
 
 def message_seconds(tables: Array) -> tuple[float, Array] | None:

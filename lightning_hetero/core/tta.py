@@ -18,6 +18,7 @@ from lightning_hetero.core.validation import check_number
 
 __all__ = [
     "LATE_PENALTY",
+    "Change",
     "DensityChoice",
     "ThroughputModel",
     "assumed_penalty",
@@ -203,6 +204,31 @@ def assumed_penalty(density: float, present: float, steps: int, late: bool = Fal
         (0.335, 0.835)
     """
     return density_penalty(density) + cut_penalty(density, present, max(steps, 1)) + LATE_PENALTY * late
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the density, and what it rests on.
+
+    Args:
+        density: before the change.
+        num_bytes: bytes of the larger message, of the one before or of the one after.
+        crossing: seconds that those were seen to take beyond latency.
+        total: samples of a step.
+        compute: seconds of a step that sends nothing.
+        more: whether the density went up.
+
+    Example:
+        >>> Change(0.1, num_bytes=37e3, crossing=0.18, total=10, compute=0.016, more=False).density
+        0.1
+    """
+
+    density: float
+    num_bytes: float
+    crossing: float
+    total: int
+    compute: float
+    more: bool
 
 
 @dataclass(frozen=True)

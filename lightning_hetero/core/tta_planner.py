@@ -7,7 +7,7 @@ takes that sends nothing, and the link what each density adds to it.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PlanContext, Proposal
 from lightning_hetero.core.surrogate import ProfilePenalty
-from lightning_hetero.core.tta import DensityChoice, assumed_penalty, minimise_time_to_accuracy
+from lightning_hetero.core.tta import Change, DensityChoice, assumed_penalty, minimise_time_to_accuracy
 
 __all__ = ["NO_LIMIT", "TimeToAccuracyPlanner"]
 
@@ -47,26 +47,9 @@ LONGEST = 0.5
 PER_DECADE = 4
 """Densities that are tried of each factor of ten."""
 
-
-@dataclass(frozen=True)
-class Change:
-    """A change of the density, and what it rests on.
-
-    Args:
-        density: before the change.
-        num_bytes: bytes of the larger message, of the one before or of the one after.
-        crossing: seconds that those were seen to take beyond latency.
-        total: samples of a step.
-        compute: seconds of a step that sends nothing.
-        more: whether the density went up.
-    """
-
-    density: float
-    num_bytes: float
-    crossing: float
-    total: int
-    compute: float
-    more: bool
+PARTS = {"believed": LinkEstimate, "late": LateChoice, "change": Change, "choice": DensityChoice}
+NUMBERS = ("density", "latency", "handling", "next_probe", "refused")
+"""Fields on which the next decision rests."""
 
 
 @dataclass(frozen=True)
@@ -389,12 +372,13 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return replace(self, believed=believed, latency=latency, handling=probe.handling_slope)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the time model learned, where the total stands, and the density."""
-        return {**super().state_dict(), "density": self.density}
+        """What the time model learned, where the total stands, the density, and what it rests on."""
+        parts = {name: None if (part := getattr(self, name)) is None else asdict(part) for name in PARTS}
+        return {**super().state_dict(), **parts, **{name: getattr(self, name) for name in NUMBERS}}
 
     def loaded(self, state: dict[str, Any]) -> "TimeToAccuracyPlanner":
         """The planner with what :meth:`state_dict` described."""
         before: Any = super().loaded(state)
-        density = state["density"]
-        planner: TimeToAccuracyPlanner = replace(before, density=None if density is None else float(density))
+        parts = {n: None if state[n] is None else kind(**state[n]) for n, kind in PARTS.items() if n in state}
+        planner: TimeToAccuracyPlanner = replace(before, **parts, **{n: state[n] for n in NUMBERS if n in state})
         return planner

@@ -125,8 +125,18 @@ def test_messages_follow_a_link_that_gets_thin_and_a_resumed_run_goes_on_with_th
     assert {"hetero/bandwidth/rank0", "hetero/bandwidth/rank1", "hetero/time_to_accuracy"} <= set(logged[-1])
     assert 0.2 * THIN < logged[4]["hetero/bandwidth"] < 2 * THIN
     assert logged[-1]["hetero/bytes_sent"] < logged[1]["hetero/bytes_sent"] / 3
-    rest = run({0: THIN}, ckpt_path=str(tmp_path / "step=56.ckpt"), max_steps=60)
+    rest = run({56: THIN}, ckpt_path=str(tmp_path / "step=56.ckpt"), max_steps=60)
     assert set(rest[0]["densities"]) == {results[0]["state"]["density"]}, "a resumed run began with another density"
+
+
+@pytest.mark.parametrize("at", [28, 40])
+def test_a_resumed_run_decides_on_the_same_densities_at_the_same_steps(at, tmp_path):
+    """Between two looks; the first time with messages that were timed and not looked at yet."""
+    saving = ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, filename="{step}", every_n_train_steps=at)
+    whole = run({0: FAT, 16: THIN}, callbacks=[saving], enable_checkpointing=True, max_steps=72)[0]["densities"]
+    rest = run({at: THIN}, ckpt_path=str(tmp_path / f"step={at}.ckpt"), max_steps=72)[0]["densities"]
+    assert changes(whole[at:])
+    assert rest == whole[at:]
 
 
 def _seeming(rank, rates, settings):

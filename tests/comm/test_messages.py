@@ -1,9 +1,14 @@
 """Times of messages: the link's own, whoever computes for longest, and whichever link is the thin one."""
 
+import io
+
 import numpy as np
 import pytest
+import torch
 
+from lightning_hetero.comm.link_watch import LinkWatch
 from lightning_hetero.comm.messages import KEPT_STEPS, MessageLog, message_seconds
+from lightning_hetero.core.bandwidth import LinkEstimate
 
 BYTES = 1000.0
 
@@ -74,3 +79,42 @@ def test_messages_under_way_are_reported_later():
     assert table[0].tolist() == [0, BYTES, 0.0, 2.0]
     assert np.isnan(log.take()).all(), "a step is reported twice"
     assert message_seconds(np.stack([table, log.take()])) is None
+
+
+def test_a_checkpoint_has_the_messages_that_were_not_compared_yet():
+    """The run goes on as if nothing had been read, and so does one that resumes there."""
+    clock = Marks()
+    run, resumed, watch, later = MessageLog(clock, 2), MessageLog(clock, 2), LinkWatch(2), LinkWatch(2)
+    watch.latency, watch.timed = 1e-3, np.arange(7.0)
+    watch.links = (LinkEstimate(1e6), LinkEstimate(None))
+    for step in range(3):
+        _sent(run, clock, step)
+    file = io.BytesIO()
+    torch.save(watch.state_dict(run), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    later.load_state_dict(state, resumed)
+    for step in range(3, 5):
+        _sent(run, clock, step)
+    clock.now -= 2 * 0.75
+    for step in range(3, 5):
+        _sent(resumed, clock, step)
+    seen, again = watch.take(run), later.take(resumed)
+    np.testing.assert_array_equal(seen, again)
+    assert np.isfinite(seen[7:].reshape(-1, 4)[:, 0]).sum() == 5
+    assert (later.links, later.latency) == (watch.links, watch.latency)
+    assert np.isnan(resumed.take()).all()
+
+
+def _sent(log, clock, step):
+    arrived = log.send(step, BYTES)
+    for peer in range(2):
+        clock.now += 0.25 * (1 + peer)
+        arrived(peer)
+
+
+def test_links_of_other_workers_are_not_taken_over():
+    clock, watch = Marks(), LinkWatch(3)
+    two = LinkWatch(2).state_dict(MessageLog(clock, 2))
+    watch.load_state_dict({**two, "latency": 5.0}, MessageLog(clock, 3))
+    assert (len(watch.links), watch.latency) == (3, 0.0)

@@ -1,12 +1,13 @@
 """The planner of density and total on a simulated cluster: it follows the link, and stays where the link stays."""
 
 import copy
-import json
+import io
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from lightning_hetero.core import goodput
 from lightning_hetero.core.bandwidth import LinkEstimate, LinkProbe, MessageLink, sending_rate, without_messages
@@ -310,12 +311,28 @@ def test_step_times_of_totals_are_kept_from_look_to_look(monkeypatch):
     assert all(1 <= count <= 3 for count in calls)
 
 
-def test_the_state_is_plain_and_goes_on():
-    cluster = Cluster(planner()).run(2e6, 5)
-    state = json.loads(json.dumps(cluster.planner.state_dict()))
-    again = planner().loaded(state)
-    assert again.density == cluster.density
-    assert again.model == cluster.planner.model
+def saved_and_loaded(state):
+    """As a checkpoint of which only plain values are believed."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("may_hide", [False, True])
+def test_resumed_after_every_window_it_decides_as_the_run_without_a_break(may_hide):
+    """What it believes of the link, what it has tried, and what a change of the density rested on are in the state."""
+    fields = {"scatter": 0.2, "handling": 0.01, "may_hide": may_hide, "step": 2_000}
+    whole, broken = Cluster(planner(), **fields), Cluster(planner(), **fields)
+    for rate in [75e6] * 8 + [2e6] * 8 + [2e5] * 8 + [75e6] * 16:
+        whole.window(rate)
+        broken.planner = planner().loaded(saved_and_loaded(broken.planner.state_dict()))
+        broken.window(rate)
+    assert len(changes(whole.densities)) >= 2
+    assert any(whole.ways) == may_hide
+    for name in ("densities", "ways", "probes", "plan"):
+        assert getattr(broken, name) == getattr(whole, name), name
+    assert broken.planner.change == whole.planner.change
 
 
 def test_without_a_link_it_is_the_planner_of_the_total():
