@@ -15,6 +15,7 @@ from lightning_hetero.comm.clock import HostClock
 from lightning_hetero.comm.gradient_hook import DIRECT_BACKWARD, HookState, gradient_hook
 from lightning_hetero.comm.norms import GradientNorms
 from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.optim import AdamPreconditioner
 from tests.helpers import run_ranks
 
@@ -118,19 +119,21 @@ def _observed(rank):
         observer.end_backward()
         observer.end_step()
     table = observer.take()
-    return table[~np.isnan(table[:, 0])]
+    steps = table[~np.isnan(table[:, 0])]
+    return steps[:, 0].tolist(), StepObservations.from_array(steps[:, None, 1:]), sum(1 for _ in model.parameters())
 
 
 def test_every_bucket_is_timed():
-    for rows in run_ranks(_observed, 2):
-        assert rows[:, 0].tolist() == [4, 5, 6]
-        _, _, forward, backward, first, overlapped, last, step = rows.T
-        assert (forward > 0).all()
-        assert (first > 0).all()
-        assert (first < backward).all()
-        assert (overlapped >= 0).all()
-        assert (last >= 0).all()
-        assert (step > backward).all()
+    for steps, seen, parameters in run_ranks(_observed, 2):
+        assert steps == [4, 5, 6]
+        assert (seen.forward > 0).all()
+        assert (seen.first_bucket > 0).all()
+        assert (seen.first_bucket < seen.backward).all()
+        assert (seen.overlapped_sync >= 0).all()
+        assert (seen.last_sync >= 0).all()
+        assert (seen.step_time > seen.backward).all()
+        assert 2 < seen.bucket_ends.shape[2] <= parameters
+        assert (seen.bucket_ends > seen.first_bucket[..., None]).all()
 
 
 def test_signature_is_the_one_that_torch_asks_for():
