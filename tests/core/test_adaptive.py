@@ -10,12 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.core import goodput
 from lightning_hetero.core.adaptive import GoodputPlanner
 from lightning_hetero.core.goodput import SolvedTotals, choose_total
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.optperf import solve_step_times
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PerfModelPlanner, PlanContext
 from lightning_hetero.core.profile import NodeProfile
@@ -268,19 +266,6 @@ def test_a_worker_that_cannot_be_seen_at_another_size_does_not_explore_for_ever(
 
 def solved_anew(before):
     return replace(before, solved=SolvedTotals())
-
-
-@pytest.fixture
-def solves(monkeypatch):
-    """How many candidates every call of their solver had."""
-    calls = []
-
-    def solve(cluster, totals, **bounds):
-        calls.append(len(totals) - 1)
-        return solve_step_times(cluster, totals, **bounds)
-
-    monkeypatch.setattr(goodput, "solve_step_times", solve)
-    return calls
 
 
 def test_candidates_are_kept_from_look_to_look(solves):

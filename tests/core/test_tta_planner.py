@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hetero.core import goodput
 from lightning_hetero.core.bandwidth import LinkEstimate, LinkProbe, MessageLink, sending_rate, without_messages
 from lightning_hetero.core.late_choice import LOOKS
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.optperf import solve_step_times
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PlanContext
 from lightning_hetero.core.surrogate import ConvergenceProfile, ProfilePenalty
@@ -287,28 +285,21 @@ def test_a_profile_says_what_totals_and_densities_cost():
     assert free.density < 0.01 < dear.density
 
 
-def test_step_times_of_totals_are_kept_from_look_to_look(monkeypatch):
+def test_step_times_of_totals_are_kept_from_look_to_look(solves):
     """Without what messages take, so that a link that changes leaves them as they are."""
-    calls = []
-
-    def solve(cluster, totals, **bounds):
-        calls.append(len(totals) - 1)
-        return solve_step_times(cluster, totals, **bounds)
-
-    monkeypatch.setattr(goodput, "solve_step_times", solve)
     noise = RunningNoiseScale().update(trace=100.0, global_sq_norm=1.0 + 100 / 40, total_batch_size=40)
     settled = {"max_total_batch_size": 400, "moves_batch": True, "initial_total": 40, "min_steps": 10**6}
     cluster = Cluster(TimeToAccuracyPlanner(**settled), noise=noise)
     for rate in (1e7,) * 6:
         cluster.window(rate)
-    calls.clear()
+    solves.clear()
     goodputs = set()
     for rate in (1e7, 1e6, 1e5):
         cluster.window(rate)
         goodputs.add(cluster.planner.current(cluster.planner.table, 40).goodput)
     assert len(goodputs) == 3
-    assert sum(calls) < len(cluster.planner.table)
-    assert all(1 <= count <= 3 for count in calls)
+    assert sum(solves) < len(cluster.planner.table)
+    assert all(1 <= count <= 3 for count in solves)
 
 
 def saved_and_loaded(state):
