@@ -135,6 +135,14 @@ def test_local_norms_alone_are_unbiased(sizes, covariance):
     assert_mean_is(trace, VARIANCES[covariance].sum())
 
 
+def test_local_norms_alone_count_by_the_inverse_of_their_variance():
+    """Where noise dominates, ``|g_i|^2`` has a variance in proportion to ``1 / b_i^2``."""
+    sizes, local = np.array([16.0, 4.0, 2.0, 2.0]), np.array([2.0, 5.0, 9.0, 6.0])
+    slope, intercept = np.polyfit(1 / sizes, local, 1, w=sizes)  # takes roots of weights
+    estimate = estimate_from_local_norms(local, sizes)
+    assert (estimate.trace, estimate.grad_sq_norm) == pytest.approx((slope, intercept))
+
+
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
 def test_estimates_follow_the_scale_of_the_loss(scale):
     made = (
@@ -248,6 +256,15 @@ def test_cannikin_has_the_printed_weights(sizes):
     estimate = estimate_noise_scale(local, whole, sizes, method="cannikin")
     assert estimate.grad_sq_norm == pytest.approx(w_G @ G)
     assert estimate.trace == pytest.approx(w_S @ S)
+
+
+@every_split
+def test_mean_has_equal_weights(sizes):
+    *local, whole = norms(sizes, "anisotropic")[0]
+    grad_sq_norms, traces = local_estimates(local, whole, sizes)
+    estimate = estimate_noise_scale(local, whole, sizes, method="mean")
+    assert estimate.grad_sq_norm == pytest.approx(grad_sq_norms.mean())
+    assert estimate.trace == pytest.approx(traces.mean())
 
 
 def test_printed_weights_can_be_negative():
@@ -395,6 +412,8 @@ def test_values_that_are_not_finite_only_count(name, bad):
     after = before.update(**({"trace": 4.0, "global_sq_norm": 1.5} | {name: bad}), total_batch_size=8)
     assert after.skipped == before.skipped + 1
     assert after.state_dict() | {"skipped": 0} == before.state_dict() | {"skipped": 0}
+    several = before.update(trace=4.0, global_sq_norm=bad, total_batch_size=8, steps=7)
+    assert several.skipped == before.skipped + 7
 
 
 def test_nothing_is_known_before_the_first_step():
@@ -406,6 +425,7 @@ def test_nothing_is_known_before_the_first_step():
 
 def test_estimates_below_zero_are_raised_to_zero():
     assert run([(-1.0, 1.0)], 8).noise_scale == 0
+    assert run([(-1.0, 1.0)], 8).grad_sq_norm == 1  # no noise is subtracted, rather than a negative one
     assert run([(80.0, 1.0)], 8).grad_sq_norm == 0
     assert run([(80.0, 1.0)], 8).noise_scale == math.inf
     assert math.isnan(run([(0.0, 0.0)], 8).noise_scale)  # a model without gradients
@@ -420,6 +440,7 @@ def test_merge_is_the_weighted_whole():
     assert (both.samples, both.skipped) == (72, 1)
     assert same(both, other.merge(one))
     assert same(RunningNoiseScale(horizon=100).merge(one), one)
+    assert one.merge(RunningNoiseScale(horizon=900)).horizon == 100  # it goes on with its own
 
 
 def test_bias_flag_stays():

@@ -45,6 +45,7 @@ WINDOWS = {
     "micro-batches": (((9, 3), (9, 3), (9, 3)), None),
     "ragged tail": (((9, 3), (5, 1)), None),
     "another split": (((6, 2, 4), (4, 4, 4)), None),
+    "a very different split": (((20, 2), (1, 4)), None),
     "cut short": (((5, 4, 3), (5, 4, 3)), 4),
     "cut to one": (((5, 4, 3),), 4),
     "a worker without samples": (((8, 0, 4), (8, 0, 4)), None),
@@ -97,6 +98,14 @@ def test_equal_windows_are_the_plain_estimators(sizes, method):
         assert square - trace / (count * total) == pytest.approx(expected.grad_sq_norm)
 
 
+@pytest.mark.parametrize("method", ["mean", "cannikin"])
+def test_other_methods_compare_workers_alone(method):
+    """Degrees of freedom, by which first micro-batches count, are known of the pooled estimator only."""
+    sizes = ((6, 2, 4),) * 3
+    assert window_estimator(sizes, method=method, nested=True) == window_estimator(sizes, method=method)
+    assert window_estimator(sizes, nested=True) != window_estimator(sizes)
+
+
 @pytest.mark.parametrize("phi", [0.1 * PHI, PHI, 10 * PHI, math.inf])
 def test_first_micro_batches_make_the_variance_smaller(phi):
     """With two workers they are worth most; a wrong guess of the noise scale costs little."""
@@ -122,6 +131,7 @@ def test_they_count_for_little_where_the_signal_is_strong():
         (((4, 0),), {}),
         (((0, 0),), {}),
         (((100, 0), (0, 2)), {}),  # the mean of both is hardly one over samples
+        (((60, 2), (1, 4)), {}),  # a comparison of both workers would keep less than half of its degree of freedom
         (((4, 4),), {"exact": False}),
     ],
     ids=str,
