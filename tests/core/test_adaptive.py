@@ -14,6 +14,7 @@ from lightning_hetero.core.adaptive import GoodputPlanner
 from lightning_hetero.core.goodput import SolvedTotals, choose_total
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.optperf import solve_optperf
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PerfModelPlanner, PlanContext
 from lightning_hetero.core.profile import NodeProfile
@@ -384,6 +385,18 @@ def test_micro_batch_limit_holds_where_no_bounds_are_known():
     assert after.accumulation == 4
     free = planner(accumulation=2).decide(NOTHING, plan(14, 6), context(20, 1e6, **known))
     assert (free[0].accumulation, free[1].plan.total_batch_size) == (1, 80)
+
+
+def test_split_of_a_micro_batch_is_the_optimum_of_its_whole_window():
+    """All but the last micro-batch are computing alone, so that a slow network counts once."""
+    seconds = seen((14, 6), (10, 10))
+    model = PerfModelPlanner().observe(replace(seconds, overlapped_sync=np.full_like(seconds.forward, 0.2)), context(20))
+    before = replace(planner(accumulation=2, micro_batch_limit=20), model=model)
+    known = {"accumulation": 2, "epoch_begins": True}
+    after, proposal = before.decide(NOTHING, plan(14, 6), context(20, 1e6, **known))
+    assert after.accumulation == 4
+    assert proposal.plan == solve_optperf(model.cluster(context(20, accumulation=4)), 20)
+    assert proposal.plan.step_time < 0.6 * 4 * solve_optperf(model.cluster(context(20)), 20).step_time
 
 
 @pytest.mark.parametrize("most", [43, 61, 79])
