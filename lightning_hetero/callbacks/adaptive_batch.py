@@ -36,7 +36,7 @@ class AdaptiveBatchCallback(PolicyCallback):
     every table of candidates.
 
     Args:
-        max_total_batch_size: greatest total, ``>= 1``.
+        max_total_batch_size: greatest total, ``>= 1``; it is never more than an epoch has samples.
         lr_scaling: ``"adascale"``, ``"sqrt"``, ``"linear"``, ``"none"``, a function
             ``(total, initial, trace, grad_sq_norm) -> factor``, or ``"auto"``: AdaScale for SGD, else the square root.
         min_total_batch_size: least total; by default what the workers' bounds allow.
@@ -81,6 +81,7 @@ class AdaptiveBatchCallback(PolicyCallback):
             )
         )
         self.lr_scaling = lr_scaling
+        self._most = max_total_batch_size
         self._gains: dict[int, float] = {}
         self._lr: LearningRateGain | None = None
         self._steps_before = 0.0
@@ -134,6 +135,7 @@ class AdaptiveBatchCallback(PolicyCallback):
         assert engine is not None
         assert engine.plan is not None
         assert engine.roster is not None
+        assert engine.sampler is not None
         if planner.initial_total is None:
             count = trainer.accumulate_grad_batches
             micro = engine.plan.total_batch_size
@@ -146,11 +148,11 @@ class AdaptiveBatchCallback(PolicyCallback):
             )
         self._check_total("the initial total batch is", planner.initial_total or 0)
         self._check_total("the checkpoint goes on with", engine.plan.total_batch_size * planner.accumulation)
+        most = min(self._most, len(engine.sampler.stream))  # of a larger one no step would ever be full
         if not pl_module.automatic_optimization and engine.roster.max_local is not None:
             # the module's own loop does not follow accumulate_grad_batches: what does not fit cannot be run
-            most = min(planner.max_total_batch_size, sum(engine.roster.max_local))
-            planner = replace(planner, max_total_batch_size=most)
-        self.planner = planner
+            most = min(most, sum(engine.roster.max_local))
+        self.planner = replace(planner, max_total_batch_size=most)
         trainer.accumulate_grad_batches = engine.accumulation = planner.accumulation
         if self.lr_scaling == "auto":
             plain = all(isinstance(o, torch.optim.SGD) for o in trainer.optimizers)
@@ -160,7 +162,7 @@ class AdaptiveBatchCallback(PolicyCallback):
         self._directory = Path(directory) if directory and trainer.is_global_zero else None
 
     def _check_total(self, what: str, total: int) -> None:
-        low, high = self.goodput_planner.min_total_batch_size or 1, self.goodput_planner.max_total_batch_size
+        low, high = self.goodput_planner.min_total_batch_size or 1, self._most
         if not low <= total <= high:
             name = "min_total_batch_size" if total < low else "max_total_batch_size"
             raise MisconfigurationException(

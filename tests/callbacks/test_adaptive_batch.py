@@ -427,6 +427,16 @@ def test_total_shrinks():
         assert covered([first, second], epoch) == list(range(N))
 
 
+def test_a_total_is_never_more_than_the_samples_of_an_epoch():
+    """With ``drop_last`` an epoch would have no batch; without, the rate would be that of a batch that never comes."""
+    few, callback = Points(44), {"max_total_batch_size": 4096, "min_steps": 1}
+    results = run(dataset=few, callback=callback, max_epochs=7, loader_kwargs={"drop_last": True})
+    first = results[0]
+    assert [row["done"] for row in first["epochs"]] == [44 // total for total in totals(first)]
+    assert len(first["epochs"]) == 7
+    assert 22 < totals(first)[-1] <= 44
+
+
 def test_max_steps_stops_exactly():
     results = run(max_epochs=-1, max_steps=57)
     assert [r["steps"] for r in results] == [57, 57]

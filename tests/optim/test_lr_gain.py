@@ -189,6 +189,24 @@ def test_a_step_that_fails_leaves_the_scheduled_rate():
     assert step(optimizer) == pytest.approx([0.1])
 
 
+def test_a_step_that_fails_inside_the_optimizer_takes_the_factor_once():
+    """Its second hook is not called."""
+
+    class Fails(torch.optim.SGD):
+        def step(self, closure=None):
+            if self.param_groups[0]["params"][0].grad.isnan():
+                raise BrokenError
+            return super().step(closure)
+
+    optimizer = Fails(weights(0.0), lr=0.1)
+    LearningRateGain([optimizer], lambda: 2.0)
+    for _ in range(2):
+        with pytest.raises(BrokenError):
+            step(optimizer, float("nan"))
+    assert step(optimizer) == pytest.approx([0.2])
+    assert rates(optimizer) == [0.1]
+
+
 def test_remove():
     optimizer = torch.optim.SGD(weights(0.0), lr=0.1)
     gain = LearningRateGain([optimizer], lambda: 2.0)
