@@ -390,7 +390,9 @@ def test_micro_batch_limit_holds_where_no_bounds_are_known():
 def test_split_of_a_micro_batch_is_the_optimum_of_its_whole_window():
     """All but the last micro-batch are computing alone, so that a slow network counts once."""
     seconds = seen((14, 6), (10, 10))
-    model = PerfModelPlanner().observe(replace(seconds, overlapped_sync=np.full_like(seconds.forward, 0.2)), context(20))
+    model = PerfModelPlanner().observe(
+        replace(seconds, overlapped_sync=np.full_like(seconds.forward, 0.2)), context(20)
+    )
     before = replace(planner(accumulation=2, micro_batch_limit=20), model=model)
     known = {"accumulation": 2, "epoch_begins": True}
     after, proposal = before.decide(NOTHING, plan(14, 6), context(20, 1e6, **known))

@@ -199,11 +199,15 @@ def test_a_step_that_fails_inside_the_optimizer_takes_the_factor_once():
             return super().step(closure)
 
     optimizer = Fails(weights(0.0), lr=0.1)
-    LearningRateGain([optimizer], lambda: 2.0)
+    gain = LearningRateGain([optimizer], lambda: 2.0)
     for _ in range(2):
         with pytest.raises(BrokenError):
             step(optimizer, float("nan"))
     assert step(optimizer) == pytest.approx([0.2])
+    assert rates(optimizer) == [0.1]
+    with pytest.raises(BrokenError):
+        step(optimizer, float("nan"))
+    gain.remove()
     assert rates(optimizer) == [0.1]
 
 

@@ -72,6 +72,19 @@ def test_is_the_direction_of_the_step(cls, amsgrad):
         torch.testing.assert_close(start - parameter.detach(), direction, rtol=1e-4, atol=0)
 
 
+def test_squares_of_16_bit_values_are_added_up_in_float32():
+    torch.manual_seed(2)
+    weight = torch.nn.Parameter(torch.zeros(5000, dtype=torch.bfloat16))
+    optimizer = torch.optim.Adam([weight], betas=(0.9, 0.99))
+    train(optimizer, [[torch.randn(5000).bfloat16()]])
+    new = torch.randn(5000).bfloat16()
+    (square,) = AdamPreconditioner([optimizer]).squares(weight, new)
+    moment = optimizer.state[weight]["exp_avg_sq"].double()
+    expected = (new.double() / ((moment / 0.01).sqrt() + 1e-8)).square().sum()
+    assert square.dtype == torch.float32
+    assert square.item() == pytest.approx(expected.item(), rel=1e-4)
+
+
 def test_parameters_without_state_give_zero():
     (known, unknown), (stranger,) = parameters(), [torch.nn.Parameter(torch.ones(2))]
     optimizer = torch.optim.Adam([known, unknown])
