@@ -27,6 +27,7 @@ from lightning_hetero.comm import clock, observer
 from lightning_hetero.core import BatchPlan
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.planner import Proposal, StaticPlanner
+from lightning_hetero.optim import LearningRateGain
 from tests.core.test_adaptive import context, seen
 from tests.core.test_adaptive import planner as learned
 from tests.helpers import Points, RankError, Regressor, covered, fit, run_ranks
@@ -525,6 +526,15 @@ def test_resume_with_other_workers_keeps_the_total(uninterrupted, ranks):
     assert covered(rest, 2) == list(range(N))
 
 
+def test_a_checkpoint_beyond_the_bounds_of_the_new_run_is_refused_on_every_rank(uninterrupted):
+    _, folder = uninterrupted
+    (path,) = folder.glob("*step=50.ckpt")
+    arguments = (2, {"hysteresis": 1.0}, {"max_total_batch_size": 10}, {"ckpt_path": str(path)})
+    errors = run_ranks(steps_only, 2, *arguments, expect_errors=True, timeout=30)
+    assert [rank for rank, _, _ in errors] == [0, 1]
+    assert all("the checkpoint goes on with 12 samples, outside max_total_batch_size=10" in e for _, _, e in errors)
+
+
 TICK = 2.0**-12
 
 
@@ -664,6 +674,7 @@ def test_totals_beyond_memory_accumulate_from_an_epoch_on(accumulating):
         assert covered(results, epoch) == list(range(N))
     windows = [count for row, count in zip(first["epochs"], counts, strict=True) for _ in range(row["max"])]
     assert first["windows"] == windows  # it changes with an epoch
+    assert [r["state"]["planner"]["accumulation"] for r in results] == [2, 2]  # on all ranks, for another fit
 
 
 def test_accumulated_gradients_are_those_of_one_process(accumulating):
@@ -800,6 +811,20 @@ def test_checkpoint_of_an_exception_has_the_scheduled_rate(tmp_path):
     assert [g["lr"] for g in checkpoint["optimizer_states"][0]["param_groups"]] == [LR, LR]
     state = checkpoint["callbacks"]["AdaptiveBatchCallback"]
     assert state["scale_invariant_steps"] == pytest.approx(30 + 20 * 1.5)
+
+
+def test_an_exception_inside_an_optimizer_leaves_the_scheduled_rate():
+    """Whose hook after the step is not called: a checkpoint of the exception is not to have the factor."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=LR)
+    callback = AdaptiveBatchCallback(64)
+    callback._lr = LearningRateGain([optimizer], lambda: 3.0)
+    optimizer.register_step_pre_hook(rule_that_raises(RuntimeError, "out of coffee"))
+    with pytest.raises(RuntimeError, match="coffee"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 3 * LR
+    callback.on_exception(None, None, RuntimeError())
+    assert optimizer.param_groups[0]["lr"] == LR
 
 
 class NotBuiltAnewError(Exception):
