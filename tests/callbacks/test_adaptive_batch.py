@@ -709,6 +709,29 @@ class Alternates(StaticPlanner):
         return self, Proposal(BatchPlan(2 * size, (size, size)), "as told")
 
 
+class Watches(StaticPlanner):
+    """Keeps whether an epoch began at each look."""
+
+    def __init__(self):
+        super().__init__()
+        object.__setattr__(self, "begins", [])
+
+    def decide(self, observations, current, context):
+        self.begins.append(context.epoch_begins)
+        return self, None
+
+
+def _watching(rank):
+    planner = Watches()
+    fit(rank, {"replan": 12}, 2, 1, dataset=Points(66), callbacks=[PolicyCallback(planner)], max_epochs=2)
+    return planner.begins
+
+
+def test_planners_are_told_where_the_number_of_micro_batches_may_change():
+    """Looks after 12 and 24 of 33 steps, at the second epoch, and after 12 and 24 steps of that."""
+    assert run_ranks(_watching, 2)[0] == [False, False, True, False, False]
+
+
 def _alternating(rank, prefetch):
     callbacks, loader = [PolicyCallback(Alternates())], {"num_workers": 1, "prefetch_factor": prefetch}
     arguments = {"callbacks": callbacks, "max_epochs": 2, "loader_kwargs": loader, "accumulate_grad_batches": 2}
