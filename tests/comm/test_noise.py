@@ -77,6 +77,19 @@ def test_no_step_of_an_interval_reads_the_device(micro, adam, monkeypatch):
         collector.sums.peek()
 
 
+def test_between_the_steps_that_are_observed_no_norms_are_taken():
+    weights = parameters()
+    hook = HookState(StepObserver(HostClock()), 2, inner=at_once)
+    collector, taken = NoiseCollector(hook, 0, every_n_steps=3), []
+    for _ in range(7):
+        collector.begin_step((9, 3))
+        gradient_hook(hook, Bucket(weights=weights)).wait()
+        taken.append((len(hook.local_squares), len(hook.global_squares)))
+        collector.end_step()
+    assert taken == [(1, 1), (0, 0), (0, 0)] * 2 + [(1, 1)]
+    assert collector.sums.steps == 3
+
+
 @pytest.mark.parametrize("window", [1, 2], ids=["successive steps", "accumulation"])
 def test_no_step_of_one_worker_reads_the_device(window):
     weights = parameters()
