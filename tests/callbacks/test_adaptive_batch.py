@@ -699,12 +699,17 @@ def test_resume_goes_on_with_the_micro_batches(accumulating):
 
 
 class Alternates(StaticPlanner):
-    """Another total at every look."""
+    """Another total at every look; keeps what it was asked about."""
+
+    def __init__(self):
+        super().__init__()
+        object.__setattr__(self, "asked", [])
 
     def initial(self, context):
         return None
 
     def decide(self, observations, current, context):
+        self.asked.append(current.local_batch_sizes)
         size = 6 - current.local_batch_sizes[0]
         return self, Proposal(BatchPlan(2 * size, (size, size)), "as told")
 
@@ -733,9 +738,10 @@ def test_planners_are_told_where_the_number_of_micro_batches_may_change():
 
 
 def _alternating(rank, prefetch):
-    callbacks, loader = [PolicyCallback(Alternates())], {"num_workers": 1, "prefetch_factor": prefetch}
-    arguments = {"callbacks": callbacks, "max_epochs": 2, "loader_kwargs": loader, "accumulate_grad_batches": 2}
-    return fit(rank, {"replan": 1}, 2, 2, dataset=Points(N), **arguments)
+    planner, loader = Alternates(), {"num_workers": 1, "prefetch_factor": prefetch}
+    arguments = {"max_epochs": 2, "loader_kwargs": loader, "accumulate_grad_batches": 2}
+    done = fit(rank, {"replan": 1}, 2, 2, dataset=Points(N), callbacks=[PolicyCallback(planner)], **arguments)
+    return {**done, "asked": planner.asked}
 
 
 class Manual(Uneven):
@@ -766,6 +772,8 @@ def test_a_window_of_micro_batches_has_one_total(prefetch):
     steps = [step for _, step, _ in results[0]["history"]]
     assert len(set(steps)) > 4
     assert all(step % 2 == 0 for step in steps)
+    asked = results[0]["asked"]  # about the plan that is to come, not the one that still runs
+    assert asked == [(2, 2), (4, 4)] * (len(asked) // 2) + [(2, 2)] * (len(asked) % 2)
     for epoch in range(2):
         assert covered(results, epoch) == list(range(N))
         sizes = [len(indices) for e, indices in micro_batches(results) if e == epoch]

@@ -658,18 +658,26 @@ def tensors_in(value, depth=6):
     return [t for v in inside for t in tensors_in(v, depth - 1)]
 
 
-def _scaled(rank, strategy, scaled):
+def _scaled(rank, strategy, scaled, ranks, more):
     callback = GNSCallback()
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000) if scaled else None
     plugins = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]} if scaled else {}
     model, data = Regressor(dtype=torch.float32, lr=0.01), Points(160, dtype=torch.float32)
-    fit(rank, strategy, 2, 8, model=model, dataset=data, callbacks=[callback], max_epochs=1, **plugins)
+    fit(rank, strategy, ranks, 8, model=model, dataset=data, callbacks=[callback], max_epochs=1, **plugins, **more)
     return callback.estimate
 
 
-@pytest.mark.parametrize("strategy", [{"local_batch_sizes": [12, 4], "replan": 5}, "ddp"], ids=["hetero_ddp", "ddp"])
-def test_norms_are_those_without_the_factor_of_a_gradient_scaler(strategy):
-    (plain, _), (scaled, _) = (run_ranks(_scaled, 2, strategy, flag) for flag in (False, True))
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "more"),
+    [
+        ({"local_batch_sizes": [12, 4], "replan": 5}, 2, {}),
+        ("ddp", 2, {}),
+        ("auto", 1, {"accumulate_grad_batches": 2}),
+    ],
+    ids=["hetero_ddp", "ddp", "one worker"],
+)
+def test_norms_are_those_without_the_factor_of_a_gradient_scaler(strategy, ranks, more):
+    plain, scaled = (run_ranks(_scaled, ranks, strategy, flag, ranks, more)[0] for flag in (False, True))
     assert plain.samples > 0
     assert scaled.samples == plain.samples
     assert scaled.skipped == 0
