@@ -55,7 +55,7 @@ class NetworkWatch:
         if wait.worth_saying(left):
             self._longest_said = wait.waited
             level = logging.INFO if schedule is not None and schedule.last == 0 else logging.WARNING
-            log.log(level, "step %d: %s", step, wait.describe(self.hook.num_bytes, left))
+            log.log(level, "step %d: %s", step, wait.describe(self._sent_bytes(), left))
 
     def look(self, observations: StepObservations, *, accumulation: int, planner: Any) -> None:
         """Judge the steps since the last look.
@@ -90,7 +90,7 @@ class NetworkWatch:
         exchange = None if self.compression is None else self.compression.exchange
         less = "a lower density" if isinstance(exchange, BlockExchange) else 'compression="block_topk(density=0.01)"'
         text = (
-            f"To wait less, send less ({less}; under Lightning, TTACallback finds the density), or less often (larger "
+            f"To wait less, send less ({less}; under Lightning, TTACallback finds it), or less often (larger "
             "batches, gradient accumulation)."
         )
         if self.config.hierarchy is None and self.hook.world_size > 2:

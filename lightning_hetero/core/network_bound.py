@@ -209,11 +209,15 @@ class LongWait:
         return far and self.waited >= LONG and self.waited > FALLEN * self.computed
 
     def describe(self, num_bytes: float, steps_left: int | None) -> str:
-        """One line for the log."""
+        """One line for the log.
+
+        Args:
+            num_bytes: what a worker sends in a step.
+            steps_left: as in :meth:`worth_saying`.
+        """
         text = (
-            f"this worker computed for {self.computed:.3g} s and then waited for {self.waited:.3g} s for the sum of "
-            f"gradients ({1e-6 * num_bytes:.3g} MB): the network is thin or stalled, or another worker fell behind"
+            f"this worker computed for {self.computed:.3g} s and then waited for gradients for {self.waited:.3g} s, in "
+            f"which a worker sends {1e-6 * num_bytes:.3g} MB: the network is thin or stalled, or another worker fell "
+            "behind"
         )
-        return (
-            text if steps_left is None else f"{text}; the comparison of the workers in {steps_left} steps tells which"
-        )
+        return text if steps_left is None else f"{text}; in {steps_left} steps, a comparison of the workers will tell"
