@@ -1,8 +1,8 @@
 """Whether steps wait for the network longer than they compute, and whether it is thin or has stalled.
 
 In each step, whoever comes last waits for no other worker, so that the least of the workers' waits is the network's own
-(as in Cannikin, eq. 12); a slow worker is no slow network. What counts is the sum over steps, not the median: five
-seconds of silence in one step are as real as a link that makes every step wait.
+(as in Cannikin, eq. 12); a slow worker is no slow network. A median over steps would hide five seconds of silence in
+one of them, which are as real as a link that makes every step wait; so there are two kinds, thin links and stalls.
 """
 
 from dataclasses import dataclass, replace
@@ -19,25 +19,22 @@ Array = npt.NDArray[np.float64]
 THIN, STALL, OVER = "thin", "stall", "over"
 
 ENTER, LEAVE = 1.0, 0.7
-"""Wait over computing above which a training becomes network-bound, and below which it no longer is."""
+"""Wait over computing of usual steps above which a link becomes thin, and below which it no longer is."""
 
 LEAST = 0.05
 """Mean seconds of a step that are worth a word: the scatter of small sums on a busy machine is less."""
 
-LONG = 1.0
-"""Seconds of one step that are a stall; less is a hiccup."""
+LONG, FAR = 1.0, 5.0
+"""Least seconds of one step that are a stall, less is a hiccup; and least factor on the computing of a step."""
 
-FEW = 0.1
+FEW = 0.25
 """Share of the steps, one at least, that may hold a stall. What more of them wait for is the link."""
 
 WINDOW, KNOWN = 8, 4
-"""Newest steps that are judged at the least, with those of earlier looks; and how many have to be known."""
+"""Newest steps by which a link is thin, if need be with those of earlier looks; and how many have to be known."""
 
 AGAIN = 2.0
 """Factor by which the numbers have to change so that they are said again."""
-
-FALLEN = 5.0
-"""Factor on one's own computing above which a long wait of a single worker is worth a word."""
 
 SOON = 30.0
 """Seconds to the next comparison of the workers that one can wait for it."""
@@ -135,16 +132,14 @@ class NetworkBound:
             return None
         waits, compute = np.array(self.steps).T
         bound = LEAVE if self.kind == THIN else ENTER
-        if self.usual > bound * compute.mean() and self.usual >= bound * LEAST:
+        if self.usual > bound * compute[-WINDOW:].mean() and self.usual >= bound * LEAST:
             return THIN
-        return STALL if waits.max() >= LONG and waits.sum() > ENTER * compute.sum() else None
+        return STALL if waits.max() >= max(LONG, FAR * compute.mean()) else None
 
     @property
     def usual(self) -> float:
-        """Mean seconds that a step waits, without the few that wait longest."""
-        waits = np.sort([wait for wait, _ in self.steps])
-        few = max(1, int(FEW * len(waits)))
-        return float(waits[:-few].mean()) if len(waits) > few else 0.0
+        """Mean seconds that one of the newest steps waits, without the few that wait longest."""
+        return _without_few(self.steps[-WINDOW:])
 
     @property
     def longest(self) -> float:
@@ -162,11 +157,12 @@ class NetworkBound:
         Args:
             num_bytes: what a worker sends in a step, ``None`` if that is not known.
         """
-        computes = float(np.mean([compute for _, compute in self.steps])) if self.steps else 0.0
+        computes = float(np.mean([compute for _, compute in self.steps[-WINDOW:]])) if self.steps else 0.0
         if self.kind == STALL:
+            others = _without_few(self.steps)
             text = (
                 f"network-bound: the network stalled. The longest of {len(self.steps)} steps waited for it for "
-                f"{self.longest:.3g} s, the others for {self.usual:.3g} s, and a step computes for {computes:.3g} s"
+                f"{self.longest:.3g} s, most of the others for {others:.3g} s, and a step computes for {computes:.3g} s"
             )
             return text if self.stalls == 1 else f"{text}; that happened {self.stalls} times by now"
         text = f"a step waits for the network for {self.usual:.3g} s and computes for {computes:.3g} s"
@@ -175,9 +171,15 @@ class NetworkBound:
         if num_bytes:
             rate = 8e-6 * num_bytes / max(self.usual, 1e-9)
             text += f"; a worker sends {1e-6 * num_bytes:.3g} MB in it, at about {rate:.3g} Mbit/s"
-        if self.longest > FALLEN * self.usual:
+        if self.longest > FAR * self.usual:
             text += f"; the longest step waited for {self.longest:.3g} s"
         return f"network-bound: {text}"
+
+
+def _without_few(steps: tuple[tuple[float, float], ...]) -> float:
+    waits = np.sort([wait for wait, _ in steps])
+    few = max(1, int(FEW * len(waits)))
+    return float(waits[:-few].mean()) if len(waits) > few else 0.0
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ class LongWait:
             steps_left: steps to that comparison, ``None`` if there will be none.
         """
         far = steps_left is None or steps_left * self.step_time > SOON
-        return far and self.waited >= LONG and self.waited > FALLEN * self.computed
+        return far and self.waited >= LONG and self.waited > FAR * self.computed
 
     def describe(self, num_bytes: float, steps_left: int | None) -> str:
         """One line for the log.

@@ -82,18 +82,33 @@ def test_a_stall_of_one_step_counts(steps):
     state, news = NetworkBound().observe(with_stall(0.01, steps=steps))
     assert news == "stall"
     assert state.describe(4.7e6) == (
-        f"network-bound: the network stalled. The longest of {steps} steps waited for it for 5 s, the others for "
-        "0.01 s, and a step computes for 0.1 s"
+        f"network-bound: the network stalled. The longest of {steps} steps waited for it for 5 s, most of the others "
+        "for 0.01 s, and a step computes for 0.1 s"
     )
     state, news = look(state, 0.01)
     assert (state.kind, news) == (None, "over")
     assert state.describe().startswith("no longer network-bound: a step waits for the network for 0.01 s")
 
 
-def test_what_computing_outweighs_is_no_stall():
-    rows = with_stall(0.01, seconds=5.0, steps=32)
-    rows[:, 1] = 1.0
-    assert NetworkBound().observe(rows)[1] is None
+def test_a_link_that_became_thin_in_between_is_told_by_the_newest_steps():
+    """And one that was thin for a while is over it, whose steps count as a stall."""
+    rows = np.array([[0.01, COMPUTE]] * 20 + [[4.0, COMPUTE]] * 12)
+    state, news = NetworkBound().observe(rows)
+    assert (news, state.usual) == ("thin", 4.0)
+    assert NetworkBound().observe(rows[::-1])[1] == "stall"
+
+
+def test_a_stall_may_hold_two_steps():
+    rows = with_stall(0.01)
+    rows[2] = rows[1]
+    assert NetworkBound().observe(rows)[1] == "stall"
+
+
+def test_what_is_no_longer_than_a_few_steps_of_computing_is_no_stall():
+    for compute, found in ((0.9, "stall"), (1.1, None)):
+        rows = with_stall(0.01, seconds=5.0, steps=32)
+        rows[:, 1] = compute
+        assert NetworkBound().observe(rows)[1] == found
 
 
 def test_hiccups_and_small_sums_are_not_worth_a_word():
