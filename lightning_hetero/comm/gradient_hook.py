@@ -56,7 +56,7 @@ class HookState:
         step_dropped: whether the running step was left out on all ranks, because a gradient was not finite; on GPU a
             number on the device, 0 if it was not.
         fired: whether a bucket was averaged since :meth:`take_fired`.
-        num_bytes: bytes of the gradient, as far as the running or last backward pass has come.
+        num_bytes: bytes of the gradients that were averaged so far.
         local_squares: squared norms of the buckets before averaging, of the running step.
         global_squares: the same after averaging.
         late_squares: the same of buckets that got the sum of the step before.
@@ -162,7 +162,7 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     state.fired = True
     number = state.observer.bucket_ready()
     buffer, parameters = bucket.buffer(), bucket.parameters
-    state.num_bytes = buffer.nbytes + (state.num_bytes if bucket.index() else 0)
+    state.num_bytes += buffer.nbytes
     at_once = state.staleness is None and state.inner is None and state.owed is None
     if state.collect_norms and not at_once:
         state.local_squares.extend(state.norms.of_bucket(buffer, parameters))

@@ -37,6 +37,7 @@ class NetworkWatch:
         self.config, self.speaks, self.hook, self.compression = config, rank == 0, hook, compression
         self.state = NetworkBound()
         self._longest_said = 0.0
+        self._looked = 0, 0  # bytes and steps by then
 
     def see_wait(self, observer: StepObserver, schedule: ExchangeSchedule | None) -> None:
         """This rank may have waited long in a step: say so at once if it takes long until all ranks are compared.
@@ -76,19 +77,22 @@ class NetworkWatch:
         elif news is not None:
             advice = f". {self._advice()}" if news == THIN else ". Training goes on."
             log.warning("%s%s", self.state.describe(self._sent_bytes()), advice)
+        self._looked = self.hook.num_bytes, self.hook.observer.synced_steps
 
     def _sent_bytes(self) -> float:
-        """Bytes that a worker sends in a step."""
+        """Bytes that a worker sends in a step, the mean since the last look."""
         exchange = None if self.compression is None else self.compression.exchange
         if exchange is not None and exchange.report.steps:
             return exchange.report.sent / exchange.report.steps
-        topology = self.hook.topology
-        return sum_bytes(self.hook.num_bytes, self.hook.world_size if topology is None else topology.size)
+        num_bytes, steps = self.hook.num_bytes - self._looked[0], self.hook.observer.synced_steps - self._looked[1]
+        crossing = self.hook.world_size if self.hook.topology is None else self.hook.topology.size
+        return sum_bytes(num_bytes / max(steps, 1), crossing)
 
     def _advice(self) -> str:
         """What would help and is not done yet."""
         exchange = None if self.compression is None else self.compression.exchange
-        less = "a lower density" if isinstance(exchange, BlockExchange) else 'compression="block_topk(density=0.01)"'
+        sends_blocks = isinstance(exchange, BlockExchange) and not exchange.paused
+        less = "a lower density" if sends_blocks else 'compression="block_topk(density=0.01)"'
         text = (
             f"To wait less, send less ({less}; under Lightning, TTACallback finds it), or less often (larger "
             "batches, gradient accumulation)."

@@ -2,9 +2,17 @@
 
 import logging
 import re
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from lightning_hetero.comm.gradient_hook import HookState
+from lightning_hetero.comm.network_watch import NetworkWatch
+from lightning_hetero.comm.schedule import ExchangeSchedule
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.network_bound import LongWait
+from lightning_hetero.core.observations import StepObservations
 from tests import loops
 from tests.counted import CountedTime
 from tests.helpers import run_ranks
@@ -75,3 +83,62 @@ def test_a_thin_link_that_decides_on_delays_is_said_once():
     bound = [text for level, text in said if level == "WARNING"]
     assert [text.partition(":")[0] for text in bound] == ["staleness", "staleness", "network-bound"]
     assert "the network stalled" in bound[-1]
+
+
+# one rank alone
+
+
+@pytest.fixture
+def said():
+    lines, handler, logger = [], logging.Handler(), logging.getLogger("lightning_hetero")
+    handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+def watch(rank=0, workers=2, config=None):
+    """Of a rank that has summed 4 MB in each of ten steps."""
+    hook = HookState(SimpleNamespace(synced_steps=10), workers, num_bytes=40_000_000)
+    return NetworkWatch(HeteroConfig() if config is None else config, rank, hook, None)
+
+
+def waited(seconds, step=10):
+    return SimpleNamespace(long_wait=LongWait(seconds, 0.02, seconds), synced_steps=step)
+
+
+def schedule(last, following):
+    found = ExchangeSchedule("auto")
+    found.done(last, following)
+    return found
+
+
+def test_a_long_wait_is_a_warning_once_workers_were_compared_and_comes_again_when_it_doubles(said):
+    one = watch()
+    for seconds in (36.0, 40.0, 71.0, 73.0):
+        one.see_wait(waited(seconds), schedule(8, 40))
+    one.see_wait(waited(200.0), None)
+    assert [level for level, _ in said] == ["WARNING"] * 3
+    assert "waited for gradients for 36 s, in which a worker sends 4 MB" in said[0][1]
+    assert said[0][1].endswith("in 30 steps, a comparison of the workers will tell")
+    assert said[2][1].endswith("or another worker fell behind"), "ranks that are not compared"
+
+
+@pytest.mark.parametrize(("rank", "step"), [(1, 10), (0, 1)])
+def test_neither_another_rank_nor_the_first_step_says_so(said, rank, step):
+    watch(rank).see_wait(waited(36.0, step), None)
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("workers", "config", "advised"),
+    [(2, {}, False), (3, {}, True), (3, {"hierarchy": [[0, 1], [2]]}, False)],
+)
+def test_clusters_are_advised_where_there_may_be_some_and_are_none(said, workers, config, advised):
+    ones = np.ones((8, workers))
+    seen = StepObservations(8 * ones, 0.01 * ones, 0.01 * ones, ones, 0 * ones, 36 * ones, ones)
+    watch(workers=workers, config=HeteroConfig(**config)).look(seen, accumulation=1, planner=None)
+    ((level, text),) = said
+    assert level == "WARNING"
+    assert 'compression="block_topk' in text
+    assert ('hierarchy="auto"' in text) is advised
