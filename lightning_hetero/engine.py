@@ -246,8 +246,9 @@ class HeteroEngine:
             self.observer.end_backward()
         finally:
             self.hook_state.in_backward = False
-        if self.compression is not None:
-            self.compression.hand_over()
+        for part in (self.noise, self.compression):
+            if part is not None:
+                part.after_backward()
 
     def check_backward(self) -> None:
         """Make sure that the gradients of an optimizer step went through :meth:`backward`.

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from lightning_hetero.callbacks.idle_hooks import leave_out, put_back
 from lightning_hetero.callbacks.noise_sources import Source, source_of
 from lightning_hetero.callbacks.policy import Callback, MisconfigurationException
 from lightning_hetero.core.noise_scale import METHODS, RunningNoiseScale
@@ -72,6 +73,9 @@ class GNSCallback(Callback):
         self._source = source_of(trainer, method=self.method, every_n_steps=self.every_n_steps, horizon=self.horizon)
         self._source.running = saved
         self._resume()
+        self._source.listen(lambda: self._log(trainer))
+        if not self._source.each_step:
+            leave_out(self, GNSCallback)
         engine = getattr(trainer.strategy, "engine", None)
         if isinstance(engine, HeteroEngine):
             engine.noise_scale = lambda: self.estimate
@@ -94,14 +98,11 @@ class GNSCallback(Callback):
         self._source.start(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Count the samples of the batch, where the engine does not."""
+        """Count the samples of the batch."""
         assert self._source is not None
-        size = 0
-        if self._source.counts:
-            given = getattr(trainer.train_dataloader, "batch_size", None)
-            seen = _first_dimension(batch) or given or 1
-            size = min(seen, given or seen)  # more would be no samples: non-zeros, time steps
-        self._source.begin(trainer, size)
+        given = getattr(trainer.train_dataloader, "batch_size", None)
+        seen = _first_dimension(batch) or given or 1
+        self._source.begin(trainer, min(seen, given or seen))  # more would be no samples: non-zeros, time steps
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """Take the norm of the first micro-batch of a window."""
@@ -127,6 +128,7 @@ class GNSCallback(Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leave nothing running."""
+        put_back(self)
         if self._source is not None:
             self._source.stop()
 

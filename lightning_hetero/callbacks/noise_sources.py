@@ -5,6 +5,7 @@ single worker, by gradient accumulation or, flagged as biased, by successive ste
 """
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,8 +35,11 @@ class Source:
     """Where gradients come from: what there is to do at the seams of a step, nothing by default."""
 
     running: RunningNoiseScale
-    counts = True
-    """Whether it has to be told the size of each batch."""
+    each_step = True
+    """Whether there is something to do at the seams of a step, beside the gradient hook."""
+
+    def listen(self, news: Callable[[], None]) -> None:
+        """Tell when workers have put their estimates together, if that is not at a seam of a step."""
 
     def precondition(self, preconditioner: AdamPreconditioner | None) -> None:
         """Take norms of gradients as Adam scales them."""
@@ -75,26 +79,24 @@ class Source:
 class _Engine(Source):
     """Workers of ``hetero_ddp``: the engine collects and exchanges by itself."""
 
-    counts = False
+    each_step = False
 
     def __init__(self, engine: HeteroEngine, **settings: Any) -> None:
         summed = engine.config.loss_reduction == "sum"
         self.collector = engine.noise = NoiseCollector(engine.hook_state, engine.rank, summed=summed, **settings)
         self.control = engine.control
 
+    def listen(self, news: Callable[[], None]) -> None:
+        self.collector.news = news
+
     def start(self, trainer: Any) -> None:
         self.collector.hook.norms.loss_scale = _loss_scale(trainer)
+        module = trainer.lightning_module
+        if module.automatic_optimization:
+            self.collector.accumulate(lambda: trainer.accumulate_grad_batches, module.parameters)
 
     def precondition(self, preconditioner: AdamPreconditioner | None) -> None:
         self.collector.hook.norms.preconditioner = preconditioner
-
-    def begin(self, trainer: Any, batch_size: int) -> None:
-        automatic = trainer.lightning_module.automatic_optimization
-        self.collector.divisor = trainer.accumulate_grad_batches if automatic else None
-
-    def backward(self, trainer: Any) -> None:
-        if trainer.accumulate_grad_batches > 1:
-            self.collector.first_backward(trainer.lightning_module.parameters())
 
     @property
     def running(self) -> RunningNoiseScale:  # type: ignore[override]
@@ -107,6 +109,9 @@ class _Engine(Source):
     def finish(self) -> None:
         if self.running.samples == 0:
             self.exchange()
+
+    def stop(self) -> None:
+        self.collector.news = lambda: None
 
     def exchange(self) -> None:
         """Take what all workers have seen into the running estimate; a collective call."""
@@ -127,7 +132,7 @@ class _Engine(Source):
 class _PlainDDP(_Engine):
     """Workers of plain ``ddp``: equal batches, a hook of our own, a message every 50 steps that were observed."""
 
-    counts = True
+    each_step = True
 
     def __init__(self, rank: int, world_size: int, **settings: Any) -> None:
         self.world_size = world_size
@@ -150,8 +155,10 @@ class _PlainDDP(_Engine):
         model.register_comm_hook(self.hook, gradient_hook)
 
     def begin(self, trainer: Any, batch_size: int) -> None:
-        super().begin(trainer, batch_size)
         self.collector.begin_step((batch_size,) * self.world_size)
+
+    def backward(self, trainer: Any) -> None:
+        self.collector.after_backward()
 
     def end(self, trainer: Any) -> None:
         if not self.hook.take_fired():
@@ -177,6 +184,7 @@ class _PlainDDP(_Engine):
         self.warned = True
 
     def stop(self) -> None:
+        super().stop()
         self.hook.settle()
 
 

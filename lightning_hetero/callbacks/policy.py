@@ -7,6 +7,7 @@ engine, which gathers observations, lets rank 0 decide and adopts the plan on al
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_hetero.callbacks.idle_hooks import leave_out, put_back
 from lightning_hetero.callbacks.last_sums import apply_last_sums, check_staleness
 from lightning_hetero.callbacks.late_signal import LateSignal
 from lightning_hetero.comm.interval import interval_state, resume_interval
@@ -30,13 +31,6 @@ __all__ = [
     "policy_callback",
     "policy_states",
 ]
-
-
-EACH_STEP = (
-    *("on_train_batch_start", "on_before_zero_grad", "on_before_backward"),
-    *("on_after_backward", "on_before_optimizer_step"),
-)
-"""Hooks of a step that a policy has no use for; Lightning profiles a call of each of them, also of those left alone."""
 
 
 def policy_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -113,9 +107,7 @@ class PolicyCallback(Callback):
             engine.noise, engine.noise_scale = None, lambda: None  # who measures the noise of this fit comes after us
             engine.hook_state.forget_squares()
             self._show_in_progress_bar(trainer)
-            for name in EACH_STEP:
-                if getattr(type(self), name) is getattr(Callback, name):
-                    setattr(self, name, None)  # Lightning passes over what cannot be called
+            leave_out(self, Callback)
 
     def _show_in_progress_bar(self, trainer: Any) -> None:
         bar = trainer.progress_bar_callback
@@ -219,8 +211,7 @@ class PolicyCallback(Callback):
         if self._bar is not None:
             del self._bar.get_metrics
             self._bar = None
-        for name in EACH_STEP:
-            vars(self).pop(name, None)
+        put_back(self)
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, by hardware identity, and the plan; of rank 0, which decides."""

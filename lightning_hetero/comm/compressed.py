@@ -217,7 +217,7 @@ class GradientCompression:
         steps = None if exchange is None or not exchange.takes_blocks else self._steps_of(optimizer)
         return None if steps is None else steps.pay
 
-    def hand_over(self) -> None:
+    def after_backward(self) -> None:
         """A backward pass is over: give parameters their sparse gradients, leave out what is not finite."""
         if self.exchange is not None:
             self.exchange.hand_over()

@@ -8,7 +8,7 @@ the device in between: a step costs its norms, and they are put together for man
 import logging
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,8 +202,10 @@ class NoiseCollector:
         self.sums = NoiseSums()
         self.number = 0
         """Optimizer steps so far, also of the run that this one resumes."""
-        self.divisor: int | None = None
-        """What losses of micro-batches are divided by; by default, the number of those in the window."""
+        self.news: Callable[[], None] = lambda: None
+        """Called when there is a new estimate."""
+        self._divisor: Callable[[], int | None] = lambda: None
+        self._parameters: Callable[[], Iterable[torch.Tensor]] = tuple
         self._window: list[tuple[int, ...]] = []
         self._first: list[torch.Tensor] = []
         self._warned = False
@@ -216,10 +218,19 @@ class NoiseCollector:
         self.hook.collect_norms = known and (due or self._held is not None)
         self._window.append(sizes)
 
-    def first_backward(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Gradients of the first micro-batch lie in the parameters, if this is the one: take their norms."""
-        if self.hook.collect_norms and len(self._window) == 1:
-            self._first = self.hook.norms.of_parameters(parameters)
+    def accumulate(self, divisor: Callable[[], int], parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Use the first micro-batch of a window, too.
+
+        Args:
+            divisor: gives what losses of micro-batches are divided by; else, that is the number of those in the window.
+            parameters: gives the model's parameters.
+        """
+        self._divisor, self._parameters = divisor, parameters
+
+    def after_backward(self) -> None:
+        """Take the norms of the first micro-batch of a window, whose gradients nobody has averaged."""
+        if self.hook.collect_norms and len(self._window) == 1 and not self.hook.local_squares:
+            self._first = self.hook.norms.of_parameters(self._parameters())
 
     def end_step(self) -> None:
         """The gradients of an optimizer step were averaged: take their norms."""
@@ -239,7 +250,7 @@ class NoiseCollector:
         known = self.running.noise_scale if nested else math.inf
         estimator = window_estimator(
             window,
-            divisor=self.divisor,
+            divisor=self._divisor(),
             summed=self.summed,
             method=self.method,
             nested=nested,
@@ -288,6 +299,7 @@ class NoiseCollector:
         agreed = self.sums.agreed(parts, control)
         self.sums.clear()
         self.running = merge_parts(self.running, agreed)
+        self.news()
 
 
 def merge_parts(

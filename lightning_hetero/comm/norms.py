@@ -67,8 +67,8 @@ class GradientNorms:
             >>> GradientNorms().of_weighted(flat, 0.5, list), flat
             ([tensor(25.)], tensor([1.5000, 2.0000]))
         """
-        pieces = flat.split(CACHED) if self.preconditioner is None and flat.device.type == "cpu" else (flat,)
-        squares = []
+        by_pieces = flat.numel() > CACHED and self.preconditioner is None and flat.device.type == "cpu"
+        pieces, squares = flat.split(CACHED) if by_pieces else (flat,), []
         for piece in pieces:
             squares += self.of_bucket(piece, parameters)
             piece.mul_(weight)

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.trainer.call import _call_callback_hooks
 
-from lightning_hetero import DynamicBatchPIDCallback, HeteroDDPStrategy, PerfModelCallback
+from lightning_hetero import DynamicBatchPIDCallback, GNSCallback, HeteroDDPStrategy, PerfModelCallback
 from lightning_hetero.callbacks import PolicyCallback, policy_callback
 from lightning_hetero.config import POLICIES, HeteroConfig
 from lightning_hetero.core import BatchPlan
@@ -116,12 +116,17 @@ class Listens(PolicyCallback):
 
 
 def test_lightning_spends_no_time_on_hooks_that_do_nothing():
-    """Each hook of each callback is profiled, so a policy leaves out those that its class does not have."""
+    """Each hook of each callback is profiled, so a policy leaves out those that its class does not have.
+
+    So does who measures the noise scale, where the engine collects it.
+    """
     engine = HeteroEngine(HeteroConfig(), rank=0, world_size=1, device=torch.device("cpu"))
     plain, listens, profiled = PolicyCallback(), Listens(), []
     trainer = SimpleNamespace(
+        world_size=2,
         strategy=SimpleNamespace(engine=engine),
-        callbacks=[plain, listens],
+        callbacks=[plain, listens, GNSCallback()],
+        train_dataloader=None,
         progress_bar_callback=None,
         lightning_module=None,
         profiler=SimpleNamespace(profile=lambda name: profiled.append(name) or nullcontext()),
@@ -139,7 +144,7 @@ def test_lightning_spends_no_time_on_hooks_that_do_nothing():
     assert listens.heard == 1
     for callback in trainer.callbacks:
         callback.teardown(trainer, None, "fit")
-    assert len(step()) == 2 * len(ARGUMENTS)
+    assert len(step()) == 3 * len(ARGUMENTS)
 
 
 # progress bar

@@ -62,7 +62,7 @@ def train(rank, *, spoil):
             optimizer.zero_grad()
             loss = loss_of(ddp, batches(rank)[step % 3])
             (loss * float("inf") if rank == 1 and step == POISONED else loss).backward()
-            compression.hand_over()
+            compression.after_backward()
             optimizer.step()
             weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().copy())
         report = compression.take_report()

@@ -63,12 +63,13 @@ def test_no_step_of_an_interval_reads_the_device(micro, adam, monkeypatch):
     hook.norms.preconditioner = adam_of(weights) if adam else None
     hook.norms.loss_scale = lambda: torch.ones((), device="meta")
     collector = NoiseCollector(hook, 0)
+    collector.accumulate(lambda: micro, lambda: weights)
     collector.number = 20  # Adam's second moments are known
     for _ in range(20):
         for number in range(micro):
             collector.begin_step((9, 3))
-            if micro > 1 and number == 0:
-                collector.first_backward(weights)
+            if number + 1 < micro:
+                collector.after_backward()
         gradient_hook(hook, Bucket(weights=weights)).wait()
         collector.end_step()
     assert collector.sums.steps == 20
