@@ -12,15 +12,16 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 
 from lightning_hetero.comm.clock import clock_for
 from lightning_hetero.comm.compressed import GradientCompression
-from lightning_hetero.comm.control import ControlPlane, check_digests
+from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import DIRECT_BACKWARD, HookState
-from lightning_hetero.comm.noise import NOISE_FIELDS, NoiseCollector
-from lightning_hetero.comm.observer import StepObserver, match_rows
+from lightning_hetero.comm.look import look
+from lightning_hetero.comm.network_watch import NetworkWatch
+from lightning_hetero.comm.noise import NoiseCollector
+from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.comm.roster import Roster
 from lightning_hetero.comm.schedule import ExchangeSchedule
 from lightning_hetero.comm.topology import Topology
@@ -81,6 +82,7 @@ class HeteroEngine:
         self.hook_state = HookState(self.observer, world_size)
         self.hook_state.topology = Topology.form(config.hierarchy, self.control, timeout)
         self.compression = GradientCompression.of(config, self.control, self.hook_state)
+        self.network = NetworkWatch(config, rank, self.hook_state, self.compression)
         self.weighting = LossWeighting(config, world_size, device)
         self.schedule = ExchangeSchedule(config.replan)
         self.noise: NoiseCollector | None = None
@@ -264,7 +266,11 @@ class HeteroEngine:
 
     def end_step(self) -> None:
         """The step is over."""
-        for part in (self.noise, self.compression) if self.observer.end_step() else ():
+        if not self.observer.end_step():
+            return
+        if self.observer.long_wait is not None:
+            self.network.see_wait(self.observer, None if self.sampler is None else self.schedule)
+        for part in (self.noise, self.compression):
             if part is not None:
                 part.end_step()
 
@@ -307,7 +313,9 @@ class HeteroEngine:
             after, proposal = planner.decide(observations, upcoming, context)
             return after, proposal, after.predict(current, self._context(current))
 
-        return self._agree(decide, not_before)
+        done = self._agree(decide, not_before)
+        self.network.look(done.observations, accumulation=self.accumulation, planner=planner)
+        return done
 
     def adopt(self, plan: BatchPlan, reason: str = "given", *, not_before: tuple[int, int] = (0, 0)) -> PlanEntry:
         """Make rank 0's plan the plan of all ranks, from a step that no rank has drawn yet; collective.
@@ -332,24 +340,15 @@ class HeteroEngine:
         if self.history is None or self.sampler is None or self.roster is None:
             raise RuntimeError("no training data was sharded yet; call shard() first.")
         begin = time.perf_counter()
-        header = np.array([self.history.digest(), *self.sampler.drawn], dtype=float)
-        noise = np.zeros(NOISE_FIELDS) if self.noise is None else self.noise.sums.peek()
-        messages = np.zeros(0) if self.compression is None else self.compression.take_messages().ravel()
-        table, before = self.observer.take(), 3 + NOISE_FIELDS + len(messages)
-        everyone = self.control.gather(np.concatenate([header, noise, messages, table.ravel()]))
-        check_digests(everyone[:, 0])
-        observations = match_rows(everyone[:, before:].reshape(self.world_size, *table.shape))
-        if self.compression is not None:
-            self.compression.see_messages(everyone[:, 3 + NOISE_FIELDS : before])
-        if self.noise is not None:
-            self.noise.absorb(everyone[:, 3 : 3 + NOISE_FIELDS], self.control)
+        held = self.history.digest(), *self.sampler.drawn
+        reached, observations = look(self.control, held, self.observer, self.noise, self.compression)
         self.last_observations = observations if observations.num_steps else self.last_observations
         planner: Planner | None = None
         roster = self.roster
 
         def decision() -> Any:
             nonlocal planner
-            epoch, step = max(not_before, *((int(row[1]), int(row[2])) for row in everyone))
+            epoch, step = max(not_before, *reached)
             start = epoch, -(-step // self.accumulation) * self.accumulation  # a window has one plan
             planner, proposal, predicted = decide(observations)
             if proposal is not None:

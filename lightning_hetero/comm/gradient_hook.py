@@ -56,6 +56,7 @@ class HookState:
         step_dropped: whether the running step was left out on all ranks, because a gradient was not finite; on GPU a
             number on the device, 0 if it was not.
         fired: whether a bucket was averaged since :meth:`take_fired`.
+        num_bytes: bytes of the gradients that were averaged so far.
         local_squares: squared norms of the buckets before averaging, of the running step.
         global_squares: the same after averaging.
         late_squares: the same of buckets that got the sum of the step before.
@@ -77,6 +78,7 @@ class HookState:
     one_message: bool = False
     step_dropped: bool | torch.Tensor = False
     fired: bool = False
+    num_bytes: int = 0
     local_squares: list[torch.Tensor] = field(default_factory=list)
     global_squares: list[torch.Tensor] = field(default_factory=list)
     late_squares: list[torch.Tensor] = field(default_factory=list)
@@ -160,6 +162,7 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     state.fired = True
     number = state.observer.bucket_ready()
     buffer, parameters = bucket.buffer(), bucket.parameters
+    state.num_bytes += buffer.nbytes
     at_once = state.staleness is None and state.inner is None and state.owed is None
     if state.collect_norms and not at_once:
         state.local_squares.extend(state.norms.of_bucket(buffer, parameters))

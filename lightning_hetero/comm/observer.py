@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.comm.clock import Clock
+from lightning_hetero.core.network_bound import LONG, LongWait
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.pace import sustained
 
@@ -24,13 +25,16 @@ __all__ = ["StepObserver", "match_rows"]
 
 WARM_UP = 3
 KEPT_ROWS = 32
+KEPT_LONG = 4
+"""Of these rows, those of before the newest ones that waited long for gradients."""
 COLD = 1.5
 """Factor on what a step took before a resume above which one of the first steps after it is not believed."""
 FIELDS = len(StepObservations.FIELDS)
 ENDS = FIELDS + 3
 """Place of the ends of the buckets in a row, behind the step number, the fields and two numbers of processor time."""
 OUTSIDE = [1 + StepObservations.FIELDS.index(name) for name in ("data_wait", "forward", "optimizer")]
-COMPUTE = [*OUTSIDE, 1 + StepObservations.FIELDS.index("backward")]
+BACKWARD, LAST_SYNC = (1 + StepObservations.FIELDS.index(name) for name in ("backward", "last_sync"))
+COMPUTE = [*OUTSIDE, BACKWARD]
 
 
 @dataclass(slots=True)
@@ -80,6 +84,11 @@ class StepObserver:
         clock: marks moments on this rank's device.
         cores: processor quota of this rank, ``None`` without one; with it, times are those that the quota sustains.
         processor_time: processor seconds of this process, read where there is a quota.
+
+    Attributes:
+        synced_steps: synchronised steps so far.
+        buckets: most gradient buckets of a step so far.
+        long_wait: the newest step, if it waited long for gradients and the device has told so already.
     """
 
     def __init__(
@@ -102,6 +111,9 @@ class StepObserver:
         self._discard = False
         self._usual: tuple[float, float] | None = None
         self._cold_until = 0
+        self.long_wait: LongWait | None = None
+        self._long: deque[npt.NDArray[np.float64]] = deque(maxlen=KEPT_LONG)
+        self._ended, self._took = float("nan"), float("inf")  # of the step before; a first one has none
 
     # seams, in the order of a step
 
@@ -204,7 +216,22 @@ class StepObserver:
             self._pending.append((self.synced_steps, window, self._last_sync))
         self._skip = max(0, self._skip - 1)
         self._last_sync, self._discard = sync_end, False
+        ended, before = time.perf_counter(), self._took
+        self._took, self._ended = ended - self._ended, ended
+        self.long_wait = self._see_long(window, min(self._took, before)) if self._took > LONG else None
         return True
+
+    def _see_long(self, window: list[_Micro], seconds: float) -> LongWait | None:
+        """A long step is over: keep its row from being pushed out by those that follow, and see what it waited for."""
+        last = window[-1].synced
+        if not self._reached(window):
+            return None
+        waited = max(self.clock.seconds(last.ready[-1], mark) for mark in last.done.values() or [last.end])
+        if waited <= LONG:
+            return None
+        self._resolve()
+        fields = self._row(window, None)[0]
+        return LongWait(waited, len(window) * sum(fields[place - 1] for place in COMPUTE), seconds)
 
     def interrupt(self) -> None:
         """Something that is no step happens now (validation, agreement on a plan): the next step time is unknown."""
@@ -227,13 +254,22 @@ class StepObserver:
     def _resolve(self) -> None:
         while self._pending:
             number, window, previous = self._pending[0]
-            if not all(self.clock.ready(mark) for micro in window for mark in micro.marks if mark is not None):
+            if not self._reached(window):
                 return
             self._pending.popleft()
             fields, ends = self._row(window, previous)
             row = np.array([number, *fields, *_processor(window), *ends])
             if number > self._cold_until or not self._is_cold(row):
+                if len(self._rows) == KEPT_ROWS and _waited(self._rows[0]) > LONG:
+                    self._long.append(self._rows[0])
                 self._rows.append(row)
+
+    def _kept(self) -> list[npt.NDArray[np.float64]]:
+        rows = list(self.rows)
+        return [*self._long, *rows[max(0, len(rows) + len(self._long) - KEPT_ROWS) :]]
+
+    def _reached(self, window: list[_Micro]) -> bool:
+        return all(self.clock.ready(mark) for micro in window for mark in micro.marks if mark is not None)
 
     def _row(self, window: list[_Micro], previous: Any) -> tuple[list[float], list[float]]:
         """The fields of the observation, and the ends of the buckets."""
@@ -267,10 +303,11 @@ class StepObserver:
     def take(self) -> npt.NDArray[np.float64]:
         """Rows since the last call, newest last: step number, fields, ends of the buckets; unused places are NaN.
 
-        The shape is ``(32, 10 + buckets)`` for the most buckets of a step so far, which is equal on all ranks.
+        The shape is ``(32, 10 + buckets)`` for the most buckets of a step so far, which is equal on all ranks. They are
+        the newest, but for up to four older ones that waited long for gradients.
         """
         table = np.full((KEPT_ROWS, FIELDS + 1 + self.buckets), np.nan)
-        seen = self.rows
+        seen = self._kept()
         if seen:
             self._usual = self._newest_pace()
             rows = np.stack([row[:ENDS] for row in seen])
@@ -279,7 +316,8 @@ class StepObserver:
             table[-len(rows) :, : FIELDS + 1] = rows[:, : FIELDS + 1]
             for place, row in zip(table[-len(rows) :, FIELDS + 1 :], seen, strict=True):
                 place[: len(row) - ENDS] = row[ENDS:]
-        seen.clear()
+        self._rows.clear()
+        self._long.clear()
         return table
 
     # state
@@ -287,7 +325,7 @@ class StepObserver:
     def state_dict(self) -> dict[str, Any]:
         """Rows since the last :meth:`take`, numbered back from this step, and what the next steps are measured by."""
         self.clock.wait()
-        rows = [[float(row[0]) - self.synced_steps, *map(float, row[1:])] for row in self.rows]
+        rows = [[float(row[0]) - self.synced_steps, *map(float, row[1:])] for row in self._kept()]
         usual = self._newest_pace()
         return {
             "rows": rows,
@@ -326,6 +364,11 @@ class StepObserver:
         assert self._usual is not None
         size, seconds = self._usual
         return bool(row[COMPUTE].sum() > COLD * seconds * max(row[1] / size, 1.0))
+
+
+def _waited(row: npt.NDArray[np.float64]) -> float:
+    """Seconds from the last gradient to the end of the last bucket."""
+    return max(float(row[LAST_SYNC]), float(np.nanmax(row[ENDS:], initial=0.0)) - float(row[BACKWARD]))
 
 
 def _processor(window: list[_Micro]) -> tuple[float, float]:

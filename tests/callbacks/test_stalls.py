@@ -1,4 +1,6 @@
-"""A link that stalls for seconds: training goes on, and neither messages nor split follow what is over."""
+"""A link that stalls for seconds: training goes on and says so; neither messages nor split follow what is over."""
+
+import re
 
 import numpy as np
 
@@ -18,4 +20,10 @@ def test_five_seconds_of_silence_change_neither_messages_nor_split():
     assert len(set(results[0]["densities"])) == 1
     for result in results:
         assert {len(indices) for *_, indices in result["seen"][STALL:]} == {BATCH}, "the stall was taken for a worker"
-    assert not [text for level, text in results[0]["said"] if level == "WARNING"]
+    (warning,) = [text for level, text in results[0]["said"] if level == "WARNING"]
+    found = re.match(
+        r"network-bound: the network stalled. The longest of 8 steps waited for it for ([\d.]+) s", warning
+    )
+    assert 4.9 < float(found[1]) < 5.2, "not what 36 kB take at 7.2 kB/s"
+    assert [text for _, text in results[0]["said"] if text.startswith("no longer network-bound: ")]
+    assert not [text for _, text in results[1]["said"] if "network-bound" in text], "a rank other than 0 speaks"

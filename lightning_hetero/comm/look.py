@@ -1,0 +1,49 @@
+"""What ranks tell each other when they look at their plan: how far each has drawn, and what each has measured."""
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_hetero.comm.compressed import GradientCompression
+from lightning_hetero.comm.control import ControlPlane, check_digests
+from lightning_hetero.comm.noise import NOISE_FIELDS, NoiseCollector
+from lightning_hetero.comm.observer import StepObserver, match_rows
+from lightning_hetero.core.observations import StepObservations
+
+__all__ = ["look"]
+
+
+def look(
+    control: ControlPlane,
+    held: tuple[int, int, int],
+    observer: StepObserver,
+    noise: NoiseCollector | None,
+    compression: GradientCompression | None,
+) -> tuple[list[tuple[int, int]], StepObservations]:
+    """Gather all of it in one message, and let noise scale and compression take what is theirs; a collective call.
+
+    Args:
+        control: gathers.
+        held: digest of the plans that this rank holds; epoch and step up to which it has drawn batches.
+        observer: times of this rank's steps.
+        noise: sums for the noise scale, ``None`` without.
+        compression: times of messages, ``None`` without.
+
+    Returns:
+        ``(epoch, step)`` up to which each rank has drawn, and the steps that all of them have observed.
+
+    Raises:
+        PlanMismatchError: if a rank holds other plans.
+    """
+    header = np.array(held, dtype=float)
+    sums = np.zeros(NOISE_FIELDS) if noise is None else noise.sums.peek()
+    messages = np.zeros(0) if compression is None else compression.take_messages().ravel()
+    table = observer.take()
+    everyone = control.gather(np.concatenate([header, sums, messages, table.ravel()]))
+    check_digests(everyone[:, 0])
+    behind: list[npt.NDArray[np.float64]] = np.split(everyone, np.cumsum([3, NOISE_FIELDS, len(messages)]), axis=1)
+    observations = match_rows(behind[3].reshape(len(everyone), *table.shape))
+    if compression is not None:
+        compression.see_messages(behind[2])
+    if noise is not None:
+        noise.absorb(behind[1], control)
+    return [(int(row[1]), int(row[2])) for row in everyone], observations
