@@ -90,30 +90,52 @@ def test_between_the_steps_that_are_observed_no_norms_are_taken():
     assert collector.sums.steps == 3
 
 
+class Alone:
+    """One worker whose gradients are those of the weights, step by step."""
+
+    def __init__(self, weights, window=1, every_n_steps=1):
+        self.optimizer = torch.optim.SGD(weights, lr=0.1)
+        self.trainer = SimpleNamespace(
+            world_size=1,
+            strategy=None,
+            optimizers=[self.optimizer],
+            accumulate_grad_batches=window,
+            lightning_module=SimpleNamespace(automatic_optimization=True),
+            precision_plugin=None,
+        )
+        self.source = source_of(self.trainer, method="pooled", every_n_steps=every_n_steps, horizon=1e9)
+
+    def step(self, size=4):
+        window = self.trainer.accumulate_grad_batches
+        for number in range(window):
+            self.source.begin(self.trainer, size)
+            self.source.backward(self.trainer)
+            if number + 1 == window:
+                self.source.before_step(self.optimizer)
+            self.source.end(self.trainer)
+
+
 @pytest.mark.parametrize("window", [1, 2], ids=["successive steps", "accumulation"])
 def test_no_step_of_one_worker_reads_the_device(window):
-    weights = parameters()
-    optimizer = torch.optim.SGD(weights, lr=0.1)
-    trainer = SimpleNamespace(
-        world_size=1,
-        strategy=None,
-        optimizers=[optimizer],
-        accumulate_grad_batches=window,
-        lightning_module=SimpleNamespace(automatic_optimization=True),
-        precision_plugin=None,
-    )
-    source = source_of(trainer, method="pooled", every_n_steps=1, horizon=1e9)
-
-    def step():
-        for number in range(window):
-            source.begin(trainer, 4)
-            source.backward(trainer)
-            if number + 1 == window:
-                source.before_step(optimizer)
-            source.end(trainer)
-
+    alone = Alone(parameters(), window)
     first = 1 if window == 1 else 0  # which has nothing to compare with
     for _ in range(INTERVAL - 1 + first):
-        step()
+        alone.step()
     with pytest.raises(RuntimeError, match="meta tensor"):
-        step()
+        alone.step()
+
+
+def test_successive_steps_are_compared_where_their_batches_are_of_one_size():
+    alone, compared = Alone(parameters()), []
+    for size in (4, 4, 2, 4, 4, 4):
+        alone.step(size)
+        compared.append(alone.source.pairs.steps)
+    assert compared == [0, 1, 1, 1, 2, 3]
+
+
+def test_gradients_are_kept_for_the_step_that_is_observed_alone():
+    alone, kept = Alone(parameters(), every_n_steps=3), []
+    for _ in range(7):
+        alone.step()
+        kept.append((len(alone.source.previous), alone.source.pairs.steps))
+    assert kept == [(0, 0), (0, 0), (1, 0), (0, 1), (0, 1), (1, 1), (0, 2)]
