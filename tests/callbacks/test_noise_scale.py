@@ -333,12 +333,46 @@ def test_nan_and_inf_in_one_workers_gradient_leave_the_estimate_finite(strategy)
 
 def test_logged_under_the_fixed_names(tmp_path):
     kwargs = {"logger": CSVLogger(str(tmp_path), name="", version=""), "max_epochs": 3}
-    run_ranks(_run, 2, {"local_batch_sizes": (9, 3), "replan": 2}, 2, "pooled", kwargs)
+    first, _ = run_ranks(_run, 2, {"local_batch_sizes": (9, 3), "replan": 2}, 2, "pooled", kwargs)
+    estimate = RunningNoiseScale.from_state_dict(first["estimate"])
+    wanted = {
+        "noise_scale": estimate.noise_scale,
+        "grad_sq_norm": estimate.grad_sq_norm,
+        "grad_variance": estimate.trace,
+    }
     rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
-    for name in ("noise_scale", "grad_sq_norm", "grad_variance"):
+    for name, last in wanted.items():
         values = [float(row[f"hetero/{name}"]) for row in rows if row.get(f"hetero/{name}")]
         assert len(values) >= 5
         assert all(value >= 0 for value in values)
+        assert values[-1] == pytest.approx(last, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        (torch.zeros(3, 2), 3),
+        ({"name": "cat", "x": [torch.tensor(1.0), torch.zeros(2, 5)]}, 2),
+        ((torch.zeros(90), torch.zeros(4)), 4),  # values of a sparse matrix, rather than samples
+        ("nothing to count", 4),
+    ],
+)
+def test_samples_of_a_batch_are_counted_where_no_plan_tells(batch, size):
+    callback, counted = GNSCallback(), []
+    callback._source = SimpleNamespace(begin=lambda trainer, samples: counted.append(samples))
+    trainer = SimpleNamespace(train_dataloader=SimpleNamespace(batch_size=4))
+    callback.on_train_batch_start(trainer, None, batch, 0)
+    assert counted == [size]
+
+
+def test_a_checkpoint_that_knows_of_no_estimate_begins_anew():
+    callback = GNSCallback()
+    callback.load_state_dict(RunningNoiseScale().update(trace=1, global_sq_norm=1, total_batch_size=8).state_dict())
+    assert callback.estimate.samples == 8
+    callback.on_load_checkpoint(None, None, {"callbacks": {callback.state_key: {}}})
+    assert callback.estimate.samples == 8  # what it knows is loaded after that
+    callback.on_load_checkpoint(None, None, {"callbacks": {"Other": {}}})
+    assert callback.estimate.samples == 0
 
 
 def test_estimate_survives_a_checkpoint(tmp_path):
