@@ -844,6 +844,16 @@ def test_checkpoint_of_an_exception_has_the_scheduled_rate(tmp_path):
     assert state["scale_invariant_steps"] == pytest.approx(30 + 20 * 1.5)
 
 
+@pytest.mark.parametrize("callback", [AdaptiveBatchCallback(64), GNSCallback()], ids=["total", "noise scale"])
+def test_a_checkpoint_of_an_exception_asks_no_other_rank(callback):
+    """They may be gone."""
+    gone = SimpleNamespace(sampler=(), roster=(), interval=rule_that_raises(AssertionError, "asked"))
+    callback._engine = callback._source = gone
+    checkpoint = {"callbacks": {callback.state_key: {}}}
+    callback.on_save_checkpoint(SimpleNamespace(interrupted=True), None, checkpoint)
+    assert checkpoint == {"callbacks": {callback.state_key: {}}}
+
+
 def test_an_exception_inside_an_optimizer_leaves_the_scheduled_rate():
     """Whose hook after the step is not called: a checkpoint of the exception is not to have the factor."""
     weight = torch.nn.Parameter(torch.zeros(1))

@@ -93,14 +93,14 @@ def test_between_the_steps_that_are_observed_no_norms_are_taken():
 class Alone:
     """One worker whose gradients are those of the weights, step by step."""
 
-    def __init__(self, weights, window=1, every_n_steps=1):
+    def __init__(self, weights, window=1, every_n_steps=1, automatic=True):
         self.optimizer = torch.optim.SGD(weights, lr=0.1)
         self.trainer = SimpleNamespace(
             world_size=1,
             strategy=None,
             optimizers=[self.optimizer],
             accumulate_grad_batches=window,
-            lightning_module=SimpleNamespace(automatic_optimization=True),
+            lightning_module=SimpleNamespace(automatic_optimization=automatic),
             precision_plugin=None,
         )
         self.source = source_of(self.trainer, method="pooled", every_n_steps=every_n_steps, horizon=1e9)
@@ -139,3 +139,11 @@ def test_gradients_are_kept_for_the_step_that_is_observed_alone():
         alone.step()
         kept.append((len(alone.source.previous), alone.source.pairs.steps))
     assert kept == [(0, 0), (0, 0), (1, 0), (0, 1), (0, 1), (1, 1), (0, 2)]
+
+
+def test_accumulation_by_hand_is_known_from_the_first_step_on():
+    alone, observed = Alone(parameters(), window=2, automatic=False), []
+    for _ in range(3):
+        alone.step()
+        observed.append((alone.source.windows.steps, alone.source.pairs.steps))
+    assert observed == [(0, 0), (1, 0), (2, 0)]

@@ -1,12 +1,16 @@
 """The plan really changes the next batches: end to end with unequal processes, and with every policy."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from lightning import Callback
+from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_hetero import BatchPlan, engine
 from lightning_hetero.core.planner import PLANNERS
+from lightning_hetero.strategies._loaders import recount_batches
 from tests.counted import CountedTime
 from tests.helpers import Points, Regressor, covered, fit, run_ranks
 
@@ -340,3 +344,17 @@ def test_a_worker_that_lives_on_its_quota_gets_what_that_sustains():
     first, second = results[0]["history"][-1][2]
     assert second < first / 3
     assert covered(results, 0) == list(range(32 * 12))
+
+
+@pytest.mark.parametrize(("limit", "batches"), [(1.0, 30), (0.5, 15), (12, 12), (40, 30)])
+def test_batches_are_counted_anew_within_the_limit_of_the_trainer(limit, batches):
+    iterator = SimpleNamespace(limits=[7])
+    combined = SimpleNamespace(flattened=[range(30)], limits=[7], _iterator=iterator)
+    loop = SimpleNamespace(_combined_loader=combined, max_batches=7, _data_fetcher=SimpleNamespace(length=7))
+    state = SimpleNamespace(stage=RunningStage.TRAINING)
+    often = {"val_check_interval": 0.4, "val_check_batch": 2}
+    trainer = SimpleNamespace(fit_loop=loop, state=state, limit_train_batches=limit, **often)
+    recount_batches(trainer, "lightning.pytorch")
+    assert combined.limits == iterator.limits == [batches]
+    assert loop.max_batches == loop._data_fetcher.length == batches
+    assert trainer.val_check_batch == int(0.4 * batches)
