@@ -346,6 +346,9 @@ def test_logged_under_the_fixed_names(tmp_path):
         assert len(values) >= 5
         assert all(value >= 0 for value in values)
         assert values[-1] == pytest.approx(last, rel=1e-6)
+        steps = [int(row["step"]) for row in rows if row.get(f"hetero/{name}")]
+        assert steps == sorted(set(steps))
+        assert 3 * STEPS - 2 <= steps[-1] <= 3 * STEPS
 
 
 @pytest.mark.parametrize(

@@ -147,3 +147,12 @@ def test_accumulation_by_hand_is_known_from_the_first_step_on():
         alone.step()
         observed.append((alone.source.windows.steps, alone.source.pairs.steps))
     assert observed == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_a_window_without_a_loss_is_not_part_of_the_next_one():
+    alone = Alone(parameters(), window=2)
+    for _ in range(2):
+        alone.source.begin(alone.trainer, 4)
+        alone.source.end(alone.trainer)  # training_step gave no loss
+    alone.step()
+    assert alone.source.windows.steps == 1
