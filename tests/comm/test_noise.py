@@ -156,3 +156,18 @@ def test_a_window_without_a_loss_is_not_part_of_the_next_one():
         alone.source.end(alone.trainer)  # training_step gave no loss
     alone.step()
     assert alone.source.windows.steps == 1
+
+
+@pytest.mark.parametrize("window", [1, 2], ids=["successive steps", "accumulation"])
+def test_what_one_worker_has_seen_since_the_last_reading_goes_through_a_checkpoint(window):
+    weight = torch.nn.Parameter(torch.zeros(3))
+    alone, resumed = (Alone([weight], window) for _ in range(2))
+    for number in range(4):
+        weight.grad = torch.arange(3.0) + number
+        alone.step()
+    resumed.source.resume(alone.source.interval())
+    assert resumed.source.number == 4
+    for source in (alone.source, resumed.source):
+        source.flush()
+    assert resumed.source.running == alone.source.running
+    assert resumed.source.running.samples > 0
