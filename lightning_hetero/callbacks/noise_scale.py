@@ -69,6 +69,7 @@ class GNSCallback(Callback):
         """
         if stage != "fit":
             return
+        put_back(self)  # Lightning calls no teardown after an exception
         saved = self.estimate
         self._source = source_of(trainer, method=self.method, every_n_steps=self.every_n_steps, horizon=self.horizon)
         self._source.running = saved

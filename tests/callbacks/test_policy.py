@@ -147,6 +147,16 @@ def test_lightning_spends_no_time_on_hooks_that_do_nothing():
     assert len(step()) == 3 * len(ARGUMENTS)
 
 
+def test_the_noise_scale_has_its_hooks_back_after_a_training_that_failed():
+    """Lightning calls no ``teardown`` after an exception."""
+    engine = HeteroEngine(HeteroConfig(), rank=0, world_size=1, device=torch.device("cpu"))
+    callback = GNSCallback()
+    callback.setup(SimpleNamespace(world_size=2, strategy=SimpleNamespace(engine=engine)), None, "fit")
+    assert callback.on_after_backward is None
+    callback.setup(SimpleNamespace(world_size=1, strategy=None), None, "fit")
+    assert callback.on_after_backward is not None
+
+
 # progress bar
 
 
