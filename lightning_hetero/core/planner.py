@@ -6,19 +6,20 @@ can be replayed, checkpointed and tested with no process and no clock. The table
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_hetero.core.arrivals import arrival_differences, own_arrivals
-from lightning_hetero.core.bandwidth import MessageLink
-from lightning_hetero.core.noise_scale import RunningNoiseScale
+from lightning_hetero.core.evidence import Evidence
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.optperf import solve_optperf, static_sizes
 from lightning_hetero.core.pace import pace
 from lightning_hetero.core.pid import ControllerState, control, smooth
-from lightning_hetero.core.plan import BatchPlan
+from lightning_hetero.core.plan import BatchPlan, proportional_sizes
 from lightning_hetero.core.profile import NodeProfile
+from lightning_hetero.core.proposal import PlanContext, Planner, Proposal
 from lightning_hetero.core.time_model import (
     ClusterTimeModel,
     estimate_gamma,
@@ -37,75 +38,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class PlanContext:
-    """What a planner has to respect.
-
-    Args:
-        total_batch_size: ``B`` of the next steps.
-        identities: hardware identity of each rank, the key of what was learned.
-        min_local: fewest samples of each rank.
-        max_local: most samples of each rank, ``None`` for no limit.
-        hysteresis: least predicted gain (share of the step time) for which a plan is changed.
-        accumulation: micro-batches of a step; only the last is synchronised.
-        capacities: open-loop capacity of each rank (cores or peak FLOPs).
-        noise: gradient noise so far, ``None`` if nobody measures it.
-        epoch_begins: whether the next plan begins with an epoch, so that ``accumulation`` may change with it.
-        link: what compressed gradients cross, ``None`` if there are none.
-
-    Example:
-        >>> PlanContext(40, ("a", "b"), (1, 1)).hysteresis
-        0.03
-    """
-
-    total_batch_size: int
-    identities: tuple[str, ...]
-    min_local: tuple[int, ...]
-    max_local: tuple[int, ...] | None = None
-    hysteresis: float = 0.03
-    accumulation: int = 1
-    capacities: tuple[float, ...] = ()
-    noise: RunningNoiseScale | None = None
-    epoch_begins: bool = False
-    link: MessageLink | None = None
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A plan, and why.
-
-    Args:
-        plan: plan to adopt.
-        reason: one sentence for the log, with the expected gain.
-
-    Example:
-        >>> Proposal(BatchPlan(8, (6, 2)), "optimum of the time model").plan.local_batch_sizes
-        (6, 2)
-    """
-
-    plan: BatchPlan
-    reason: str
-
-
-class Planner(Protocol):
-    """What every policy offers."""
-
-    def initial(self, context: PlanContext) -> Proposal | None:
-        """Plan before any step, from what is already known; ``None`` for equal sizes."""
-
-    def decide(
-        self, observations: StepObservations, current: BatchPlan, context: PlanContext
-    ) -> tuple["Planner", Proposal | None]:
-        """The planner that has seen the observations, and a plan to change to, or ``None`` to keep the current one."""
-
-    def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
-        """Predicted seconds of a step under ``plan``, ``None`` where the policy has no model."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain Python values, fit for any checkpoint."""
-
-    def loaded(self, state: dict[str, Any]) -> "Planner":
-        """The planner with what :meth:`state_dict` described."""
+Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -113,8 +46,10 @@ class PerfModelPlanner:
     """Learn a time model of each worker and take its exact optimum (Cannikin, sec. 3-4).
 
     While a worker was seen at one size only its model goes through the origin, which makes the optimum the split of
-    eq. 8; the second size gives the line. A plan is changed only for a predicted gain above the hysteresis and above
-    the standard error of what is known, so that scatter alone does not split equal workers.
+    eq. 8; the second size gives the line. What the running split takes is what looks at it saw; the model says what
+    others take beside it. A plan is changed only for a predicted gain above the hysteresis, and only as far as looks
+    make certain (:class:`~lightning_hetero.core.evidence.Evidence`), so that scatter neither splits equal workers nor
+    moves a split back and forth.
 
     Args:
         profiles: what is known of each piece of hardware.
@@ -123,6 +58,7 @@ class PerfModelPlanner:
         unexplained: what steps take longer than eq. 7 says; the same share and seconds for every split.
         arrivals: seconds of averaging by which each piece of hardware differs from others when it comes last, where it
             did. What exceeds the least of them is that worker's own, and counts into its constant time.
+        evidence: what looks at the running split have shown.
 
     Example:
         >>> context = PlanContext(40, ("a", "b"), (1, 1))
@@ -139,6 +75,7 @@ class PerfModelPlanner:
     sync_times: tuple[float, float] | None = None
     unexplained: Unexplained = Unexplained()
     arrivals: Mapping[str, float] = field(default_factory=dict)
+    evidence: Evidence = Evidence()
 
     def cluster(self, context: PlanContext) -> ClusterTimeModel | None:
         """Time model of the ranks at hand, ``None`` if one of them is unknown."""
@@ -194,7 +131,7 @@ class PerfModelPlanner:
         if self.sync_times is not None:
             gamma = _blend(self.gamma, gamma)
             t_o, t_u = _blend(self.sync_times[0], t_o), _blend(self.sync_times[1], t_u)
-        planner = PerfModelPlanner(profiles, gamma, (t_o, t_u), arrivals=arrivals)
+        planner = PerfModelPlanner(profiles, gamma, (t_o, t_u), arrivals=arrivals, evidence=self.evidence)
         return replace(planner, unexplained=planner._compare(observations, context, self.unexplained))
 
     def _arrivals(self, observations: StepObservations, context: PlanContext) -> dict[str, float]:
@@ -217,17 +154,17 @@ class PerfModelPlanner:
         self, observations: StepObservations, current: BatchPlan, context: PlanContext
     ) -> tuple["PerfModelPlanner", Proposal | None]:
         """Learn from the observations; propose the optimum if it gains enough over the current plan."""
-        planner = self.observe(observations, context)
-        cluster = planner.cluster(context)
-        if cluster is None:
+        planner = self._look(observations, current, context)
+        model = planner.cluster(context)
+        if model is None:
             return planner, None
-        plan = _optimum(cluster, context)
+        cluster = planner._as_seen(model, current, context)
         now = _step_time(cluster, current, context)
+        plan = planner._certain(_optimum(cluster, context), cluster, current, context)
         gain = 1.0 - (plan.step_time or now) / now
-        known = [planner.profiles[identity] for identity in context.identities]
-        errors = [p.standard_error(b) for p, b in zip(known, current.local_batch_sizes, strict=True)]
-        if gain < max(context.hysteresis, *errors) or plan.local_batch_sizes == current.local_batch_sizes:
+        if gain < context.hysteresis or plan.local_batch_sizes == current.local_batch_sizes:
             return planner, None
+        known = [planner.profiles[identity] for identity in context.identities]
         if any(profile.drifted for profile in known):
             drifted = [rank for rank, profile in enumerate(known) if profile.drifted]
             why = f"speed of rank {', '.join(map(str, drifted))} changed"
@@ -239,6 +176,43 @@ class PerfModelPlanner:
             plan, f"{why}: step {now * 1e3:.1f} -> {(plan.step_time or now) * 1e3:.1f} ms ({gain:.0%} less)"
         )
 
+    def _look(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> "PerfModelPlanner":
+        """The planner that has seen the observations, and what they say for or against the running split."""
+        names, sizes = context.identities, _ran(current, context)
+        before = [self.profiles.get(name, NodeProfile()) for name in names]
+        known = [profile.expected(int(b)) for profile, b in zip(before, sizes, strict=True)]
+        planner = self.observe(observations, context)
+        changed = any(name in planner.profiles and planner.profiles[name].drifted for name in names)
+        seconds = observations.compute[(observations.local_batch_sizes == sizes).all(axis=1)]
+        return replace(
+            planner, evidence=self.evidence.look(names, current.local_batch_sizes, seconds, known, changed=changed)
+        )
+
+    def _as_seen(self, cluster: ClusterTimeModel, current: BatchPlan, context: PlanContext) -> ClusterTimeModel:
+        """The model, each worker of which takes for its present samples what was seen."""
+        seen = self.evidence.seconds(context.identities, current.local_batch_sizes)
+        if seen is None:
+            return cluster
+        models = [self.profiles[name].model() for name in context.identities]
+        known = [model.compute_time(b) for model, b in zip(models, _ran(current, context), strict=True)]
+        return cluster.scaled((seen / np.maximum(known, 1e-12)).tolist())
+
+    def _certain(
+        self, best: BatchPlan, cluster: ClusterTimeModel, current: BatchPlan, context: PlanContext
+    ) -> BatchPlan:
+        """As much of the way to the best plan as is certain; the current plan if nothing is."""
+        seen = self.evidence.seconds(context.identities, current.local_batch_sizes)
+        if seen is None:
+            return current
+        later = np.log(cluster.finish_times(_ran(current, context)) / np.maximum(seen, 1e-12))
+        certainty, total = self.evidence.certainty(best.local_batch_sizes, later), best.total_batch_size
+        here = np.array(current.local_batch_sizes) * (total / current.total_batch_size)
+        mixed = here + certainty * (np.array(best.local_batch_sizes) - here)
+        sizes = proportional_sizes(total, mixed, min_local=context.min_local, max_local=context.max_local)
+        return (
+            current if certainty == 0.0 else replace(best, local_batch_sizes=sizes, step_time=cluster.step_time(sizes))
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Profiles by hardware identity, and the cluster's own coefficients."""
         return {
@@ -247,6 +221,7 @@ class PerfModelPlanner:
             "sync_times": None if self.sync_times is None else [float(t) for t in self.sync_times],
             "unexplained": [list(window) for window in self.unexplained.windows],
             "arrivals": {identity: float(seconds) for identity, seconds in self.arrivals.items()},
+            "evidence": self.evidence.state_dict(),
         }
 
     def loaded(self, state: dict[str, Any]) -> "PerfModelPlanner":
@@ -258,6 +233,7 @@ class PerfModelPlanner:
             None if sync is None else (float(sync[0]), float(sync[1])),
             Unexplained(tuple((float(x), float(y)) for x, y in state.get("unexplained", ()))),
             {identity: float(seconds) for identity, seconds in state.get("arrivals", {}).items()},
+            Evidence.from_state_dict(state.get("evidence", {})),
         )
 
 
@@ -267,6 +243,11 @@ def _blend(old: float, new: float, share: float = 0.3) -> float:
 
 def _optimum(cluster: ClusterTimeModel, context: PlanContext) -> BatchPlan:
     return solve_optperf(cluster, context.total_batch_size, min_local=context.min_local, max_local=context.max_local)
+
+
+def _ran(current: BatchPlan, context: PlanContext) -> Array:
+    """Samples that each worker runs: its minimum at least, with weight 0 where its size is 0."""
+    return np.array(np.maximum(current.local_batch_sizes, context.min_local), dtype=float)
 
 
 def _step_time(cluster: ClusterTimeModel, current: BatchPlan, context: PlanContext) -> float:

@@ -3,7 +3,6 @@
 A profile belongs to a piece of hardware, not to a rank, so that it survives a restart with another number of workers.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -135,15 +134,17 @@ class NodeProfile:
             raise ValueError("nothing was observed of this worker yet.")
         return _fitted(self.points)
 
-    def standard_error(self, size: int) -> float:
-        """Relative standard error of the known time at a size, or of the best known time if the size never ran.
+    def expected(self, size: int) -> float | None:
+        """Seconds of a step at a size, ``None`` before that size or two others were seen.
 
         Example:
-            >>> round(NodeProfile().observe(8, [0.09, 0.1, 0.11, 0.1], [0.0] * 4).standard_error(8), 3)
-            0.038
+            >>> NodeProfile().observe(8, [0.1] * 4, [0.2] * 4).expected(9) is None
+            True
         """
-        points = [q for q in self.points if q.size == size] or list(self.points)
-        return min((q.scatter / math.sqrt(q.weight) for q in points), default=1.0)
+        known = self._at(size)
+        if known is not None:
+            return known.forward + known.backward
+        return self.model().compute_time(size) if len(self.points) >= 2 else None
 
     def settled(self) -> "NodeProfile":
         """The same profile with its drift flag cleared."""

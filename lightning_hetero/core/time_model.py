@@ -160,6 +160,18 @@ class ClusterTimeModel:
         nodes = tuple(NodeTimeModel(more * n.q, more * n.s, more * n.k, more * n.m) for n in self.nodes)
         return ClusterTimeModel(nodes, self.gamma, more * self.t_o, more * self.t_u + seconds)
 
+    def scaled(self, factors: Sequence[float]) -> "ClusterTimeModel":
+        """Model of workers that compute by so many times longer, whatever their batch size.
+
+        Example:
+            >>> ClusterTimeModel((NodeTimeModel(1, 0, 2, 0),), t_u=1.0).scaled([0.5]).step_time([2])
+            4.0
+        """
+        nodes = tuple(
+            NodeTimeModel(f * n.q, f * n.s, f * n.k, f * n.m) for n, f in zip(self.nodes, factors, strict=True)
+        )
+        return ClusterTimeModel(nodes, self.gamma, self.t_o, self.t_u)
+
     @classmethod
     def fit(cls, observations: StepObservations) -> "ClusterTimeModel":
         """Learn all coefficients from observed steps (Cannikin, sec. 4.5, with the estimators of eq. 12).

@@ -2,8 +2,8 @@
 
 ``f_i(x) = min(beta_i / alpha_i x, beta_i)`` samples per second on worker ``i`` (eq. 2); ``TTA`` is in proportion to
 ``(1 + g(r, X)) / (X / max_i x_i / f_i(x_i))`` (eq. 5), with ``g`` the extra samples that compression and batch size
-cost (:mod:`lightning_hetero.core.surrogate`). Two equations are not as printed: the standard deviation of eq. 3 lacks
-its means, and eq. 6 compares bytes with bytes, ``bytes(density) <= bandwidth * x_i / f_i(x_i)``.
+cost (:mod:`lightning_hetero.core.surrogate`). Eq. 6 is not as printed: it compares bytes with bytes,
+``bytes(density) <= bandwidth * x_i / f_i(x_i)``.
 """
 
 import math
@@ -24,7 +24,6 @@ __all__ = [
     "assumed_penalty",
     "cut_penalty",
     "density_penalty",
-    "iteration_time_variation",
     "largest_density",
     "minimise_time_to_accuracy",
     "time_to_accuracy",
@@ -111,17 +110,6 @@ class ThroughputModel:
         found = [minimize(error, s, method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-15}) for s in starts]
         alpha, beta = np.exp(min(found, key=lambda result: float(result.fun)).x)
         return cls(float(alpha), float(beta))
-
-
-def iteration_time_variation(seconds: Sequence[float]) -> float:
-    """Coefficient of variation of the workers' iteration times, ``sigma / mu`` (StellaTrain, eq. 3 with its means).
-
-    Example:
-        >>> iteration_time_variation([1.0, 3.0])
-        0.5
-    """
-    times = np.asarray(seconds, dtype=float)
-    return float(times.std() / times.mean())
 
 
 def largest_density(budget: float, message_bytes: Callable[[float], float], densities: Sequence[float]) -> float:

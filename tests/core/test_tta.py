@@ -7,7 +7,6 @@ from lightning_hetero.core.optperf import solve_optperf
 from lightning_hetero.core.time_model import ClusterTimeModel, NodeTimeModel
 from lightning_hetero.core.tta import (
     ThroughputModel,
-    iteration_time_variation,
     largest_density,
     minimise_time_to_accuracy,
     time_to_accuracy,
@@ -46,14 +45,6 @@ def test_table_2_is_found_in_noise(pair):
 def test_nothing_to_fit_is_refused(sizes, seconds):
     with pytest.raises(ValueError, match="one time above 0"):
         ThroughputModel.fit(sizes, seconds)
-
-
-def test_variation_is_the_true_one():
-    """As printed, eq. 3 is the root of a negative number for all but one worker."""
-    times = [0.2, 0.3, 0.4]
-    assert iteration_time_variation(times) == pytest.approx(np.std(times) / np.mean(times))
-    assert iteration_time_variation([0.5, 0.5]) == 0.0
-    assert sum(t**2 for t in times) < sum(times) ** 2
 
 
 def test_bytes_are_compared_with_bytes():
