@@ -103,7 +103,7 @@ class PolicyCallback(Callback):
         needs = f"{type(self).__name__} needs a strategy that can split batches unevenly"
         engine = self._engine = engine_of(trainer, needs, "Trainer(strategy='hetero_ddp')")
         self._first = self._first or (self.planner,)
-        self._end()  # Lightning calls no teardown after an exception
+        self._leave()  # Lightning calls no teardown after an exception
         if stage == "fit":
             engine.noise, engine.noise_scale = None, lambda: None  # who measures the noise of this fit comes after us
             engine.hook_state.forget_squares()
@@ -206,9 +206,9 @@ class PolicyCallback(Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the split out of the progress bar, and leave the loop as it was."""
-        self._end()
+        self._leave()
 
-    def _end(self) -> None:
+    def _leave(self) -> None:
         if self._signal is not None:
             self._signal.stop(wait=False)
             self._signal = None
