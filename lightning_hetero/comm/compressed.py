@@ -211,11 +211,10 @@ class GradientCompression:
             self._steps[optimizer] = sparse_steps(optimizer, self.sparse if isinstance(self.sparse, str) else "ahead")
         return self._steps.get(optimizer)
 
-    def pays(self, optimizer: torch.optim.Optimizer) -> str | None:
-        """When sparse steps of an optimizer pay momentum, ``"ahead"`` or ``"later"``; ``None`` if steps are dense."""
+    def steps_of(self, optimizer: torch.optim.Optimizer) -> SparseSteps | None:
+        """Sparse steps of an optimizer, ``None`` if its steps are dense."""
         exchange = self._blocks
-        steps = None if exchange is None or not exchange.takes_blocks else self._steps_of(optimizer)
-        return None if steps is None else steps.pay
+        return None if exchange is None or not exchange.takes_blocks else self._steps_of(optimizer)
 
     def hand_over(self) -> None:
         """A backward pass is over: give parameters their sparse gradients, leave out what is not finite."""
