@@ -70,6 +70,9 @@ class SGDSteps(SparseSteps):
     def _start(self, group: dict[str, Any]) -> np.ndarray:
         return np.array([[1.0, 1.0 if self._by_waits(group) else 0.0, 0.0, 1.0]])
 
+    def _indebted(self, group: dict[str, Any]) -> bool:
+        return bool(group["weight_decay"]) or not self._by_waits(group)
+
     def _by_waits(self, group: dict[str, Any]) -> bool:
         """Whether momentum is paid ahead: the second coefficient is then the share of it that stays."""
         return bool(group["momentum"]) and self.pay == "ahead"

@@ -87,7 +87,8 @@ class SparseSteps(ABC):
         self._aside: dict[torch.Tensor, torch.Tensor | None] = {}
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
-        optimizer.register_state_dict_pre_hook(lambda _: self.settle())
+        self.loaded: dict[str, Any] = {}
+        optimizer.register_state_dict_pre_hook(lambda _: self.pay_debts())
         optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
 
     @property
@@ -152,10 +153,14 @@ class SparseSteps(ABC):
         given = None if self._source is None else self._source()
         if given is None or not self._worth(parameters, given):
             self.settle()
+            self.loaded = {}
             for p in parameters:
                 p.grad = p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
             return
         owing = [self._owes(group) for group in self.optimizer.param_groups]
+        if self.loaded.get("block") == self.block and not any(map(self._indebted, self.optimizer.param_groups)):
+            self._go_on(self.loaded, owing)
+        self.loaded = {}
         if owing != self._owing:  # a decay was switched on or off, say: what was owed by then is paid as it was owed
             self.settle()
             self._owing = owing
@@ -242,6 +247,27 @@ class SparseSteps(ABC):
             self._triton = TritonSteps(self.block, LONGEST)
         return self._triton
 
+    def pay_debts(self) -> None:
+        """Settle all blocks if one may owe anything; without debts, waits are kept."""
+        if any(self._indebted(group) for group in self.optimizer.param_groups):
+            self.settle()
+
+    def notes(self) -> dict[str, Any]:
+        """What is noted of all blocks, for a checkpoint; the next step goes on with it if it is ``loaded``."""
+        noted = {number: self._noted[p].cpu() for number, p in self._numbered() if p in self._noted}
+        return {"steps": self._steps, "block": self.block, "noted": noted}
+
+    def _numbered(self) -> Any:
+        return enumerate(p for group in self.optimizer.param_groups for p in group["params"])
+
+    def _go_on(self, notes: dict[str, Any], owing: list[bool]) -> None:
+        self._steps, self._owing, noted = notes["steps"], owing, notes["noted"]
+        self._noted = {p: noted[number].to(p.device) for number, p in self._numbered() if number in noted}
+        for number, group in enumerate(self.optimizer.param_groups):
+            self._tables[number] = self._start(group)
+            for _ in range(self._steps):
+                self._tables[number] = self._extended(self._tables[number], group, 0)
+
     @torch.no_grad()
     def settle(self) -> None:
         """Pay what all blocks owe, so that parameters and state are those of a dense optimizer."""
@@ -307,6 +333,10 @@ class SparseSteps(ABC):
 
         Of its momentum each block keeps a share, if it is paid ahead and :meth:`_by_waits`.
         """
+
+    def _indebted(self, group: dict[str, Any]) -> bool:
+        """Whether blocks may owe something, not only wait."""
+        return True
 
     def _by_waits(self, group: dict[str, Any]) -> bool:
         """Whether momentum is paid ahead up to when a block is expected to be touched again, not as a whole."""
