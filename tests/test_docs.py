@@ -309,6 +309,15 @@ def test_the_controller_over_dense_sums_is_that_of_the_benchmark():
     assert measured[-1]["loss_over_dense"] < 1.05, "the page says so"
 
 
+def test_the_loss_of_many_seeds_is_that_of_the_benchmark():
+    measured, (table,) = of_the_trace("replay")
+    ends = ("", "_low", "_high", "_most")
+    columns = (*(f"{name}{end}" for name in ("over_dense", "tenth") for end in ends), "kept_out")
+    for (kind, *cells), row in zip(rows(table), measured, strict=True):
+        assert kind == row["kind"]
+        same_numbers(cells, [row["steps"], *(row[column] for column in columns)])
+
+
 def test_what_follows_the_link_is_that_of_the_benchmark():
     measured, (table,) = of_the_trace("wan_trace_link")
     columns = (

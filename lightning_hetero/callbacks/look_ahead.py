@@ -93,11 +93,11 @@ class LookAheadCallback(Callback):
     def _move(self, optimizer: Any, expected: dict[torch.Tensor, Any], clip: Callable[[Any], Any]) -> None:
         assert self._engine is not None
         compression = self._engine.compression
-        pay = None if compression is None else compression.pays(optimizer)
+        steps = None if compression is None else compression.steps_of(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 places, values = expected.get(parameter, (None, None))
-                if parameter not in expected or (pay is not None and values is None):
+                if parameter not in expected or (steps is not None and values is None):
                     continue
                 state = {
                     name: flat_view(value) if value.shape == parameter.shape and value.dim() else value
@@ -105,12 +105,13 @@ class LookAheadCallback(Callback):
                     if isinstance(value, torch.Tensor)
                 }
                 gradient = None if values is None else clip(values).to(parameter.dtype)
-                if pay is None and places is not None and gradient is not None:
+                if steps is None and places is not None and gradient is not None:
                     whole = torch.zeros_like(flat_view(parameter.data))
                     gradient, places = whole.index_copy_(0, places, gradient), None
                 if places is not None:
                     state = {name: v[places] if v.shape == (parameter.numel(),) else v for name, v in state.items()}
-                move = expected_move(optimizer, group, state, gradient, ahead=pay == "ahead")
+                kept = None if steps is None else steps.kept(group, parameter, places)
+                move = expected_move(optimizer, group, state, gradient, kept=kept)
                 if move is not None:
                     self._shift(parameter, places, move if self._gain is None else move.mul_(self._gain()))
 

@@ -17,7 +17,7 @@ from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.comm.link import Undecided, latency
 from lightning_hetero.comm.link_watch import LinkWatch
-from lightning_hetero.comm.residuals import Owed, own_share, unpaid
+from lightning_hetero.comm.residuals import Owed, hand_over_waits, own_share, unpaid
 from lightning_hetero.comm.sending import StepReport
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.torch_hooks import HalfExchange, LowRankExchange
@@ -69,6 +69,7 @@ class GradientCompression:
         self.watch = LinkWatch(self._topology().size)
         self.choice: DensityChoice | None = None
         self._restored: dict[str, Any] = {}
+        self._waits: list[Any] = []
         self._idle: dict[str, Any] = {}
         self._scaled = False
         self._module: weakref.ref[nn.Module] | None = None
@@ -199,6 +200,7 @@ class GradientCompression:
             if one is not None:
                 source = (lambda: exchange.gradients) if together and exchange is not None else None
                 one.follow(source, 16 if exchange is None else exchange.layout.block)
+        self._waits = hand_over_waits(self._waits, steps)
         if exchange is not None:
             exchange.sparse_steps = min((one.most for one in steps if one is not None), default=0.0) * together
         if self.sparse and exchange is not None:
@@ -211,11 +213,9 @@ class GradientCompression:
             self._steps[optimizer] = sparse_steps(optimizer, self.sparse if isinstance(self.sparse, str) else "ahead")
         return self._steps.get(optimizer)
 
-    def pays(self, optimizer: torch.optim.Optimizer) -> str | None:
-        """When sparse steps of an optimizer pay momentum, ``"ahead"`` or ``"later"``; ``None`` if steps are dense."""
-        exchange = self._blocks
-        steps = None if exchange is None or not exchange.takes_blocks else self._steps_of(optimizer)
-        return None if steps is None else steps.pay
+    def steps_of(self, optimizer: torch.optim.Optimizer) -> SparseSteps | None:
+        """Sparse steps of an optimizer, ``None`` if its steps are dense."""
+        return None if self._blocks is None or not self._blocks.takes_blocks else self._steps_of(optimizer)
 
     def after_backward(self) -> None:
         """A backward pass is over: give parameters their sparse gradients, leave out what is not finite."""
@@ -312,10 +312,8 @@ class GradientCompression:
             self.exchange.settle()
 
     def _pay(self) -> None:
-        for optimizer in self._optimizers:
-            steps = self._steps_of(optimizer)
-            if steps is not None:
-                steps.settle()
+        for steps in filter(None, map(self._steps_of, self._optimizers)):
+            steps.pay_debts()
 
     def close(self) -> None:
         """The run ends: see what became of the last step, and pay what sparse steps owe, so that weights are final."""
@@ -360,6 +358,7 @@ class GradientCompression:
             "kind": type(self.exchange).__name__,
             "residuals": self.exchange.residuals(),
             "extra": self.exchange.extra_state(),
+            "waits": [steps.notes() for steps in filter(None, map(self._steps_of, self._optimizers))],
             "link": {} if self._blocks is None else self.watch.state_dict(self._blocks.messages),
         }
 
@@ -392,6 +391,7 @@ class GradientCompression:
     def _take_over(self, own: dict[str, Any]) -> None:
         assert self.exchange is not None
         self.exchange.load_residuals(own.get("residuals", {}))
+        self._waits = hand_over_waits(own.get("waits", []), map(self._steps_of, self._optimizers))
         if own.get("kind") == type(self.exchange).__name__ and own["extra"]:
             self.exchange.load_extra_state(own["extra"])
             if self._blocks is not None and own.get("link"):

@@ -1,7 +1,7 @@
 """Residuals of an earlier run: split among the workers at hand, or paid where sums are dense now."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ from torch import nn
 
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.compression.layout import flat_view
+from lightning_hetero.optim.sparse_steps import SparseSteps
 
-__all__ = ["Owed", "own_share", "unpaid"]
+__all__ = ["Owed", "hand_over_waits", "own_share", "unpaid"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -41,6 +42,15 @@ def own_share(state: dict[str, Any], topology: Topology, rank: int) -> dict[str,
         log.info("residuals of %d ranks were summed and split over %d", len(before), topology.size)
     share = {name: residual / topology.size for name, residual in total.items()} if topology.leads else {}
     return {**ranks[0], "residuals": share}
+
+
+def hand_over_waits(waits: list[Any], steps: Iterable[SparseSteps | None]) -> list[Any]:
+    """Let sparse steps go on with the waits of an earlier run; what is left, if there are no optimizers yet."""
+    everyone = list(steps)
+    for one, notes in zip(everyone, waits, strict=False):
+        if one is not None:
+            one.loaded = notes
+    return [] if everyone else waits
 
 
 def unpaid(state: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,15 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["KernelStep"]
+__all__ = ["FINE", "NEWEST", "SHIFT", "UNDER", "KernelStep"]
+
+SHIFT, FINE, NEWEST = 16, 8, 2
+"""What is noted of a block in one number: the step up to which it is settled in the lowest 16 bits, and above them its
+mean wait, 1 plus 256 times the steps between two touches, 0 if that is not known. The newest one counts for a
+quarter."""
+
+UNDER = (1 << SHIFT) - 1
+"""Mask of the step."""
 
 
 @dataclass(frozen=True)
@@ -14,7 +22,7 @@ class KernelStep(ABC):
     Args:
         block: elements of a block.
         touched: which blocks, as the kernel wants it: their numbers, or a mark for each block.
-        settled: step up to which each block is settled.
+        settled: step up to which each block is settled, and its wait above, as :data:`SHIFT` says.
         table: coefficients of owed steps, ``None`` if nothing is owed.
         step: number of this step since the table began.
     """
@@ -31,7 +39,8 @@ class KernelStep(ABC):
         Args:
             tensors: parameter, gradient and, with momentum, its buffer: without gaps in memory.
             group: settings.
-            rest: what a touched block takes of its momentum at once, ``None`` if it is paid later.
+            rest: what momentum would still move a block by, ``None`` if it is paid later. The second coefficient of
+                the table is then the share of the momentum that a touched block keeps.
         """
         rates = (group["lr"], group["weight_decay"], group["momentum"], rest or 0.0)
         self._sgd(tensors, rates, nesterov=bool(group["nesterov"]), ahead=rest is not None)

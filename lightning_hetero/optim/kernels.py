@@ -8,7 +8,12 @@ need not know which blocks, or how many. Import this module only where Triton is
 import triton
 import triton.language as tl
 
+from lightning_hetero.optim import kernel_step
+
 __all__ = ["sparse_adamw", "sparse_sgd"]
+
+SHIFT, FINE = tl.constexpr(kernel_step.SHIFT), tl.constexpr(kernel_step.FINE)
+NEWEST, UNDER = tl.constexpr(kernel_step.NEWEST), tl.constexpr(kernel_step.UNDER)
 
 
 @triton.jit
@@ -40,20 +45,21 @@ def sparse_sgd(
         g_ptr: its gradient, of any of these types.
         m_ptr: its momentum buffer, of any of these types (``MOMENTUM``).
         touched_ptr: a byte per block, not 0 where the gradient touches it.
-        settled_ptr: step up to which each block is settled (``OWES``).
+        settled_ptr: step up to which each block is settled, and how long it waits, as
+            :data:`~lightning_hetero.optim.kernel_step.SHIFT` says (``OWES``).
         table_ptr: float32 coefficients of what 0, 1, ... owed steps do, four each (``OWES``).
         step: number of this step since the table began.
         lr: learning rate.
         decay: weight decay.
         momentum: momentum.
-        rest: what a touched block takes of its momentum at once, over the learning rate included (``AHEAD``).
+        rest: what momentum would still move a block by, the learning rate included (``AHEAD``).
         numel: elements of the parameter.
         num_blocks: blocks of the parameter.
         BLOCK: elements of a block.
         TILE: blocks of a program.
         MOMENTUM: whether there is momentum.
         NESTEROV: whether it is Nesterov's.
-        AHEAD: whether momentum is paid ahead.
+        AHEAD: whether momentum is paid ahead; the second coefficient is then the share of it that is kept (``OWES``).
         OWES: whether a block owes anything.
     """
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -67,11 +73,21 @@ def sparse_sgd(
         if MOMENTUM:
             m = tl.load(m_ptr + at, mask=inside, other=0.0).to(tl.float32)
         if OWES:
-            owed = step - tl.load(settled_ptr + row, mask=live, other=0)
-            before = p
-            p = before * _coefficients(table_ptr, owed, live, 0) + m * _coefficients(table_ptr, owed, live, 1)
+            noted = tl.load(settled_ptr + row, mask=live, other=0)
+            owed = step - (noted & UNDER)
+            before, second = p, _coefficients(table_ptr, owed, live, 1)
+            p = before * _coefficients(table_ptr, owed, live, 0)
+            if not AHEAD:
+                p += m * second
             m = m * _coefficients(table_ptr, owed, live, 3) + before * _coefficients(table_ptr, owed, live, 2)
-            tl.store(settled_ptr + row, step + 1, mask=live)
+            wait = tl.zeros_like(noted)
+            if AHEAD:
+                mean, newest = noted >> SHIFT, (owed << FINE) + 1
+                wait = tl.where(mean > 0, mean + ((newest - mean) >> NEWEST), newest)
+                wait = tl.where(owed == step, 0, wait)
+                expected = tl.where(wait > 0, (wait - 1) >> FINE, 0)
+                second = tl.where((wait > 0)[:, None], _coefficients(table_ptr, expected, live, 1), 0.0)
+            tl.store(settled_ptr + row, step + 1 + (wait << SHIFT), mask=live)
         g += decay * p
         if MOMENTUM:
             m = m * momentum + g
@@ -81,8 +97,8 @@ def sparse_sgd(
                 g = m
         p -= lr * g
         if AHEAD:
-            p -= rest * m
-            m = tl.zeros_like(m)
+            p -= (1.0 - second) * rest * m
+            m = m * second
         tl.store(p_ptr + at, _stored(p, p_ptr), mask=inside)
         if MOMENTUM:
             tl.store(m_ptr + at, _stored(m, m_ptr), mask=inside)

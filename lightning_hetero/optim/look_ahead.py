@@ -29,12 +29,12 @@ def expected_move(
     state: dict[str, torch.Tensor],
     gradient: torch.Tensor | None,
     *,
-    ahead: bool = False,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """What the next step subtracts from elements of a parameter; weight decay is left out.
 
-    SGD: ``l (m b + g)``, with Nesterov's ``l (g + m (m b + g))``; if momentum is paid ahead, ``l (m b + g) / (1 - m)``
-    and ``l (g + m / (1 - m) (m b + g))``.
+    SGD: ``l b'`` with ``b' = m b + g``, with Nesterov's ``l (g + m b')``; if momentum is paid ahead and a share ``k``
+    of it kept, ``(1 - k) l m / (1 - m) b'`` besides, ``m`` times that with Nesterov's.
     AdamW: ``l m' / (sqrt(v') + eps)`` with both moments after the gradient, corrected for their bias, times ``1 / (1 -
     beta_1 / sqrt(beta_2))`` if paid ahead.
 
@@ -43,7 +43,8 @@ def expected_move(
         group: the parameter's group of settings.
         state: what the optimizer keeps of these elements.
         gradient: what is expected of these elements' gradient, ``None`` where nothing is known of it.
-        ahead: whether sparse steps pay momentum ahead.
+        kept: share of their momentum that elements keep where sparse steps pay it ahead, ``None`` if they do not
+            (:meth:`~lightning_hetero.optim.sparse_steps.SparseSteps.kept`).
 
     Returns:
         A new tensor, ``None`` if nothing moves.
@@ -58,7 +59,7 @@ def expected_move(
     lr = float(group["lr"])
     gradient = -gradient if gradient is not None and group.get("maximize") else gradient
     if isinstance(optimizer, torch.optim.SGD):
-        return _sgd(group, state.get("momentum_buffer"), gradient, lr, ahead)
+        return _sgd(group, state.get("momentum_buffer"), gradient, lr, kept)
     if gradient is None and "exp_avg" not in state:
         return None
     beta1, beta2 = (float(beta) for beta in group["betas"])
@@ -69,13 +70,17 @@ def expected_move(
     if gradient is not None:
         m, v = m.add_(gradient, alpha=1 - beta1), v.addcmul_(gradient, gradient, value=1 - beta2)
     ratio = beta1 / beta2**0.5
-    lr *= 1 / (1 - ratio) if ahead and ratio < 1 else 1.0
+    lr *= 1 / (1 - ratio) if kept is not None and ratio < 1 else 1.0
     denominator = (v / (1 - beta2**step)).sqrt_().add_(group["eps"])
     return m.mul_(lr / (1 - beta1**step)).div_(denominator)
 
 
 def _sgd(
-    group: dict[str, Any], buffer: torch.Tensor | None, gradient: torch.Tensor | None, lr: float, ahead: bool
+    group: dict[str, Any],
+    buffer: torch.Tensor | None,
+    gradient: torch.Tensor | None,
+    lr: float,
+    kept: torch.Tensor | None,
 ) -> torch.Tensor | None:
     momentum, damped = group["momentum"], 1.0 - group["dampening"]
     move = None if buffer is None or not momentum else momentum * buffer
@@ -83,9 +88,8 @@ def _sgd(
         move = gradient.clone() if move is None else move.add_(gradient, alpha=damped)
     if move is None:
         return None
-    if ahead and not group["nesterov"]:
-        return move.mul_(lr / (1 - momentum))
+    soon = 0.0 if kept is None else (1 - kept.to(move.dtype)) * (momentum / (1 - momentum))
     if group["nesterov"]:
-        move = move.mul_(momentum / (1 - momentum) if ahead else momentum)
-        move = move if gradient is None else move.add_(gradient)
-    return move.mul_(lr)
+        move = move * (1 + soon) * momentum
+        return (move if gradient is None else move.add_(gradient)).mul_(lr)
+    return (move * (1 + soon)).mul_(lr)

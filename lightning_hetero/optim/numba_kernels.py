@@ -26,6 +26,7 @@ from lightning_hetero.compression.numba_vectors import (
     store,
     sub,
 )
+from lightning_hetero.optim.kernel_step import FINE, NEWEST, SHIFT, UNDER
 
 __all__ = ["sparse_adamw", "sparse_sgd"]
 
@@ -41,7 +42,7 @@ def _found(place: Any, block: int) -> Any:
 
     Args:
         place: elements of the parameter; touched blocks; blocks whose step is noted; buffers; and the addresses of the
-            numbers of touched blocks, of the step up to which each block of the parameter is settled, of the
+            numbers of touched blocks, of what is noted of each block of the parameter (``SHIFT``), of the
             parameter, of the gradient's touched blocks, the last one filled up to a whole block, and of both buffers.
         block: elements of a block.
 
@@ -56,7 +57,9 @@ def _found(place: Any, block: int) -> Any:
 
 
 @njit(forceinline=True)
-def _sgd(p: Any, b: Any, g: Any, owed: Any, lr: Any, decay: Any, momentum: Any, rest: Any, nesterov: bool) -> Any:
+def _sgd(
+    p: Any, b: Any, g: Any, owed: Any, lr: Any, decay: Any, momentum: Any, soon: Any, kept: Any, nesterov: bool
+) -> Any:
     """Parameter and momentum after the step, numbers or vectors; without momentum the latter is of no use."""
     before = p
     p = add(mul(p, owed[0]), mul(b, owed[1]))
@@ -64,7 +67,19 @@ def _sgd(p: Any, b: Any, g: Any, owed: Any, lr: Any, decay: Any, momentum: Any, 
     g = fma(decay, p, g)
     b = add(mul(b, momentum), g)
     p = fma(-lr, fma(momentum, b, g) if nesterov else b, p)
-    return fma(-rest, b, p), b
+    return sub(p, mul(b, soon)), mul(b, kept)
+
+
+@njit(forceinline=True)
+def _keeps(noted: Any, owed: Any, step: Any, table: Any, ahead: bool) -> Any:
+    """A touched block's mean wait, 1 plus 256 times that, the share of momentum it keeps, and what it owes of it."""
+    if not ahead:
+        return 0, ONE, table[owed, 1]
+    if owed == step:  # for the first time
+        return 0, ZERO, ZERO
+    wait, newest = noted >> SHIFT, (owed << FINE) + 1
+    wait = wait + ((newest - wait) >> NEWEST) if wait > 0 else newest
+    return wait, table[(wait - 1) >> FINE, 1], ZERO
 
 
 @njit(nogil=True, cache=True)
@@ -82,13 +97,14 @@ def sparse_sgd(
         lr: learning rate.
         decay: weight decay.
         momentum: momentum.
-        rest: what a touched block takes of its momentum at once, the learning rate included; 0 if it is paid later.
+        rest: what momentum would still move a block by, the learning rate included; 0 if it is paid later.
         nesterov: whether momentum is Nesterov's.
-        ahead: whether momentum is paid ahead.
+        ahead: whether momentum is paid ahead; the table's second coefficient is then the share of it that is kept.
     """
     owed, nothing = (ONE, ZERO, ZERO, ONE), spread(ZERO)
+    soon, kept = ZERO, ONE
     for place in places:
-        rows, settled, p, g, b, _ = _found(place, block)
+        rows, noted, p, g, b, _ = _found(place, block)
         for n in range(len(rows)):
             begin, end = rows[n] * block, min((rows[n] + 1) * block, len(p))
             if n + SOON < len(rows):
@@ -96,22 +112,24 @@ def sparse_sgd(
                 if len(b):
                     prefetch(b, rows[n + SOON] * block)
             if len(table):
-                row = step - settled[rows[n]]
-                owed = (table[row, 0], table[row, 1], table[row, 2], table[row, 3])
-                settled[rows[n]] = step + 1
+                row = step - (noted[rows[n]] & UNDER)
+                wait, kept, second = _keeps(noted[rows[n]], row, step, table, ahead)
+                owed, soon = (table[row, 0], second, table[row, 2], table[row, 3]), (ONE - kept) * rest
+                noted[rows[n]] = step + 1 + (wait << SHIFT)
             i, j = begin, n * block
             while i + WIDTH <= end:
                 old = load(b, i) if len(b) else nothing
-                new, left = _sgd(load(p, i), old, load(g, j), owed, lr, decay, momentum, rest, nesterov)
+                new, left = _sgd(load(p, i), old, load(g, j), owed, lr, decay, momentum, soon, kept, nesterov)
                 store(p, i, new)
                 if len(b):
-                    store(b, i, nothing if ahead else left)
+                    store(b, i, left)
                 i, j = i + WIDTH, j + WIDTH
             while i < end:
-                new, left = _sgd(p[i], b[i] if len(b) else ZERO, g[j], owed, lr, decay, momentum, rest, nesterov)
+                old_one = b[i] if len(b) else ZERO
+                new, left = _sgd(p[i], old_one, g[j], owed, lr, decay, momentum, soon, kept, nesterov)
                 p[i] = new
                 if len(b):
-                    b[i] = ZERO if ahead else left
+                    b[i] = left
                 i, j = i + 1, j + 1
 
 

@@ -15,9 +15,14 @@ StellaTrain (sec. 3.2) leaves untouched blocks as they are and calls the error s
 
 Between two touches the forward pass sees a block without what it owes, and with error feedback that may be a hundred
 steps: gradients then go on asking for a move that momentum has made already, and training overshoots. So by default
-momentum is paid *ahead*: a touched block takes at once all that its momentum would still move it (SGD: ``m / (1 - m)
-l b``, the whole geometric sum), and its momentum is 0 afterwards. The sum of all moves is the dense optimizer's either
-way. With ``pay="later"`` momentum is owed as above, and settled parameters equal the dense optimizer's. Weight decay is
+momentum is paid *ahead*: a touched block takes at once what its momentum would move it until it is touched again, and
+the sum of all moves is the dense optimizer's. SGD goes by how long a block waits on average: with ``n`` steps between
+two touches, it takes ``(m + ... + m^2n) l b``, and a momentum of ``m^2n b`` stays as it is until the next touch.
+A block that is touched in every step then has plain momentum, with its smoothing and its stability; one that waits long
+takes the whole geometric sum, ``m / (1 - m) l b``, and so does one that has not waited yet since all were settled. The
+average gives the newest wait a weight of a quarter: after two touches in a row a block may well wait for a hundred
+steps. AdamW takes the whole sum always, and its momentum is 0 afterwards.
+With ``pay="later"`` momentum is owed as above, and settled parameters equal the dense optimizer's. Weight decay is
 always owed. :meth:`~lightning_hetero.optim.sparse_steps.SparseSteps.settle`, which saving calls, pays all debts.
 
 A gradient comes as :class:`~lightning_hetero.compression.gradients.BlockGradient`, straight from the messages; nothing
@@ -32,9 +37,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_hetero.optim.sparse_steps import SparseSteps, trained_in
+from lightning_hetero.optim.kernel_step import FINE
+from lightning_hetero.optim.sparse_steps import SparseSteps, trained_in, waits
 
 __all__ = ["STEPS", "SparseAdamW", "SparseSGD", "sparse_steps"]
+
+
+TWICE = 2
+"""Momentum is paid ahead for so many times the mean wait of a block, because many a wait is longer than the mean, and
+what a block has kept for a long one comes too late."""
 
 
 class SGDSteps(SparseSteps):
@@ -54,16 +65,35 @@ class SGDSteps(SparseSteps):
         )
 
     def _owes(self, group: dict[str, Any]) -> bool:
-        return bool(group["weight_decay"] or (group["momentum"] and self.pay == "later"))
+        return bool(group["weight_decay"] or group["momentum"])
 
     def _start(self, group: dict[str, Any]) -> np.ndarray:
-        return np.array([[1.0, 0.0, 0.0, 1.0]])
+        return np.array([[1.0, 1.0 if self._by_waits(group) else 0.0, 0.0, 1.0]])
+
+    def _indebted(self, group: dict[str, Any]) -> bool:
+        return bool(group["weight_decay"]) or not self._by_waits(group)
+
+    def _by_waits(self, group: dict[str, Any]) -> bool:
+        """Whether momentum is paid ahead: the second coefficient is then the share of it that stays."""
+        return bool(group["momentum"]) and self.pay == "ahead"
+
+    def kept(self, group: dict[str, Any], p: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor | None:
+        """By the mean wait of each block."""
+        if not self._by_waits(group):
+            return None
+        noted = self._noted_of(p)
+        noted = noted.repeat_interleave(self.block)[: p.numel()] if places is None else noted[places // self.block]
+        wait = waits(noted, self._steps)
+        return torch.where(wait > 0, group["momentum"] ** (TWICE * (wait - 1 >> FINE)).to(torch.float32), 0.0)
 
     def _extended(self, table: np.ndarray, group: dict[str, Any], step: int) -> np.ndarray:
         lr, w, m = group["lr"], group["weight_decay"], group["momentum"]
         ahead = 1 + m if group["nesterov"] else 1.0
         once = np.array([[1 - lr * w * ahead, -lr * m * (m if group["nesterov"] else 1.0)], [w, m]])
-        return np.concatenate([self._start(group), (once @ table.reshape(-1, 2, 2)).reshape(-1, 4)])
+        rows = (once @ table.reshape(-1, 2, 2)).reshape(-1, 4)
+        if self._by_waits(group):
+            rows[:, 1], rows[:, 3] = m**TWICE * table[:, 1], 1.0
+        return np.concatenate([self._start(group), rows])
 
     def _buffers(self, p: torch.Tensor) -> list[torch.Tensor]:
         buffer = self.state.get(p, {}).get("momentum_buffer")
@@ -75,10 +105,14 @@ class SGDSteps(SparseSteps):
             return
         p, b = parts
         before = p.clone()
-        p.mul_(c[0]).add_(c[1] * b)
+        p.mul_(c[0])
+        if not self._by_waits(group):
+            p.add_(c[1] * b)
         b.mul_(c[3]).add_(c[2] * before)
 
-    def _apply(self, group: dict[str, Any], parts: list[torch.Tensor], g: torch.Tensor, step: int) -> None:
+    def _apply(
+        self, group: dict[str, Any], parts: list[torch.Tensor], g: torch.Tensor, step: int, kept: torch.Tensor | None
+    ) -> None:
         p, m = parts[0], group["momentum"]
         if group["weight_decay"]:
             g = g.add(p, alpha=group["weight_decay"])
@@ -87,14 +121,14 @@ class SGDSteps(SparseSteps):
             g = g.add(parts[1], alpha=m) if group["nesterov"] else parts[1]
         p.add_(g, alpha=-group["lr"])
         rest = self._rest(group)
-        if rest is not None:
-            p.add_(parts[1], alpha=-rest)
-            parts[1].zero_()
+        if rest is not None and kept is not None:
+            p.sub_((1 - kept) * rest * parts[1])
+            parts[1].mul_(kept)
 
     def _rest(self, group: dict[str, Any]) -> float | None:
-        """What a touched block takes of its momentum at once, sum over j of ``m^j b``; ``m`` times it with Nesterov."""
+        """What momentum would still move a block by, sum over all j of ``l m^j``; ``m`` times it with Nesterov."""
         m = group["momentum"]
-        return group["lr"] * m / (1 - m) * (m if group["nesterov"] else 1.0) if m and self.pay == "ahead" else None
+        return group["lr"] * m / (1 - m) * (m if group["nesterov"] else 1.0) if self._by_waits(group) else None
 
     def _in_kernel(self, marked: Any, tensors: list[Any], group: dict[str, Any], step: int) -> None:
         marked.sgd(tensors, group, rest=self._rest(group))
@@ -135,7 +169,13 @@ class AdamWSteps(SparseSteps):
         m.mul_(c[2])
         v.mul_(c[3])
 
-    def _apply(self, group: dict[str, Any], parts: list[torch.Tensor], g: torch.Tensor, step: int) -> None:
+    def kept(self, group: dict[str, Any], p: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor | None:
+        """Nothing, if it is paid ahead."""
+        return torch.zeros(()) if self.pay == "ahead" else None
+
+    def _apply(
+        self, group: dict[str, Any], parts: list[torch.Tensor], g: torch.Tensor, step: int, kept: torch.Tensor | None
+    ) -> None:
         (p, m, v), (beta1, beta2) = parts, group["betas"]
         p.mul_(1 - group["lr"] * group["weight_decay"])
         m.lerp_(g, 1 - beta1)

@@ -15,8 +15,9 @@ from lightning_hetero.compression.encoder import needing_numba
 from lightning_hetero.compression.gradients import BlockGradient, BlockMarks
 from lightning_hetero.compression.layout import put_rows, take_rows
 from lightning_hetero.core.validation import check_choice
+from lightning_hetero.optim.kernel_step import FINE, NEWEST, SHIFT, UNDER
 
-__all__ = ["SparseSteps"]
+__all__ = ["SparseSteps", "waits"]
 
 Gradients = Mapping[torch.Tensor, BlockGradient | BlockMarks]
 """Gradient of each parameter in a step that is not dense."""
@@ -32,6 +33,22 @@ AT_ONCE = 4096
 """Blocks that torch works on at a time, so that they stay in the cache from one operation to the next."""
 
 _NO_BLOCK = torch.zeros(0, dtype=torch.int64)
+
+
+def waits(noted: torch.Tensor, step: int) -> torch.Tensor:
+    """1 plus 256 times the mean wait of blocks that are touched in a step; 0 of those that are for the first time.
+
+    Args:
+        noted: of each block, as :data:`SHIFT` says.
+        step: number of this step since all blocks were settled.
+
+    Example:
+        >>> waits(torch.tensor([0, 3, 3 + (257 << SHIFT)]), step=8).tolist()  # waited for 5 steps; for 1 before
+        [0, 1281, 513]
+    """
+    settled, wait = noted & UNDER, noted >> SHIFT
+    newest = (step - settled << FINE) + 1
+    return torch.where(wait > 0, wait + (newest - wait >> NEWEST), newest).masked_fill_(settled == 0, 0)
 
 
 class SparseSteps(ABC):
@@ -70,7 +87,8 @@ class SparseSteps(ABC):
         self._aside: dict[torch.Tensor, torch.Tensor | None] = {}
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
-        optimizer.register_state_dict_pre_hook(lambda _: self.settle())
+        self.loaded: dict[str, Any] = {}
+        optimizer.register_state_dict_pre_hook(lambda _: self.pay_debts())
         optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
 
     @property
@@ -104,7 +122,7 @@ class SparseSteps(ABC):
 
     def forget(self) -> None:
         """All blocks are settled: state was loaded."""
-        self._settled: dict[torch.Tensor, torch.Tensor] = {}
+        self._noted: dict[torch.Tensor, torch.Tensor] = {}
         self._tables: dict[int, np.ndarray] = {}
         self._steps = 0
 
@@ -135,10 +153,14 @@ class SparseSteps(ABC):
         given = None if self._source is None else self._source()
         if given is None or not self._worth(parameters, given):
             self.settle()
+            self.loaded = {}
             for p in parameters:
                 p.grad = p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
             return
         owing = [self._owes(group) for group in self.optimizer.param_groups]
+        if self.loaded.get("block") == self.block and not any(map(self._indebted, self.optimizer.param_groups)):
+            self._go_on(self.loaded, owing)
+        self.loaded = {}
         if owing != self._owing:  # a decay was switched on or off, say: what was owed by then is paid as it was owed
             self.settle()
             self._owing = owing
@@ -170,11 +192,11 @@ class SparseSteps(ABC):
         for p in trained:
             gradient, buffers = given[p], self._buffers(p)
             if isinstance(gradient, BlockMarks):
-                marked = self._kernels().marked(gradient.marks, self._settled_of(p), table, self._steps)
+                marked = self._kernels().marked(gradient.marks, self._noted_of(p), table, self._steps)
                 tensors = [_flat(t.detach()) for t in (p, gradient.grad, *buffers)]
                 self._in_kernel(marked, tensors, group, self._steps_of(p) + 1)
             elif self._loops is not None and all(map(_is_plain, (p, gradient.values, *buffers))):
-                settled = self._settled_of(p) if owes else _NO_BLOCK
+                settled = self._noted_of(p) if owes else _NO_BLOCK
                 numbered.append((gradient.rows, settled, [p, gradient.values, *buffers]))
             else:
                 self._step_blocks(p, gradient, table, group)
@@ -191,26 +213,31 @@ class SparseSteps(ABC):
         self, p: torch.Tensor, gradient: BlockGradient, table: np.ndarray | None, group: dict[str, Any]
     ) -> None:
         """Some touched blocks at a time, by torch's operations."""
-        owed = None if table is None else self._steps - self._settled_of(p)[gradient.rows]
+        noted = None if table is None else self._noted_of(p)[gradient.rows]
+        owed = None if noted is None else self._steps - (noted & UNDER)
+        wait = waits(noted, self._steps) if noted is not None and self._by_waits(group) else None
         for view, rows, chosen in _parts(p, gradient.rows, self.block):
             flat, values = [view(t) for t in (p, *self._buffers(p))], gradient.values[chosen, : view(p).shape[1]]
-            owed_here = None if owed is None else owed[chosen]
+            owed_here, wait_here = (None if t is None else t[chosen] for t in (owed, wait))
             for begin in range(0, len(rows), AT_ONCE):
                 some = slice(begin, begin + AT_ONCE)
-                parts = [take_rows(t, rows[some]) for t in flat]
+                parts, kept = [take_rows(t, rows[some]) for t in flat], None
                 if table is not None and owed_here is not None:
                     self._pay(parts, self._row(table, owed_here[some], p), group, self._steps_of(p))
-                self._apply(group, parts, values[some], self._steps_of(p) + 1)
+                if table is not None and wait_here is not None:
+                    known = wait_here[some].sub(1).clamp_(min=0) >> FINE
+                    kept = self._row(table, known, p)[1] * (wait_here[some] > 0).unsqueeze(1)
+                self._apply(group, parts, values[some], self._steps_of(p) + 1, kept)
                 for whole, part in zip(flat, parts, strict=True):
                     put_rows(whole, rows[some], part)
         if owed is not None:
-            self._settled_of(p)[gradient.rows] = self._steps + 1
+            self._noted_of(p)[gradient.rows] = self._steps + 1 + (0 if wait is None else wait << SHIFT)
 
-    def _settled_of(self, p: torch.Tensor) -> torch.Tensor:
-        """Step up to which each block of a parameter is settled."""
-        if p not in self._settled:
-            self._settled[p] = torch.zeros(-(-p.numel() // self.block), dtype=torch.int64, device=p.device)
-        return self._settled[p]
+    def _noted_of(self, p: torch.Tensor) -> torch.Tensor:
+        """Up to which step each block of a parameter is settled, and how long it waits (:data:`SHIFT`)."""
+        if p not in self._noted:
+            self._noted[p] = torch.zeros(-(-p.numel() // self.block), dtype=torch.int64, device=p.device)
+        return self._noted[p]
 
     def _kernels(self) -> Any:
         """Triton's kernels, made for the first marks."""
@@ -220,15 +247,36 @@ class SparseSteps(ABC):
             self._triton = TritonSteps(self.block, LONGEST)
         return self._triton
 
+    def pay_debts(self) -> None:
+        """Settle all blocks if one may owe anything; without debts, waits are kept."""
+        if any(self._indebted(group) for group in self.optimizer.param_groups):
+            self.settle()
+
+    def notes(self) -> dict[str, Any]:
+        """What is noted of all blocks, for a checkpoint; the next step goes on with it if it is ``loaded``."""
+        noted = {number: self._noted[p].cpu() for number, p in self._numbered() if p in self._noted}
+        return {"steps": self._steps, "block": self.block, "noted": noted}
+
+    def _numbered(self) -> Any:
+        return enumerate(p for group in self.optimizer.param_groups for p in group["params"])
+
+    def _go_on(self, notes: dict[str, Any], owing: list[bool]) -> None:
+        self._steps, self._owing, noted = notes["steps"], owing, notes["noted"]
+        self._noted = {p: noted[number].to(p.device) for number, p in self._numbered() if number in noted}
+        for number, group in enumerate(self.optimizer.param_groups):
+            self._tables[number] = self._start(group)
+            for _ in range(self._steps):
+                self._tables[number] = self._extended(self._tables[number], group, 0)
+
     @torch.no_grad()
     def settle(self) -> None:
         """Pay what all blocks owe, so that parameters and state are those of a dense optimizer."""
         for number, group in enumerate(self.optimizer.param_groups if self._steps else ()):
             for p in group["params"]:
-                if p not in self._settled or number not in self._tables or not self._owing[number]:
+                if p not in self._noted or number not in self._tables or not self._owing[number]:
                     continue
-                where = torch.arange(len(self._settled[p]), device=p.device)
-                owed = self._steps - self._settled[p]
+                where = torch.arange(len(self._noted[p]), device=p.device)
+                owed = self._steps - (self._noted[p] & UNDER)
                 for view, _, chosen in _parts(p, where, self.block):
                     parts = [view(t) for t in (p, *self._buffers(p))]
                     self._pay(parts, self._row(self._tables[number], owed[chosen], p), group, self._steps_of(p))
@@ -278,8 +326,31 @@ class SparseSteps(ABC):
         """Let blocks of parameter and buffers catch up, by the coefficients of what each owes."""
 
     @abstractmethod
-    def _apply(self, group: dict[str, Any], parts: list[torch.Tensor], g: torch.Tensor, step: int) -> None:
-        """The step of this number on blocks of parameter and buffers, with their gradient."""
+    def _apply(
+        self, group: dict[str, Any], parts: list[torch.Tensor], g: torch.Tensor, step: int, kept: torch.Tensor | None
+    ) -> None:
+        """The step of this number on blocks of parameter and buffers, with their gradient.
+
+        Of its momentum each block keeps a share, if it is paid ahead and :meth:`_by_waits`.
+        """
+
+    def _indebted(self, group: dict[str, Any]) -> bool:
+        """Whether blocks may owe something, not only wait."""
+        return True
+
+    def _by_waits(self, group: dict[str, Any]) -> bool:
+        """Whether momentum is paid ahead up to when a block is expected to be touched again, not as a whole."""
+        return False
+
+    @abstractmethod
+    def kept(self, group: dict[str, Any], p: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor | None:
+        """Share of their momentum that elements keep if the next step touches their blocks; ``None`` if paid later.
+
+        Args:
+            group: the parameter's group of settings.
+            p: a parameter.
+            places: its elements, in the order of memory; all of them without.
+        """
 
     @abstractmethod
     def _in_kernel(self, marked: Any, tensors: list[Any], group: dict[str, Any], step: int) -> None:

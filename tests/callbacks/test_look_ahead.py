@@ -126,16 +126,21 @@ def test_a_resumed_run_looks_ahead_as_the_whole_one_did(tmp_path, compression):
 class Digits(Regressor):
     """Digits by a small network, at a learning rate and a momentum at which a delay of one step hurts."""
 
-    def __init__(self, sparse=False):
+    def __init__(self, data, sparse=False):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
-        self.sparse, self.losses = sparse, []
+        self.data, self.sparse, self.losses, self.looks = data, sparse, [], []
 
     def training_step(self, batch, batch_idx):
         loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
         self.losses.append(float(loss.detach()))
         return loss
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args):
+        if self.trainer.global_step >= 200 and self.trainer.global_step % 10 == 0:
+            self.looks.append(float(nn.functional.cross_entropy(self(self.data.tensors[0]), self.data.tensors[1])))
 
     def on_before_optimizer_step(self, optimizer):
         """Gradients are not kept."""
@@ -183,13 +188,12 @@ def _digits(rank, steps, kinds):
     for name, (strategy, kind) in KINDS.items():
         if name not in kinds:
             continue
-        model = Digits(sparse="compression" in strategy)
+        model = Digits(data, sparse="compression" in strategy)
         torch.manual_seed(0)
         strategy = {**strategy, **({} if kind == "controller" else {"local_batch_sizes": [32, 32]})}
         callbacks, kwargs = CALLBACKS[kind](), {"max_epochs": -1, "max_steps": steps}
         fit(rank, strategy, 2, 32, model=model, dataset=data, callbacks=callbacks, **kwargs)
-        with torch.no_grad():
-            losses[name] = model.losses, float(nn.functional.cross_entropy(model(data.tensors[0]), data.tensors[1]))
+        losses[name] = model.losses, model.looks
     return losses
 
 
@@ -204,7 +208,7 @@ def test_looking_ahead_leaves_little_of_what_a_delay_costs():
 
 
 def test_the_controller_loses_nothing_against_dense_sums_on_a_link_that_fluctuates():
-    """Loss of all samples after the same 300 steps."""
+    """Loss of all samples after the same steps, 200 to 300: that of a single step goes up and down by a tenth."""
     results = run_ranks(_digits, 2, 300, ["sync", "controller"])
-    final = {name: results[0][name][1] for name in ("sync", "controller")}
+    final = {name: float(np.exp(np.mean(np.log(results[0][name][1])))) for name in ("sync", "controller")}
     assert final["controller"] < 1.05 * final["sync"], final

@@ -39,15 +39,16 @@ def test_the_expected_move_is_the_optimizers_own(kind):
 def test_momentum_that_is_paid_ahead_is_foreseen(kind, nesterov):
     if kind == "adamw" and nesterov:
         pytest.skip("AdamW has no Nesterov momentum")
-    p, rows = torch.nn.Parameter(torch.zeros(1024)), torch.tensor([1, 3])
+    p = torch.nn.Parameter(torch.zeros(1024))
     optimizer = (
         SparseSGD([p], lr=0.1, momentum=0.9, nesterov=nesterov) if kind == "sgd" else SparseAdamW([p], weight_decay=0.0)
     )
     current = {}
     optimizer.sparse.follow(lambda: current, block=16)
-    places = (rows[:, None] * 16 + torch.arange(16)).view(-1)
-    for step in range(3):
-        values = torch.randn(2, 16, generator=torch.Generator().manual_seed(step))
+    for step in range(12):
+        rows = torch.tensor([1, 3] if step in (0, 1, 2, 5, 6, 9) else [2])  # waits of 0 and of 2 steps
+        places = (rows[:, None] * 16 + torch.arange(16)).view(-1)
+        values = torch.randn(len(rows), 16, generator=torch.Generator().manual_seed(step))
         current[p] = BlockGradient.of(p, rows, values)
         p.grad = current[p].grad
         state = {
@@ -55,9 +56,9 @@ def test_momentum_that_is_paid_ahead_is_foreseen(kind, nesterov):
             for name, value in optimizer.state.get(p, {}).items()
             if isinstance(value, torch.Tensor)
         }
-        move = expected_move(
-            optimizer, optimizer.param_groups[0], state, values.view(-1), ahead=optimizer.sparse.pay == "ahead"
-        )
+        group = optimizer.param_groups[0]
+        kept = optimizer.sparse.kept(group, p, places)
+        move = expected_move(optimizer, group, state, values.view(-1), kept=kept)
         before = p.detach().clone()
         optimizer.step()
         if step:  # before the first step there is no momentum that could be paid

@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_hetero.compression.gradients import BlockGradient
 from lightning_hetero.optim import SparseAdamW, SparseSGD
+from lightning_hetero.optim import sparse as rules
 from lightning_hetero.optim import sparse_steps as module
 from lightning_hetero.optim.sparse import sparse_steps
 
@@ -253,6 +254,47 @@ def test_paid_ahead_a_block_is_at_once_where_the_dense_optimizer_takes_it(kind):
     torch.testing.assert_close(p.detach()[32:48], twin.detach()[32:48], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("waits", [(0,), (2,), (7,), (2, 2, 5, 5, 0)])
+@pytest.mark.parametrize("times", [1, rules.TWICE])
+@pytest.mark.parametrize("kind", ["momentum", "nesterov"])
+def test_momentum_is_paid_ahead_for_twice_the_mean_wait_and_the_rest_is_kept(kind, times, waits, monkeypatch):
+    """For once that wait, and a wait that stays, it would be the dense optimizer at each touch; no momentum is lost."""
+    monkeypatch.setattr(rules, "TWICE", times)
+    ours, theirs, settings = KINDS[kind]
+    settings = {**settings, "weight_decay": 0.0}
+    lr, m = settings["lr"], settings["momentum"]
+    p, twin = (nn.Parameter(torch.zeros(16 * 8, dtype=torch.float64)) for _ in range(2))
+    sparse, dense = ours([p], **settings), theirs([twin], **settings)
+    for parameter, optimizer in ((p, sparse), (twin, dense)):
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    given, touches = {}, [waits[0], *(waits * 4)[: max(4, len(waits))]]
+    sparse.sparse.follow(lambda: given, 16)
+    for number, wait in enumerate(touches):
+        before, factor = sparse.state[p]["momentum_buffer"][80:96].clone(), m ** (times * touches[number - 1])
+        for step in range(wait + 1):
+            rows = torch.tensor([5] if step == 0 else [], dtype=torch.int64)
+            values = (number + 1) * torch.linspace(-2, 2, 16, dtype=torch.float64).expand(len(rows), 16).contiguous()
+            given[p] = BlockGradient.of(p, rows, values)
+            p.grad, twin.grad = given[p].grad, given[p].grad.to_dense()
+            sparse.step()
+            dense.step()
+        if number == 0:  # its wait was not known, and nothing was left
+            assert not sparse.state[p]["momentum_buffer"].any()
+            twin.data.copy_(p.data)
+            dense.state[twin]["momentum_buffer"].zero_()
+        rest, left = (state[q]["momentum_buffer"][80:96] for state, q in ((sparse.state, p), (dense.state, twin)))
+        if len(set(waits)) == 1 and number:
+            whole_of_it = m * before + (number + 1) * torch.linspace(-2, 2, 16, dtype=torch.float64)
+            torch.testing.assert_close(rest, factor * whole_of_it)
+        if len(set(waits)) == 1 and times * wait == wait:
+            torch.testing.assert_close(rest, left)
+            torch.testing.assert_close(p.detach()[80:96], twin.detach()[80:96])
+        whole = lr * m / (1 - m) * (m if kind == "nesterov" else 1.0)
+        torch.testing.assert_close(p.detach()[80:96] - whole * rest, twin.detach()[80:96] - whole * left)
+    assert p.detach().any()
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "values"),
     [
@@ -292,7 +334,7 @@ def test_momentum_is_paid_ahead_up_to_a_share_of_the_blocks(monkeypatch, touched
     for _ in range(2):
         p.grad = gradient[p].grad
         optimizer.step()
-    moved = 2 * 0.1 / (1 - 0.9) if ahead else 0.1 * (1 + 1.9)
+    moved = 0.1 / (1 - 0.9) + 0.1 if ahead else 0.1 * (1 + 1.9)
     torch.testing.assert_close(p.detach()[: 16 * touched], torch.full((16 * touched,), -moved))
     assert not p[16 * touched :].any()
 
