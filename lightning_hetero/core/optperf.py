@@ -246,6 +246,8 @@ def _capacity_table(lines: _Lines, times: Array, crossing_time: Array, full_time
     _, slope = lines.capacity(start)
     communicates = (crossing_time > start) & (crossing_time < full_time)
     after = 1.0 / lines.alpha_1
+    crossed = (lines.alpha_1 > lines.alpha_2) & (crossing_time <= start)  # at the start itself both lines may be equal
+    slope = np.where((slope > 0) & crossed, after, slope)
     open_at_start = slope > 0
     change = np.zeros(len(times) + 1)
     np.add.at(change, np.searchsorted(times, crossing_time[communicates]), (after - slope)[communicates])

@@ -169,6 +169,12 @@ def test_many_totals_at_once_equal_one_by_one(problem, where):
     assert times == pytest.approx(expected, rel=1e-9)
 
 
+def test_lines_that_cross_at_the_start_to_rounding():
+    """The time from which communication no longer binds differs from the start by less than a float can tell."""
+    cluster = ClusterTimeModel((NodeTimeModel(0, 0, 1e-4, 0),), gamma=0.0, t_o=1e-13, t_u=0.01)
+    assert solve_step_times(cluster, [1, 2], min_local=0).tolist() == pytest.approx([0.0101, 0.0102])
+
+
 @settings(moderate, max_examples=60)
 @given(clusters(), st.lists(st.integers(1, 5000), min_size=1, max_size=20))
 def test_step_time_rises_with_the_total(cluster, totals):
