@@ -11,7 +11,7 @@ __all__ = ["GradientNorms", "square"]
 
 CHUNK = 2**20
 """Elements of a float32 sum on a CPU, where one over many millions would lose four of its seven digits."""
-CACHED = 2**18
+CACHED = 2**17
 """Elements that stay in a processor's cache between two operations on them."""
 
 
