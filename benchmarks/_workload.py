@@ -4,7 +4,6 @@ Started on every node by the benchmarks of this folder; not meant to be run by h
 """
 
 import argparse
-import functools
 import json
 import os
 import time
@@ -20,8 +19,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import BatchPlan, DynamicBatchPIDCallback, GNSCallback, HeteroDDPStrategy, PerfModelCallback
-from lightning_hetero.comm.noise import NoiseCollector
-from lightning_hetero.comm.norms import GradientNorms
 from lightning_hetero.core import StepObservations
 
 torch.set_num_threads(1)
@@ -98,49 +95,26 @@ class Steps(L.Callback):
             trainer.strategy.adopt(BatchPlan(sum(sizes), tuple(sizes)), "script")
 
 
-class Attributed(L.Callback):
-    """Processor time spent in what measures the noise scale, whichever thread calls it, over that of the same steps."""
+class Switched(L.Callback):
+    """Takes the noise scale, with its callback, out of the training for some steps, and back, again and again."""
 
-    FIRST = 10  # steps that warm up
+    STEPS = 10  # with it, and as many without
 
-    PLACES = (
-        (GradientNorms, "of_bucket"),
-        (GradientNorms, "of_average"),
-        (NoiseCollector, "begin_step"),
-        (NoiseCollector, "end_step"),
-    ) + tuple(
-        (GNSCallback, name)
-        for name in ("on_train_batch_start", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
-    )
-
-    def __init__(self):
-        self.spent, self.share = [], None
-
-    def timed(self, function):
-        @functools.wraps(function)
-        def wrapped(*args, **kwargs):
-            begin = time.thread_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.spent.append(time.thread_time() - begin)
-
-        return wrapped
-
-    def on_fit_start(self, trainer, pl_module):
-        self.originals = [(cls, name, getattr(cls, name)) for cls, name in self.PLACES]
-        for cls, name, function in self.originals:
-            setattr(cls, name, self.timed(function))
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == self.FIRST:
-            self.begin = time.process_time()
-            self.spent.clear()
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if (batch_idx + 1) % self.STEPS:
+            return
+        engine = trainer.strategy.engine
+        if (batch_idx + 1) // self.STEPS % 2:
+            self.callbacks, self.noise = trainer.callbacks, engine.noise
+            trainer.callbacks = [callback for callback in self.callbacks if not isinstance(callback, GNSCallback)]
+            engine.noise = None
+            engine.hook_state.forget_squares()
+        else:
+            trainer.callbacks, engine.noise = self.callbacks, self.noise
 
     def on_train_end(self, trainer, pl_module):
-        self.share = sum(self.spent) / (time.process_time() - self.begin)
-        for cls, name, function in self.originals:
-            setattr(cls, name, function)
+        if abs(2 * self.noise.number - trainer.global_step) > self.STEPS:
+            raise SystemExit(f"the noise scale saw {self.noise.number} of {trainer.global_step} steps, not half")
 
 
 class Observations(L.Callback):
@@ -163,9 +137,7 @@ class Observations(L.Callback):
 def strategy_of(kind):
     callbacks = {
         "perf_model": [PerfModelCallback()],
-        "gns": [PerfModelCallback(), GNSCallback()],
-        "gns_attributed": [PerfModelCallback(), GNSCallback()],
-        "gns_alternating": [PerfModelCallback(), GNSCallback(every_n_steps=2)],
+        "gns_switched": [PerfModelCallback(), GNSCallback()],
         "pid": [DynamicBatchPIDCallback()],
     }.get(kind, [])
     if kind == "ddp":
@@ -180,6 +152,7 @@ def main():
     parser.add_argument("--kind", default="perf_model")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--switched", type=int, default=1, help="times as many steps where the noise scale is switched")
     parser.add_argument("--samples", type=int, default=0)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--size", type=int, default=16)
@@ -205,21 +178,21 @@ def train(kind, args):
     strategy, callbacks = strategy_of(kind)
     steps, observations = Steps(json.loads(args.script)), Observations()
     extra = [steps] if kind == "ddp" or args.bare else [steps, observations]
-    attributed = Attributed()
-    extra += [attributed] if kind == "gns_attributed" else []
+    extra += [Switched()] if kind == "gns_switched" else []
+    count = args.steps * (args.switched if kind == "gns_switched" else 1)
     trainer = L.Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         num_nodes=world // int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        max_steps=args.steps,
+        max_steps=count,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[*callbacks, *extra],
     )
-    data = Images(args.samples or args.steps * args.batch * world, args.size)
+    data = Images(args.samples or count * args.batch * world, args.size)
     model = Perceptron(args.hidden, args.size) if args.hidden else ConvNet(args.width, args.size)
     trainer.fit(model, DataLoader(data, args.batch))
     history = [
@@ -229,7 +202,6 @@ def train(kind, args):
     return {
         "seconds": steps.seconds,
         "cpu_seconds": steps.cpu_seconds,
-        "noise_share": attributed.share,
         "parameters": sum(p.numel() for p in model.parameters()),
         "history": history,
         "observations": observations.stacked(),

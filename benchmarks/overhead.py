@@ -3,17 +3,15 @@
 Both strategies take turns in the same two processes, a short training each, again and again, so that each pair sees the
 same machine. The table shows the median over pairs of the ratio of their median step times, and its quartiles; a last
 column compares plain DDP with itself in the same way, which shows how far the machine can tell. All trainings have the
-same callbacks of the benchmark; ``noise_scale_on_%`` is that with the noise scale in each step over that without.
-``noise_scale_alternating_%`` compares steps with the noise scale and the steps right behind them without it, of the
-same trainings: the same memory and the same neighbours, so that it scatters least.
+same callbacks of the benchmark.
 
-Times are taken three times. By the clock, a machine that others share can hardly tell one percent. The processor time
-of a step, of all threads of rank 0, is delayed less by others; it has what a strategy computes, and not what it waits
-for. And ``noise_scale_share_%`` is the processor time within the functions that measure the noise scale, over that of
-the same steps, in trainings of their own, because timing so many calls takes time too: both sides saw the same machine.
-It is not what a step gets longer by: it leaves out the caches and the memory that they take from others, and what comes
-first after a backward pass waits for cold caches (40 us instead of 4 for a small norm), as the next one would have done
-in its place.
+``noise_scale_%`` is what the noise scale in each step adds, with all that its callback does. Within a training it is
+taken out for ten steps and put back for ten, callback and all. The first step of each ten is left out, and the other
+nine are compared with those of the tens before and behind. The median over all of them is given, with the half-width
+of its 95 % interval (``noise_scale_error_%``; McGill, Tukey and Larsen 1978).
+
+Times are taken twice. By the clock, a machine that others share can hardly tell one percent. The processor time of a
+step, of all threads of rank 0, is delayed less by others; it has what a strategy computes, and not what it waits for.
 """
 
 import argparse
@@ -28,8 +26,10 @@ import numpy as np
 from hardware import write_table
 
 HERE = Path(__file__).parent
-KINDS = ("ddp", "perf_model", "gns", "gns_attributed", "gns_alternating", "ddp")
-
+KINDS = ("ddp", "perf_model", "ddp", "gns_switched")
+TURNS = 3  # of the kinds that are compared with one another; the last is compared with itself
+SWITCHED = 6  # times as many steps
+TEN = 10
 
 MODELS = (  # name, batch, arguments, share of the steps
     ("convolutions", 64, ("--width", "32", "--size", "12"), 1.0),
@@ -44,7 +44,7 @@ def run(cycles, steps, batch, model, port):
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [sys.executable, str(HERE / "_workload.py"), "--kind", ",".join(KINDS * cycles), "--out", str(out)]
-        command += ["--bare", "--steps", str(steps), "--batch", str(batch), *model]
+        command += ["--bare", "--steps", str(steps), "--batch", str(batch), "--switched", str(SWITCHED), *model]
         launch = {"NODE_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         ranks = [
             subprocess.Popen(
@@ -61,35 +61,27 @@ def run(cycles, steps, batch, model, port):
             raise SystemExit("\n".join(errors))
         runs, skipped = json.loads(out.read_text()), min(20, steps // 2)
         seconds = [[np.median(run[name][skipped:]) for run in runs] for name in ("seconds", "cpu_seconds")]
-        shares = [run["noise_share"] for run in runs if run["noise_share"] is not None]
-        known = {
-            "parameters": runs[0]["parameters"],
-            "noise_scale_share_%": 100 * float(np.median(shares)),
-            "noise_scale_alternating_%": alternating(runs[KINDS.index("gns_alternating") :: len(KINDS)], skipped),
-        }
-        return known, np.array(seconds).reshape(2, cycles, len(KINDS))
+        switched = runs[TURNS :: len(KINDS)]
+        known = {"parameters": runs[0]["parameters"], **on_over_off(switched, "seconds", "%")}
+        known |= on_over_off(switched, "cpu_seconds", "cpu_%")
+        return known, np.array(seconds).reshape(2, cycles, len(KINDS))[:, :, :TURNS]
 
 
-def alternating(runs, skipped):
-    """Processor time of steps with the noise scale over that of the step behind each, without it, in percent."""
-    first = skipped + skipped % 2  # the noise scale is taken in steps 0, 2, 4, ...
-    cpu = [run["cpu_seconds"][first:] for run in runs]
-    pairs = np.concatenate([np.array(times[: len(times) // 2 * 2]).reshape(-1, 2) for times in cpu])
-    return 100 * float(np.median(pairs[:, 0] - pairs[:, 1]) / np.median(pairs[:, 1]))
+def on_over_off(runs, name, unit):
+    """Steps with the noise scale over those without it around them, in percent."""
+    ratios = []
+    for run in runs:
+        times = np.array(run[name][: len(run[name]) // TEN * TEN]).reshape(-1, TEN)[:, 1:].sum(axis=1)
+        ratios += [times[i] / (times[i - 1] + times[i + 1]) * 2 - 1 for i in range(2, len(times) - 1, 2)]
+    low, middle, high = 100 * np.percentile(ratios, (25, 50, 75))
+    return {f"noise_scale_{unit}": middle, f"noise_scale_error_{unit}": 1.57 * (high - low) / len(ratios) ** 0.5}
 
 
 def compared(times, unit):
     """Columns of one table row: each kind over the mean of the two trainings by plain DDP around it."""
     row = {f"ddp_{unit}": float(np.median(times[:, 0])) * 1e3}
-    first, without, with_noise_scale, _, _, last = times.T
-    around = (first + last) / 2
-    compared_with = {
-        "hetero_ddp": (without, around),
-        "with_gns_each_step": (with_noise_scale, around),
-        "noise_scale_on": (with_noise_scale, without),
-        "ddp_again": (last, first),
-    }
-    for name, (time, base) in compared_with.items():
+    first, strategy, last = times.T
+    for name, (time, base) in {"hetero_ddp": (strategy, (first + last) / 2), "ddp_again": (last, first)}.items():
         ratio = 100 * (time / base - 1)
         suffix = "%" if unit == "ms" else "cpu_%"
         row[f"{name}_{suffix}"] = float(np.median(ratio))
