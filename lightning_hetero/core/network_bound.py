@@ -218,8 +218,8 @@ class LongWait:
             steps_left: as in :meth:`worth_saying`.
         """
         text = (
-            f"this worker computed for {self.computed:.3g} s and then waited for gradients for {self.waited:.3g} s, in "
-            f"which a worker sends {1e-6 * num_bytes:.3g} MB: the network is thin or stalled, or another worker fell "
-            "behind"
+            f"perhaps network-bound: this worker computed for {self.computed:.3g} s and then waited for gradients for "
+            f"{self.waited:.3g} s, in which a worker sends {1e-6 * num_bytes:.3g} MB: the network is thin or stalled, "
+            "or another worker fell behind"
         )
         return text if steps_left is None else f"{text}; in {steps_left} steps, a comparison of the workers will tell"
