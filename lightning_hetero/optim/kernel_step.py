@@ -4,7 +4,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FINE", "NEWEST", "SHIFT", "UNDER", "KernelStep"]
+import torch
+
+__all__ = ["FINE", "NEWEST", "SHIFT", "UNDER", "KernelStep", "waits"]
 
 SHIFT, FINE, NEWEST = 16, 8, 2
 """What is noted of a block in one number: the step up to which it is settled in the lowest 16 bits, and above them its
@@ -13,6 +15,23 @@ quarter."""
 
 UNDER = (1 << SHIFT) - 1
 """Mask of the step."""
+
+
+def waits(noted: torch.Tensor, step: int) -> torch.Tensor:
+    """1 plus 256 times the mean wait of blocks that are touched in a step; 0 of those that are for the first time.
+
+    Args:
+        noted: of each block, as :data:`SHIFT` says.
+        step: number of this step since all blocks were settled.
+
+    Example:
+        >>> waits(torch.tensor([0, 3, 3 + (257 << SHIFT)]), step=8).tolist()  # waited for 5 steps; for 1 before
+        [0, 1281, 513]
+    """
+    settled, wait = noted & UNDER, noted >> SHIFT
+    newest = settled.sub(step).neg_().bitwise_left_shift_(FINE).add_(1)
+    known = (newest - wait).bitwise_right_shift_(NEWEST).add_(wait)
+    return torch.where(wait > 0, known, newest).masked_fill_(settled == 0, 0)
 
 
 @dataclass(frozen=True)

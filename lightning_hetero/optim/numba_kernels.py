@@ -82,6 +82,16 @@ def _keeps(noted: Any, owed: Any, step: Any, table: Any, ahead: bool) -> Any:
     return wait, table[(wait - 1) >> FINE, 1], ZERO
 
 
+@njit(forceinline=True)
+def _fetch(row: Any, block: int, p: Any, b: Any, noted: Any) -> None:
+    """Fetch what a step works on of a block that is touched soon."""
+    prefetch(p, row * block)
+    if len(b):
+        prefetch(b, row * block)
+    if len(noted):
+        prefetch(noted, row)
+
+
 @njit(nogil=True, cache=True)
 def sparse_sgd(
     places: Any, table: Any, step: int, block: int, lr: Any, decay: Any, momentum: Any, rest: Any, nesterov: bool,
@@ -108,9 +118,7 @@ def sparse_sgd(
         for n in range(len(rows)):
             begin, end = rows[n] * block, min((rows[n] + 1) * block, len(p))
             if n + SOON < len(rows):
-                prefetch(p, rows[n + SOON] * block)
-                if len(b):
-                    prefetch(b, rows[n + SOON] * block)
+                _fetch(rows[n + SOON], block, p, b, noted)
             if len(table):
                 row = step - (noted[rows[n]] & UNDER)
                 wait, kept, second = _keeps(noted[rows[n]], row, step, table, ahead)

@@ -37,8 +37,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_hetero.optim.kernel_step import FINE
-from lightning_hetero.optim.sparse_steps import SparseSteps, trained_in, waits
+from lightning_hetero.optim.kernel_step import FINE, waits
+from lightning_hetero.optim.sparse_steps import SparseSteps, trained_in
 
 __all__ = ["STEPS", "SparseAdamW", "SparseSGD", "sparse_steps"]
 

@@ -15,9 +15,9 @@ from lightning_hetero.compression.encoder import needing_numba
 from lightning_hetero.compression.gradients import BlockGradient, BlockMarks
 from lightning_hetero.compression.layout import put_rows, take_rows
 from lightning_hetero.core.validation import check_choice
-from lightning_hetero.optim.kernel_step import FINE, NEWEST, SHIFT, UNDER
+from lightning_hetero.optim.kernel_step import FINE, SHIFT, UNDER, waits
 
-__all__ = ["SparseSteps", "waits"]
+__all__ = ["SparseSteps"]
 
 Gradients = Mapping[torch.Tensor, BlockGradient | BlockMarks]
 """Gradient of each parameter in a step that is not dense."""
@@ -29,26 +29,13 @@ MOST_AHEAD = 0.3
 """Share of touched blocks to which momentum is paid ahead. That is other mathematics than a dense step, and better for
 gradients that come with error feedback (``benchmarks/convergence.py``), so speed is not what decides."""
 
+WAITS, DEBTS = 1, 2
+"""What is known of the blocks of a group: how long each waits, or what each owes as well."""
+
 AT_ONCE = 4096
 """Blocks that torch works on at a time, so that they stay in the cache from one operation to the next."""
 
 _NO_BLOCK = torch.zeros(0, dtype=torch.int64)
-
-
-def waits(noted: torch.Tensor, step: int) -> torch.Tensor:
-    """1 plus 256 times the mean wait of blocks that are touched in a step; 0 of those that are for the first time.
-
-    Args:
-        noted: of each block, as :data:`SHIFT` says.
-        step: number of this step since all blocks were settled.
-
-    Example:
-        >>> waits(torch.tensor([0, 3, 3 + (257 << SHIFT)]), step=8).tolist()  # waited for 5 steps; for 1 before
-        [0, 1281, 513]
-    """
-    settled, wait = noted & UNDER, noted >> SHIFT
-    newest = (step - settled << FINE) + 1
-    return torch.where(wait > 0, wait + (newest - wait >> NEWEST), newest).masked_fill_(settled == 0, 0)
 
 
 class SparseSteps(ABC):
@@ -81,7 +68,7 @@ class SparseSteps(ABC):
         self._optimizer = weakref.ref(optimizer)
         self._source: Callable[[], Gradients | None] | None = None
         self._loops: Any = None
-        self._owing: list[bool] = []
+        self._owing: list[int] = []
         self.block = 16
         self.forget()
         self._aside: dict[torch.Tensor, torch.Tensor | None] = {}
@@ -157,8 +144,8 @@ class SparseSteps(ABC):
             for p in parameters:
                 p.grad = p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
             return
-        owing = [self._owes(group) for group in self.optimizer.param_groups]
-        if self.loaded.get("block") == self.block and not any(map(self._indebted, self.optimizer.param_groups)):
+        owing = [self._owes(group) * (WAITS + self._indebted(group)) for group in self.optimizer.param_groups]
+        if self.loaded.get("block") == self.block and DEBTS not in owing:
             self._go_on(self.loaded, owing)
         self.loaded = {}
         if owing != self._owing:  # a decay was switched on or off, say: what was owed by then is paid as it was owed
@@ -213,25 +200,28 @@ class SparseSteps(ABC):
         self, p: torch.Tensor, gradient: BlockGradient, table: np.ndarray | None, group: dict[str, Any]
     ) -> None:
         """Some touched blocks at a time, by torch's operations."""
-        noted = None if table is None else self._noted_of(p)[gradient.rows]
-        owed = None if noted is None else self._steps - (noted & UNDER)
+        noted = None if table is None else self._noted_of(p).index_select(0, gradient.rows)
+        owed = self._steps - (noted & UNDER) if noted is not None and self._indebted(group) else None
         wait = waits(noted, self._steps) if noted is not None and self._by_waits(group) else None
+        kept = None
+        if table is not None and wait is not None:
+            share = torch.from_numpy(table[:, 1]).to(p.device, p.dtype if p.dtype == torch.float64 else torch.float32)
+            kept = (share.index_select(0, wait.sub(1).clamp_(min=0) >> FINE) * (wait > 0)).unsqueeze(1)
         for view, rows, chosen in _parts(p, gradient.rows, self.block):
             flat, values = [view(t) for t in (p, *self._buffers(p))], gradient.values[chosen, : view(p).shape[1]]
-            owed_here, wait_here = (None if t is None else t[chosen] for t in (owed, wait))
+            owed_here, kept_here = (None if t is None else t[chosen] for t in (owed, kept))
             for begin in range(0, len(rows), AT_ONCE):
                 some = slice(begin, begin + AT_ONCE)
-                parts, kept = [take_rows(t, rows[some]) for t in flat], None
+                parts = [take_rows(t, rows[some]) for t in flat]
                 if table is not None and owed_here is not None:
                     self._pay(parts, self._row(table, owed_here[some], p), group, self._steps_of(p))
-                if table is not None and wait_here is not None:
-                    known = wait_here[some].sub(1).clamp_(min=0) >> FINE
-                    kept = self._row(table, known, p)[1] * (wait_here[some] > 0).unsqueeze(1)
-                self._apply(group, parts, values[some], self._steps_of(p) + 1, kept)
+                keeps = None if kept_here is None else kept_here[some]
+                self._apply(group, parts, values[some], self._steps_of(p) + 1, keeps)
                 for whole, part in zip(flat, parts, strict=True):
                     put_rows(whole, rows[some], part)
-        if owed is not None:
-            self._noted_of(p)[gradient.rows] = self._steps + 1 + (0 if wait is None else wait << SHIFT)
+        if noted is not None:
+            now = torch.full_like(noted, self._steps + 1) if wait is None else (wait << SHIFT).add_(self._steps + 1)
+            self._noted_of(p).index_copy_(0, gradient.rows, now)
 
     def _noted_of(self, p: torch.Tensor) -> torch.Tensor:
         """Up to which step each block of a parameter is settled, and how long it waits (:data:`SHIFT`)."""
@@ -249,7 +239,7 @@ class SparseSteps(ABC):
 
     def pay_debts(self) -> None:
         """Settle all blocks if one may owe anything; without debts, waits are kept."""
-        if any(self._indebted(group) for group in self.optimizer.param_groups):
+        if DEBTS in self._owing:
             self.settle()
 
     def notes(self) -> dict[str, Any]:
@@ -260,7 +250,7 @@ class SparseSteps(ABC):
     def _numbered(self) -> Any:
         return enumerate(p for group in self.optimizer.param_groups for p in group["params"])
 
-    def _go_on(self, notes: dict[str, Any], owing: list[bool]) -> None:
+    def _go_on(self, notes: dict[str, Any], owing: list[int]) -> None:
         self._steps, self._owing, noted = notes["steps"], owing, notes["noted"]
         self._noted = {p: noted[number].to(p.device) for number, p in self._numbered() if number in noted}
         for number, group in enumerate(self.optimizer.param_groups):
@@ -272,8 +262,8 @@ class SparseSteps(ABC):
     def settle(self) -> None:
         """Pay what all blocks owe, so that parameters and state are those of a dense optimizer."""
         for number, group in enumerate(self.optimizer.param_groups if self._steps else ()):
-            for p in group["params"]:
-                if p not in self._noted or number not in self._tables or not self._owing[number]:
+            for p in group["params"] if self._owing[number] == DEBTS else ():
+                if p not in self._noted or number not in self._tables:
                     continue
                 where = torch.arange(len(self._noted[p]), device=p.device)
                 owed = self._steps - (self._noted[p] & UNDER)

@@ -47,7 +47,8 @@ def test_rank_0_says_when_the_network_is_thin_and_when_it_stalls(front_end):
     early, thin, over, stalled, over_again = said
     assert early[0] == "INFO"
     found = re.match(
-        r"step 2: perhaps network-bound: this worker computed for ([\d.]+) s and then waited for gradients for ([\d.]+) s",
+        r"step 2: perhaps network-bound: this worker computed for ([\d.]+) s and then waited for gradients for "
+        r"([\d.]+) s",
         early[1],
     )
     assert float(found[1]) == pytest.approx(COMPUTE, rel=0.05)

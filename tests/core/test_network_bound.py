@@ -190,6 +190,7 @@ def test_a_long_wait_says_what_is_known():
     text = LongWait(36.0, 0.02, 36.0).describe(4.7e6, 6)
     assert text == (
         "perhaps network-bound: this worker computed for 0.02 s and then waited for gradients for 36 s, in which a "
-        "worker sends 4.7 MB: the network is thin or stalled, or another worker fell behind; in 6 steps, a comparison of the workers will tell"
+        "worker sends 4.7 MB: the network is thin or stalled, or another worker fell behind; in 6 steps, a comparison "
+        "of the workers will tell"
     )
     assert LongWait(36.0, 0.02, 36.0).describe(4.7e6, None).endswith("or another worker fell behind")
