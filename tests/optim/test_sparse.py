@@ -99,6 +99,26 @@ def test_what_was_owed_is_paid_when_nothing_is_owed_any_more():
     same(parameters, twins, rtol=1e-9, atol=1e-11)
 
 
+def test_a_decay_that_is_switched_off_is_paid_when_saving():
+    """Momentum is paid ahead, so that without decay a save would have nothing to pay."""
+    found = []
+    for late in (False, True):
+        touched = {}
+        parameters, _, twins, _ = made("momentum decay", touched)
+        sparse = SparseSGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1)
+        sparse.sparse.follow(lambda touched=touched: touched["now"], 16)
+        for step in range(6):
+            gradients(parameters, twins, touched, step, dense=step == 0)
+            sparse.step()
+        before = [p.detach().clone() for p in parameters]
+        if late:
+            sparse.param_groups[0]["weight_decay"] = 0.0
+        sparse.state_dict()
+        assert any(not torch.equal(p, was) for p, was in zip(parameters, before, strict=True)), "nothing was owed"
+        found.append(parameters)
+    same(*found, rtol=0.0, atol=0.0)
+
+
 @pytest.mark.parametrize("kind", ["momentum decay", "adamw"])
 def test_debts_end(kind, monkeypatch):
     monkeypatch.setattr(module, "LONGEST", 7)
