@@ -379,16 +379,15 @@ def test_overhead_in_the_readme_is_that_of_the_benchmark():
     def with_quartiles(row, name, of):
         return (row[f"{name}{of}_%"], *map(float, row[f"{name}_quartiles{of}_%"].split(" to ")))
 
-    for (name, step, by_clock, processor, noise, on, share, again), row in zip(table, result["rows"], strict=True):
+    for (name, step, by_clock, processor, noise, noise_cpu, again), row in zip(table, result["rows"], strict=True):
         kind, _, size = name.partition(", ")
         assert kind == row["model"]
         same_when_rounded(size, row["parameters"] / 1e6)
         same_when_rounded(step, row["ddp_ms"])
         same_when_rounded(by_clock, *with_quartiles(row, "hetero_ddp", ""))
         same_when_rounded(processor, *with_quartiles(row, "hetero_ddp", "_cpu"))
-        same_when_rounded(noise, *with_quartiles(row, "with_gns_each_step", "_cpu"))
-        same_when_rounded(on, row["noise_scale_alternating_%"])
-        same_when_rounded(share, row["noise_scale_share_%"])
+        same_when_rounded(noise, row["noise_scale_%"], row["noise_scale_error_%"])
+        same_when_rounded(noise_cpu, row["noise_scale_cpu_%"], row["noise_scale_error_cpu_%"])
         same_when_rounded(again, *with_quartiles(row, "ddp_again", "_cpu"))
 
 
@@ -396,14 +395,12 @@ def test_cost_of_the_noise_scale_is_that_of_the_benchmark():
     (_, table), *others = NUMBERS.findall(TEXTS[ROOT / "docs" / "noise-scale.md"])
     assert not others
     _, result = quoted("overhead")
-    found = {f"{row['parameters'] / 1e6:.2g} M": row for row in result["rows"] if row["model"] == "perceptron"}
+    found = {(row["model"], f"{row['parameters'] / 1e6:.2g} M"): row for row in result["rows"]}
     assert len(rows(table)) == len(found)
     for name, *cells in rows(table):
-        row = found[re.search(r"[\d.]+ M", name)[0]]
-        for cell, column in zip(
-            cells, ("hetero_ddp_cpu_%", "noise_scale_alternating_%", "noise_scale_share_%"), strict=True
-        ):
-            same_when_rounded(cell, row[column])
+        row = found[name.partition(",")[0], re.search(r"[\d.]+ M", name)[0]]
+        for cell, kind in zip(cells, ("%", "cpu_%"), strict=True):
+            same_when_rounded(cell, row[f"noise_scale_{kind}"], row[f"noise_scale_error_{kind}"])
 
 
 def test_time_to_accuracy_in_the_readme_is_that_of_the_benchmark():
