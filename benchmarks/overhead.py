@@ -23,13 +23,13 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from _workload import Switched
 from hardware import write_table
 
 HERE = Path(__file__).parent
 KINDS = ("ddp", "perf_model", "ddp", "gns_switched")
 TURNS = 3  # of the kinds that are compared with one another; the last is compared with itself
 SWITCHED = 6  # times as many steps
-TEN = 10
 
 MODELS = (  # name, batch, arguments, share of the steps
     ("convolutions", 64, ("--width", "32", "--size", "12"), 1.0),
@@ -71,7 +71,8 @@ def on_over_off(runs, name, unit):
     """Steps with the noise scale over those without it around them, in percent."""
     ratios = []
     for run in runs:
-        times = np.array(run[name][: len(run[name]) // TEN * TEN]).reshape(-1, TEN)[:, 1:].sum(axis=1)
+        count = len(run[name]) // Switched.STEPS
+        times = np.array(run[name][: count * Switched.STEPS]).reshape(count, -1)[:, 1:].sum(axis=1)
         ratios += [times[i] / (times[i - 1] + times[i + 1]) * 2 - 1 for i in range(2, len(times) - 1, 2)]
     low, middle, high = 100 * np.percentile(ratios, (25, 50, 75))
     return {f"noise_scale_{unit}": middle, f"noise_scale_error_{unit}": 1.57 * (high - low) / len(ratios) ** 0.5}
