@@ -12,6 +12,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from lightning_hetero.comm.backends import new_group
+
 __all__ = ["ControlPlane", "PlanMismatchError", "check_digests"]
 
 
@@ -63,7 +65,7 @@ class ControlPlane:
 
     def __init__(self, rank: int, world_size: int, *, timeout: timedelta | None = None) -> None:
         self.rank, self.world_size = rank, world_size
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
+        self._group = new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
         if world_size > 1:
             atexit.unregister(let_threads_go)
             atexit.register(let_threads_go)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_hetero.comm.backends import backend_of
+
 __all__ = ["Arrival", "gather_over_ranks", "hand_on", "pending", "sum_over_ranks", "tensor_of"]
 
 
@@ -24,7 +26,29 @@ def sum_over_ranks(buffer: torch.Tensor, group: Any = None) -> torch.futures.Fut
         assert group is not None
         work = group.allreduce([buffer])
     future: torch.futures.Future[Any] = work.get_future()
+    if buffer.is_cuda and backend_of(buffer.device, group) != "nccl":
+        return _on_streams(buffer, work, future)
     return future
+
+
+def _on_streams(buffer: torch.Tensor, work: Any, future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
+    """A future that makes the stream of whoever waits for it wait for the sum, as NCCL's does.
+
+    A sum by gloo is copied back to the GPU on a stream of gloo's own. Its future says that the copy was begun, and
+    orders no stream behind it: who reads on another stream than the default one would read what was there before.
+    """
+    ordered: torch.futures.Future[Any] = pending(buffer)
+
+    def landed(done: torch.futures.Future[Any]) -> None:
+        try:
+            done.value()
+            work.synchronize()  # orders this thread's stream, which set_result then notes down
+            ordered.set_result(buffer)
+        except Exception as error:  # noqa: BLE001 - it belongs to whoever waits
+            ordered.set_exception(error)
+
+    future.then(landed)
+    return ordered
 
 
 class Arrival:
@@ -51,6 +75,8 @@ class Arrival:
         """
         if self._everything is not None:
             self._everything.wait()
+            for work in self._works:  # there already; orders this stream behind copies to a GPU
+                work.wait()
             return
         blocked, before = {}, time.perf_counter()
         for row in self._order:
@@ -94,7 +120,7 @@ def gather_over_ranks(
     Returns:
         A future or an :class:`Arrival`: something to wait for.
     """
-    if dist.get_backend(group) == "nccl":
+    if backend_of(rows.device, group) == "nccl":
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13
         work = gather(rows.view(-1), rows[own], group=group, async_op=True)  # in place
         return work.get_future().then(partial(partial(_tell, arrived), range(len(rows))))

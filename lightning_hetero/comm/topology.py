@@ -3,6 +3,8 @@
 A thin link between clusters then carries what the leaders exchange, once per cluster. Each of the three parts of the
 way, up to the leader, across, and down to the members, has a process group of its own, and each is used in the order of
 the buckets: so collectives meet in the same order on all ranks, while one bucket crosses and the next is on its way up.
+NCCL needs more: one order over all groups, since collectives of two groups that start in another order on another rank
+can wait for each other. There everything sets out from the thread that hands buckets over, which waits for none of it.
 """
 
 import logging
@@ -22,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm import sums
+from lightning_hetero.comm.backends import backend_of, new_group
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.sums import pending
 from lightning_hetero.core.clusters import Clusters, check_clusters, clusters_by_name, clusters_by_time
@@ -64,14 +67,14 @@ class Topology:
         self._work: queue.SimpleQueue[Callable[[], None]] | None = None
         self._stream: Any = None
         if self.flat:
-            self._across = dist.new_group(timeout=timeout) if apart else None
+            self._across = new_group(timeout=timeout) if apart else None
             return
         for members in self.clusters:
             if len(members) > 1:
-                up, down = (dist.new_group(list(members), timeout=timeout) for _ in range(2))
+                up, down = (new_group(list(members), timeout=timeout) for _ in range(2))
                 if rank in members:
                     self._up, self._down = up, down
-        across = dist.new_group([members[0] for members in self.clusters], timeout=timeout)
+        across = new_group([members[0] for members in self.clusters], timeout=timeout)
         self._across = across if self.leads else None
         self._work = queue.SimpleQueue()
         # a daemon, so that a process that fails can end while an exchange waits for it
@@ -152,7 +155,10 @@ class Topology:
         return sums.gather_over_ranks(rows, self.cluster, leaders, self._across, arrived, self._order)
 
     def _begin(self, buffer: torch.Tensor, raised: Any, cross: Callable[[], Any]) -> torch.futures.Future[Any]:
-        """Let the thread carry a buffer across, after those before it; on a GPU on a stream of its own."""
+        """Let the thread carry a buffer across, after those before it; on a GPU on a stream of its own.
+
+        With NCCL nobody waits on the host, so that no thread is needed.
+        """
         assert self._work is not None
         done: torch.futures.Future[Any] = pending(buffer)
         if buffer.is_cuda and self._stream is None:
@@ -165,7 +171,10 @@ class Topology:
                     torch.cuda.current_stream().wait_event(filled)
                 self._carry(buffer, raised, done, cross)
 
-        self._work.put(carry)
+        if backend_of(buffer.device, self._across or self._down) == "nccl":
+            carry()
+        else:
+            self._work.put(carry)
         return done
 
     def _carry(self, buffer: torch.Tensor, raised: Any, done: Any, cross: Callable[[], Any]) -> None:

@@ -1,4 +1,4 @@
-"""Rows that are waited for in turn: each is seen to arrive when it does, whoever is slow, and what fails is raised."""
+"""Rows that are waited for in turn: each is seen to arrive when it does, whoever is slow; sums that order streams."""
 
 import pytest
 import torch
@@ -53,6 +53,9 @@ def test_who_does_not_wait_is_called_back_for_each_row():
             future.set_result(None)
             return future
 
+        def wait(self):
+            pass
+
     rows, called = [], []
     arrival = sums.Arrival([Done(), Done()], rows.append, [0, 1])
     arrival.then(lambda done: called.append(done.done()))
@@ -63,7 +66,7 @@ def test_who_does_not_wait_is_called_back_for_each_row():
 
 def _gathered(rank):
     dist.init_process_group("gloo")
-    sums.dist.get_backend = lambda group=None: "nccl"  # the way of NCCL, which gloo can go as well
+    sums.backend_of = lambda device, group=None: "nccl"  # the way of NCCL, which gloo can go as well
     rows = torch.zeros(3, 5, dtype=torch.uint8)
     rows[rank] = rank + 1
     seen = []
@@ -73,3 +76,87 @@ def _gathered(rank):
 
 def test_one_call_gathers_all_rows_where_the_backend_does_that_in_place():
     assert run_ranks(_gathered, 3) == [([1, 2, 3], [0, 1, 2])] * 3
+
+
+def test_the_backend_of_the_rows_decides_how_they_travel(monkeypatch):
+    """Under "cpu:gloo,cuda:nccl" the group's name is not NCCL's, yet rows on a GPU are gathered in one call."""
+    asked = []
+    monkeypatch.setattr(sums, "backend_of", lambda device, group: asked.append((device, group)) or "gloo")
+    monkeypatch.setattr(sums.dist, "broadcast", lambda *args, **kwargs: None)
+    sums.gather_over_ranks(torch.zeros(1, 5, dtype=torch.uint8, device="meta"), 0, [0], "a group")
+    assert asked == [(torch.device("meta"), "a group")]
+
+
+class OnGPU:
+    """What a sum asks of its buffer."""
+
+    is_cuda, device = True, torch.device("cuda", 1)
+
+    @staticmethod
+    def is_complex():
+        return False
+
+
+class Landing:
+    """Work of gloo with a tensor on a GPU: its future says that the copy back was begun, and orders no stream."""
+
+    def __init__(self):
+        self.future, self.ordered = torch.futures.Future(), []
+
+    def get_future(self):
+        return self.future
+
+    def synchronize(self):
+        self.ordered.append(self.future.done())
+
+
+@pytest.fixture
+def landing(monkeypatch):
+    work = Landing()
+    monkeypatch.setattr(sums.dist, "all_reduce", lambda buffer, group, async_op: work)
+    monkeypatch.setattr(sums, "pending", lambda buffer: torch.futures.Future())
+    return work
+
+
+def test_a_sum_by_gloo_on_a_gpu_orders_the_stream_of_who_waits(landing, monkeypatch):
+    monkeypatch.setattr(sums, "backend_of", lambda device, group: "gloo")
+    buffer = OnGPU()
+    future = sums.sum_over_ranks(buffer)
+    assert not future.done()
+    assert landing.ordered == []
+    landing.future.set_result([buffer])
+    assert landing.ordered == [True]
+    assert future.value() is buffer
+
+
+def test_a_sum_by_gloo_on_a_gpu_that_fails_says_so(landing, monkeypatch):
+    monkeypatch.setattr(sums, "backend_of", lambda device, group: "gloo")
+    future = sums.sum_over_ranks(OnGPU())
+    landing.future.set_exception(RuntimeError("connection closed by peer"))
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        future.wait()
+    assert landing.ordered == []
+
+
+def test_a_sum_by_nccl_orders_streams_itself(landing, monkeypatch):
+    monkeypatch.setattr(sums, "backend_of", lambda device, group: "nccl")
+    assert sums.sum_over_ranks(OnGPU()) is landing.future
+
+
+def test_who_waits_after_being_called_back_is_ordered_behind_each_row():
+    class Done:
+        waited = 0
+
+        def get_future(self):
+            future = torch.futures.Future()
+            future.set_result(None)
+            return future
+
+        def wait(self):
+            self.waited += 1
+
+    works = [Done(), Done()]
+    arrival = sums.Arrival(works, None, [0, 1])
+    arrival.then(lambda done: None)
+    arrival.wait()
+    assert [work.waited for work in works] == [1, 1]

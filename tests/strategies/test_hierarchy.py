@@ -1,5 +1,6 @@
 """Clusters of ranks in real processes: the same sums, one message per cluster, residuals with the leaders only."""
 
+import threading
 from datetime import timedelta
 
 import lightning as L
@@ -182,3 +183,37 @@ def _alone(rank):
 def test_they_are_refused_before_anybody_waits_for_the_others():
     """The other three ranks do not exist."""
     assert run_ranks(_alone, 1, timeout=40.0) == [False]
+
+
+def _one_order(rank, backend):
+    """Threads from which collectives set out, and what four ranks in two clusters sum up and gather."""
+    dist.init_process_group("gloo")
+    way = Topology(rank, ((0, 1), (2, 3)))
+    if backend is not None:
+        topology.backend_of = lambda device, group: backend
+    threads = set()
+    for place, name in ((dist, "reduce"), (dist, "broadcast"), (sums, "sum_over_ranks"), (sums, "gather_over_ranks")):
+        setattr(place, name, _noting(getattr(place, name), threads))
+    buffers, found = [torch.full((3,), float(rank + i)) for i in range(5)], []
+    for future in [way.sum(buffer) for buffer in buffers]:
+        future.wait()
+    found += [buffer[0].item() for buffer in buffers]
+    rows = torch.zeros(2, 3, dtype=torch.uint8)
+    rows[way.cluster] = 1 + way.cluster
+    way.gather(rows).wait()
+    return threads == {threading.get_ident()}, found, rows[:, 0].tolist()
+
+
+def _noting(call, threads):
+    def noted(*args, **kwargs):
+        threads.add(threading.get_ident())
+        return call(*args, **kwargs)
+
+    return noted
+
+
+@pytest.mark.parametrize("backend", [None, "nccl"])
+def test_with_nccl_every_collective_sets_out_from_the_thread_of_the_buckets(backend):
+    """Two groups of NCCL may be used in one order only, the same on all ranks; a thread beside would break that."""
+    expected = [6.0 + 4 * i for i in range(5)]
+    assert run_ranks(_one_order, 4, backend) == [(backend == "nccl", expected, [1, 2])] * 4

@@ -1,0 +1,50 @@
+"""Which backend carries the tensors of a device, and subgroups that any backend can make."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Backend, BackendConfig
+
+__all__ = ["backend_of", "new_group"]
+
+
+def backend_of(device: torch.device, group: Any = None) -> str:
+    """Name of the backend that carries tensors of a device: ``"nccl"`` for a GPU under ``"cpu:gloo,cuda:nccl"``.
+
+    Args:
+        device: where the tensors are.
+        group: process group, ``None`` for the default one.
+
+    Returns:
+        The name in lower case, empty where the group carries no tensors of this device.
+    """
+    config: str = dist.get_backend_config(group)
+    return str(BackendConfig(Backend(config)).get_device_backend_map().get(device.type, ""))
+
+
+def new_group(ranks: list[int] | None = None, **kwargs: Any) -> Any:
+    """Make a process group as :func:`torch.distributed.new_group` does, also where a default group is bound to a GPU.
+
+    A frontend binds the default group to its GPU with every backend. Torch then splits each subgroup off the default
+    group, and calls on ranks outside it what only NCCL has: gloo fails with "no attribute 'perform_nocolor_split'".
+    """
+    with _unbound_without_split():
+        return dist.new_group(ranks, **kwargs)
+
+
+@contextmanager
+def _unbound_without_split() -> Iterator[None]:
+    """Let the default group forget its device for a moment, unless its backend can be split."""
+    default: Any = dist.group.WORLD
+    bound = getattr(default, "bound_device_id", None)
+    if bound is None or backend_of(bound) == "nccl":
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
