@@ -8,7 +8,15 @@ import torch
 __all__ = ["AdamPreconditioner", "is_adam"]
 
 PIECE = 2**17
-"""Elements of a piece, half a megabyte in float32."""
+"""Elements of a piece on a CPU, half a megabyte in float32, which stays in a processor's cache."""
+DEVICE_PIECE = 2**20
+"""Elements of a piece elsewhere. Callbacks of gradients take turns on 32 streams, and each keeps the memory of its own
+temporaries: with whole parameters that was up to 32 times the largest one."""
+FORMATS = {
+    4: (torch.contiguous_format, torch.channels_last),
+    5: (torch.contiguous_format, torch.channels_last_3d),
+}
+"""Orders in which a tensor of so many dimensions can lie in memory without gaps."""
 
 
 def is_adam(optimizer: Any) -> bool:
@@ -79,7 +87,7 @@ class AdamPreconditioner:
         return gradient / (used / bias).sqrt().add_(eps).view_as(gradient)
 
     def squares(self, parameter: torch.Tensor, gradient: torch.Tensor) -> list[torch.Tensor]:
-        """Squared norm of the preconditioned gradient, taken in pieces that stay in a processor's cache.
+        """Squared norm of the preconditioned gradient, taken in pieces, so that temporaries are small.
 
         Sums of 16-bit values are in float32; a parameter without a second moment yet gives nothing.
         """
@@ -87,13 +95,20 @@ class AdamPreconditioner:
         if known is None:
             return []
         used, bias, eps = known
-        pieces: Any = [(used, gradient)]
-        if used.device.type == "cpu" and used.is_contiguous() and gradient.is_contiguous():
-            pieces = zip(used.view(-1).split(PIECE), gradient.view(-1).split(PIECE), strict=True)
         shift, out = eps * bias**0.5, []
-        for moment, part in pieces:
+        for moment, part in _pieces(used, gradient):
             wide = moment if moment.dtype in (torch.float32, torch.float64) else moment.float()
             divisor = wide.sqrt().add_(shift)
             divided = torch.div(part, divisor, out=divisor).reshape(-1)
             out.append(torch.dot(divided, divided))
         return [torch.stack(out).sum() * bias]
+
+
+def _pieces(moment: torch.Tensor, gradient: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """Both in flat pieces, if they lie in memory without gaps and in one order; else as they are."""
+    dense = any(moment.is_contiguous(memory_format=f) for f in FORMATS.get(moment.ndim, (torch.contiguous_format,)))
+    if not dense or moment.stride() != gradient.stride():
+        return [(moment, gradient)]
+    size = PIECE if moment.device.type == "cpu" else DEVICE_PIECE
+    flat = (tensor.as_strided((tensor.numel(),), (1,)) for tensor in (moment, gradient))
+    return zip(*(tensor.split(size) for tensor in flat), strict=True)

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from lightning_hetero.optim import AdamPreconditioner, is_adam
+from lightning_hetero.optim.preconditioner import DEVICE_PIECE, PIECE
 
 FAMILY = {
     "adam": (torch.optim.Adam, {}),
@@ -151,3 +154,48 @@ def test_gradient_and_state_stay_as_they_are():
 )
 def test_family(cls, expected):
     assert is_adam(cls(parameters(), lr=0.1)) is expected
+
+
+class Largest(TorchDispatchMode):
+    """Most elements of a tensor that an operation makes anew."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+def stateful(shape, device, memory_format=torch.contiguous_format):
+    """A parameter with a second moment, laid out in memory as asked for."""
+    weight = torch.nn.Parameter(torch.zeros(shape, device=device).to(memory_format=memory_format))
+    optimizer = torch.optim.Adam([weight])
+    moment = torch.rand(shape, device=device).to(memory_format=memory_format)
+    optimizer.state[weight] = {"exp_avg_sq": moment, "step": 3}
+    return weight, AdamPreconditioner([optimizer])
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("device", "most"), [("cpu", PIECE), ("meta", DEVICE_PIECE)])
+def test_temporaries_are_small_whatever_the_parameter(device, most, memory_format):
+    """On a GPU each stream keeps what was allocated on it; the meta device stands for one here."""
+    weight, scale = stateful((64, 512, 10, 10), device, memory_format)
+    gradient = torch.empty_like(weight)
+    with Largest() as largest:
+        scale.squares(weight, gradient)
+    assert largest.numel <= most
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 40, 31), (2, 3, 5, 40, 7), (1, 1, 1, 1), (70_000,), (), (0, 3)])
+def test_pieces_add_up_to_the_whole(shape, monkeypatch):
+    monkeypatch.setattr("lightning_hetero.optim.preconditioner.PIECE", 1000)
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for memory_format in {torch.contiguous_format, formats.get(len(shape), torch.contiguous_format)}:
+        weight, scale = stateful(shape, "cpu", memory_format)
+        gradient = torch.randn(shape)  # laid out in another way than the moment, in half of the cases
+        whole = scale(weight, gradient).square().sum()
+        torch.testing.assert_close(sum(scale.squares(weight, gradient)), whole, rtol=1e-4, atol=1e-5)
+        same = torch.empty_like(weight).copy_(gradient)
+        torch.testing.assert_close(sum(scale.squares(weight, same)), whole, rtol=1e-4, atol=1e-5)
