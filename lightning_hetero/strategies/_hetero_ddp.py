@@ -213,7 +213,8 @@ class HeteroDDPMixin(PlanAccess):
         if self.config.min_local_batch_size is None and any(isinstance(m, _BatchNorm) for m in module.modules()):
             self.engine.min_local = 2
         if self.config.probe_memory:
-            self.engine.memory_bound = probe_module(self._trainer, module, self.root_device)  # type: ignore[attr-defined]
+            device: torch.device = self.root_device  # type: ignore[attr-defined]
+            self.engine.memory_bound = probe_module(self._trainer, module, device, self.config)
         super().configure_ddp()  # type: ignore[misc]
 
     def _register_ddp_hooks(self) -> None:

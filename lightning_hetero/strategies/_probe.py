@@ -1,7 +1,8 @@
 """Find the largest batch of a worker by dry runs before training: forward and backward of growing batches.
 
 Nothing remains of a dry run: parameters are not touched, buffers and random state are put back, gradients and cached
-memory are dropped, and what the module logs goes nowhere.
+memory are dropped, and what the module logs goes nowhere. Workers try different sizes, so that nothing in a dry run may
+wait for another worker: batch normalisation is local, and a gathered tensor is this worker's own, repeated.
 """
 
 import copy
@@ -9,14 +10,19 @@ import gc
 import inspect
 import logging
 import random
+import types
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from lightning_hetero.callbacks import AdaptiveBatchCallback
+from lightning_hetero.config import HeteroConfig
 from lightning_hetero.hardware import probe_largest_batch
 
 __all__ = ["probe_module"]
@@ -24,20 +30,29 @@ __all__ = ["probe_module"]
 log = logging.getLogger("lightning_hetero")
 
 HEADROOM = 0.85
-"""Share of the largest batch that is used: optimizer state and fragmentation come later."""
+"""Share of the largest batch that is used: fragmentation comes later."""
+MOST = 2**16
+"""Samples above which nothing is tried."""
+OPTIMIZER_COPIES = 2
+"""Copies of the trained parameters that an optimizer keeps, as Adam does; which one it is to be is not known yet."""
+OUT_OF_MEMORY = (
+    *("out of memory", "CUBLAS_STATUS_ALLOC_FAILED"),
+    *("CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_NOT_SUPPORTED"),
+)
+"""What libraries say that found no memory for their own work space."""
 
 
-def probe_module(trainer: Any, module: Any, device: torch.device, *, limit: int = 2**16) -> int | None:
-    """Samples that fit on this device at a time, with 15 % headroom.
+def probe_module(trainer: Any, module: Any, device: torch.device, config: HeteroConfig) -> int | None:
+    """Samples that fit on this device at a time, with 15 % headroom, beside what training allocates later.
 
     Args:
         trainer: whose train loader gives the samples.
         module: LightningModule on its device, not wrapped yet.
         device: where it runs; a CPU worker is not probed, because it swaps instead of failing.
-        limit: never try more samples.
+        config: settings of the strategy, which say what else will need memory.
 
     Returns:
-        The bound, ``None`` on a CPU.
+        The bound; ``None`` on a CPU, and where more fits than any plan can ask for.
 
     Raises:
         RuntimeError: if not even one sample fits.
@@ -56,14 +71,62 @@ def probe_module(trainer: Any, module: Any, device: torch.device, *, limit: int 
             "probe_memory=True cannot try a training_step that runs its own optimizers, because it would train; give "
             "max_local_batch_sizes."
         )
-    bound = largest_training_batch(module, loader, device, limit=limit, precision=trainer.precision_plugin)
+    moves_total = any(isinstance(callback, AdaptiveBatchCallback) for callback in trainer.callbacks)
+    total = MOST if moves_total or loader.batch_size is None else loader.batch_size * trainer.world_size
+    limit = max(1, min(total, len(loader.dataset), MOST))  # type: ignore[arg-type]
+    reserved = later_bytes(module, config)
+    bound = largest_training_batch(
+        *(module, loader, device),
+        limit=limit,
+        precision=trainer.precision_plugin,
+        reserved=reserved,
+        world_size=trainer.world_size,
+    )
     if bound == 0:
-        raise RuntimeError(f"not even one sample fits into the memory of {device}. Use a smaller model or precision.")
+        raise RuntimeError(
+            f"not even one sample fits into the memory of {device} beside {reserved / 2**20:.0f} MiB for gradient "
+            "buckets, optimizer state and what the strategy keeps. Use a smaller model or precision."
+        )
+    if bound == limit:
+        log.info("probe_memory: %d samples, more than which no plan can give a worker, fit on %s", limit, device)
+        return None
     return max(1, int(bound * HEADROOM))
 
 
+def later_bytes(module: torch.nn.Module, config: HeteroConfig) -> int:
+    """Bytes that training allocates after the dry runs: buckets, optimizer state, residuals, delayed sums.
+
+    Example:
+        >>> later_bytes(torch.nn.Linear(9, 10), HeteroConfig())
+        1200
+        >>> later_bytes(torch.nn.Linear(9, 10), HeteroConfig(staleness=1))
+        2000
+    """
+    trained = [p for p in module.parameters() if p.requires_grad]
+    own, elements = sum(p.numel() * p.element_size() for p in trained), sum(p.numel() for p in trained)
+    compressed = config.compression is not None  # a residual and a sum, in float32
+    return (1 + OPTIMIZER_COPIES + 2 * (config.staleness > 0)) * own + 2 * 4 * elements * compressed
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an error says that memory ran out: torch's own, or one of a library below it.
+
+    Example:
+        >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"))
+        True
+    """
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_MEMORY)
+
+
 def largest_training_batch(
-    module: Any, loader: DataLoader, device: torch.device, *, limit: int, precision: Any = None
+    module: Any,
+    loader: DataLoader,
+    device: torch.device,
+    *,
+    limit: int,
+    precision: Any = None,
+    reserved: int = 0,
+    world_size: int = 1,
 ) -> int:
     """Largest batch of the loader's dataset for which forward and backward run without running out of memory.
 
@@ -73,6 +136,8 @@ def largest_training_batch(
         device: where the module is.
         limit: never try more samples.
         precision: precision plugin under which the module trains, ``None`` for that of its parameters.
+        reserved: bytes that are taken while trying, for what training allocates later.
+        world_size: number of workers whose tensors a ``self.all_gather`` of the module would give.
     """
     dataset: Any = loader.dataset
     collate = loader.collate_fn or default_collate
@@ -88,7 +153,9 @@ def largest_training_batch(
                 output = module.training_step(*(batch, 0)[:arguments])
             loss = output["loss"] if isinstance(output, dict) else output
             loss.backward()
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             return False
         finally:
             module.zero_grad(set_to_none=True)
@@ -97,30 +164,64 @@ def largest_training_batch(
                 torch.cuda.empty_cache()
         return True
 
-    with _dry(module, device):
-        return probe_largest_batch(runs, start=loader.batch_size or 1, limit=limit)
+    with _dry(module, device, world_size):
+        try:
+            ballast = torch.empty(reserved, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            return 0
+        found = probe_largest_batch(runs, start=loader.batch_size or 1, limit=limit)
+        del ballast
+        return found
 
 
 @contextmanager
-def _dry(module: Any, device: torch.device) -> Iterator[None]:
-    """Put buffers, mode and random state back; let the module log into the void."""
+def _dry(module: Any, device: torch.device, world_size: int) -> Iterator[None]:
+    """Put buffers, mode and random state back; let the module log into the void, and wait for no other worker."""
     buffers = {name: copy.deepcopy(buffer) for name, buffer in module.named_buffers()}
-    modes, own = [m.training for m in module.modules()], {name: vars(module).get(name) for name in ("log", "log_dict")}
+    modes = [m.training for m in module.modules()]
     devices = [device] if device.type == "cuda" else []
     python, numpy_state = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=devices):
-            module.log = module.log_dict = lambda *args, **kwargs: None
+        with torch.random.fork_rng(devices=devices), ExitStack() as stack:
+            for owner, name, value in _stand_ins(module, world_size):
+                stack.enter_context(_swapped(owner, name, value))
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy_state)
-        for name, given in own.items():
-            if given is None:
-                delattr(module, name)
-            else:
-                setattr(module, name, given)
         for submodule, mode in zip(module.modules(), modes, strict=True):
             submodule.training = mode
         for name, buffer in module.named_buffers():
             buffer.data.copy_(buffers[name])
+
+
+def _stand_ins(module: Any, world_size: int) -> Iterator[tuple[Any, str, Any]]:
+    """What the module calls in a dry run in place of its own methods, with their owners and names."""
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        """Log into the void."""
+
+    def all_gather(data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        return apply_to_collection(data, torch.Tensor, lambda mine: torch.stack([mine] * world_size))
+
+    yield module, "log", nothing
+    yield module, "log_dict", nothing
+    if world_size > 1:
+        yield module, "all_gather", all_gather
+    for submodule in module.modules():
+        if isinstance(submodule, torch.nn.SyncBatchNorm):
+            yield submodule, "forward", types.MethodType(_BatchNorm.forward, submodule)
+
+
+@contextmanager
+def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an object an attribute of its own for a while."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

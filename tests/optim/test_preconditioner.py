@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hetero.optim import AdamPreconditioner, is_adam

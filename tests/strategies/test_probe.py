@@ -2,14 +2,17 @@
 
 import random
 import re
+import weakref
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_hetero.callbacks import PolicyCallback
+from lightning_hetero.callbacks import AdaptiveBatchCallback, PolicyCallback
+from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core import BatchPlan
 from lightning_hetero.core.planner import PerfModelPlanner, Proposal
 from lightning_hetero.core.profile import NodeProfile, ProfilePoint
@@ -168,14 +171,137 @@ def test_what_cannot_be_probed_is_refused(monkeypatch, loader, manual, error, sa
     model.automatic_optimization = not manual
     monkeypatch.setattr(_probe, "largest_training_batch", lambda *args, **kwargs: 0)
     with pytest.raises(error, match=says):
-        probe_module(trainer, model, torch.device("cuda"))
+        probe_module(trainer, model, torch.device("cuda"), HeteroConfig())
 
 
 def test_headroom_is_left_and_a_cpu_has_no_bound(monkeypatch):
     trainer, model = attached(DataLoader(Random(), 4), Fits(0))
-    monkeypatch.setattr(_probe, "largest_training_batch", lambda *args, **kwargs: 100)
-    assert probe_module(trainer, model, torch.device("cuda")) == 85
-    assert probe_module(trainer, model, CPU) is None
+    monkeypatch.setattr(_probe, "largest_training_batch", lambda *args, **kwargs: 2)
+    assert probe_module(trainer, model, torch.device("cuda"), HeteroConfig()) == 1
+    assert probe_module(trainer, model, CPU, HeteroConfig()) is None
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "world_size", "samples", "most"),
+    [
+        ([], 3, 100, 12),
+        ([], 3, 10, 10),
+        ([AdaptiveBatchCallback(max_total_batch_size=50)], 3, 100, 100),
+    ],
+    ids=["the total", "the dataset", "a total that moves"],
+)
+def test_no_more_is_tried_than_a_plan_can_give_which_is_then_no_bound(
+    monkeypatch, callbacks, world_size, samples, most
+):
+    trainer, model = attached(DataLoader(Points(samples), 4), Fits(0))
+    trainer.callbacks += callbacks
+    monkeypatch.setattr(type(trainer), "world_size", world_size)
+    tried = []
+    monkeypatch.setattr(_probe, "largest_training_batch", lambda *args, limit, **kwargs: tried.append(limit) or limit)
+    assert probe_module(trainer, model, torch.device("cuda"), HeteroConfig()) is None
+    assert tried == [most]
+
+
+class Rationed:
+    """Memory of a device in bytes, of which tensors take theirs for as long as they live."""
+
+    def __init__(self, monkeypatch, num_bytes):
+        self.left, empty = num_bytes, torch.empty
+
+        def counted(*size, **kwargs):
+            made = empty(*size, **kwargs)
+            return self.take(made.numel(), made) if made.dtype == torch.uint8 else made
+
+        monkeypatch.setattr(_probe.torch, "empty", counted)
+
+    def take(self, num_bytes, tensor=None):
+        if num_bytes > self.left:
+            raise torch.OutOfMemoryError("no memory")
+        self.left -= num_bytes
+        if tensor is not None:
+            weakref.finalize(tensor, self.give, num_bytes)
+        return tensor
+
+    def give(self, num_bytes):
+        self.left += num_bytes
+
+
+class Needs(Regressor):
+    """Needs 10 bytes for each sample."""
+
+    def __init__(self, memory):
+        super().__init__(dtype=torch.float32)
+        self.memory = memory
+
+    def training_step(self, batch, batch_idx):
+        self.memory.take(10 * len(batch[0]))
+        self.memory.give(10 * len(batch[0]))
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize(("reserved", "expected"), [(0, 100), (600, 40), (995, 0), (2000, 0)])
+def test_what_training_allocates_later_is_taken_while_trying_and_given_back(monkeypatch, reserved, expected):
+    memory = Rationed(monkeypatch, 1000)
+    loader = DataLoader(Points(16, dtype=torch.float32), 4)
+    assert largest_training_batch(Needs(memory), loader, CPU, limit=1000, reserved=reserved) in (expected, expected - 1)
+    assert memory.left == 1000
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
+        "CUDA out of memory. Tried to allocate 2.00 GiB",
+    ],
+)
+def test_a_library_that_finds_no_memory_is_a_batch_that_does_not_fit(message):
+    class Library(Fits):
+        def loss(self, batch):
+            if len(batch[0]) > self.bound:
+                raise RuntimeError(message)
+            return super().loss(batch)
+
+    assert probe(Library(50)) in range(47, 51)
+
+
+def test_another_runtime_error_is_the_users_own():
+    class Broken(Fits):
+        def loss(self, batch):
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        probe(Broken(10))
+
+
+class Together(Fits):
+    """Waits for other workers in every forward pass."""
+
+    def __init__(self, bound):
+        super().__init__(bound)
+        self.net[1] = nn.SyncBatchNorm(7)
+
+    def training_step(self, batch, batch_idx):
+        gathered = self.all_gather({"x": batch[0]})["x"]
+        assert gathered.shape == (2, *batch[0].shape)
+        return super().training_step(batch, batch_idx)
+
+
+def _alone(rank):
+    """Workers of unequal memory try different numbers of sizes. Who waits for another one is refused here."""
+    dist.init_process_group("gloo")
+    model = Together(20 + 70 * rank)
+    loader = DataLoader(Random(), 4)
+    found = largest_training_batch(model, loader, CPU, limit=100, world_size=2)
+    return found, len(model.tried), "forward" in vars(model.net[1]), "all_gather" in vars(model)
+
+
+def test_nothing_waits_for_another_worker_while_trying():
+    small, large = run_ranks(_alone, 2)
+    assert small[0] in (19, 20)
+    assert large[0] in range(85, 91)
+    assert small[1] != large[1]
+    assert (small[2:], large[2:]) == ((False, False), (False, False))
 
 
 # bounds of every rank, end to end
@@ -208,7 +334,7 @@ class Exceeds(Greedy):
 
 def _bounded(rank, bounds, planner):
     """Each rank finds a bound of its own by probing."""
-    _hetero_ddp.probe_module = lambda trainer, module, device: bounds[rank]
+    _hetero_ddp.probe_module = lambda trainer, module, device, config: bounds[rank]
     callbacks = [] if planner is None else [PolicyCallback(planner)]
     strategy = {"probe_memory": True, "replan": 3}
     return fit(rank, strategy, 2, 6, dataset=Points(120), callbacks=callbacks, max_epochs=2)
