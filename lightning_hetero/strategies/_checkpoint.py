@@ -2,12 +2,21 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_hetero.callbacks.policy import policy_states
 from lightning_hetero.engine import HeteroEngine
 
-__all__ = ["add_residuals", "forget_without_state", "resume_position", "take_residuals"]
+__all__ = [
+    "Resumption",
+    "add_residuals",
+    "forget_without_state",
+    "leave_out_loader",
+    "resume_data",
+    "resume_position",
+    "take_residuals",
+]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -77,3 +86,71 @@ def resume_position(checkpoint: Mapping[str, Any]) -> tuple[int, int] | None:
     if saved_in_last_batch:
         return epoch["processed"] + 1, 0
     return epoch["processed"], batch["current"]["processed"]
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where training data goes on after a checkpoint, and what Lightning's counters have to be told about it.
+
+    Args:
+        epoch: epoch that goes on.
+        behind: batches of it that the checkpoint has behind it.
+        unknown: whether it does not say how many samples they had; the epoch then begins anew.
+        in_last_batch: whether it was saved in the last batch of the epoch before. With another number of workers that
+            epoch has another number of batches, by which Lightning would not see that it is over.
+    """
+
+    epoch: int
+    behind: int
+    unknown: bool = False
+    in_last_batch: bool = False
+
+    def begin(self, trainer: Any, engine: HeteroEngine) -> None:
+        """Let Lightning count the batches of the epoch as the data comes; after its loops were restored."""
+        if engine.sampler is None or not (self.unknown or self.in_last_batch):
+            return
+        if self.unknown and engine.rank == 0:
+            log.warning(
+                "the checkpoint was saved behind batch %d of epoch %d by a run that does not say how many samples its "
+                "batches had, such as one of plain DDP: epoch %d begins anew, and the samples of those batches are "
+                "trained on once more, so that none is skipped. Checkpoints between two epochs need no such repetition",
+                self.behind,
+                self.epoch,
+                self.epoch,
+            )
+        loop = trainer.fit_loop.epoch_loop
+        if getattr(loop, "restarted_on_train_batch_end", False):
+            # Lightning is about to count the batch that saved as completed, and begins at 0 if that completes an epoch
+            loop.batch_progress.current.completed = max(trainer.num_training_batches, self.behind)
+        elif self.unknown:
+            loop.batch_progress.reset_on_run()
+            loop.reset_restart_stage()  # else it takes batch 0 for one behind which validation was to run
+
+
+def resume_data(checkpoint: Mapping[str, Any], engine: HeteroEngine) -> Resumption | None:
+    """Let the engine's data go on where a checkpoint was saved, ``None`` if that has no loops.
+
+    A checkpoint of ours has the plans of the epoch, which say how many samples its batches had with whatever number of
+    workers; one of plain DDP does not, so that a place inside an epoch is no place in the data.
+    """
+    position = resume_position(checkpoint)
+    if position is None:
+        return None
+    epoch, behind = position
+    batch = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    known = any("history" in state["engine"] for state in policy_states(checkpoint))
+    if behind and not known and not batch["is_last_batch"]:
+        engine.resume_at(epoch, 0)
+        return Resumption(epoch, behind, unknown=True)
+    engine.resume_at(epoch, behind)
+    progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
+    return Resumption(epoch, behind, in_last_batch=behind == 0 and progress["started"] > progress["processed"])
+
+
+def leave_out_loader(checkpoint: Mapping[str, Any], engine: HeteroEngine | None) -> None:
+    """Take out of a checkpoint what Lightning saved of our train loader, which needs none of it.
+
+    With it, plain DDP could not go on from the checkpoint: its loader takes no state.
+    """
+    if engine is not None and engine.sampler is not None:
+        checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)

@@ -19,7 +19,15 @@ from lightning_hetero.core.compressors import Compressor
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import PlanAccess, show_log
-from lightning_hetero.strategies._checkpoint import add_residuals, forget_without_state, resume_position, take_residuals
+from lightning_hetero.strategies._checkpoint import (
+    Resumption,
+    add_residuals,
+    forget_without_state,
+    leave_out_loader,
+    resume_data,
+    resume_position,
+    take_residuals,
+)
 from lightning_hetero.strategies._compression import attach_compression, lead_optimizers
 from lightning_hetero.strategies._convergence_probe import begin_probe
 from lightning_hetero.strategies._loaders import (
@@ -35,7 +43,7 @@ from lightning_hetero.strategies._registration import register
 from lightning_hetero.strategies._restarts import warn_of_stale_addresses
 from lightning_hetero.strategies._staleness import attach_staleness
 
-__all__ = ["HeteroDDPMixin"]
+__all__ = ["HeteroDDPMixin", "resume_position"]
 
 show_log()
 
@@ -125,6 +133,7 @@ class HeteroDDPMixin(PlanAccess):
         super().__init__(**kwargs)
         self.engine: HeteroEngine | None = None
         self._callback: PolicyCallback | None = None
+        self._resumption: Resumption | None = None
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -188,6 +197,7 @@ class HeteroDDPMixin(PlanAccess):
     def setup_environment(self) -> None:
         """Join the process group, then meet the other ranks."""
         warn_of_stale_addresses(os.environ)
+        self._resumption = None
         self.set_world_ranks()  # type: ignore[attr-defined]
         self.config.check_world_size(self.world_size)  # type: ignore[attr-defined]  # before anybody waits for anybody
         super().setup_environment()  # type: ignore[misc]
@@ -267,6 +277,9 @@ class HeteroDDPMixin(PlanAccess):
                 f"there are {len(combined.flattened)} train loaders, whose batches would need a split each. Combine "
                 "the datasets in one DataLoader, or use strategy='ddp'."
             )
+        resumption, self._resumption = self._resumption, None
+        if resumption is not None and self.engine is not None:
+            resumption.begin(self._trainer, self.engine)
 
     def _shard(self, loader: DataLoader) -> DataLoader:
         assert self.engine is not None
@@ -365,6 +378,7 @@ class HeteroDDPMixin(PlanAccess):
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """As DDP, with the gradients that compression has not sent yet, of all ranks."""
         add_residuals(checkpoint, self.engine)
+        leave_out_loader(checkpoint, self.engine)
         super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -374,7 +388,5 @@ class HeteroDDPMixin(PlanAccess):
             return checkpoint
         forget_without_state(checkpoint, self.engine)
         take_residuals(checkpoint, self.engine)
-        position = resume_position(checkpoint)
-        if position is not None:
-            self.engine.resume_at(*position)
+        self._resumption = resume_data(checkpoint, self.engine)
         return checkpoint

@@ -1,6 +1,7 @@
 """Checkpoints: continue identically, with another number of workers, from and to plain DDP; each sample once."""
 
 import logging
+import warnings
 
 import lightning as L
 import numpy as np
@@ -203,3 +204,99 @@ def test_a_checkpoint_without_our_state_leaves_nothing_of_an_earlier_fit(tmp_pat
         assert one[1] == other[1]
         assert other[2] == []
     assert [len(said) for _, _, said in results] == [1, 0]
+
+
+WORLDS = (1, 2, 3, 4)
+SAMPLES = {"hetero_ddp": 50, "ddp": 48}
+"""Plain DDP repeats samples of a ragged end, which is not what is counted here."""
+
+
+def _places(world_size, strategy):
+    """Steps at which to save: inside of the first epoch, in its last batch, and inside of the second."""
+    steps = -(-SAMPLES[strategy] // (2 * world_size))
+    return {"inside": steps // 2, "last": steps, "later": steps + steps // 2}
+
+
+def _counts(rank, strategy, world_size, name, **kwargs):
+    return fit(rank, strategy, world_size, 2, dataset=Points(SAMPLES[name]), max_epochs=3, **kwargs)["seen"]
+
+
+def _save(rank, world_size, folder):
+    seen = {}
+    for name in SAMPLES:
+        where = str(folder / f"{name}-{world_size}")
+        seen[name] = _counts(rank, name, world_size, name, **checkpoints(where, every_n_train_steps=1))
+    return seen
+
+
+def _resume(rank, world_size, paths):
+    said = []
+    logger = logging.getLogger("lightning_hetero")
+    logger.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: said.append(record.getMessage())
+    results = {}
+    for key, path in paths.items():
+        said.clear()
+        seen = _counts(rank, "hetero_ddp", world_size, key[0], ckpt_path=str(path))
+        results[key] = seen, sum("begins anew" in line for line in said)
+    return results
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """What runs of every size trained on, and their checkpoints."""
+    folder = tmp_path_factory.mktemp("worlds")
+    runs = {world: run_ranks(_save, world, world, folder) for world in WORLDS}
+    paths = {
+        (name, world, place): next((folder / f"{name}-{world}").glob(f"*-step={step}.ckpt"))
+        for name in SAMPLES
+        for world in WORLDS
+        for place, step in _places(world, name).items()
+    }
+    return runs, paths
+
+
+def _taken(seen_of_ranks, epoch, before=None):
+    return [
+        i
+        for seen in seen_of_ranks
+        for e, step, indices in seen
+        if e == epoch and step < (before or 99)
+        for i in indices
+    ]
+
+
+@pytest.mark.parametrize("new_size", WORLDS)
+def test_no_sample_is_skipped_between_any_two_numbers_of_workers(saved, new_size):
+    """Each is trained on once; from inside an epoch of plain DDP, which does not say how far it was, once more."""
+    runs, paths = saved
+    results = run_ranks(_resume, new_size, new_size, paths, timeout=240.0)
+    for (name, world, place), step in [(key, _places(key[1], key[0])[key[2]]) for key in paths]:
+        everything = list(range(SAMPLES[name]))
+        resumed = [result[name, world, place][0] for result in results]
+        said = [result[name, world, place][1] for result in results]
+        epoch = {"inside": 0, "last": 1, "later": 1}[place]
+        inside = step - epoch * _places(world, name)["last"]
+        before = _taken([seen[name] for seen in runs[world]], epoch, inside) if inside else []
+        unknown = name == "ddp" and inside > 0
+        case = f"{name} on {world}, {place}, on {new_size}"
+        assert sorted(_taken(resumed, epoch) + ([] if unknown else before)) == everything, case
+        assert all(sorted(_taken(resumed, e)) == everything for e in range(epoch + 1, 3)), case
+        assert not _taken(resumed, epoch - 1), case
+        assert said == [int(unknown and rank == 0) for rank in range(new_size)], case
+
+
+def _go_on_with_ddp(rank, world_size, paths):
+    warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+    return {key: _counts(rank, "ddp", world_size, "ddp", ckpt_path=str(path)) for key, path in paths.items()}
+
+
+@pytest.mark.parametrize("new_size", [1, 2, 3])
+def test_plain_ddp_trains_on_from_our_checkpoints(saved, new_size):
+    """Within the epoch it sees what it sees after a checkpoint of its own; behind it every sample once."""
+    paths = {(name, place): path for (name, world, place), path in saved[1].items() if world == 2}
+    results = run_ranks(_go_on_with_ddp, new_size, new_size, paths)
+    for place in ("inside", "last", "later"):
+        resumed = [result["hetero_ddp", place] for result in results]
+        assert sorted(_taken(resumed, 2)) == list(range(48)), place
+        assert [seen[0][0] for seen in resumed] == [result["ddp", place][0][0] for result in results]
