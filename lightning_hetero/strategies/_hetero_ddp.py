@@ -4,6 +4,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,13 +13,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_hetero.callbacks import PolicyCallback, policy_callback
+from lightning_hetero.callbacks import PolicyCallback
 from lightning_hetero.comm import gradient_hook
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.compressors import Compressor
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
 from lightning_hetero.engine import HeteroEngine
-from lightning_hetero.session import PlanAccess, show_log
+from lightning_hetero.session import PlanAccess, log, show_log
 from lightning_hetero.strategies._checkpoint import (
     Resumption,
     add_residuals,
@@ -29,8 +30,8 @@ from lightning_hetero.strategies._checkpoint import (
     take_residuals,
 )
 from lightning_hetero.strategies._compression import attach_compression, lead_optimizers
-from lightning_hetero.strategies._convergence_probe import begin_probe
 from lightning_hetero.strategies._loaders import (
+    NOT_MET,
     balanced_evaluation_loader,
     recount_batches,
     stream_of,
@@ -38,6 +39,7 @@ from lightning_hetero.strategies._loaders import (
     why_not_uneven,
     with_batch_sampler,
 )
+from lightning_hetero.strategies._policy import attach_policy
 from lightning_hetero.strategies._probe import probe_module
 from lightning_hetero.strategies._registration import register
 from lightning_hetero.strategies._restarts import warn_of_stale_addresses
@@ -175,24 +177,7 @@ class HeteroDDPMixin(PlanAccess):
             MisconfigurationException: if two policies were given.
         """
         super().connect(model)  # type: ignore[misc]
-        begin_probe(self)
-        callbacks = self._trainer.callbacks
-        given = [callback for callback in callbacks if isinstance(callback, PolicyCallback)]
-        if self._callback in given:
-            return
-        sizes = self.config.local_batch_sizes
-        named = f"local_batch_sizes={sizes}" if sizes else self.config.policy
-        if len(given) > 1 or (given and named is not None and named != given[0].policy):
-            names = [type(callback).__name__ for callback in given] + ([str(named)] if named is not None else [])
-            raise self._misconfiguration(
-                f"several policies would decide on the same split: {', '.join(names)}. Keep one of them."
-            )
-        if given:
-            self._callback = given[0]
-            callbacks.remove(given[0])
-        else:
-            self._callback = policy_callback("fixed" if self.config.local_batch_sizes else self.config.policy)
-        callbacks[:0] = [self._callback, *self._callback.companions(callbacks)]
+        attach_policy(self)
 
     def setup_environment(self) -> None:
         """Join the process group, then meet the other ranks."""
@@ -201,6 +186,7 @@ class HeteroDDPMixin(PlanAccess):
         self.set_world_ranks()  # type: ignore[attr-defined]
         self.config.check_world_size(self.world_size)  # type: ignore[attr-defined]  # before anybody waits for anybody
         super().setup_environment()  # type: ignore[misc]
+        attach_policy(self)  # a module may get its trainer after `connect`
         if self.engine is None:
             self.engine = HeteroEngine(
                 self.config,
@@ -253,8 +239,12 @@ class HeteroDDPMixin(PlanAccess):
             MisconfigurationException: if the loader cannot be split unevenly and the policy asks for it.
         """
         dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
-        assert self.engine is not None
-        if self._trainer.state.stage != "train":
+        training = self._trainer.state.stage == "train"
+        if self.engine is None:
+            if training or self.config.balance_evaluation:
+                log.warning(NOT_MET)
+            return dataloader
+        if not training:
             return balanced_evaluation_loader(dataloader, self.engine) if self.config.balance_evaluation else dataloader
         reason = why_not_uneven(dataloader, self.engine.world_size)
         if reason is None:
@@ -345,11 +335,10 @@ class HeteroDDPMixin(PlanAccess):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As DDP reduces, but a mean of integers is exact: the size counters of logged means must not be floored."""
-        assert self.engine is not None
         is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         if isinstance(tensor, torch.Tensor) and is_mean and not torch.is_floating_point(tensor):
             tensor = tensor.double()
-        with self.engine.excluded():
+        with nullcontext() if self.engine is None else self.engine.excluded():
             return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:

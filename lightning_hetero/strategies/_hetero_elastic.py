@@ -15,9 +15,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hetero.callbacks.elastic import ElasticCallback
 from lightning_hetero.elastic import ElasticConfig, ElasticEngine, MergeRecord
+from lightning_hetero.session import log
 from lightning_hetero.strategies._elastic_rules import why_not_elastic
 from lightning_hetero.strategies._hetero_ddp import resume_position
-from lightning_hetero.strategies._loaders import stream_of, why_not_uneven, with_batch_sampler
+from lightning_hetero.strategies._loaders import NOT_MET, stream_of, why_not_uneven, with_batch_sampler
 from lightning_hetero.strategies._registration import register
 from lightning_hetero.strategies._signals import defer_sigterm
 
@@ -124,12 +125,18 @@ class HeteroElasticMixin:
     def connect(self, model: Any) -> None:
         """Attach the module, and our callback before all others."""
         super().connect(model)  # type: ignore[misc]
-        if self._callback not in self._trainer.callbacks:
-            self._trainer.callbacks.insert(0, self._callback)
+        self._attach_callback()
+
+    def _attach_callback(self) -> None:
+        """Put our callback before all others, once the module has a trainer: by hand, that may be after `connect`."""
+        module = self.lightning_module  # type: ignore[attr-defined]
+        if getattr(module, "_trainer", None) is not None and self._callback not in module.trainer.callbacks:
+            module.trainer.callbacks.insert(0, self._callback)
 
     def setup_environment(self) -> None:
         """Join the process group, then meet the other ranks."""
         super().setup_environment()  # type: ignore[misc]
+        self._attach_callback()
         if self.engine is None:
             self.engine = ElasticEngine(
                 self.config,
@@ -159,8 +166,10 @@ class HeteroElasticMixin:
             MisconfigurationException: if its samples cannot be claimed.
         """
         dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
-        assert self.engine is not None
         if self._trainer.state.stage != "train":
+            return dataloader
+        if self.engine is None:
+            log.warning(NOT_MET)
             return dataloader
         reason = why_not_uneven(dataloader, self.engine.world_size)
         if reason is None and dataloader.num_workers > 0:

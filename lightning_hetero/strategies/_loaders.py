@@ -13,6 +13,7 @@ from lightning_hetero.data import EvaluationBatchSampler, IndexStream, Permutati
 from lightning_hetero.engine import HeteroEngine
 
 __all__ = [
+    "NOT_MET",
     "balanced_evaluation_loader",
     "recount_batches",
     "stream_of",
@@ -20,6 +21,11 @@ __all__ = [
     "why_not_uneven",
     "with_batch_sampler",
 ]
+
+NOT_MET = (
+    "a loader was set up before the processes have met (Strategy.setup_environment), so that it is split evenly, as "
+    "plain DDP does. Trainer.fit() does it in the right order."
+)
 
 
 def why_not_uneven(loader: Any, world_size: int) -> str | None:

@@ -1,0 +1,40 @@
+"""Which callback decides on the split of a strategy: that of the user, or the one that its settings name."""
+
+from typing import Any
+
+from lightning_hetero.callbacks import PolicyCallback, policy_callback
+from lightning_hetero.strategies._convergence_probe import begin_probe
+
+__all__ = ["attach_policy"]
+
+
+def attach_policy(strategy: Any) -> None:
+    """Put the callback of the policy before all others, once the strategy's module has a trainer.
+
+    Lightning's own trainer gives the module its trainer before the strategy gets the module; who connects a strategy by
+    hand may do it later.
+
+    Raises:
+        MisconfigurationException: if two policies were given.
+    """
+    module = strategy.lightning_module
+    if getattr(module, "_trainer", None) is None:
+        return
+    begin_probe(strategy)
+    callbacks = strategy._trainer.callbacks
+    given = [callback for callback in callbacks if isinstance(callback, PolicyCallback)]
+    if strategy._callback in given:
+        return
+    sizes = strategy.config.local_batch_sizes
+    named = f"local_batch_sizes={sizes}" if sizes else strategy.config.policy
+    if len(given) > 1 or (given and named is not None and named != given[0].policy):
+        names = [type(callback).__name__ for callback in given] + ([str(named)] if named is not None else [])
+        raise strategy._misconfiguration(
+            f"several policies would decide on the same split: {', '.join(names)}. Keep one of them."
+        )
+    if given:
+        strategy._callback = given[0]
+        callbacks.remove(given[0])
+    else:
+        strategy._callback = policy_callback("fixed" if sizes else strategy.config.policy)
+    callbacks[:0] = [strategy._callback, *strategy._callback.companions(callbacks)]
