@@ -17,7 +17,7 @@ from lightning_hetero.data.live import LiveStream
 from lightning_hetero.data.stream import IndexStream
 from lightning_hetero.engine import HeteroEngine
 
-__all__ = ["HeteroSession", "PlanAccess", "SessionBatches", "log", "planner_of", "show_log"]
+__all__ = ["CopiedSession", "HeteroSession", "PlanAccess", "SessionBatches", "log", "planner_of", "show_log"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -119,6 +119,10 @@ class HeteroSession:
         self._micro, self._synced = 0, 0
         self._skip: int | None = None
         self._restored: dict[str, Any] | None = None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Leave the run to the original: a copy or a pickle has no process group."""
+        return CopiedSession, ()
 
     @property
     def running(self) -> bool:
@@ -303,6 +307,21 @@ class HeteroSession:
         stream: Any = None if self._data is None else self._data[0]
         if self._restored is not None and self._restored["stream"] is not None and hasattr(stream, "load_state_dict"):
             stream.load_state_dict(self._restored["stream"], self._epoch)
+
+
+class CopiedSession:
+    """What the copy or the unpickled form of a front end has in place of its session; all that it does is to refuse."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            "this is a copy of an accelerator, a strategy or a training loader, or was unpickled: it has settings, but "
+            "no process group and no plans. Use the original in its process, or make and prepare a new one."
+        )
+
+    def close(self) -> None:
+        """Leave the run to the original."""
 
 
 class SessionBatches:

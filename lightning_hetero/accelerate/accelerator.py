@@ -3,7 +3,7 @@
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hetero.accelerate.gathering import gather_uneven
 from lightning_hetero.accelerate.loaders import (
+    Announced,
     HeteroDataLoader,
     SkippedLoader,
     training_loader,
@@ -167,18 +168,8 @@ class HeteroAccelerator(PlanAccess, Accelerator):
                 "a loader that does not shuffle was prepared without an optimizer beside it: it is taken for an "
                 "evaluation's and left to Accelerate. To split it by speed: prepare_data_loader(loader, uneven=True)."
             )
-        self._announce(prepared)
+        prepared.begin = Announced(self.hetero_session, prepared.begin)
         return prepared
-
-    def _announce(self, loader: Any) -> None:
-        """Tell the session when a loader that is not split begins."""
-        begin, session = loader.begin, self._session()
-
-        def announced() -> None:
-            session.another_loader()
-            begin()
-
-        loader.begin = announced
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """As ``Accelerator.prepare_model``; no rank gets a batch of one sample if the model normalises batches."""
@@ -351,6 +342,9 @@ class _HookedDDP(DistributedDataParallelKwargs):
         self.given, self.state, self.compression = given, engine.hook_state, engine.compression
         self.accelerator = weakref.ref(accelerator)
 
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        return _given, (self.given,)  # the hook belongs to this run
+
     def to_kwargs(self) -> dict[str, Any]:
         return self.given.to_kwargs()  # type: ignore[no-any-return]
 
@@ -365,6 +359,11 @@ class _HookedDDP(DistributedDataParallelKwargs):
             scale = None if scaler is None else scaler.get_scale
             self.compression.attach(model.module, grad_scale=scale, hold_unused=model.find_unused_parameters)
         model.register_comm_hook(self.state, gradient_hook)
+
+
+def _given(arguments: DistributedDataParallelKwargs) -> DistributedDataParallelKwargs:
+    """The user's DDP arguments, which a copy of the accelerator has."""
+    return arguments
 
 
 class _TakenHook:

@@ -1,6 +1,6 @@
 """Accelerate's DataLoader under a session, and which of a script's loaders is the one to split."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from lightning_hetero.data import LiveStream
 from lightning_hetero.session import HeteroSession
 from lightning_hetero.strategies._loaders import why_not_uneven, with_batch_sampler
 
-__all__ = ["HeteroDataLoader", "SkippedLoader", "training_loader", "uneven_loader", "why_not"]
+__all__ = ["Announced", "HeteroDataLoader", "SkippedLoader", "training_loader", "uneven_loader", "why_not"]
 
 
 def training_loader(objects: Sequence[Any]) -> DataLoader | None:
@@ -89,6 +89,23 @@ def uneven_loader(prepared: DataLoaderShard, session: HeteroSession, world_size:
     loader.base_dataloader = with_batch_sampler(prepared.base_dataloader, batches)
     loader.session = session
     return loader
+
+
+class Announced:
+    """Tells the session when a loader that is not split begins; takes the place of the loader's ``begin``.
+
+    Args:
+        session: of the run; a copy of the loader, which has none, just begins.
+        begin: of the loader.
+    """
+
+    def __init__(self, session: Any, begin: Callable[[], None]) -> None:
+        self.session, self.begin = session, begin
+
+    def __call__(self) -> None:
+        if isinstance(self.session, HeteroSession):
+            self.session.another_loader()
+        self.begin()
 
 
 class SkippedLoader:

@@ -84,6 +84,10 @@ class HookState:
     late_squares: list[torch.Tensor] = field(default_factory=list)
     _running: "deque[weakref.ref[Any]]" = field(default_factory=lambda: deque(maxlen=CALLBACKS), repr=False)
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Leave nothing of this run in a copy or a pickle of the model: torch registers no hook with either."""
+        return type(None), ()
+
     def settle(self, timeout: float = 5.0) -> None:
         """Wait until the threads of the process group have let go of our callbacks, for ``timeout`` seconds at most.
 

@@ -1,5 +1,6 @@
 """``HeteroAccelerator``: the mathematics of one process, whatever the split, and the state of a run."""
 
+import copy
 import io
 import logging
 import os
@@ -15,6 +16,7 @@ from accelerate.utils import DataLoaderConfiguration, InitProcessGroupKwargs
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
 from lightning_hetero.session import SessionBatches
 from tests.helpers import Points, run_ranks
 from tests.loops import (
@@ -22,6 +24,7 @@ from tests.loops import (
     accelerate_loop,
     every_sample_once,
     flat,
+    flat_grads,
     global_batches,
     network,
     replay,
@@ -418,3 +421,46 @@ def test_a_broken_state_is_an_error_on_every_rank(tmp_path):
     errors = ranks(_plain_state, 2, str(folder), "hetero", expect_errors=True)
     assert [rank for rank, *_ in errors] == [0, 1]
     assert all("hetero_state.pt cannot be read" in text for *_, text in errors)
+
+
+def _copies(rank):
+    accelerator = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(local_batch_sizes=[6, 2]))
+    points, model = Points(16), network()
+    loaders = DataLoader(points, 4, shuffle=True), DataLoader(points, 4)
+    model, optimizer, train, valid = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), *loaders)
+
+    def step():
+        for x, y, _ in train:
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step()
+    refused, found = [], []
+    for duplicate in (copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))):
+        again, model_again, valid_again, train_again = map(duplicate, (accelerator, model, valid, train))
+        np.testing.assert_array_equal(flat(model_again), flat(model))
+        model_again(points.x[: 4 - 3 * rank]).mean().backward()  # as plain DDP averages
+        found += [[i.tolist() for *_, i in valid_again], again.hetero_plugin.local_batch_sizes, again.state.__dict__]
+        found += [flat_grads(model_again), again.num_processes]
+        own = [] if again is accelerator else [lambda again=again: again.plan]  # its deep copy is itself
+        for use in (*own, lambda again=train_again: list(again)):
+            with pytest.raises(RuntimeError, match="copy of an accelerator.*Use the original") as error:
+                use()
+            refused.append(str(error.value))
+    step()
+    weights, state = flat(model), accelerator.state.__dict__
+    accelerator.end_training()
+    return {"weights": weights, "found": found, "state": state, "refused": refused}
+
+
+def test_copies_and_pickles_have_the_settings_and_leave_the_run_to_the_original():
+    first, second = run_ranks(_copies, 2)
+    np.testing.assert_array_equal(first["weights"], second["weights"])
+    for rank, result in enumerate((first, second)):
+        batches, sizes, state, grads, processes = result["found"][:5]
+        assert batches == [[[0, 1, 2, 3], [8, 9, 10, 11]], [[4, 5, 6, 7], [12, 13, 14, 15]]][rank]
+        assert (sizes, processes) == ((6, 2), 2)
+        assert state == result["state"]
+        np.testing.assert_array_equal(grads, first["found"][3])
+        assert len(result["refused"]) == 3
