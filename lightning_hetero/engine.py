@@ -97,7 +97,7 @@ class HeteroEngine:
         self._restored: PlanHistory | None = None
         self._start = self._position = (0, 0)
         self._backwards, self._stepped = 0, False
-        self._identity = identity(device, local_rank)
+        self._local_rank = local_rank
         self.roster: Roster | None = None
         self._restored_workers: tuple[str, ...] = ()
 
@@ -151,7 +151,7 @@ class HeteroEngine:
         own = given[self.rank] if isinstance(given, tuple) else given
         self.roster = Roster.meet(
             self.control,
-            self._identity,
+            identity(self.device, self._local_rank),
             capacity(self.device),
             min_local=self.min_local,
             bounds=(own, self.memory_bound),  # type: ignore[arg-type]

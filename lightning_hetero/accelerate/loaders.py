@@ -103,6 +103,7 @@ class Announced:
         self.session, self.begin = session, begin
 
     def __call__(self) -> None:
+        """Begin."""
         if isinstance(self.session, HeteroSession):
             self.session.another_loader()
         self.begin()

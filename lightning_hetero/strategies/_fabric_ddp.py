@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -20,6 +21,7 @@ from lightning_hetero.strategies._checkpoint import KEY as RESIDUALS
 from lightning_hetero.strategies._checkpoint import add_residuals, take_residuals
 from lightning_hetero.strategies._compression import clip_blocks
 from lightning_hetero.strategies._loaders import (
+    NOT_MET,
     balanced_evaluation_loader,
     stream_of,
     why_not_uneven,
@@ -96,6 +98,12 @@ class HeteroFabricMixin(PlanAccess):
         assert self.session is not None
         return self.session
 
+    def _met(self) -> HeteroSession | None:
+        """The session; where there is none yet, what is set up is as under plain DDP, and that is said."""
+        if self.session is None:
+            log.warning(NOT_MET, "fabric.launch()")
+        return self.session
+
     # set-up
 
     def setup_environment(self) -> None:
@@ -116,7 +124,9 @@ class HeteroFabricMixin(PlanAccess):
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
         """Wrap the model as DDP does, with our communication hook."""
-        session = self._running()
+        session = self._met()
+        if session is None:
+            return super().setup_module(module)  # type: ignore[misc, no-any-return]
         engine = session.engine
         normalises = any(isinstance(m, _BatchNorm) for m in module.modules())
         if self.config.min_local_batch_size is None and engine.min_local < 2 and normalises:
@@ -137,7 +147,7 @@ class HeteroFabricMixin(PlanAccess):
     def setup_optimizer(self, optimizer: Any) -> Any:
         """As DDP; an optimizer with sparse steps takes the blocks of a compressed gradient."""
         optimizer = super().setup_optimizer(optimizer)  # type: ignore[misc]
-        compression = self._running().engine.compression
+        compression = None if self.engine is None else self.engine.compression
         if compression is not None:
             compression.lead([optimizer], more=True)
             clip_blocks(self.precision, compression)  # type: ignore[attr-defined]
@@ -150,6 +160,8 @@ class HeteroFabricMixin(PlanAccess):
             ValueError: if the training loader cannot be split unevenly and the policy asks for it.
         """
         dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
+        if self._met() is None:
+            return dataloader
         shuffles, taken = _shuffles(dataloader), self._train_loader is not None
         reason = why_not_uneven(dataloader, self._running().engine.world_size)
         if not shuffles and (taken or reason is not None):
@@ -224,45 +236,51 @@ class HeteroFabricMixin(PlanAccess):
 
     def backward(self, tensor: torch.Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
         """Weight the loss by this rank's share of the batch, then run backward."""
-        engine = self._running().engine
+        engine = self.engine
+        if engine is None:
+            super().backward(tensor, module, *args, **kwargs)  # type: ignore[misc]
+            return
         loss = engine.scale_loss(tensor)
         with engine.backward():
             super().backward(loss, module, *args, **kwargs)  # type: ignore[misc]
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """As DDP, timed."""
-        observer = self._running().engine.observer
+        if self.engine is None:
+            return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+        observer = self.engine.observer
         observer.begin_update()
         result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
         observer.end_update()
         return result
 
+    def _excluded(self) -> Any:
+        """Around collectives, whose waiting is no computing."""
+        return nullcontext() if self.engine is None else self.engine.excluded()
+
     def all_reduce(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As DDP, which averages ranks alike; what a rank waits here is not counted as computing."""
-        with self._running().engine.excluded():
+        with self._excluded():
             return super().all_reduce(*args, **kwargs)  # type: ignore[misc, no-any-return]
 
     def all_gather(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As DDP; what a rank waits here is not counted as computing."""
-        with self._running().engine.excluded():
+        with self._excluded():
             return super().all_gather(*args, **kwargs)  # type: ignore[misc, no-any-return]
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """As DDP; what a rank waits here is not counted as computing."""
-        if self.session is None:
-            super().barrier(*args, **kwargs)  # type: ignore[misc]
-            return
-        with self.session.engine.excluded():
+        with self._excluded():
             super().barrier(*args, **kwargs)  # type: ignore[misc]
 
     # state
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save the state, with the plans, what was learned, and the gradients that compression has not sent yet."""
-        session = self._running()
-        session.engine.observer.discard()
-        state = {**state, KEY: session.state_dict()}
-        add_residuals(state, session.engine)
+        if self.session is not None:
+            self.session.engine.observer.discard()
+            state = {**state, KEY: self.session.state_dict()}
+            add_residuals(state, self.session.engine)
         super().save_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -272,8 +290,8 @@ class HeteroFabricMixin(PlanAccess):
         """
         self._wanted_step = None
         rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
-        if state and not isinstance(state, torch.nn.Module | torch.optim.Optimizer):
-            session = self._running()
+        session = self.session
+        if state and not isinstance(state, torch.nn.Module | torch.optim.Optimizer) and session is not None:
             session.load_state_dict(rest.pop(KEY, {}))
             take_residuals(rest, session.engine)
             rest.pop(RESIDUALS, None)

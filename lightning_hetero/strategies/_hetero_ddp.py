@@ -242,7 +242,7 @@ class HeteroDDPMixin(PlanAccess):
         training = self._trainer.state.stage == "train"
         if self.engine is None:
             if training or self.config.balance_evaluation:
-                log.warning(NOT_MET)
+                log.warning(NOT_MET, "Trainer.fit()")
             return dataloader
         if not training:
             return balanced_evaluation_loader(dataloader, self.engine) if self.config.balance_evaluation else dataloader

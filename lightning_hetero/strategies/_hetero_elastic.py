@@ -169,7 +169,7 @@ class HeteroElasticMixin:
         if self._trainer.state.stage != "train":
             return dataloader
         if self.engine is None:
-            log.warning(NOT_MET)
+            log.warning(NOT_MET, "Trainer.fit()")
             return dataloader
         reason = why_not_uneven(dataloader, self.engine.world_size)
         if reason is None and dataloader.num_workers > 0:

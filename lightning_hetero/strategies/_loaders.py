@@ -23,8 +23,8 @@ __all__ = [
 ]
 
 NOT_MET = (
-    "a loader was set up before the processes have met (Strategy.setup_environment), so that it is split evenly, as "
-    "plain DDP does. Trainer.fit() does it in the right order."
+    "a model or a loader was set up before the processes have met (in the strategy's setup_environment()), so that "
+    "batches are split evenly, as plain DDP does. %s does it in the right order."
 )
 
 

@@ -201,3 +201,37 @@ def test_what_cannot_be_right_is_refused_on_every_rank(what, message):
     errors = ranks(_refused, 2, what, expect_errors=True)
     assert [rank for rank, *_ in errors] == [0, 1]
     assert all(message in text for *_, text in errors)
+
+
+def _by_hand(rank):
+    """One step of a model, an optimizer and a loader that no environment was set up for."""
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="hetero_ddp")
+    fabric._launched = True  # as Lightning's own tests pretend
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    model = network()
+    fabric.strategy._set_world_ranks()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+    loader = fabric.setup_dataloaders(DataLoader(Points(16), 4, shuffle=True))
+    x, y, _ = next(iter(loader))
+    fabric.backward(nn.functional.mse_loss(model(x), y))
+    optimizer.step()
+    fabric.barrier()
+    return flat(model), type(loader.batch_sampler).__name__, type(loader.sampler).__name__, fabric.strategy.plan
+
+
+def test_what_is_set_up_before_the_processes_have_met_is_as_under_plain_ddp():
+    first, second = ranks(_by_hand)
+    np.testing.assert_array_equal(first[0], second[0])
+    assert first[1:] == second[1:] == ("BatchSampler", "DistributedSampler", None)
+
+
+def test_the_fabric_strategy_says_that_it_is_plain_before_the_processes_have_met(caplog, monkeypatch):
+    from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy
+
+    monkeypatch.setattr("lightning_hetero.session.log.propagate", True)
+    loader = DataLoader(Points(16), 4)
+    assert HeteroDDPStrategy().process_dataloader(loader) is loader
+    assert caplog.text.count("before the processes have met") == 1
+    assert "fabric.launch()" in caplog.text
