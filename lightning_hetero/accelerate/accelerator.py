@@ -1,6 +1,7 @@
 """``HeteroAccelerator``: Accelerate's ``Accelerator`` with batches split by speed and losses weighted by the split."""
 
 import contextlib
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,9 +22,10 @@ from lightning_hetero.accelerate.loaders import (
     uneven_loader,
     why_not,
 )
-from lightning_hetero.accelerate.plugin import HeteroPlugin, switched_on
+from lightning_hetero.accelerate.plugin import NAMES, HeteroPlugin, switched_on
 from lightning_hetero.comm import gradient_hook
 from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.core.validation import check_names
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import HeteroSession, PlanAccess, log
 from lightning_hetero.strategies._restarts import warn_of_stale_addresses
@@ -60,6 +62,10 @@ class HeteroAccelerator(PlanAccess, Accelerator):
     _no_engine = "ACCELERATE_USE_HETERO=false: there are no plans. Set it to true, or give a HeteroPlugin."
 
     def __init__(self, *args: Any, hetero_plugin: HeteroPlugin | None = None, **kwargs: Any) -> None:
+        arguments = [name for name in inspect.signature(Accelerator.__init__).parameters if name != "self"]
+        settings = ", ".join(name for name in kwargs if name in NAMES)
+        hint = f"Give settings in the plugin: hetero_plugin=HeteroPlugin({settings}=...)." if settings else ""
+        check_names(type(self).__name__, kwargs, ["hetero_plugin", *arguments], hint=hint)
         if hetero_plugin is not None and not isinstance(hetero_plugin, HeteroPlugin):
             raise TypeError(
                 f"hetero_plugin={hetero_plugin!r} is a {type(hetero_plugin).__name__}; give a HeteroPlugin."

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.validation import check_choice, check_number
+from lightning_hetero.core.validation import check_choice, check_names, check_number
 from lightning_hetero.elastic import OWN_LOOP, ElasticConfig
 
 __all__ = ["PREFIX", "SETTINGS", "SWITCH", "HeteroPlugin", "as_environment", "switched_on"]
@@ -161,8 +161,7 @@ def _check_names(where: str, settings: Mapping[str, Any]) -> None:
         raise TypeError(f"{where}: {name} is for Lightning's Trainer only; {ONLY_LIGHTNING[name]}.")
     if set(unknown) & {field.name for field in fields(ElasticConfig)}:
         raise TypeError(f"{where} has no setting {', '.join(unknown)}. {OWN_LOOP}.")
-    if unknown:
-        raise TypeError(f"{where} has no setting {', '.join(unknown)}. Allowed are {', '.join(NAMES)}.")
+    check_names(where, unknown, NAMES, kind="setting")
 
 
 def check_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,13 +1,14 @@
 """Checks of arguments that are used in more than one place; each error says what was given, allowed, and how to fix."""
 
+import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 
-__all__ = ["check_choice", "check_int", "check_number", "check_sizes"]
+__all__ = ["check_choice", "check_int", "check_names", "check_number", "check_sizes"]
 
 
 def check_int(name: str, value: Any, *, minimum: int) -> int:
@@ -84,3 +85,31 @@ def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> Any:
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is unknown; allowed are {', '.join(repr(a) for a in allowed)}.")
     return value
+
+
+def check_names(
+    where: str, given: Iterable[str], allowed: Sequence[str], *, kind: str = "argument", hint: str = ""
+) -> None:
+    """Check the names of keyword arguments or settings.
+
+    Args:
+        where: what takes them, for the error.
+        given: names.
+        allowed: names that exist.
+        kind: what the names are called, for the error.
+        hint: what else to say, a sentence.
+
+    Raises:
+        TypeError: if one of them does not exist, with the nearest one that does.
+
+    Example:
+        >>> check_names("HeteroPlugin", ["polcy"], ["policy", "replan"])
+        Traceback (most recent call last):
+        TypeError: HeteroPlugin has no argument polcy. Did you mean policy? Allowed are policy, replan.
+    """
+    for name in given:
+        if name not in allowed:
+            near = difflib.get_close_matches(name, allowed, n=1)
+            meant = f" Did you mean {near[0]}?" if near else ""
+            also = f" {hint}" if hint else ""
+            raise TypeError(f"{where} has no {kind} {name}.{meant}{also} Allowed are {', '.join(allowed)}.")

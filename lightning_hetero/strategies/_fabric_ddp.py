@@ -17,6 +17,7 @@ from lightning_hetero.comm import gradient_hook
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import HeteroSession, PlanAccess, log
+from lightning_hetero.strategies._arguments import check_arguments
 from lightning_hetero.strategies._checkpoint import KEY as RESIDUALS
 from lightning_hetero.strategies._checkpoint import add_residuals, take_residuals
 from lightning_hetero.strategies._compression import clip_blocks
@@ -60,6 +61,7 @@ class HeteroFabricMixin(PlanAccess):
     _no_engine = "there are no plans and observations yet: they come with fabric.launch()."
 
     def __init__(self, **kwargs: Any) -> None:
+        check_arguments(self, kwargs)
         names = [field.name for field in fields(HeteroConfig)]
         self.config = HeteroConfig(**{name: kwargs.pop(name) for name in names if name in kwargs})
         if self.config.probe_memory:

@@ -20,6 +20,7 @@ from lightning_hetero.core.compressors import Compressor
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import PlanAccess, log, show_log
+from lightning_hetero.strategies._arguments import check_arguments
 from lightning_hetero.strategies._checkpoint import (
     Resumption,
     add_residuals,
@@ -106,6 +107,7 @@ class HeteroDDPMixin(PlanAccess):
         staleness: int = 0,
         **kwargs: Any,
     ) -> None:
+        check_arguments(self, kwargs)
         self.config = HeteroConfig(
             policy=policy,
             loss_reduction=loss_reduction,

@@ -6,6 +6,7 @@ epoch ends for a rank when the engine says so, and validation is due only at a m
 """
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hetero.callbacks.elastic import ElasticCallback
+from lightning_hetero.core.validation import check_names
 from lightning_hetero.elastic import ElasticConfig, ElasticEngine, MergeRecord
 from lightning_hetero.session import log
+from lightning_hetero.strategies._arguments import arguments_of
 from lightning_hetero.strategies._elastic_rules import why_not_elastic
 from lightning_hetero.strategies._hetero_ddp import resume_position
 from lightning_hetero.strategies._loaders import NOT_MET, stream_of, why_not_uneven, with_batch_sampler
@@ -78,12 +81,16 @@ class HeteroElasticMixin:
         damped: bool = True,
         **kwargs: Any,
     ) -> None:
-        unknown = sorted(set(kwargs) - set(DDP_ARGUMENTS))
-        if unknown:
+        for_gradients = sorted(set(kwargs) & set(arguments_of(type(self))) - set(DDP_ARGUMENTS))
+        if for_gradients:
             raise TypeError(
-                f"hetero_elastic averages models, so there is no gradient averaging that {', '.join(unknown)} could "
-                f"change. Leave it out; what it takes of DDPStrategy's arguments is {', '.join(DDP_ARGUMENTS)}."
+                f"hetero_elastic averages models, so there is no gradient averaging that {', '.join(for_gradients)} "
+                f"could change. Leave it out; what it takes of DDPStrategy's arguments is {', '.join(DDP_ARGUMENTS)}."
             )
+        own = [
+            name for name in inspect.signature(HeteroElasticMixin.__init__).parameters if name not in ("self", "kwargs")
+        ]
+        check_names(type(self).__name__, kwargs, [*own, *DDP_ARGUMENTS])
         settings = {
             "min_batch_size": min_batch_size,
             "beta": beta,

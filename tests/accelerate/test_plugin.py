@@ -109,7 +109,9 @@ def test_a_wrong_variable_is_named_with_its_value(variable, text, message, monke
 
 
 def test_wrong_arguments():
-    with pytest.raises(TypeError, match="HeteroPlugin has no setting polici. Allowed are policy, "):
+    with pytest.raises(
+        TypeError, match="HeteroPlugin has no setting polici. Did you mean policy. Allowed are policy, "
+    ):
         HeteroPlugin(polici="pid")
     with pytest.raises(TypeError, match="probe_memory is for Lightning's Trainer only; give max_local_batch_sizes"):
         HeteroPlugin(probe_memory=True)
@@ -144,3 +146,13 @@ def test_switch(monkeypatch):
 def test_settings_of_elastic_averaging_are_told_where_they_belong():
     with pytest.raises(TypeError, match="no setting merge. .* use lightning_hetero.elastic.ElasticEngine"):
         HeteroPlugin(merge="adaptive")
+
+
+def test_a_misspelt_keyword_of_the_accelerator_is_refused_with_the_nearest_one():
+    with pytest.raises(TypeError, match="HeteroAccelerator has no argument split_batch. Did you mean split_batches"):
+        HeteroAccelerator(split_batch=True)
+
+
+def test_a_setting_that_is_given_to_the_accelerator_belongs_into_the_plugin():
+    with pytest.raises(TypeError, match=r"no argument local_batch_sizes.*HeteroPlugin\(local_batch_sizes=...\)"):
+        HeteroAccelerator(local_batch_sizes=[4, 2])

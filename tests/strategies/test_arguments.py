@@ -1,5 +1,6 @@
 """Bad input ends at construction or set-up, on every rank, with what was given, what is allowed and what to do."""
 
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,10 @@ from lightning_hetero import (
     DynamicBatchPIDCallback,
     GNSCallback,
     HeteroDDPStrategy,
+    HeteroElasticStrategy,
     PerfModelCallback,
 )
+from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as HeteroFabricStrategy
 from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
 
 
@@ -57,6 +60,59 @@ from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
 def test_constructor_refuses(arguments, error, says):
     with pytest.raises(error, match=says):
         HeteroDDPStrategy(**arguments)
+
+
+@pytest.mark.parametrize("strategy", [HeteroDDPStrategy, HeteroElasticStrategy, HeteroFabricStrategy])
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("timeouts", "timeout"),
+        ("proces_group_backend", "process_group_backend"),
+        ("start_methods", "start_method"),
+        ("checkpoint_ios", "checkpoint_io"),
+    ],
+)
+def test_a_misspelt_keyword_is_refused_at_construction(strategy, given, meant):
+    with pytest.raises(
+        TypeError, match=rf"{strategy.__name__} has no argument {given}. Did you mean {meant}\?.*Allowed"
+    ):
+        strategy(**{given: 3})
+
+
+@pytest.mark.parametrize("strategy", [HeteroDDPStrategy, HeteroFabricStrategy])
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("local_batch_size", "local_batch_sizes"),
+        ("find_unused_parameter", "find_unused_parameters"),
+        ("gradient_as_buckets_view", "gradient_as_bucket_view"),
+    ],
+)
+def test_a_misspelt_keyword_of_the_split_or_of_ddp_is_refused_at_construction(strategy, given, meant):
+    with pytest.raises(TypeError, match=rf"has no argument {given}. Did you mean {meant}\?"):
+        strategy(**{given: True})
+
+
+def test_a_misspelt_keyword_of_elastic_averaging_is_refused_at_construction():
+    with pytest.raises(TypeError, match="has no argument merges. Did you mean merge"):
+        HeteroElasticStrategy(merges="mean")
+
+
+def test_what_is_like_no_argument_is_refused_with_those_that_there_are():
+    with pytest.raises(TypeError, match="has no argument xyzzy. Allowed are policy, .*static_graph"):
+        HeteroDDPStrategy(xyzzy=1)
+
+
+def test_keywords_of_a_subclass_and_of_ddp_are_taken():
+    class Own(HeteroDDPStrategy):
+        def __init__(self, colour, **kwargs):
+            self.colour = colour
+            super().__init__(**kwargs)
+
+    made = Own("red", static_graph=True, bucket_cap_mb=5, timeout=timedelta(seconds=9))
+    assert made._ddp_kwargs == {"static_graph": True, "bucket_cap_mb": 5}
+    fabric = HeteroFabricStrategy(find_unused_parameters=True)
+    assert fabric._ddp_kwargs == {"find_unused_parameters": True}
 
 
 @pytest.mark.parametrize(

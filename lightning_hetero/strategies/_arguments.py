@@ -1,0 +1,36 @@
+"""Which keyword arguments a strategy takes: a misspelt one is an error where it is written, not in the training."""
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import fields
+
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.validation import check_names
+
+__all__ = ["arguments_of", "check_arguments"]
+
+GIVEN_BY_LIGHTNING = ("self", "module", "device_ids", "args", "kwargs")
+
+
+def arguments_of(strategy: type) -> list[str]:
+    """Names of all keyword arguments of a strategy of data parallelism: its own, ours, and those of torch's wrapper.
+
+    Args:
+        strategy: a class; every class that it is made of passes on what it does not take itself.
+    """
+    initialisers = [vars(cls)["__init__"] for cls in strategy.__mro__[:-1] if "__init__" in vars(cls)]
+    names = [field.name for field in fields(HeteroConfig)]
+    for initialiser in (*initialisers, DistributedDataParallel.__init__):
+        names += inspect.signature(initialiser).parameters
+    return [name for name in dict.fromkeys(names) if name not in GIVEN_BY_LIGHTNING]
+
+
+def check_arguments(strategy: object, given: Iterable[str]) -> None:
+    """Check the names of what was given to a strategy beside its own arguments.
+
+    Raises:
+        TypeError: if nobody takes one of them, with the nearest name that exists.
+    """
+    check_names(type(strategy).__name__, given, arguments_of(type(strategy)))
