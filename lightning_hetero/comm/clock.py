@@ -23,6 +23,9 @@ class Clock(Protocol):
     def wait(self) -> None:
         """Until the device has reached all marks so far; for a checkpoint, which waits for the device anyway."""
 
+    def wait_for(self, mark: Any) -> None:
+        """Until the device has reached the mark."""
+
 
 class HostClock:
     """Monotonic host time, for devices that compute in step with the host."""
@@ -40,6 +43,9 @@ class HostClock:
         return end - start
 
     def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def wait_for(self, mark: float) -> None:
         """Nothing to wait for."""
 
 
@@ -63,6 +69,10 @@ class CudaClock:
     def wait(self) -> None:
         """Until the device has done all that was asked of it, on every stream."""
         torch.cuda.synchronize()
+
+    def wait_for(self, mark: torch.cuda.Event) -> None:
+        """Until the stream has passed the event."""
+        mark.synchronize()
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -5,12 +5,27 @@ or reached besides it. Ranks also note there that they have arrived at the end o
 have not when the others stop waiting.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
 __all__ = ["BatchDispatcher", "ElasticWorkerError", "job_store"]
+
+
+log = logging.getLogger("lightning_hetero")
+
+ANSWER = timedelta(minutes=5)
+"""Longest wait for the store, unless a timeout is given. It answers within a millisecond."""
+NOTICE = 30.0
+"""Seconds after which a worker says that it waits for the store."""
+GRACE = 3.0
+"""Seconds within which workers that are alive notice that a merge failed; those that do not are named."""
 
 
 class ElasticWorkerError(RuntimeError):
@@ -25,6 +40,69 @@ def job_store() -> dist.Store:
     return store
 
 
+_Work: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None]"
+
+
+class _Calls:
+    """Calls to a store that may never return, made by a thread of their own so that their caller can stop waiting.
+
+    A client of torch's store waits without bound for a server that stands still.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self._work: _Work | None = None
+
+    def __call__(self, call: Callable[[], Any]) -> Any:
+        """What the call returns, or raises.
+
+        Raises:
+            TimeoutError: if it does neither in time.
+        """
+        if self._work is None:
+            self._work = queue.SimpleQueue()
+            # a daemon, so that a process can end while a call does not return
+            threading.Thread(target=_serve, args=(self._work,), name="lightning_hetero-store", daemon=True).start()
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._work.put((call, answer))
+        try:
+            value = answer.get(timeout=min(NOTICE, self.timeout))
+        except queue.Empty:
+            value = self._late(answer)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    def _late(self, answer: "queue.SimpleQueue[Any]") -> Any:
+        rest = self.timeout - min(NOTICE, self.timeout)
+        if rest > 0:
+            log.warning(
+                "the job's store has not answered for %.0f s: the process that holds it (rank 0, or the launcher) "
+                "stands still. This worker waits for another %.0f s, then ends.",
+                *(NOTICE, rest),
+            )
+            try:
+                return answer.get(timeout=rest)
+            except queue.Empty:
+                pass
+        raise TimeoutError(f"no answer within {self.timeout:.0f} s")
+
+    def close(self) -> None:
+        """End the thread until the next call."""
+        if self._work is not None:
+            self._work.put(None)
+        self._work = None
+
+
+def _serve(work: "_Work") -> None:
+    while (item := work.get()) is not None:
+        call, answer = item
+        try:
+            answer.put(call())
+        except Exception as error:  # noqa: BLE001 - it belongs to the caller
+            answer.put(error)
+
+
 class BatchDispatcher:
     """Counter of claims and list of arrivals of one mega-batch at a time.
 
@@ -32,6 +110,7 @@ class BatchDispatcher:
         store: shared by all ranks.
         rank: this rank.
         world_size: number of ranks.
+        timeout: longest wait for an answer of the store, 5 minutes by default.
 
     Example:
         >>> dispatcher = BatchDispatcher(dist.HashStore(), rank=0, world_size=1)
@@ -42,10 +121,11 @@ class BatchDispatcher:
         (None, [])
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, *, timeout: timedelta | None = None) -> None:
         self.rank, self.world_size = rank, world_size
+        self._calls = _Calls((timeout or ANSWER).total_seconds()) if world_size > 1 else None
         # Every rank makes its dispatchers in the same order, so its own count tells runs in one job apart.
-        run = store.add(f"lightning_hetero/elastic/runs/{rank}", 1)
+        run = self._ask(lambda: store.add(f"lightning_hetero/elastic/runs/{rank}", 1))
         self._store = dist.PrefixStore(f"lightning_hetero/elastic/{run}", store)
         self._key = self._last = ""
 
@@ -56,9 +136,8 @@ class BatchDispatcher:
         because then rank 0, which may hold the store, may have ended.
         """
         if self.rank == 0 and self._last:
-            with self._answering():
-                for key in ("claimed", *(f"arrived/{r}" for r in range(self.world_size))):
-                    self._store.delete_key(f"{self._last}/{key}")
+            for key in ("claimed", *(f"arrived/{r}" for r in range(self.world_size))):
+                self._ask(self._store.delete_key, f"{self._last}/{key}")
         self._last, self._key = self._key, name
 
     def claim(self, size: int) -> int:
@@ -67,8 +146,7 @@ class BatchDispatcher:
         Raises:
             ElasticWorkerError: if the store does not answer.
         """
-        with self._answering():
-            return int(self._store.add(f"{self._key}/claimed", size)) - size
+        return int(self._ask(self._store.add, f"{self._key}/claimed", size)) - size
 
     def arrive(self) -> None:
         """Note that this rank is at the end of the mega-batch.
@@ -76,8 +154,7 @@ class BatchDispatcher:
         Raises:
             ElasticWorkerError: if the store does not answer.
         """
-        with self._answering():
-            self._store.set(f"{self._key}/arrived/{self.rank}", "")
+        self._ask(self._store.set, f"{self._key}/arrived/{self.rank}", "")
 
     def missing(self) -> list[int]:
         """Ranks that have not arrived.
@@ -85,14 +162,45 @@ class BatchDispatcher:
         Raises:
             ElasticWorkerError: if the store does not answer.
         """
-        with self._answering():
-            return [r for r in range(self.world_size) if not self._store.check([f"{self._key}/arrived/{r}"])]
+        return self._without("arrived")
 
-    @contextmanager
-    def _answering(self) -> Iterator[None]:
+    def silent(self, grace: float | None = None) -> list[int]:
+        """Say that a merge failed here, and find out who says nothing: ranks that ended or are stuck.
+
+        A rank that is alive notices as well, once it is done with its batch. Where the store goes, because rank 0 has
+        ended meanwhile, the answer is what was known before.
+
+        Args:
+            grace: seconds that the others have.
+
+        Raises:
+            ElasticWorkerError: if the store does not answer at all.
+        """
+        deadline = time.monotonic() + (GRACE if grace is None else grace)
+        silent: list[int] | None = None
         try:
-            yield
-        except (RuntimeError, dist.DistError) as error:
+            self._ask(self._store.set, f"{self._key}/failed/{self.rank}", "")
+            while silent is None or (silent and time.monotonic() < deadline):
+                time.sleep(0.02)
+                silent = self._without("failed")
+        except ElasticWorkerError:
+            if silent is None:
+                raise
+        return silent
+
+    def _without(self, note: str) -> list[int]:
+        """Ranks that have not left this note in the running mega-batch."""
+        return [r for r in range(self.world_size) if not self._ask(self._store.check, [f"{self._key}/{note}/{r}"])]
+
+    def close(self) -> None:
+        """Let go of the store until it is asked again."""
+        if self._calls is not None:
+            self._calls.close()
+
+    def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return call(*args) if self._calls is None else self._calls(lambda: call(*args))
+        except (RuntimeError, TimeoutError, dist.DistError) as error:
             raise ElasticWorkerError(
                 "the job's store, which hands out the batches, does not answer: the process that holds it (rank 0, or "
                 f"the launcher) has ended or is stuck ({error}). Look at its log and start the job again."

@@ -26,7 +26,8 @@ class ElasticConfig:
         merge: merge rule, a name in :data:`~lightning_hetero.core.adaptive_sgd.MERGES`.
         mega_batch_size: samples between two merges.
         mega_batch_batches: the same in batches of the DataLoader's size, of all ranks together; default 100.
-        settings: keywords of :class:`~lightning_hetero.core.adaptive_sgd.AdaptiveSettings` but for the largest batch.
+        settings: keywords of :class:`~lightning_hetero.core.adaptive_sgd.AdaptiveSettings` but for the largest batch;
+            with ``momentum`` left out or ``None`` the local optimizers decide on it.
 
     Raises:
         TypeError: if a value has the wrong type.
@@ -53,7 +54,17 @@ class ElasticConfig:
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), minimum=1)
         least = self.settings.get("min_batch_size")
-        AdaptiveSettings(max_batch_size=least if isinstance(least, int) and least > 0 else 1, **self.settings)
+        self.adaptive(least if isinstance(least, int) and least > 0 else 1)
+
+    def adaptive(self, max_batch_size: int) -> AdaptiveSettings:
+        """Constants of Adaptive SGD for a largest batch."""
+        given = {name: value for name, value in self.settings.items() if name != "momentum" or value is not None}
+        return AdaptiveSettings(max_batch_size=max_batch_size, **given)
+
+    @property
+    def momentum(self) -> float | None:
+        """Momentum of the global model, ``None`` if the local optimizers decide on it."""
+        return self.settings.get("momentum")
 
     @property
     def rule(self) -> MergeRule:

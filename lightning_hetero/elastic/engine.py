@@ -9,23 +9,29 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_hetero.comm.clock import HostClock, clock_for
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.dispatch import BatchDispatcher, ElasticWorkerError, job_store
 from lightning_hetero.core.adaptive_sgd import AdaptiveSettings, merge_weights, scale_batch_sizes
 from lightning_hetero.data.claims import ClaimedBatchSampler, MegaBatch
 from lightning_hetero.data.stream import IndexStream
 from lightning_hetero.elastic.config import ElasticConfig
+from lightning_hetero.elastic.optimizers import outer_momentum, why_not_merged
+from lightning_hetero.elastic.pace import DevicePace
+from lightning_hetero.elastic.record import MergeRecord
 from lightning_hetero.elastic.replicas import Replica
+from lightning_hetero.elastic.same_model import require_same_model
 
 __all__ = ["ElasticEngine", "MergeRecord"]
 
@@ -33,40 +39,6 @@ log = logging.getLogger("lightning_hetero")
 
 NOTABLE = 0.1
 """Share by which a batch size has to change to be told in the log."""
-
-
-@dataclass(frozen=True)
-class MergeRecord:
-    """What was done in a mega-batch, and what followed; equal on all ranks but for the clocks.
-
-    Args:
-        epoch: epoch of the mega-batch.
-        position: samples of the epoch that are done.
-        batch_sizes: of each rank in it.
-        updates: of each rank in it.
-        samples: trained on by each rank in it.
-        weights: of the replicas in the merge.
-        perturbed: whether the weights were perturbed.
-        busy: seconds of each rank from the first batch to the end of its last.
-        end: whether a rank has asked to end the training, see :meth:`ElasticEngine.request_end`.
-    """
-
-    epoch: int
-    position: int
-    batch_sizes: tuple[int, ...]
-    updates: tuple[int, ...]
-    samples: tuple[int, ...]
-    weights: tuple[float, ...]
-    perturbed: bool
-    busy: tuple[float, ...]
-    end: bool = False
-
-    def describe(self) -> str:
-        """One line for the log."""
-        weights = ", ".join(f"{weight:.3f}" for weight in self.weights)
-        return f"updates {list(self.updates)} in batches of {list(self.batch_sizes)}, weights [{weights}]" + (
-            ", perturbed" if self.perturbed else ""
-        )
 
 
 class ElasticEngine:
@@ -101,7 +73,7 @@ class ElasticEngine:
         self.config, self.rank, self.world_size, self.timeout = config, rank, world_size, timeout
         self.control = ControlPlane(rank, world_size, timeout=timeout)
         self.control.require_equal("the settings of the strategy", repr(config))
-        self.dispatcher = BatchDispatcher(job_store(), rank, world_size)
+        self.dispatcher = BatchDispatcher(job_store(), rank, world_size, timeout=timeout)
         self.merges: list[MergeRecord] = []
         self.inside, self.epoch_over, self.diverged = False, False, False
         self.batch_sizes: tuple[int, ...] = ()
@@ -119,18 +91,53 @@ class ElasticEngine:
         self._opened = self._updates = self._trained = 0
         self._began = 0.0
         self._end = False
+        self.pace = DevicePace(HostClock())
 
     # set-up
 
-    def attach(self, module: nn.Module) -> None:
-        """Take the model whose replicas are merged, and give all ranks rank 0's; collective."""
+    def attach(self, module: nn.Module, optimizers: Iterable[Any] | None = None) -> None:
+        """Take the model whose replicas are merged, and give all ranks rank 0's; collective.
+
+        Args:
+            module: on its device.
+            optimizers: all that train it, for the momentum of the global model; those of :meth:`follow` by default.
+
+        Raises:
+            PlanMismatchError: if ranks have different models.
+            ValueError: as :meth:`follow`.
+        """
         self.inside = self._end = False
-        settings = AdaptiveSettings(1, **{**self.config.settings, "min_batch_size": 1})
-        self._replica = Replica(module, self.config.rule, momentum=settings.momentum, world_size=self.world_size)
+        require_same_model(module, self.control)
+        self.pace = DevicePace(clock_for(next(module.parameters(), torch.empty(0)).device))
+        self._replica = Replica(module, self.config.rule, momentum=self.config.momentum, world_size=self.world_size)
         if self._replica_state is not None:
             self._replica.load_state_dict(self._replica_state)
             self._replica_state = None
         self._replica.synchronize()
+        if optimizers is not None:
+            self.follow(optimizers)
+
+    def follow(self, optimizers: Iterable[Any]) -> None:
+        """Choose the momentum of the global model by the local optimizers, unless one is given; collective.
+
+        Raises:
+            PlanMismatchError: if ranks have optimizers that need different ones.
+            RuntimeError: if there is no model yet.
+            ValueError: if replicas that an optimizer trains cannot be merged.
+        """
+        if self._replica is None:
+            raise RuntimeError("follow() was called with no model; call attach(module) before.")
+        given = list(optimizers)
+        reason = next(filter(None, map(why_not_merged, given)), None)
+        if reason is not None:
+            raise ValueError(f"{reason}.")
+        if self.config.momentum is not None or not self.config.rule.momentum:
+            return
+        momentum, why = outer_momentum(given)
+        self.control.require_equal("the momentum of the global model", momentum)
+        self._replica.momentum = momentum
+        if self.rank == 0 and self.world_size > 1:
+            log.info("momentum=%g of the global model: %s; momentum= chooses another", momentum, why)
 
     def shard(
         self,
@@ -169,7 +176,7 @@ class ElasticEngine:
                 "Use fewer workers, more data or a smaller batch_size."
             )
         self._mega_samples, self._least = self.config.samples(batch_size, self.world_size), least
-        self._settings = AdaptiveSettings(max_batch_size=batch_size, **self.config.settings)
+        self._settings = self.config.adaptive(batch_size)
         given = self._settings.min_batch_size
         assert given is not None
         low = min(max(given, least), batch_size)
@@ -264,6 +271,7 @@ class ElasticEngine:
         self._updates, self._trained = self._updates + 1, self._trained + len(self._span)
         self.position, self._drawn = (self.position[0], self._span.stop), False
         size = self.batch_sizes[self.rank]
+        self.pace.end_batch()
         self._span = self._mega.claimed(self.dispatcher.claim(size), size)
         if self._span is not None:
             return None
@@ -323,10 +331,10 @@ class ElasticEngine:
         try:
             yield
         except (RuntimeError, dist.DistError) as error:
-            missing = ", ".join(map(str, self.dispatcher.missing())) or "none"
+            silent = ", ".join(map(str, self.dispatcher.silent())) or "none"
             waited = "torch's default timeout" if self.timeout is None else str(self.timeout)
             raise ElasticWorkerError(
-                f"the merge at the end of a mega-batch failed; ranks that have not arrived: {missing}. All its other "
+                f"the merge at the end of a mega-batch failed; ranks of which nothing is heard: {silent}. All other "
                 f"batches are done, but a worker that has ended, or is stuck for longer than the timeout ({waited}), "
                 "still holds one. Look at that worker's log; resume from the last checkpoint, or give a longer timeout."
             ) from error

@@ -21,7 +21,7 @@ class Replica:
     Args:
         module: whose trainable parameters are merged; frozen ones are equal on all ranks and stay as they are.
         rule: merge rule.
-        momentum: ``gamma``.
+        momentum: ``gamma``; ``None`` for 0 until it is set.
         world_size: number of ranks.
 
     Example:
@@ -30,8 +30,8 @@ class Replica:
         >>> replica.merge(1.0, share=1.0, diverged=False)
     """
 
-    def __init__(self, module: nn.Module, rule: MergeRule, *, momentum: float, world_size: int) -> None:
-        self.module, self.rule, self.momentum, self.world_size = module, rule, momentum, world_size
+    def __init__(self, module: nn.Module, rule: MergeRule, *, momentum: float | None, world_size: int) -> None:
+        self.module, self.rule, self.momentum, self.world_size = module, rule, momentum or 0.0, world_size
         self._current: dict[str, torch.Tensor] = {}
         self._previous: dict[str, torch.Tensor] = {}
         self._own: dict[str, torch.Tensor] = {}

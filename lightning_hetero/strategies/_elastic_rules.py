@@ -71,6 +71,14 @@ def _of_callbacks(trainer: Any) -> list[tuple[bool, str]]:
         )
         found.append(
             (
+                bool(kinds & {"WeightAveraging", "EMAWeightAveraging"}),
+                f"{type(callback).__name__} averages the weights of each worker's own replica after each of its own "
+                "steps, so that workers would end with different models. Leave it out: a merge is an average of "
+                "replicas already. Or use strategy='hetero_ddp'.",
+            )
+        )
+        found.append(
+            (
                 "GradientAccumulationScheduler" in kinds,
                 "GradientAccumulationScheduler has no use with hetero_elastic, where every batch is a local update.",
             )

@@ -49,7 +49,7 @@ class HeteroElasticMixin:
         beta: samples by which a batch size changes per update of deviation; default half the smallest batch.
         perturbation: what the most updated replica counts more and the least updated less, 0 to 1.
         perturbation_threshold: weights are perturbed only if all replicas' norms per parameter are below.
-        momentum: of the global model, 0 to below 1.
+        momentum: of the global model, 0 to below 1; by default the paper's 0.9 for SGD without momentum, else 0.
         renormalize: whether weights sum to 1 after the perturbation too; the paper's do not.
         damped: whether batch sizes stop where a worker would have done the mean number of updates, and the largest is
             always the DataLoader's; the paper's do not.
@@ -76,7 +76,7 @@ class HeteroElasticMixin:
         beta: float | None = None,
         perturbation: float = 0.1,
         perturbation_threshold: float = 0.1,
-        momentum: float = 0.9,
+        momentum: float | None = None,
         renormalize: bool = True,
         damped: bool = True,
         **kwargs: Any,
@@ -165,6 +165,19 @@ class HeteroElasticMixin:
         if self._trainer.fast_dev_run:
             self._trainer.fit_loop.epoch_loop.max_steps = -1  # the limit on batches holds; ranks do it together
         self.engine.attach(self.lightning_module)  # type: ignore[attr-defined]
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """As DDP; the momentum of the global model follows from the optimizers.
+
+        Raises:
+            MisconfigurationException: if replicas that an optimizer trains cannot be merged.
+        """
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+        assert self.engine is not None
+        try:
+            self.engine.follow(self.optimizers)  # type: ignore[attr-defined]
+        except ValueError as error:
+            raise self._misconfigured(str(error)) from error
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Make the train loader draw the batches that this rank claims; leave other loaders alone.
@@ -285,6 +298,7 @@ class HeteroElasticMixin:
         if self.engine.diverged:
             for optimizer in self.optimizers:  # type: ignore[attr-defined]
                 optimizer.state.clear()
+        self._agree_on_steps()
         if record.end:  # Lightning's loops then raise on all ranks
             trainer._signal_connector.received_sigterm = True
         before = record.position - sum(record.samples)
@@ -295,6 +309,16 @@ class HeteroElasticMixin:
         due = self.engine.epoch_over or record.position // every > before // every
         trainer.val_check_batch = 1 if due else NEVER
         return record
+
+    def _agree_on_steps(self) -> None:
+        """Count rank 0's steps on every rank, which names files and metrics by them, as ``ModelCheckpoint`` does."""
+        assert self.engine is not None
+        loop = self._trainer.fit_loop.epoch_loop
+        progress = loop.automatic_optimization.optim_progress.optimizer.step.total
+        if not self._automatic:
+            progress = loop.manual_optimization.optim_step_progress.total
+        mine = progress.ready, progress.completed, loop._batches_that_stepped
+        progress.ready, progress.completed, loop._batches_that_stepped = self.engine.control.broadcast_object(mine)
 
     def _step_schedulers(self) -> None:
         """Schedules with ``interval="step"`` go by what a synchronous run would have done with the same samples."""
@@ -373,6 +397,8 @@ class HeteroElasticMixin:
         module = self.lightning_module  # type: ignore[attr-defined]
         if module is not None and module._trainer is not None:
             vars(module.trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+        if self.engine is not None:
+            self.engine.dispatcher.close()
         super().teardown()  # type: ignore[misc]
 
 

@@ -94,13 +94,16 @@ def _epoch(rank, config, epoch, weight=None, state=None):
     return begins, ends, engine.merges[0].weights, engine.state_dict()
 
 
+PAPERS = {"momentum": 0.9}
+
+
 def _resume_with_another_rule(rank):
     dist.init_process_group("gloo")
     found = {}
     for before in MERGES:
-        _, ends, _, state = _epoch(rank, ElasticConfig(before, mega_batch_size=4), 0)
+        _, ends, _, state = _epoch(rank, ElasticConfig(before, mega_batch_size=4, settings=PAPERS), 0)
         for after in MERGES:
-            resumed = _epoch(rank, ElasticConfig(after, mega_batch_size=4), 1, ends[-1], state)
+            resumed = _epoch(rank, ElasticConfig(after, mega_batch_size=4, settings=PAPERS), 1, ends[-1], state)
             found[before, after] = ends, *resumed[:3]
     dist.barrier()
     return found

@@ -1,9 +1,12 @@
 """Elastic averaging end to end: real processes, real optimizers, batches claimed through the job's store."""
 
+import contextlib
 import inspect
 import os
+import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import lightning as L
 import numpy as np
@@ -171,7 +174,7 @@ def test_the_end_of_the_process_that_holds_the_store_is_told():
     errors = {rank: (kind, message) for rank, kind, message in run_ranks(_ends_with_the_store, 2, expect_errors=True)}
     assert errors[1][0] == "ElasticWorkerError"
     assert (
-        "have not arrived: 0" in errors[1][1] or "store, which hands out the batches, does not answer" in errors[1][1]
+        "nothing is heard: 0" in errors[1][1] or "store, which hands out the batches, does not answer" in errors[1][1]
     )
 
 
@@ -181,9 +184,83 @@ def test_a_worker_that_ends_is_named_and_the_rest_is_done_first(how):
     errors = {rank: (kind, message) for rank, kind, message in run_ranks(_ends, 2, how, timeout=60, expect_errors=True)}
     kind, message = errors[0]
     assert kind == "ElasticWorkerError"
-    assert "ranks that have not arrived: 1." in message
+    assert "ranks of which nothing is heard: 1." in message
     assert message.startswith(f"trained on {64 - 2 * 4}: ")  # all but the two batches of rank 1
     assert 1 in errors
+
+
+class LongBatch(Regressor):
+    """Rank 2 is killed in a batch while rank 0 is in a long one; rank 1 has done all the others."""
+
+    def training_step(self, batch, batch_idx):
+        store, rank = job_store(), self.trainer.global_rank
+        if batch_idx == 1 and rank != 1:
+            store.set(f"rank{rank} has its second batch", "")
+        if batch_idx == 1 and rank == 1:
+            store.wait(["rank0 has its second batch", "rank2 has its second batch"])
+        if batch_idx == 1 and rank == 2:
+            while 1 in self.trainer.strategy.engine.dispatcher.missing():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if batch_idx == 1 and rank == 0:
+            while not dead(int(store.get("pid2"))):
+                time.sleep(0.01)
+            time.sleep(0.5)  # rank 1 has noticed by now, though the test is right without
+        return super().training_step(batch, batch_idx)
+
+
+def dead(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+def _long_batch(rank):
+    model = LongBatch()
+    model.on_train_start = lambda: job_store().set(f"pid{rank}", str(os.getpid()))
+    fit(rank, HeteroElasticStrategy(merge="mean", mega_batch_size=64), 3, 4, model=model)
+
+
+def test_only_the_worker_that_was_killed_is_named_though_another_is_still_busy():
+    errors = {rank: message for rank, _, message in run_ranks(_long_batch, 3, timeout=60, expect_errors=True)}
+    assert "ranks of which nothing is heard: 2." in errors[0]
+    assert "ranks of which nothing is heard: 2." in errors[1]
+
+
+class Stops(L.Callback):
+    """Rank 0, which holds the store, stands still for ever."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == 0 and batch_idx == 0:
+            job_store().set("pid0", str(os.getpid()))
+        if trainer.global_rank == 0 and batch_idx == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if trainer.global_rank == 1 and batch_idx == 0:
+            self.pid = int(job_store().get("pid0"))
+        if trainer.global_rank == 1:
+            while not stopped(self.pid):
+                time.sleep(0.01)
+
+
+def stopped(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def _stands_still(rank):
+    callback = Stops()
+    strategy = HeteroElasticStrategy(merge="mean", mega_batch_size=64, timeout=timedelta(seconds=3))
+    try:
+        fit(rank, strategy, 2, 4, model=Regressor(), callbacks=[callback])
+    finally:
+        if rank == 1:
+            os.kill(callback.pid, signal.SIGKILL)
+
+
+def test_nobody_waits_without_bound_for_a_store_that_stands_still():
+    errors = {rank: (kind, message) for rank, kind, message in run_ranks(_stands_still, 2, expect_errors=True)}
+    assert errors[1][0] == "ElasticWorkerError"
+    assert "the job's store, which hands out the batches, does not answer" in errors[1][1]
+    assert "no answer within 3 s" in errors[1][1]
 
 
 # settings
@@ -197,7 +274,7 @@ def _merged(rank, cases):
         strategy = HeteroElasticStrategy(mega_batch_size=64, **keywords)
         engine, model = ElasticEngine(strategy.config, rank=rank, world_size=2), nn.Linear(1, 1, bias=False)
         nn.init.constant_(model.weight, 0.01)
-        engine.attach(model)
+        engine.attach(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
         weights, sampler = [model.weight.item()], engine.shard(PermutationStream(128, shuffle=False, seed=0), 8)
         for done, _ in enumerate(sampler, 1):
             engine.begin_batch()

@@ -11,7 +11,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     EarlyStopping,
+    EMAWeightAveraging,
     GradientAccumulationScheduler,
+    LambdaCallback,
     ModelCheckpoint,
     RichProgressBar,
     Timer,
@@ -23,7 +25,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero import GNSCallback, HeteroElasticStrategy, PerfModelCallback
 from lightning_hetero.core.adaptive_sgd import MERGES
 from tests.helpers import Points, Regressor, covered, fit, run_ranks, trainer_of
-from tests.strategies.elastic_helpers import elastic
+from tests.strategies.elastic_helpers import Clocked, elastic
 
 COSTS = (1.0, 2.5)
 SLOW = {"mega_batch_size": 24}
@@ -42,10 +44,25 @@ class Validated(Regressor):
     def validation_step(self, batch, batch_idx):
         self.log("val", self.loss(batch), sync_dist=True)
 
+    def test_step(self, batch, batch_idx):
+        self.log("test", self.loss(batch), sync_dist=True)
+
     def on_validation_epoch_end(self):
         engine = self.trainer.strategy.engine
         if not self.trainer.sanity_checking:
             self.outcome.append((engine.position, tuple(self.flat())))
+
+
+class ManualValidated(Validated):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
 
 
 @pytest.mark.parametrize("merge", sorted(MERGES))
@@ -103,6 +120,29 @@ def test_a_checkpoint_holds_the_merged_model_and_each_ranks_optimizer(tmp_path):
     np.testing.assert_array_equal(torch.cat([p.flatten() for p in state["state_dict"].values()]), results[0]["weights"])
     first, second = (own[0]["state"][0]["momentum_buffer"] for own in state["hetero_elastic"]["optimizer_states"])
     assert not torch.equal(first, second)
+
+
+def _best(rank, folder, automatic):
+    """Rank 1 trains on fewer batches, so that it counts fewer steps of its own."""
+    model = Validated() if automatic else ManualValidated()
+    saving = ModelCheckpoint(folder, monitor="val", save_top_k=2)
+    steps = []
+    callbacks = [saving, Clocked(COSTS), LambdaCallback(on_validation_end=lambda t, _: steps.append(t.global_step))]
+    strategy = HeteroElasticStrategy(merge="mean", **SLOW)
+    trainer = trainer_of(strategy, 2, max_epochs=2, enable_checkpointing=True, callbacks=callbacks)
+    trainer.fit(model, DataLoader(Points(64), 4))
+    own = sum(len(indices) > 0 for *_, indices in model.seen)
+    (scores,) = trainer.test(model, DataLoader(Points(8), 4), ckpt_path="best", verbose=False)
+    return saving.best_model_path, sorted(saving.best_k_models), steps, own, scores["test"]
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_the_best_checkpoint_has_one_name_on_all_ranks(tmp_path, automatic):
+    (path, paths, steps, most, score), (*other, least, other_score) = run_ranks(_best, 2, str(tmp_path), automatic)
+    assert most > least
+    assert (path, paths, steps) == tuple(other)
+    assert os.path.exists(path)
+    assert score == other_score
 
 
 def test_validation_sees_the_merged_model_on_all_ranks_at_merges_only():
@@ -307,6 +347,21 @@ def test_what_needs_all_ranks_is_refused_inside_a_mega_batch(model, message):
     assert len(errors) == 2
 
 
+class ScheduleFreeSGD(torch.optim.SGD):
+    """Exchanges weights and their averages, as the optimizers of schedulefree do."""
+
+    def train(self):
+        pass
+
+    def eval(self):
+        pass
+
+
+class ScheduleFree(Regressor):
+    def configure_optimizers(self):
+        return ScheduleFreeSGD(self.parameters(), lr=0.1)
+
+
 class PlateauOfSteps(Plateau):
     def configure_optimizers(self):
         found = super().configure_optimizers()
@@ -334,6 +389,8 @@ class DrawsBatches(Regressor):
         ({"callbacks": [Timer(timedelta(minutes=1))]}, "Timer"),
         ({"callbacks": [ModelCheckpoint(every_n_train_steps=3)], "enable_checkpointing": True}, "ModelCheckpoint"),
         ({"callbacks": [GradientAccumulationScheduler({0: 2})]}, "every batch is a local update"),
+        ({"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging averages the weights of each worker's own replica"),
+        ({"model": ScheduleFree}, "ScheduleFreeSGD keeps averages of the weights"),
         ({"callbacks": [PerfModelCallback()]}, "PerfModelCallback"),
         ({"callbacks": [GNSCallback()]}, "GNSCallback"),
         ({"loader_kwargs": {"num_workers": 1}}, "num_workers=1"),
