@@ -207,8 +207,9 @@ class HeteroAccelerator(PlanAccess, Accelerator):
         if engine is None:
             super().backward(loss, **kwargs)
             return
+        weighted = engine.scale_loss(loss)  # may wait for the counts of other ranks, which is no backward pass
         with engine.backward():
-            super().backward(engine.scale_loss(loss), **kwargs)
+            super().backward(weighted, **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """As ``Accelerator.clip_grad_norm_``; of a sparse gradient, the blocks that were sent."""

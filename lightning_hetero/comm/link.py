@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm.control import ControlPlane
-from lightning_hetero.comm.observer import FIELDS, KEPT_ROWS, StepObserver, match_rows
+from lightning_hetero.comm.observer import KEPT_ROWS, StepObserver
+from lightning_hetero.comm.step_rows import FIELDS, match_rows
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.compression.encoder import cpu_encoder
 from lightning_hetero.compression.layout import Layout

@@ -6,7 +6,8 @@ import numpy.typing as npt
 from lightning_hetero.comm.compressed import GradientCompression
 from lightning_hetero.comm.control import ControlPlane, check_digests
 from lightning_hetero.comm.noise import NOISE_FIELDS, NoiseCollector
-from lightning_hetero.comm.observer import StepObserver, match_rows
+from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.comm.step_rows import common_steps, match_rows
 from lightning_hetero.core.observations import StepObservations
 
 __all__ = ["look"]
@@ -41,9 +42,10 @@ def look(
     everyone = control.gather(np.concatenate([header, sums, messages, table.ravel()]))
     check_digests(everyone[:, 0])
     behind: list[npt.NDArray[np.float64]] = np.split(everyone, np.cumsum([3, NOISE_FIELDS, len(messages)]), axis=1)
-    observations = match_rows(behind[3].reshape(len(everyone), *table.shape))
+    tables = behind[3].reshape(len(everyone), *table.shape)
+    observer.put_back(max(common_steps(tables), default=0.0))
     if compression is not None:
         compression.see_messages(behind[2])
     if noise is not None:
         noise.absorb(behind[1], control)
-    return [(int(row[1]), int(row[2])) for row in everyone], observations
+    return [(int(row[1]), int(row[2])) for row in everyone], match_rows(tables)

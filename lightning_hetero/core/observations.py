@@ -26,7 +26,7 @@ class StepObservations:
         last_sync: seconds of synchronising the last bucket, waiting for others included.
         step_time: seconds from the end of one synchronisation to the end of the next; NaN where something that is no
             step came between them.
-        data_wait: seconds until the loader gave the batch; 0 by default.
+        data_wait: seconds in which the device had nothing to do until the loader gave the batch; 0 by default.
         optimizer: seconds of the optimizer's step, without the passes of a closure inside it; 0 by default.
         bucket_ends: seconds from the start of the backward pass until each bucket is averaged, shape
             ``(steps, workers, buckets)``, in the order in which they are ready; NaN for a bucket that a step did not

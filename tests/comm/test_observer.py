@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from lightning_hetero.comm import observer as module
-from lightning_hetero.comm.observer import KEPT_ROWS, WARM_UP, StepObserver, match_rows
-from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.comm.observer import KEPT_ROWS, WARM_UP, StepObserver
 
 NAMES = ("step", "size", "forward", "P", "first", "t_o", "t_u", "step_time", "wait", "update")
 
@@ -236,17 +235,40 @@ def test_excluded_collectives_are_no_computing(run):
     assert (row["a"], row["step_time"]) == (3.5, 14.5)
 
 
-def test_more_excluded_than_there_was_gives_no_negative_time(run):
-    """On a device, host seconds of waiting may exceed what the stream spent."""
+def _ends_after(run, seconds):
+    run.clock.now += seconds
+    yield from ()
+
+
+def test_what_is_excluded_inside_of_what_is_counts_once(run):
+    """As a gathering that begins with a barrier; and also if it ends in an error that the loop catches."""
     run.warm()
-    run.observer.fetch(run.batches(0.0))
+    run.observer.fetch(run.batches(1.0))
     run.observer.begin_step(4, regular=True)
-    run.passage(*STEP)
     with run.observer.excluded():
-        run.clock.now += 2.0
-    run.clock.now -= 2.0
+        run.clock.now += 1.0
+        with run.observer.excluded():
+            run.clock.now += 2.0
+    data = _ends_after(run, 4.0)
+    with pytest.raises(StopIteration), run.observer.excluded():
+        next(data)
+    run.clock.now += 0.25
+    run.passage(*STEP)
     run.observer.end_step()
-    assert run.rows()[0]["a"] == 0.0
+    assert run.rows()[0]["forward"] == 0.25
+
+
+def test_a_backward_pass_that_failed_gives_no_row(run):
+    """As one that ran out of memory, in a loop that goes on with the next batch."""
+    run.warm()
+    run.observer.fetch(run.batches(1.0))
+    run.observer.begin_step(4, regular=True)
+    run.observer.begin_backward()
+    run.observer.bucket_ready()
+    run.clock.now += 1.0
+    run.observer.end_step()
+    run.step()
+    assert [row["step"] for row in run.rows()] == [WARM_UP + 2]
 
 
 def test_a_loader_that_is_not_timed_starts_the_step_at_its_batch(run):
@@ -385,6 +407,25 @@ def test_only_the_newest_rows_are_kept(run):
     np.testing.assert_array_equal(table[:, 0], np.arange(9, 9 + KEPT_ROWS))
 
 
+def test_rows_that_another_rank_lacks_come_again(run):
+    """Once, and together with what came meanwhile; the oldest go where there are too many."""
+    run.warm()
+    for _ in range(3):
+        run.step()
+    assert [row["step"] for row in run.rows()] == [4, 5, 6]
+    run.observer.put_back(4)
+    run.step()
+    assert [row["step"] for row in run.rows()] == [5, 6, 7]
+    run.observer.put_back(7)
+    assert run.rows() == []
+    for _ in range(KEPT_ROWS + 2):
+        run.step()
+    run.rows()
+    run.observer.put_back(0)
+    run.step()
+    assert [row["step"] for row in run.rows()] == list(range(11, 11 + KEPT_ROWS))
+
+
 STALLED = (((2.0, 3.25), (5.0, 45.0)), 46.0)
 """The same step with a sum that takes 40 seconds."""
 
@@ -428,9 +469,7 @@ def test_a_long_wait_whose_marks_are_not_reached_is_left_to_the_look(run):
 def test_rows_are_made_when_somebody_asks_for_them(run, monkeypatch):
     """A step pays for its marks alone, however many of them pass before ranks compare what they saw."""
     made = []
-    monkeypatch.setattr(
-        StepObserver, "_row", lambda self, *window, _row=StepObserver._row: made.append(_row(self, *window)) or made[-1]
-    )
+    monkeypatch.setattr(module, "row_of", lambda *step, whole=module.row_of: made.append(whole(*step)) or made[-1])
     run.warm()
     for _ in range(KEPT_ROWS + 5):
         run.step()
@@ -530,31 +569,6 @@ def test_seams_outside_a_step_do_nothing(run):
 def test_end_of_data_is_passed_on(run):
     with pytest.raises(StopIteration):
         run.observer.fetch(iter(()))
-
-
-def _table(steps):
-    table = np.full((KEPT_ROWS, len(NAMES) + 2), np.nan)
-    for row, step in zip(table[KEPT_ROWS - len(steps) :], steps, strict=True):
-        row[:] = [step, *(step * 20 + np.arange(11))]
-    return table
-
-
-def test_rows_are_matched_by_step_number():
-    """The second rank's device has not reported step 6 yet, and its list begins earlier."""
-    tables = np.stack([_table([4, 5, 6]), _table([3, 4, 5]), _table([2, 4, 5])])
-    observations = match_rows(tables)
-    assert observations.num_steps == 2
-    for i, name in enumerate(StepObservations.FIELDS):
-        np.testing.assert_array_equal(getattr(observations, name), [[80.0 + i] * 3, [100.0 + i] * 3])
-    np.testing.assert_array_equal(observations.bucket_ends, [[[89.0, 90.0]] * 3, [[109.0, 110.0]] * 3])
-
-
-@pytest.mark.parametrize("steps", [((4,), (5,), (4, 5)), ((4,), (), (4,)), ((), (), ())], ids=str)
-def test_no_common_step_is_no_observation(steps):
-    observations = match_rows(np.stack([_table(list(s)) for s in steps]))
-    assert observations.num_steps == 0
-    assert observations.forward.shape == (0, 3)
-    assert observations.bucket_ends.shape == (0, 3, 2)
 
 
 @pytest.mark.parametrize(("cores", "a", "backward", "first"), [(0.5, 11.0, 10.0, 4.0), (5.0, 3.5, 5.0, 2.0)])
