@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.comm.clock import clock_for
+from lightning_hetero.comm.clock import agreed_clock
 from lightning_hetero.comm.compressed import GradientCompression
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import DIRECT_BACKWARD, HookState
@@ -78,7 +78,8 @@ class HeteroEngine:
         self.config, self.rank, self.world_size, self.device = config, rank, world_size, device
         self.control = ControlPlane(rank, world_size, timeout=timeout)
         self.control.require_equal("the settings of the strategy", config.fingerprint())
-        self.observer = StepObserver(clock_for(device), cores=cpu_quota() if device.type == "cpu" else None)
+        clock = agreed_clock(device, self.control)
+        self.observer = StepObserver(clock, cores=cpu_quota() if device.type == "cpu" else None)
         self.hook_state = HookState(self.observer, world_size)
         self.hook_state.topology = Topology.form(config.hierarchy, self.control, timeout)
         self.compression = GradientCompression.of(config, self.control, self.hook_state)

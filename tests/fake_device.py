@@ -115,7 +115,7 @@ class FakeDevice:
             return everyone
 
         time.perf_counter = lambda: self.now
-        engine.clock_for = lambda device: self
+        engine.agreed_clock = lambda device, control: self
         torch.Tensor.backward, sums.sum_over_ranks = joined, self.sum
         dist.barrier, dist.all_reduce, ControlPlane.gather = self.barrier, self.all_reduce, gathered
         return self

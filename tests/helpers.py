@@ -1,4 +1,4 @@
-"""Run a function on several ranks in forked processes with a wall limit, and small models to train there."""
+"""Run a function on several ranks in processes of their own with a wall limit, and small models to train there."""
 
 import faulthandler
 import os
@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-
-FORK = get_context("fork")
 
 
 def free_port():
@@ -51,9 +49,12 @@ def _forget_accelerate():
         GradientState._reset_state()
 
 
-def _child(connection, fn, args, rank, world_size, port, env):
+def _child(connection, fn, args, rank, world_size, port, env, filters):
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
     torch.set_num_threads(1)
+    for action, message, category, module, line in reversed(filters):
+        patterns = [getattr(pattern, "pattern", pattern) or "" for pattern in (message, module)]
+        warnings.filterwarnings(action, patterns[0], category, patterns[1], line)
     warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint")
     warnings.filterwarnings("ignore", "Using `DistributedSampler` with the dataloaders")
     os.environ.update(
@@ -91,20 +92,35 @@ def _say_where(pids):
             time.sleep(0.3)
 
 
-def run_ranks(fn, world_size, *args, timeout=90.0, env=None, expect_errors=False):
+def _context(start):
+    if start == "fork" and torch.cuda.is_initialized():
+        raise RuntimeError(
+            "a test has used a GPU in the process that all ranks are forked from: those of later tests would die. Use "
+            'it in a rank, run_ranks(..., start="spawn").'
+        )
+    return get_context(start)
+
+
+def run_ranks(fn, world_size, *args, timeout=90.0, env=None, expect_errors=False, start="fork"):
     """``fn(rank, *args)`` on every rank at once; the list of results.
 
+    Ranks that use a GPU need ``start="spawn"``: they begin with an interpreter of their own, because CUDA cannot be
+    used in the fork of a process that has asked for as little as the number of devices.
+
     Raises:
+        RuntimeError: if this process uses a GPU, so that nothing can be forked from it any more.
         RankError: if a rank raised.
         TimeoutError: if the ranks were not done within ``timeout`` seconds; they and their loaders' workers write where
             they are to stderr, and are killed.
     """
     torch.set_num_threads(1)
+    context, filters = _context(start), list(warnings.filters) if start == "spawn" else []
     port = free_port()
     pipes, processes = [], []
     for rank in range(world_size):
-        ours, theirs = FORK.Pipe(duplex=False)
-        process = FORK.Process(target=_child, args=(theirs, fn, args, rank, world_size, port, env or {}), daemon=False)
+        ours, theirs = context.Pipe(duplex=False)
+        given = (theirs, fn, args, rank, world_size, port, env or {}, filters)
+        process = context.Process(target=_child, args=given, daemon=False)
         process.start()
         theirs.close()
         pipes.append(ours)

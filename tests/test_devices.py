@@ -90,7 +90,7 @@ def one_process():
 @pytest.mark.parametrize("devices", PAIRS)
 def test_workers_of_two_kinds_train_one_model(devices, kind):
     need_gpus(devices.count("cuda"))
-    results = run_ranks(_fit_beside, 2, devices, EXCHANGES[kind])
+    results = run_ranks(_fit_beside, 2, devices, EXCHANGES[kind], start="spawn" if "cuda" in devices else "fork")
     assert tuple(result["place"] for result in results) == devices
     agree(results)
     if kind == "dense":
@@ -103,7 +103,7 @@ def test_a_gpu_for_each_rank_over_nccl(kind):
     need_gpus(1)
     world_size = 2 if torch.cuda.device_count() > 1 else 1
     strategy = {"process_group_backend": "nccl", **EXCHANGES[kind]}
-    results = run_ranks(_fit_over_nccl, world_size, world_size, strategy)
+    results = run_ranks(_fit_over_nccl, world_size, world_size, strategy, start="spawn")
     agree(results)
     if kind == "dense":
         np.testing.assert_allclose(results[0]["weights"], one_process(), rtol=1e-9, atol=1e-12)
@@ -139,7 +139,7 @@ def _largest(rank):
 @pytest.mark.gpu
 def test_the_memory_of_a_gpu_bounds_the_batch():
     need_gpus(1)
-    ((found, fits, fits_more),) = run_ranks(_largest, 1)
+    ((found, fits, fits_more),) = run_ranks(_largest, 1, start="spawn")
     assert 1 <= found < 4096
     assert fits
     assert not fits_more
@@ -166,6 +166,6 @@ def _allocations(rank, optimizer):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_step_of_block_top_k_allocates_nothing_on_a_gpu_and_waits_for_nothing(optimizer):
     need_gpus(1)
-    ((allocated, moved),) = run_ranks(_allocations, 1, optimizer)
+    ((allocated, moved),) = run_ranks(_allocations, 1, optimizer, start="spawn")
     assert allocated == 0
     assert moved > 0

@@ -246,7 +246,7 @@ def _on_one_gpu(rank, job):
 def on_one_gpu(**job):
     single = {"dtype": torch.float32}
     job = {"model": Model(**single), "data": points(**single), **job}
-    return epochs_of(run_ranks(_on_one_gpu, 2, job, timeout=2 * SECONDS))
+    return epochs_of(run_ranks(_on_one_gpu, 2, job, timeout=2 * SECONDS, start="spawn"))
 
 
 @case('`precision="16-mixed"`', gpu=True)

@@ -1,11 +1,16 @@
 """Clocks that mark moments without stopping the device: host time on CPU, CUDA events read later on GPU."""
 
+import logging
 import time
 from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Clock", "CudaClock", "HostClock", "clock_for"]
+from lightning_hetero.comm.control import ControlPlane
+
+__all__ = ["Clock", "CudaClock", "HostClock", "agreed_clock", "clock_for"]
+
+log = logging.getLogger("lightning_hetero")
 
 
 class Clock(Protocol):
@@ -50,12 +55,20 @@ class HostClock:
 
 
 class CudaClock:
-    """CUDA events on the current stream: cheap to record, and read later without waiting."""
+    """CUDA events on the current stream of a device: cheap to record, and read later without waiting.
+
+    Args:
+        device: of this rank. The threads of a process group, which mark the ends of buckets, may have another one as
+            their current device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def mark(self) -> torch.cuda.Event:
-        """An event behind all work that is queued on the current stream."""
+        """An event behind all work that is queued on the current stream of the device."""
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def ready(self, mark: torch.cuda.Event) -> bool:
@@ -68,7 +81,7 @@ class CudaClock:
 
     def wait(self) -> None:
         """Until the device has done all that was asked of it, on every stream."""
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self.device)
 
     def wait_for(self, mark: torch.cuda.Event) -> None:
         """Until the stream has passed the event."""
@@ -78,8 +91,39 @@ class CudaClock:
 def clock_for(device: torch.device) -> Clock:
     """The clock of a device.
 
+    Raises:
+        ValueError: if it is neither a CPU nor a CUDA device.
+
     Example:
         >>> type(clock_for(torch.device("cpu"))).__name__
         'HostClock'
     """
-    return CudaClock() if device.type == "cuda" else HostClock()
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(_unknown(f"a worker computes on {device.type!r}"))
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+def _unknown(given: str) -> str:
+    return (
+        f"{given}; workers of unequal batches compute on 'cpu' and 'cuda' devices, the only ones whose work is timed "
+        "and whose gradients are exchanged in the right order. Choose accelerator='cpu' or 'gpu', or train with "
+        "strategy='ddp' (Accelerate: Accelerator)."
+    )
+
+
+def agreed_clock(device: torch.device, control: ControlPlane) -> Clock:
+    """The clock of this rank's device, once all ranks have one; a collective call.
+
+    A worker alone has nobody to share batches with: it may compute anywhere, by the host's clock.
+
+    Raises:
+        ValueError: on every rank, if one of several computes on a device that has no clock.
+    """
+    kinds = control.gather_objects(device.type)
+    without = [f"rank {rank} computes on {kind!r}" for rank, kind in enumerate(kinds) if kind not in ("cpu", "cuda")]
+    if without and len(kinds) > 1:
+        raise ValueError(_unknown(", ".join(without)))
+    if without:
+        log.info("times of steps on %r are those of the host, which may be ahead of the device.", device.type)
+        return HostClock()
+    return clock_for(device)

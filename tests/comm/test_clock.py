@@ -1,10 +1,15 @@
 """Clocks: host time as it is; CUDA events that are recorded now and read later."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_hetero.comm import clock as module
-from lightning_hetero.comm.clock import CudaClock, HostClock, clock_for
+from lightning_hetero.comm.clock import CudaClock, HostClock, agreed_clock, clock_for
+from lightning_hetero.comm.control import ControlPlane
+from tests.helpers import run_ranks
 
 
 class Event:
@@ -16,7 +21,8 @@ class Event:
         assert enable_timing, "an event without timing cannot be read"
         self.moment, self.passed = None, False
 
-    def record(self):
+    def record(self, stream=None):
+        assert stream == "the stream of cuda:1", "another thread's current device may be another GPU"
         Event.recorded += 1
         self.moment = Event.recorded * 250.0
 
@@ -45,7 +51,8 @@ def test_host_clock_is_monotonic_and_always_ready(monkeypatch):
 
 def test_cuda_clock_records_and_reads_later(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    clock = CudaClock()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    clock = CudaClock(torch.device("cuda", 1))
     start, end = clock.mark(), clock.mark()
     assert clock.ready(start) is False
     start.passed = end.passed = True
@@ -55,30 +62,62 @@ def test_cuda_clock_records_and_reads_later(monkeypatch):
 
 def test_cuda_clock_waits_for_the_device_if_asked_to(monkeypatch):
     waited = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
-    CudaClock().wait()
-    assert waited == [True]
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    CudaClock(torch.device("cuda", 1)).wait()
+    assert waited == [torch.device("cuda", 1)]
 
 
 def test_clock_of_a_device():
-    assert isinstance(clock_for(torch.device("cuda", 3)), CudaClock)
+    assert clock_for(torch.device("cuda", 3)).device == torch.device("cuda", 3)
     assert isinstance(clock_for(torch.device("cpu")), HostClock)
-    assert isinstance(clock_for(torch.device("mps")), HostClock)
+
+
+@pytest.mark.parametrize("kind", ["xpu", "hpu", "mps"])
+def test_a_device_without_a_clock_is_refused(kind):
+    """The host's clock would not know when such a device has done anything."""
+    with pytest.raises(ValueError, match=f"{kind}.*'cpu' and 'cuda'"):
+        clock_for(torch.device(kind))
+
+
+def _agreed(rank, kinds):
+    dist.init_process_group("gloo")
+    clock = agreed_clock(torch.device(kinds[rank]), ControlPlane(rank, len(kinds)))
+    dist.destroy_process_group()
+    return type(clock).__name__
+
+
+def test_a_device_without_a_clock_is_refused_on_every_rank():
+    assert run_ranks(_agreed, 2, ("cpu", "cuda:0")) == ["HostClock", "CudaClock"]
+    errors = run_ranks(_agreed, 2, ("cpu", "xpu"), expect_errors=True)
+    assert [(rank, kind) for rank, kind, _ in errors] == [(0, "ValueError"), (1, "ValueError")]
+    assert all(message.startswith("rank 1 computes on 'xpu'; workers") for *_, message in errors)
+
+
+def test_a_worker_alone_may_compute_anywhere_and_is_told_by_which_clock(caplog):
+    with caplog.at_level("INFO", logger="lightning_hetero"):
+        assert isinstance(agreed_clock(torch.device("mps"), ControlPlane(0, 1)), HostClock)
+    assert "times of steps on 'mps' are those of the host" in caplog.text
+
+
+def _on_the_device(rank):
+    """Spans of 1 and of 200 products, and of both, marked by a thread for which the current device is the first one."""
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    clock, x = CudaClock(device), torch.randn(2048, 2048, device=device)
+    with ThreadPoolExecutor(1) as thread:
+        marks = [thread.submit(clock.mark).result()]
+        for repeats in (1, 200):
+            for _ in range(repeats):
+                x @ x
+            marks.append(thread.submit(clock.mark).result())
+    clock.wait()
+    assert all(clock.ready(mark) for mark in marks)
+    return [clock.seconds(marks[i], marks[j]) for i, j in ((0, 1), (1, 2), (0, 2))]
 
 
 @pytest.mark.gpu
 def test_cuda_clock_on_the_device():
     if torch.cuda.device_count() == 0:
         pytest.skip("needs a GPU")
-    clock, x = CudaClock(), torch.randn(2048, 2048, device="cuda")
-    marks = [clock.mark()]
-    for repeats in (1, 200):
-        for _ in range(repeats):
-            x @ x
-        marks.append(clock.mark())
-    torch.cuda.synchronize()
-    assert all(clock.ready(mark) for mark in marks)
-    assert clock.seconds(marks[0], marks[2]) > 0
-    assert clock.seconds(marks[0], marks[2]) == pytest.approx(
-        clock.seconds(marks[0], marks[1]) + clock.seconds(marks[1], marks[2]), rel=1e-3
-    )
+    ((first, second, both),) = run_ranks(_on_the_device, 1, start="spawn")
+    assert both > 0
+    assert both == pytest.approx(first + second, rel=1e-3)
