@@ -58,7 +58,11 @@ class LossWeighting:
 
     def _sum_counts(self, count: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Start adding up the counts of all ranks; the sum is needed only when backward begins."""
-        own = torch.as_tensor(count, dtype=torch.float64, device=self.device).detach().reshape(())
+        count = count.detach() if isinstance(count, torch.Tensor) else count
+        if isinstance(count, torch.Tensor) and count.device.type != "cpu":
+            own = count.to(self.device, torch.float64).reshape(())
+        else:  # a kernel fills it in its turn; a copy from the host would wait for all that the device has yet to do
+            own = torch.full((), float(count), dtype=torch.float64, device=self.device)
         total = own.clone()
         return own, total, dist.all_reduce(total, async_op=True) if self.world_size > 1 else None
 

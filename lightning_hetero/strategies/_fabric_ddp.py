@@ -135,7 +135,9 @@ class HeteroFabricMixin(PlanAccess):
             engine.min_local = 2
             session.reshard()
         self._models.append(module)
-        model: DistributedDataParallel = super().setup_module(module)  # type: ignore[misc]
+        # not as Fabric does, on a stream of its own: torch would accumulate gradients there, and wait for each of them
+        devices = self._determine_ddp_device_ids()  # type: ignore[attr-defined]
+        model = DistributedDataParallel(module=module, device_ids=devices, **self._ddp_kwargs)  # type: ignore[attr-defined]
         if engine.compression is not None:
             scaler = getattr(self.precision, "scaler", None)  # type: ignore[attr-defined]
             engine.compression.attach(

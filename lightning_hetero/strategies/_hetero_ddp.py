@@ -215,6 +215,15 @@ class HeteroDDPMixin(PlanAccess):
             self.engine.memory_bound = probe_module(self._trainer, module, device, self.config)
         super().configure_ddp()  # type: ignore[misc]
 
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        """As DDP, on the stream that computes.
+
+        Lightning builds it on another stream, on which torch then accumulates each gradient: an event and a wait for
+        every parameter in every step, of which torch warns from 2.10 on.
+        """
+        devices = self.determine_ddp_device_ids()  # type: ignore[attr-defined]
+        return DistributedDataParallel(module=model, device_ids=devices, **self._ddp_kwargs)  # type: ignore[attr-defined]
+
     def _register_ddp_hooks(self) -> None:
         """Register our hook on every device, with the user's inside it."""
         assert self.engine is not None

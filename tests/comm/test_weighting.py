@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hetero.comm.weighting import LossWeighting
 from lightning_hetero.config import HeteroConfig
@@ -90,6 +91,32 @@ def test_counts_take_the_place_of_sizes():
 def test_rank_without_a_share_is_not_counted():
     """It runs some samples with weight 0, whatever their count."""
     assert run_ranks(_counts, 2, [[10], [30]], (2, 0)) == [[2.0], [0.0]]
+
+
+COPIES = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default
+
+
+class NoCopies(TorchDispatchMode):
+    """Refuses what copies from the host to a device, for which a stream waits."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in COPIES and any(isinstance(arg, torch.Tensor) and arg.device.type == "cpu" for arg in args):
+            raise AssertionError(f"{func} from the host")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("count", [5, 5.0, np.int64(5), torch.tensor(5), torch.tensor([5.0]), "there"], ids=repr)
+def test_a_count_gets_to_its_device_without_a_copy(monkeypatch, count):
+    """The meta device stands for one; what it computes has no value, so that filling it is watched as well."""
+    meta, filled, full = torch.device("meta"), [], torch.full
+    monkeypatch.setattr(torch, "full", lambda size, value, **kw: filled.append(value) or full(size, value, **kw))
+    given = torch.ones((1,), dtype=torch.int64, device=meta) if isinstance(count, str) else count
+    weighting = LossWeighting(HeteroConfig(weight_fn=lambda batch: given), 1, meta)
+    with NoCopies():
+        weighting.begin(3, 3, "batch")
+        loss = weighting.scale(torch.ones((), device=meta))
+    assert loss.device == meta
+    assert filled == ([] if isinstance(count, str) else [5.0])
 
 
 def test_batch_whose_loss_never_came_does_not_disturb_the_next():

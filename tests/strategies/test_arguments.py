@@ -1,9 +1,11 @@
 """Bad input ends at construction or set-up, on every rank, with what was given, what is allowed and what to do."""
 
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
@@ -18,6 +20,43 @@ from lightning_hetero import (
 )
 from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as HeteroFabricStrategy
 from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
+
+
+class Wrapped(nn.Module):
+    """Stands for DDP, and knows what it was made with."""
+
+    find_unused_parameters = False
+
+    def __init__(self, **made_with):
+        super().__init__()
+        self.made_with = made_with
+
+    def register_comm_hook(self, state, hook):
+        self.hook = hook
+
+
+@pytest.mark.parametrize("kind", [HeteroDDPStrategy, HeteroFabricStrategy])
+def test_ddp_is_built_on_the_stream_that_computes(monkeypatch, kind):
+    """On another, as Lightning does, gradients are accumulated there, and each of them waits for it in every step."""
+    mixin = next(base.__module__ for base in kind.__mro__ if base.__name__.endswith("Mixin"))
+    theirs = next(base.__module__ for base in kind.__mro__ if base.__name__ == "DDPStrategy")
+    for module in (mixin, theirs):
+        monkeypatch.setattr(f"{module}.DistributedDataParallel", Wrapped)
+    streams = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "another")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(streams.append(stream)))
+    strategy = kind(static_graph=True)
+    for name in ("determine_ddp_device_ids", "_determine_ddp_device_ids"):
+        monkeypatch.setattr(strategy, name, lambda: [1], raising=False)
+    model = nn.Linear(2, 2)
+    if kind is HeteroDDPStrategy:
+        wrapped = strategy._setup_model(model)
+    else:
+        engine = SimpleNamespace(min_local=1, compression=None, hook_state=None)
+        strategy.session = SimpleNamespace(engine=engine)
+        wrapped = strategy.setup_module(model)
+    assert wrapped.made_with == {"module": model, "device_ids": [1], "static_graph": True}
+    assert streams == []
 
 
 @pytest.mark.parametrize(
