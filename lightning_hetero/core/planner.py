@@ -304,9 +304,10 @@ class ProportionalPlanner:
         rows = (observations.local_batch_sizes == expected).all(axis=1)
         for times in observations.compute[rows]:
             state = smooth(state, times, decay=self.decay)
-        if state.count < FEWEST_STEPS:
+        if state.times.count < FEWEST_STEPS:
             return replace(self, state=state), None
-        mu = np.asarray(state.smoothed)
+        state = replace(state, times=state.times.current())
+        mu = state.times.best
         speeds = {**self.throughput, **dict(zip(context.identities, state.throughput, strict=True))}
         state, sizes = control(
             state,

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.core.pid import ControllerState, LearnedBound, control, smooth
-from lightning_hetero.core.plan import even_sizes
+from lightning_hetero.core.plan import even_sizes, proportional_sizes
+from tests.core.paper_controller import PaperController
 from tests.quota import QuotaCluster
 
 moderate = settings(max_examples=100, deadline=None, derandomize=True)
@@ -128,18 +129,18 @@ def test_all_sizes_change_or_none():
     same, sizes = control(state, 300, min_local=(1, 1, 1))
     assert sizes is None
     assert same.local_batch_sizes == (100, 100, 100)
-    assert same.smoothed == state.smoothed  # the moving average goes on
+    assert same.times == state.times  # the moving average goes on
     changed, sizes = control(state, 300, min_local=(1, 1, 1), dead_band=0.01)
     assert sizes == (100, 98, 102)
-    assert changed.smoothed == ()  # and starts afresh at new sizes
+    assert changed.times.smoothed == ()  # and starts afresh at new sizes
 
 
 def test_smoothing_is_a_mean_first_and_an_exponential_moving_average_then():
     state = ControllerState((8, 8))
     for times in ([1.0, 4.0], [2.0, 4.0], [3.0, 4.0]):
         state = smooth(state, times, decay=0.7)
-    assert state.smoothed == pytest.approx((2.0, 4.0))
-    assert smooth(state, [6.0, 4.0], decay=0.7).smoothed == pytest.approx((0.7 * 2.0 + 0.3 * 6.0, 4.0))
+    assert state.times.smoothed == pytest.approx((2.0, 4.0))
+    assert smooth(state, [6.0, 4.0], decay=0.7).times.smoothed == pytest.approx((0.7 * 2.0 + 0.3 * 6.0, 4.0))
 
 
 class Thrashing(Cluster):
@@ -269,3 +270,98 @@ def test_times_that_rise_faster_than_sizes_cause_no_swing(seed):
         seen.append(state.local_batch_sizes)
     times = [QuotaCluster().step_time(sizes, 100) for sizes in seen[-8:]]
     assert np.mean(times) <= 1.25 * QuotaCluster().step_time((109, 53, 30))
+
+
+PINNED = [  # speeds, total, minimum: the slowest worker takes longer than all others even with its minimum
+    ((1, 0.5, 0.1), 192, 30),
+    ((1, 0.5, 0.2), 192, 30),
+    ((1, 0.6, 0.1), 126, 16),
+    ((1, 0.8, 0.6, 0.05), 128, 8),
+    ((1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.02), 512, 4),
+]
+
+
+@pytest.mark.parametrize(("speeds", "total", "least"), PINNED)
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_a_worker_held_at_its_minimum_lets_the_others_settle(speeds, total, least, noise):
+    """Its time stays above the mean whatever the others do: with it in the mean, they are never done."""
+    cluster, low = Cluster(1 / np.array(speeds), [0] * len(speeds), noise), (least,) * len(speeds)
+    state, changes = drive(cluster, ControllerState(even_sizes(total, len(speeds))), total, 300, min_local=low)
+    assert len(changes) <= 3
+    assert state.local_batch_sizes[-1] == least
+    free = [b / speed for b, speed in zip(state.local_batch_sizes, speeds, strict=True) if b > least]
+    assert max(free) / min(free) <= (1.1 + noise) * (1 + 1 / min(b for b in state.local_batch_sizes if b > least))
+
+
+def random_shape(seed):
+    """Speeds, total, minimum and maximum of each worker, with some of them held by a bound."""
+    rng = np.random.default_rng(seed)
+    workers, least = int(rng.integers(2, 7)), int(rng.integers(1, 33))
+    total = int(rng.integers(workers * least + 1, 6 * workers * max(least, 8)))
+    most = np.maximum(rng.integers(least, int(0.7 * total) + 2, workers), least)
+    most += max(total - int(most.sum()), 0) // workers + 1
+    speeds = np.exp(0.9 * rng.standard_normal(workers))
+    return speeds, total, (least,) * workers, None if seed % 2 else tuple(int(b) for b in most)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_shapes_and_bounds_settle_within_three_changes(seed):
+    speeds, total, low, high = random_shape(seed)
+    first = proportional_sizes(total, [1.0] * len(speeds), min_local=low, max_local=high)
+    cluster = Cluster(1 / speeds, [0] * len(speeds))
+    state, changes = drive(cluster, ControllerState(first), total, 300, steps=2, min_local=low, max_local=high)
+    assert len(changes) <= 3
+    best = proportional_sizes(total, speeds, min_local=low, max_local=high)
+    reached, least = (max(np.array(sizes) / speeds) for sizes in (state.local_batch_sizes, best))
+    assert reached <= 1.05 * least + 1 / min(speeds)  # the dead band, and a sample of the slowest
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_share_of_time_that_no_size_changes_makes_no_size_swing(seed):
+    speeds, total, low, high = random_shape(seed)
+    first = proportional_sizes(total, [1.0] * len(speeds), min_local=low, max_local=high)
+    cluster = Cluster(1 / speeds, [0.5 * total / speeds.sum()] * len(speeds))
+    _, changes = drive(cluster, ControllerState(first), total, 100, steps=2, min_local=low, max_local=high)
+    assert len(changes) <= 5
+    assert all(decision < 10 for decision in changes)
+
+
+def waiting(cluster, sizes):
+    """Share of its time that the mean worker waits for the slowest."""
+    times = cluster.slopes * np.asarray(sizes) + cluster.offsets
+    return times.max() / times.mean() - 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("speeds", [(1, 0.5, 0.3), (17, 20, 2), (1, 1, 1)])
+def test_dead_band_knows_the_noise(speeds, seed):
+    """At 15 % the moving average scatters by 3.4 %, more than a dead band of 5 % stops in three workers for long."""
+    slopes = 1 / np.array(speeds)
+    ours, changes, waits = ControllerState((64, 64, 64)), 0, []
+    paper, paper_changes, paper_waits = PaperController([64, 64, 64], every=10), 0, []
+    cluster, same = Cluster(slopes, [0] * 3, 0.15, seed), Cluster(slopes, [0] * 3, 0.15, seed)
+    for decision in range(300):
+        for _ in range(10):
+            ours = smooth(ours, cluster.times(ours.local_batch_sizes))
+            paper_changes += paper.step(same.times(paper.sizes))
+        ours, sizes = control(ours, 192, min_local=(1, 1, 1))
+        changes += sizes is not None
+        if decision >= 30:
+            waits.append(waiting(cluster, ours.local_batch_sizes))
+            paper_waits.append(waiting(cluster, paper.sizes))
+    assert changes <= 6 < paper_changes
+    assert np.mean(waits) <= min(0.03, np.mean(paper_waits))
+
+
+def test_paper_controller_is_the_printed_one():
+    """The paper's figures: one step gives ``b mean(t) / t``, within 5 % nothing changes, a drop teaches a bound."""
+    paper = PaperController([40, 40])
+    assert paper.step(np.array([0.1, 0.3]))
+    assert paper.sizes.tolist() == [80, 27]  # 40 * 0.2 / 0.1 and 40 * 0.2 / 0.3
+    assert not paper.step(np.array([0.2, 0.205]))
+    assert paper.high.tolist() == [np.inf, np.inf]
+    paper.step(np.array([5.0, 0.2]))  # now worker 0 is slower than it was with 40
+    falls = PaperController([40, 40])
+    falls.step(np.array([0.1, 0.3]))
+    falls.step(np.array([1.0, 0.2]))
+    assert falls.high.tolist() == [40, np.inf]

@@ -296,7 +296,7 @@ def test_proportional_leaves_out_steps_that_ran_at_other_sizes():
     obs = measure(cluster, (30, 10), np.random.default_rng(0))
     planner, proposal = ProportionalPlanner().decide(obs, even_plan(ctx), ctx)
     assert proposal is None
-    assert planner.state.smoothed == ()
+    assert planner.state.times.smoothed == ()
 
 
 def test_static_is_proportional_to_capacities_and_never_changes():

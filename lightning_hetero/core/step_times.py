@@ -1,0 +1,125 @@
+"""What each worker takes for a step at the present sizes, and how certain that is (dynamic batching, sec. III-C).
+
+The paper's moving average follows what changes, and of noise it keeps as much as the mean of some twenty steps does.
+Beside it stands the mean of all steps at the present sizes. It counts as long as the moving average agrees with it, so
+that what is known of a cluster that does not change becomes more precise with every step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["StepTimes"]
+
+Array = npt.NDArray[np.float64]
+
+WINDOW = 64
+"""Newest differences between successive steps that say how much times scatter."""
+LONGEST = 256
+"""Steps that the mean looks back on at most."""
+OUTLIER = 3.0
+"""Multiple of the median difference above which a difference counts as just that."""
+APART = 5.0
+"""Standard errors by which the moving average has to leave the mean before the mean is given up."""
+MEAN_DIFFERENCE = 1.128
+"""Mean absolute difference of two normal values with standard deviation 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Compute times of all workers at one split, smoothed; replaced, never changed in place.
+
+    Args:
+        smoothed: ``mu_i``, exponential moving average in seconds; empty before the first step.
+        weights: sum of the squared weights of single steps in ``smoothed``.
+        mean: mean in seconds of the steps since the split, or a worker's speed, last changed.
+        steps: steps behind ``mean``.
+        count: steps behind ``smoothed``.
+        newest: times of the last step in seconds.
+        differences: ``|ln(t / t_before)|`` of successive steps, one row per step; kept from one split to the next.
+
+    Example:
+        >>> times = StepTimes()
+        >>> for seconds in (0.9, 1.1, 0.9, 1.1):
+        ...     times = times.observe([seconds, 2.0])
+        >>> times.best.tolist(), bool(times.errors[0] > 0.1), float(times.errors[1])
+        ([1.0, 2.0], True, 0.0)
+    """
+
+    smoothed: tuple[float, ...] = ()
+    weights: float = 1.0
+    mean: tuple[float, ...] = ()
+    steps: int = 0
+    count: int = 0
+    newest: tuple[float, ...] = ()
+    differences: tuple[tuple[float, ...], ...] = ()
+
+    def observe(self, compute_times: Sequence[float] | Array, *, decay: float = 0.9) -> "StepTimes":
+        """The times with one more step.
+
+        The first ``1 / (1 - decay)`` steps since the last change count alike, so that no single one dominates.
+
+        Args:
+            compute_times: ``a_i + P_i`` of each worker in seconds.
+            decay: weight of the past in the moving average, 0 to 1.
+        """
+        times = np.asarray(compute_times, dtype=float)
+        plain = tuple(times.tolist())
+        if not self.smoothed:
+            return StepTimes(plain, 1.0, plain, 1, 1, plain, self.differences)
+        share, part = max(1.0 - decay, 1.0 / (self.count + 1)), max(1.0 / (self.steps + 1), 1.0 / LONGEST)
+        logs = np.abs(np.log(np.maximum(times, 1e-9)) - np.log(np.maximum(self.newest, 1e-9)))
+        return StepTimes(
+            _mixed(self.smoothed, times, share),
+            (1.0 - share) ** 2 * self.weights + share**2,
+            _mixed(self.mean, times, part),
+            min(self.steps + 1, LONGEST),
+            self.count + 1,
+            plain,
+            (*self.differences, tuple(logs.tolist()))[-WINDOW:],
+        )
+
+    @property
+    def noise(self) -> Array:
+        """Standard deviation of single steps, as a share of each worker's time; 0 before there are two steps.
+
+        From differences of successive steps, which a change of speed enters once; larger where there are few.
+        """
+        if not self.differences:
+            return np.zeros(len(self.smoothed))
+        rows = np.asarray(self.differences)
+        usual = np.minimum(rows, OUTLIER * np.median(rows, axis=0)).mean(axis=0)
+        return np.asarray(usual / MEAN_DIFFERENCE * (1.0 + 2.0 / len(rows)))
+
+    @property
+    def best(self) -> Array:
+        """Best estimate of each worker's seconds for a step."""
+        return np.asarray(self.mean)
+
+    @property
+    def errors(self) -> Array:
+        """Standard error of :attr:`best`, as a share of it."""
+        return np.asarray(self.noise / np.sqrt(max(self.steps, 1)))
+
+    def restarted(self) -> "StepTimes":
+        """No times, at another split; how much they scatter is known from this one."""
+        return StepTimes(differences=self.differences)
+
+    def current(self) -> "StepTimes":
+        """The times of the speeds that hold now: without the mean where a worker's moving average has left it.
+
+        It has left it if the two are further apart than noise makes them.
+        """
+        apart = self.weights - 1.0 / max(self.steps, 1)  # the mean holds the steps of the moving average as well
+        if not self.smoothed or apart <= 1e-9:
+            return self
+        left = np.abs(np.log(np.maximum(self.smoothed, 1e-9)) - np.log(np.maximum(self.mean, 1e-9)))
+        if not np.any(left > APART * self.noise * np.sqrt(apart) + 1e-9):
+            return self
+        return replace(self, mean=self.smoothed, steps=max(round(1.0 / self.weights), 1))
+
+
+def _mixed(old: Sequence[float], new: Array, share: float) -> tuple[float, ...]:
+    return tuple(((1.0 - share) * np.asarray(old) + share * new).tolist())

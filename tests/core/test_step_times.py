@@ -1,0 +1,54 @@
+"""What is known of workers' times: the mean as long as nothing changes, the moving average when something does."""
+
+import numpy as np
+import pytest
+
+from lightning_hetero.core.step_times import StepTimes
+
+
+def seen(rng, seconds, noise, steps, times=None, decay=0.9):
+    times = StepTimes() if times is None else times
+    for _ in range(steps):
+        times = times.observe(seconds * np.exp(noise * rng.standard_normal(len(seconds)))).current()
+    return times
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.15])
+def test_noise_is_known_from_steps(noise):
+    times = seen(np.random.default_rng(0), np.array([0.1, 3.0]), noise, 200)
+    assert times.noise == pytest.approx([noise, noise], rel=0.3)
+
+
+def test_one_long_step_or_one_change_of_speed_is_no_noise():
+    rng, seconds = np.random.default_rng(0), np.array([0.1, 0.1])
+    times = seen(rng, seconds, 0.02, 20)
+    times = times.observe([1.0, 0.1])
+    times = seen(rng, seconds, 0.02, 20, times)
+    times = seen(rng, 4 * seconds, 0.02, 10, times)
+    assert max(times.noise) < 0.035
+
+
+def test_what_is_known_of_a_steady_worker_becomes_more_precise():
+    worst = []
+    for seed in range(20):
+        times = seen(np.random.default_rng(seed), np.array([1.0, 1.0]), 0.15, 200)
+        worst.append(np.abs(times.best - np.exp(0.15**2 / 2)).max())
+    assert max(times.errors) < 0.015
+    assert np.mean(worst) < 0.02  # the moving average alone: 0.15 / sqrt(19) = 0.034
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.15])
+def test_a_change_of_speed_is_followed_as_by_the_moving_average(noise):
+    rng = np.random.default_rng(1)
+    times = seen(rng, np.array([1.0, 1.0]), noise, 200)
+    times = seen(rng, np.array([2.0, 1.0]), noise, 20, times)
+    assert times.best[0] > 1.75  # 2 - 0.9 ** 20
+    assert times.steps < 60
+
+
+def test_noise_is_remembered_from_one_split_to_the_next():
+    times = seen(np.random.default_rng(0), np.array([1.0, 1.0]), 0.1, 50).restarted()
+    assert times.best.tolist() == []
+    after = times.observe([1.0, 1.0])
+    assert after.steps == 1
+    assert after.errors.min() > 0.08
