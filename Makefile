@@ -10,10 +10,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help venv demo test lint bench docs clean
+.PHONY: help venv demo test gpu lint bench docs clean
 
 help:
-	@echo "make venv | demo | test | lint | bench (as root) | docs | clean"
+	@echo "make venv | demo | test | gpu | lint | bench (as root) | docs | clean"
 
 venv: $(STAMP)
 
@@ -30,6 +30,11 @@ demo: venv
 
 test: venv
 	$(BIN)/python -m pytest
+
+# Proves the GPU paths on this machine, offline and from the source tree; with the tested versions if `make venv` made
+# them, else with those of PYTHON. Without a GPU it runs what needs none.
+gpu:
+	PYTHONPATH=. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tests/gpu/main.py
 
 lint: venv
 	$(BIN)/python -m ruff check .
