@@ -247,7 +247,7 @@ class HeteroEngine:
             self.observer.end_backward()
         finally:
             self.hook_state.in_backward = False
-        for part in (self.noise, self.compression):
+        for part in (*self.hook_state.models.values(), self.noise, self.compression):
             if part is not None:
                 part.after_backward()
 

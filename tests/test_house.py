@@ -17,6 +17,7 @@ ROOMS = (
     *("cli", "report", "simulate"),
     *("accelerate", "strategies", "callbacks"),
     "session",
+    "wrapped_model",
     *("engine", "elastic"),
     *("comm", "optim", "compression", "data", "config", "hardware"),
     "core",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     BatchSizeFinder,
     EarlyStopping,
     EMAWeightAveraging,
@@ -285,6 +286,47 @@ def unused_parameters():
     epochs_of(run(model=Unused(), strategy={**SPLIT, "find_unused_parameters": True}))
     aliased = run(model=Unused(), strategy="hetero_ddp_find_unused_parameters_true", data=points(batch_size=2))
     epochs_of(aliased)
+
+
+class Finetuning(BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.01)
+
+
+class Head(Model):
+    """Whose optimizer begins with the layers that are not frozen."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+@case("freezing and unfreezing in the run (`BaseFinetuning`)")
+def unfreezing():
+    like_one_process({"model": Head(), "callbacks": [Finetuning()]}, {"model": Head(), "callbacks": [Finetuning()]})
+
+
+class Embedded(Model):
+    def __init__(self):
+        super().__init__(momentum=0.0)
+        self.table = nn.Embedding(N, 1, sparse=True, dtype=torch.float64)
+
+    def loss(self, batch):
+        x, y, index = batch
+        return nn.functional.mse_loss(self(x) + self.table(index), y)
+
+    def on_before_optimizer_step(self, optimizer):
+        """Keep no gradients, which are sparse."""
+
+
+@case("sparse gradients (`nn.Embedding(sparse=True)`)")
+def sparse_gradients():
+    like_one_process({"model": Embedded()}, {"model": Embedded()})
+    refused("Set sparse=False", model=Embedded(), strategy={**SPLIT, "compression": "block_topk"})
+    refused("Set sparse=False", model=Embedded(), strategy={**SPLIT, "staleness": 1})
 
 
 @case("`static_graph`")

@@ -23,12 +23,12 @@ from lightning_hetero.accelerate.loaders import (
     why_not,
 )
 from lightning_hetero.accelerate.plugin import NAMES, HeteroPlugin, switched_on
-from lightning_hetero.comm import gradient_hook
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.core.validation import check_names
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import HeteroSession, PlanAccess, log
 from lightning_hetero.strategies._restarts import warn_of_stale_addresses
+from lightning_hetero.wrapped_model import WrappedModel
 
 __all__ = ["HeteroAccelerator"]
 
@@ -345,8 +345,7 @@ class _HookedDDP(DistributedDataParallelKwargs):
     """The user's DDP arguments, with our communication hook around theirs; a model can have only one."""
 
     def __init__(self, given: DistributedDataParallelKwargs, accelerator: HeteroAccelerator) -> None:
-        engine = accelerator._session().engine
-        self.given, self.state, self.compression = given, engine.hook_state, engine.compression
+        self.given, self.engine = given, accelerator._session().engine
         self.accelerator = weakref.ref(accelerator)
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
@@ -356,16 +355,18 @@ class _HookedDDP(DistributedDataParallelKwargs):
         return self.given.to_kwargs()  # type: ignore[no-any-return]
 
     def register_comm_hook(self, model: Any) -> None:
-        taken = _TakenHook()
+        WrappedModel(model, self.engine, self._attach, lambda: getattr(self.accelerator(), "_optimizers", ()))
+
+    def _attach(self, model: Any) -> None:
+        state, compression, taken = self.engine.hook_state, self.engine.compression, _TakenHook()
         self.given.register_comm_hook(taken)
-        if taken.hook is not None and self.compression is not None:
+        if taken.hook is not None and compression is not None:
             raise ValueError("compression= and a comm_hook both say what is sent of gradients. Give one of them.")
-        self.state.inner, self.state.inner_state = taken.hook, taken.state
-        if self.compression is not None:
+        state.inner, state.inner_state = taken.hook, taken.state
+        if compression is not None:
             scaler = getattr(self.accelerator(), "scaler", None)
             scale = None if scaler is None else scaler.get_scale
-            self.compression.attach(model.module, grad_scale=scale, hold_unused=model.find_unused_parameters)
-        model.register_comm_hook(self.state, gradient_hook)
+            compression.attach(model.module, grad_scale=scale, hold_unused=model.find_unused_parameters)
 
 
 def _given(arguments: DistributedDataParallelKwargs) -> DistributedDataParallelKwargs:

@@ -73,8 +73,8 @@ class BlockExchange:
         self.messages = MessageLog(hook.observer.clock, self.topology.size)
         self._dense_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
         self.paused = False  # whether all steps are sent densely, until "auto" has chosen
-        self.sparse_steps = 0.0
-        """Greatest density at which the optimizer takes blocks, so that no sum is written in the model's size."""
+        self.sparse_steps = 0.0  # greatest density at which the optimizer takes blocks, and no sum has the model's size
+        self._frozen: dict[str, torch.Tensor] = {}  # residuals of parameters that are not trained at present
         self.gradients: Mapping[torch.Tensor, BlockGradient | BlockMarks] | None = None
         self._arrived: str | None = None
         self._waiting: list[tuple[torch.Tensor, list[Slot], Any]] = []
@@ -375,11 +375,12 @@ class BlockExchange:
         self.settle()
         if self.late is not None:
             self.late.settle()
-        flat = self.encoder.residual
-        return {slot.name: flat[slot.start : slot.start + slot.numel].cpu() for slot in self.layout.slots}
+        flat, slots = self.encoder.residual, self.layout.slots
+        return self._frozen | {slot.name: flat[slot.start : slot.start + slot.numel].cpu() for slot in slots}
 
     def load_residuals(self, residuals: dict[str, torch.Tensor]) -> None:
-        """Go on with these residuals; parameters that are not named begin with 0."""
+        """Go on with these residuals; parameters that are not named begin with 0, those not trained keep theirs."""
+        self._frozen = {name: r for name, r in residuals.items() if name not in self.layout.by_name}
         self.encoder.residual.zero_()
         for slot in self.layout.slots:
             if slot.name in residuals:

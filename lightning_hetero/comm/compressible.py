@@ -4,8 +4,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-__all__ = ["check_parameters", "check_trained"]
+from lightning_hetero.comm.backends import backend_of
+from lightning_hetero.config import HeteroConfig
+
+__all__ = ["check_parameters", "check_sparse_gradients", "check_trained"]
 
 
 def check_parameters(parameters: Mapping[str, torch.Tensor]) -> None:
@@ -21,6 +26,43 @@ def check_parameters(parameters: Mapping[str, torch.Tensor]) -> None:
                 f"compression cannot send the gradient of {name}, which is {parameter.dtype} and {parameter.layout}; "
                 "allowed are dense parameters of float32, bfloat16, float16 and float64. Set compression=None."
             )
+
+
+def check_sparse_gradients(module: nn.Module, config: HeteroConfig, hook: Any = None) -> None:
+    """Check that sparse gradients of a module (``nn.Embedding(sparse=True)``) go by a way that has a form for them.
+
+    Plain sums over gloo do, as under DDP, and so may a communication hook of the user's own.
+
+    Args:
+        module: whose parameters are trained.
+        config: settings of the engine.
+        hook: communication hook inside of ours, ``None`` for plain sums.
+
+    Raises:
+        ValueError: naming the first parameter with sparse gradients, and the setting that cannot send them.
+    """
+    sparse = [
+        f"{name}.weight".lstrip(".")
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad
+    ]
+    if not sparse:
+        return
+    names = ("compression", "hierarchy", "sparse_optimizer", "staleness")
+    settings = {name: getattr(config, name) for name in names}
+    if getattr(hook, "__module__", "").startswith(allreduce_hook.__module__.rpartition(".")[0]):
+        settings["ddp_comm_hook"] = None if hook is allreduce_hook else hook.__name__
+    name, given = next(((name, value) for name, value in settings.items() if value), ("", None))
+    if name:
+        sender, cure = f"{name}={given!r}", f"leave {name} out"
+    elif (backend := backend_of(next(module.parameters()).device)) == "gloo":
+        return
+    else:
+        sender, cure = f"the {backend} backend", "use process_group_backend='gloo'"
+    raise ValueError(
+        f"{sender} cannot send sparse gradients, and {sparse[0]} has them (nn.Embedding(sparse=True)). Plain sums over "
+        f"gloo can. Set sparse=False there, or {cure}."
+    )
 
 
 def check_trained(optimizers: Iterable[torch.optim.Optimizer], known: Mapping[torch.Tensor, Any]) -> None:

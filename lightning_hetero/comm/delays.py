@@ -148,6 +148,12 @@ class Delays(ABC):
     def _keep_fresh(self, number: int) -> None:
         """Delay all transfers but the first ones, from the next step on."""
 
+    def follow(self, before: "Delays") -> None:
+        """Go on as the delays before this one, of other parameters of the same model; a whole delay stays one."""
+        self.led, self.keeps_own, self.choice = before.led, before.keeps_own, before.choice
+        if self.limit and before.delayed_share == 1.0:
+            self.delay_all()
+
     # the decision
 
     def metrics(self) -> dict[str, float]:

@@ -60,6 +60,7 @@ class HookState:
         local_squares: squared norms of the buckets before averaging, of the running step.
         global_squares: the same after averaging.
         late_squares: the same of buckets that got the sum of the step before.
+        models: what watches over each model that has the hook, see :mod:`lightning_hetero.wrapped_model`.
     """
 
     observer: StepObserver
@@ -82,6 +83,7 @@ class HookState:
     local_squares: list[torch.Tensor] = field(default_factory=list)
     global_squares: list[torch.Tensor] = field(default_factory=list)
     late_squares: list[torch.Tensor] = field(default_factory=list)
+    models: "weakref.WeakKeyDictionary[Any, Any]" = field(default_factory=weakref.WeakKeyDictionary, repr=False)
     _running: "deque[weakref.ref[Any]]" = field(default_factory=lambda: deque(maxlen=CALLBACKS), repr=False)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -166,7 +168,7 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     state.fired = True
     number = state.observer.bucket_ready()
     buffer, parameters = bucket.buffer(), bucket.parameters
-    state.num_bytes += buffer.nbytes
+    state.num_bytes += sums.num_bytes(buffer)
     at_once = state.staleness is None and state.inner is None and state.owed is None
     if state.collect_norms and not at_once:
         state.local_squares.extend(state.norms.of_bucket(buffer, parameters))

@@ -54,6 +54,7 @@ class GradientNorms:
         """
         if not self.in_parts:
             return self.of_bucket(flat, parameters)
+        flat = _stored(flat)
         first, last = (flat.numel() * rank // self.ranks for rank in (self.rank, self.rank + 1))
         return self._unscaled(square(flat.view(-1)[first:last]))
 
@@ -67,7 +68,8 @@ class GradientNorms:
             >>> GradientNorms().of_weighted(flat, 0.5, list), flat
             ([tensor(25.)], tensor([1.5000, 2.0000]))
         """
-        by_pieces = flat.numel() > CACHED and self.preconditioner is None and flat.device.type == "cpu"
+        plain = self.preconditioner is None and flat.device.type == "cpu" and not flat.is_sparse
+        by_pieces = plain and flat.numel() > CACHED
         pieces, squares = flat.split(CACHED) if by_pieces else (flat,), []
         for piece in pieces:
             squares += self.of_bucket(piece, parameters)
@@ -77,8 +79,8 @@ class GradientNorms:
     def of_bucket(self, flat: torch.Tensor, parameters: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
         """Squares of a bucket, whose parameters lie one after the other in it."""
         if self.preconditioner is None:
-            return self._unscaled(square(flat))
-        owners = parameters()
+            return self._unscaled(square(_stored(flat)))
+        owners, flat = parameters(), flat.to_dense() if flat.is_sparse else flat
         parts = flat.view(-1).split([owner.numel() for owner in owners])
         return self._sum((p, _laid_out_as(p, part)) for p, part in zip(owners, parts, strict=True))
 
@@ -88,13 +90,19 @@ class GradientNorms:
 
     def _sum(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
         if self.preconditioner is None:
-            squares = [value for _, gradient in pairs for value in square(gradient)]
+            squares = [value for _, gradient in pairs for value in square(_stored(gradient))]
         else:
-            squares = [value for pair in pairs for value in self.preconditioner.squares(*pair)]
+            dense = ((p, g.to_dense() if g.is_sparse else g) for p, g in pairs)
+            squares = [value for pair in dense for value in self.preconditioner.squares(*pair)]
         return self._unscaled([torch.stack(squares).sum()]) if squares else []
 
     def _unscaled(self, squares: list[torch.Tensor]) -> list[torch.Tensor]:
         return squares if self.loss_scale is None else [value / self.loss_scale() ** 2 for value in squares]
+
+
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    """What a sparse gradient stores, each row once; a dense one as it is."""
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
 def square(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_hetero.comm.backends import backend_of
 
-__all__ = ["Arrival", "gather_over_ranks", "hand_on", "pending", "sum_over_ranks", "tensor_of"]
+__all__ = ["Arrival", "gather_over_ranks", "hand_on", "num_bytes", "pending", "sum_over_ranks", "tensor_of"]
 
 
 def sum_over_ranks(buffer: torch.Tensor, group: Any = None) -> torch.futures.Future[Any]:
@@ -49,6 +49,17 @@ def _on_streams(buffer: torch.Tensor, work: Any, future: torch.futures.Future[An
 
     future.then(landed)
     return ordered
+
+
+def num_bytes(buffer: torch.Tensor) -> int:
+    """Bytes of a bucket; of a sparse gradient, those of the rows that it has and of their numbers.
+
+    Example:
+        >>> num_bytes(torch.zeros(3)), num_bytes(torch.eye(3).to_sparse(1))
+        (12, 60)
+    """
+    parts = (buffer._indices(), buffer._values()) if buffer.is_sparse else (buffer,)
+    return sum(part.nbytes for part in parts)
 
 
 class Arrival:

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_hetero.comm import gradient_hook
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import HeteroSession, PlanAccess, log
@@ -30,6 +29,7 @@ from lightning_hetero.strategies._loaders import (
 )
 from lightning_hetero.strategies._registration import register
 from lightning_hetero.strategies._restarts import warn_of_stale_addresses
+from lightning_hetero.wrapped_model import WrappedModel
 
 __all__ = ["HeteroFabricMixin"]
 
@@ -77,6 +77,7 @@ class HeteroFabricMixin(PlanAccess):
         self._train_loader: DataLoader | None = None
         self._assumed = False
         self._models: list[torch.nn.Module] = []
+        self._optimizers: list[Any] = []
         self._wanted_step: int | None = None
 
     @classmethod
@@ -138,19 +139,24 @@ class HeteroFabricMixin(PlanAccess):
         # not as Fabric does, on a stream of its own: torch would accumulate gradients there, and wait for each of them
         devices = self._determine_ddp_device_ids()  # type: ignore[attr-defined]
         model = DistributedDataParallel(module=module, device_ids=devices, **self._ddp_kwargs)  # type: ignore[attr-defined]
-        if engine.compression is not None:
+        WrappedModel(model, engine, self._attach, lambda: self._optimizers)
+        return model
+
+    def _attach(self, model: DistributedDataParallel) -> None:
+        """Compress the gradients of a model, if it was asked for."""
+        compression = self._running().engine.compression
+        if compression is not None:
             scaler = getattr(self.precision, "scaler", None)  # type: ignore[attr-defined]
-            engine.compression.attach(
-                module,
+            compression.attach(
+                model.module,
                 grad_scale=None if scaler is None else scaler.get_scale,
                 hold_unused=bool(model.find_unused_parameters),
             )
-        model.register_comm_hook(engine.hook_state, gradient_hook)
-        return model
 
     def setup_optimizer(self, optimizer: Any) -> Any:
         """As DDP; an optimizer with sparse steps takes the blocks of a compressed gradient."""
         optimizer = super().setup_optimizer(optimizer)  # type: ignore[misc]
+        self._optimizers.append(optimizer)
         compression = None if self.engine is None else self.engine.compression
         if compression is not None:
             compression.lead([optimizer], more=True)

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_hetero.callbacks import PolicyCallback
-from lightning_hetero.comm import gradient_hook
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.compressors import Compressor
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
@@ -45,6 +44,7 @@ from lightning_hetero.strategies._probe import probe_module
 from lightning_hetero.strategies._registration import register
 from lightning_hetero.strategies._restarts import warn_of_stale_addresses
 from lightning_hetero.strategies._staleness import attach_staleness
+from lightning_hetero.wrapped_model import WrappedModel
 
 __all__ = ["HeteroDDPMixin", "resume_position"]
 
@@ -227,8 +227,13 @@ class HeteroDDPMixin(PlanAccess):
     def _register_ddp_hooks(self) -> None:
         """Register our hook on every device, with the user's inside it."""
         assert self.engine is not None
-        if not isinstance(self.model, DistributedDataParallel):  # type: ignore[attr-defined]
-            return
+        if isinstance(self.model, DistributedDataParallel):  # type: ignore[attr-defined]
+            WrappedModel(self.model, self.engine, self._attach, lambda: self.optimizers)  # type: ignore[attr-defined]
+
+    def _attach(self, model: DistributedDataParallel) -> None:
+        """Put what sends gradients into our hook: the user's hook, compression, delays."""
+        assert self.engine is not None
+        self._pl_static_graph_delay_done = False  # Lightning's own, of DDP's first step
         state = self.engine.hook_state
         hook = self._ddp_comm_hook  # type: ignore[attr-defined]
         if hook is not None and self._ddp_comm_wrapper is not None:  # type: ignore[attr-defined]
@@ -236,7 +241,6 @@ class HeteroDDPMixin(PlanAccess):
         state.inner, state.inner_state = hook, self._ddp_comm_state  # type: ignore[attr-defined]
         attach_compression(self)
         attach_staleness(self)
-        self.model.register_comm_hook(state, gradient_hook)  # type: ignore[attr-defined]
 
     def setup_optimizers(self, trainer: Any) -> None:
         """As DDP; an optimizer with sparse steps takes the blocks of a compressed gradient."""

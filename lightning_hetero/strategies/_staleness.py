@@ -27,8 +27,9 @@ def attach_staleness(strategy: Any) -> None:
     restored, state.restored = state.restored, {}
     before, state.staleness = state.staleness, None
     topology = None if before is None else before.topology
-    if before is not None and all(before.parameters.get(name) is p for name, p in parameters.items()):
-        restored = restored or before.state_dict()  # a training of this module that was interrupted
+    earlier = None  # delays of this module: of a training that was interrupted, or other parameters are trained
+    if before is not None and not restored and _of_module(before, strategy.lightning_module):
+        earlier, restored = before, before.state_dict()
     if not restored.get("sums") and (limit == 0 or engine.world_size == 1):
         return
     reason = _why_not(strategy)
@@ -53,7 +54,15 @@ def attach_staleness(strategy: Any) -> None:
         late = DelayedBlocks(limit, state.inner, parameters, **settings)
     else:
         late = Staleness(limit, parameters, world_size=engine.world_size, fresh=state.topology, **settings)
+    if earlier is not None and earlier.parameters.keys() != parameters.keys():
+        late.follow(earlier)
     state.staleness = late
+
+
+def _of_module(before: Delays, module: Any) -> bool:
+    """Whether delays were those of this module, be it of others of its parameters."""
+    there = dict(module.named_parameters())
+    return all(there.get(name) is p for name, p in before.parameters.items())
 
 
 def _why_not(strategy: Any) -> str | None:
@@ -73,6 +82,12 @@ def _why_not(strategy: Any) -> str | None:
         return (
             "staleness=1 and find_unused_parameters=True: the delayed gradient of a parameter that is left out in the "
             "next step would be lost. Use all parameters in every step"
+        )
+    complex_ones = [name for name, p in module.named_parameters() if p.requires_grad and p.is_complex()]
+    if complex_ones:
+        return (
+            f"staleness=1 and complex parameters ({complex_ones[0]}): sums of theirs are kept as real numbers. Make "
+            "them real, with torch.view_as_complex where they are used"
         )
     if getattr(strategy.precision_plugin, "scaler", None) is not None:
         return "staleness=1 and a loss scaler: a delayed gradient carries the scale of the step before. Use bf16-mixed"

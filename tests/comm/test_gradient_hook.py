@@ -104,6 +104,48 @@ def test_squared_norms_are_those_of_the_gradients(cap, hook):
         np.testing.assert_allclose(rows[:, 3], rows[:, 4], rtol=1e-12)
 
 
+class Bag(nn.Module):
+    """Sparse gradients of rows that several samples share."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.bag, self.out = nn.EmbeddingBag(7, 4, mode="sum", sparse=True), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.out(self.bag((x * 10).long().abs() % 7))
+
+
+def _sparse(rank, ours, parts):
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(Bag().double())
+    state = HookState(StepObserver(HostClock()), 2, collect_norms=parts is not None)
+    state.norms = GradientNorms(rank=rank, ranks=parts or 1)
+    if ours:
+        model.register_comm_hook(state, gradient_hook)
+    found, squares = [], []
+    for x in batches(rank):
+        model.zero_grad()
+        loss_of(model, x).backward()
+        assert model.module.bag.weight.grad.is_sparse
+        found.append(torch.cat([p.grad.to_dense().flatten() for p in model.parameters()]).numpy())
+        if parts is not None:
+            squares.append([float(torch.stack(each).sum()) for each in state.take_squares()])
+    return np.stack(found), np.array(squares), state.num_bytes
+
+
+@pytest.mark.parametrize("parts", [None, 1, 2])
+def test_sparse_gradients_are_averaged_as_by_ddp_and_their_norms_are_known(parts):
+    """Norms after averaging are of the whole gradient, or of each rank's part of it."""
+    (ours, squares, num_bytes), (others, theirs, _) = run_ranks(_sparse, 2, True, parts)
+    np.testing.assert_array_equal(ours, others)
+    np.testing.assert_allclose(ours, run_ranks(_sparse, 2, False, None)[0][0], rtol=1e-14)
+    assert num_bytes == STEPS * (30 * (8 + 4 * 8) + 5 * 8), "rows with their numbers, and a dense layer"
+    if parts is not None:
+        after = (squares + theirs)[:, 1] / (2 if parts == 1 else 1)
+        np.testing.assert_allclose(after, (ours**2).sum(1), rtol=1e-12)
+
+
 def _observed(rank):
     dist.init_process_group("gloo")
     model = DistributedDataParallel(build(), bucket_cap_mb=TINY)
