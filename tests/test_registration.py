@@ -3,9 +3,11 @@
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -244,3 +246,49 @@ def test_hook_hides_no_missing_module(target):
     autoload.boot()
     with pytest.raises(ModuleNotFoundError, match=target.module):
         importlib.import_module(target.module)
+
+
+# Installs a checkout in editable mode into a folder, as an installer does, without one: no network, no other package.
+BUILD_EDITABLE = """
+import sys, zipfile
+from setuptools import build_meta
+built, installed = sys.argv[1:]
+zipfile.ZipFile(built + "/" + build_meta.build_editable(built)).extractall(installed)
+"""
+
+# Imports torch in an environment that has that installation and what the running one has, but not its .pth files.
+IMPORT_TORCH = """
+import site, sys
+sys.path[:0] = [sys.argv[1]]
+sys.path += sys.argv[2:]
+site.addsitedir(sys.argv[1])
+import torch
+from lightning.pytorch.strategies import StrategyRegistry
+print(torch.ones(2).sum().item(), "hetero_ddp" in StrategyRegistry)
+"""
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_moved_editable_checkout_breaks_no_import_of_torch(moved, tmp_path):
+    checkout, installed, root = tmp_path / "checkout", tmp_path / "installed", Path(__file__).parents[1]
+    shutil.copytree(root / "lightning_hetero", checkout / "lightning_hetero")
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", *root.glob("_lightning_hetero_*.py")):
+        shutil.copy(root / name, checkout)
+    installed.mkdir()
+    build = [sys.executable, "-c", BUILD_EDITABLE, str(tmp_path), str(installed)]
+    subprocess.run(build, cwd=checkout, timeout=120, check=True, capture_output=True)
+    if moved:
+        checkout.rename(tmp_path / "elsewhere")
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", IMPORT_TORCH, str(installed), *packages],
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"},
+        cwd=tmp_path,
+        timeout=120,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2.0", str(not moved)]
+    assert ("pip install -e" in done.stderr) == moved
