@@ -88,6 +88,13 @@ class HeteroAccelerator(PlanAccess, Accelerator):
                 "unequal batches are for plain data parallelism on CPUs or GPUs. Leave the other plugin out, or use "
                 "Accelerator."
             )
+        launched = os.environ.get("WORLD_SIZE", "1")
+        if self.num_processes == 1 and launched not in ("", "1"):
+            raise ValueError(
+                f"WORLD_SIZE={launched} processes were started, and Accelerate joins this one with none: each would "
+                "train alone, all of them on the same samples. Without GPUs, set ACCELERATE_USE_CPU=true (or give "
+                "--cpu to lightning-hetero launch); if this process is meant to be alone, unset WORLD_SIZE."
+            )
         engine = HeteroEngine(
             hetero_plugin,
             rank=self.process_index,

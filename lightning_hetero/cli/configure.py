@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from lightning_hetero.accelerate.plugin import SECTION, HeteroPlugin, parsed
+from lightning_hetero.cli.launch import devices
 from lightning_hetero.config import POLICIES
 from lightning_hetero.core.compressors import COMPRESSORS, BlockTopK
 from lightning_hetero.core.validation import check_choice
@@ -107,7 +108,13 @@ def _base(read: Callable[[str], str]) -> dict[str, Any]:
         ask("main_process_ip", "Address of the main machine", "", _address)
         ask("main_process_port", "Port of the main machine", "29500", _whole(1, 65535))
         config |= {"rdzv_backend": "static", "same_network": True}
-    ask("use_cpu", "Train on CPUs (true, false)", "false", _choice([True, False]))
+    here = "no GPU here" if devices() == 0 else "GPUs here"
+    ask(
+        "use_cpu",
+        f"Train on CPUs (true, false); torch sees {here}",
+        str(devices() == 0).lower(),
+        _choice([True, False]),
+    )
     ask("mixed_precision", f"Mixed precision ({', '.join(PRECISIONS)})", "no", _choice(PRECISIONS))
     config["distributed_type"] = "MULTI_CPU" if config["use_cpu"] else "MULTI_GPU"
     return config

@@ -6,14 +6,16 @@ variables; everything else, all options included, goes to ``accelerate launch`` 
 
 import contextlib
 import os
+import sys
 import tempfile
-from argparse import ArgumentParser, Namespace
+from argparse import Action, ArgumentParser, HelpFormatter, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import yaml
 from accelerate.commands.config.config_args import default_config_file
-from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.commands.launch import CustomHelpFormatter, launch_command, launch_command_parser
 
 from lightning_hetero.accelerate.plugin import (
     NAMES,
@@ -26,7 +28,7 @@ from lightning_hetero.accelerate.plugin import (
 )
 from lightning_hetero.config import HeteroConfig
 
-__all__ = ["hetero_environment", "main", "read_config"]
+__all__ = ["devices", "hetero_environment", "main", "read_config"]
 
 HELP = {
     "policy": "perf_model, pid, static or even",
@@ -37,9 +39,16 @@ HELP = {
     "weight_fn": "module:function that counts what the mean loss of a batch is a mean of",
     "replan": "auto, epoch, or a number of steps",
     "hysteresis": "least predicted gain for which the split changes, 0 to 1",
+    "hierarchy": "clusters of workers that a thin link joins: nodes, env, auto or [[0, 1], [2]]",
+    "sparse_optimizer": "true lets SGD or AdamW update only the blocks that block_topk sends",
     "compression": "what is sent of gradients: block_topk, powersgd, fp16, bf16 or auto",
     "density": "share of the gradient that block_topk sends, 0 to 1",
 }
+
+
+GROUP = "Unequal workers"
+OTHER_TRAININGS = ("tpu", "tpu_use_cluster", "use_deepspeed", "use_fsdp", "use_megatron_lm")
+"""Flags of Accelerate's for other kinds of training, for which HeteroAccelerator has an error of its own."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,11 +58,13 @@ def main(argv: Sequence[str]) -> int:
         argv: arguments of ``accelerate launch``, and ``--hetero_<setting>`` for each setting.
     """
     parser = _parser()
-    args = parser.parse_args(list(argv))
+    with _called_as_accelerate(argv):
+        args = parser.parse_args(list(argv))
     flags = {name: vars(args)[f"hetero_{name}"] for name in NAMES if vars(args)[f"hetero_{name}"] is not None}
     try:
         config, section = read_config(args.config_file or _default_config())
         environment = hetero_environment(section, flags, os.environ)
+        _check_devices(args, config or {}, devices())
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     os.environ.update(environment)
@@ -64,12 +75,33 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+class _HelpFormatter(CustomHelpFormatter):  # type: ignore[misc]
+    """Accelerate's formatter, which hides the groups of options that it does not know; ours is one."""
+
+    def add_argument(self, action: Action) -> None:
+        if action.container.title == GROUP:  # type: ignore[attr-defined]
+            action.option_strings = action.option_strings[:1]  # the same with hyphens goes without saying, as theirs
+            HelpFormatter.add_argument(self, action)
+        else:
+            super().add_argument(action)
+
+
+@contextlib.contextmanager
+def _called_as_accelerate(argv: Sequence[str]) -> Iterator[None]:
+    """Let Accelerate's formatter see its own command line, by which it decides what help to show."""
+    given, sys.argv = sys.argv, ["accelerate", "launch", *argv]
+    try:
+        yield
+    finally:
+        sys.argv = given
+
+
 def _parser() -> ArgumentParser:
     parser: ArgumentParser = launch_command_parser()
-    parser.prog = "lightning-hetero launch"
-    group = parser.add_argument_group("Unequal workers", "Settings of HeteroPlugin; they go before those of the file.")
+    parser.prog, parser.formatter_class = "lightning-hetero launch", _HelpFormatter
+    group = parser.add_argument_group(GROUP, "Settings of HeteroPlugin; they go before those of the file.")
     for name in NAMES:
-        group.add_argument(f"--hetero_{name}", default=None, metavar="VALUE", help=HELP.get(name, name))
+        group.add_argument(f"--hetero_{name}", default=None, metavar="VALUE", help=HELP[name])
     return parser
 
 
@@ -134,12 +166,53 @@ def hetero_environment(
     return variables
 
 
+def devices() -> int:
+    """Accelerators that torch sees on this machine.
+
+    Example:
+        >>> devices() >= 0
+        True
+    """
+    accelerator = getattr(torch, "accelerator", torch.cuda)  # since torch 2.6
+    return int(accelerator.device_count())
+
+
+def _workers(args: Namespace, config: Mapping[str, Any]) -> int:
+    return int(args.num_processes or config.get("num_processes") or 1)
+
+
+def _on_cpu(args: Namespace, config: Mapping[str, Any]) -> bool:
+    exported = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
+    return bool(args.cpu or exported or config.get("use_cpu") or config.get("distributed_type") == "MULTI_CPU")
+
+
+def _check_devices(args: Namespace, config: Mapping[str, Any], found: int) -> None:
+    """Check that several workers will be one training, where Accelerate would have each train alone, in silence.
+
+    Raises:
+        ValueError: if they would not.
+    """
+    kind = config.get("distributed_type")
+    other = kind not in (None, "NO", "MULTI_GPU") or any(getattr(args, name, False) for name in OTHER_TRAININGS)
+    workers = _workers(args, config)
+    if other or workers == 1 or config.get("mpirun_config") or _on_cpu(args, config):
+        return
+    if found == 0:
+        raise ValueError(
+            f"num_processes={workers}, and torch sees no GPU on this machine: each process would train alone, all of "
+            "them on the same samples. To train on CPUs, give --cpu or write use_cpu: true into the config file."
+        )
+    if kind == "NO" and not args.multi_gpu:
+        raise ValueError(
+            f"num_processes={workers} and distributed_type: NO, with which Accelerate starts one process. Write "
+            "distributed_type: MULTI_GPU into the config file or give --multi_gpu, or set num_processes: 1."
+        )
+
+
 def _start_cpu_workers(args: Namespace, config: dict[str, Any] | None) -> None:
     """Have several CPU workers started by torchrun, where Accelerate would start one process and say nothing."""
     given = config or {}
-    on_cpu = args.cpu or given.get("use_cpu") or given.get("distributed_type") == "MULTI_CPU"
-    several = (args.num_processes or given.get("num_processes") or 1) > 1
-    if not on_cpu or not several or given.get("mpirun_config"):
+    if not _on_cpu(args, given) or _workers(args, given) == 1 or given.get("mpirun_config"):
         return
     os.environ["ACCELERATE_USE_CPU"] = "true"
     args.cpu, args.multi_gpu = False, True

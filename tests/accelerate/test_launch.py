@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from lightning_hetero import cli
+from lightning_hetero.accelerate.plugin import NAMES
 from lightning_hetero.cli.configure import ask_settings
 from lightning_hetero.cli.launch import hetero_environment, read_config
 from tests.helpers import free_port
@@ -256,6 +258,79 @@ def test_config_of_several_machines_and_compression(tmp_path, monkeypatch, capsy
     assert (given.main_process_ip, given.main_process_port) == ("10.0.0.7", 29511)
     assert os.environ["ACCELERATE_HETERO_COMPRESSION"] == "block_topk"
     assert os.environ["ACCELERATE_HETERO_DENSITY"] == "0.05"
+
+
+@pytest.mark.parametrize(("gpus", "kind", "on_cpu"), [(0, "MULTI_CPU", True), (2, "MULTI_GPU", False)])
+def test_default_answers_fit_the_machine(gpus, kind, on_cpu, tmp_path, monkeypatch, started):
+    for command in ("configure", "launch"):
+        monkeypatch.setattr(f"lightning_hetero.cli.{command}.devices", lambda: gpus)
+    path = str(tmp_path / "config.yaml")
+    answer(monkeypatch)
+    assert cli.main(["config", "--config_file", path]) == 0
+    config, section = read_config(path)
+    assert (config["num_processes"], config["use_cpu"], config["distributed_type"]) == (2, on_cpu, kind)
+    assert section == {}
+    cli.main(["launch", "--config_file", path, "script.py"])
+    assert [given.num_processes for given in started] == [2]
+    assert os.environ.get("ACCELERATE_USE_CPU") == ("true" if on_cpu else None)
+
+
+def test_a_file_of_default_answers_trains_together(scripts, tmp_path):
+    """On this machine, whatever it has; ACCELERATE_USE_CPU is left to the launcher."""
+    path = tmp_path / "config.yaml"
+    asked = subprocess.run(
+        [BIN / "lightning-hetero", "config", "--config_file", path], input="\n" * 20, text=True, check=True, timeout=60
+    )
+    assert asked.returncode == 0
+    launch = (BIN / "lightning-hetero", "launch", "--config_file", path, "--main_process_port", free_port())
+    result = result_of(execute(*launch, "--hetero_local_batch_sizes", "11,5", scripts[1], 8, ACCELERATE_USE_CPU=""))
+    assert (result["processes"], result["history"]) == (2, [[11, 5]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "cure"),
+    [
+        ({"distributed_type": "MULTI_GPU", "num_processes": 2}, 0, "give --cpu or write use_cpu: true"),
+        ({"distributed_type": "NO", "num_processes": 3}, 0, "give --cpu"),
+        ({"distributed_type": "NO", "num_processes": 2}, 2, "distributed_type: MULTI_GPU"),
+        (["--num_processes", "2"], 0, "give --cpu"),
+        (["--num_processes", "2", "--multi_gpu"], 0, "give --cpu"),
+    ],
+)
+def test_workers_that_would_train_alone_are_not_started(arguments, gpus, cure, tmp_path, monkeypatch, capsys, started):
+    monkeypatch.setattr("lightning_hetero.cli.launch.devices", lambda: gpus)
+    monkeypatch.setattr("lightning_hetero.cli.launch._default_config", lambda: None)
+    if isinstance(arguments, dict):
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump({"compute_environment": "LOCAL_MACHINE", "use_cpu": False, **arguments}))
+        arguments = ["--config_file", str(path)]
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["launch", *arguments, "script.py"])
+    assert stopped.value.code == 2
+    assert cure in capsys.readouterr().err
+    assert not started
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Accelerate joins processes over the GPUs of this machine")
+def test_a_process_that_accelerate_would_leave_alone_says_so(scripts):
+    code, output = torchrun(scripts[1], 8, ACCELERATE_USE_CPU="false")
+    assert code != 0
+    assert "WORLD_SIZE=2 processes were started, and Accelerate joins this one with none" in output
+    assert "set ACCELERATE_USE_CPU=true" in output
+
+
+def test_the_launchers_help_shows_its_own_flags_and_accelerates():
+    code, output = execute(BIN / "lightning-hetero", "launch", "--help")
+    assert code == 0
+    for name in NAMES:
+        assert output.count(f"  --hetero_{name} VALUE") == 1
+    assert output.startswith("usage: lightning-hetero launch")
+    for theirs in ("--num_processes", "--multi_gpu", "--main_process_port", "--fsdp_version"):
+        assert theirs in output
+    code, output = execute(BIN / "lightning-hetero", "launch", "--multi_gpu", "--help")
+    assert code == 0
+    assert "--hetero_policy VALUE" in output
+    assert "--fsdp_version" not in output  # what another kind of training has is hidden, as `accelerate launch` does
 
 
 def test_config_writes_nothing_if_answers_end_early(tmp_path, monkeypatch):
