@@ -19,6 +19,7 @@ from lightning_hetero.core.validation import check_names
 from lightning_hetero.elastic import ElasticConfig, ElasticEngine, MergeRecord
 from lightning_hetero.session import log
 from lightning_hetero.strategies._arguments import arguments_of
+from lightning_hetero.strategies._elastic_rates import scale_rates, set_rates
 from lightning_hetero.strategies._elastic_rules import why_not_elastic
 from lightning_hetero.strategies._hetero_ddp import resume_position
 from lightning_hetero.strategies._loaders import NOT_MET, stream_of, why_not_uneven, with_batch_sampler
@@ -272,20 +273,20 @@ class HeteroElasticMixin:
         """
         assert self.engine is not None
         factor = self.engine.lr_factor
-        given = _scale_rates(optimizer, factor)
+        given = scale_rates(optimizer, factor)
 
         def at_the_given_rates() -> Any:
             nonlocal given
-            _set_rates(optimizer, given)
+            set_rates(optimizer, given)
             try:
                 return closure()
             finally:
-                given = _scale_rates(optimizer, factor)
+                given = scale_rates(optimizer, factor)
 
         try:
             return super().optimizer_step(optimizer, at_the_given_rates, model, **kwargs)  # type: ignore[misc]
         finally:
-            _set_rates(optimizer, given)
+            set_rates(optimizer, given)
 
     def end_batch(self) -> MergeRecord | None:
         """Claim the next batch or merge; then schedules, the end of the epoch and validation follow from it."""
@@ -400,15 +401,3 @@ class HeteroElasticMixin:
         if self.engine is not None:
             self.engine.dispatcher.close()
         super().teardown()  # type: ignore[misc]
-
-
-def _scale_rates(optimizer: Any, factor: float) -> list[Any]:
-    """Multiply the learning rates; returns those before."""
-    given = [group["lr"] for group in optimizer.param_groups]
-    _set_rates(optimizer, [lr * factor for lr in given])
-    return given
-
-
-def _set_rates(optimizer: Any, rates: list[Any]) -> None:
-    for group, lr in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = lr
