@@ -1,18 +1,41 @@
 """Learning rates of one local step: the user's, times the factor of this rank's batch size."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["scale_rates", "set_rates"]
+__all__ = ["scaled_rates"]
 
 
-def scale_rates(optimizer: Any, factor: float) -> list[Any]:
+@contextmanager
+def scaled_rates(optimizer: Any, factor: float, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+    """Multiply the learning rates for a while; yields the closure, which sees them as they are given.
+
+    A learning rate that the closure sets, since it runs the user's ``training_step``, is scaled as well, and stays.
+    """
+    given = _scale(optimizer, factor)
+
+    def at_the_given_rates() -> Any:
+        nonlocal given
+        _set(optimizer, given)
+        try:
+            return closure()
+        finally:
+            given = _scale(optimizer, factor)
+
+    try:
+        yield at_the_given_rates
+    finally:
+        _set(optimizer, given)
+
+
+def _scale(optimizer: Any, factor: float) -> list[Any]:
     """Multiply the learning rates; returns those before."""
     given = [group["lr"] for group in optimizer.param_groups]
-    set_rates(optimizer, [lr * factor for lr in given])
+    _set(optimizer, [lr * factor for lr in given])
     return given
 
 
-def set_rates(optimizer: Any, rates: list[Any]) -> None:
-    """Give each group of parameters its learning rate."""
+def _set(optimizer: Any, rates: list[Any]) -> None:
     for group, lr in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = lr

@@ -19,7 +19,7 @@ from lightning_hetero.core.validation import check_names
 from lightning_hetero.elastic import ElasticConfig, ElasticEngine, MergeRecord
 from lightning_hetero.session import log
 from lightning_hetero.strategies._arguments import arguments_of
-from lightning_hetero.strategies._elastic_rates import scale_rates, set_rates
+from lightning_hetero.strategies._elastic_rates import scaled_rates
 from lightning_hetero.strategies._elastic_rules import why_not_elastic
 from lightning_hetero.strategies._hetero_ddp import resume_position
 from lightning_hetero.strategies._loaders import NOT_MET, stream_of, why_not_uneven, with_batch_sampler
@@ -272,21 +272,8 @@ class HeteroElasticMixin:
         Nor does the closure, which runs the user's ``training_step``: a learning rate that is set there is scaled, too.
         """
         assert self.engine is not None
-        factor = self.engine.lr_factor
-        given = scale_rates(optimizer, factor)
-
-        def at_the_given_rates() -> Any:
-            nonlocal given
-            set_rates(optimizer, given)
-            try:
-                return closure()
-            finally:
-                given = scale_rates(optimizer, factor)
-
-        try:
+        with scaled_rates(optimizer, self.engine.lr_factor, closure) as at_the_given_rates:
             return super().optimizer_step(optimizer, at_the_given_rates, model, **kwargs)  # type: ignore[misc]
-        finally:
-            set_rates(optimizer, given)
 
     def end_batch(self) -> MergeRecord | None:
         """Claim the next batch or merge; then schedules, the end of the epoch and validation follow from it."""
