@@ -1,5 +1,7 @@
 """Torch's own compression hooks behind the same argument: 16-bit sums and PowerSGD."""
 
+import math
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from lightning_hetero.comm.backends import backend_of
+from lightning_hetero.comm.bucket_state import BucketState, Matrices
 from lightning_hetero.comm.dropped import DroppedSteps, all_finite, clear
 from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.comm.sending import StepReport
@@ -60,7 +64,10 @@ class HalfExchange:
 
 
 class LowRankExchange:
-    """PowerSGD by torch's ``powerSGD_hook``, with residuals that survive a resume and no non-finite value in them.
+    """PowerSGD by torch's ``powerSGD_hook``, with state that survives a resume and no non-finite value in it.
+
+    Torch keeps residuals and matrices by DDP's buckets, which are others after the first step, in a resumed run, and
+    when other parameters are trained. Here they belong to parameters, and each bucket gets those of its own.
 
     Args:
         settings: rank and dense steps.
@@ -81,20 +88,25 @@ class LowRankExchange:
         self.names = {p: name for name, p in parameters.items()}
         self.state = PowerSGDState(None, settings.rank, settings.start)
         self.state.compression_stats_logging_frequency = 2**62
+        self.kept = BucketState(self.state, self.names)
         self.report = StepReport()
+        device = next(iter(parameters.values())).device
+        self.deferred = device.type != "cpu"  # whether the host learns later what the device decided on a step
+        self._in_order = backend_of(device) == "nccl"
         self._elements = sum(p.numel() for p in parameters.values())
         self._element_size = next(iter(parameters.values())).element_size()
-        self._places: dict[int, list[tuple[str, int, int]]] = {}
-        self._restored: dict[str, torch.Tensor] = {}
         self._scale = 1.0
-        self._step, self.dropped = 0, DroppedSteps()
-        self._left_out, self._arrived = False, False
+        self._step, self._dense, self.dropped = 0, False, DroppedSteps()
+        self._flags: list[torch.Tensor] = []
+        self._verdicts: deque[tuple[int, torch.Tensor, Any]] = deque()
+        self._arrived = False
 
     def __call__(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average one bucket; on CPU, wait for it: its later collectives would come in another order on each rank."""
+        """Average one bucket. Gloo calls back from threads: its later collectives would come in another order."""
         compressing = self.state.iter >= self.settings.start
         if bucket.index() == 0:
-            self._left_out = self.hook.step_dropped = False
+            self._flags, self._dense, self.hook.step_dropped = [], not compressing, False
+            self._report_verdicts()
         if bucket.is_last():
             self._step, self._arrived = self._step + 1, True
         self.hook.exact_sum, self.hook.one_message = not compressing, False
@@ -102,20 +114,21 @@ class LowRankExchange:
         if compressing:
             finite = torch.isfinite(buffer.sum(dtype=torch.float32)).to(torch.float32)
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-            if float(finite) == 0.0:
+            self._flags.append(finite)
+            if not self.deferred and float(finite) == 0.0:
                 return self._leave_out(bucket)
-            self._prepare(bucket)
-        future = powerSGD_hook(self.state, bucket)
+            self._rescale(bucket)
+            self.kept.lay_out(bucket, finite if self.deferred else None)
+        future = powerSGD_hook(self.state, Matrices(bucket))  # type: ignore[arg-type]
         if bucket.is_last():
             self._count(compressing)
-        if not buffer.is_cuda:
+        if not self._in_order:
             future.wait()
         return future
 
     def _leave_out(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """A gradient is not finite: it is that on all ranks, and no residual takes part in it."""
         buffer = bucket.buffer().fill_(float("nan"))
-        self._left_out = True
         self.state.maybe_increase_iter(bucket)
         future = pending(buffer)
         future.set_result(buffer)
@@ -125,59 +138,72 @@ class LowRankExchange:
     def hand_over(self) -> None:
         """After backward: leave a sum that is not finite out, all of it; a loss scaler sees it and does so itself."""
         arrived, self._arrived = self._arrived, False
-        dense = self._step <= self.settings.start
-        if arrived and (self._left_out or (dense and self.grad_scale is None and not all_finite(self.names))):
+        if not arrived:
+            return
+        if self._flags and self.deferred:
+            self._drop_on_device(torch.stack(self._flags).amin())
+            return
+        left_out = any(float(flag) == 0.0 for flag in self._flags)
+        if left_out or (self._dense and self.grad_scale is None and not all_finite(self.names)):
             self.hook.step_dropped = True
             if self.grad_scale is None:
                 clear(self.names)
                 self.dropped.add(self._step - 1, "on some rank")
 
-    def _prepare(self, bucket: dist.GradBucket) -> None:
-        """Know where parameters lie in the bucket; give it restored residuals; follow a change of the loss scale."""
-        index, buffer = bucket.index(), bucket.buffer()
-        first = index not in self._places
-        if first:
-            self._places[index] = [
-                (self.names[p], int(g.storage_offset() - buffer.storage_offset()), g.numel())
-                for g, p in zip(bucket.gradients(), bucket.parameters(), strict=True)
-            ]
+    def _drop_on_device(self, finite: torch.Tensor) -> None:
+        """Let the device leave the step out if it has to; the host reads later whether it did."""
+        self.hook.step_dropped = 1.0 - finite
+        if self.grad_scale is not None:
+            return
+        for p in self.names:
+            if p.grad is not None:
+                p.grad.masked_fill_(finite == 0.0, 0.0)
+        told = torch.empty_like(finite, device="cpu", pin_memory=finite.is_cuda).copy_(finite, non_blocking=True)
+        self._verdicts.append((self._step - 1, told, self.hook.observer.clock.mark()))
+
+    def _report_verdicts(self) -> None:
+        """Say which steps were left out, as far as the device has told."""
+        while self._verdicts and self.hook.observer.clock.ready(self._verdicts[0][2]):
+            step, finite, _ = self._verdicts.popleft()
+            if float(finite) == 0.0:
+                self.dropped.add(step, "on some rank")
+
+    def _rescale(self, bucket: dist.GradBucket) -> None:
+        """Follow a change of the loss scale."""
         scale = 1.0 if self.grad_scale is None else self.grad_scale()
-        if index == 0 and scale != self._scale:
-            for error in self.state.error_dict.values():
-                error.mul_(scale / self._scale)
+        if bucket.index() == 0 and scale != self._scale:
+            self.kept.multiply(scale / self._scale)
             self._scale = scale
-        if first and self._restored:
-            error = torch.zeros_like(buffer)
-            for name, offset, numel in self._places[index]:
-                if name in self._restored:
-                    error[offset : offset + numel].copy_(self._restored.pop(name))
-            self.state.error_dict[index] = error.mul_(scale * self.world_size)
 
     def _count(self, compressing: bool) -> None:
         sent, density = self._elements, 1.0
         if compressing:
             _, before, after = self.state.compression_stats()
-            sent = round(self._elements * after / before)
-            density = sent / self._elements
+            sent = round(self._elements * after / max(before, 1))
+            density = sent / max(self._elements, 1)
         self.report.add(_ring(self.world_size) * sent * self._element_size, density)
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """What this rank has not sent yet, by parameter: a part of the weighted sum over ranks."""
-        found = dict(self._restored)
-        for index, error in self.state.error_dict.items():
-            for name, offset, numel in self._places.get(index, ()):
-                found[name] = error[offset : offset + numel].cpu() / (self._scale * self.world_size)
-        return found
+        factor = self._scale * self.world_size
+        exact = math.frexp(factor)[0] == 0.5  # else a float64 brings the very float32 back
+        errors = self.kept.errors()
+        return {name: (e if exact else e.double()) / factor for name, e in errors.items()}
 
     def load_residuals(self, residuals: dict[str, torch.Tensor]) -> None:
         """Go on with these residuals once the dense steps are over; those of before are gone."""
-        self._restored = dict(residuals)
-        self.state.error_dict.clear()
-        self._places.clear()
+        factor = self._scale * self.world_size
+        self.kept.load({name: residual.flatten() * factor for name, residual in residuals.items()}, {})
 
     def extra_state(self) -> dict[str, Any]:
-        """None: DDP's buckets change after the first step, so that dense steps begin a resumed run."""
-        return {}
+        """What else a run needs to go on identically: steps, and the matrices that the next step begins with."""
+        drawn: Any = self.state.rng.get_state(legacy=False)
+        seeds = {"words": torch.from_numpy(drawn["state"]["key"].astype("int64")), "place": drawn["state"]["pos"]}
+        return {"iter": self.state.iter, "step": self._step, "seeds": seeds, "matrices": self.kept.matrices()}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Nothing to go on with."""
+        """Go on as :meth:`extra_state` described."""
+        self.state.iter, self._step = int(state["iter"]), int(state["step"])
+        seeds = state["seeds"]
+        self.state.rng.set_state(("MT19937", seeds["words"].numpy().astype("uint32"), int(seeds["place"]), 0, 0.0))
+        self.kept.load(self.kept.errors(), state["matrices"])
