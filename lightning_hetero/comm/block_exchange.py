@@ -318,7 +318,7 @@ class BlockExchange:
         """No block; for a loss scaler, which has to see it, one infinite element of each parameter."""
         block = self.layout.block
         starts = [] if self.grad_scale is None else [slot.start // block for slot in self.layout.slots]
-        values = torch.zeros(len(starts), block)
+        values = torch.zeros(len(starts), block, dtype=torch.float32)
         values[:, 0] = float("inf")
         return Pack(torch.tensor(starts, dtype=torch.int64), values)
 

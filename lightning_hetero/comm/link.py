@@ -151,7 +151,7 @@ def _encode_seconds(numel: int, density: float, value_dtype: str) -> float:
     layout = Layout.of([("probe", sample)], 16)
     k = blocks_per_rank(layout.num_blocks, density, 2)
     encoder = cpu_encoder(layout, MessageFormat(layout.num_blocks, k, 16, value_dtype))
-    gradient = torch.rand(sample)
+    gradient = torch.rand(sample, dtype=torch.float32)
     message = torch.zeros(encoder.form.num_bytes, dtype=torch.uint8)
     best = float("inf")
     for step in range(REPEATS):

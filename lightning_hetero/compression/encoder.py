@@ -130,7 +130,7 @@ class BlockEncoder(BlockMerger):
 
     def give_up(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> None:
         """Write a message that says that this rank's gradient is not finite."""
-        nothing = torch.zeros(0, self.layout.block)
+        nothing = torch.zeros(0, self.layout.block, dtype=torch.float32)
         none = np.zeros(0, np.int64)
         self.form.write(message, none, nothing, bucket=bucket, step=step, rank=rank, flags=NON_FINITE)
 

@@ -32,7 +32,7 @@ class BlockMerger:
     @cached_property
     def merged(self) -> torch.Tensor:
         """The sum, 0 where nothing was sent; made when it is first asked for, which sparse steps never do."""
-        return torch.zeros(self.layout.numel)
+        return torch.zeros(self.layout.numel, dtype=torch.float32)
 
     def reform(self, form: MessageFormat) -> None:
         """Send messages of another format from the next step on; what is in the residual stays there."""

@@ -86,7 +86,7 @@ def merge(packs: list[Pack], num_blocks: int, *, block: int = 16) -> torch.Tenso
         >>> merge([one, one], 2, block=2).tolist()
         [0.0, 0.0, 2.0, 4.0]
     """
-    out = torch.zeros(num_blocks, block)
+    out = torch.zeros(num_blocks, block, dtype=torch.float32)
     for pack in packs:
         out.index_add_(0, pack.indices, pack.values)
     return out.view(-1)
@@ -102,7 +102,7 @@ def merge_sparse(packs: list[Pack]) -> Pack:
         ([1, 4], [[2.0, 2.0], [1.0, 1.0]])
     """
     indices = torch.cat([pack.indices for pack in packs]).unique()
-    values = torch.zeros(len(indices), packs[0].values.shape[1], device=indices.device)
+    values = torch.zeros(len(indices), packs[0].values.shape[1], dtype=torch.float32, device=indices.device)
     for pack in packs:
         values.index_add_(0, torch.searchsorted(indices, pack.indices), pack.values)
     return Pack(indices, values)

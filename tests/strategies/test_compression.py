@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_hetero import BlockTopK, GNSCallback, HeteroDDPStrategy
+from lightning_hetero import BlockTopK, GNSCallback, HeteroDDPStrategy, LookAheadCallback
 from lightning_hetero.comm import link, sums
 from lightning_hetero.comm.clock import HostClock
 from lightning_hetero.comm.compressed import GradientCompression
@@ -275,6 +276,59 @@ def test_densities_that_cannot_be_are_refused():
         for given, message in said:
             assert f"density={given!r}" in message
             assert "0.0 to 1.0" in message
+
+
+# a default dtype of the user's
+
+DEFAULTS = [
+    {},
+    {"compression": COMPRESSORS["exact"]},
+    {"compression": COMPRESSORS["histogram, int8"]},
+    {"compression": COMPRESSORS["elements, balanced"], "sparse_optimizer": True},
+    {"compression": COMPRESSORS["exact"], "sparse_optimizer": "later", "staleness": 1},
+    {"compression": COMPRESSORS["low rank"]},
+    {"compression": "bf16"},
+    {"compression": "auto"},
+    {"staleness": 1},
+]
+
+
+class Delayed(Callback):
+    """Delays what can be, and predicts weights."""
+
+    def on_train_start(self, trainer, pl_module):
+        late = trainer.strategy.engine.hook_state.staleness
+        if late is not None:
+            late.delay_all()
+            late.led = True
+
+
+def _default_dtypes(rank):
+    """Weights of each setting with torch's default dtype, and with another one."""
+    link.measure = lambda parameters, control, topology, settings: LinkMeasurement(1e-6, 1e7, 1e-6, 2, 10**8)
+    found = []
+    for settings in DEFAULTS:
+        weights = []
+        for default in (torch.float32, torch.float64):
+            model, callbacks = Wide(momentum=0.5), [Delayed(), LookAheadCallback()]
+            torch.set_default_dtype(default)
+            try:
+                model.on_before_optimizer_step = lambda optimizer: None  # keep no gradients, which may be sparse
+                strategy = HeteroDDPStrategy(local_batch_sizes=[3, 1], **settings)
+                trainer = trainer_of(strategy, 2, callbacks=callbacks)
+                trainer.fit(model, DataLoader(points(), 2, shuffle=True))
+                weights.append(model.flat())
+            finally:
+                torch.set_default_dtype(torch.float32)
+        found.append(weights)
+    return found
+
+
+def test_a_default_dtype_of_float64_changes_nothing():
+    for settings, (single, double), (other, _) in zip(DEFAULTS, *run_ranks(_default_dtypes, 2), strict=True):
+        assert single.dtype == double.dtype == np.float32
+        np.testing.assert_array_equal(double, single, err_msg=str(settings))
+        np.testing.assert_array_equal(single, other, err_msg=str(settings))
 
 
 # gradients that are not finite
