@@ -8,7 +8,10 @@ from importlib.util import find_spec
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 KERNELS = {
-    "triton": ("compression/kernels.py", "compression/triton_encoder.py"),
+    "triton": (
+        *("compression/kernels.py", "compression/receiving.py", "compression/applying.py"),
+        *("compression/triton_encoder.py", "optim/kernels.py", "optim/triton_step.py"),
+    ),
     "numba": (
         *("compression/numba_vectors.py", "compression/numba_kernels.py", "compression/numba_encoder.py"),
         *("optim/numba_kernels.py", "optim/numba_step.py"),

@@ -185,27 +185,38 @@ def test_the_memory_of_a_gpu_bounds_the_batch():
     assert not fits_more
 
 
-def _allocations(rank, optimizer):
-    """How often steps of block top-k take memory from the allocator; to wait for the device is an error in them."""
+def _taken(rank, optimizer):
+    """What 8 steps of block top-k take from the allocator, and how often the host waits for an event.
+
+    To wait for the device in another way is an error in them; torch's debug mode does not see waits for events.
+    """
     torch.cuda.set_device(0)
     dist.init_process_group("nccl")
     step = BlockSteps((3_000_001, 700), 0.01, "bfloat16", optimizer, torch.device("cuda", 0))
     for _ in range(8):  # kernels are compiled
         step()
     torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    waits, wait = [], torch.cuda.Event.synchronize
+    torch.cuda.Event.synchronize = lambda event: (waits.append(event), wait(event))[1]
+    before = torch.cuda.memory_stats()
     torch.cuda.set_sync_debug_mode("error")
-    for _ in range(4):
+    for _ in range(8):
         step()
     torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.Event.synchronize = wait
+    after = torch.cuda.memory_stats()
     moved = float((step.parameters[0] != 1).float().mean())
-    return torch.cuda.memory_stats()["allocation.all.allocated"] - before, moved
+    counts = [after[name] - before[name] for name in ("segment.all.allocated", "allocation.all.allocated")]
+    return *counts, len(waits), moved
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_step_of_block_top_k_allocates_nothing_on_a_gpu_and_waits_for_nothing(optimizer):
+    """Neither memory of the device, nor of the allocator; events of the step before alone are waited for."""
     need_gpus(1)
-    ((allocated, moved),) = run_ranks(_allocations, 1, optimizer, start="spawn")
+    ((segments, allocated, waits, moved),) = run_ranks(_taken, 1, optimizer, start="spawn")
+    assert segments == 0
     assert allocated == 0
+    assert waits <= 2 * 8, "one for what became of the step before, one for a table that is uploaded"
     assert moved > 0

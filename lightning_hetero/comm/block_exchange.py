@@ -1,7 +1,6 @@
 """Block top-k inside DDP's hook: each bucket goes into the residual, the last one sends one message for all of them."""
 
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from lightning_hetero.comm.messages import MessageLog
 from lightning_hetero.comm.sending import Late, Sending, StepReport
 from lightning_hetero.comm.sums import pending
 from lightning_hetero.comm.topology import Topology
+from lightning_hetero.compression.choice import encoder_for
 from lightning_hetero.compression.encoder import cpu_encoder
 from lightning_hetero.compression.gradients import BlockGradient, BlockMarks, GradientParts
 from lightning_hetero.compression.layout import Layout, Slot, split
@@ -86,17 +86,10 @@ class BlockExchange:
         self._handling: float | None = None
 
     def _encoder(self, parameters: Mapping[str, torch.Tensor]) -> Any:
-        """The encoder for the parameters' device: Triton's on GPU, unless something was asked for that only CPU has."""
-        s, form = self.settings, self._form(self.density)
-        double = any(p.dtype == torch.float64 for p in parameters.values())
-        device = next(iter(parameters.values())).device
-        plain = s.selector in (None, "histogram") and s.scores == "magnitude"
-        if device.type == "cuda" and not double and plain and find_spec("triton"):
-            from lightning_hetero.compression.triton_encoder import TritonEncoder
-
-            return TritonEncoder(self.layout, form, device, self.topology.size)
-        dtype = torch.float64 if double else torch.float32
-        return cpu_encoder(self.layout, form, s.selector or "exact", dtype, balanced=s.scores == "balanced")
+        """The encoder for the parameters' device: kernels on a GPU where they work, the host elsewhere."""
+        return encoder_for(
+            self.settings, self.layout, self._form(self.density), parameters, self.topology.size, hold=self.hold_unused
+        )
 
     def use_rows(self, rows: torch.Tensor) -> None:
         """Receive the messages of the next step here; this rank's own is written into its row."""
@@ -294,8 +287,7 @@ class BlockExchange:
         self.hook.step_dropped, self._queued = self.encoder.verdict, self._spans
         weight = self._weight if self.topology.leads else 0.0  # of what went into the residual
         for buffer, slots, _ in self._waiting:
-            for slot, flat in split(buffer, slots):
-                self.encoder.deliver(slot, flat, weight, scale=self._scale, fill=self._fill)
+            self.encoder.deliver_bucket(slots, buffer, weight, scale=self._scale, fill=self._fill)
 
     def settle(self) -> None:
         """Look at what the device decided on the last step, if it is not known yet.

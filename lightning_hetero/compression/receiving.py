@@ -1,4 +1,4 @@
-"""Triton kernels of what arrives: messages are checked, decided on and merged on the device; the host never waits.
+"""Triton kernels of what arrives: messages are checked and decided on by the device; the host never waits.
 
 =============  ===================================================================================================
 kernel         what it does
@@ -10,15 +10,12 @@ kernel         what it does
 ``expand``     numbers of the blocks from segments; ``tally`` and ``spread`` from a bitmap
 ``check``      ascending numbers within the model, finite values
 ``decide``     one verdict for all messages: 0 merge, 1 a gradient was not finite, 2 a message is malformed
-``merge``      adds one message, and marks its blocks, if the verdict is 0
-``take_back``  returns what this rank has sent to its residual, if it is not
-``deliver``    hands the sum of one parameter to the caller, or takes its gradient out of the residual
-``wipe``       clears the merged blocks
 =============  ===================================================================================================
 
-The status of a step is ``(code, blocks, flags)`` of each rank, each in a row of its own, then the verdict; codes are
-those of :data:`FAULTS`. The format is :mod:`lightning_hetero.compression.wire`'s. Import this module only where Triton
-is.
+What a verdict leads to is in :mod:`lightning_hetero.compression.applying`. The status of a step is ``(code, blocks,
+flags)`` of each rank, each in a row of its own, then the verdict; codes are those of :data:`FAULTS`, with the version
+of a message in another one above them (:data:`VERSION_AT`). The format is :mod:`lightning_hetero.compression.wire`'s.
+Import this module only where Triton is.
 """
 
 import triton
@@ -28,23 +25,20 @@ from lightning_hetero.compression.wire import HEADER, MAGIC, SEALS, SEGMENT, VER
 
 __all__ = [
     "FAULTS",
+    "VERSION_AT",
     "check",
     "decide",
-    "deliver",
     "expand",
     "inspect",
-    "merge",
     "prefix",
     "seal",
     "spread",
-    "take_back",
     "tally",
-    "wipe",
     "word_sums",
 ]
 
 FAULTS = {
-    1: "magic and version are not those of this program",
+    1: "magic or version differs",
     2: "format fingerprint differs",
     4: "sender or bucket differs",
     8: "step differs",
@@ -56,6 +50,10 @@ FAULTS = {
 }
 """What is wrong with a message, by bit of its code."""
 
+VERSION_AT = 16
+"""Bits below the version of a message in its code."""
+
+AT = tl.constexpr(VERSION_AT)
 HEADER_WORDS = tl.constexpr(HEADER // 4)
 KIND = tl.constexpr(MAGIC | VERSION)
 SEAL_0, SEAL_1, SEAL_2, SEAL_3 = (tl.constexpr(seal) for seal in SEALS)
@@ -65,19 +63,37 @@ LAST = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def word_sums(words_ptr, sums_ptr, words, stride, TILE: tl.constexpr, ITERS: tl.constexpr):
-    """``(sum w_i, sum (i + 1) w_i)`` of each row's payload of ``words`` 32-bit words, added to ``sums``."""
+def _row(pointer, number, stride):
+    """Where a row begins whose rows are ``stride`` times 16 bytes apart, which is what a GPU loads at once."""
+    return pointer + (tl.full((), 0, tl.int64) + number) * stride * (128 // pointer.dtype.element_ty.primitive_bitwidth)
+
+
+@triton.jit(do_not_specialize=["units", "stride"])
+def word_sums(words_ptr, sums_ptr, units, stride, TILE: tl.constexpr, ITERS: tl.constexpr):
+    """``(sum w_i, sum (i + 1) w_i)`` of each row's payload of 32-bit words, added to ``sums``.
+
+    Args:
+        words_ptr: first row.
+        sums_ptr: int64, two for each row.
+        units: 16 bytes of a payload, four words each.
+        stride: from one row to the next, in units.
+        TILE: words that are worked on at once.
+        ITERS: tiles of a program.
+    """
     peer = tl.program_id(1)
-    base = words_ptr + peer.to(tl.int64) * stride + HEADER_WORDS
+    begin = tl.program_id(0).to(tl.int64) * (ITERS * TILE // 4)
+    left = tl.minimum(units - begin, ITERS * TILE // 4).to(tl.int32) * 4
+    base = _row(words_ptr, peer, stride) + HEADER_WORDS + 4 * begin
     first = tl.zeros((TILE,), tl.int64)
     second = tl.zeros((TILE,), tl.int64)
     for it in range(ITERS):
-        at = (tl.program_id(0) * ITERS + it) * TILE + tl.arange(0, TILE)
-        word = tl.load(base + at, mask=at < words, other=0).to(tl.int64)
+        at = it * TILE + tl.arange(0, TILE)
+        word = tl.load(base + at, mask=at < left, other=0).to(tl.int64)
         first += word
         second += word * (at + 1)
-    tl.atomic_add(sums_ptr + 2 * peer, tl.sum(first, axis=0))
-    tl.atomic_add(sums_ptr + 2 * peer + 1, tl.sum(second, axis=0))
+    total = tl.sum(first, axis=0)
+    tl.atomic_add(sums_ptr + 2 * peer, total)
+    tl.atomic_add(sums_ptr + 2 * peer + 1, tl.sum(second, axis=0) + 4 * begin * total)
 
 
 @triton.jit
@@ -88,6 +104,12 @@ def _address(rank, bucket):
 
 
 @triton.jit
+def _unsigned(number):
+    """32 bits without their sign."""
+    return (tl.full((), 0, tl.int64) + number) & 0xFFFFFFFF
+
+
+@triton.jit
 def _sealed(first, place, step, flags, number):
     """The first sum with the fields of the header in it, all of them 64 bits wide."""
     wide = tl.full((), 0, tl.int64)
@@ -95,7 +117,7 @@ def _sealed(first, place, step, flags, number):
     return total + (wide + SEAL_2) * (wide + flags) + (wide + SEAL_3) * (wide + number)
 
 
-@triton.jit(do_not_specialize=["rank", "bucket", "step", "fingerprint"])
+@triton.jit(do_not_specialize=["tiles", "k", "rank", "bucket", "step", "fingerprint"])
 def seal(header_ptr, sums_ptr, plan_ptr, above_ptr, edge_ptr, tiles, k, rank, bucket, step, fingerprint):
     """Write the header over a payload, and clear its sums.
 
@@ -110,7 +132,7 @@ def seal(header_ptr, sums_ptr, plan_ptr, above_ptr, edge_ptr, tiles, k, rank, bu
         rank: of the sender.
         bucket: number of the message in the step.
         step: number of the step.
-        fingerprint: of the format.
+        fingerprint: of the format, 32 bits with a sign, so that its type does not depend on it.
     """
     in_edge = tl.minimum(tl.load(edge_ptr + tiles - 1), tl.load(plan_ptr + 3))
     number = tl.minimum(tl.load(above_ptr + tiles - 1) + in_edge, k).to(tl.int64)
@@ -122,23 +144,24 @@ def seal(header_ptr, sums_ptr, plan_ptr, above_ptr, edge_ptr, tiles, k, rank, bu
     tl.store(header_ptr + 4, number)
     tl.store(header_ptr + 5, _sealed(tl.load(sums_ptr), _address(rank, bucket), step, flags, number))
     tl.store(header_ptr + 6, tl.load(sums_ptr + 1))
-    tl.store(header_ptr + 7, fingerprint)
+    tl.store(header_ptr + 7, _unsigned(fingerprint))
     tl.store(sums_ptr + tl.arange(0, 2), tl.zeros((2,), tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "stride"])
 def prefix(counts_ptr, ends_ptr, length, stride, TILE: tl.constexpr):
-    """Inclusive prefix sums of each row of ``length`` counts; rows of ``counts`` begin ``stride`` apart."""
+    """Inclusive prefix sums of each row of ``length`` counts; these rows begin ``stride`` times 16 bytes apart."""
     row = tl.program_id(0).to(tl.int64)
+    counts_ptr = _row(counts_ptr, row, stride)
     carry = tl.full((), 0, tl.int32)
     for begin in range(0, length, TILE):
         at = begin + tl.arange(0, TILE)
-        counts = tl.load(counts_ptr + row * stride + at, mask=at < length, other=0)
+        counts = tl.load(counts_ptr + at, mask=at < length, other=0)
         tl.store(ends_ptr + row * length + at, tl.cumsum(counts, axis=0) + carry, mask=at < length)
         carry += tl.sum(counts, axis=0)
 
 
-@triton.jit(do_not_specialize=["bucket", "step", "fingerprint"])
+@triton.jit(do_not_specialize=["stride", "counts_stride", "length", "k", "world", "bucket", "step", "fingerprint"])
 def inspect(
     header_ptr, sums_ptr, counts_ptr, ends_ptr, status_ptr, stride, counts_stride, length, k, world, bucket, step,
     fingerprint, TILE: tl.constexpr,
@@ -151,18 +174,19 @@ def inspect(
         counts_ptr: blocks of each segment, or of each tile of the bitmap.
         ends_ptr: their prefix sums.
         status_ptr: receives code, blocks and flags of each row.
-        stride: from one row's header to the next.
-        counts_stride: from one row of counts to the next.
+        stride: from one row's header to the next, in 16 bytes.
+        counts_stride: from one row of counts to the next, in 16 bytes.
         length: counts of a row.
         k: most blocks of a message.
         world: number of rows.
         bucket: that is due.
         step: that is due.
-        fingerprint: that is due.
+        fingerprint: that is due, 32 bits with a sign.
         TILE: counts that are worked on at once.
     """
     peer = tl.program_id(0)
-    header = header_ptr + peer.to(tl.int64) * stride
+    header = _row(header_ptr, peer, stride)
+    counts_ptr = _row(counts_ptr, peer, counts_stride)
     flags = tl.load(header + 3)
     number = tl.load(header + 4)
     first = _sealed(tl.load(sums_ptr + 2 * peer), tl.load(header + 1), tl.load(header + 2), flags, number)
@@ -171,12 +195,14 @@ def inspect(
     least = tl.full((), 0, tl.int32)
     for begin in range(0, length, TILE):
         at = begin + tl.arange(0, TILE)
-        counts = tl.load(counts_ptr + peer.to(tl.int64) * counts_stride + at, mask=at < length, other=0)
+        counts = tl.load(counts_ptr + at, mask=at < length, other=0)
         least = tl.minimum(least, tl.min(counts, axis=0))
-    fitting = (tl.load(ends_ptr + peer * length + length - 1) == number) & (least >= 0)
+    fitting = (tl.load(ends_ptr + peer.to(tl.int64) * length + length - 1) == number) & (least >= 0)
     allowed = (number >= 0) & (number <= k) & ((flags == 0) | (flags == 1))
-    code = tl.where(tl.load(header) == KIND, 0, 1)
-    code += tl.where(tl.load(header + 7) == fingerprint, 0, 2)
+    kind = tl.load(header)
+    its_version = tl.where(kind >> 8 == KIND >> 8, kind & 0xFF, 0).to(tl.int32)
+    code = tl.where(kind == KIND, 0, 1 + (its_version << AT))
+    code += tl.where(tl.load(header + 7) == _unsigned(fingerprint), 0, 2)
     code += tl.where(tl.load(header + 1) == _address(peer, bucket), 0, 4)
     code += tl.where(tl.load(header + 2) == step, 0, 8)
     code += tl.where(intact, 0, 16)
@@ -187,11 +213,8 @@ def inspect(
     tl.store(status_ptr + 2 * world + peer, tl.where(code == 0, flags, 0).to(tl.int32))
 
 
-@triton.jit
-def expand(
-    places_ptr, ends_ptr, status_ptr, numbers_ptr, stride, segments, k, world,
-    STEPS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["stride", "pitch", "segments", "steps", "k", "world"])
+def expand(places_ptr, ends_ptr, status_ptr, numbers_ptr, stride, pitch, segments, steps, k, world, TILE: tl.constexpr):
     """Numbers of each message's blocks, -1 in empty slots: the segment by bisection of the prefix sums, plus the place.
 
     Args:
@@ -199,50 +222,55 @@ def expand(
         ends_ptr: prefix sums of the blocks of each segment.
         status_ptr: what ``inspect`` found.
         numbers_ptr: int32, ``k`` of each row.
-        stride: from one row's indices to the next.
+        stride: from one row's indices to the next, in 16 bytes.
+        pitch: from one row of numbers to the next, in 16 bytes.
         segments: number of segments.
+        steps: bits of ``segments``.
         k: most blocks of a message.
         world: number of rows.
-        STEPS: bits of ``segments``.
         TILE: slots of a program.
     """
     peer = tl.program_id(1)
     slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
     live = slot < tl.load(status_ptr + world + peer)
     before = tl.zeros((TILE,), tl.int32)
-    for i in tl.static_range(STEPS):
-        probe = before + (1 << (STEPS - 1 - i))
-        end = tl.load(ends_ptr + peer * segments + probe - 1, mask=live & (probe <= segments), other=LAST)
+    ends_ptr += peer.to(tl.int64) * segments
+    for i in range(steps):
+        probe = before + (tl.full((TILE,), 1, tl.int32) << (steps - 1 - i))
+        end = tl.load(ends_ptr + probe - 1, mask=live & (probe <= segments), other=LAST)
         before = tl.where(end <= slot, probe, before)
-    place = tl.load(places_ptr + peer.to(tl.int64) * stride + slot, mask=live, other=0).to(tl.int32) & 0xFFFF
-    tl.store(numbers_ptr + peer * k + slot, tl.where(live, before * IN_SEGMENT + place, -1), mask=slot < k)
+    place = tl.load(_row(places_ptr, peer, stride) + slot, mask=live, other=0).to(tl.int32) & 0xFFFF
+    tl.store(_row(numbers_ptr, peer, pitch) + slot, tl.where(live, before * IN_SEGMENT + place, -1), mask=slot < k)
 
 
 @triton.jit
 def _bits(words_ptr, peer, stride, block, bits):
     """Whether each block is in the bitmap of a row."""
-    word = tl.load(words_ptr + peer.to(tl.int64) * stride + (block >> 5), mask=block < bits, other=0)
+    word = tl.load(_row(words_ptr, peer, stride) + (block >> 5), mask=block < bits, other=0)
     return (word >> (block & 31)) & 1
 
 
-@triton.jit
-def tally(words_ptr, counts_ptr, stride, bits, TILE: tl.constexpr):
-    """Blocks in each tile of each row's bitmap."""
+@triton.jit(do_not_specialize=["stride", "pitch", "bits"])
+def tally(words_ptr, counts_ptr, stride, pitch, bits, TILE: tl.constexpr):
+    """Blocks in each tile of each row's bitmap; rows of words and of counts are so many times 16 bytes apart."""
     tile, peer = tl.program_id(0), tl.program_id(1)
     bit = _bits(words_ptr, peer, stride, tile * TILE + tl.arange(0, TILE), bits)
-    tl.store(counts_ptr + peer * tl.num_programs(0) + tile, tl.sum(bit, axis=0))
+    tl.store(_row(counts_ptr, peer, pitch) + tile, tl.sum(bit, axis=0))
 
 
-@triton.jit
-def spread(words_ptr, ends_ptr, status_ptr, numbers_ptr, stride, bits, k, TILE: tl.constexpr):
-    """Numbers of the blocks in each row's bitmap; slots that are empty stay as they are."""
+@triton.jit(do_not_specialize=["stride", "pitch", "bits", "k"])
+def spread(words_ptr, ends_ptr, status_ptr, numbers_ptr, stride, pitch, bits, k, TILE: tl.constexpr):
+    """Numbers of the blocks in each row's bitmap; slots that are empty stay as they are.
+
+    Rows of words and of numbers are ``stride`` and ``pitch`` times 16 bytes apart.
+    """
     tile, peer = tl.program_id(0), tl.program_id(1)
     block = tile * TILE + tl.arange(0, TILE)
     bit = _bits(words_ptr, peer, stride, block, bits)
-    before = tl.load(ends_ptr + peer * tl.num_programs(0) + tile) - tl.sum(bit, axis=0)
+    before = tl.load(ends_ptr + peer.to(tl.int64) * tl.num_programs(0) + tile) - tl.sum(bit, axis=0)
     slot = before + tl.cumsum(bit, axis=0) - 1
     good = (tl.load(status_ptr + peer) == 0).to(tl.int32)
-    tl.store(numbers_ptr + peer * k + slot, block, mask=(bit * good > 0) & (slot < k))
+    tl.store(_row(numbers_ptr, peer, pitch) + slot, block, mask=(bit * good > 0) & (slot < k))
 
 
 @triton.jit
@@ -254,9 +282,9 @@ def _values(value_ptr, scale_ptr, slot, live, lane, BLOCK: tl.constexpr, INT8: t
     return values
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride", "pitch", "num_blocks", "world"])
 def check(
-    numbers_ptr, status_ptr, value_ptr, scale_ptr, value_stride, scale_stride, num_blocks, k, world,
+    numbers_ptr, status_ptr, value_ptr, scale_ptr, stride, pitch, num_blocks, world,
     BLOCK: tl.constexpr, TILE: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Add to the status of each message whose numbers do not ascend, leave the model, or whose values are not finite.
@@ -266,10 +294,9 @@ def check(
         status_ptr: what ``inspect`` found.
         value_ptr: first row's values, float32, bfloat16 or int8.
         scale_ptr: first row's scales, bfloat16 (``INT8``).
-        value_stride: from one row's values to the next.
-        scale_stride: from one row's scales to the next.
+        stride: from one row's values to the next, and its scales, in 16 bytes.
+        pitch: from one row of numbers to the next, in 16 bytes.
         num_blocks: blocks of the model.
-        k: most blocks of a message.
         world: number of rows.
         BLOCK: elements of a block.
         TILE: slots of a program.
@@ -278,19 +305,20 @@ def check(
     peer = tl.program_id(1)
     slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
     live = slot < tl.load(status_ptr + world + peer)
-    number = tl.load(numbers_ptr + peer * k + slot, mask=live, other=0)
-    previous = tl.load(numbers_ptr + peer * k + slot - 1, mask=live & (slot > 0), other=-1)
+    numbers_ptr = _row(numbers_ptr, peer, pitch)
+    number = tl.load(numbers_ptr + slot, mask=live, other=0)
+    previous = tl.load(numbers_ptr + slot - 1, mask=live & (slot > 0), other=-1)
     wrong = live & ((number <= previous) | (number < 0) | (number >= num_blocks))
-    row = peer.to(tl.int64)
     lane = tl.arange(0, BLOCK)[None, :]
-    values = _values(value_ptr + row * value_stride, scale_ptr + row * scale_stride, slot, live, lane, BLOCK, INT8)
+    value_ptr, scale_ptr = _row(value_ptr, peer, stride), _row(scale_ptr, peer, stride)
+    values = _values(value_ptr, scale_ptr, slot, live, lane, BLOCK, INT8)
     finite = tl.min((tl.abs(values) <= LARGEST).to(tl.int32), axis=1) > 0
     finite = finite | (tl.load(status_ptr + 2 * world + peer) != 0)
     code = 128 * tl.max(wrong.to(tl.int32), axis=0) + 256 * tl.max((live & (finite == 0)).to(tl.int32), axis=0)
     tl.atomic_or(status_ptr + peer, code)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["world"])
 def decide(status_ptr, world, WIDTH: tl.constexpr):
     """The verdict: 2 if a message is malformed, 1 if a gradient was not finite, 0 if neither."""
     peer = tl.arange(0, WIDTH)
@@ -298,81 +326,3 @@ def decide(status_ptr, world, WIDTH: tl.constexpr):
     flags = tl.load(status_ptr + 2 * world + peer, mask=peer < world, other=0)
     dropped = tl.max((flags != 0).to(tl.int32), axis=0)
     tl.store(status_ptr + 3 * world, tl.where(tl.max(code, axis=0) > 0, 2, dropped))
-
-
-@triton.jit(do_not_specialize=["peer"])
-def merge(
-    numbers_ptr, value_ptr, scale_ptr, merged_ptr, touched_ptr, verdict_ptr, peer, value_stride, scale_stride, k,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, INT8: tl.constexpr,
-):  # fmt: skip
-    """Add the blocks of one message, each of which it has once, and mark them.
-
-    Args:
-        numbers_ptr: int32, ``k`` of each row.
-        value_ptr: first row's values.
-        scale_ptr: first row's scales.
-        merged_ptr: sum, float32.
-        touched_ptr: a byte per block of the model.
-        verdict_ptr: nothing is written if it is not 0.
-        peer: row of the message.
-        value_stride: from one row's values to the next.
-        scale_stride: from one row's scales to the next.
-        k: most blocks of a message.
-        BLOCK: elements of a block.
-        TILE: slots of a program.
-        INT8: whether values are int8.
-    """
-    if tl.load(verdict_ptr) == 0:
-        row = tl.full((), 0, tl.int64) + peer
-        slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
-        number = tl.load(numbers_ptr + row * k + slot, mask=slot < k, other=-1)
-        live = number >= 0
-        lane = tl.arange(0, BLOCK)[None, :]
-        values = _values(value_ptr + row * value_stride, scale_ptr + row * scale_stride, slot, live, lane, BLOCK, INT8)
-        at = merged_ptr + number.to(tl.int64)[:, None] * BLOCK + lane
-        tl.store(at, tl.load(at, mask=live[:, None], other=0.0) + values, mask=live[:, None])
-        tl.store(touched_ptr + number, tl.full((TILE,), 1, tl.uint8), mask=live)
-
-
-@triton.jit
-def take_back(
-    chosen_ptr, value_ptr, scale_ptr, r_ptr, verdict_ptr, k,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, INT8: tl.constexpr,
-):  # fmt: skip
-    """``r += sent`` for the blocks of this rank's own message, if the verdict is not 0."""
-    if tl.load(verdict_ptr) != 0:
-        slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
-        number = tl.load(chosen_ptr + slot, mask=slot < k, other=-1)
-        live = number >= 0
-        lane = tl.arange(0, BLOCK)[None, :]
-        values = _values(value_ptr, scale_ptr, slot, live, lane, BLOCK, INT8)
-        at = r_ptr + number.to(tl.int64)[:, None] * BLOCK + lane
-        tl.store(at, tl.load(at, mask=live[:, None], other=0.0) + values, mask=live[:, None])
-
-
-@triton.jit
-def deliver(g_ptr, r_ptr, merged_ptr, verdict_ptr, weight, scale, fill, numel, TILE: tl.constexpr):
-    """``g = scale * merged`` if the verdict is 0; if not, ``r -= weight * g`` where it had been added, ``g = fill``."""
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = at < numel
-    if tl.load(verdict_ptr) == 0:
-        total = tl.load(merged_ptr + at, mask=inside, other=0.0) * scale
-        if g_ptr.dtype.element_ty == tl.bfloat16:
-            bits = total.to(tl.int32, bitcast=True)
-            total = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
-        tl.store(g_ptr + at, total.to(g_ptr.dtype.element_ty), mask=inside)
-    else:
-        g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * weight
-        r = tl.load(r_ptr + at, mask=inside, other=0.0)
-        tl.store(r_ptr + at, tl.where(tl.abs(g) <= LARGEST, r - g, r), mask=inside)
-        tl.store(g_ptr + at, (tl.zeros((TILE,), tl.float32) + fill).to(g_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def wipe(numbers_ptr, merged_ptr, verdict_ptr, total, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """``merged = 0`` in the blocks of all messages, if they were merged."""
-    if tl.load(verdict_ptr) == 0:
-        slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
-        number = tl.load(numbers_ptr + slot, mask=slot < total, other=-1)
-        at = number.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        tl.store(merged_ptr + at, tl.zeros((TILE, BLOCK), tl.float32), mask=(number >= 0)[:, None])

@@ -11,16 +11,19 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.compression import kernels, receiving
-from lightning_hetero.compression.layout import Layout, Slot, split
+from lightning_hetero.compression import applying, kernels, receiving
+from lightning_hetero.compression.chunks import BucketChunks
+from lightning_hetero.compression.layout import Layout, Slot
 from lightning_hetero.compression.selectors import SelectorState
-from lightning_hetero.compression.wire import HEADER, MessageFormat, refusal
+from lightning_hetero.compression.wire import HEADER, MAGIC, MessageFormat, foreign, refusal
 
 __all__ = ["Outcome", "TritonEncoder"]
 
 TILE, ITERS = 128, 8
 SCORES = 1024
-MOST = 2**31 - 1
+MOST = 2**31 - 2**20
+"""Blocks of a model: their numbers, and those of a program beyond the last, have to fit into 32 bits."""
+
 OPTIONS: Any = {"num_warps": 4, "enable_fp_fusion": False}
 EIGHT_WARPS: Any = {**OPTIONS, "num_warps": 8}
 """For kernels that would take more than 64 registers with four."""
@@ -51,15 +54,16 @@ class TritonEncoder:
         world_size: number of ranks.
 
     Raises:
-        ValueError: if a parameter, or the model in blocks, is too large for 32-bit offsets.
+        ValueError: if the model has too many blocks for 32-bit numbers.
     """
 
     deferred = True
 
     def __init__(self, layout: Layout, form: MessageFormat, device: torch.device, world_size: int) -> None:
-        if layout.num_blocks > MOST or any(slot.padded > MOST for slot in layout.slots):
+        if layout.num_blocks > MOST:
             raise ValueError(
-                f"a parameter has more than {MOST} elements, too many for block top-k on GPU. Split the parameter."
+                f"the model has {layout.num_blocks} blocks of {layout.block} elements, and block top-k on GPU takes at "
+                f"most {MOST}. Use larger blocks: BlockTopK(block={2 * layout.block})."
             )
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -67,16 +71,18 @@ class TritonEncoder:
 
         self.layout, self.world_size, self.state = layout, world_size, SelectorState()
         self.residual = torch.zeros(layout.numel, device=device)
-        self.scores = torch.zeros(layout.num_blocks, device=device)
+        tiles = max(1, -(-layout.num_blocks // SCORES))  # one for a model of empty parameters, too
+        self._scores = torch.zeros(-(-tiles // ITERS) * ITERS * SCORES, device=device)
+        self.scores = self._scores[: layout.num_blocks]
         self.merged = torch.zeros(layout.numel, device=device)
         self.touched = torch.zeros(layout.num_blocks, dtype=torch.bool, device=device)
-        tiles = max(1, -(-layout.num_blocks // SCORES))  # one for a model of empty parameters, too
         self._hist, self._plan = integers(kernels.EXPONENTS), integers(5)
         self._above, self._edge, self._above_ends, self._edge_ends = (integers(tiles) for _ in range(4))
         self.reform(form)
         self._sums = integers(world_size, 2, dtype=torch.int64)
         self._status = integers(3 * world_size + 1)
-        self._used = torch.zeros((), dtype=torch.bool, device=device)
+        self._chunks = BucketChunks(layout.block, TILE * ITERS, device, layout.slots)
+        self._used, self._stamp = integers(len(layout.slots)), 0
         on_gpu = device.type == "cuda"
         self._seen = torch.zeros(3 * world_size + 1, dtype=torch.int32, pin_memory=on_gpu)
         self._copied = torch.cuda.Event() if on_gpu else None
@@ -97,8 +103,11 @@ class TritonEncoder:
         def integers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=self.residual.device)
 
-        self._chosen, self._numbers = integers(form.k).fill_(-1), integers(world, form.k)
-        self._counts, self._ends = integers(world, counts), integers(world, counts)
+        # Rows of what kernels read four numbers at a time begin at multiples of 16 bytes, which strides count.
+        self._stride, self._pitch, self._counts_pitch = form.num_bytes // 16, -(-form.k // 4), -(-counts // 4)
+        self._chosen, self._numbers = integers(form.k).fill_(-1), integers(world, 4 * self._pitch)
+        self._counts, self._ends = integers(world, 4 * self._counts_pitch), integers(world, counts)
+        self._fingerprint = form.fingerprint - (form.fingerprint >> 31 << 32)  # with a sign: 32 bits in any case
 
     def accumulate(self, slot: Slot, gradient: torch.Tensor, weight: float, *, hold: bool = False) -> bool:
         """``r += w g`` for one parameter, and its scores; what is not finite is noticed in the message.
@@ -109,38 +118,39 @@ class TritonEncoder:
             weight: what the gradient is multiplied by.
             hold: whether the parameter's residual waits for another step if its gradient is all 0.
         """
-        blocks = slot.padded // self.layout.block
-        first = slot.start // self.layout.block
-        if hold:
-            torch.any(gradient, out=self._used)
-        kernels.accumulate[(-(-blocks // (TILE * ITERS)),)](
-            gradient, self.residual[slot.start : slot.start + slot.padded], self.scores[first : first + blocks],
-            self._hist, self._used.view(torch.uint8), weight, slot.numel, blocks,
-            BLOCK=self.layout.block, TILE=TILE, ITERS=ITERS, HOLD=hold, **OPTIONS,
-        )  # fmt: skip
-        return True
+        return self.accumulate_bucket((slot,), gradient, weight, hold=hold)
 
     def accumulate_bucket(
         self, slots: Sequence[Slot], flat: torch.Tensor, weight: float, *, hold: bool = False
     ) -> bool:
         """:meth:`accumulate` for the parameters of a bucket, whose gradients lie one after the other."""
-        return all(self.accumulate(slot, gradient, weight, hold=hold) for slot, gradient in split(flat, slots))
+        self._stamp = self._stamp % MOST + 1
+        chunks = self._chunks.of(slots, flat.element_size())
+        for part in chunks:
+            kernels.accumulate[part.grid](
+                flat, self.residual, self.scores, self._hist, self._used, part.table, weight, self._stamp,
+                BLOCK=self.layout.block, TILE=TILE, UNIT=part.unit, HOLD=hold, **OPTIONS,
+            )  # fmt: skip
+        for part in chunks if hold else ():
+            kernels.hold[part.grid](
+                self.scores, self._hist, self._used, part.table, self._stamp, TILE=SCORES, **OPTIONS
+            )
+        return True
 
     def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> None:
         """Write the message of this step and take what it holds out of the residual."""
-        form, n, tiles = self.form, self.layout.num_blocks, len(self._above)
+        form, scores, tiles = self.form, self._scores, len(self._above)
         kernels.pick[(1,)](self._hist, self._plan, form.k, FINE=False, **OPTIONS)
-        grid = (-(-n // (SCORES * ITERS)),)
-        kernels.refine[grid](self.scores, self._hist, self._plan, n, TILE=SCORES, ITERS=ITERS, **OPTIONS)
+        grid = (-(-tiles // ITERS),)
+        kernels.refine[grid](scores, self._hist, self._plan, TILE=SCORES, ITERS=ITERS, **OPTIONS)
         kernels.pick[(1,)](self._hist, self._plan, form.k, FINE=True, **OPTIONS)
-        kernels.count[(tiles,)](self.scores, self._plan, self._above, self._edge, n, TILE=SCORES, **OPTIONS)
+        kernels.count[(tiles,)](scores, self._plan, self._above, self._edge, TILE=SCORES, **OPTIONS)
         for counts, ends in ((self._above, self._above_ends), (self._edge, self._edge_ends)):
-            receiving.prefix[(1,)](counts, ends, tiles, tiles, TILE=SCORES, **OPTIONS)
+            receiving.prefix[(1,)](counts, ends, tiles, 0, TILE=SCORES, **OPTIONS)
         self._chosen.fill_(-1)
         kernels.place[(tiles,)](
-            self.scores, self._plan, self._above_ends, self._edge_ends, self._chosen, n, form.k,
-            TILE=SCORES, **EIGHT_WARPS,
-        )  # fmt: skip
+            scores, self._plan, self._above_ends, self._edge_ends, self._chosen, form.k, TILE=SCORES, **EIGHT_WARPS
+        )
         message.zero_()
         index, counts = form.index_views(message)
         value, scale = self._parts(message)
@@ -151,7 +161,7 @@ class TritonEncoder:
         self._take_sums(message, 1)
         receiving.seal[(1,)](
             message[:HEADER].view(torch.int64), self._sums, self._plan, self._above_ends, self._edge_ends, tiles,
-            form.k, rank, bucket, step, form.fingerprint, **OPTIONS,
+            form.k, rank, bucket, step, self._fingerprint, **OPTIONS,
         )  # fmt: skip
 
     def give_up(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> None:
@@ -168,11 +178,10 @@ class TritonEncoder:
         return parts[0], parts[-1]
 
     def _take_sums(self, rows: torch.Tensor, number: int) -> None:
-        words = (self.form.num_bytes - HEADER) // 4
-        receiving.word_sums[(-(-words // (SCORES * ITERS)), number)](
-            rows.view(-1).view(torch.int32), self._sums, words, self.form.num_bytes // 4,
-            TILE=SCORES, ITERS=ITERS, **OPTIONS,
-        )  # fmt: skip
+        units = (self.form.num_bytes - HEADER) // 16
+        receiving.word_sums[(-(-4 * units // (SCORES * ITERS)), number)](
+            rows.view(-1).view(torch.int32), self._sums, units, self._stride, TILE=SCORES, ITERS=ITERS, **EIGHT_WARPS
+        )
 
     # receiving
 
@@ -197,20 +206,19 @@ class TritonEncoder:
         flat = rows.view(-1)
         self._inspect(flat, step=step, bucket=bucket)
         value, scale = self._parts(flat)
-        strides = size // value.element_size(), size // scale.element_size()
         shape = {"BLOCK": self.layout.block, "TILE": TILE, "INT8": self._int8, **OPTIONS}
         slots, verdict = -(-form.k // TILE), self.verdict
         receiving.check[(slots, world)](
-            self._numbers, self._status, value, scale, *strides, self.layout.num_blocks, form.k, world, **shape
+            self._numbers, self._status, value, scale, self._stride, self._pitch, self.layout.num_blocks, world, **shape
         )
         receiving.decide[(1,)](self._status, world, WIDTH=1 << (world - 1).bit_length(), **OPTIONS)
         self.touched.zero_()
         for peer in range(world):
-            receiving.merge[(slots,)](
-                self._numbers, value, scale, self.merged, self.touched.view(torch.uint8), verdict, peer, *strides,
-                form.k, **shape,
+            applying.merge[(slots,)](
+                self._numbers, value, scale, self.merged, self.touched.view(torch.uint8), verdict, peer, self._stride,
+                self._pitch, form.k, **shape,
             )  # fmt: skip
-        receiving.take_back[(slots,)](self._chosen, *self._parts(rows[rank]), self.residual, verdict, form.k, **shape)
+        applying.take_back[(slots,)](self._chosen, *self._parts(rows[rank]), self.residual, verdict, form.k, **shape)
         self._seen.copy_(self._status, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -218,28 +226,29 @@ class TritonEncoder:
 
     def _inspect(self, flat: torch.Tensor, *, step: int, bucket: int) -> None:
         """Headers into the status, and the numbers of the blocks."""
-        form, world, size = self.form, self.world_size, self.form.num_bytes
+        form, world, stride = self.form, self.world_size, self._stride
         self._take_sums(flat, world)
         places, counts = form.index_views(flat)
-        counts_stride, length = size // 4, self._counts.shape[1]
+        counts_stride, length = stride, self._ends.shape[1]
         if form.bitmap:
             words, bits = places.view(torch.int32), 8 * form.index_bytes
-            receiving.tally[(length, world)](words, self._counts, size // 4, bits, TILE=SCORES, **OPTIONS)
-            counts, counts_stride = self._counts, length
+            counts, counts_stride = self._counts, self._counts_pitch
+            receiving.tally[(length, world)](words, counts, stride, counts_stride, bits, TILE=SCORES, **OPTIONS)
         receiving.prefix[(world,)](counts, self._ends, length, counts_stride, TILE=SCORES, **OPTIONS)
         receiving.inspect[(world,)](
-            flat.view(torch.int64), self._sums, counts, self._ends, self._status, size // 8, counts_stride, length,
-            form.k, world, bucket, step, form.fingerprint, TILE=SCORES, **OPTIONS,
+            flat.view(torch.int64), self._sums, counts, self._ends, self._status, stride, counts_stride, length,
+            form.k, world, bucket, step, self._fingerprint, TILE=SCORES, **OPTIONS,
         )  # fmt: skip
         if form.bitmap:
             self._numbers.fill_(-1)
             receiving.spread[(length, world)](
-                words, self._ends, self._status, self._numbers, size // 4, bits, form.k, TILE=SCORES, **OPTIONS
-            )
+                words, self._ends, self._status, self._numbers, stride, self._pitch, bits, form.k,
+                TILE=SCORES, **OPTIONS,
+            )  # fmt: skip
         else:
             receiving.expand[(-(-form.k // TILE), world)](
-                places, self._ends, self._status, self._numbers, size // 2, length, form.k, world,
-                STEPS=length.bit_length(), TILE=TILE, **OPTIONS,
+                places, self._ends, self._status, self._numbers, stride, self._pitch, length, length.bit_length(),
+                form.k, world, TILE=TILE, **OPTIONS,
             )  # fmt: skip
 
     def deliver(self, slot: Slot, gradient: torch.Tensor, weight: float, *, scale: float, fill: float) -> None:
@@ -247,18 +256,24 @@ class TritonEncoder:
 
         If the step is left out, the gradient goes out of the residual again, to one rounding, and becomes ``fill``.
         """
-        place = slice(slot.start, slot.start + slot.numel)
-        receiving.deliver[(-(-slot.numel // SCORES),)](
-            gradient, self.residual[place], self.merged[place], self.verdict, weight, scale, fill, slot.numel,
-            TILE=SCORES, **OPTIONS,
-        )  # fmt: skip
+        self.deliver_bucket((slot,), gradient, weight, scale=scale, fill=fill)
+
+    def deliver_bucket(
+        self, slots: Sequence[Slot], flat: torch.Tensor, weight: float, *, scale: float, fill: float
+    ) -> None:
+        """:meth:`deliver` for the parameters of a bucket, whose gradients lie one after the other."""
+        for part in self._chunks.of(slots, flat.element_size()):
+            applying.deliver[part.grid](
+                flat, self.residual, self.merged, self.verdict, part.table, weight, scale, fill,
+                BLOCK=self.layout.block, TILE=SCORES, UNIT=part.unit, **OPTIONS,
+            )  # fmt: skip
 
     def finish(self) -> None:
         """The step is over: clear the merged blocks. :attr:`touched` stays until the next one."""
-        total = self._numbers.numel()
-        receiving.wipe[(-(-total // TILE),)](
-            self._numbers, self.merged, self.verdict, total, BLOCK=self.layout.block, TILE=TILE, **OPTIONS
-        )
+        applying.wipe[(-(-self.form.k // TILE), self.world_size)](
+            self._numbers, self.merged, self.verdict, self._pitch, self.form.k, BLOCK=self.layout.block, TILE=TILE,
+            **OPTIONS,
+        )  # fmt: skip
 
     def outcome(self) -> Outcome | None:
         """What became of the last step, ``None`` if that was asked before; waits for the device to have reached it.
@@ -276,7 +291,14 @@ class TritonEncoder:
         status, world = self._seen.tolist(), self.world_size
         for rank, code in enumerate(status[:world]):
             if code:
-                what = "; ".join(text for bit, text in receiving.FAULTS.items() if code & bit)
-                raise refusal(what, rank=rank, bucket=bucket, step=step)
+                raise refusal(_faults(code), rank=rank, bucket=bucket, step=step)
         verdict = status[3 * world]
         return Outcome(step, bool(verdict), 0 if verdict else sum(status[world : 2 * world]))
+
+
+def _faults(code: int) -> str:
+    """What is wrong with a message."""
+    if code & 1:
+        its_version = code >> receiving.VERSION_AT
+        return foreign(MAGIC | its_version if its_version else 0)
+    return "; ".join(text for bit, text in receiving.FAULTS.items() if code & bit)

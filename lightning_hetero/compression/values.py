@@ -9,9 +9,19 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["CODECS", "ValueCodec"]
+__all__ = ["CODECS", "ValueCodec", "aligned"]
 
 Parts = tuple[torch.Tensor, ...]
+
+
+def aligned(num_bytes: int) -> int:
+    """The next multiple of 16 bytes, the widest load of a GPU.
+
+    Example:
+        >>> aligned(33)
+        48
+    """
+    return -(-num_bytes // 16) * 16
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,7 @@ class ValueCodec:
     decode: Callable[[Parts], torch.Tensor]
 
     def num_bytes(self, k: int, block: int) -> int:
-        """Bytes of ``k`` blocks, each part rounded up to 8 bytes.
+        """Bytes of ``k`` blocks, each part rounded up to 16 bytes.
 
         Example:
             >>> CODECS["bfloat16"].num_bytes(3, 16)
@@ -43,7 +53,7 @@ class ValueCodec:
         """Offset and length in bytes of each part."""
         spans, offset = [], 0
         for dtype, per_block in self.parts:
-            length = -(-k * (1 if per_block else block) * dtype.itemsize // 8) * 8
+            length = aligned(k * (1 if per_block else block) * dtype.itemsize)
             spans.append((offset, length))
             offset += length
         return spans

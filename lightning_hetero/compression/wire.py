@@ -7,8 +7,8 @@ indices               below 10 % density: int32 blocks of each segment of 65 536
 values                float32, bfloat16, or int8 and a bfloat16 scale per block
 ====================  =================================================================================================
 
-Every part begins at a multiple of 8 bytes; unused slots are 0. The sums are those of Fletcher's checksum over 32-bit
-words, modulo 2^64, which can be taken on any device.
+Every part begins at a multiple of 16 bytes, which a GPU loads at once; unused slots are 0. The sums are those of
+Fletcher's checksum over 32-bit words, modulo 2^64, which can be taken on any device.
 """
 
 import zlib
@@ -22,16 +22,16 @@ import numpy.typing as npt
 import torch
 
 from lightning_hetero.compression.reference import Pack
-from lightning_hetero.compression.values import CODECS, ValueCodec
+from lightning_hetero.compression.values import CODECS, ValueCodec, aligned
 
-__all__ = ["NON_FINITE", "MessageFormat", "address", "checksum", "refusal"]
+__all__ = ["NON_FINITE", "MessageFormat", "address", "checksum", "foreign", "refusal"]
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.int64]
 
 HEADER = 64
 MAGIC = 0x4C48424B << 8
-VERSION = 2
+VERSION = 3
 SEGMENT = 65_536
 BITMAP_FROM = 0.10
 SEALS = (0x5851F42D4C957F2D, 0x14057B7EF767814F, 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85)
@@ -79,6 +79,21 @@ def refusal(what: str, *, rank: int, bucket: int, step: int) -> ValueError:
     )
 
 
+def foreign(kind: int) -> str:
+    """What is wrong with the first field of a header that is not of this version.
+
+    Example:
+        >>> foreign(MAGIC | 2)
+        'it is in version 2 of the message format, not 3; install the same version of lightning-hetero on all ranks'
+    """
+    if kind >> 8 != MAGIC >> 8:
+        return "it is no message of this program: magic and version differ"
+    return (
+        f"it is in version {kind & 0xFF} of the message format, not {VERSION}; install the same version of "
+        "lightning-hetero on all ranks"
+    )
+
+
 @dataclass(frozen=True)
 class MessageFormat:
     """Sizes and places of everything in a message.
@@ -93,7 +108,7 @@ class MessageFormat:
     Example:
         >>> form = MessageFormat(num_blocks=1000, k=10, block=16, value_dtype="bfloat16")
         >>> form.num_bytes, form.bitmap
-        (416, False)
+        (432, False)
     """
 
     num_blocks: int
@@ -120,12 +135,12 @@ class MessageFormat:
     @cached_property
     def counts_bytes(self) -> int:
         """Bytes of the table of segments."""
-        return 0 if self.bitmap else -(-4 * self.segments // 8) * 8
+        return 0 if self.bitmap else aligned(4 * self.segments)
 
     @cached_property
     def index_bytes(self) -> int:
         """Bytes of indices, without the table of segments."""
-        return -(-(-(-self.num_blocks // 8) if self.bitmap else 2 * self.k) // 8) * 8
+        return aligned(-(-self.num_blocks // 8) if self.bitmap else 2 * self.k)
 
     @cached_property
     def values_at(self) -> int:
@@ -237,14 +252,14 @@ class MessageFormat:
         def refuse(what: str) -> ValueError:
             return refusal(what, rank=rank, bucket=bucket, step=step)
 
-        if message.dtype != torch.uint8 or message.numel() != self.num_bytes:
-            raise refuse(f"it has {message.numel()} bytes of {message.dtype} where {self.num_bytes} are due")
+        wrong = self._foreign(message)
+        if wrong:
+            raise refuse(wrong)
         data = message.cpu().numpy()
-        kind, place, its_step, flags, count, *sums, fingerprint = data[:HEADER].view(np.int64).tolist()
+        _, place, its_step, flags, count, *sums, fingerprint = data[:HEADER].view(np.int64).tolist()
         first, second = checksum(data[HEADER:], self.positions)
         due_sums = [seal(first, (place, its_step, flags, count)), second]
         for got, due, what in (
-            (kind, MAGIC | VERSION, "magic and version"),
             (fingerprint, self.fingerprint, "format fingerprint"),
             (divmod(place, 1 << 32), (rank, bucket), "sender and bucket"),
             (its_step, step, "step"),
@@ -266,6 +281,16 @@ class MessageFormat:
         if flags == 0 and not bool(torch.isfinite(pack.values).all()):
             raise refuse("it has values that are not finite")
         return pack, flags
+
+    def _foreign(self, message: torch.Tensor) -> str:
+        """Why something is no message of this version and size, empty if it is one."""
+        if message.dtype == torch.uint8 and message.numel() >= HEADER:  # another version may well have another size
+            kind = int(message[:8].view(torch.int64))
+            if kind != MAGIC | VERSION:
+                return foreign(kind)
+        if message.dtype != torch.uint8 or message.numel() != self.num_bytes:
+            return f"it has {message.numel()} bytes of {message.dtype} where {self.num_bytes} are due"
+        return ""
 
     def unpack(self, message: torch.Tensor, count: int | None = None) -> Pack:
         """Pack of a message on the host that is known to be in order."""

@@ -3,18 +3,21 @@
 Natively, on a machine with a GPU: ``python -m pytest tests/compression/interpreted.py`` with no TRITON_INTERPRET.
 """
 
+import importlib
+import itertools
 import os
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 
-from lightning_hetero.compression import SELECT, BlockEncoder, Layout, MessageFormat, merge
+from lightning_hetero.compression import SELECT, BlockEncoder, Layout, MessageFormat, merge, triton_warm
 from lightning_hetero.compression import triton_encoder as module
 from lightning_hetero.compression.selectors import SelectorState
 from lightning_hetero.compression.triton_encoder import Outcome, TritonEncoder
 from lightning_hetero.compression.values import CODECS
-from lightning_hetero.compression.wire import HEADER, address, checksum, seal
+from lightning_hetero.compression.wire import HEADER, MAGIC, address, checksum, seal
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 CASES = [
@@ -115,6 +118,87 @@ def test_a_step_is_that_of_the_reference(dtype, sizes, density, values):
         assert enc.outcome() is None
 
 
+def test_a_bucket_is_one_launch_or_two_and_gives_what_its_parameters_would(monkeypatch):
+    """Parameters that begin between two units of 16 bytes are in the second; held back is who has no gradient."""
+    sizes = (700, 32, 3, 64, 0, 1100, 48)
+    launches = []
+    for room in (module.kernels, module.applying):
+        for name in room.__all__:
+            kernel = getattr(room, name)
+            if hasattr(kernel, "run"):
+                monkeypatch.setattr(room, name, Counted(kernel, name, launches))
+    enc, rows = made(sizes, 0.3)
+    twin, its_rows = made(sizes, 0.3)
+    for dtype in (torch.float32, torch.bfloat16):
+        gradients = gradients_of(sizes, dtype, 3)
+        gradients[3].zero_()
+        flat = torch.cat(gradients)
+        for one, message in ((enc, rows), (twin, its_rows)):
+            launches.clear()
+            if one is enc:
+                enc.accumulate_bucket(enc.layout.slots, flat, 0.5, hold=True)
+                assert sorted(launches) == ["accumulate"] * 2 + ["hold"] * 2
+            else:
+                for slot, gradient in zip(twin.layout.slots, gradients, strict=True):
+                    twin.accumulate(slot, gradient, 0.5, hold=True)
+            assert one.scores[47:51].abs().sum() == 0
+            one.encode(message[0], step=0)
+            one.receive(message, rank=0, step=0)
+        assert torch.equal(rows, its_rows)
+        assert torch.equal(enc.residual, twin.residual)
+        launches.clear()
+        enc.deliver_bucket(enc.layout.slots, flat, 0.5, scale=2.0, fill=0.0)
+        assert launches == ["deliver"] * 2
+        for slot, gradient in zip(twin.layout.slots, gradients, strict=True):
+            twin.deliver(slot, gradient, 0.5, scale=2.0, fill=0.0)
+        assert torch.equal(flat, torch.cat(gradients))
+        assert flat.abs().sum() > 0
+        for one in (enc, twin):
+            one.finish()
+
+
+class Counted:
+    """A kernel that notes when it is launched."""
+
+    def __init__(self, kernel, name, launches):
+        self.kernel, self.name, self.launches = kernel, name, launches
+
+    def __getitem__(self, grid):
+        self.launches.append(self.name)
+        return self.kernel[grid]
+
+
+def test_the_host_that_stands_in_writes_the_same_bytes():
+    """What a rank does whose GPU cannot compile the kernels; the sums of these gradients are exact in any order."""
+    sizes = (700, 1, 33)
+    for values, density in itertools.product(CODECS, (0.04, 0.3)):
+        enc, rows = made(sizes, density, values=values)
+        host = BlockEncoder(enc.layout, enc.form, "histogram")
+        for step in range(3):
+            message = torch.zeros(enc.form.num_bytes, dtype=torch.uint8)
+            for slot, gradient in zip(enc.layout.slots, gradients_of(sizes, torch.float32, step), strict=True):
+                enc.accumulate(slot, gradient, 0.5)
+                host.accumulate(slot, gradient.cpu(), 0.5)
+            enc.encode(rows[0], step=step)
+            host.encode(message, step=step)
+            assert torch.equal(rows[0].cpu(), message)
+            assert torch.equal(enc.residual.cpu(), host.residual)
+            host.finish()
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("values", CODECS)
+def test_all_kernels_are_tried_before_training(values, hold):
+    triton_warm.warm(16, values, 2, DEVICE, {torch.float32, torch.bfloat16}, hold=hold)
+
+
+def test_kernels_that_compute_something_else_are_found_before_training(monkeypatch):
+    monkeypatch.setattr(module.kernels, "pick", Counted(module.kernels.count, "pick", []))
+    monkeypatch.setattr(Counted, "__getitem__", lambda kernel, grid: lambda *args, **kwargs: None)
+    with pytest.raises(RuntimeError, match="was expected"):
+        triton_warm.warm(16, "float32", 2, DEVICE, {torch.float32}, hold=False)
+
+
 def test_another_density_takes_the_residual_along():
     """From indices to a bitmap and back: what is merged and what is left make up all gradients."""
     sizes, total, merged = (700, 33), 0.0, 0.0
@@ -171,6 +255,73 @@ def test_an_unused_parameter_is_held_back():
         enc.accumulate(enc.layout.slots[1], none, 1.0, hold=held)
         enc.encode(rows[0], step=0)
         assert (pack_of(enc, rows[0]).indices.tolist() == [2]) == bool(expected)
+
+
+@contextmanager
+def beginning_with(program):
+    """Let the interpreter's first program be another one than 0, as far as it can tell.
+
+    It works on the tensors themselves: to copy them back, which changes nothing, would touch all of their memory.
+    """
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    builder = interpreter.interpreter_builder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "set_grid_idx", lambda x, y, z: setattr(builder, "grid_idx", (x + program, y, z)))
+        patch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
+        yield
+
+
+def untouched(length, dtype):
+    """Zeros that take memory where they are written only."""
+    return torch.from_numpy(np.zeros(length * dtype.itemsize, np.uint8)).view(dtype)
+
+
+FAR = 2**31 // 16
+"""A slot of a message whose first element is not counted by 32 bits. What nobody touches takes no memory."""
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU has no programs that begin late")
+def test_a_message_of_more_than_2_to_the_31_elements_is_written_and_merged():
+    chosen, values = untouched(FAR + 16, torch.int32), untouched(16 * FAR + 256, torch.int8)
+    scales, counts = untouched(FAR + 16, torch.bfloat16), torch.zeros(1, dtype=torch.int32)
+    index, residual = untouched(FAR + 16, torch.int16), torch.full((32,), 127.0)
+    chosen[FAR:] = -1
+    chosen[FAR + 3] = 1
+    shape = {"BLOCK": 16, "TILE": 16, "INT8": True}
+    with beginning_with(FAR // 16):
+        module.kernels.pack[(1,)](
+            chosen, residual, values, scales, index, counts, FAR + 16, **shape, SEGMENTS=True, **module.OPTIONS
+        )
+        assert values[16 * (FAR + 3) :][:16].tolist() == [127] * 16
+        assert residual.tolist() == [127.0] * 16 + [0.0] * 16
+        merged, touched, verdict = torch.zeros(32), torch.zeros(2, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
+        module.applying.merge[(1,)](
+            chosen, values, scales, merged, touched, verdict, 0, 0, 0, FAR + 16, **shape, **module.OPTIONS
+        )
+        assert merged.tolist() == [0.0] * 16 + [127.0] * 16
+        assert touched.tolist() == [0, 1]
+        module.applying.wipe[(1, 1)](chosen, merged, verdict, 0, FAR + 16, BLOCK=16, TILE=16, **module.OPTIONS)
+        assert not merged.any()
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU has no programs that begin late")
+def test_the_checksum_of_more_than_2_to_the_31_words():
+    words = untouched(2**31 + 64, torch.int32)
+    words[16 + 2**31 : 16 + 2**31 + 2] = torch.tensor([-7, 5], dtype=torch.int32)
+    sums, units = torch.zeros(2, dtype=torch.int64), 2**29 + 8
+    with beginning_with(2**31 // 16):
+        module.receiving.word_sums[(1, 1)](words, sums, units, 0, TILE=16, ITERS=1, **module.OPTIONS)
+    assert sums.tolist() == [-2, -7 * (2**31 + 1) + 5 * (2**31 + 2)]
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="what comes before the second row would have to be there")
+def test_rows_of_several_messages_lie_further_apart_than_32_bits_count():
+    k = 2**30
+    numbers, ends = untouched(3 * k, torch.int32), torch.ones(3, dtype=torch.int32)
+    places, status = torch.tensor([9] * 3 * 16, dtype=torch.int16), torch.tensor([0, 0, 0, 1, 1, 1, 0, 0, 0, 0]).int()
+    with beginning_with(0):
+        module.receiving.expand[(1, 3)](places, ends, status, numbers, 2, k // 4, 1, 1, k, 3, TILE=16, **module.OPTIONS)
+    assert [numbers[row * k : row * k + 2].tolist() for row in range(3)] == [[9, -1]] * 3
 
 
 # several ranks
@@ -247,6 +398,7 @@ FAULTS = {
     "one bit": (16, lambda form, m: m[form.values_at + 5 : form.values_at + 6].bitwise_xor_(4)),
     "a bit of the header": (16, lambda form, m: m[33:34].bitwise_xor_(4)),
     "magic": (1, changed(0, torch.int64, 5)),
+    "version": (1, changed(0, torch.int64, MAGIC | 2)),
     "format": (2, changed(56, torch.int64, 1)),
     "bucket": (4, lambda form, m: changed(8, torch.int64, int(m[8:16].view(torch.int64)) + 1)(form, m)),
     "another rank's": (4, changed(8, torch.int64, address(5, 0))),
@@ -276,9 +428,9 @@ def test_a_malformed_message_is_found_and_nothing_is_written(fault, rank):
     rows[rank].copy_(message)
     enc.receive(rows, rank=1, step=7)
     nothing_was_written(enc, mine, before)
-    with pytest.raises(
-        ValueError, match=f"rank {rank}, bucket 0, step 7 is refused: .*{module.receiving.FAULTS[code]}"
-    ):
+    what = {"magic": "no message of this program", "version": "version 2 of the message format, not 3"}
+    what = what.get(fault, module.receiving.FAULTS[code])
+    with pytest.raises(ValueError, match=f"rank {rank}, bucket 0, step 7 is refused: .*{what}"):
         enc.outcome()
     assert enc.outcome() is None
 
@@ -304,7 +456,7 @@ def test_a_malformed_bitmap_is_found_and_nothing_is_written(bad):
 def test_messages_of_another_size_are_refused_at_once():
     enc, rows, *_ = three()
     with pytest.raises(ValueError, match="where 3 messages of"):
-        enc.receive(rows[:, :-8].contiguous(), rank=1, step=0)
+        enc.receive(rows[:, :-16].contiguous(), rank=1, step=0)
 
 
 @pytest.mark.parametrize("fill", [0.0, float("inf")])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_hetero.compression import BlockEncoder, Layout, MessageFormat, Pack, compress, encoder, merge
 from lightning_hetero.compression.layout import flat_view
 from lightning_hetero.compression.values import CODECS
-from lightning_hetero.compression.wire import HEADER, address, checksum, seal
+from lightning_hetero.compression.wire import HEADER, MAGIC, address, checksum, seal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -201,11 +201,12 @@ def first_index(form):
 
 
 FAULTS = {
-    "truncated": lambda form, m: m[:-8],
+    "truncated": lambda form, m: m[:-16],
     "empty": lambda form, m: m[:0],
     "another type": lambda form, m: m.view(torch.int32),
     "one bit": lambda form, m: m.index_fill(0, torch.tensor([form.values_at + 5]), 255),
     "magic": change(0, torch.int64, 5),
+    "version": change(0, torch.int64, MAGIC | 2),
     "bucket": lambda form, m: change(8, torch.int64, int(m[8:16].view(torch.int64)) + 1)(form, m),
     "another rank's": change(8, torch.int64, address(5, 0)),
     "step (duplicate of an earlier one)": change(16, torch.int64, 6),
@@ -262,7 +263,7 @@ def test_nothing_is_applied_if_one_message_is_malformed(fault):
 
 
 @settings(max_examples=200, deadline=None)
-@given(at=st.integers(0, 415), bit=st.integers(0, 7))
+@given(at=st.integers(0, 431), bit=st.integers(0, 7))
 def test_any_flipped_bit_is_found(at, bit):
     form, message, _ = written(num_blocks=1000, indices=(1, 2, 900))
     message[at % form.num_bytes] ^= 1 << bit

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,144 +15,14 @@ from lightning_hetero.comm.block_exchange import BlockExchange
 from tests.comm.block_steps import BlockSteps
 from tests.helpers import run_ranks
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-
-from lightning_hetero.compression import kernels, receiving, triton_encoder  # noqa: E402
-from lightning_hetero.optim import kernels as steps  # noqa: E402
+from lightning_hetero.compression import triton_encoder, triton_warm  # noqa: E402
 from lightning_hetero.optim import triton_step  # noqa: E402
+from tests.gpu.builds import recording  # noqa: E402
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-NVIDIA = [80, 90, 100]
-AMD = GPUTarget("hip", "gfx942", 64)
-
-F32, I32 = "*fp32", "*i32"
-BLOCKS = {"BLOCK": 16, "TILE": triton_encoder.TILE}
-
-
-def accumulate(gradient):
-    signature = {"g_ptr": gradient, "r_ptr": F32, "score_ptr": F32, "hist_ptr": I32, "used_ptr": "*u8"}
-    sizes = {"weight": "fp32", "numel": "i32", "num_blocks": "i32"}
-    return kernels.accumulate, {**signature, **sizes}, {**BLOCKS, "ITERS": 8, "HOLD": False}
-
-
-def pack(values):
-    int8 = values == "*i8"
-    signature = {"chosen_ptr": I32, "r_ptr": F32, "value_ptr": values, "scale_ptr": "*bf16", "index_ptr": "*i16"}
-    return kernels.pack, {**signature, "counts_ptr": I32, "k": "i32"}, {**BLOCKS, "INT8": int8, "SEGMENTS": True}
-
-
-def sparse(function, parameter, buffers, scalars, **flags):
-    """A sparse optimizer: parameter and gradient of one type, state in float32."""
-    signature = {"p_ptr": parameter, "g_ptr": parameter, **dict.fromkeys(buffers, F32), "touched_ptr": "*u8"}
-    signature |= {"settled_ptr": "*i64", "table_ptr": F32, "step": "i32", **dict.fromkeys(scalars, "fp32")}
-    return (
-        function,
-        {**signature, "numel": "i32", "num_blocks": "i32"},
-        {"BLOCK": 16, "TILE": triton_step.TILE, **flags},
-    )
-
-
-def sgd(parameter):
-    flags = {"MOMENTUM": True, "NESTEROV": True, "AHEAD": True, "OWES": True}
-    return sparse(steps.sparse_sgd, parameter, ["m_ptr"], ["lr", "decay", "momentum", "rest"], **flags)
-
-
-def adamw(parameter):
-    scalars = ["shrink", "one_minus_beta1", "beta2", "one_minus_beta2", "root", "size", "eps", "small"]
-    return sparse(steps.sparse_adamw, parameter, ["m_ptr", "v_ptr"], scalars, AHEAD=True)
-
-
-def ints(names):
-    return dict.fromkeys(names.split(), "i32")
-
-
-SCORES = {"score_ptr": F32, "plan_ptr": I32, "num_blocks": "i32"}
-TILES = {"score_ptr": F32, "plan_ptr": I32, "above_ptr": I32, "edge_ptr": I32}
-SUMS = {"sums_ptr": "*i64"}
-NUMBERS = {"status_ptr": I32, "numbers_ptr": I32}
-VALUES = {"value_ptr": "*bf16", "scale_ptr": "*bf16"}
-PLAIN = {**BLOCKS, "INT8": False}
-KERNELS = {
-    "accumulate fp32": accumulate("*fp32"),
-    "accumulate bf16": accumulate("*bf16"),
-    "accumulate fp16": accumulate("*fp16"),
-    "pick": (kernels.pick, {"hist_ptr": I32, "plan_ptr": I32, "k": "i32"}, {"FINE": True}),
-    "refine": (kernels.refine, {**SCORES, "hist_ptr": I32}, {"TILE": 1024, "ITERS": 8}),
-    "count": (kernels.count, {**TILES, "num_blocks": "i32"}, {"TILE": 1024}),
-    "place": (kernels.place, {**TILES, "chosen_ptr": I32, "num_blocks": "i32", "k": "i32"}, {"TILE": 1024}),
-    "pack fp32": pack("*fp32"),
-    "pack bf16": pack("*bf16"),
-    "pack int8": pack("*i8"),
-    "word_sums": (
-        receiving.word_sums,
-        {"words_ptr": I32, **SUMS, **ints("words stride")},
-        {"TILE": 1024, "ITERS": 8},
-    ),
-    "seal": (
-        receiving.seal,
-        {"header_ptr": "*i64", **SUMS, "plan_ptr": I32, "above_ptr": I32, "edge_ptr": I32}
-        | {**ints("tiles k rank bucket step"), "fingerprint": "i64"},
-        {},
-    ),
-    "prefix": (receiving.prefix, {"counts_ptr": I32, "ends_ptr": I32, **ints("length stride")}, {"TILE": 1024}),
-    "inspect": (
-        receiving.inspect,
-        {"header_ptr": "*i64", **SUMS, "counts_ptr": I32, "ends_ptr": I32, "status_ptr": I32}
-        | {**ints("stride counts_stride length k world bucket step"), "fingerprint": "i64"},
-        {"TILE": 1024},
-    ),
-    "expand": (
-        receiving.expand,
-        {"places_ptr": "*i16", "ends_ptr": I32, **NUMBERS, **ints("stride segments k world")},
-        {"STEPS": 7, "TILE": 128},
-    ),
-    "tally": (receiving.tally, {"words_ptr": I32, "counts_ptr": I32, **ints("stride bits")}, {"TILE": 1024}),
-    "spread": (
-        receiving.spread,
-        {"words_ptr": I32, "ends_ptr": I32, **NUMBERS, **ints("stride bits k")},
-        {"TILE": 1024},
-    ),
-    "check": (
-        receiving.check,
-        {**NUMBERS, **VALUES, **ints("value_stride scale_stride num_blocks k world")},
-        PLAIN,
-    ),
-    "decide": (receiving.decide, {"status_ptr": I32, "world": "i32"}, {"WIDTH": 8}),
-    "merge": (
-        receiving.merge,
-        {"numbers_ptr": I32, **VALUES, "merged_ptr": F32, "touched_ptr": "*u8", "verdict_ptr": I32}
-        | ints("peer value_stride scale_stride k"),
-        PLAIN,
-    ),
-    "take_back": (
-        receiving.take_back,
-        {"chosen_ptr": I32, **VALUES, "r_ptr": F32, "verdict_ptr": I32, "k": "i32"},
-        PLAIN,
-    ),
-    "deliver": (
-        receiving.deliver,
-        {"g_ptr": "*bf16", "r_ptr": F32, "merged_ptr": F32, "verdict_ptr": I32}
-        | {**dict.fromkeys(("weight", "scale", "fill"), "fp32"), "numel": "i32"},
-        {"TILE": 1024},
-    ),
-    "wipe": (receiving.wipe, {"numbers_ptr": I32, "merged_ptr": F32, "verdict_ptr": I32, "total": "i32"}, BLOCKS),
-    "sgd fp32": sgd("*fp32"),
-    "sgd bf16": sgd("*bf16"),
-    "adamw fp32": adamw("*fp32"),
-    "adamw bf16": adamw("*bf16"),
-    "adamw fp16": adamw("*fp16"),
-}
-WIDE = {name for name in KERNELS if name.startswith(("accumulate", "pack", "sgd", "adamw"))}
-WIDE |= {"deliver", "merge", "take_back"}
-SHORT_ON_AMD = {name for name in KERNELS if name.startswith(("sgd", "adamw"))}
-"""Twice as many threads as on NVIDIA share a tile: they load 64 bits each."""
-
-REGISTERS = {("accumulate fp32", 80): 72}
-"""Builds that take more than 64."""
 
 
 def test_kernels_compute_what_the_reference_does():
@@ -194,51 +63,6 @@ def test_the_benchmark_is_ready(tmp_path):
         assert "needs a GPU, or --quick" in refused.stderr
 
 
-def compiled(name, target):
-    function, signature, constants = KERNELS[name]
-    names = function.arg_names
-    aligned = [
-        n
-        for n in names
-        if n in signature and (signature[n].startswith("*") or n in ("numel", "num_blocks", "k", "value_stride"))
-    ]
-    source = ASTSource(
-        fn=function,
-        signature={n: signature.get(n, "constexpr") for n in names},
-        constexprs=constants,
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
-    )
-    options = triton_encoder.EIGHT_WARPS if name.startswith(("place", "pack")) else triton_encoder.OPTIONS
-    return triton.compile(source, target=target, options=options)
-
-
-def tool(name):
-    found = sorted(Path(triton.__file__).parent.glob(f"backends/nvidia/bin/{name}"))
-    return str(found[0]) if found else pytest.skip(f"this Triton carries no {name}")
-
-
-@pytest.mark.parametrize("capability", NVIDIA)
-@pytest.mark.parametrize("name", KERNELS)
-def test_nvidia_builds_do_not_spill_and_load_128_bits(name, capability, tmp_path):
-    """Widths are those of the PTX: its assembler makes one load of each vector that is aligned."""
-    built, cubin = compiled(name, GPUTarget("cuda", capability, 32)), tmp_path / "kernel.cubin"
-    cubin.write_bytes(built.asm["cubin"])
-    usage = subprocess.run([tool("cuobjdump"), "-res-usage", str(cubin)], capture_output=True, text=True, check=True)
-    registers = int(re.search(r"REG:(\d+)", usage.stdout)[1])
-    spilled = int(re.search(r"STACK:(\d+)", usage.stdout)[1]) + int(re.search(r"LOCAL:(\d+)", usage.stdout)[1])
-    assert spilled == 0
-    assert registers <= REGISTERS.get((name, capability), 64)
-    assert name not in WIDE or re.search(r"ld\.global\S*\.v4\.b32", built.asm["ptx"])
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_amd_builds_do_not_spill_and_load_128_bits(name):
-    code = compiled(name, AMD).asm["amdgcn"]
-    assert int(re.search(r"\.vgpr_spill_count:\s+(\d+)", code)[1]) == 0
-    assert int(re.search(r"\.vgpr_count:\s+(\d+)", code)[1]) <= 128
-    assert name not in WIDE - SHORT_ON_AMD or re.search(r"(global|buffer)_load_dwordx4", code)
-
-
 class Queue:
     """Stands for a module of kernels, and counts what is queued."""
 
@@ -272,29 +96,66 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _queued(rank, density, optimizer):
+def on_this_host(world_size=1):
+    """Let exchanges have the encoder of a GPU."""
+    BlockExchange._encoder = lambda exchange, parameters: triton_encoder.TritonEncoder(
+        exchange.layout, exchange._form(exchange.density), torch.device("cpu"), world_size
+    )
+
+
+def _queued(rank, density, optimizer, sizes):
     """Kernels and operations of a step on a GPU, whose kernels do nothing here."""
     queue = Queue()
-    triton_encoder.kernels = triton_encoder.receiving = triton_step.kernels = queue
+    triton_encoder.kernels = triton_encoder.receiving = triton_encoder.applying = triton_step.kernels = queue
     queue.EXPONENTS = 256
-    BlockExchange._encoder = lambda exchange, parameters: triton_encoder.TritonEncoder(
-        exchange.layout, exchange._form(density), torch.device("cpu"), 1
-    )
+    on_this_host()
     dist.init_process_group("gloo")
-    step = BlockSteps((700, 3), density, "int8", optimizer, torch.device("cpu"))
+    step = BlockSteps(sizes, density, "int8", optimizer, torch.device("cpu"))
     for _ in range(2):
         step()
     queue.names.clear()
     counts = [state["step"] for state in step.optimizer.state.values() if "step" in state]  # torch's AdamW keeps them
     with Operations(counts) as seen:
         step()
-    return seen.names, set(queue.names)
+    return seen.names, queue.names
 
 
 @pytest.mark.parametrize(("density", "optimizer"), [(0.05, "SparseSGD"), (0.5, "SparseAdamW")])
 def test_a_step_on_gpu_allocates_nothing_and_waits_for_nothing(density, optimizer):
     """Between two kernels there are only fills and copies in place: nothing new, nothing that the host would read."""
-    ((operations, queued),) = run_ranks(_queued, 1, density, optimizer)
-    assert operations <= {"zero_.default", "fill_.Scalar", "copy_.default", "any.all_out"}
-    assert queued >= {"accumulate", "pack", "seal", "check", "merge", "take_back", "deliver"}
-    assert {"sparse_sgd", "sparse_adamw"} & queued == {{"SparseSGD": "sparse_sgd"}.get(optimizer, "sparse_adamw")}
+    ((operations, queued),) = run_ranks(_queued, 1, density, optimizer, (700, 3))
+    assert operations <= {"zero_.default", "fill_.Scalar", "copy_.default"}
+    assert set(queued) >= {"accumulate", "hold", "pack", "seal", "check", "merge", "take_back", "deliver"}
+    assert {"sparse_sgd", "sparse_adamw"} & set(queued) == {{"SparseSGD": "sparse_sgd"}.get(optimizer, "sparse_adamw")}
+
+
+def test_how_many_kernels_a_step_launches_does_not_depend_on_how_many_parameters_there_are():
+    launches = {}
+    for sizes in ((6400, 3), (64, 3) * 50):
+        ((_, queued),) = run_ranks(_queued, 1, 0.05, "SparseSGD", sizes)
+        launches[len(sizes)] = [name for name in queued if not name.startswith("sparse")]
+    assert launches[2] == launches[100]
+    assert len(launches[2]) <= 30
+
+
+def _compiled(rank):
+    """Variants that steps launch at one density after the other, and of these the ones that nobody has tried before."""
+    dist.init_process_group("gloo")
+    on_this_host()
+    sizes, later = (1_100_001, 700, 3, 16), {}
+    with recording() as found:
+        triton_warm.launch_all(16, "bfloat16", 1, torch.device("cpu"), {torch.float32}, hold=True)
+        tried = len(found)
+        step = BlockSteps(sizes, 0.01, "bfloat16", "SparseSGD", torch.device("cpu"))
+        for density in (0.01, 0.0003, 0.0123, 0.1, 0.73, 1.0):
+            step.exchange.set_density(density)
+            step()
+            later[density] = [variant.label for variant in found[tried:] if not variant.name.endswith("sparse_sgd")]
+    return tried, later
+
+
+def test_no_density_compiles_a_kernel_that_was_not_compiled_before_training():
+    """Triton's own look-up, with a driver that launches nothing."""
+    ((tried, later),) = run_ranks(_compiled, 1)
+    assert tried > 20
+    assert later == dict.fromkeys(later, [])

@@ -38,9 +38,9 @@ def build_all(targets, labels=None):
 
 def gpu():
     """Build for other targets, then warm up here and count what further settings compile."""
-    from lightning_hetero.compression.triton_warm import warm
     from triton import knobs
 
+    from lightning_hetero.compression.triton_warm import warm
     from tests.gpu import builds
 
     figures = build_all(["sm_80", "sm_100", "gfx942"])
