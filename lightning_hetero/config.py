@@ -46,6 +46,8 @@ class HeteroConfig:
         sparse_optimizer: let the optimizer, ``torch.optim.SGD`` or ``AdamW``, update only the blocks that block top-k
             sends: ``False``, ``True``, or when momentum moves them, ``"ahead"`` (what ``True`` is) or ``"later"``.
         staleness: most steps by which a gradient may arrive late: 0, or 1 where the link would make every step wait.
+        nonfinite: what to do about a gradient that is not finite: ``"warn"`` (say so once, when the loss shows it),
+            ``"drop"`` (leave it out on all ranks) or ``"stop"`` (an error on all ranks before the optimizer takes it).
 
     Raises:
         TypeError: if a value has the wrong type.
@@ -70,12 +72,14 @@ class HeteroConfig:
     hierarchy: str | Sequence[Sequence[int]] | None = None
     sparse_optimizer: bool | str = False
     staleness: int = 0
+    nonfinite: str = "warn"
 
     def __post_init__(self) -> None:
         if self.policy is not None:
             check_choice("policy", self.policy, POLICIES)
         object.__setattr__(self, "compression", parse_compression(self.compression))
         self._check_sparse_optimizer()
+        check_choice("nonfinite", self.nonfinite, ("warn", "drop", "stop"))
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         self._check_sizes()
         if self.weight_fn is not None and not callable(self.weight_fn):
@@ -152,5 +156,6 @@ class HeteroConfig:
             f"min_local_batch_size={self.min_local_batch_size}, max_local_batch_sizes={self.max_local_batch_sizes}, "
             f"weight_fn={self.weight_fn is not None}, replan={self.replan}, hysteresis={self.hysteresis}, "
             f"balance_evaluation={self.balance_evaluation}, compression={self.compression}, "
-            f"hierarchy={self.hierarchy}, sparse_optimizer={self.sparse_optimizer}, staleness={self.staleness}"
+            f"hierarchy={self.hierarchy}, sparse_optimizer={self.sparse_optimizer}, staleness={self.staleness}, "
+            f"nonfinite={self.nonfinite}"
         )

@@ -1,8 +1,7 @@
 """The mechanism of heterogeneous data parallelism, free of any trainer.
 
 :class:`HeteroEngine` holds the plan, shards by it, weights by it, observes each step, and agrees with the other ranks
-on the next plan. The Lightning strategy and the other front ends are thin adapters that connect it to their seams;
-who decides on plans are the planners of :mod:`lightning_hetero.core.planner`.
+on the next plan, on which the planners of :mod:`lightning_hetero.core.planner` decide.
 """
 
 import logging
@@ -18,6 +17,7 @@ from lightning_hetero.comm.clock import agreed_clock
 from lightning_hetero.comm.compressed import GradientCompression
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import DIRECT_BACKWARD, HookState
+from lightning_hetero.comm.health import Health
 from lightning_hetero.comm.look import look
 from lightning_hetero.comm.network_watch import NetworkWatch
 from lightning_hetero.comm.noise import NoiseCollector
@@ -78,13 +78,14 @@ class HeteroEngine:
         self.config, self.rank, self.world_size, self.device = config, rank, world_size, device
         self.control = ControlPlane(rank, world_size, timeout=timeout)
         self.control.require_equal("the settings of the strategy", config.fingerprint())
-        clock = agreed_clock(device, self.control)
-        self.observer = StepObserver(clock, cores=cpu_quota() if device.type == "cpu" else None)
+        cores = cpu_quota() if device.type == "cpu" else None
+        self.observer = StepObserver(agreed_clock(device, self.control), cores=cores)
         self.hook_state = HookState(self.observer, world_size)
         self.hook_state.topology = Topology.form(config.hierarchy, self.control, timeout)
         self.compression = GradientCompression.of(config, self.control, self.hook_state)
         self.network = NetworkWatch(config, rank, self.hook_state, self.compression)
         self.weighting = LossWeighting(config, world_size, device)
+        self.health = Health(config.nonfinite, self.control, self.hook_state, self.observer.clock)
         self.schedule = ExchangeSchedule(config.replan)
         self.noise: NoiseCollector | None = None
         self.noise_scale: Callable[[], RunningNoiseScale | None] = lambda: None
@@ -101,8 +102,6 @@ class HeteroEngine:
         self._local_rank = local_rank
         self.roster: Roster | None = None
         self._restored_workers: tuple[str, ...] = ()
-
-    # plan
 
     @property
     def plan(self) -> BatchPlan | None:
@@ -233,6 +232,7 @@ class HeteroEngine:
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss with this rank's weight, see :class:`~lightning_hetero.comm.weighting.LossWeighting`."""
+        self.health.see(loss, self._position)
         with self.excluded() if self.weighting.waits else nullcontext():
             return self.weighting.scale(loss)
 
@@ -247,7 +247,7 @@ class HeteroEngine:
             self.observer.end_backward()
         finally:
             self.hook_state.in_backward = False
-        for part in (*self.hook_state.models.values(), self.noise, self.compression):
+        for part in (*self.hook_state.models.values(), self.noise, self.compression, self.health):
             if part is not None:
                 part.after_backward()
 
@@ -271,9 +271,8 @@ class HeteroEngine:
             return
         if self.observer.long_wait is not None:
             self.network.see_wait(self.observer, None if self.sampler is None else self.schedule)
-        for part in (self.noise, self.compression):
-            if part is not None:
-                part.end_step()
+        for part in (p for p in (self.noise, self.compression) if p is not None):
+            part.end_step()
 
     def close(self) -> None:
         """The run ends; a GPU tells only now whether a message of the very last step was malformed."""
@@ -364,10 +363,11 @@ class HeteroEngine:
         entry, predicted, following, choice = self.control.decide(decision)
         if entry is not None:
             self._append(entry)
-            self.control.require_equal("the plan", self.history.digest())
+        self.control.require_equal("the plan and the step of the next look", (self.history.digest(), following))
         self.history = self.history.since(self._position[0])
         self.schedule.done(self.observer.synced_steps, following)
         self.hook_state.agree(self.control)
+        self.health.compare()
         if self.compression is not None:
             self.compression.follow(choice)
         self.observer.interrupt()

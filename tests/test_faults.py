@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import time
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,9 +19,11 @@ import psutil
 import pytest
 import torch
 from lightning import Callback
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import Dataset
 
+from lightning_hetero import AdaptiveBatchCallback, BlockTopK, GNSCallback
 from lightning_hetero.callbacks import PolicyCallback
 from lightning_hetero.core.planner import PerfModelPlanner
 from tests.helpers import Points, Regressor, covered, fit, run_ranks
@@ -330,3 +333,93 @@ def test_clocks_of_hosts_may_differ(hours):
     results = run_ranks(_skewed, 2, hours, timeout=WALL)
     assert covered(results, 0) == list(range(N))
     assert torch.isfinite(torch.as_tensor(results[0]["weights"])).all()
+
+
+# a checkpoint of an exception
+
+
+MODES = {
+    "plain": {},
+    "block top-k": {"compression": BlockTopK(density=0.3, block=8, warmup_steps=2)},
+    "staleness": {"staleness": 1},
+    "both": {"compression": BlockTopK(density=0.3, block=8, warmup_steps=2), "staleness": 1},
+    "adaptive": {},
+}
+
+
+def _saves_exception(rank, fault, mode, folder):
+    warnings.filterwarnings("ignore", ".*was called without a model", UserWarning)
+    warnings.filterwarnings("ignore", ".*there is no last checkpoint available", UserWarning)
+    callbacks = [OnExceptionCheckpoint(folder)]
+    if mode == "adaptive":
+        callbacks += [AdaptiveBatchCallback(16), GNSCallback(every_n_steps=1)]
+    return fit(
+        rank,
+        {**MODES[mode], "replan": REPLAN},
+        2,
+        4,
+        model=Strikes(fault, rank),
+        dataset=Points(N),
+        callbacks=callbacks,
+        enable_checkpointing=True,
+        max_epochs=1,
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_on_one_rank_is_saved_without_waiting_for_the_others(rank, mode, tmp_path):
+    """The rank that raises waits for nobody; what it leaves lets the others raise and save as well."""
+    errors = run_ranks(_saves_exception, 2, Raise(rank, 6), mode, str(tmp_path), timeout=WALL, expect_errors=True)
+    kinds = {rank: (kind, message) for rank, kind, message in errors}
+    assert kinds[rank] == ("ZeroDivisionError", "a bug of the user's")
+    assert set(kinds) == {0, 1}
+    path = tmp_path / "on_exception.ckpt"
+    done = torch.load(path, weights_only=True)["global_step"]
+    assert done in ((6, 7) if "staleness" in MODES[mode] and rank == 1 else (6,))  # rank 0 waits a step later
+    again = run_ranks(_resumes, 2, mode, str(path), timeout=WALL)
+    assert [result["steps"] for result in again] == [STEPS, STEPS]
+    assert len(covered(again, 0)) == N - done * 8
+
+
+def _resumes(rank, mode, path):
+    callbacks = [AdaptiveBatchCallback(8)] if mode == "adaptive" else []
+    return fit(rank, MODES[mode], 2, 4, dataset=Points(N), callbacks=callbacks, ckpt_path=path, max_epochs=1)
+
+
+# ranks that hold different things
+
+
+class Loses(Callback):
+    """On one rank something is lost of what rank 0 has decided."""
+
+    def __init__(self, rank, what):
+        self.rank, self.what = rank, what
+
+    def on_train_start(self, trainer, pl_module):
+        control = trainer.strategy.engine.control
+        original = control.decide
+
+        def decide(decision):
+            entry, predicted, following, choice = original(decision)
+            if trainer.global_rank == self.rank and self.what == "plan":
+                entry = None
+            if trainer.global_rank == self.rank and self.what == "next look":
+                following += 3
+            return entry, predicted, following, choice
+
+        control.decide = decide
+
+
+def _loses(rank, what):
+    slow = SlowToLoad(480, rank=1)
+    return fit(
+        rank, {"replan": REPLAN, "hysteresis": 0.0}, 2, 4, dataset=slow, callbacks=[Loses(1, what)], max_epochs=1
+    )
+
+
+@pytest.mark.parametrize("what", ["plan", "next look"])
+def test_a_decision_that_one_rank_has_lost_is_an_error_on_all(what):
+    errors = run_ranks(_loses, 2, what, timeout=WALL, expect_errors=True)
+    assert [kind for _, kind, _ in errors] == ["PlanMismatchError"] * 2
+    assert all("the plan and the step of the next look must be equal on all ranks" in text for *_, text in errors)

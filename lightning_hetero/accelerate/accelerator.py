@@ -370,8 +370,9 @@ class _HookedDDP(DistributedDataParallelKwargs):
         if taken.hook is not None and compression is not None:
             raise ValueError("compression= and a comm_hook both say what is sent of gradients. Give one of them.")
         state.inner, state.inner_state = taken.hook, taken.state
+        scaler = getattr(self.accelerator(), "scaler", None)
+        self.engine.health.attach(model.module, scaled=scaler is not None)
         if compression is not None:
-            scaler = getattr(self.accelerator(), "scaler", None)
             scale = None if scaler is None else scaler.get_scale
             compression.attach(model.module, grad_scale=scale, hold_unused=model.find_unused_parameters)
 

@@ -131,7 +131,7 @@ def parsed(name: str, text: str) -> Any:
     try:
         value = yaml.safe_load(f"[{text}]" if "," in text and not text.startswith("[") else text)
         return float(value) if isinstance(value, str) else value
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         return text
 
 
@@ -184,7 +184,7 @@ def _from_file(path: str | None) -> dict[str, Any]:
     try:
         with open(path) as file:
             content = yaml.safe_load(file) or {}
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{CONFIG_FILE}={path!r} cannot be read: {error}. Give the path of a YAML file.") from error
     section = content.get(SECTION, content) if isinstance(content, dict) else None
     if not isinstance(section, dict):

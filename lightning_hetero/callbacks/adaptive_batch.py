@@ -13,6 +13,7 @@ from lightning_hetero.callbacks.policy import MisconfigurationException, PolicyC
 from lightning_hetero.core.adaptive import GoodputPlanner
 from lightning_hetero.core.goodput import Candidate
 from lightning_hetero.core.lr_scaling import LR_RULES, lr_gain
+from lightning_hetero.core.state import reading_state
 from lightning_hetero.core.validation import check_choice, check_int, check_number
 from lightning_hetero.optim import LearningRateGain
 
@@ -245,6 +246,7 @@ class AdaptiveBatchCallback(PolicyCallback):
             "scale_invariant_steps": self.scale_invariant_steps,
         }
 
+    @reading_state("learning rates and steps of the adaptive batch")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where an earlier run stood."""
         super().load_state_dict(state_dict)

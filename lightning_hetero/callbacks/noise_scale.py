@@ -8,6 +8,7 @@ from lightning_hetero.callbacks.idle_hooks import leave_out, put_back
 from lightning_hetero.callbacks.noise_sources import Source, source_of
 from lightning_hetero.callbacks.policy import Callback, MisconfigurationException
 from lightning_hetero.core.noise_scale import METHODS, RunningNoiseScale
+from lightning_hetero.core.state import reading_state
 from lightning_hetero.core.validation import check_choice, check_int, check_number
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.optim import AdamPreconditioner, is_adam
@@ -168,6 +169,7 @@ class GNSCallback(Callback):
         if self.state_key not in checkpoint.get("callbacks", {}):
             self.load_state_dict(RunningNoiseScale(horizon=self.horizon).state_dict())
 
+    @reading_state("the noise scale")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the estimate of an earlier run, in the middle of an interval perhaps."""
         state = dict(state_dict)
@@ -177,6 +179,7 @@ class GNSCallback(Callback):
             self._source.running = self._saved
             self._resume()
 
+    @reading_state("the noise scale's steps since its last message")
     def _resume(self) -> None:
         if self._source is not None and self._interval:
             self._source.resume(self._interval)

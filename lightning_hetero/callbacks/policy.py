@@ -9,10 +9,10 @@ from typing import Any
 
 from lightning_hetero.callbacks.idle_hooks import leave_out, put_back
 from lightning_hetero.callbacks.last_sums import apply_last_sums, check_staleness
-from lightning_hetero.callbacks.late_signal import LateSignal
 from lightning_hetero.comm.interval import interval_state, resume_interval
 from lightning_hetero.core.plan import PlanEntry
 from lightning_hetero.core.planner import PLANNERS, PerfModelPlanner, Planner, ProportionalPlanner
+from lightning_hetero.core.state import check_tensors, reading_state
 from lightning_hetero.core.validation import check_number
 from lightning_hetero.engine import HeteroEngine
 
@@ -78,7 +78,6 @@ class PolicyCallback(Callback):
         self._first: tuple[Planner | None, ...] = ()
         self._engine: HeteroEngine | None = None
         self._bar: Any = None
-        self._signal: LateSignal | None = None
         self._interval: dict[str, Any] = {}
 
     @property
@@ -137,12 +136,12 @@ class PolicyCallback(Callback):
         reason = check_staleness(trainer, self._engine)
         if reason is not None:
             raise MisconfigurationException(reason)
-        if self._engine.config.staleness and self._engine.world_size > 1:
-            self._signal = LateSignal(trainer).start()
         interval, self._interval = self._of_same_workers(self._interval), {}
         if interval:
-            resume_interval(interval, self._engine.rank, self._engine.observer, self._engine.schedule)
+            with reading_state("steps since the ranks last compared their times"):
+                resume_interval(interval, self._engine.rank, self._engine.observer, self._engine.schedule)
 
+    @reading_state("plans of the policy that were yet to come")
     def resume_plans(self) -> None:
         """Go on with a plan of the checkpoint that was yet to come; before a batch is drawn, on all ranks alike."""
         interval, engine = self._of_same_workers(self._interval), self._engine
@@ -199,19 +198,13 @@ class PolicyCallback(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Apply what gradients of the last step are still under way."""
         assert self._engine is not None
-        if self._signal is not None:
-            self._signal.stop(wait=True)
-            self._signal = None
         apply_last_sums(trainer, pl_module, self._engine)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take the split out of the progress bar, and leave the loop as it was."""
+        """Take the split out of the progress bar."""
         self._leave()
 
     def _leave(self) -> None:
-        if self._signal is not None:
-            self._signal.stop(wait=False)
-            self._signal = None
         if self._bar is not None:
             del self._bar.get_metrics
             self._bar = None
@@ -252,6 +245,7 @@ class PolicyCallback(Callback):
         if self.state_key not in checkpoint.get("callbacks", {}):
             self.load_state_dict(next(iter(policy_states(checkpoint)), {}))
 
+    @reading_state("what the policy has learned, and its plans")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with what was learned; another policy takes over the plan only, and begins to learn anew."""
         if self.planner is not None and state_dict.get("policy") == self.policy:
@@ -260,7 +254,9 @@ class PolicyCallback(Callback):
             (self.planner,) = self._first
         self._interval = dict(state_dict.get("interval", {}))
         if self._engine is not None:
-            self._engine.load_state_dict(state_dict.get("engine", {}))
+            state = state_dict.get("engine", {})
+            check_tensors("sums", state.get("staleness", {}).get("sums", {}))
+            self._engine.load_state_dict(state)
 
 
 class PerfModelCallback(PolicyCallback):

@@ -120,7 +120,7 @@ def read_config(path: str | None) -> tuple[dict[str, Any] | None, dict[str, Any]
     try:
         with open(path, encoding="utf-8") as file:
             config = yaml.safe_load(file)
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"--config_file {path} cannot be read: {error}. Give a YAML file.") from error
     if not isinstance(config, dict):
         raise ValueError(f"--config_file {path} has no settings. Write one with `lightning-hetero config`.")

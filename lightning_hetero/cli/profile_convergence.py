@@ -196,7 +196,7 @@ class ScriptProbes:
         """Exit code of the script, ``None`` if it took too long; no process of it is left."""
         process = subprocess.Popen(
             self.command,
-            env={**os.environ, VARIABLE: order.to_json(), "PL_GLOBAL_SEED": str(self.seed)},
+            env={**os.environ, VARIABLE: order.announce(), "PL_GLOBAL_SEED": str(self.seed)},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -17,7 +17,7 @@ from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.comm.link import Undecided, latency
 from lightning_hetero.comm.link_watch import LinkWatch
-from lightning_hetero.comm.residuals import Owed, hand_over_waits, own_share, unpaid
+from lightning_hetero.comm.residuals import Owed, hand_over_waits, left_alone, own_share, unpaid
 from lightning_hetero.comm.sending import StepReport
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.torch_hooks import HalfExchange, LowRankExchange
@@ -362,12 +362,11 @@ class GradientCompression:
             "link": {} if self._blocks is None else self.watch.state_dict(self._blocks.messages),
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """State of all ranks, on rank 0; empty elsewhere. A collective call, which pays what sparse steps owe."""
+    def state_dict(self, *, alone: bool = False) -> dict[str, Any]:
+        """State of all ranks, on rank 0; empty elsewhere. A collective call, unless ``alone``; pays sparse steps."""
         self._pay()
-        everyone = self.control.gather_objects_at_zero(
-            self.state_dict_of_rank() or own_share(self._restored, self._topology(), self.control.rank)
-        )
+        own = self.state_dict_of_rank() or own_share(self._restored, self._topology(), self.control.rank)
+        everyone = left_alone(own, self.control) if alone else self.control.gather_objects_at_zero(own)
         return {"ranks": everyone, "clusters": self._topology().clusters} if everyone and any(everyone) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 This module must not postpone the evaluation of annotations: torch inspects the hook's signature.
 """
 
+import logging
 import time
 import weakref
 from collections import deque
@@ -21,6 +22,8 @@ from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.comm.topology import Topology
 
 __all__ = ["HookState", "gradient_hook"]
+
+log = logging.getLogger("lightning_hetero")
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -106,8 +109,12 @@ class HookState:
             self.staleness.agree(control)
 
     def delayed_state(self) -> dict[str, Any]:
-        """What is delayed and still under way, for a checkpoint."""
-        return self.restored if self.staleness is None else self.staleness.state_dict()
+        """What is delayed and still under way, for a checkpoint; without what is lost with a rank that is gone."""
+        try:
+            return self.restored if self.staleness is None else self.staleness.state_dict()
+        except (RuntimeError, ValueError) as error:
+            log.warning("gradients that were under way are lost, and not in this checkpoint: %s", error)
+            return {}
 
     def load_delayed_state(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint, once the model is known or at once."""

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.compression.layout import flat_view
 from lightning_hetero.optim.sparse_steps import SparseSteps
 
-__all__ = ["Owed", "hand_over_waits", "own_share", "unpaid"]
+__all__ = ["Owed", "hand_over_waits", "left_alone", "own_share", "unpaid"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -42,6 +43,11 @@ def own_share(state: dict[str, Any], topology: Topology, rank: int) -> dict[str,
         log.info("residuals of %d ranks were summed and split over %d", len(before), topology.size)
     share = {name: residual / topology.size for name, residual in total.items()} if topology.leads else {}
     return {**ranks[0], "residuals": share}
+
+
+def left_alone(own: dict[str, Any], control: ControlPlane) -> list[dict[str, Any]]:
+    """State of all ranks, on rank 0, where the others cannot be asked: they begin with residuals of 0 from it."""
+    return [] if control.rank else [own, *[{**own, "residuals": {}}] * (control.world_size - 1)]
 
 
 def hand_over_waits(waits: list[Any], steps: Iterable[SparseSteps | None]) -> list[Any]:

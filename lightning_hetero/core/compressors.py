@@ -195,10 +195,11 @@ def _split(text: str) -> tuple[str, dict[str, Any]]:
             return node.id, {}
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
             return node.func.id, {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
-    except (SyntaxError, ValueError):
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         pass
+    shown = text if len(text) <= 200 else f"{text[:200]}..."
     raise ValueError(
-        f"compression={text!r} is unknown; give one of {', '.join(map(repr, COMPRESSORS))}, with settings as in "
+        f"compression={shown!r} is unknown; give one of {', '.join(map(repr, COMPRESSORS))}, with settings as in "
         "'block_topk(density=0.03)'."
     )
 

@@ -5,8 +5,10 @@ may be started by anything that hands the variable to all ranks.
 """
 
 import json
+import os
+import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lightning_hetero.core.validation import check_choice, check_int, check_number
@@ -26,6 +28,8 @@ class ProbeOrder:
         total: total batch size, ``None`` for the script's own.
         rate: compression rate, 0 to 1: one minus the density; 0 sends everything.
         staleness: whether gradients arrive a step late, 0 or 1.
+        host: name of the host of the process that gave the order.
+        pid: number of that process.
 
     Raises:
         TypeError: if a value has the wrong type.
@@ -42,6 +46,8 @@ class ProbeOrder:
     total: int | None = None
     rate: float = 0.0
     staleness: int = 0
+    host: str = ""
+    pid: int = 0
 
     def __post_init__(self) -> None:
         check_int("samples", self.samples, minimum=0)
@@ -53,6 +59,43 @@ class ProbeOrder:
     def to_json(self) -> str:
         """The order as the value of the variable."""
         return json.dumps(asdict(self))
+
+    def announce(self) -> str:
+        """Write down beside the answer's place that this process gives the order; the value of the variable.
+
+        A variable can outlive who set it, in a shell or a job's description. A script that then trains obeys only an
+        order that is written down, by a process that is alive as far as it can see.
+        """
+        text = replace(self, host=socket.gethostname(), pid=os.getpid()).to_json()
+        self._written.write_text(text, encoding="utf-8")
+        return text
+
+    @property
+    def _written(self) -> Path:
+        return Path(f"{self.report}.order")
+
+    def why_left_over(self, *, answers: bool) -> str | None:
+        """Why nobody waits for the answer any more, ``None`` if somebody may.
+
+        Args:
+            answers: whether this process is to write the answer. Others may run where its folder is not to be seen.
+
+        Example:
+            >>> print(ProbeOrder("/no/such/folder/answer.json").why_left_over(answers=True))
+            there is no /no/such/folder/answer.json.order
+        """
+        here = socket.gethostname() == self.host
+        if not (answers or here or self._written.parent.is_dir()):
+            return None
+        try:
+            written = self._written.read_text(encoding="utf-8")
+        except OSError:
+            return f"there is no {self._written}"
+        if written != self.to_json():
+            return f"{self._written} holds another order"
+        if here and not _alive(self.pid):
+            return f"process {self.pid}, which gave the order, is gone"
+        return None
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "ProbeOrder | None":
@@ -66,11 +109,21 @@ class ProbeOrder:
             return None
         try:
             return cls(**json.loads(text))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
-                f"{VARIABLE}={text!r} is no order for a probe training ({error}). Unset it; it is set by "
+                f"{VARIABLE}={text[:400]!r} is no order for a probe training ({error}). Unset it; it is set by "
                 "`lightning-hetero profile-convergence` only."
             ) from error
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 @dataclass(frozen=True)

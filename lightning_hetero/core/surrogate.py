@@ -88,11 +88,11 @@ class ConvergenceProfile:
             fields: dict[str, Any] = json.loads(text)
             version = fields.pop("format")
             known = {name: fields[name] for name in ("min_total", "max_total", "baseline", "points")}
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this is no convergence profile ({error!r}); make one by profiling.") from error
-        if version != FORMAT:
-            raise ValueError(f"the convergence profile has format {version!r}, but {FORMAT} is read. Profile again.")
-        return cls(**known)
+            if version != FORMAT:
+                raise ValueError(f"it has format {version!r}, but {FORMAT} is read")
+            return cls(**known)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(f"this is no convergence profile ({error!r}). Make one by profiling.") from error
 
     def save(self, path: str | Path) -> None:
         """Write the profile, whole or not at all."""

@@ -1,16 +1,23 @@
 """What a checkpoint of Lightning's says about where training data goes on, and what of ours rides in it."""
 
+import functools
 import logging
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from lightning_hetero.callbacks.policy import policy_states
+from lightning_hetero.core.state import check_tensors, reading_state
 from lightning_hetero.engine import HeteroEngine
 
 __all__ = [
+    "CheckpointMixin",
     "Resumption",
     "add_residuals",
+    "describe",
     "forget_without_state",
     "leave_out_loader",
     "resume_data",
@@ -23,11 +30,24 @@ log = logging.getLogger("lightning_hetero")
 KEY = "lightning_hetero_residuals"
 
 
-def add_residuals(checkpoint: dict[str, Any], engine: HeteroEngine | None) -> None:
-    """Put the gradients that were not sent yet into the checkpoint; a collective call if gradients are compressed."""
-    state = {} if engine is None or engine.compression is None else engine.compression.state_dict()
+def add_residuals(checkpoint: dict[str, Any], engine: HeteroEngine | None, *, alone: bool = False) -> None:
+    """Put the gradients that were not sent yet into the checkpoint; a collective call if gradients are compressed.
+
+    Args:
+        checkpoint: takes them.
+        engine: has them.
+        alone: whether the other ranks cannot be asked for theirs.
+    """
+    if engine is None or engine.compression is None:
+        return
+    state = engine.compression.state_dict(alone=alone)
     if state:
         checkpoint[KEY] = state
+    if state and alone and engine.rank == 0:
+        log.warning(
+            "this checkpoint of an exception has what compression has not sent yet of rank 0 only: the other ranks "
+            "could not be asked. A run that goes on from it leaves theirs out"
+        )
 
 
 def take_residuals(checkpoint: Mapping[str, Any], engine: HeteroEngine | None) -> None:
@@ -35,6 +55,9 @@ def take_residuals(checkpoint: Mapping[str, Any], engine: HeteroEngine | None) -
     state = checkpoint.get(KEY, {})
     if engine is None:
         return
+    with reading_state("gradients that compression has not sent yet"):
+        for one in state["ranks"] if state else ():
+            check_tensors("residuals", one.get("residuals", {}))
     if engine.compression is not None:
         engine.compression.load_state_dict(state)
     elif state:
@@ -127,6 +150,17 @@ class Resumption:
             loop.reset_restart_stage()  # else it takes batch 0 for one behind which validation was to run
 
 
+def describe(checkpoint: Mapping[str, Any]) -> str:
+    """Which checkpoint it is, by its step and some of its weights: equal on ranks that have read the same."""
+    weights = checkpoint.get("state_dict", {})
+    some = (
+        value.flatten()[:16].double().cpu().numpy().tobytes() for value in weights.values() if torch.is_tensor(value)
+    )
+    crc = functools.reduce(lambda so_far, part: zlib.crc32(part, so_far), some, 0)
+    return f"step {checkpoint.get('global_step')} of epoch {checkpoint.get('epoch')} with weights {crc:08x}"
+
+
+@reading_state("the place in the training data")
 def resume_data(checkpoint: Mapping[str, Any], engine: HeteroEngine) -> Resumption | None:
     """Let the engine's data go on where a checkpoint was saved, ``None`` if that has no loops.
 
@@ -154,3 +188,46 @@ def leave_out_loader(checkpoint: Mapping[str, Any], engine: HeteroEngine | None)
     """
     if engine is not None and engine.sampler is not None:
         checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
+
+
+class CheckpointMixin:
+    """What a strategy of Lightning's saves besides what Lightning does, and how a fit goes on from it."""
+
+    engine: HeteroEngine | None
+    _resumption: Resumption | None = None
+    _loaded = "none"
+    _alone: bool
+
+    def _begin_without_checkpoint(self) -> None:
+        self._resumption, self._loaded = None, "none"
+
+    def _require_one_checkpoint(self) -> None:
+        """Make sure that ranks go on from the same checkpoint; a collective call.
+
+        Raises:
+            PlanMismatchError: if they do not.
+        """
+        assert self.engine is not None
+        self.engine.control.require_equal("the checkpoint that training goes on from", self._loaded)
+
+    def _go_on_counting(self) -> None:
+        """Tell Lightning's counters where the data goes on."""
+        resumption, self._resumption = self._resumption, None
+        if resumption is not None and self.engine is not None:
+            resumption.begin(self._trainer, self.engine)  # type: ignore[attr-defined]
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As DDP, with the gradients that compression has not sent yet, of all ranks."""
+        add_residuals(checkpoint, self.engine, alone=self._alone)
+        leave_out_loader(checkpoint, self.engine)
+        super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read the checkpoint, and in a fit from it the step at which the data goes on, and what of ours it has."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
+        if self._trainer.state.fn != "fit" or self.engine is None:  # type: ignore[attr-defined]
+            return checkpoint
+        forget_without_state(checkpoint, self.engine)
+        take_residuals(checkpoint, self.engine)
+        self._resumption, self._loaded = resume_data(checkpoint, self.engine), describe(checkpoint)
+        return checkpoint

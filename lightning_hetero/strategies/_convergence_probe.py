@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_hetero.callbacks import GNSCallback, LookAheadCallback, PolicyCallback
 from lightning_hetero.core.compressors import BlockTopK
@@ -38,6 +39,12 @@ def begin_probe(strategy: Any) -> None:
     order, trainer = ProbeOrder.from_environment(os.environ), strategy._trainer
     if order is None or probes(strategy):
         return
+    left_over = order.why_left_over(answers=getattr(rank_zero_only, "rank", 0) == 0)
+    if left_over is not None:
+        raise strategy._misconfiguration(
+            f"the environment variable {VARIABLE} orders a probe training in place of this one, but is left over from "
+            f"`lightning-hetero profile-convergence`: {left_over}. Unset it to train: unset {VARIABLE}"
+        )
     if strategy._start_method != "popen":
         raise strategy._misconfiguration(
             f"{VARIABLE} is set, and a probe training ends its process, which {strategy._start_method!r} would wait "
@@ -171,9 +178,7 @@ class ConvergenceProbe(PolicyCallback):
         staleness = engine.hook_state.staleness
         if staleness is not None:
             staleness.take_sums()
-        if self._signal is not None:
-            self._signal.stop(wait=True)
-            self._signal = None
+        strategy.settle_signals()
         report = ProbeReport(
             loss=loss,
             samples=self._seen,

@@ -29,6 +29,7 @@ from lightning_hetero.strategies._loaders import (
 )
 from lightning_hetero.strategies._registration import register
 from lightning_hetero.strategies._restarts import warn_of_stale_addresses
+from lightning_hetero.strategies._whole_files import WholeFilesMixin
 from lightning_hetero.wrapped_model import WrappedModel
 
 __all__ = ["HeteroFabricMixin"]
@@ -36,7 +37,7 @@ __all__ = ["HeteroFabricMixin"]
 KEY = "hetero_ddp"
 
 
-class HeteroFabricMixin(PlanAccess):
+class HeteroFabricMixin(WholeFilesMixin, PlanAccess):
     """Fabric's DDP on unequal workers, with the gradients of one process: ``Fabric(strategy="hetero_ddp")``.
 
     The training loader, split by speed, is the first one given to ``setup_dataloaders`` that shuffles or has a sampler
@@ -144,9 +145,10 @@ class HeteroFabricMixin(PlanAccess):
 
     def _attach(self, model: DistributedDataParallel) -> None:
         """Compress the gradients of a model, if it was asked for."""
-        compression = self._running().engine.compression
+        engine, scaler = self._running().engine, getattr(self.precision, "scaler", None)  # type: ignore[attr-defined]
+        engine.health.attach(model.module, scaled=scaler is not None)
+        compression = engine.compression
         if compression is not None:
-            scaler = getattr(self.precision, "scaler", None)  # type: ignore[attr-defined]
             compression.attach(
                 model.module,
                 grad_scale=None if scaler is None else scaler.get_scale,

@@ -20,16 +20,9 @@ from lightning_hetero.core.plan import BatchPlan, PlanEntry
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import PlanAccess, log, show_log
 from lightning_hetero.strategies._arguments import check_arguments
-from lightning_hetero.strategies._checkpoint import (
-    Resumption,
-    add_residuals,
-    forget_without_state,
-    leave_out_loader,
-    resume_data,
-    resume_position,
-    take_residuals,
-)
+from lightning_hetero.strategies._checkpoint import CheckpointMixin, resume_position
 from lightning_hetero.strategies._compression import attach_compression, lead_optimizers
+from lightning_hetero.strategies._ending import EndingMixin
 from lightning_hetero.strategies._loaders import (
     NOT_MET,
     balanced_evaluation_loader,
@@ -44,6 +37,7 @@ from lightning_hetero.strategies._probe import probe_module
 from lightning_hetero.strategies._registration import register
 from lightning_hetero.strategies._restarts import warn_of_stale_addresses
 from lightning_hetero.strategies._staleness import attach_staleness
+from lightning_hetero.strategies._whole_files import WholeFilesMixin
 from lightning_hetero.wrapped_model import WrappedModel
 
 __all__ = ["HeteroDDPMixin", "resume_position"]
@@ -51,7 +45,7 @@ __all__ = ["HeteroDDPMixin", "resume_position"]
 show_log()
 
 
-class HeteroDDPMixin(PlanAccess):
+class HeteroDDPMixin(CheckpointMixin, EndingMixin, WholeFilesMixin, PlanAccess):
     """Distributed data parallel on unequal workers, with the gradients of one process (Cannikin; dynamic batching).
 
     The DataLoader's ``batch_size`` means what it means under DDP: samples per worker on average, so the total batch is
@@ -75,6 +69,7 @@ class HeteroDDPMixin(PlanAccess):
             ``"auto"``; gradients are summed inside of each, and one worker of each exchanges sums with the others.
         sparse_optimizer: ``True`` lets SGD or AdamW update only the blocks that block top-k sends.
         staleness: 1 lets gradients that would make steps wait for the link arrive a step later; 0 lets none.
+        nonfinite: ``"warn"`` of a loss that is not finite, ``"drop"`` such gradients on all ranks, or ``"stop"``.
         kwargs: everything that Lightning's ``DDPStrategy`` takes.
 
     Raises:
@@ -105,6 +100,7 @@ class HeteroDDPMixin(PlanAccess):
         hierarchy: str | Sequence[Sequence[int]] | None = None,
         sparse_optimizer: bool | str = False,
         staleness: int = 0,
+        nonfinite: str = "warn",
         **kwargs: Any,
     ) -> None:
         check_arguments(self, kwargs)
@@ -123,6 +119,7 @@ class HeteroDDPMixin(PlanAccess):
             hierarchy=hierarchy,
             sparse_optimizer=sparse_optimizer,
             staleness=staleness,
+            nonfinite=nonfinite,
         )
         for name, given in (("compression", compression), ("hierarchy", hierarchy)):
             if given is not None and kwargs.get("ddp_comm_hook") is not None:
@@ -137,7 +134,6 @@ class HeteroDDPMixin(PlanAccess):
         super().__init__(**kwargs)
         self.engine: HeteroEngine | None = None
         self._callback: PolicyCallback | None = None
-        self._resumption: Resumption | None = None
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -184,7 +180,7 @@ class HeteroDDPMixin(PlanAccess):
     def setup_environment(self) -> None:
         """Join the process group, then meet the other ranks."""
         warn_of_stale_addresses(os.environ)
-        self._resumption = None
+        self._begin_without_checkpoint()
         self.set_world_ranks()  # type: ignore[attr-defined]
         self.config.check_world_size(self.world_size)  # type: ignore[attr-defined]  # before anybody waits for anybody
         super().setup_environment()  # type: ignore[misc]
@@ -198,10 +194,12 @@ class HeteroDDPMixin(PlanAccess):
                 local_rank=self.local_rank,  # type: ignore[attr-defined]
                 timeout=self._timeout,  # type: ignore[attr-defined]
             )
+        self._share_signals()
 
     def configure_ddp(self) -> None:
         """Look at the model before it is wrapped: its smallest batch and, if asked for, its largest."""
         assert self.engine is not None
+        self._require_one_checkpoint()
         module = self.lightning_module  # type: ignore[attr-defined]
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
             raise self._misconfiguration(
@@ -228,6 +226,7 @@ class HeteroDDPMixin(PlanAccess):
         """Register our hook on every device, with the user's inside it."""
         assert self.engine is not None
         if isinstance(self.model, DistributedDataParallel):  # type: ignore[attr-defined]
+            self.engine.health.begin()
             WrappedModel(self.model, self.engine, self._attach, lambda: self.optimizers)  # type: ignore[attr-defined]
 
     def _attach(self, model: DistributedDataParallel) -> None:
@@ -241,6 +240,8 @@ class HeteroDDPMixin(PlanAccess):
         state.inner, state.inner_state = hook, self._ddp_comm_state  # type: ignore[attr-defined]
         attach_compression(self)
         attach_staleness(self)
+        scaled = getattr(self.precision_plugin, "scaler", None) is not None  # type: ignore[attr-defined]
+        self.engine.health.attach(model.module, scaled=scaled)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """As DDP; an optimizer with sparse steps takes the blocks of a compressed gradient."""
@@ -282,9 +283,7 @@ class HeteroDDPMixin(PlanAccess):
                 f"there are {len(combined.flattened)} train loaders, whose batches would need a split each. Combine "
                 "the datasets in one DataLoader, or use strategy='ddp'."
             )
-        resumption, self._resumption = self._resumption, None
-        if resumption is not None and self.engine is not None:
-            resumption.begin(self._trainer, self.engine)
+        self._go_on_counting()
 
     def _shard(self, loader: DataLoader) -> DataLoader:
         assert self.engine is not None
@@ -378,19 +377,3 @@ class HeteroDDPMixin(PlanAccess):
         if self.engine is not None:
             self.engine.close()
         super().teardown()  # type: ignore[misc]
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As DDP, with the gradients that compression has not sent yet, of all ranks."""
-        add_residuals(checkpoint, self.engine)
-        leave_out_loader(checkpoint, self.engine)
-        super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
-
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read the checkpoint, and in a fit from it the step at which the data goes on, and what of ours it has."""
-        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
-        if self._trainer.state.fn != "fit" or self.engine is None:
-            return checkpoint
-        forget_without_state(checkpoint, self.engine)
-        take_residuals(checkpoint, self.engine)
-        self._resumption = resume_data(checkpoint, self.engine)
-        return checkpoint

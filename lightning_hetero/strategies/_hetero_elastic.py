@@ -25,6 +25,7 @@ from lightning_hetero.strategies._hetero_ddp import resume_position
 from lightning_hetero.strategies._loaders import NOT_MET, stream_of, why_not_uneven, with_batch_sampler
 from lightning_hetero.strategies._registration import register
 from lightning_hetero.strategies._signals import defer_sigterm
+from lightning_hetero.strategies._whole_files import WholeFilesMixin
 
 __all__ = ["HeteroElasticMixin"]
 
@@ -36,7 +37,7 @@ DDP_ARGUMENTS = (
 )
 
 
-class HeteroElasticMixin:
+class HeteroElasticMixin(WholeFilesMixin):
     """Elastic averaging with dynamic dispatch, for work whose time cannot be predicted (Adaptive SGD).
 
     Every rank trains a replica with an optimizer of its own on batches that it takes one by one; after each mega-batch

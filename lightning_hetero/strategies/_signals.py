@@ -1,10 +1,31 @@
-"""SIGTERM where ranks are at batches of their own: noted by the rank that gets it, obeyed by all at the next merge."""
+"""Signals that end a training on several ranks: noted by the rank that gets one, obeyed by all at the same batch.
 
+Lightning's own handlers talk to the other ranks from within the signal, wherever it finds them: a rank in the middle of
+another collective then waits for ever, or ends without its checkpoint.
+"""
+
+import logging
 import signal
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["defer_sigterm"]
+import torch
+
+from lightning_hetero.comm.control import ControlPlane
+
+try:
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+except ImportError:  # only the standalone package is installed, or an old one
+    from pytorch_lightning.utilities.exceptions import SIGTERMException  # type: ignore[assignment]
+
+__all__ = ["CHECK", "SharedSignals", "defer_sigterm"]
+
+log = logging.getLogger("lightning_hetero")
+
+CHECK = "_broadcast_sigterm_tensor"
+"""Lightning's own check before each batch, from 2.6 on: all ranks wait for a message of rank 0."""
+NOTIFIER, REQUEUE = "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
+TERM, AGAIN = 0, 1
 
 
 def defer_sigterm(trainer: Any, note: Callable[[], None]) -> None:
@@ -25,5 +46,112 @@ def defer_sigterm(trainer: Any, note: Callable[[], None]) -> None:
         note()
 
     for index, existing in enumerate(handlers):
-        if getattr(existing, "__name__", "") == "_sigterm_notifier_fn":
+        if getattr(existing, "__name__", "") == NOTIFIER:
             handlers[index] = handler
+
+
+class SharedSignals:
+    """SIGTERM, and the signal of SLURM that asks to requeue, as all ranks together see them.
+
+    A handler only notes what came. Before each batch ranks send each other their notes, in two numbers over the
+    host-side group, and read those of the batch before: nobody waits, nothing asks the device, and all of them know
+    the same at the same batch.
+
+    Args:
+        trainer: whose handlers and whose check are replaced.
+        control: of the ranks.
+    """
+
+    def __init__(self, trainer: Any, control: ControlPlane) -> None:
+        self._trainer, self._control = trainer, control
+        self._noted: list[int | None] = [None, None]  # numbers of the signals that came
+        self._sent: tuple[torch.Tensor, Any] | None = None
+        self._requeue: Callable[[int, Any], None] | None = None
+        self.agreed = False
+
+    def install(self) -> "SharedSignals":
+        """Replace the handlers; before Lightning registers them."""
+        connector = self._trainer._signal_connector
+        self._requeue = getattr(connector, REQUEUE, None)
+        setattr(connector, NOTIFIER, self._term)
+        if self._requeue is not None:
+            setattr(connector, REQUEUE, self._again)
+        return self
+
+    def _term(self, signum: int, frame: Any) -> None:
+        trainer = self._trainer
+        log.info("rank %d received SIGTERM; training ends before the next batch but one", self._control.rank)
+        if self._noted[TERM] is None and trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(signum)
+        self._noted[TERM] = signum
+        if self._control.world_size == 1:
+            trainer._signal_connector.received_sigterm = True
+
+    def _again(self, signum: int, frame: Any) -> None:
+        self._noted[AGAIN] = signum
+        if self._control.world_size == 1 and self._requeue is not None:
+            self._requeue(signum, frame)
+
+    def start(self) -> None:
+        """Check before each batch from now on."""
+        if self._control.world_size > 1 and hasattr(self._trainer.fit_loop.epoch_loop, CHECK):
+            setattr(self._trainer.fit_loop.epoch_loop, CHECK, self.check)
+
+    def check_again(self) -> None:
+        """Check where Lightning has no check of its own."""
+        if not hasattr(self._trainer.fit_loop.epoch_loop, CHECK):
+            self.check()
+
+    def check(self) -> None:
+        """Read what ranks have noted up to the batch before, and send what this one has.
+
+        Raises:
+            SIGTERMException: on all ranks, if one was told to end.
+        """
+        if self._control.world_size == 1:
+            return
+        self._obey(self._take())
+        self._send()
+
+    def finish(self) -> None:
+        """Training is over: a signal that came since the last check ends it on all ranks after all.
+
+        Raises:
+            SIGTERMException: on all ranks, if one was told to end.
+        """
+        if self._control.world_size == 1:
+            return
+        before = self._take()
+        self._send()
+        self._obey([max(pair) for pair in zip(before, self._take(), strict=True)])
+
+    def settle(self) -> None:
+        """Wait for the message that is under way, and do nothing about it."""
+        self._take()
+
+    def remove(self) -> None:
+        """Leave Lightning as it was."""
+        vars(self._trainer.fit_loop.epoch_loop).pop(CHECK, None)
+        for name in (NOTIFIER, REQUEUE):
+            vars(self._trainer._signal_connector).pop(name, None)
+
+    def _send(self) -> None:
+        notes = torch.tensor([number or 0 for number in self._noted])
+        self._noted[AGAIN] = None
+        self._sent = notes, self._control.maximum_later(notes)
+
+    def _take(self) -> list[int]:
+        if self._sent is None:
+            return [0, 0]
+        (notes, work), self._sent = self._sent, None
+        work.wait()
+        told: list[int] = notes.tolist()
+        return told
+
+    def _obey(self, told: list[int]) -> None:
+        if told[AGAIN] and self._requeue is not None:
+            self._requeue(told[AGAIN], None)
+        if told[TERM]:
+            self.agreed = True
+            self._trainer._signal_connector.received_sigterm = True
+            raise SIGTERMException

@@ -18,6 +18,7 @@ VALUES = {
     "hysteresis": ("1e-05", 1e-05),
     "hierarchy": ("[[0, 1], [2]]", ((0, 1), (2,))),
     "sparse_optimizer": ("later", "later"),
+    "nonfinite": ("drop", "drop"),
     "compression": ("block_topk(density=0.03, value_dtype='int8')", BlockTopK(density=0.03, value_dtype="int8")),
 }
 
@@ -33,6 +34,18 @@ def test_setting_is_read_from_its_variable(name, monkeypatch):
         monkeypatch.setenv(PREFIX + "COMPRESSION", "block_topk")
     monkeypatch.setenv(PREFIX + name.upper(), text)
     assert getattr(HeteroPlugin(), name) == value
+
+
+def test_values_that_are_nested_too_deeply_are_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_HETERO_HYSTERESIS", "[" * 5000)
+    with pytest.raises((TypeError, ValueError), match="ACCELERATE_HETERO_HYSTERESIS"):
+        HeteroPlugin()
+    monkeypatch.delenv("ACCELERATE_HETERO_HYSTERESIS")
+    path = tmp_path / "settings.yaml"
+    path.write_text("hetero_config: " + "[" * 5000)
+    monkeypatch.setenv("ACCELERATE_HETERO_CONFIG_FILE", str(path))
+    with pytest.raises(ValueError, match="ACCELERATE_HETERO_CONFIG_FILE=.*cannot be read"):
+        HeteroPlugin()
 
 
 @pytest.mark.parametrize("text", ["1e-05", "0.00001", "1E-5"])

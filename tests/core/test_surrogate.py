@@ -105,6 +105,8 @@ def test_file_round_trip(tmp_path):
         ("{", "no convergence profile"),
         ("[1]", "no convergence profile"),
         ("{}", "no convergence profile"),
+        ("[" * 100_000, "no convergence profile"),
+        (json.dumps({**json.loads(PROFILE.to_json()), "points": [[0.5]]}), "no convergence profile"),
         (json.dumps({**json.loads(PROFILE.to_json()), "format": 9}), "format 9"),
         (json.dumps({**json.loads(PROFILE.to_json()), "points": []}), "points is empty"),
         (json.dumps({**json.loads(PROFILE.to_json()), "points": [[2.0, 32, 0.1]]}), "out of range"),

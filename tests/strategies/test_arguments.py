@@ -42,6 +42,7 @@ def test_ddp_is_built_on_the_stream_that_computes(monkeypatch, kind):
     theirs = next(base.__module__ for base in kind.__mro__ if base.__name__ == "DDPStrategy")
     for module in (mixin, theirs):
         monkeypatch.setattr(f"{module}.DistributedDataParallel", Wrapped)
+    monkeypatch.setattr(f"{mixin}.WrappedModel", lambda *arguments: None)
     streams = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda: "another")
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(streams.append(stream)))

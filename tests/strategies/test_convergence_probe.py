@@ -1,6 +1,9 @@
 """A probe training by order of the environment: its batches, gradients, end and answer; what is left out."""
 
+import socket
+import subprocess
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -57,9 +60,10 @@ def probe(tmp_path):
     """Runs a probe training on two ranks: the answer, and what the ranks saw."""
 
     def _run(strategy=None, kwargs=None, **order):
-        text = ProbeOrder(str(tmp_path / "answer.json"), **order).to_json()
+        text = ProbeOrder(str(tmp_path / "answer.json"), **order).announce()
         results = run_ranks(_probe, 2, tmp_path, strategy or {}, kwargs or {}, env={VARIABLE: text})
-        assert [path.name for path in tmp_path.iterdir()] == ["answer.json"], "a probe leaves nothing but its answer"
+        left = {path.name for path in tmp_path.iterdir()} - {"answer.json.order"}  # which who ordered it takes away
+        assert left == {"answer.json"}, "a probe leaves nothing but its answer"
         return ProbeReport.read(tmp_path / "answer.json"), results
 
     return _run
@@ -153,7 +157,7 @@ def test_a_probe_begins_with_a_new_model(tmp_path):
     trainer.fit(Regressor(), DataLoader(Points(SAMPLES), 5))
     trainer.save_checkpoint(path)
     with pytest.raises(RankError, match="a probe training begins with a new model") as raised:
-        run_ranks(_probe, 2, tmp_path, {}, {"ckpt_path": path}, env={VARIABLE: order.to_json()})
+        run_ranks(_probe, 2, tmp_path, {}, {"ckpt_path": path}, env={VARIABLE: order.announce()})
     assert len(raised.value.errors) == 2
 
 
@@ -161,16 +165,41 @@ def _fit_alone(rank, strategy):
     trainer_of(strategy, 1).fit(Regressor(), DataLoader(Points(SAMPLES), 5, shuffle=True))
 
 
+@pytest.mark.parametrize("left", ["nothing", "another order", "who is gone"])
+def test_a_variable_that_is_left_over_trains_no_probe_and_overwrites_nothing(tmp_path, left):
+    answer = tmp_path / "answer.json"
+    answer.write_text("precious")
+    order = ProbeOrder(str(answer), samples=20)
+    text = order.to_json()
+    if left == "another order":
+        order.announce()
+    if left == "who is gone":
+        process = subprocess.Popen(["true"])
+        process.wait()
+        text = replace(order, host=socket.gethostname(), pid=process.pid).to_json()
+        (tmp_path / "answer.json.order").write_text(text)
+    with pytest.raises(RankError, match="is left over from .*unset LIGHTNING_HETERO_PROBE") as raised:
+        run_ranks(_fit_two, 2, env={VARIABLE: text})
+    assert len(raised.value.errors) == 2
+    assert answer.read_text() == "precious"
+
+
+def _fit_two(rank):
+    trainer_of("hetero_ddp", 2).fit(Regressor(), DataLoader(Points(SAMPLES), 5, shuffle=True))
+
+
 @pytest.mark.parametrize(
     ("strategy", "text", "says"),
     [
+        ("hetero_ddp", "[" * 100_000, "is no order for a probe training"),
         ("hetero_ddp", "{", "is no order for a probe training"),
         ("hetero_ddp", '{"report": "a", "speed": 3}', "is no order for a probe training"),
         ("hetero_ddp", '{"report": "a", "rate": 2}', "rate=2 is out of range"),
-        ("hetero_ddp", '{"report": "a"}', "a probe training with one worker sends no gradients"),
-        ("hetero_ddp_fork", '{"report": "a"}', "Profile with strategy='hetero_ddp'"),
+        ("hetero_ddp", None, "a probe training with one worker sends no gradients"),
+        ("hetero_ddp_fork", None, "Profile with strategy='hetero_ddp'"),
     ],
 )
-def test_what_cannot_be_probed_is_refused(strategy, text, says):
+def test_what_cannot_be_probed_is_refused(tmp_path, strategy, text, says):
+    text = ProbeOrder(str(tmp_path / "a")).announce() if text is None else text
     with pytest.raises(RankError, match=says):
         run_ranks(_fit_alone, 1, strategy, env={VARIABLE: text})

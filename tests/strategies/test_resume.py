@@ -1,5 +1,6 @@
 """Checkpoints: continue identically, with another number of workers, from and to plain DDP; each sample once."""
 
+import copy
 import logging
 import warnings
 
@@ -300,3 +301,67 @@ def test_plain_ddp_trains_on_from_our_checkpoints(saved, new_size):
         resumed = [result["hetero_ddp", place] for result in results]
         assert sorted(_taken(resumed, 2)) == list(range(48)), place
         assert [seen[0][0] for seen in resumed] == [result["ddp", place][0][0] for result in results]
+
+
+def _resume_from(rank, paths):
+    return fit(rank, "hetero_ddp", 2, 5, dataset=Points(N), ckpt_path=paths[rank])
+
+
+@pytest.mark.parametrize("other", ["older", "none"])
+def test_ranks_with_different_checkpoints_are_told(tmp_path, other):
+    """Without a common file system one machine may have an older file, or none."""
+    run("hetero_ddp", 2, max_epochs=1, **checkpoints(tmp_path, every_n_train_steps=1))
+    older, newer = (str(next(tmp_path.glob(f"*step={step}.ckpt"))) for step in (3, 5))
+    errors = run_ranks(_resume_from, 2, [newer, older if other == "older" else None], expect_errors=True)
+    assert [kind for _, kind, _ in errors] == ["PlanMismatchError"] * 2
+    says = "the checkpoint that training goes on from must be equal on all ranks; got rank 0: 'step 5 of epoch 0"
+    assert all(says in text for *_, text in errors)
+
+
+def _edits(state):
+    """Ways in which what is ours in a checkpoint can be wrong."""
+    callback = next(iter(state["callbacks"]))
+    return {
+        "no planner": lambda s: s["callbacks"][callback].pop("planner"),
+        "planner is a list": lambda s: s["callbacks"][callback].update(planner=[1]),
+        "engine is a list": lambda s: s["callbacks"][callback].update(engine=[1]),
+        "plans have no entries": lambda s: s["callbacks"][callback]["engine"]["history"].pop("entries"),
+        "plan is short": lambda s: s["callbacks"][callback]["engine"]["history"]["entries"][0].pop("plan"),
+        "sizes are words": lambda s: s["callbacks"][callback]["engine"]["history"]["entries"][0]["plan"].update(
+            local_batch_sizes=["a", "b"]
+        ),
+        "no workers": lambda s: s["callbacks"][callback]["engine"].pop("workers"),
+        "sums are a list": lambda s: s["callbacks"][callback]["engine"].update(staleness={"sums": [1]}),
+        "residuals of nobody": lambda s: s["lightning_hetero_residuals"].pop("ranks"),
+        "residuals are words": lambda s: s["lightning_hetero_residuals"]["ranks"][0].update(residuals={"a": "b"}),
+        "noise scale of another version": lambda s: s["callbacks"]["GNSCallback"].update(spread=1.0),
+    }
+
+
+def _resume_edited(rank, path, folder):
+    strategy = {"compression": BlockTopK(density=0.4, block=8, warmup_steps=2), "staleness": 1}
+    good, errors = torch.load(path, weights_only=True), {}
+    for name, edit in _edits(good).items():
+        bad = copy.deepcopy(good)
+        edit(bad)
+        torch.save(bad, where := f"{folder}/{rank}.ckpt")
+        callbacks = [GNSCallback(every_n_steps=1)]
+        try:
+            fit(rank, strategy, 2, 5, dataset=Points(N), max_epochs=1, ckpt_path=where, callbacks=callbacks)
+            errors[name] = None
+        except Exception as error:
+            errors[name] = type(error).__name__, str(error)
+    return errors
+
+
+def test_malformed_state_of_ours_is_a_named_error(tmp_path):
+    strategy = {"compression": BlockTopK(density=0.4, block=8, warmup_steps=2), "staleness": 1}
+    ours = checkpoints(tmp_path, every_n_train_steps=1)
+    ours["callbacks"].append(GNSCallback(every_n_steps=1))
+    run(strategy, 2, max_epochs=1, **ours)
+    path = str(next(tmp_path.glob("*step=5.ckpt")))
+    for errors in run_ranks(_resume_edited, 2, path, str(tmp_path)):
+        for name, error in errors.items():
+            assert error is not None, name
+            assert error[0] == "CheckpointStateError", (name, error)
+            assert "the checkpoint's state cannot be read, of: " in error[1]

@@ -1,25 +1,19 @@
 """``staleness=1`` end to end: delayed sums by hand, checkpoints, the end of a training, and who decides on delays."""
 
 import logging
-import os
 import re
-import signal
 import time
-from types import SimpleNamespace
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, GNSCallback, HeteroDDPStrategy
-from lightning_hetero.callbacks.late_signal import NAME, LateSignal
 from lightning_hetero.comm.noise import NoiseCollector
 from lightning_hetero.comm.transfers import TransferLog
 from lightning_hetero.simulate import ThinLink
@@ -295,69 +289,6 @@ def test_a_search_for_the_learning_rate_leaves_nothing_behind():
     for weights, left in run_ranks(_searches, 2):
         assert left[0] == sorted(ALL), "nothing was under way at the end of the search"
         np.testing.assert_array_equal(weights, plain[0]["weights"])
-
-
-class Told(L.Callback):
-    """All ranks are told to end in their fourth batch, as a scheduler does."""
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if batch_idx == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _told(rank, staleness):
-    model = Regressor()
-    try:
-        fit(rank, {**SPLIT, "staleness": staleness}, 2, 5, model=model, dataset=Points(SAMPLES), callbacks=[Told()])
-    except SIGTERMException:
-        return len(model.seen)
-    return None
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_ranks_that_are_told_to_end_do_so_after_the_same_batch(staleness):
-    assert run_ranks(_told, 2, staleness) == [4, 4]
-
-
-def _late(rank):
-    dist.init_process_group("gloo")
-    loop = SimpleNamespace(**{NAME: lambda: None})
-    trainer = SimpleNamespace(
-        fit_loop=SimpleNamespace(epoch_loop=loop),
-        strategy=SimpleNamespace(root_device=torch.device("cpu")),
-        received_sigterm=False,
-    )
-    LateSignal(trainer).start()
-    for batch in range(6):
-        trainer.received_sigterm = rank == 0 and batch >= 2
-        try:
-            getattr(loop, NAME)()
-        except SIGTERMException:
-            return batch
-    return None
-
-
-def test_what_rank_0_is_told_all_ranks_learn_one_batch_later():
-    assert run_ranks(_late, 3) == [3, 3, 3]
-
-
-def _check_of_loop(rank, staleness):
-    found = []
-
-    class Looks(L.Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            found.append("_broadcast_sigterm_tensor" in vars(trainer.fit_loop.epoch_loop))
-
-        def teardown(self, trainer, pl_module, stage):
-            found.append("_broadcast_sigterm_tensor" in vars(trainer.fit_loop.epoch_loop))
-
-    fit(rank, {**SPLIT, "staleness": staleness}, 2, 5, dataset=Points(SAMPLES), callbacks=[Looks()], max_epochs=1)
-    return set(found[:-1]), found[-1]
-
-
-def test_lightnings_check_before_each_batch_is_replaced_only_while_gradients_may_be_late():
-    assert run_ranks(_check_of_loop, 2, 0) == [({False}, False)] * 2
-    assert run_ranks(_check_of_loop, 2, 1) == [({True}, False)] * 2
 
 
 class Dies(L.Callback):

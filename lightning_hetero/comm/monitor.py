@@ -1,0 +1,157 @@
+"""Names the rank that all others wait for: one that is stopped, lost with its host, or stuck in its own code.
+
+A collective call waits without a word for as long as its timeout, and then does not say for whom. Here each rank leaves
+signs of life in the job's store, from a thread of its own, and rank 0 looks at them.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["RankMonitor"]
+
+log = logging.getLogger("lightning_hetero")
+
+PERIOD = 5.0
+"""Seconds between two signs of life."""
+QUIET = 60.0
+"""Seconds without one, or without progress while others wait, after which a rank is named; then after twice as long."""
+OVER = "over"
+"""Last sign of a rank that monitors no more: that it is silent then means nothing."""
+LOST = 600.0
+"""Seconds without a sign of life after which the job ends. The process is stopped or gone: its threads run alone."""
+
+
+class RankMonitor:
+    """Signs of life of all ranks.
+
+    One thread talks to the store, and may have to wait for it; the other judges, so that it sees such a wait, too.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        store: of the job; its keys are apart from those of others.
+        progress: where the main thread is: epoch, batch, and whether it is in a backward pass, where it may wait.
+        lost: ends the process; called with what to say.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: dist.Store,
+        progress: Callable[[], tuple[int, int, bool]],
+        lost: Callable[[str], None] | None = None,
+    ) -> None:
+        self.rank, self.world_size, self._progress = rank, world_size, progress
+        self._lost = _end_process if lost is None else lost
+        own = store.clone() if hasattr(store, "clone") else store  # one that no other thread waits with
+        run = store.add(f"lightning_hetero/monitor/{rank}", 1)  # ranks monitor equally often
+        self._store = dist.PrefixStore(f"lightning_hetero/monitor/{run}", own)
+        self._over = threading.Event()
+        now = time.monotonic()
+        self._answered = self._looked = now
+        self._seen: dict[int, tuple[str, float, float]] = dict.fromkeys(range(world_size), ("", now, now))
+        self._named: dict[int, float] = {}
+        self.suspects = ""
+        self._threads = [
+            threading.Thread(target=target, name=f"lightning_hetero-{target.__name__}", daemon=True)
+            for target in (self._beat, self._judge)
+        ]
+
+    def start(self) -> "RankMonitor":
+        """Begin."""
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def stop(self) -> None:
+        """End; a thread that waits for a store that does not answer is left to itself."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join(timeout=1.0)
+
+    def _beat(self) -> None:
+        count = 0
+        try:
+            while not self._over.wait(PERIOD if count else 0.0):
+                count += 1
+                epoch, batch, waits = self._progress()
+                self._store.set(str(self.rank), f"{count} {epoch} {batch} {int(waits)}")
+                for rank in self._watched:
+                    if self._store.check([str(rank)]):
+                        self._note(rank, self._store.get(str(rank)).decode())
+                self._answered = time.monotonic()
+            self._store.set(str(self.rank), OVER)
+        except (RuntimeError, ValueError) as error:  # the store is gone, which the other thread sees
+            log.debug("rank %d talks to the store no more: %s", self.rank, error)
+
+    @property
+    def _watched(self) -> list[int]:
+        """Rank 0 watches all others, all others watch rank 0: as many messages as ranks."""
+        return [rank for rank in range(self.world_size) if rank != self.rank] if self.rank == 0 else [0]
+
+    def _note(self, rank: int, sign: str) -> None:
+        before, alive, moved = self._seen[rank]
+        now = time.monotonic()
+        if sign != before:
+            alive = now
+        if sign.split()[1:] != before.split()[1:]:
+            moved = now
+        self._seen[rank] = sign, alive, moved
+
+    def _judge(self) -> None:
+        since, before = time.monotonic(), self._progress()
+        while not self._over.wait(PERIOD / 2):
+            now = time.monotonic()
+            if now - self._looked > 3 * PERIOD:  # this process was stopped itself: what it knows is old
+                self._answered, since = now, now
+                self._seen = {rank: (sign, now, now) for rank, (sign, _, _) in self._seen.items()}
+            self._looked = now
+            here = self._progress()
+            since, before = (since, before) if here == before else (now, here)
+            self._speak(now, now - since if here[2] else 0.0, here)
+
+    def _speak(self, now: float, waiting: float, here: tuple[int, int, bool]) -> None:
+        suspects = []
+        if now - self._answered > QUIET and self.rank and self._seen[0][0] != OVER:
+            suspects.append((0, now - self._answered, "the store that it holds does not answer", True))
+        for rank in self._watched:
+            sign, alive, moved = self._seen[rank]
+            if sign in ("", OVER):  # it has not begun, or has ended
+                continue
+            if now - alive > QUIET and not (suspects or now - self._answered > QUIET):
+                suspects.append((rank, now - alive, "it shows no sign of life", True))
+            elif waiting > QUIET and sign.split()[1:] == [str(here[0]), str(here[1]), "0"]:
+                what = f"it is in batch {here[1]} of epoch {here[0]} and has not come to its backward pass"
+                suspects.append((rank, min(waiting, now - moved), what, False))
+        self.suspects = "; ".join(f"rank {rank}: {what}, for {seconds:.0f} s" for rank, seconds, what, _ in suspects)
+        for rank, seconds, what, gone in suspects:
+            if gone and seconds > LOST:
+                self._over.set()
+                self._lost(
+                    f"rank {self.rank} ends the training, which cannot go on: rank {rank} is lost ({what}, for "
+                    f"{seconds:.0f} s). Look at that process and its host, and start again from the last checkpoint."
+                )
+                return
+            if seconds > self._named.get(rank, QUIET):
+                self._named[rank] = 2 * seconds
+                log.warning(
+                    "rank %d waits for rank %d: %s, for %.0f s. Is its process stopped, swapping, or stuck?",
+                    *(self.rank, rank, what, seconds),
+                )
+        for rank in set(self._named) - {rank for rank, *_ in suspects}:
+            del self._named[rank]
+            log.info("rank %d goes on", rank)
+
+
+def _end_process(text: str) -> Any:
+    """No exception reaches a thread that waits in a collective call; another has to end the process."""
+    log.critical(text)
+    logging.shutdown()
+    os._exit(1)

@@ -1,0 +1,64 @@
+"""State of ours in a checkpoint that cannot be read: edited by hand, damaged, or saved by another version."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["CheckpointStateError", "check_tensors", "reading_state"]
+
+
+class CheckpointStateError(ValueError):
+    """What a checkpoint has of ours is malformed.
+
+    Example:
+        >>> issubclass(CheckpointStateError, ValueError)
+        True
+    """
+
+
+@contextmanager
+def reading_state(what: str) -> Iterator[None]:
+    """Say which state it was if reading it fails; a context manager and a decorator.
+
+    Args:
+        what: the state, such as "what the policy has learned".
+
+    Raises:
+        CheckpointStateError: if what is inside raises what malformed values raise.
+
+    Example:
+        >>> try:
+        ...     with reading_state("the plans"):
+        ...         {"entries": []}["history"]
+        ... except CheckpointStateError as error:
+        ...     str(error)[:75]
+        "the checkpoint's state cannot be read, of: the plans (KeyError: 'history')."
+    """
+    try:
+        yield
+    except CheckpointStateError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointStateError(
+            f"the checkpoint's state cannot be read, of: {what} ({type(error).__name__}: {error}). It was edited or "
+            "damaged, or another version saved it. Use another checkpoint, or only the weights of this one: "
+            'model.load_state_dict(torch.load(path)["state_dict"]).'
+        ) from error
+
+
+def check_tensors(name: str, values: Any) -> None:
+    """Check that a state has tensors by the names of parameters.
+
+    Raises:
+        TypeError: if it is something else.
+
+    Example:
+        >>> check_tensors("sums", {"weight": torch.zeros(2)})
+    """
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{name} is a {type(values).__name__}, not a dict of tensors")
+    for key, value in values.items():
+        if not isinstance(key, str) or not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name}[{key!r}] is a {type(value).__name__}, not a tensor")

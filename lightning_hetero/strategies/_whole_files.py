@@ -1,0 +1,167 @@
+"""Checkpoint files that are there as a whole or not at all, and what is said of those that are damaged nevertheless."""
+
+import functools
+import importlib
+import io
+import logging
+import os
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+__all__ = ["DamagedCheckpointError", "WholeFilesMixin", "read_or_fall_back", "write_whole"]
+
+log = logging.getLogger("lightning_hetero")
+
+SUFFIX = ".ckpt"
+LAST = "last"
+"""How names of files begin that stand for the newest checkpoint, whichever that is."""
+
+
+class DamagedCheckpointError(RuntimeError):
+    """A checkpoint file is not whole."""
+
+
+class WholeFilesMixin:
+    """Has a strategy write local files to a sibling and rename that, where Lightning's own plugin would write them.
+
+    Lightning writes to the folder for temporary files and moves the result. From one file system to another a move is
+    a copy, which a kill or a full disk leaves truncated under the final name. Plugins of the user's stay as they are.
+    """
+
+    _checkpoint_io: Any
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """The plugin that reads and writes files."""
+        given: Any = self._checkpoint_io
+        if hasattr(given, "checkpoint_io") and given.checkpoint_io is None:  # it wraps another, as AsyncCheckpointIO
+            given.checkpoint_io = _whole(_plain(given))()
+        plugin: Any = super().checkpoint_io  # type: ignore[misc]
+        if given is None:
+            kind: Any = type(plugin)
+            self.checkpoint_io = plugin = _whole(kind)()
+        return plugin
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: Any) -> None:
+        super(WholeFilesMixin, type(self)).checkpoint_io.fset(self, plugin)  # type: ignore[misc]
+
+
+def _plain(plugin: Any) -> Any:
+    """Lightning's plugin for files of torch, of the namespace of another plugin."""
+    base = next(cls for cls in type(plugin).__mro__ if cls.__name__ == "CheckpointIO")
+    module: Any = importlib.import_module(base.__module__.replace("checkpoint_io", "torch_io"))
+    return module.TorchCheckpointIO
+
+
+@functools.cache
+def _whole(base: Any) -> Any:
+    class TorchCheckpointIO(base):  # type: ignore[misc]
+        """Lightning's plugin, with whole files."""
+
+        def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+            local = local_path(path)
+            if local is None or storage_options is not None:
+                super().save_checkpoint(checkpoint, path, storage_options)
+            else:
+                write_whole(checkpoint, local)
+
+        def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+            plain = super().load_checkpoint
+            return read_or_fall_back(lambda one: plain(one, *args, **kwargs), path)
+
+        def __reduce__(self) -> Any:
+            return _new, (base,)
+
+    return TorchCheckpointIO
+
+
+def _new(base: Any) -> Any:
+    return _whole(base)()
+
+
+def local_path(path: Any) -> Path | None:
+    """The path in the local file system, ``None`` if it is in another.
+
+    Example:
+        >>> str(local_path("/a/b.ckpt")), local_path("memory://b.ckpt")
+        ('/a/b.ckpt', None)
+    """
+    system, name = url_to_fs(str(path))
+    return Path(name) if isinstance(system, LocalFileSystem) else None
+
+
+def write_whole(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint beside its place, and rename it once it is on the disk.
+
+    Raises:
+        OSError: if it does not fit, say; what was under the name before is still there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = io.BytesIO()
+    torch.save(checkpoint, content)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(content.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+    with suppress(OSError):  # not every file system lets a folder be synchronised
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def read_or_fall_back(load: Callable[[Any], Any], path: Any) -> Any:
+    """Read a checkpoint; in place of a ``last`` one that is not whole, the newest beside it that is.
+
+    Args:
+        load: reads a file.
+        path: of the checkpoint.
+
+    Raises:
+        DamagedCheckpointError: if the file is not whole, with the names of those beside it that are.
+    """
+    try:
+        return load(path)
+    except (FileNotFoundError, PermissionError):
+        raise
+    except Exception as error:
+        local = local_path(path)
+        if local is None or not local.is_file() or _is_whole(local):
+            raise
+        beside = _whole_beside(local)
+        damage = f"{local} is not a whole checkpoint ({local.stat().st_size} bytes; {type(error).__name__}: {error})"
+        if local.name.startswith(LAST) and beside:
+            log.warning("%s. Training goes on from the newest one beside it that is whole: %s", damage, beside[0])
+            return load(beside[0])
+        names = ", ".join(one.name for one in beside[:5]) or "none"
+        raise DamagedCheckpointError(
+            f"{damage}. Whoever wrote it was killed, or the disk was full. Whole ones beside it, newest first: {names}."
+        ) from error
+
+
+def _whole_beside(path: Path) -> list[Path]:
+    others = [one for one in path.parent.glob(f"*{SUFFIX}") if one != path and one.is_file() and _is_whole(one)]
+    return sorted(others, key=lambda one: (one.stat().st_mtime_ns, one.name), reverse=True)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file ends as torch's do: with the directory of its archive; or is of the older kind without one."""
+    with path.open("rb") as file:
+        begins = file.read(2)
+    return zipfile.is_zipfile(path) if begins != b"\x80\x02" else True

@@ -1,0 +1,138 @@
+"""A rank for which all others wait is named, and a lost one ends the job, with processes under a wall limit."""
+
+import logging
+import os
+import signal
+import subprocess
+import time
+from datetime import timedelta
+
+import pytest
+
+from lightning_hetero.comm import monitor
+from tests.helpers import Points, Regressor, covered, fit, run_ranks
+
+N, AT = 80, 4
+WALL = 45.0
+
+
+class Stands(Regressor):
+    """Stands still in one batch: stopped, for some seconds or for ever, or busy with something else."""
+
+    def __init__(self, rank, how, seconds):
+        super().__init__()
+        self.rank, self.how, self.seconds = rank, how, seconds
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == AT and self.trainer.global_rank == self.rank:
+            if self.seconds and self.how == "stopped":
+                subprocess.Popen(["sh", "-c", f"sleep {self.seconds}; kill -CONT {os.getpid()}"])
+            if self.how == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            else:
+                time.sleep(self.seconds)
+        if batch_idx > AT:
+            time.sleep(0.3)  # training does not end before the others have seen that the rank goes on
+        return super().training_step(batch, batch_idx)
+
+
+def _train(rank, stands, how, seconds, lost, timeout, folder):
+    monitor.PERIOD, monitor.QUIET, monitor.LOST = 0.2, 1.0, lost
+    logger = logging.getLogger("lightning_hetero")
+    logger.addHandler(logging.FileHandler(f"{folder}/{rank}.log"))
+    strategy = {"timeout": timedelta(seconds=timeout)} if timeout else {}
+    return fit(rank, strategy, 3, 4, model=Stands(stands, how, seconds), dataset=Points(N), max_epochs=1)
+
+
+def run(folder, stands, how="stopped", seconds=0.0, lost=60.0, timeout=None, **kwargs):
+    return run_ranks(_train, 3, stands, how, seconds, lost, timeout, str(folder), timeout=WALL, **kwargs)
+
+
+def said(folder, rank):
+    lines = (folder / f"{rank}.log").read_text().splitlines()
+    return [line for line in lines if "waits for rank" in line or "is lost" in line or "goes on" in line]
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("stopped", "it shows no sign of life"),
+        ("busy", f"it is in batch {AT} of epoch 0 and has not come to its backward"),
+    ],
+)
+def test_a_rank_that_stands_still_for_a_while_is_named_and_loses_nothing(tmp_path, how, what):
+    results = run(tmp_path, 1, how, 4.0)
+    assert covered(results, 0) == sorted([*range(N)])
+    lines = said(tmp_path, 0)
+    assert f"rank 0 waits for rank 1: {what}" in lines[0]
+    assert lines[-1] == "rank 1 goes on"
+    assert not [line for line in lines if "rank 2" in line]
+    assert said(tmp_path, 2) == []
+
+
+def test_the_first_rank_is_watched_by_all_others(tmp_path):
+    run(tmp_path, 0, "busy", 4.0)
+    for rank in (1, 2):
+        assert f"rank {rank} waits for rank 0: it is in batch {AT} of epoch 0" in said(tmp_path, rank)[0]
+
+
+@pytest.mark.parametrize("stands", [0, 1])
+def test_a_rank_that_is_stopped_for_ever_is_named_and_ends_the_job(tmp_path, stands):
+    """Rank 0 holds the store, which then does not answer. The stopped process is for the launcher to end."""
+    with pytest.raises(TimeoutError, match=f"rank {stands} of 3 was not done"):
+        run_ranks(_train, 3, stands, "stopped", 0.0, 3.0, None, str(tmp_path), timeout=20.0)
+    others = [rank for rank in range(3) if rank != stands]
+    lines = sum((said(tmp_path, rank) for rank in others), [])
+    assert any(f"waits for rank {stands}" in line for line in lines)
+    assert any(f"which cannot go on: rank {stands} is lost" in line for line in lines)
+
+
+def test_the_error_of_a_wait_that_is_too_long_names_the_rank(tmp_path):
+    errors = run(tmp_path, 1, seconds=12.0, timeout=4, expect_errors=True)
+    message = next(message for rank, _, message in errors if rank == 0)
+    assert "imed out" in message
+    assert "rank 1: it shows no sign of life" in message
+
+
+def test_a_job_that_was_stopped_as_a_whole_accuses_nobody(tmp_path):
+    """A scheduler may suspend all processes for longer than a rank may be silent."""
+    results = run_ranks(_suspended, 3, str(tmp_path), timeout=WALL)
+    assert covered(results, 0) == [*range(N)]
+    assert [said(tmp_path, rank) for rank in range(3)] == [[], [], []]
+
+
+class Suspended(Regressor):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == AT:
+            subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().training_step(batch, batch_idx)
+
+
+def _suspended(rank, folder):
+    monitor.PERIOD, monitor.QUIET, monitor.LOST = 0.2, 2.0, 3.0
+    logging.getLogger("lightning_hetero").addHandler(logging.FileHandler(f"{folder}/{rank}.log"))
+    return fit(rank, {}, 3, 4, model=Suspended(), dataset=Points(N), max_epochs=1)
+
+
+class LastsLonger(Regressor):
+    """Rank 0 has something to do when training is over; the others are silent then, and wait for it."""
+
+    def on_train_end(self):
+        if self.trainer.global_rank == 0:
+            time.sleep(4.0)
+
+    def on_train_start(self):
+        if self.trainer.global_rank == 1:
+            time.sleep(4.0)
+
+
+def _lasts_longer(rank, folder):
+    monitor.PERIOD, monitor.QUIET, monitor.LOST = 0.2, 1.0, 2.0
+    logging.getLogger("lightning_hetero").addHandler(logging.FileHandler(f"{folder}/{rank}.log"))
+    return fit(rank, {}, 3, 4, model=LastsLonger(), dataset=Points(N), max_epochs=1)["steps"]
+
+
+def test_ranks_that_begin_later_or_end_earlier_are_not_lost(tmp_path):
+    assert len(set(run_ranks(_lasts_longer, 3, str(tmp_path), timeout=WALL))) == 1
+    assert [line for rank in range(3) for line in said(tmp_path, rank) if "no sign" in line or "lost" in line] == []

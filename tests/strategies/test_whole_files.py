@@ -1,0 +1,174 @@
+"""Checkpoint files are whole under their final name at every moment; what is damaged is named, or passed over."""
+
+import logging
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_hetero import HeteroDDPStrategy, HeteroElasticStrategy
+from lightning_hetero.strategies._whole_files import DamagedCheckpointError, read_or_fall_back
+from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
+from tests.helpers import Points, fit, run_ranks
+
+STRATEGIES = [HeteroDDPStrategy, HeteroElasticStrategy, FabricStrategy]
+SHM = Path("/dev/shm")
+FORK = multiprocessing.get_context("fork")
+
+
+def _save_for_ever(strategy, path):
+    state = {"weights": torch.zeros(4_000_000)}
+    while True:
+        strategy().checkpoint_io.save_checkpoint(state, path)
+
+
+def sizes_seen(strategy, path, seconds=2.0):
+    """Sizes under the final name while another process saves there again and again, until that is killed."""
+    process = FORK.Process(target=_save_for_ever, args=(strategy, str(path)))
+    process.start()
+    seen, end = set(), time.monotonic() + 60.0
+    try:
+        while not path.exists() and time.monotonic() < end:
+            time.sleep(0.001)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            seen.add(path.stat().st_size)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    return seen
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """A folder on another file system than that for temporary files."""
+    if not SHM.is_dir() or SHM.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("needs a second file system")
+    folder = SHM / f"lightning-hetero-{os.getpid()}"
+    folder.mkdir()
+    yield folder
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_file_is_whole_at_every_moment(strategy, elsewhere):
+    path = elsewhere / "last.ckpt"
+    seen = sizes_seen(strategy, path)
+    assert len(seen) == 1
+    assert torch.load(path, weights_only=True)["weights"].shape == (4_000_000,)
+
+
+def test_with_lightnings_own_plugin_it_is_not(elsewhere):
+    """Else the test above would tell nothing."""
+    assert len(sizes_seen(DDPStrategy, elsewhere / "last.ckpt", 5.0)) > 1
+
+
+def _on_a_full_disk(strategy, path, answer):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    try:
+        strategy().checkpoint_io.save_checkpoint({"weights": torch.ones(1_000_000)}, path)
+    except OSError as error:
+        answer.send(type(error).__name__)
+    else:
+        answer.send(None)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_disk_that_is_full_leaves_the_file_that_was_there(strategy, tmp_path):
+    path = tmp_path / "last.ckpt"
+    strategy().checkpoint_io.save_checkpoint({"weights": torch.zeros(3)}, path)
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=_on_a_full_disk, args=(strategy, str(path), theirs))
+    process.start()
+    assert ours.poll(60.0)
+    assert ours.recv() == "OSError"
+    process.join()
+    assert torch.load(path, weights_only=True)["weights"].tolist() == [0.0, 0.0, 0.0]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def truncate(path, share=0.6):
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
+def test_what_is_truncated_is_named_with_those_that_are_whole(tmp_path, share):
+    plugin = HeteroDDPStrategy().checkpoint_io
+    for i, name in enumerate(["a", "b", "c", "d"]):
+        plugin.save_checkpoint({"weights": torch.full((1000,), float(i))}, tmp_path / f"{name}.ckpt")
+        os.utime(tmp_path / f"{name}.ckpt", (i, i))
+    truncate(tmp_path / "d.ckpt", share)
+    truncate(tmp_path / "b.ckpt", share)
+    with pytest.raises(DamagedCheckpointError, match=r"d\.ckpt is not a whole .*newest first: c\.ckpt, a\.ckpt\."):
+        plugin.load_checkpoint(tmp_path / "d.ckpt")
+    assert plugin.load_checkpoint(tmp_path / "c.ckpt")["weights"][0] == 2.0
+
+
+def test_other_errors_of_reading_are_as_they_were(tmp_path):
+    plugin = HeteroDDPStrategy().checkpoint_io
+    with pytest.raises(FileNotFoundError):
+        plugin.load_checkpoint(tmp_path / "none.ckpt")
+    torch.save({"a": Points(1)}, tmp_path / "last.ckpt")
+    plugin.save_checkpoint({}, tmp_path / "other.ckpt")
+    with pytest.raises(pickle.UnpicklingError):
+        plugin.load_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+
+
+def test_the_older_kind_of_file_is_read(tmp_path):
+    torch.save({"a": 1}, tmp_path / "last.ckpt", _use_new_zipfile_serialization=False)
+    assert read_or_fall_back(lambda path: torch.load(path, weights_only=True), tmp_path / "last.ckpt") == {"a": 1}
+
+
+def _fit(rank, path, folder):
+    warnings.filterwarnings("ignore", "The dirpath has changed from")
+    said = []
+    logger = logging.getLogger("lightning_hetero")
+    logger.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: said.append(record.getMessage())
+    callbacks = [ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=3, filename="{step}", save_last=True)]
+    result = fit(
+        rank, "hetero_ddp", 2, 5, dataset=Points(60), callbacks=callbacks, ckpt_path=path, enable_checkpointing=True,
+        max_epochs=1,
+    )  # fmt: skip
+    return len(result["seen"]), [line for line in said if "is not a whole checkpoint" in line]
+
+
+def test_a_training_goes_on_from_the_newest_whole_file_where_the_last_is_damaged(tmp_path):
+    assert run_ranks(_fit, 2, None, str(tmp_path)) == [(6, [])] * 2
+    truncate(tmp_path / "last.ckpt")
+    truncate(tmp_path / "step=6.ckpt")
+    for steps, lines in run_ranks(_fit, 2, str(tmp_path / "last.ckpt"), str(tmp_path / "new")):
+        assert steps == 3
+        assert len(lines) == 1
+        assert "the newest one beside it that is whole: " + str(tmp_path / "step=3.ckpt") in lines[0]
+
+
+def test_plugins_of_the_users_stay():
+    class Own(TorchCheckpointIO):
+        pass
+
+    assert type(HeteroDDPStrategy(checkpoint_io=Own()).checkpoint_io) is Own
+    wrapping = HeteroDDPStrategy(checkpoint_io=AsyncCheckpointIO()).checkpoint_io
+    assert type(wrapping) is AsyncCheckpointIO
+    assert type(wrapping.checkpoint_io) is not TorchCheckpointIO
+    assert isinstance(wrapping.checkpoint_io, TorchCheckpointIO)
+
+
+def test_the_plugin_can_be_sent_to_another_process():
+    plugin = HeteroDDPStrategy().checkpoint_io
+    assert isinstance(plugin, TorchCheckpointIO)
+    assert type(pickle.loads(pickle.dumps(plugin))) is type(plugin)
