@@ -106,6 +106,8 @@ class WrappedModel:
                 "that was given as state of the communication hook knows gradients by DDP's buckets, which change. "
                 "Use compression='powersgd', or freeze and unfreeze between two trainings."
             )
+        if engine.hook_state.put_back is not None:  # what optimizers owe is paid to the weights as they are
+            engine.hook_state.put_back()
         for name in new:
             dist.broadcast(trained[name].detach(), 0, group=model.process_group)
         self._average(model, frozen)
@@ -115,6 +117,8 @@ class WrappedModel:
         self._connect(model)
         if engine.compression is not None:
             engine.compression.set_density(density)
+        if engine.noise is not None:
+            engine.noise.begin_anew()
         engine.observer.discard()
         self.changes += 1
         if engine.rank == 0 and self.changes & (self.changes - 1) == 0:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.utils.data import DataLoader
 
-from lightning_hetero import HeteroDDPStrategy
+from lightning_hetero import GNSCallback, HeteroDDPStrategy, LookAheadCallback
 from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
 from tests.loops import flat, network
 
@@ -181,6 +181,96 @@ def test_what_a_frozen_layer_has_not_sent_waits_for_it(compression):
     assert np.abs(held[FREEZE]["net.2.weight"]).sum() > 0
     assert not np.array_equal(held[BACK]["net.0.weight"], held[FREEZE]["net.0.weight"])
     assert density in (0.3, None), "a density that was set holds on"
+
+
+class Late(Callback):
+    """Delays all gradients, and unfreezes a layer when weights are predicted ones already."""
+
+    def __init__(self, look_ahead):
+        self.look_ahead, self.predicted, self.at_change = look_ahead, 0, []
+
+    def on_fit_start(self, trainer, pl_module):
+        pl_module.net[0].requires_grad_(False)
+
+    def on_train_start(self, trainer, pl_module):
+        compression = trainer.strategy.engine.compression
+        attach = compression.attach
+
+        def watched(*args, **kwargs):
+            self.at_change.append(len(self.look_ahead._kept))
+            attach(*args, **kwargs)
+
+        compression.attach = watched
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        late = trainer.strategy.engine.hook_state.staleness
+        if trainer.global_step == UNFREEZE:
+            late.delay_all()
+            late.led = True
+        if trainer.global_step == BACK:
+            self.predicted = len(self.look_ahead._kept)
+            pl_module.net[0].requires_grad_(True)
+        if trainer.global_step == BACK + 1:
+            assert late.delayed_share == 1.0, "what was delayed as a whole still is"
+            assert late.led
+            assert late.keeps_own
+
+
+def _predicted(rank):
+    look_ahead = LookAheadCallback()
+    late = Late(look_ahead)
+    model = Regressor()
+    strategy = {"compression": "block_topk(density=0.2, block=4)", "sparse_optimizer": "later", "staleness": 1}
+    strategy = HeteroDDPStrategy(local_batch_sizes=[3, 1], **strategy)
+    model.on_before_optimizer_step = lambda optimizer: None
+    trainer = trainer_of(strategy, 2, max_epochs=2, callbacks=[look_ahead, late])
+    trainer.fit(model, DataLoader(Points(SAMPLES), 2, shuffle=True))
+    return late.predicted, late.at_change, model.flat()
+
+
+def test_buckets_are_laid_out_anew_with_weights_as_they_are():
+    """Else what the optimizer has deferred would be paid to predicted weights, and be lost with them."""
+    (predicted, at_change, weights), (_, _, others) = run_ranks(_predicted, 2)
+    assert predicted > 0
+    assert at_change == [0, 0]
+    np.testing.assert_array_equal(weights, others)
+
+
+class Adam(Regressor):
+    def __init__(self):
+        super().__init__(features=40)
+
+    def on_before_optimizer_step(self, optimizer):
+        """Keep no gradients, which are of more and more layers."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Join(Callback):
+    """A layer that is trained from the second epoch on, whose first gradient is delayed: until then Adam sees zeros."""
+
+    def on_fit_start(self, trainer, pl_module):
+        pl_module.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        pl_module.net[0].requires_grad_(trainer.current_epoch > 0)
+        late = trainer.strategy.engine.hook_state.staleness
+        late.delay_all()
+        late.led = True
+
+
+def _noise(rank):
+    noise = GNSCallback(preconditioner="adam")
+    strategy = {"local_batch_sizes": [3, 1], "replan": 10, "staleness": 1}
+    fit(rank, strategy, 2, 2, model=Adam(), dataset=Points(120, features=40), callbacks=[Join(), noise], max_epochs=4)
+    return noise.estimate
+
+
+def test_the_noise_scale_is_not_flooded_by_layers_that_adam_knows_no_gradients_of():
+    for estimate in run_ranks(_noise, 2):
+        assert estimate.samples > 100
+        assert estimate.trace < 1e4
 
 
 class Inside(Regressor):

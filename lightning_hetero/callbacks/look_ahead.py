@@ -63,6 +63,7 @@ class LookAheadCallback(Callback):
             self._engine = None
             return
         late.keeps_own = True
+        self._engine.hook_state.put_back = self._back
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Run this step with the weights that its delayed gradients will meet."""
@@ -158,4 +159,6 @@ class LookAheadCallback(Callback):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Let copies go."""
         self._back()
+        if self._engine is not None:
+            self._engine.hook_state.put_back = None
         self._copies.clear()

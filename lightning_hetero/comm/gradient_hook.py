@@ -63,6 +63,7 @@ class HookState:
         local_squares: squared norms of the buckets before averaging, of the running step.
         global_squares: the same after averaging.
         late_squares: the same of buckets that got the sum of the step before.
+        put_back: makes weights what they were, where a step runs with predicted ones.
         models: what watches over each model that has the hook, see :mod:`lightning_hetero.wrapped_model`.
     """
 
@@ -86,6 +87,7 @@ class HookState:
     local_squares: list[torch.Tensor] = field(default_factory=list)
     global_squares: list[torch.Tensor] = field(default_factory=list)
     late_squares: list[torch.Tensor] = field(default_factory=list)
+    put_back: Callable[[], None] | None = None
     models: "weakref.WeakKeyDictionary[Any, Any]" = field(default_factory=weakref.WeakKeyDictionary, repr=False)
     _running: "deque[weakref.ref[Any]]" = field(default_factory=lambda: deque(maxlen=CALLBACKS), repr=False)
 

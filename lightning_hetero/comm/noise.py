@@ -227,6 +227,10 @@ class NoiseCollector:
         """
         self._divisor, self._parameters = divisor, parameters
 
+    def begin_anew(self) -> None:
+        """Leave steps out as at the beginning of a run: of parameters that join it Adam knows no gradients yet."""
+        self.number, self._held = 0, None
+
     def after_backward(self) -> None:
         """Take the norms of the first micro-batch of a window, whose gradients nobody has averaged."""
         if self.hook.collect_norms and len(self._window) == 1 and not self.hook.local_squares:
