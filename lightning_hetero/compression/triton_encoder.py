@@ -70,11 +70,11 @@ class TritonEncoder:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.layout, self.world_size, self.state = layout, world_size, SelectorState()
-        self.residual = torch.zeros(layout.numel, device=device)
+        self.residual = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         tiles = max(1, -(-layout.num_blocks // SCORES))  # one for a model of empty parameters, too
-        self._scores = torch.zeros(-(-tiles // ITERS) * ITERS * SCORES, device=device)
+        self._scores = torch.zeros(-(-tiles // ITERS) * ITERS * SCORES, dtype=torch.float32, device=device)
         self.scores = self._scores[: layout.num_blocks]
-        self.merged = torch.zeros(layout.numel, device=device)
+        self.merged = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         self.touched = torch.zeros(layout.num_blocks, dtype=torch.bool, device=device)
         self._hist, self._plan = integers(kernels.EXPONENTS), integers(5)
         self._above, self._edge, self._above_ends, self._edge_ends = (integers(tiles) for _ in range(4))

@@ -40,7 +40,14 @@ def launch_all(
         encoder.reform(form)
         rows = torch.zeros(world_size, form.num_bytes, dtype=torch.uint8)
         for rank in range(1, world_size):
-            form.write(rows[rank], np.zeros(0, np.int64), torch.zeros(0, block), bucket=0, step=step, rank=rank)
+            form.write(
+                rows[rank],
+                np.zeros(0, np.int64),
+                torch.zeros(0, block, dtype=torch.float32),
+                bucket=0,
+                step=step,
+                rank=rank,
+            )
         rows = rows.to(device)
         buckets = [torch.zeros(16 * block + 1, dtype=dtype, device=device) for dtype in dtypes]
         for bucket in buckets:

@@ -496,3 +496,13 @@ def test_a_gradient_that_is_not_finite_enters_no_residual(bad):
         else:
             enc.finish()
         assert enc.outcome().dropped == (step == 1)
+
+
+def test_buffers_are_of_float32_whatever_the_default_dtype_is():
+    torch.set_default_dtype(torch.float64)
+    try:
+        layout = Layout.of([("weight", 100)], block=16)
+        encoder = TritonEncoder(layout, MessageFormat(layout.num_blocks, 1, 16, "float32"), DEVICE, 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {t.dtype for t in (encoder.residual, encoder.scores, encoder.merged)} == {torch.float32}
