@@ -145,7 +145,7 @@ class Health:
 
     def compare(self) -> None:
         """Compare some weights of all ranks; a collective call."""
-        parameters = self._parameters()
+        parameters = {name: p for name, p in self._parameters().items() if p.numel()}
         if self._control.world_size == 1 or not parameters:
             return
         names = list(parameters)
@@ -174,7 +174,7 @@ class Health:
         log.warning(
             "ranks hold different weights behind batch %d of epoch %d: element %d of %s is %.6g on rank 0 and %.6g on "
             "rank %d. They train different models from here on, and nothing will make them equal again. Change weights "
-            "on all ranks alike, and let no parameter begin to train that did not when DDP wrapped the model",
+            "on all ranks alike",
             *(self._step[1], self._step[0], place, name, values[0], values[rank], rank),
         )
 
@@ -191,4 +191,5 @@ class Health:
 
 def _element(tensor: torch.Tensor, place: int) -> torch.Tensor:
     """One element by its number, of a tensor in any layout, without a copy of it."""
-    return tensor[tuple(int(i) for i in np.unravel_index(place, tensor.shape))] if tensor.ndim else tensor
+    value = tensor[tuple(int(i) for i in np.unravel_index(place, tensor.shape))] if tensor.ndim else tensor
+    return value.real if value.is_complex() else value

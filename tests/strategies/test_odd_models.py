@@ -27,6 +27,7 @@ MODES = {
     "plain": {},
     "block top-k": FEW,
     "stale": {"staleness": 1},
+    "powersgd": {"compression": "powersgd(rank=1, start=4)"},
     "stale block top-k": {**FEW, "staleness": 1},
 }
 EXACT = ("plain", "hierarchy")
