@@ -17,6 +17,7 @@ from lightning_hetero.comm.clock import agreed_clock
 from lightning_hetero.comm.compressed import GradientCompression
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import DIRECT_BACKWARD, HookState
+from lightning_hetero.comm.group_lifetime import ended
 from lightning_hetero.comm.health import Health
 from lightning_hetero.comm.look import look
 from lightning_hetero.comm.network_watch import NetworkWatch
@@ -84,17 +85,15 @@ class HeteroEngine:
         self.hook_state.topology = Topology.form(config.hierarchy, self.control, timeout)
         self.compression = GradientCompression.of(config, self.control, self.hook_state)
         self.network = NetworkWatch(config, rank, self.hook_state, self.compression)
-        self.weighting = LossWeighting(config, world_size, device)
+        self.weighting, self.schedule = LossWeighting(config, world_size, device), ExchangeSchedule(config.replan)
         self.health = Health(config.nonfinite, self.control, self.hook_state, self.observer.clock)
-        self.schedule = ExchangeSchedule(config.replan)
         self.noise: NoiseCollector | None = None
         self.noise_scale: Callable[[], RunningNoiseScale | None] = lambda: None
         self.sampler: UnevenBatchSampler | None = None
         self.history: PlanHistory | None = None
         self.log: list[PlanEntry] = []
         self.last_observations = StepObservations.empty(world_size)
-        self.accumulation = 1
-        self.min_local = config.min_local_batch_size or 1
+        self.accumulation, self.min_local = 1, config.min_local_batch_size or 1
         self.memory_bound: int | None = None
         self._restored: PlanHistory | None = None
         self._start = self._position = (0, 0)
@@ -279,6 +278,7 @@ class HeteroEngine:
         self.hook_state.settle()
         if self.compression is not None:
             self.compression.close()
+        ended(self.control, *self.hook_state.topologies)
 
     # agreement
 

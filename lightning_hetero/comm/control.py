@@ -5,6 +5,7 @@ import pickle
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm.backends import new_group
+from lightning_hetero.comm.group_lifetime import ended, leave, leave_ended, on_end, run
 
 __all__ = ["ControlPlane", "PlanMismatchError", "check_digests"]
 
@@ -64,11 +66,29 @@ class ControlPlane:
     """
 
     def __init__(self, rank: int, world_size: int, *, timeout: timedelta | None = None) -> None:
-        self.rank, self.world_size = rank, world_size
-        self._group = new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
+        self.rank, self.world_size, self.timeout = rank, world_size, timeout
+        self._joined: Any = None
+        self._closers = on_end(self)
         if world_size > 1:
+            self.open()
+            self._group.barrier().wait()  # no rank is busy any more with making or using what is left now
+            leave_ended()
             atexit.unregister(let_threads_go)
             atexit.register(let_threads_go)
+
+    def open(self) -> None:
+        """Make the group, or make it again behind :meth:`close`; a collective call."""
+        if self._joined is None and self.world_size > 1:
+            self._joined = new_group(backend="gloo", timeout=self.timeout)
+            self._closers.append(partial(leave, self._joined))
+
+    @property
+    def _group(self) -> Any:
+        """The group; ``None`` for one rank alone. Made again if it was left, as for a checkpoint behind the end."""
+        if self._joined is None and self.world_size > 1:
+            self.open()
+            ended(self)
+        return self._joined
 
     def gather(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """The arrays of all ranks, stacked; all must have one shape."""
@@ -140,7 +160,6 @@ class ControlPlane:
             raise PlanMismatchError(f"{what} must be equal on all ranks; got {listing}. Give every rank the same.")
 
     def close(self) -> None:
-        """Leave the group."""
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
-        self._group = None
+        """Leave the group; it is made again if ranks have to agree on something after all."""
+        self._joined = None
+        run(self._closers)

@@ -105,6 +105,12 @@ class HookState:
         while any(callback() is not None for callback in self._running) and time.monotonic() < deadline:
             time.sleep(0.001)
 
+    @property
+    def topologies(self) -> list[Topology]:
+        """The ways of gradients that have process groups."""
+        late = None if self.staleness is None else self.staleness.topology
+        return [way for way in (self.topology, late) if way is not None]
+
     def agree(self, control: ControlPlane) -> None:
         """Let ranks decide which gradients are delayed; a collective call."""
         if self.staleness is not None:

@@ -13,10 +13,11 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from lightning_hetero.comm import sums
 from lightning_hetero.comm.backends import backend_of, new_group
 from lightning_hetero.comm.control import ControlPlane
+from lightning_hetero.comm.group_lifetime import leave, on_end, run
 from lightning_hetero.comm.sums import pending
 from lightning_hetero.core.clusters import Clusters, check_clusters, clusters_by_name, clusters_by_time
 
@@ -36,6 +38,8 @@ log = logging.getLogger("lightning_hetero")
 VARIABLE = "LIGHTNING_HETERO_CLUSTER"
 PROBE_BYTES = 262_144
 REPEATS = 3
+
+_Work: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
 
 
 class Topology:
@@ -64,21 +68,43 @@ class Topology:
         self._up: Any = None
         self._down: Any = None
         self._across: Any = None
-        self._work: queue.SimpleQueue[Callable[[], None]] | None = None
+        self._work: _Work | None = None
         self._stream: Any = None
+        self._apart, self._opened = apart, False
+        self._closers = on_end(self)
+        self.open()
+
+    def open(self) -> None:
+        """Make the process groups, or make them again behind :meth:`close`; a collective call."""
+        if self._opened:
+            return
+        self._opened = True
         if self.flat:
-            self._across = new_group(timeout=timeout) if apart else None
+            self._across = self._join(None) if self._apart else None
             return
         for members in self.clusters:
             if len(members) > 1:
-                up, down = (new_group(list(members), timeout=timeout) for _ in range(2))
-                if rank in members:
+                up, down = self._join(members), self._join(members)
+                if self.rank in members:
                     self._up, self._down = up, down
-        across = new_group([members[0] for members in self.clusters], timeout=timeout)
+        across = self._join([members[0] for members in self.clusters])
         self._across = across if self.leads else None
         self._work = queue.SimpleQueue()
         # a daemon, so that a process that fails can end while an exchange waits for it
         threading.Thread(target=_carry_on, args=(self._work,), name="lightning_hetero-across", daemon=True).start()
+        self._closers.append(partial(self._work.put, None))
+
+    def _join(self, ranks: Sequence[int] | None) -> Any:
+        group = new_group(None if ranks is None else list(ranks), timeout=self.timeout)
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            self._closers.append(partial(leave, group))
+        return group
+
+    def close(self) -> None:
+        """Leave the process groups, and end the thread behind what it still carries."""
+        self._up = self._down = self._across = self._work = None
+        self._opened = False
+        run(self._closers)
 
     @classmethod
     def straight(cls, rank: int, world_size: int) -> "Topology":
@@ -201,10 +227,11 @@ class Topology:
             done.set_exception(error)
 
 
-def _carry_on(work: "queue.SimpleQueue[Callable[[], None]]") -> None:
-    """Carry one buffer across after the other, for as long as the process lives."""
-    while True:
-        work.get()()
+def _carry_on(work: _Work) -> None:
+    """Carry one buffer across after the other, until there is ``None``."""
+    while (carry := work.get()) is not None:
+        carry()
+        del carry  # which holds a group
 
 
 def _clusters(setting: Any, control: ControlPlane) -> Clusters:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_hetero.callbacks import PolicyCallback
+from lightning_hetero.comm.group_lifetime import go_on
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.compressors import Compressor
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
@@ -194,6 +195,8 @@ class HeteroDDPMixin(CheckpointMixin, EndingMixin, WholeFilesMixin, PlanAccess):
                 local_rank=self.local_rank,  # type: ignore[attr-defined]
                 timeout=self._timeout,  # type: ignore[attr-defined]
             )
+        else:
+            go_on(self.engine.control, *self.engine.hook_state.topologies)
         self._share_signals()
 
     def configure_ddp(self) -> None:
