@@ -101,7 +101,7 @@ class LookAheadCallback(Callback):
                 if parameter not in expected or (steps is not None and values is None):
                     continue
                 state = {
-                    name: flat_view(value) if value.shape == parameter.shape and value.dim() else value
+                    name: flat_view(value) if value.shape == parameter.shape and name != "step" else value
                     for name, value in optimizer.state.get(parameter, {}).items()
                     if isinstance(value, torch.Tensor)
                 }

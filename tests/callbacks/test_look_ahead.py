@@ -111,6 +111,40 @@ def test_forward_runs_at_the_foretold_weights_and_the_optimizer_at_the_true_ones
         np.testing.assert_allclose(model.flat(), results[0]["after"][step], **close)
 
 
+class Scaled(Regressor):
+    """With a parameter without dimensions, as CLIP's ``logit_scale``, and one without elements."""
+
+    def __init__(self, adamw):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+        self.adamw = adamw
+
+    def forward(self, x):
+        return self.net(x) * self.scale.exp() + self.empty.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-3) if self.adamw else super().configure_optimizers()
+
+    def on_before_optimizer_step(self, optimizer):
+        pass
+
+
+def _scaled(rank, given):
+    return [_run(rank, strategy, {"model": Scaled(adamw)}) for strategy, adamw in given]
+
+
+def test_parameters_without_dimensions_and_without_elements_are_foretold_too():
+    blocks = {"compression": "block_topk(density=0.3, block=8, warmup_steps=1)"}
+    given = [({}, False), ({}, True), (blocks, False), ({**blocks, "sparse_optimizer": True}, True)]
+    for one, other in zip(*run_ranks(_scaled, 2, given), strict=True):
+        np.testing.assert_array_equal(one["after"], other["after"])
+        scale = [weights[-1] for weights in one["forward"]]
+        assert np.isfinite(one["weights"]).all()
+        assert len(set(scale[FIRST:])) > 2
+        assert not np.array_equal(one["forward"][-1], one["after"][-2]), "it ran at other weights than the last ones"
+
+
 @pytest.mark.parametrize(
     "compression", [None, "block_topk(density=0.3, block=8, warmup_steps=1)"], ids=["dense", "blocks"]
 )
