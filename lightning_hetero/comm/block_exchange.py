@@ -139,8 +139,9 @@ class BlockExchange:
 
     @property
     def takes_blocks(self) -> bool:
-        """Whether the optimizer gets blocks at the present density."""
-        return self.density <= self.sparse_steps
+        """Whether the optimizer gets blocks at the present density: the same on all ranks, whatever their devices."""
+        most = max(0.5, self.sparse_steps) * self.layout.num_blocks  # of a tiny model, one block is a lot
+        return self.density <= self.sparse_steps and self.encoder.form.k * self.topology.size <= most
 
     def set_density(self, density: float) -> None:
         """Send another share of the blocks from the next backward pass on; all ranks have to call it together.
@@ -351,12 +352,10 @@ class BlockExchange:
                 self.late.unpaid()
             self.hook.step_dropped = True
             self.dropped.add(self.step - 1, "on some rank")
-        if arrived == "compressed" and self.sparse_steps > 0.0 and self.encoder.deferred:
+        if arrived == "compressed" and self.takes_blocks and self.encoder.deferred:
             self.gradients = {p: BlockMarks(marks, p.grad) for p, marks in self._masks.items() if p.grad is not None}
             return
-        if arrived is None or self.gradients is None:
-            return
-        for parameter, gradient in self.gradients.items():
+        for parameter, gradient in ((self.gradients if arrived else None) or {}).items():
             if isinstance(gradient, BlockGradient) and (parameter.grad is not None or len(gradient.rows)):
                 parameter.grad = gradient.grad
 

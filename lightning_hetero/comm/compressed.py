@@ -313,7 +313,7 @@ class GradientCompression:
 
     def _pay(self) -> None:
         for steps in filter(None, map(self._steps_of, self._optimizers)):
-            steps.pay_debts()
+            steps.settle()
 
     def close(self) -> None:
         """The run ends: see what became of the last step, and pay what sparse steps owe, so that weights are final."""

@@ -37,10 +37,21 @@ class BlockGradient:
     grad: torch.Tensor
 
     def stands(self, parameter: torch.Tensor) -> bool:
-        """Whether this is still the parameter's gradient, in the same memory (torch's ``mul_`` gives it another)."""
+        """Whether this is still the parameter's gradient; what was done to its values in place counts.
+
+        Torch's ``mul_`` gives a sparse tensor other memory; values are then taken over from there.
+        """
         if parameter.grad is not self.grad:
             return False
-        return not self.grad.is_sparse or self.grad._values().data_ptr() == self.values.data_ptr() or not len(self.rows)
+        held = self.grad._values() if self.grad.is_sparse and len(self.rows) else self.values
+        if held.data_ptr() == self.values.data_ptr():
+            return True
+        behind = max(0, int(self.rows[-1] + 1) * self.values.shape[1] - parameter.numel())
+        own = self.values.view(-1)[: self.values.numel() - behind]
+        if held.shape != own.shape or (self.grad.is_coalesced() and not parameter.is_contiguous()):
+            return False  # other places, or in another order
+        own.copy_(held)
+        return True
 
     @classmethod
     def of(cls, parameter: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> "BlockGradient":

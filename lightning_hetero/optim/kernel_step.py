@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["FINE", "NEWEST", "SHIFT", "UNDER", "KernelStep", "waits"]
+__all__ = ["FINE", "LONGEST", "NEWEST", "SHIFT", "UNDER", "KernelStep", "waits"]
 
-SHIFT, FINE, NEWEST = 16, 8, 2
-"""What is noted of a block in one number: the step up to which it is settled in the lowest 16 bits, and above them its
-mean wait, 1 plus 256 times the steps between two touches, 0 if that is not known. The newest one counts for a
-quarter."""
+SHIFT, FINE, NEWEST = 32, 8, 2
+"""What is noted of a block in one number: in the lowest 32 bits 1 plus the step in which it was touched last, 0 if it
+was not, and above them its mean wait, 1 plus 256 times the steps between two touches, 0 if that is not known. The
+newest one counts for a quarter."""
+
+LONGEST = 512
+"""Steps that a block may owe; then all blocks are settled, in one dense pass."""
 
 UNDER = (1 << SHIFT) - 1
 """Mask of the step."""
@@ -22,16 +25,16 @@ def waits(noted: torch.Tensor, step: int) -> torch.Tensor:
 
     Args:
         noted: of each block, as :data:`SHIFT` says.
-        step: number of this step since all blocks were settled.
+        step: number of this step.
 
     Example:
         >>> waits(torch.tensor([0, 3, 3 + (257 << SHIFT)]), step=8).tolist()  # waited for 5 steps; for 1 before
         [0, 1281, 513]
     """
-    settled, wait = noted & UNDER, noted >> SHIFT
-    newest = settled.sub(step).neg_().bitwise_left_shift_(FINE).add_(1)
+    touched, wait = noted & UNDER, noted >> SHIFT
+    newest = touched.sub(step).neg_().bitwise_left_shift_(FINE).add_(1)
     known = (newest - wait).bitwise_right_shift_(NEWEST).add_(wait)
-    return torch.where(wait > 0, known, newest).masked_fill_(settled == 0, 0)
+    return torch.where(wait > 0, known, newest).masked_fill_(touched == 0, 0)
 
 
 @dataclass(frozen=True)
@@ -41,14 +44,16 @@ class KernelStep(ABC):
     Args:
         block: elements of a block.
         touched: which blocks, as the kernel wants it: their numbers, or a mark for each block.
-        settled: step up to which each block is settled, and its wait above, as :data:`SHIFT` says.
-        table: coefficients of owed steps, ``None`` if nothing is owed.
-        step: number of this step since the table began.
+        noted: when each block was touched last, and its wait, as :data:`SHIFT` says.
+        paid: step up to which all blocks are settled.
+        table: coefficients of owed steps, :data:`LONGEST` + 1 rows of them; ``None`` if nothing is owed.
+        step: number of this step.
     """
 
     block: int
     touched: Any
-    settled: Any
+    noted: Any
+    paid: Any
     table: Any
     step: int
 
@@ -75,7 +80,7 @@ class KernelStep(ABC):
             small: added to the root of ``v`` in what is owed.
         """
         lr, (beta1, beta2) = group["lr"], group["betas"]
-        size, root = -lr * ahead / (1 - beta1**number), (1 - beta2**number) ** 0.5
+        size, root = -lr * ahead / (1 - beta1**number), (1 - beta2**number) ** -0.5
         rates = (1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, root, size, group["eps"], small)
         self._adamw(tensors, rates, ahead=ahead > 1)
 
@@ -87,7 +92,7 @@ class KernelStep(ABC):
     def _adamw(self, tensors: list[Any], rates: tuple[float, ...], *, ahead: bool) -> None:
         """By its numbers.
 
-        In this order: ``1 - lr w``; ``1 - beta_1``; ``beta_2``; ``1 - beta_2``; ``sqrt(1 - beta_2^t)``; ``-lr / (1 -
-        beta_1^t)``, times the geometric sum of what is paid ahead; ``eps``; what is added to the root of ``v`` in what
-        is owed.
+        In this order: ``1 - lr w``; ``1 - beta_1``; ``beta_2``; ``1 - beta_2``; ``1 / sqrt(1 - beta_2^t)``; ``-lr / (1
+        - beta_1^t)``, times the geometric sum of what is paid ahead; ``eps``; what is added to the root of ``v`` in
+        what is owed.
         """

@@ -1,8 +1,9 @@
 """Triton kernels of the sparse optimizers: a step of SGD or AdamW on the touched blocks of one parameter.
 
 Each program looks at the marks of some blocks, 1 byte each, and moves what is marked: it pays what the block owes, then
-applies the gradient, as :mod:`lightning_hetero.optim.sparse` defines it, in one pass with float32 arithmetic. The host
-need not know which blocks, or how many. Import this module only where Triton is.
+applies the gradient, as :mod:`lightning_hetero.optim.sparse` defines it, in one pass with float32 arithmetic, which is
+that of Numba's loops and of torch's operations, bit by bit. The host need not know which blocks, or how many. Import
+this module only where Triton is.
 """
 
 import triton
@@ -14,6 +15,7 @@ __all__ = ["sparse_adamw", "sparse_sgd"]
 
 SHIFT, FINE = tl.constexpr(kernel_step.SHIFT), tl.constexpr(kernel_step.FINE)
 NEWEST, UNDER = tl.constexpr(kernel_step.NEWEST), tl.constexpr(kernel_step.UNDER)
+LONGEST = tl.constexpr(kernel_step.LONGEST)
 
 
 @triton.jit
@@ -32,9 +34,9 @@ def _coefficients(table_ptr, owed, live, column):
     return tl.load(table_ptr + owed * 4 + column, mask=live, other=0.0)[:, None]
 
 
-@triton.jit(do_not_specialize=["step"])
+@triton.jit(do_not_specialize=["step", "paid"])
 def sparse_sgd(
-    p_ptr, g_ptr, m_ptr, touched_ptr, settled_ptr, table_ptr, step, lr, decay, momentum, rest, numel, num_blocks,
+    p_ptr, g_ptr, m_ptr, touched_ptr, noted_ptr, table_ptr, paid, step, lr, decay, momentum, rest, numel, num_blocks,
     BLOCK: tl.constexpr, TILE: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, AHEAD: tl.constexpr,
     OWES: tl.constexpr,
 ):  # fmt: skip
@@ -45,10 +47,11 @@ def sparse_sgd(
         g_ptr: its gradient, of any of these types.
         m_ptr: its momentum buffer, of any of these types (``MOMENTUM``).
         touched_ptr: a byte per block, not 0 where the gradient touches it.
-        settled_ptr: step up to which each block is settled, and how long it waits, as
+        noted_ptr: when each block was touched last, and how long it waits, as
             :data:`~lightning_hetero.optim.kernel_step.SHIFT` says (``OWES``).
         table_ptr: float32 coefficients of what 0, 1, ... owed steps do, four each (``OWES``).
-        step: number of this step since the table began.
+        paid: step up to which all blocks are settled.
+        step: number of this step.
         lr: learning rate.
         decay: weight decay.
         momentum: momentum.
@@ -73,21 +76,22 @@ def sparse_sgd(
         if MOMENTUM:
             m = tl.load(m_ptr + at, mask=inside, other=0.0).to(tl.float32)
         if OWES:
-            noted = tl.load(settled_ptr + row, mask=live, other=0)
-            owed = step - (noted & UNDER)
+            noted = tl.load(noted_ptr + row, mask=live, other=0)
+            touched = noted & UNDER
+            owed = step - tl.maximum(touched, paid)
             before, second = p, _coefficients(table_ptr, owed, live, 1)
             p = before * _coefficients(table_ptr, owed, live, 0)
-            if not AHEAD:
-                p += m * second
-            m = m * _coefficients(table_ptr, owed, live, 3) + before * _coefficients(table_ptr, owed, live, 2)
             wait = tl.zeros_like(noted)
             if AHEAD:
-                mean, newest = noted >> SHIFT, (owed << FINE) + 1
+                mean, newest = noted >> SHIFT, ((step - touched) << FINE) + 1
                 wait = tl.where(mean > 0, mean + ((newest - mean) >> NEWEST), newest)
-                wait = tl.where(owed == step, 0, wait)
-                expected = tl.where(wait > 0, (wait - 1) >> FINE, 0)
+                wait = tl.where(touched == 0, 0, wait)
+                expected = tl.minimum(tl.where(wait > 0, (wait - 1) >> FINE, 0), LONGEST)
                 second = tl.where((wait > 0)[:, None], _coefficients(table_ptr, expected, live, 1), 0.0)
-            tl.store(settled_ptr + row, step + 1 + (wait << SHIFT), mask=live)
+            else:
+                p += m * second
+                m = m * _coefficients(table_ptr, owed, live, 3) + before * _coefficients(table_ptr, owed, live, 2)
+            tl.store(noted_ptr + row, (wait << SHIFT) + (step + 1), mask=live)
         g += decay * p
         if MOMENTUM:
             m = m * momentum + g
@@ -104,9 +108,9 @@ def sparse_sgd(
             tl.store(m_ptr + at, _stored(m, m_ptr), mask=inside)
 
 
-@triton.jit(do_not_specialize=["step"])
+@triton.jit(do_not_specialize=["step", "paid"])
 def sparse_adamw(
-    p_ptr, g_ptr, m_ptr, v_ptr, touched_ptr, settled_ptr, table_ptr, step, shrink, one_minus_beta1, beta2,
+    p_ptr, g_ptr, m_ptr, v_ptr, touched_ptr, noted_ptr, table_ptr, paid, step, shrink, one_minus_beta1, beta2,
     one_minus_beta2, root, size, eps, small, numel, num_blocks,
     BLOCK: tl.constexpr, TILE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -118,14 +122,15 @@ def sparse_adamw(
         m_ptr: its first moment, of any of these types.
         v_ptr: its second moment, of any of these types.
         touched_ptr: a byte per block, not 0 where the gradient touches it.
-        settled_ptr: step up to which each block is settled.
+        noted_ptr: 1 plus the step in which each block was touched last.
         table_ptr: float32 coefficients of what 0, 1, ... owed steps do, four each.
-        step: number of this step since the table began.
+        paid: step up to which all blocks are settled.
+        step: number of this step.
         shrink: ``1 - lr w``.
         one_minus_beta1: ``1 - beta_1``.
         beta2: decay of the second moment.
         one_minus_beta2: ``1 - beta_2``.
-        root: ``sqrt(1 - beta_2^t)``.
+        root: ``1 / sqrt(1 - beta_2^t)``.
         size: ``-lr / (1 - beta_1^t)``, times the geometric sum of what is paid ahead.
         eps: of AdamW.
         small: added to the root of ``v`` in what is owed.
@@ -144,16 +149,16 @@ def sparse_adamw(
         g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)
         m = tl.load(m_ptr + at, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(v_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        owed = step - tl.load(settled_ptr + row, mask=live, other=0)
-        pull = _coefficients(table_ptr, owed, live, 1) * tl.div_rn(m, tl.sqrt_rn(v) + small)
+        owed = step - tl.maximum(tl.load(noted_ptr + row, mask=live, other=0), paid)
+        pull = tl.div_rn(m * _coefficients(table_ptr, owed, live, 1), tl.sqrt_rn(v) + small)
         p = p * _coefficients(table_ptr, owed, live, 0) - pull
         m = m * _coefficients(table_ptr, owed, live, 2)
         v = v * _coefficients(table_ptr, owed, live, 3)
-        tl.store(settled_ptr + row, step + 1, mask=live)
+        tl.store(noted_ptr + row, step + 1, mask=live)
         p = p * shrink
         m += (g - m) * one_minus_beta1
         v = v * beta2 + g * g * one_minus_beta2
-        p += size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
+        p += tl.div_rn(m * size, tl.sqrt_rn(v) * root + eps)
         if AHEAD:
             m = tl.zeros_like(m)
         tl.store(p_ptr + at, _stored(p, p_ptr), mask=inside)

@@ -1,9 +1,9 @@
 """Loops of the sparse optimizers on CPU in Numba: a step of SGD or AdamW on the touched blocks of some parameters.
 
 Each block is read once and written once: it pays what it owes, then takes its gradient, as
-:mod:`lightning_hetero.optim.sparse` defines it and with the roundings of torch's own operations. SGD is the same bit by
-bit; of AdamW the roots are rounded correctly, where torch may be off by one in the last place. Blocks lie far apart in
-memory, so those that are next are fetched ahead. Import this module only where Numba is.
+:mod:`lightning_hetero.optim.sparse` defines it, every operation rounded by itself, so that each rank gets the same bits
+whatever its steps are made with. Blocks lie far apart in memory, so those that are next are fetched ahead. Import this
+module only where Numba is.
 """
 
 from typing import Any
@@ -16,7 +16,6 @@ from lightning_hetero.compression.numba_vectors import (
     add,
     div,
     floats,
-    fma,
     integers,
     load,
     mul,
@@ -33,7 +32,7 @@ __all__ = ["sparse_adamw", "sparse_sgd"]
 SOON = 16
 """Blocks that are fetched ahead."""
 
-ZERO, HALF, ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
+ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
 
 @njit(nogil=True, cache=True)
@@ -41,18 +40,19 @@ def _found(place: Any, block: int) -> Any:
     """What a row of places says: numbers of touched blocks, steps, and the parameter, its gradient and two buffers.
 
     Args:
-        place: elements of the parameter; touched blocks; blocks whose step is noted; buffers; and the addresses of the
-            numbers of touched blocks, of what is noted of each block of the parameter (``SHIFT``), of the
-            parameter, of the gradient's touched blocks, the last one filled up to a whole block, and of both buffers.
+        place: elements of the parameter; touched blocks; blocks whose step is noted; buffers; the step up to which all
+            blocks are settled; and the addresses of the numbers of touched blocks, of what is noted of each block of
+            the parameter (``SHIFT``), of the parameter, of the gradient's touched blocks, the last one filled up to a
+            whole block, and of both buffers.
         block: elements of a block.
 
     Returns:
-        Flat arrays; those of buffers that are not there are empty.
+        Flat arrays, those of buffers that are not there empty, and that step.
     """
-    numel, touched, noted, buffers, rows, settled, p, g, first, second = place
+    numel, touched, noted, buffers, paid, rows, notes, p, g, first, second = place
     return (
-        integers(rows, touched), integers(settled, noted), floats(p, numel), floats(g, touched * block),
-        floats(first, numel if buffers > 0 else 0), floats(second, numel if buffers > 1 else 0),
+        integers(rows, touched), integers(notes, noted), floats(p, numel), floats(g, touched * block),
+        floats(first, numel if buffers > 0 else 0), floats(second, numel if buffers > 1 else 0), paid,
     )  # fmt: skip
 
 
@@ -64,9 +64,9 @@ def _sgd(
     before = p
     p = add(mul(p, owed[0]), mul(b, owed[1]))
     b = add(mul(b, owed[3]), mul(before, owed[2]))
-    g = fma(decay, p, g)
+    g = add(g, mul(p, decay))
     b = add(mul(b, momentum), g)
-    p = fma(-lr, fma(momentum, b, g) if nesterov else b, p)
+    p = sub(p, mul(add(g, mul(b, momentum)) if nesterov else b, lr))
     return sub(p, mul(b, soon)), mul(b, kept)
 
 
@@ -75,11 +75,12 @@ def _keeps(noted: Any, owed: Any, step: Any, table: Any, ahead: bool) -> Any:
     """A touched block's mean wait, 1 plus 256 times that, the share of momentum it keeps, and what it owes of it."""
     if not ahead:
         return 0, ONE, table[owed, 1]
-    if owed == step:  # for the first time
+    touched = noted & UNDER
+    if touched == 0:  # for the first time
         return 0, ZERO, ZERO
-    wait, newest = noted >> SHIFT, (owed << FINE) + 1
+    wait, newest = noted >> SHIFT, ((step - touched) << FINE) + 1
     wait = wait + ((newest - wait) >> NEWEST) if wait > 0 else newest
-    return wait, table[(wait - 1) >> FINE, 1], ZERO
+    return wait, table[min((wait - 1) >> FINE, len(table) - 1), 1], ZERO
 
 
 @njit(forceinline=True)
@@ -102,7 +103,7 @@ def sparse_sgd(
     Args:
         places: a row for each parameter, see :func:`_found`; its buffer is the momentum.
         table: coefficients of what 0, 1, ... owed steps do, four each; empty if nothing is owed.
-        step: number of this step since the table began.
+        step: number of this step.
         block: elements of a block.
         lr: learning rate.
         decay: weight decay.
@@ -114,13 +115,13 @@ def sparse_sgd(
     owed, nothing = (ONE, ZERO, ZERO, ONE), spread(ZERO)
     soon, kept = ZERO, ONE
     for place in places:
-        rows, noted, p, g, b, _ = _found(place, block)
+        rows, noted, p, g, b, _, paid = _found(place, block)
         for n in range(len(rows)):
             begin, end = rows[n] * block, min((rows[n] + 1) * block, len(p))
             if n + SOON < len(rows):
                 _fetch(rows[n + SOON], block, p, b, noted)
             if len(table):
-                row = step - (noted[rows[n]] & UNDER)
+                row = step - max(noted[rows[n]] & UNDER, paid)
                 wait, kept, second = _keeps(noted[rows[n]], row, step, table, ahead)
                 owed, soon = (table[row, 0], second, table[row, 2], table[row, 3]), (ONE - kept) * rest
                 noted[rows[n]] = step + 1 + (wait << SHIFT)
@@ -148,10 +149,9 @@ def _adamw(p: Any, m: Any, v: Any, g: Any, owed: Any, rates: Any) -> Any:
     pull = div(mul(m, owed[1]), add(sqrt(v), small))
     p = mul(sub(mul(p, owed[0]), pull), shrink)
     m = mul(m, owed[2])
-    away = sub(g, m)
-    m = fma(weight, away, m) if weight < HALF else fma(weight - ONE, away, g)
-    v = fma(mul(g, square), g, mul(mul(v, owed[3]), beta2))
-    return add(p, div(mul(m, size), add(div(sqrt(v), root), eps))), m, v
+    m = add(m, mul(sub(g, m), weight))
+    v = add(mul(mul(v, owed[3]), beta2), mul(mul(g, g), square))
+    return add(p, div(mul(m, size), add(mul(sqrt(v), root), eps))), m, v
 
 
 @njit(nogil=True, cache=True)
@@ -161,25 +161,25 @@ def sparse_adamw(places: Any, table: Any, step: int, block: int, rates: Any, ahe
     Args:
         places: a row for each parameter, see :func:`_found`; its buffers are the first and the second moment.
         table: coefficients of what 0, 1, ... owed steps do, four each.
-        step: number of this step since the table began.
+        step: number of this step.
         block: elements of a block.
-        rates: ``1 - lr w``; ``1 - beta_1``; ``beta_2``; ``1 - beta_2``; ``sqrt(1 - beta_2^t)``; ``-lr / (1 -
-            beta_1^t)``, times the geometric sum of what is paid ahead; ``eps``; what is added to the root of ``v`` in
-            what is owed.
+        rates: ``1 - lr w``; ``1 - beta_1``; ``beta_2``; ``1 - beta_2``; ``1 / sqrt(1 - beta_2^t)``; ``-lr /
+            (1 - beta_1^t)``, times the geometric sum of what is paid ahead; ``eps``; what is added to the root of ``v``
+            in what is owed.
         ahead: whether the first moment is paid ahead.
     """
     nothing = spread(ZERO)
     for place in places:
-        rows, settled, p, g, m, v = _found(place, block)
+        rows, noted, p, g, m, v, paid = _found(place, block)
         for n in range(len(rows)):
             begin, end = rows[n] * block, min((rows[n] + 1) * block, len(p))
             if n + SOON < len(rows):
                 prefetch(p, rows[n + SOON] * block)
                 prefetch(m, rows[n + SOON] * block)
                 prefetch(v, rows[n + SOON] * block)
-            row = step - settled[rows[n]]
+            row = step - max(noted[rows[n]], paid)
             owed = (table[row, 0], table[row, 1], table[row, 2], table[row, 3])
-            settled[rows[n]] = step + 1
+            noted[rows[n]] = step + 1
             i, j = begin, n * block
             while i + WIDTH <= end:
                 new, first, second = _adamw(load(p, i), load(m, i), load(v, i), load(g, j), owed, rates)

@@ -24,10 +24,10 @@ class Numbered(KernelStep):
     def _where(self, tensors: list[list[torch.Tensor]]) -> tuple[np.ndarray, np.ndarray, int, int]:
         """Where the loops find everything; tensors are alive until they are done."""
         places = [
-            (own[0].numel(), len(rows), len(settled), len(own) - 2, rows.data_ptr(), settled.data_ptr())
+            (own[0].numel(), len(rows), len(noted), len(own) - 2, paid, rows.data_ptr(), noted.data_ptr())
             + tuple([t.data_ptr() for t in own])
             + (0,) * (4 - len(own))
-            for own, rows, settled in zip(tensors, self.touched, self.settled, strict=True)
+            for own, rows, noted, paid in zip(tensors, self.touched, self.noted, self.paid, strict=True)
         ]
         return np.array(places), NO_TABLE if self.table is None else self.table, self.step, self.block
 
@@ -36,6 +36,6 @@ def warm() -> None:
     """Compile the loops, so that no step has to; they are kept on disk."""
     p, rows, table = torch.zeros(16), torch.zeros(1, dtype=torch.int64), np.zeros((1, 4), np.float32)
     group = {"lr": 0.0, "betas": (0.9, 0.999), "weight_decay": 0.0, "momentum": 0.0, "nesterov": False, "eps": 1.0}
-    marked = Numbered(16, [rows], [rows.clone()], table, 0)
+    marked = Numbered(16, [rows], [rows.clone()], [0], table, 0)
     marked.sgd([[p, p]], group, rest=None)
     marked.adamw([[p] * 4], group, number=1, ahead=1.0, small=1.0)

@@ -1,8 +1,11 @@
 """Steps of an optimizer on the touched blocks only, hung on torch's own hooks; what they do is the optimizer's rule.
 
-The rules, and what untouched blocks are owed, are in :mod:`lightning_hetero.optim.sparse`.
+The rules, and what untouched blocks are owed, are in :mod:`lightning_hetero.optim.sparse`. What is decided here is the
+same on all ranks, whatever their devices and libraries: it depends on the gradients that all ranks were given, never on
+how a rank got them.
 """
 
+import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -15,25 +18,28 @@ from lightning_hetero.compression.encoder import needing_numba
 from lightning_hetero.compression.gradients import BlockGradient, BlockMarks
 from lightning_hetero.compression.layout import put_rows, take_rows
 from lightning_hetero.core.validation import check_choice
-from lightning_hetero.optim.kernel_step import FINE, SHIFT, UNDER, waits
+from lightning_hetero.optim.block_notes import BlockNotes, Cohort, recalled, waits_in
+from lightning_hetero.optim.block_views import flat, is_plain, parts, wide
+from lightning_hetero.optim.debts import Debts, Kind
+from lightning_hetero.optim.kernel_step import FINE, LONGEST, SHIFT, UNDER, waits
 
 __all__ = ["SparseSteps"]
+
+log = logging.getLogger("lightning_hetero")
 
 Gradients = Mapping[torch.Tensor, BlockGradient | BlockMarks]
 """Gradient of each parameter in a step that is not dense."""
 
-LONGEST = 512
-"""Steps that a block may owe; then all blocks are settled, in one dense pass."""
-
-MOST_AHEAD = 0.3
-"""Share of touched blocks to which momentum is paid ahead. That is other mathematics than a dense step, and better for
-gradients that come with error feedback (``benchmarks/convergence.py``), so speed is not what decides."""
-
-WAITS, DEBTS = 1, 2
-"""What is known of the blocks of a group: how long each waits, or what each owes as well."""
+TWICE = 2
+"""Momentum is paid ahead for so many times the mean wait of a block, because many a wait is longer than the mean, and
+what a block has kept for a long one comes too late."""
 
 AT_ONCE = 4096
 """Blocks that torch works on at a time, so that they stay in the cache from one operation to the next."""
+
+SETTLED_AT_ONCE = 65536
+"""The same where all blocks are settled, on any device."""
+
 
 _NO_BLOCK = torch.zeros(0, dtype=torch.int64)
 
@@ -42,7 +48,9 @@ class SparseSteps(ABC):
     """Sparse steps of one optimizer of torch's: which blocks are touched, who owes what, and when to be dense.
 
     Without a source of gradients (:meth:`follow`), and in steps whose gradient is dense, the optimizer does what it
-    always does.
+    always does. So it does with each parameter that it has no sparse form for: one that has no state yet, or whose
+    gradient does not come from the source. A parameter without a gradient is left as it is, as torch leaves it: what
+    it was owed by then is paid, and it owes nothing for the time that it sits out.
 
     Args:
         optimizer: of a class that has a rule; it keeps its identity, its state and its ``state_dict``.
@@ -60,28 +68,27 @@ class SparseSteps(ABC):
         True
     """
 
-    break_even: tuple[float, float]
-    """Share of touched blocks from which a dense step is as fast on CPU, by torch's operations and by Numba's loops."""
+    most = 0.3
+    """Greatest density of gradients whose steps are sparse. Momentum that is paid ahead is other mathematics than a
+    dense step, and better for gradients that come with error feedback (``benchmarks/convergence.py``), so speed is not
+    what decides."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, pay: str = "ahead") -> None:
         self.pay = check_choice("pay", pay, ("ahead", "later"))
         self._optimizer = weakref.ref(optimizer)
         self._source: Callable[[], Gradients | None] | None = None
         self._loops: Any = None
-        self._owing: list[int] = []
+        self._triton: Any = None
+        self._said: set[str] = set()
         self.block = 16
         self.forget()
         self._aside: dict[torch.Tensor, torch.Tensor | None] = {}
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
         self.loaded: dict[str, Any] = {}
-        optimizer.register_state_dict_pre_hook(lambda _: self.pay_debts())
+        """Notes of an earlier run, which the next step goes on with."""
+        optimizer.register_state_dict_pre_hook(lambda _: self.settle())
         optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
-
-    @property
-    def most(self) -> float:
-        """Share of touched blocks to which steps are sparse on CPU."""
-        return MOST_AHEAD if self.pay == "ahead" else self.break_even[self._loops is not None]
 
     @property
     def optimizer(self) -> Any:
@@ -90,7 +97,7 @@ class SparseSteps(ABC):
 
     @property
     def state(self) -> Any:
-        """The optimizer's state."""
+        """Its state."""
         return self.optimizer.state
 
     def follow(self, source: Callable[[], Gradients | None] | None, block: int) -> None:
@@ -101,16 +108,18 @@ class SparseSteps(ABC):
             block: elements of a block.
         """
         self.settle()
-        self._source, self.block = source, block
-        numel = sum(p.numel() for group in self.optimizer.param_groups for p in trained_in(group) if _is_plain(p))
+        self.forget()
+        self._source, self.block, self._triton = source, block, None
+        numel = sum(p.numel() for p in self._parameters() if p.requires_grad and is_plain(p))
         self._loops = None if source is None else needing_numba("lightning_hetero.optim.numba_step", numel)
         if self._loops is not None:
             self._loops.warm()
 
     def forget(self) -> None:
-        """All blocks are settled: state was loaded."""
-        self._noted: dict[torch.Tensor, torch.Tensor] = {}
-        self._tables: dict[int, np.ndarray] = {}
+        """Nothing is owed, and nothing is known of waits: state was loaded, or a step was dense."""
+        self._notes: dict[torch.Tensor, BlockNotes] = {}
+        self._debts: dict[Cohort, Debts] = {}
+        self._recalled: dict[torch.Tensor, torch.Tensor] = {}
         self._steps = 0
 
     # around the optimizer's own step
@@ -135,184 +144,210 @@ class SparseSteps(ABC):
         self._aside = {}
 
     def _step(self) -> None:
-        """Touched blocks only if few are, and then nothing is left for the optimizer; otherwise everything is."""
-        parameters = [p for group in self.optimizer.param_groups for p in trained_in(group)]
+        """Step with the parameters that have blocks; of the others, and in a dense step of all, torch does the rest."""
         given = None if self._source is None else self._source()
-        if given is None or not self._worth(parameters, given):
-            self.settle()
+        cohorts = {} if given is None else self._cohorts(given)
+        taken = {p: cohort for cohort, members in cohorts.items() for p in members}
+        for p in [p for p, notes in self._notes.items() if notes.cohort != taken.get(p)]:
+            self._settle(p)
+            del self._notes[p]
+        for p in self._parameters():
+            if p.grad is not None and p.grad.is_sparse and p not in taken:
+                p.grad = p.grad.to_dense()
+        if given is None:
+            self.forget()
             self.loaded = {}
-            for p in parameters:
-                p.grad = p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
             return
-        owing = [self._owes(group) * (WAITS + self._indebted(group)) for group in self.optimizer.param_groups]
-        if self.loaded.get("block") == self.block and DEBTS not in owing:
-            self._go_on(self.loaded, owing)
-        self.loaded = {}
-        if owing != self._owing:  # a decay was switched on or off, say: what was owed by then is paid as it was owed
+        for number, (cohort, members) in enumerate(cohorts.items()):
+            self._step_cohort(number, cohort, members, given)
+        self._steps, self._recalled = self._steps + 1, {}
+        self._debts = {cohort: debts for cohort, debts in self._debts.items() if cohort in cohorts}
+        if any(debts.steps >= LONGEST for debts in self._debts.values()):
             self.settle()
-            self._owing = owing
-        for number, group in enumerate(self.optimizer.param_groups):
-            self._step_group(number, group, given)
-        self._steps += 1
-        if self._steps >= LONGEST:
-            self.settle()
-        for p in parameters:
+        for p in taken:
             self._aside[p], p.grad = p.grad, None
 
-    def _worth(self, parameters: list[torch.Tensor], given: Gradients) -> bool:
-        """Whether a sparse step is right: few blocks are touched, and nothing is in use that it has no form for."""
-        if any(p not in given or not given[p].stands(p) for p in parameters) or not self._ready():
-            return False
-        rows, touched = sum(-(-p.numel() // self.block) for p in parameters), 0
-        for p in parameters:
-            gradient = given[p]
-            if isinstance(gradient, BlockMarks):  # the kernels read a byte per block: never slower than a dense step
-                return True
-            touched += len(gradient.rows)
-        return touched <= self.most * rows
+    def _cohorts(self, given: Gradients) -> dict[Cohort, list[torch.Tensor]]:
+        """The parameters that have blocks in this step, by how they owe."""
+        self._recall()
+        cohorts: dict[Cohort, list[torch.Tensor]] = {}
+        for number, group in enumerate(self.optimizer.param_groups):
+            unknown, kind = self.unknown(group), self._kind(group)
+            if unknown is not None:
+                self._say(unknown)
+                continue
+            for p in group["params"]:
+                gradient = None if p.grad is None else given.get(p)
+                if gradient is not None and gradient.stands(p) and self._has_state(group, p):
+                    cohorts.setdefault((number, kind, self._lead(p)), []).append(p)
+        return cohorts
 
-    def _step_group(self, number: int, group: dict[str, Any], given: Gradients) -> None:
-        owes, trained = self._owing[number], trained_in(group)
-        table = self._tables.setdefault(number, self._start(group)) if owes else None
-        small = None if table is None else table.astype(np.float32)
-        numbered: list[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]] = []
-        for p in trained:
-            gradient, buffers = given[p], self._buffers(p)
+    def _say(self, unknown: str) -> None:
+        if unknown not in self._said:
+            self._said.add(unknown)
+            log.warning("sparse steps have no form for %s: parameters of that group take dense ones", unknown)
+
+    def _step_cohort(self, number: int, cohort: Cohort, members: list[torch.Tensor], given: Gradients) -> None:
+        group, kind = self.optimizer.param_groups[cohort[0]], cohort[1]
+        if kind is not None and cohort not in self._debts:
+            self._debts[cohort] = Debts(kind)
+        debts = self._debts.get(cohort)
+        if debts is not None and debts.kind == "waits":
+            debts.keep(group["momentum"] ** TWICE)
+        small = None if debts is None else debts.rows.astype(np.float32)
+        numbered: list[tuple[torch.Tensor, torch.Tensor, int, list[torch.Tensor]]] = []
+        tables: dict[torch.device, Any] = {}
+        step = self._steps_of(members[0]) + 1
+        for p in members:
+            gradient, buffers, notes = given[p], self._buffers(p, kind), self._notes_of(p, cohort)
+            touched = _NO_BLOCK if notes.touched is None else notes.touched
             if isinstance(gradient, BlockMarks):
-                marked = self._kernels().marked(gradient.marks, self._noted_of(p), table, self._steps)
-                tensors = [_flat(t.detach()) for t in (p, gradient.grad, *buffers)]
-                self._in_kernel(marked, tensors, group, self._steps_of(p) + 1)
-            elif self._loops is not None and all(map(_is_plain, (p, gradient.values, *buffers))):
-                settled = self._noted_of(p) if owes else _NO_BLOCK
-                numbered.append((gradient.rows, settled, [p, gradient.values, *buffers]))
+                if small is not None and p.device not in tables:
+                    tables[p.device] = self._kernels().table(number, small, p.device)
+                place = (gradient.marks, notes.touched, notes.paid, tables.get(p.device), self._steps)
+                tensors = [flat(t.detach()) for t in (p, gradient.grad, *buffers)]
+                self._in_kernel(self._kernels().marked(*place), tensors, group, step, debts)
+            elif self._loops is not None and all(map(is_plain, (p, gradient.values, *buffers))):
+                numbered.append((gradient.rows, touched, notes.paid, [p, gradient.values, *buffers]))
             else:
-                self._step_blocks(p, gradient, table, group)
+                self._step_blocks(p, gradient, debts, group, step)
         if numbered:
-            rows, settled_of_all, tensors_of_all = (list(part) for part in zip(*numbered, strict=True))
-            marked = self._loops.Numbered(self.block, rows, settled_of_all, small, self._steps)
-            self._in_kernel(marked, tensors_of_all, group, self._steps_of(trained[0]) + 1)
-        for p in trained:
+            rows, touched_of_all, paid, tensors_of_all = (list(part) for part in zip(*numbered, strict=True))
+            marked = self._loops.Numbered(self.block, rows, touched_of_all, paid, small, self._steps)
+            self._in_kernel(marked, tensors_of_all, group, step, debts)
+        for p in members:
             self._count(p)
-        if table is not None and trained:
-            self._tables[number] = self._extended(table, group, self._steps_of(trained[0]))
+        if debts is not None:
+            self._add(debts, group, step)
 
     def _step_blocks(
-        self, p: torch.Tensor, gradient: BlockGradient, table: np.ndarray | None, group: dict[str, Any]
+        self, p: torch.Tensor, gradient: BlockGradient, debts: Debts | None, group: dict[str, Any], step: int
     ) -> None:
-        """Some touched blocks at a time, by torch's operations."""
-        noted = None if table is None else self._noted_of(p).index_select(0, gradient.rows)
-        owed = self._steps - (noted & UNDER) if noted is not None and self._indebted(group) else None
-        wait = waits(noted, self._steps) if noted is not None and self._by_waits(group) else None
+        """Some touched blocks at a time, by torch's operations, in float32 or float64."""
+        notes, dtype = self._notes[p], wide(p)
+        noted = None if notes.touched is None else notes.touched.index_select(0, gradient.rows)
+        owed = None if noted is None or debts is None or not debts.indebted else self._owed(noted, notes.paid)
+        wait = waits(noted, self._steps) if noted is not None and debts is not None and debts.kind == "waits" else None
         kept = None
-        if table is not None and wait is not None:
-            share = torch.from_numpy(table[:, 1]).to(p.device, p.dtype if p.dtype == torch.float64 else torch.float32)
-            kept = (share.index_select(0, wait.sub(1).clamp_(min=0) >> FINE) * (wait > 0)).unsqueeze(1)
-        for view, rows, chosen in _parts(p, gradient.rows, self.block):
-            flat, values = [view(t) for t in (p, *self._buffers(p))], gradient.values[chosen, : view(p).shape[1]]
+        if wait is not None and debts is not None:
+            share = torch.from_numpy(debts.rows[:, 1]).to(p.device, dtype)
+            expected = (wait.sub(1).clamp_(min=0) >> FINE).clamp_(max=len(share) - 1)
+            kept = (share.index_select(0, expected) * (wait > 0)).unsqueeze(1)
+        for view, rows, chosen in parts(p, gradient.rows, self.block):
+            whole = [view(t) for t in (p, *self._buffers(p, notes.cohort[1]))]
+            values = gradient.values[chosen, : view(p).shape[1]]
             owed_here, kept_here = (None if t is None else t[chosen] for t in (owed, kept))
             for begin in range(0, len(rows), AT_ONCE):
                 some = slice(begin, begin + AT_ONCE)
-                parts = [take_rows(t, rows[some]) for t in flat]
-                if table is not None and owed_here is not None:
-                    self._pay(parts, self._row(table, owed_here[some], p), group, self._steps_of(p))
+                own = [take_rows(t, rows[some]).to(dtype) for t in whole]
+                if debts is not None and owed_here is not None:
+                    self._pay(own, debts.of(owed_here[some], dtype), debts)
                 keeps = None if kept_here is None else kept_here[some]
-                self._apply(group, parts, values[some], self._steps_of(p) + 1, keeps)
-                for whole, part in zip(flat, parts, strict=True):
-                    put_rows(whole, rows[some], part)
-        if noted is not None:
+                self._apply(group, own, values[some].to(dtype), step, keeps)
+                for t, part in zip(whole, own, strict=True):
+                    put_rows(t, rows[some], part.to(t.dtype))
+        if notes.touched is not None and noted is not None:
             now = torch.full_like(noted, self._steps + 1) if wait is None else (wait << SHIFT).add_(self._steps + 1)
-            self._noted_of(p).index_copy_(0, gradient.rows, now)
+            notes.touched.index_copy_(0, gradient.rows, now)
 
-    def _noted_of(self, p: torch.Tensor) -> torch.Tensor:
-        """Up to which step each block of a parameter is settled, and how long it waits (:data:`SHIFT`)."""
-        if p not in self._noted:
-            self._noted[p] = torch.zeros(-(-p.numel() // self.block), dtype=torch.int64, device=p.device)
-        return self._noted[p]
+    def _owed(self, noted: torch.Tensor, paid: int) -> torch.Tensor:
+        return self._steps - (noted & UNDER).clamp_(min=paid)
 
     def _kernels(self) -> Any:
         """Triton's kernels, made for the first marks."""
-        if not hasattr(self, "_triton"):
+        if self._triton is None:
             from lightning_hetero.optim.triton_step import TritonSteps
 
-            self._triton = TritonSteps(self.block, LONGEST)
+            self._triton = TritonSteps(self.block)
         return self._triton
 
-    def pay_debts(self) -> None:
-        """Settle all blocks if one may owe anything; without debts, waits are kept."""
-        if DEBTS in self._owing:
-            self.settle()
+    # what is known of blocks
 
-    def notes(self) -> dict[str, Any]:
-        """What is noted of all blocks, for a checkpoint; the next step goes on with it if it is ``loaded``."""
-        noted = {number: self._noted[p].cpu() for number, p in self._numbered() if p in self._noted}
-        return {"steps": self._steps, "block": self.block, "noted": noted}
-
-    def _numbered(self) -> Any:
-        return enumerate(p for group in self.optimizer.param_groups for p in group["params"])
-
-    def _go_on(self, notes: dict[str, Any], owing: list[int]) -> None:
-        self._steps, self._owing, noted = notes["steps"], owing, notes["noted"]
-        self._noted = {p: noted[number].to(p.device) for number, p in self._numbered() if number in noted}
-        for number, group in enumerate(self.optimizer.param_groups):
-            self._tables[number] = self._start(group)
-            for _ in range(self._steps):
-                self._tables[number] = self._extended(self._tables[number], group, 0)
+    def _notes_of(self, p: torch.Tensor, cohort: Cohort) -> BlockNotes:
+        """Notes of a parameter that takes this step; one that joins owes nothing."""
+        if p not in self._notes:
+            touched = self._recalled.get(p) if cohort[1] == "waits" else None
+            if touched is None and cohort[1] is not None:
+                touched = torch.zeros(-(-p.numel() // self.block), dtype=torch.int64, device=p.device)
+            self._notes[p] = BlockNotes(cohort, self._steps, touched)
+        return self._notes[p]
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Pay what all blocks owe, so that parameters and state are those of a dense optimizer."""
-        for number, group in enumerate(self.optimizer.param_groups if self._steps else ()):
-            for p in group["params"] if self._owing[number] == DEBTS else ():
-                if p not in self._noted or number not in self._tables:
-                    continue
-                where = torch.arange(len(self._noted[p]), device=p.device)
-                owed = self._steps - (self._noted[p] & UNDER)
-                for view, _, chosen in _parts(p, where, self.block):
-                    parts = [view(t) for t in (p, *self._buffers(p))]
-                    self._pay(parts, self._row(self._tables[number], owed[chosen], p), group, self._steps_of(p))
-        self.forget()
+        """Pay what all blocks owe, so that parameters and state are those of a dense optimizer; waits are kept."""
+        for p in self._notes:
+            self._settle(p)
+        self._debts = {}
 
-    def _row(self, table: np.ndarray, owed: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        """Coefficients of each block, shape ``(coefficients, blocks, 1)``."""
-        rows = torch.from_numpy(table).to(p.device, p.dtype if p.dtype == torch.float64 else torch.float32)[owed]
-        return rows.T.unsqueeze(-1)
+    def _settle(self, p: torch.Tensor) -> None:
+        notes, dtype = self._notes[p], wide(p)
+        debts = self._debts.get(notes.cohort)
+        there = debts is not None and (debts.kind == "decay" or bool(self.state.get(p)))  # unless the user cleared it
+        if there and debts is not None and debts.indebted and notes.touched is not None and notes.paid < self._steps:
+            owed = self._owed(notes.touched, notes.paid)
+            for view, _, chosen in parts(p, torch.arange(len(owed), device=p.device), self.block):
+                whole, owed_here = [view(t) for t in (p, *self._buffers(p, debts.kind))], owed[chosen]
+                for begin in range(0, len(owed_here), SETTLED_AT_ONCE):
+                    some = slice(begin, begin + SETTLED_AT_ONCE)
+                    own = [t[some].to(dtype) for t in whole]
+                    self._pay(own, debts.of(owed_here[some], dtype), debts)
+                    for t, part in zip(whole, own, strict=True):
+                        if t.dtype != dtype:
+                            t[some] = part.to(t.dtype)
+        notes.paid = self._steps
 
-    def _ready(self) -> bool:
-        """Whether all groups have options and state that sparse steps know."""
-        return all(self.unknown(group) is None for group in self.optimizer.param_groups) and self._has_state()
+    def notes(self) -> dict[str, Any]:
+        """What is known of waits once all is settled, for a checkpoint; a step goes on with it if it is ``loaded``."""
+        return waits_in(self._notes, self._parameters(), self.block, self._steps)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _recall(self) -> None:
+        """Go on with the notes of an earlier run."""
+        saved, self.loaded = self.loaded, {}
+        if saved and saved["block"] == self.block and not self._notes:
+            self._steps, self._recalled = saved["steps"], recalled(saved, self._parameters())
 
     # what each optimizer says of itself
 
     @staticmethod
     def unknown(group: dict[str, Any]) -> str | None:
         """An option of the group that only dense steps know, ``None`` if there is none."""
-        for name in ("dampening", "maximize", "amsgrad", "capturable", "differentiable"):
+        for name in ("fused", "dampening", "maximize", "amsgrad", "capturable", "differentiable"):
             if group.get(name):
                 return f"{name}={group[name]}"
+        if "betas" in group and group["betas"][1] == 0:
+            return f"betas={group['betas']}"
         return "a learning rate that is a tensor" if isinstance(group["lr"], torch.Tensor) else None
 
     @abstractmethod
-    def _has_state(self) -> bool:
+    def _has_state(self, group: dict[str, Any], p: torch.Tensor) -> bool:
         """Whether dense steps have made the state that sparse ones go on with."""
 
-    def _owes(self, group: dict[str, Any]) -> bool:
-        """Whether a step without a gradient changes anything."""
+    def _lies_as(self, p: torch.Tensor, name: str) -> bool:
+        """Whether there is state of this name; its elements then lie in the parameter's order."""
+        state = self.state.get(p, {})
+        if state.get(name) is None:
+            return False
+        if state[name].stride() != p.stride():  # torch makes it after the first gradient
+            state[name] = torch.empty_like(p, dtype=state[name].dtype).copy_(state[name])
         return True
 
     @abstractmethod
-    def _start(self, group: dict[str, Any]) -> np.ndarray:
-        """Coefficients of a block that owes nothing, shape ``(1, coefficients)``."""
+    def _kind(self, group: dict[str, Any]) -> Kind | None:
+        """How blocks owe, ``None`` if a step without a gradient changes nothing."""
 
     @abstractmethod
-    def _extended(self, table: np.ndarray, group: dict[str, Any], step: int) -> np.ndarray:
-        """The table of what is owed after each number of steps, with one more step."""
+    def _add(self, debts: Debts, group: dict[str, Any], step: int) -> None:
+        """One more step to what is owed."""
 
     @abstractmethod
-    def _buffers(self, p: torch.Tensor) -> list[torch.Tensor]:
-        """State of a parameter that has its shape."""
+    def _buffers(self, p: torch.Tensor, kind: Kind | None) -> list[torch.Tensor]:
+        """State of a parameter that has its shape, as far as its steps use it."""
 
     @abstractmethod
-    def _pay(self, parts: list[torch.Tensor], c: torch.Tensor, group: dict[str, Any], step: int) -> None:
+    def _pay(self, parts: list[torch.Tensor], c: torch.Tensor, debts: Debts) -> None:
         """Let blocks of parameter and buffers catch up, by the coefficients of what each owes."""
 
     @abstractmethod
@@ -321,16 +356,8 @@ class SparseSteps(ABC):
     ) -> None:
         """The step of this number on blocks of parameter and buffers, with their gradient.
 
-        Of its momentum each block keeps a share, if it is paid ahead and :meth:`_by_waits`.
+        Of its momentum each block keeps a share, if it is paid ahead by waits.
         """
-
-    def _indebted(self, group: dict[str, Any]) -> bool:
-        """Whether blocks may owe something, not only wait."""
-        return True
-
-    def _by_waits(self, group: dict[str, Any]) -> bool:
-        """Whether momentum is paid ahead up to when a block is expected to be touched again, not as a whole."""
-        return False
 
     @abstractmethod
     def kept(self, group: dict[str, Any], p: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor | None:
@@ -342,49 +369,31 @@ class SparseSteps(ABC):
             places: its elements, in the order of memory; all of them without.
         """
 
+    def _waits_of(self, p: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+        """Mean waits of the blocks of elements, as :func:`~lightning_hetero.optim.kernel_step.waits` has them."""
+        self._recall()
+        noted = self._notes[p].touched if p in self._notes else self._recalled.get(p)
+        if noted is None:
+            noted = torch.zeros(-(-p.numel() // self.block), dtype=torch.int64, device=p.device)
+        noted = noted.repeat_interleave(self.block)[: p.numel()] if places is None else noted[places // self.block]
+        return waits(noted, self._steps)
+
     @abstractmethod
-    def _in_kernel(self, marked: Any, tensors: list[Any], group: dict[str, Any], step: int) -> None:
+    def _in_kernel(
+        self, marked: Any, tensors: list[Any], group: dict[str, Any], step: int, debts: Debts | None
+    ) -> None:
         """:meth:`_pay` and :meth:`_apply` of the touched blocks of parameter, gradient and buffers, in one kernel.
 
-        Tensors are those of one parameter on a GPU, and of each parameter of the group on CPU.
+        Tensors are those of one parameter on a GPU, and of each parameter of the cohort on CPU.
         """
 
     def _steps_of(self, p: torch.Tensor) -> int:
         return 0
 
+    def _lead(self, p: torch.Tensor) -> int:
+        """By how many steps a parameter is ahead of the sparse steps, if it counts them."""
+        return 0
+
     @abstractmethod
     def _count(self, p: torch.Tensor) -> None:
         """One more step of this parameter."""
-
-
-def trained_in(group: dict[str, Any]) -> list[torch.Tensor]:
-    return [p for p in group["params"] if p.requires_grad]
-
-
-Chosen = torch.Tensor | slice
-View = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _parts(p: torch.Tensor, where: torch.Tensor, block: int) -> list[tuple[View, torch.Tensor, Chosen]]:
-    """Whole blocks of a parameter and its shorter last one: a view, the touched rows in it, and which these are."""
-    whole = p.numel() // block
-
-    def body(t: torch.Tensor) -> torch.Tensor:
-        return _flat(t)[: whole * block].view(whole, block)
-
-    def tail(t: torch.Tensor) -> torch.Tensor:
-        return _flat(t)[whole * block :].view(1, -1)
-
-    if whole * block == p.numel():
-        return [(body, where, slice(None))]
-    inside = where < whole
-    return [(body, where[inside], inside), (tail, where[~inside] - whole, ~inside)]
-
-
-def _is_plain(t: torch.Tensor) -> bool:
-    return t.dtype == torch.float32 and t.is_cpu
-
-
-def _flat(t: torch.Tensor) -> torch.Tensor:
-    """Elements in the order of memory."""
-    return t.view(-1) if t.is_contiguous() else t.as_strided((t.numel(),), (1,))

@@ -3,6 +3,8 @@
 Two ranks with DDP: block top-k by Triton's kernels on CPU, and a sparse optimizer that gets marks instead of numbers.
 """
 
+import os
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -18,12 +20,22 @@ from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState, gradient_hook
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.compression import triton_encoder
-from lightning_hetero.optim import SparseSGD, sparse_steps
+from lightning_hetero.optim import SparseAdamW, SparseSGD, sparse_steps
 from tests.comm.test_gradient_hook import TINY, batches, loss_of
 from tests.helpers import run_ranks
 
 SETTINGS = BlockTopK(density=0.3, selector="histogram", warmup_steps=1)
 STEPS, POISONED, SPOILED = 6, 3, 4
+
+
+KINDS = {
+    "momentum": lambda p: SparseSGD(p, lr=0.05, momentum=0.5, weight_decay=0.01),
+    "nesterov, later": lambda p: SparseSGD(p, lr=0.05, momentum=0.8, weight_decay=0.05, nesterov=True, pay="later"),
+    "adamw": lambda p: SparseAdamW(p, lr=0.01, weight_decay=0.1),
+}
+LONG = [*((density, "momentum") for density in (0.02, 0.2, 0.3, 0.5)), (0.2, "nesterov, later"), (0.2, "adamw")]
+LONG_STEPS = int(os.environ.get("MIXED_STEPS", "14"))
+"""Of training on a GPU and without one; in the interpreter a step takes a third of a second."""
 
 
 def on_device(exchange, parameters):
@@ -35,16 +47,16 @@ def on_device(exchange, parameters):
 host_encoder = BlockExchange._encoder
 
 
-def train(rank, *, spoil):
+def train(rank, *, spoil, settings=SETTINGS, kind="momentum", steps=STEPS):
     """Weights after each step, what ended it, and what was reported of it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 1))
     ddp = DistributedDataParallel(model, bucket_cap_mb=TINY)
     state = HookState(StepObserver(HostClock()), 2)
-    compression = GradientCompression(SETTINGS, ControlPlane(rank, 2), state)
+    compression = GradientCompression(settings, ControlPlane(rank, 2), state)
     compression.attach(model)
     ddp.register_comm_hook(state, gradient_hook)
-    optimizer = SparseSGD(model.parameters(), lr=0.05, momentum=0.5, weight_decay=0.01)
+    optimizer = KINDS[kind](model.parameters())
     compression.lead([optimizer])
     gather = sums.gather_over_ranks
 
@@ -58,7 +70,7 @@ def train(rank, *, spoil):
     sums.gather_over_ranks = spoiled
     weights, ended = [], None
     try:
-        for step in range(STEPS):
+        for step in range(steps):
             optimizer.zero_grad()
             loss = loss_of(ddp, batches(rank)[step % 3])
             (loss * float("inf") if rank == 1 and step == POISONED else loss).backward()
@@ -98,3 +110,27 @@ def test_the_device_decides_as_the_host_does():
         np.testing.assert_array_equal(spoiled[SPOILED], spoiled[SPOILED - 1])
     for one, other in zip(results[0], results[1], strict=True):
         np.testing.assert_array_equal(one[0], other[0])
+
+
+def mixed(rank, long):
+    """Rank 1 has a GPU, rank 0 has none."""
+    dist.init_process_group("gloo")
+    triton_encoder.TILE = triton_encoder.SCORES = 128
+    triton_encoder.ITERS = 1
+    if rank == 1:
+        BlockExchange._encoder = on_device
+    found = []
+    for density, kind in long:
+        settings = BlockTopK(density=density, selector="histogram", warmup_steps=1, dense_every=9)
+        found.append(train(rank, spoil=False, settings=settings, kind=kind, steps=LONG_STEPS)[0])
+    return found
+
+
+def test_replicas_with_and_without_a_gpu_stay_equal_bit_by_bit():
+    """Whether a step is sparse is what all ranks agreed on, and each operation of it rounds alike everywhere."""
+    host, device = run_ranks(mixed, 2, LONG, timeout=90 + LONG_STEPS * 20)
+    for (density, kind), one, other in zip(LONG, host, device, strict=True):
+        assert len(one) == LONG_STEPS
+        moved = np.count_nonzero(np.diff(one, axis=0), axis=1) / one[0].size
+        assert (np.median(moved) < 0.9) == (density <= 0.3), "sparse steps up to that density"
+        np.testing.assert_array_equal(one, other, err_msg=f"{density}, {kind}")

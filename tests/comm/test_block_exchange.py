@@ -14,6 +14,7 @@ from lightning_hetero.comm.block_exchange import BlockExchange
 from lightning_hetero.comm.clock import HostClock
 from lightning_hetero.comm.gradient_hook import HookState, gradient_hook
 from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.optim import SparseAdamW, SparseSGD
 from tests.helpers import run_ranks
 
 HALF, STEPS = 64, 9
@@ -109,3 +110,16 @@ def test_every_setting_is_looked_at():
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in CASES.items() for value in values])
 def test_a_setting_changes_what_is_applied(name, value, given):
     assert CASES[name][value](given[name, value], given[None])
+
+
+@pytest.mark.parametrize(
+    ("density", "sizes", "blocks"),
+    [(0.3, (16 * 40, 16 * 13), True), (0.31, (16 * 40, 16 * 13), False), (0.01, (8, 3), False), (0.01, (0,), True)],
+)
+@pytest.mark.parametrize("kind", [SparseSGD, SparseAdamW])
+def test_the_optimizer_gets_blocks_up_to_a_density_however_the_rank_reads_them(kind, density, sizes, blocks):
+    """Of a tiny model one block of each rank is most of it, and momentum that is paid ahead would be too much."""
+    parameters = {f"p{i}": nn.Parameter(torch.zeros(n)) for i, n in enumerate(sizes)}
+    exchange = BlockExchange(BlockTopK(density=density), parameters, HookState(StepObserver(HostClock()), 2), 0)
+    exchange.sparse_steps = kind(list(parameters.values()), lr=0.1).sparse.most
+    assert exchange.takes_blocks == blocks

@@ -1,4 +1,4 @@
-"""Numba's sparse optimizers against those of plain torch: SGD bit by bit, AdamW but for a root's last bit."""
+"""Numba's sparse optimizers against those of plain torch, bit by bit."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from torch import nn
 from lightning_hetero.compression import encoder
 from lightning_hetero.compression.gradients import BlockGradient
 from lightning_hetero.optim import SparseAdamW
-from lightning_hetero.optim import sparse_steps as module
 from tests.optim.kinds import KINDS as ALIKE
 
 pytest.importorskip("numba", exc_type=ImportError)
@@ -16,11 +15,6 @@ from lightning_hetero.optim import numba_step
 
 SHAPES = ((16 * 40,), (30, 27), (3, 8, 5, 5), (3,), (1,))
 KINDS = {**ALIKE, "adamw, short memory": (SparseAdamW, {"lr": 0.01, "betas": (0.3, 0.5), "eps": 1e-3})}
-
-
-@pytest.fixture(autouse=True)
-def always_worth_it(monkeypatch):
-    monkeypatch.setattr(module.SparseSteps, "most", 1.0)
 
 
 def made(kind, pay, block, loops, monkeypatch):
@@ -78,11 +72,10 @@ def test_the_same_as_torchs_steps(kind, pay, block, monkeypatch):
         found.append([*(p.detach() for p in parameters), *(v for one in state.values() for v in one.values())])
         assert len(calls) == 8 * len(SHAPES), "the loops were asked in each sparse step, and only where they should be"
     assert 0 in calls
-    tolerance = {"rtol": 2e-6, "atol": 2e-6} if "adamw" in kind else {"rtol": 0.0, "atol": 0.0}
     for ours, expected in zip(*found, strict=True):
         assert (ours is None) == (expected is None)
         if ours is not None:
-            torch.testing.assert_close(ours, expected, **tolerance)
+            torch.testing.assert_close(ours, expected, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "adamw"])

@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -132,6 +132,74 @@ def test_a_resumed_run_goes_on_identically(tmp_path):
     np.testing.assert_array_equal(rest["rates"], whole["rates"][10:])
     state = torch.load(path, weights_only=True)["optimizer_states"][0]
     torch.optim.AdamW(network().parameters()).load_state_dict(state)
+
+
+class Freezing(BaseFinetuning):
+    """Freezes the first layer and unfreezes it, with saves in between, or adds the one that was left out."""
+
+    def __init__(self, left_out):
+        super().__init__()
+        self.left_out, self.frozen, self.moved = left_out, [], []
+
+    def freeze_before_training(self, pl_module):
+        """Nothing yet."""
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 2 and self.left_out:
+            self.unfreeze_and_add_param_group(pl_module.net[2], optimizer, lr=0.01)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step in (20, 40) and not self.left_out:
+            pl_module.net[0].requires_grad_(trainer.global_step == 40)
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        if trainer.global_step % 5 == 0:
+            trainer.optimizers[0].state_dict()
+        if 20 < trainer.global_step <= 40:
+            self.frozen.append(flat(pl_module.net[0].parameters()).numpy())
+        elif trainer.global_step > 40:
+            self.moved.append(flat(pl_module.net[0].parameters()).numpy())
+
+
+class LeavesOut(Watched):
+    """Without its last layer in the optimizer, at first."""
+
+    def configure_optimizers(self):
+        cls, settings, _ = KINDS[self.kind]
+        return cls(self.net[0].parameters(), **settings)
+
+
+def _events(rank):
+    found = []
+    for kind in KINDS:
+        for left_out in (False, True):
+            model, freezing = (LeavesOut if left_out else Watched)(kind), Freezing(left_out)
+            model.on_train_batch_end = model.on_before_optimizer_step = lambda *args: None
+            strategy = HeteroDDPStrategy(
+                local_batch_sizes=[3, 1],
+                compression=FEW,
+                sparse_optimizer=KINDS[kind][2],
+                find_unused_parameters=not left_out,
+            )
+            trainer = trainer_of(strategy, 2, max_epochs=4, callbacks=[freezing])
+            trainer.fit(model, DataLoader(Points(60, features=FEATURES), 2, shuffle=True))
+            found.append(
+                (kind, left_out, model.flat(), freezing.frozen, freezing.moved, len(trainer.optimizers[0].param_groups))
+            )
+    return found
+
+
+def test_layers_may_be_frozen_and_groups_added_in_the_run():
+    """Also by Lightning's own callback: replicas stay equal, and what is frozen stays as it is."""
+    for one, other in zip(*run_ranks(_events, 2, timeout=200), strict=True):
+        kind, left_out, weights, frozen, moved, groups = one
+        np.testing.assert_array_equal(weights, other[2], err_msg=kind)
+        assert np.isfinite(weights).all()
+        assert groups == 1 + left_out
+        if not left_out:
+            assert len(frozen) == 20
+            assert all(np.array_equal(frozen[0], later) for later in frozen[1:])
+            assert not np.array_equal(moved[-1], frozen[0])
 
 
 class Wrong(Watched):
