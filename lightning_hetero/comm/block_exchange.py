@@ -1,6 +1,6 @@
 """Block top-k inside DDP's hook: each bucket goes into the residual, the last one sends one message for all of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ from lightning_hetero.compression.reference import Pack
 from lightning_hetero.compression.wire import MessageFormat
 from lightning_hetero.core.compressors import BlockTopK, blocks_per_rank
 from lightning_hetero.core.validation import check_number
+from lightning_hetero.optim.sparse_steps import SparseSteps
+from lightning_hetero.optim.warming import kernels_work
 
 __all__ = ["BlockExchange"]
 
@@ -106,6 +108,13 @@ class BlockExchange:
             self.encoder.residual.copy_(residual)
             self.on_host, self._clock = residual.is_cuda, clock_for(torch.device("cpu"))
             self.use_rows(self.rows)
+
+    def lead(self, steps: Sequence[SparseSteps]) -> None:
+        """Hand blocks to these optimizers, if any; messages are read on the host where kernels of one of them fail."""
+        block, device = self.layout.block, self.rows.device
+        if self.encoder.deferred and not all(kernels_work(one, block, device) for one in steps):
+            self.read_on_host()
+        self.sparse_steps = min((one.most for one in steps), default=0.0)
 
     # how much is sent
 

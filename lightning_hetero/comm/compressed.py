@@ -202,7 +202,7 @@ class GradientCompression:
                 one.follow(source, 16 if exchange is None else exchange.layout.block)
         self._waits = hand_over_waits(self._waits, steps)
         if exchange is not None:
-            exchange.sparse_steps = min((one.most for one in steps if one is not None), default=0.0) * together
+            exchange.lead([one for one in steps if one is not None] if together else [])
         if self.sparse and exchange is not None:
             check_trained(self._optimizers, exchange.slots)
 

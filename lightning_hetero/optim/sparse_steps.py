@@ -160,6 +160,8 @@ class SparseSteps(ABC):
             return
         for number, (cohort, members) in enumerate(cohorts.items()):
             self._step_cohort(number, cohort, members, given)
+        if self._triton is not None:
+            self._triton.launch()
         self._steps, self._recalled = self._steps + 1, {}
         self._debts = {cohort: debts for cohort, debts in self._debts.items() if cohort in cohorts}
         if any(debts.steps >= LONGEST for debts in self._debts.values()):
@@ -212,9 +214,8 @@ class SparseSteps(ABC):
             else:
                 self._step_blocks(p, gradient, debts, group, step)
         if numbered:
-            rows, touched_of_all, paid, tensors_of_all = (list(part) for part in zip(*numbered, strict=True))
-            marked = self._loops.Numbered(self.block, rows, touched_of_all, paid, small, self._steps)
-            self._in_kernel(marked, tensors_of_all, group, step, debts)
+            *parts, tensors = map(list, zip(*numbered, strict=True))
+            self._in_kernel(self._loops.Numbered(self.block, *parts, small, self._steps), tensors, group, step, debts)
         for p in members:
             self._count(p)
         if debts is not None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import triton
+import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -85,7 +86,7 @@ class Variant:
         names = self.function.arg_names
         types = [kind[1:] for argument, kind in self.signature if argument in ("g_ptr", "value_ptr", "m_ptr")]
         fixed = {names[at[0]]: value for at, value in self.constants if names[at[0]] not in ("BLOCK", "TILE", "ITERS")}
-        flags = [f"{key}={int(value)}" for key, value in fixed.items()]
+        flags = [f"{key}={value if isinstance(value, tl.dtype) else int(value)}" for key, value in fixed.items()]
         return " ".join([self.name, *types, *flags])
 
     def unaligned(self):

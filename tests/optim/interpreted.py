@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_hetero.compression.gradients import BlockGradient, BlockMarks
-from lightning_hetero.optim import triton_step
+from lightning_hetero.optim import triton_step, warming
 from tests.optim.kinds import KINDS
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -105,5 +105,42 @@ def test_a_parameter_without_elements():
     p = torch.zeros(0, device=DEVICE)
     marks, settled = (torch.zeros(0, dtype=dtype, device=DEVICE) for dtype in (torch.bool, torch.int64))
     group = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
-    triton_step.TritonSteps(16).marked(marks, settled, 0, None, 0).sgd([p, p], group, rest=None)
+    steps = triton_step.TritonSteps(16)
+    steps.marked(marks, settled, 0, None, 0).sgd([p, p], group, rest=None)
+    steps.launch()
     assert p.numel() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_of_an_optimizer_are_tried_before_training(kind):
+    optimizer_class, settings = KINDS[kind]
+    parameters = [nn.Parameter(torch.ones(5, dtype=dtype, device=DEVICE)) for dtype in (torch.float32, torch.bfloat16)]
+    optimizer = optimizer_class(parameters, **settings)
+    warming.warm(optimizer.sparse, 16, DEVICE)
+
+
+@pytest.mark.parametrize("kind", ["momentum decay", "adamw"])
+def test_parameters_of_one_launch_move_as_each_of_its_own_would(kind):
+    """Some begin between two units of 16 bytes, and gradients are made anew in each step."""
+    sizes, moved = (320, 277, 1, 0, 48, 90), []
+    for together in (True, False):
+        optimizer_class, settings = KINDS[kind]
+        generator = torch.Generator().manual_seed(3)
+        parameters = [nn.Parameter(torch.randn(n + 1, generator=generator).to(DEVICE)[n % 2 :][:n]) for n in sizes]
+        optimizers = [
+            optimizer_class(part, **settings) for part in ([parameters] if together else [[p] for p in parameters])
+        ]
+        given = {}
+        for optimizer in optimizers:
+            optimizer.sparse.follow(lambda given=given: given or None, 16)
+        for step in range(4):
+            for p in parameters:
+                marks = (torch.rand(-(-p.numel() // 16), generator=generator) < 0.5).to(DEVICE)
+                p.grad = torch.randn(p.numel(), generator=generator).to(DEVICE)
+                if step:
+                    given[p] = BlockMarks(marks, p.grad)
+            for optimizer in optimizers:
+                optimizer.step()
+        moved.append([p.detach().clone() for p in parameters])
+    assert all(torch.equal(one, other) for one, other in zip(*moved, strict=True))
+    assert not torch.equal(moved[0][0], torch.zeros(320, device=DEVICE))

@@ -1,0 +1,43 @@
+"""What is done where the kernels of a sparse optimizer cannot be had."""
+
+import logging
+
+import pytest
+import torch
+
+from lightning_hetero import BlockTopK
+from lightning_hetero.comm.block_exchange import BlockExchange
+from lightning_hetero.comm.clock import HostClock
+from lightning_hetero.comm.gradient_hook import HookState
+from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.compression import BlockEncoder
+from lightning_hetero.optim import SparseAdamW
+
+pytest.importorskip("triton")
+
+from lightning_hetero.compression.triton_encoder import TritonEncoder  # noqa: E402
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels work here")
+def test_where_kernels_of_the_optimizer_fail_messages_are_read_on_the_host_and_the_log_says_why_once(
+    monkeypatch, caplog
+):
+    """Triton has no driver here, which is what it says."""
+    monkeypatch.setattr(
+        BlockExchange,
+        "_encoder",
+        lambda exchange, _: TritonEncoder(exchange.layout, exchange._form(0.5), torch.device("cpu"), 1),
+    )
+    p = torch.nn.Parameter(torch.ones(64))
+    state = HookState(StepObserver(HostClock()), 1)
+    exchange = BlockExchange(BlockTopK(density=0.5), {"p": p}, state, 0)
+    exchange.encoder.residual[3] = 5.0
+    optimizer = SparseAdamW([p])
+    with caplog.at_level(logging.WARNING, logger="lightning_hetero"):
+        for _ in range(2):
+            exchange.lead([optimizer.sparse])
+    assert isinstance(exchange.encoder, BlockEncoder)
+    assert exchange.encoder.residual[3] == 5.0
+    (record,) = caplog.records
+    assert "block top-k works on the host: kernels of SparseAdamW fail on cpu: " in record.getMessage()
+    assert exchange.sparse_steps == optimizer.sparse.most
