@@ -341,7 +341,7 @@ class HeteroEngine:
             raise RuntimeError("no training data was sharded yet; call shard() first.")
         begin = time.perf_counter()
         held = self.history.digest(), *self.sampler.drawn
-        reached, observations = look(self.control, held, self.observer, self.noise, self.compression)
+        reached, observations = look(self.control, held, self.observer, self.noise, self.compression, self.health)
         self.last_observations = observations if observations.num_steps else self.last_observations
         planner: Planner | None = None
         roster = self.roster
@@ -367,7 +367,6 @@ class HeteroEngine:
         self.history = self.history.since(self._position[0])
         self.schedule.done(self.observer.synced_steps, following)
         self.hook_state.agree(self.control)
-        self.health.compare()
         if self.compression is not None:
             self.compression.follow(choice)
         self.observer.interrupt()

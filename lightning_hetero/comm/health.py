@@ -11,6 +11,7 @@ from collections import deque
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -53,6 +54,8 @@ class Health:
         self._losses: deque[tuple[torch.Tensor, Any, tuple[int, int]]] = deque()
         self._step, self._bytes, self._looks = (0, 0), 0, 0
         self._told = self._told_of_weights = False
+        self._chosen: list[tuple[str, int]] = []
+        self._limits: list[float] = []
         self._dropped = DroppedSteps()
 
     def begin(self) -> None:
@@ -143,28 +146,33 @@ class Health:
 
     # weights
 
-    def compare(self) -> None:
-        """Compare some weights of all ranks; a collective call."""
+    def sample(self) -> npt.NDArray[np.float64]:
+        """Some weights of this rank, the same on all ranks, for :meth:`judge`; NaN in place of those that are missing.
+
+        They travel with what ranks send each other anyway when they look at their plan.
+        """
         parameters = {name: p for name, p in self._parameters().items() if p.numel()}
-        if self._control.world_size == 1 or not parameters:
-            return
-        names = list(parameters)
+        names, picked = list(parameters), np.random.default_rng(self._looks)
         chosen = [names[(self._looks * SAMPLED + i) % len(names)] for i in range(min(SAMPLED, len(names)))]
-        picked = np.random.default_rng(self._looks)
         self._looks += 1
-        places = [int(picked.integers(parameters[name].numel())) for name in chosen]
-        values = [_element(parameters[name].detach(), place) for name, place in zip(chosen, places, strict=True)]
-        own = torch.stack([value.double().to(values[0].device) for value in values]).cpu().numpy()
-        everyone = self._control.gather(own)
+        self._chosen = [(name, int(picked.integers(parameters[name].numel()))) for name in chosen]
+        sampled = np.full(SAMPLED, np.nan)
+        if self._control.world_size > 1 and chosen:
+            values = [_element(parameters[name].detach(), place).double() for name, place in self._chosen]
+            sampled[: len(values)] = torch.stack([value.to(values[0].device) for value in values]).cpu().numpy()
+            self._limits = [_tolerance(parameters[name]) for name in chosen]
+        return sampled
+
+    def judge(self, everyone: npt.NDArray[np.float64]) -> None:
+        """Compare the weights that all ranks have sampled, a row of each."""
         if self._told_of_weights or self._control.rank > 0:
             return
         finite = np.all(np.isfinite(everyone), axis=0).tolist()
         size = float(np.sqrt(np.mean(everyone[0, finite] ** 2))) if any(finite) else 0.0
-        for i, (name, place) in enumerate(zip(chosen, places, strict=True)):
+        for i, (name, place) in enumerate(self._chosen):
             if not finite[i]:
                 continue
-            limit = max(TOLERANCE, ROUNDINGS * torch.finfo(parameters[name].dtype).eps)
-            apart = np.abs(everyone[:, i] - everyone[0, i]) > limit * (abs(everyone[0, i]) + size)
+            apart = np.abs(everyone[:, i] - everyone[0, i]) > self._limits[i] * (abs(everyone[0, i]) + size)
             if bool(np.any(apart)):
                 self._tell_of_weights(name, place, everyone[:, i], int(np.argmax(apart)))
                 return
@@ -182,11 +190,15 @@ class Health:
         """Training is over: read the last losses, and look at the weights; a collective call."""
         self._clock.wait()
         self._read(wait=True)
-        self.compare()
+        self.judge(self._control.gather(self.sample()))
         weights = self._parameters().values()
         if self._control.rank == 0 and not self._told and not all(bool(torch.isfinite(p).all()) for p in weights):
             self._told = True
             log.warning("training has ended with weights that are not finite, after losses that all were")
+
+
+def _tolerance(parameter: torch.Tensor) -> float:
+    return max(TOLERANCE, ROUNDINGS * torch.finfo(parameter.dtype).eps)
 
 
 def _element(tensor: torch.Tensor, place: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ import numpy.typing as npt
 
 from lightning_hetero.comm.compressed import GradientCompression
 from lightning_hetero.comm.control import ControlPlane, check_digests
+from lightning_hetero.comm.health import Health
 from lightning_hetero.comm.noise import NOISE_FIELDS, NoiseCollector
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.comm.step_rows import common_steps, match_rows
@@ -19,6 +20,7 @@ def look(
     observer: StepObserver,
     noise: NoiseCollector | None,
     compression: GradientCompression | None,
+    health: Health,
 ) -> tuple[list[tuple[int, int]], StepObservations]:
     """Gather all of it in one message, and let noise scale and compression take what is theirs; a collective call.
 
@@ -28,6 +30,7 @@ def look(
         observer: times of this rank's steps.
         noise: sums for the noise scale, ``None`` without.
         compression: times of messages, ``None`` without.
+        health: compares some weights.
 
     Returns:
         ``(epoch, step)`` up to which each rank has drawn, and the steps that all of them have observed.
@@ -38,12 +41,15 @@ def look(
     header = np.array(held, dtype=float)
     sums = np.zeros(NOISE_FIELDS) if noise is None else noise.sums.peek()
     messages = np.zeros(0) if compression is None else compression.take_messages().ravel()
-    table = observer.take()
-    everyone = control.gather(np.concatenate([header, sums, messages, table.ravel()]))
+    table, weights = observer.take(), health.sample()
+    everyone = control.gather(np.concatenate([header, sums, messages, weights, table.ravel()]))
     check_digests(everyone[:, 0])
-    behind: list[npt.NDArray[np.float64]] = np.split(everyone, np.cumsum([3, NOISE_FIELDS, len(messages)]), axis=1)
-    tables = behind[3].reshape(len(everyone), *table.shape)
+    behind: list[npt.NDArray[np.float64]] = np.split(
+        everyone, np.cumsum([3, NOISE_FIELDS, len(messages), len(weights)]), axis=1
+    )
+    tables = behind[4].reshape(len(everyone), *table.shape)
     observer.put_back(max(common_steps(tables), default=0.0))
+    health.judge(behind[3])
     if compression is not None:
         compression.see_messages(behind[2])
     if noise is not None:
