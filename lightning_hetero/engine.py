@@ -221,7 +221,7 @@ class HeteroEngine:
             self.noise.begin_step(sizes)
         regular = plan is not None and sizes == plan.local_batch_sizes  # the ragged tail is not
         self.observer.begin_step(max(own, self.sampler.min_local), regular=regular)
-        self.weighting.begin(own, sum(sizes), batch)
+        self.weighting.begin(own, sum(sizes), batch, sizes)
         return own
 
     @property

@@ -8,6 +8,8 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from lightning_hetero.comm.control import let_threads_go
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.observations import StepObservations
@@ -111,6 +113,7 @@ class HeteroSession:
         on_metrics: Callable[[dict[str, float]], None] | None = None,
     ) -> None:
         self.engine = engine
+        engine.weighting.trace.several = True  # the loop is the user's: it may fetch several batches before a backward
         self.planner = planner_of(engine.config) if planner is None else planner
         self.on_metrics = on_metrics
         self._data: tuple[IndexStream, int, bool] | None = None
@@ -190,6 +193,7 @@ class HeteroSession:
             open_loader: starts the loader whose batch sampler is that of :meth:`shard`.
         """
         self._begin_pass()
+        self.engine.weighting.trace.forget()
         mine = self._pass = object()
         self._micro = -1  # the first call of _end_step ends no step
         iterator = open_loader()
@@ -234,12 +238,31 @@ class HeteroSession:
     def another_loader(self) -> None:
         """A loader that is not split begins: the running step is not measured, and outside a pass losses have weight 1.
 
-        Inside a pass, as in an evaluation every so many steps, losses keep the weight of the pass's batch.
+        Inside a pass, as in an evaluation every so many steps, losses of the pass's batches keep their weights.
         """
         self.engine.observer.discard()
         if self._pass is None:
             self.engine.hook_state.weighted = False
             self.engine.weighting.reset()
+
+    def beside(self, batches: Iterator[Any], evaluates: Callable[[], bool]) -> Iterator[Any]:
+        """The batches of a loader that is not split, see :meth:`LossWeighting.beside`."""
+        self.another_loader()
+        return self.engine.weighting.beside(batches, evaluates)
+
+    # which batch a loss belongs to
+
+    def watch(self, model: torch.nn.Module) -> Any:
+        """Let the forward passes of a model tell which batch they ran; gives the handle of its hook.
+
+        For a loop without a trainer that fetches several batches before their backward passes: each loss then has the
+        weight of its own batch. Give the model that is called, the wrapped one; Fabric and Accelerate do it for you.
+        """
+        return self.engine.weighting.trace.watch(model)
+
+    def select(self, batch: Any) -> None:
+        """Let the losses up to the next batch belong to this one, where the model's inputs do not tell."""
+        self.engine.weighting.trace.select(batch)
 
     def _end_step(self) -> None:
         engine = self.engine

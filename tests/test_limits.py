@@ -37,7 +37,10 @@ ROWS = {feature: status for feature, status, _ in TABLE[2:]}
 STATUSES = ("works", "works, with a rule", "refused")
 
 # Lightning's advice, which it gives on rank 0 only: as an error there it would leave the other ranks waiting.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning"),  # of Lightning's all_gather
+]
 
 N, SPLIT, STEPS = 11, {"local_batch_sizes": [3, 1]}, 3  # batches of 4, 4 and 3 samples
 SECONDS = 60
@@ -432,6 +435,35 @@ def several_loaders():
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(Points(8))
+
+
+class Gathers(Model):
+    def __init__(self):
+        super().__init__()
+        self.extra = []
+
+    def training_step(self, batch, batch_idx):
+        self.extra.append(self.all_gather(batch[2]).flatten().tolist())
+        return super().training_step(batch, batch_idx)
+
+
+@case("`self.all_gather`")
+def all_gather():
+    results = run(model=Gathers())
+    for step, rows in enumerate(epochs_of(results)["extra"]):
+        assert rows == sum((result["seen"][step][2] for result in results), [])
+    assert [len(rows) for rows in results[1]["extra"]] == [4, 4, 3] * 2
+
+
+class SelfGathering(nn.Module):
+    gather_distributed = True
+
+
+@case("a loss with `gather_distributed=True`")
+def own_gather():
+    model = Model()
+    model.criterion = SelfGathering()
+    refused(r"criterion.*self\.all_gather", model=model)
 
 
 @case("`IterableDataset`")

@@ -12,17 +12,19 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.accelerate.gathering import gather_uneven
 from lightning_hetero.accelerate.loaders import (
-    Announced,
     HeteroDataLoader,
     SkippedLoader,
+    announced_loader,
     training_loader,
     uneven_loader,
     why_not,
 )
 from lightning_hetero.accelerate.plugin import NAMES, HeteroPlugin, switched_on
+from lightning_hetero.comm.gathering import refuse_own_gather
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.core.validation import check_names
 from lightning_hetero.engine import HeteroEngine
@@ -181,18 +183,23 @@ class HeteroAccelerator(PlanAccess, Accelerator):
                 "a loader that does not shuffle was prepared without an optimizer beside it: it is taken for an "
                 "evaluation's and left to Accelerate. To split it by speed: prepare_data_loader(loader, uneven=True)."
             )
-        prepared.begin = Announced(self.hetero_session, prepared.begin)
-        return prepared
+        self._dataloaders[-1] = announced_loader(prepared, self.hetero_session, lambda: self._models)
+        return self._dataloaders[-1]
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """As ``Accelerator.prepare_model``; no rank gets a batch of one sample if the model normalises batches."""
         engine = self.engine
+        if engine is not None and not evaluation_mode:
+            refuse_own_gather(model, engine.world_size, engine.config.policy)
         if engine is not None and engine.config.min_local_batch_size is None and not evaluation_mode:
             normalises = any(isinstance(module, _BatchNorm) for module in model.modules())
             if normalises and engine.min_local < 2:
                 engine.min_local = 2
                 self._session().reshard()
-        return super().prepare_model(model, device_placement, evaluation_mode)
+        prepared: Any = super().prepare_model(model, device_placement, evaluation_mode)
+        if isinstance(getattr(prepared, "_orig_mod", prepared), DistributedDataParallel) and engine is not None:
+            self._session().watch(prepared)
+        return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """As ``Accelerator.prepare_optimizer``; its steps are timed."""
@@ -247,8 +254,8 @@ class HeteroAccelerator(PlanAccess, Accelerator):
     def gather(self, tensor: Any) -> Any:
         """As ``Accelerator.gather``; rows of unequal batches come rank by rank, none lost, none padded."""
         with self._waiting():
-            if self._in_pass:
-                return gather_uneven(tensor, self._session().engine.control, only_tensors=True)
+            if self.engine is not None and self.num_processes > 1:
+                return gather_uneven(tensor, self.engine.control, only_tensors=True)
             return super().gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:

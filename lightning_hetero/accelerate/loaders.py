@@ -9,9 +9,16 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from lightning_hetero.data import LiveStream
 from lightning_hetero.session import HeteroSession
-from lightning_hetero.strategies._loaders import why_not_uneven, with_batch_sampler
+from lightning_hetero.strategies._loaders import evaluates, why_not_uneven, with_batch_sampler
 
-__all__ = ["Announced", "HeteroDataLoader", "SkippedLoader", "training_loader", "uneven_loader", "why_not"]
+__all__ = [
+    "HeteroDataLoader",
+    "SkippedLoader",
+    "announced_loader",
+    "training_loader",
+    "uneven_loader",
+    "why_not",
+]
 
 
 def training_loader(objects: Sequence[Any]) -> DataLoader | None:
@@ -91,22 +98,17 @@ def uneven_loader(prepared: DataLoaderShard, session: HeteroSession, world_size:
     return loader
 
 
-class Announced:
-    """Tells the session when a loader that is not split begins; takes the place of the loader's ``begin``.
+def announced_loader(prepared: Any, session: HeteroSession, models: Callable[[], Sequence[torch.nn.Module]]) -> Any:
+    """The loader that Accelerate has prepared, which tells the session when it begins and what is trained on."""
+    cls = type(prepared)
 
-    Args:
-        session: of the run; a copy of the loader, which has none, just begins.
-        begin: of the loader.
-    """
+    def iterate(self: Any) -> Iterator[Any]:
+        return session.beside(cls.__iter__(self), lambda: evaluates(models()))
 
-    def __init__(self, session: Any, begin: Callable[[], None]) -> None:
-        self.session, self.begin = session, begin
-
-    def __call__(self) -> None:
-        """Begin."""
-        if isinstance(self.session, HeteroSession):
-            self.session.another_loader()
-        self.begin()
+    kind: Any = type(cls.__name__, (cls,), {"__iter__": iterate, "__module__": cls.__module__})
+    loader = kind.__new__(kind)
+    loader.__dict__.update(prepared.__dict__)
+    return loader
 
 
 class SkippedLoader:

@@ -4,21 +4,27 @@ Weighting gradient buckets instead is wrong as soon as an operation inside the m
 normalisation, gathered contrastive losses) and for micro-batches of different sizes in one accumulation window.
 """
 
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lightning_hetero.comm.batch_trace import BatchTrace, HandedOut, LoaderPass, tensors_in
 from lightning_hetero.config import HeteroConfig
 
 __all__ = ["LossWeighting"]
+
+COUNTED = "num_items_in_batch"  # the argument by which transformers' Trainer tells a model the global count
 
 
 class LossWeighting:
     """Scales the loss by ``W b_i / B``, so that DDP's mean over ``W`` ranks is the mean over ``B`` samples (eq. 9).
 
     With ``weight_fn`` the counts ``n_i`` of the batches (tokens, pixels) take the place of ``b_i``; they are summed
-    over ranks while the forward pass runs. A sum-reduced loss has weight 1. A rank whose share is 0 has weight 0.
+    over ranks while the forward pass runs. A sum-reduced loss has weight 1. A rank whose share is 0 has weight 0. The
+    weight is that of the very batch that the loss came from, which a
+    :class:`~lightning_hetero.comm.batch_trace.BatchTrace` knows.
 
     Args:
         config: ``loss_reduction`` and ``weight_fn``.
@@ -34,46 +40,109 @@ class LossWeighting:
 
     def __init__(self, config: HeteroConfig, world_size: int, device: torch.device) -> None:
         self.config, self.world_size, self.device = config, world_size, device
-        self._weight: float | torch.Tensor = 1.0
-        self._count: tuple[torch.Tensor, torch.Tensor, Any] | None = None
+        self.trace = BatchTrace(check=self._check_arguments if world_size > 1 else None)
 
-    def begin(self, own: int, total: int, batch: Any) -> None:
-        """Take the weight of a batch of ``own`` out of ``total`` samples; a collective call with ``weight_fn``."""
-        self._count = None
+    def begin(self, own: int, total: int, batch: Any, sizes: Sequence[int] = ()) -> None:
+        """Take the weight of a batch of ``own`` out of ``total`` samples; a collective call with ``weight_fn``.
+
+        Args:
+            own: samples of this rank.
+            total: samples of all ranks.
+            batch: what the loop gets.
+            sizes: samples of each rank; equal ones by default.
+        """
+        weight: float | _Counts
+        key: Hashable = None
         if self.config.weight_fn is not None:
-            self._count = self._sum_counts(self.config.weight_fn(batch) if own else 0.0)
+            weight = key = _Counts(self.config.weight_fn(batch) if own else 0.0, self)
         elif self.config.loss_reduction == "sum":
-            self._weight = 1.0 if own else 0.0
+            weight, key = 1.0 if own else 0.0, tuple(size > 0 for size in sizes)
         else:
-            self._weight = self.world_size * own / total
+            weight, key = self.world_size * own / total, self._shares(sizes)
+        self.trace.hand_out(batch, HandedOut(weight, key, tuple(sizes)))
+
+    def beside(self, batches: Iterator[Any], evaluates: Callable[[], bool]) -> Iterator[Any]:
+        """The batches of a loader that is not split; the losses of those that are trained on have weight 1.
+
+        Args:
+            batches: of this rank, as many on every rank.
+            evaluates: whether what is run now cannot be training.
+        """
+        loader = LoaderPass()
+        try:
+            for batch in batches:
+                if not evaluates():
+                    self._begin_beside(batch, loader)
+                yield batch
+            self.trace.forget(loader)
+        finally:
+            loader.left = True
+
+    def _begin_beside(self, batch: Any, loader: LoaderPass) -> None:
+        rows = next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim), 0)
+        even = self._shares((1,) * self.world_size)
+        # While the split may move, a loss that joins both loaders is refused from the first step on.
+        key = even if self.config.policy == "even" else ("beside", self.config.loss_reduction)
+        self.trace.hand_out(batch, HandedOut(1.0, key, (rows,) * self.world_size, loader))
+
+    def _shares(self, sizes: Sequence[int]) -> Hashable:
+        return tuple(size / sum(sizes) for size in sizes)
 
     @property
     def waits(self) -> bool:
         """Whether :meth:`scale` may have to wait for the counts of other ranks."""
-        return self._count is not None
+        return any(isinstance(handed.weight, _Counts) and handed.weight.pending for handed in self.trace.open)
 
     def reset(self) -> None:
         """Losses that come now belong to no batch: they have weight 1."""
-        self._weight, self._count = 1.0, None
-
-    def _sum_counts(self, count: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Start adding up the counts of all ranks; the sum is needed only when backward begins."""
-        count = count.detach() if isinstance(count, torch.Tensor) else count
-        if isinstance(count, torch.Tensor) and count.device.type != "cpu":
-            own = count.to(self.device, torch.float64).reshape(())
-        else:  # a kernel fills it in its turn; a copy from the host would wait for all that the device has yet to do
-            own = torch.full((), float(count), dtype=torch.float64, device=self.device)
-        total = own.clone()
-        return own, total, dist.all_reduce(total, async_op=True) if self.world_size > 1 else None
+        self.trace.forget()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The weighted loss; the very same tensor where the weight is 1."""
-        if self._count is not None:
-            own, total, work = self._count
-            if work is not None:
-                work.wait()
-            share = torch.where(total > 0, own / total.clamp(min=1e-300), torch.zeros_like(total))
-            self._weight, self._count = (self.world_size * share).to(loss.dtype), None
-        if isinstance(self._weight, float) and self._weight == 1.0:
+        """The weighted loss; the very same tensor where the weight is 1.
+
+        Raises:
+            RuntimeError: if the loss may belong to batches of different weights.
+        """
+        handed = self.trace.of(loss)
+        weight = 1.0 if handed is None else handed.weight
+        if isinstance(weight, _Counts):
+            weight = weight.weight().to(loss.dtype)
+        if isinstance(weight, float) and weight == 1.0:
             return loss
-        return loss * self._weight
+        return loss * weight
+
+    def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
+        if arguments.get(COUNTED) is None or self.config.loss_reduction == "sum" or self.config.policy == "even":
+            return
+        given = "weight_fn" if self.config.weight_fn is not None else f"loss_reduction={self.config.loss_reduction!r}"
+        raise ValueError(
+            f"the model was given {COUNTED}: a loss that is divided by it must not be weighted once more, as {given} "
+            "does. If the model divides by it and all ranks count together, as transformers' Trainer does by default "
+            "(average_tokens_across_devices=True), set loss_reduction='sum'. If the model does not use it, as some "
+            "with a head for classification, set model.accepts_loss_kwargs = False, so that Trainer leaves it out."
+        )
+
+
+class _Counts:
+    """What ``weight_fn`` counts in a batch, and the sum over ranks, which is needed only when backward begins."""
+
+    def __init__(self, count: Any, weighting: LossWeighting) -> None:
+        self._world_size = weighting.world_size
+        count = count.detach() if isinstance(count, torch.Tensor) else count
+        if isinstance(count, torch.Tensor) and count.device.type != "cpu":
+            self._own = count.to(weighting.device, torch.float64).reshape(())
+        else:  # a kernel fills it in its turn; a copy from the host would wait for all that the device has yet to do
+            self._own = torch.full((), float(count), dtype=torch.float64, device=weighting.device)
+        self._total = self._own.clone()
+        self._work: Any = dist.all_reduce(self._total, async_op=True) if self._world_size > 1 else None
+
+    @property
+    def pending(self) -> bool:
+        return self._work is not None
+
+    def weight(self) -> torch.Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        share = self._own / self._total.clamp(min=1e-300)
+        return self._world_size * torch.where(self._total > 0, share, torch.zeros_like(share))

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_hetero.comm.gathering import gather_rows, refuse_own_gather
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import HeteroSession, PlanAccess, log
@@ -23,6 +25,8 @@ from lightning_hetero.strategies._compression import clip_blocks
 from lightning_hetero.strategies._loaders import (
     NOT_MET,
     balanced_evaluation_loader,
+    evaluates,
+    iterated_by,
     stream_of,
     why_not_uneven,
     with_batch_sampler,
@@ -132,6 +136,7 @@ class HeteroFabricMixin(WholeFilesMixin, PlanAccess):
         if session is None:
             return super().setup_module(module)  # type: ignore[misc, no-any-return]
         engine = session.engine
+        refuse_own_gather(module, engine.world_size, self.config.policy)
         normalises = any(isinstance(m, _BatchNorm) for m in module.modules())
         if self.config.min_local_batch_size is None and engine.min_local < 2 and normalises:
             engine.min_local = 2
@@ -141,6 +146,7 @@ class HeteroFabricMixin(WholeFilesMixin, PlanAccess):
         devices = self._determine_ddp_device_ids()  # type: ignore[attr-defined]
         model = DistributedDataParallel(module=module, device_ids=devices, **self._ddp_kwargs)  # type: ignore[attr-defined]
         WrappedModel(model, engine, self._attach, lambda: self._optimizers)
+        session.watch(model)
         return model
 
     def _attach(self, model: DistributedDataParallel) -> None:
@@ -213,7 +219,7 @@ class HeteroFabricMixin(WholeFilesMixin, PlanAccess):
                 return iter(even)
             return session.steps(open_loader)
 
-        clone = _iterated_by(clone, iterate, length=lambda: len(even) if even is not None and replaced() else None)
+        clone = iterated_by(clone, iterate, length=lambda: len(even) if even is not None and replaced() else None)
         clone.state_dict = lambda: {"step": None if replaced() else session.position[1]}
         clone.load_state_dict = self._want_position
         self._train_loader, self._assumed = clone, assumed
@@ -222,8 +228,7 @@ class HeteroFabricMixin(WholeFilesMixin, PlanAccess):
     @property
     def _evaluating(self) -> bool:
         """Whether what is run now cannot be training: gradients are off, or all models are in ``eval()``."""
-        models = self._models
-        return not torch.is_grad_enabled() or (len(models) > 0 and not any(model.training for model in models))
+        return evaluates(self._models)
 
     def _even(self, loader: DataLoader) -> DataLoader:
         """An evaluation loader: as DDP has it, or balanced by speed without repeated samples."""
@@ -235,10 +240,9 @@ class HeteroFabricMixin(WholeFilesMixin, PlanAccess):
         session = self._running()
 
         def begin(open_loader: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-            session.another_loader()
-            return open_loader()
+            return session.beside(open_loader(), lambda: self._evaluating)
 
-        return _iterated_by(copy.copy(loader), begin) if type(loader).__iter__ is DataLoader.__iter__ else loader
+        return iterated_by(copy.copy(loader), begin) if type(loader).__iter__ is DataLoader.__iter__ else loader
 
     def _want_position(self, state: dict[str, Any]) -> None:
         if state["step"] is not None:
@@ -275,10 +279,16 @@ class HeteroFabricMixin(WholeFilesMixin, PlanAccess):
         with self._excluded():
             return super().all_reduce(*args, **kwargs)  # type: ignore[misc, no-any-return]
 
-    def all_gather(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As DDP; what a rank waits here is not counted as computing."""
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """As DDP; rows that differ in number between ranks come one rank after another, see :func:`gather_rows`.
+
+        What a rank waits here is not counted as computing.
+        """
+        stacked = partial(super().all_gather, group=group, sync_grads=sync_grads)  # type: ignore[misc]
+        if self.engine is None:
+            return stacked(tensor)  # type: ignore[no-any-return]
         with self._excluded():
-            return super().all_gather(*args, **kwargs)  # type: ignore[misc, no-any-return]
+            return gather_rows(tensor, stacked, self.engine.control, group)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """As DDP; what a rank waits here is not counted as computing."""
@@ -316,27 +326,6 @@ class HeteroFabricMixin(WholeFilesMixin, PlanAccess):
         if self.session is not None:
             self.session.close()
         super().teardown()  # type: ignore[misc]
-
-
-def _iterated_by(
-    loader: DataLoader,
-    iterate: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]],
-    length: Callable[[], int | None] = lambda: None,
-) -> Any:
-    """The loader, still of its class, with ``iterate(open_loader)`` as its iterator and, if known, another length."""
-    cls: Any = type(loader)
-
-    def own_length(self: Any) -> int:
-        known = length()
-        return cls.__len__(self) if known is None else known  # type: ignore[no-any-return]
-
-    methods = {
-        "__iter__": lambda self: iterate(lambda: cls.__iter__(self)),
-        "__len__": own_length,
-        "__module__": cls.__module__,
-    }
-    loader.__class__ = type(cls.__name__, (cls,), methods)
-    return loader
 
 
 def _shuffles(loader: Any) -> bool:

@@ -5,6 +5,7 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_hetero.callbacks import PolicyCallback
+from lightning_hetero.comm.gathering import gather_rows, refuse_own_gather
 from lightning_hetero.comm.group_lifetime import go_on
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.compressors import Compressor
@@ -209,6 +211,7 @@ class HeteroDDPMixin(CheckpointMixin, EndingMixin, WholeFilesMixin, PlanAccess):
                 "training_step(dataloader_iter) draws batches by itself, so that their samples cannot be counted. "
                 "Take `batch` in training_step, or use strategy='ddp'."
             )
+        refuse_own_gather(module, self.engine.world_size, self.config.policy, self._misconfiguration)
         if self.config.min_local_batch_size is None and any(isinstance(m, _BatchNorm) for m in module.modules()):
             self.engine.min_local = 2
         if self.config.probe_memory:
@@ -366,12 +369,16 @@ class HeteroDDPMixin(CheckpointMixin, EndingMixin, WholeFilesMixin, PlanAccess):
         with self.engine.excluded():
             super().barrier(*args, **kwargs)  # type: ignore[misc]
 
-    def all_gather(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As DDP; what a rank waits here is not counted as computing."""
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """As DDP; rows that differ in number between ranks come one rank after another, see :func:`gather_rows`.
+
+        What a rank waits here is not counted as computing.
+        """
+        stacked = partial(super().all_gather, group=group, sync_grads=sync_grads)  # type: ignore[misc]
         if self.engine is None:
-            return super().all_gather(*args, **kwargs)  # type: ignore[misc, no-any-return]
+            return stacked(tensor)  # type: ignore[no-any-return]
         with self.engine.excluded():
-            return super().all_gather(*args, **kwargs)  # type: ignore[misc, no-any-return]
+            return gather_rows(tensor, stacked, self.engine.control, group)
 
     # state
 

@@ -3,9 +3,10 @@
 import copy
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -15,6 +16,8 @@ from lightning_hetero.engine import HeteroEngine
 __all__ = [
     "NOT_MET",
     "balanced_evaluation_loader",
+    "evaluates",
+    "iterated_by",
     "recount_batches",
     "stream_of",
     "timed_loader",
@@ -115,6 +118,32 @@ def timed_loader(loader: DataLoader, engine: HeteroEngine) -> DataLoader:
 
     loader.__class__ = type(cls.__name__, (cls,), {"__iter__": iterate, "__module__": cls.__module__})
     return loader
+
+
+def iterated_by(
+    loader: DataLoader,
+    iterate: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]],
+    length: Callable[[], int | None] = lambda: None,
+) -> Any:
+    """The loader, still of its class, with ``iterate(open_loader)`` as its iterator and, if known, another length."""
+    cls: Any = type(loader)
+
+    def own_length(self: Any) -> int:
+        known = length()
+        return cls.__len__(self) if known is None else known  # type: ignore[no-any-return]
+
+    methods = {
+        "__iter__": lambda self: iterate(lambda: cls.__iter__(self)),
+        "__len__": own_length,
+        "__module__": cls.__module__,
+    }
+    loader.__class__ = type(cls.__name__, (cls,), methods)
+    return loader
+
+
+def evaluates(models: Sequence[torch.nn.Module]) -> bool:
+    """Whether what is run now cannot be training: gradients are off, or all models are in ``eval()``."""
+    return not torch.is_grad_enabled() or (len(models) > 0 and not any(model.training for model in models))
 
 
 def balanced_evaluation_loader(loader: Any, engine: HeteroEngine) -> Any:

@@ -1,0 +1,258 @@
+"""Which batch a loss came from, for loops that hold several batches at once.
+
+A loop that fetches one batch, runs it backward and fetches the next needs none of this. Loops that fetch the
+micro-batches of a whole accumulation window first, prefetch one ahead, keep losses for later, or draw from two loaders
+do: their batches may have different weights. Forward passes tell them apart: what goes into the model is looked up
+among the batches handed out, and what comes out is marked with its batch in the autograd graph, where a loss finds it.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["BatchTrace", "ForwardMark", "HandedOut", "LoaderPass"]
+
+MARK = "lightning_hetero.batch"
+MOST_OPEN = 1024  # batches without a backward pass that are remembered, as when a loop only looks at its data
+
+
+@dataclass(eq=False)
+class LoaderPass:
+    """One iteration of a loader that is not split; ``left`` once nobody iterates it any more."""
+
+    left: bool = False
+
+
+@dataclass(eq=False)
+class HandedOut:
+    """A batch that the loop has got.
+
+    Args:
+        weight: of its losses; opaque here.
+        key: equal for batches whose losses have equal weights on all ranks.
+        rows: samples of each rank.
+        beside: the iteration of the loader that is not split, if the batch is of one.
+    """
+
+    weight: Any
+    key: Hashable = None
+    rows: tuple[int, ...] = ()
+    beside: LoaderPass | None = None
+    used: bool = False
+    shapes: frozenset[tuple[int, ...]] = frozenset()
+    storages: list[tuple["weakref.ref[torch.Tensor]", int]] = field(default_factory=list)
+
+    def remember(self, batch: Any) -> None:
+        """Know the tensors of the batch again, without keeping them alive."""
+        tensors = [tensor for tensor in tensors_in(batch) if tensor.layout is torch.strided]
+        self.shapes = frozenset(tuple(tensor.shape) for tensor in tensors if tensor.ndim)
+        self.storages = [(weakref.ref(tensor), _address(tensor)) for tensor in tensors if tensor.numel()]
+
+    def holds(self, addresses: set[int]) -> bool:
+        """Whether one of these storages is the batch's; a tensor that is gone may have left its address to another."""
+        return any(address in addresses and tensor() is not None for tensor, address in self.storages)
+
+
+class BatchTrace:
+    """The batches handed out whose backward pass has not come yet, and which of them a loss belongs to.
+
+    Args:
+        several: whether the loop may hold several batches at once; with ``False`` the newest counts.
+        check: looks at the keyword arguments of every forward pass that is watched.
+
+    Example:
+        >>> trace = BatchTrace(several=True)
+        >>> model, batches = torch.nn.Linear(2, 1), [torch.ones(3, 2), torch.ones(1, 2)]
+        >>> handle = trace.watch(model)
+        >>> for batch, weight in zip(batches, (1.5, 1.0)):
+        ...     trace.hand_out(batch, HandedOut(weight, key=weight))
+        >>> [trace.of(model(batch).mean()).weight for batch in batches]
+        [1.5, 1.0]
+    """
+
+    def __init__(self, several: bool = False, check: Callable[[Mapping[str, Any]], None] | None = None) -> None:
+        self.several, self.check = several, check
+        self._open: deque[HandedOut] = deque(maxlen=MOST_OPEN)
+        self._selected: HandedOut | None = None
+
+    @property
+    def open(self) -> tuple[HandedOut, ...]:
+        """Batches that a loss may belong to, the newest last."""
+        return tuple(self._open)
+
+    def hand_out(self, batch: Any, handed: HandedOut) -> None:
+        """The loop gets another batch; those that were run backward are over."""
+        kept = [earlier for earlier in self._open if not earlier.used] if self.several else []
+        if self.several:
+            handed.remember(batch)
+        self._open = deque([*kept, handed], maxlen=MOST_OPEN)
+        self._selected = None
+
+    def forget(self, beside: LoaderPass | None = None) -> None:
+        """A pass of the loader is over, or begins: its batches that were never run backward are out of the question.
+
+        Args:
+            beside: the iteration that is over; ``None`` for the loader that is split.
+        """
+        over = (beside, *(handed.beside for handed in self._open if handed.beside is not None and handed.beside.left))
+        self._open = deque((handed for handed in self._open if handed.beside not in over), maxlen=MOST_OPEN)
+
+    def select(self, batch: Any) -> None:
+        """Let the losses up to the next batch belong to this one.
+
+        Raises:
+            ValueError: if it is none of the batches whose backward pass has not come yet, or may be several of them.
+        """
+        found = self._matching(list(tensors_in(batch)))
+        if len({handed.key for handed in found}) != 1:
+            raise ValueError(
+                "select() was given something that is not one of the batches handed out since the last backward pass, "
+                "or that looks like several of them. Give it a batch as the loader gave it."
+            )
+        self._selected = found[-1]
+
+    # forward
+
+    def watch(self, model: torch.nn.Module) -> Any:
+        """Let the forward passes of a model say which batch they ran; gives the handle of the hook."""
+        return model.register_forward_hook(ForwardMark(self), with_kwargs=True)
+
+    def mark(self, given: Any, output: Any) -> None:
+        """A forward pass made ``output`` of ``given``."""
+        if not self._open or not torch.is_grad_enabled():
+            return
+        found = [self._open[-1]] if len(self._open) == 1 else self._matching(list(tensors_in(given)))
+        for tensor in tensors_in(output) if found else ():
+            if tensor.grad_fn is not None:
+                _metadata(tensor.grad_fn)[MARK] = found
+
+    def _matching(self, tensors: Sequence[torch.Tensor]) -> list[HandedOut]:
+        """Batches that these tensors are of: by storage, through the graph, or, of copies, by shape."""
+        addresses = {_address(tensor) for tensor in tensors if tensor.layout is torch.strided and tensor.numel()}
+        found = [handed for handed in self._open if handed.holds(addresses)]
+        for tensor in tensors:
+            found += [] if tensor.grad_fn is None else _metadata(tensor.grad_fn).get(MARK, [])
+        return found or self._shaped_like({tuple(tensor.shape) for tensor in tensors if tensor.ndim})
+
+    def _shaped_like(self, shapes: set[tuple[int, ...]]) -> list[HandedOut]:
+        """Batches with a tensor of such a shape, if numbers of samples tell batches of different weights apart.
+
+        They have to on all ranks, because an error on one of them alone would leave the others waiting.
+        """
+        kinds = {handed.key: handed.rows for handed in self._open}
+        columns = zip(*kinds.values(), strict=True)
+        if any(len({max(rows, 1) for rows in column}) < len(kinds) for column in columns):
+            return []
+        found = [handed for handed in self._open if handed.shapes & shapes]
+        return found if len({handed.key for handed in found}) == 1 else []
+
+    # backward
+
+    def of(self, loss: torch.Tensor) -> HandedOut | None:
+        """The batch that a loss belongs to, or another one of the same weight; ``None`` before the first.
+
+        Raises:
+            RuntimeError: if the batches that it may belong to, or was made of, have different weights.
+        """
+        if self._selected is not None:
+            self._selected.used = True
+            return self._selected
+        if len(self._open) < 2:
+            for handed in self._open:
+                handed.used = True
+            return self._open[-1] if self._open else None
+        found = _marks(loss)
+        candidates = found or list(self._open)
+        if len({handed.key for handed in candidates}) > 1:
+            raise RuntimeError(_why_not(candidates, traced=bool(found)))
+        if len(found) == 1:
+            found[0].used = True
+        return candidates[-1]
+
+
+class ForwardMark:
+    """The forward hook of :class:`BatchTrace`; a copy of the model marks nothing."""
+
+    def __init__(self, trace: BatchTrace | None = None) -> None:
+        self.trace = trace
+
+    def __call__(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Mark the output, but for a model that is being compiled, whose graph must not break."""
+        if self.trace is None or torch.compiler.is_compiling():
+            return
+        if self.trace.check is not None:
+            self.trace.check(kwargs)
+        self.trace.mark((args, kwargs), output)
+
+    def __deepcopy__(self, memo: Any) -> "ForwardMark":
+        return type(self)()
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+
+def tensors_in(data: Any) -> Iterator[torch.Tensor]:
+    """Tensors of a batch, of a model's arguments or of its output."""
+    if isinstance(data, torch.Tensor):
+        yield data
+    elif isinstance(data, Mapping):
+        for value in data.values():
+            yield from tensors_in(value)
+    elif isinstance(data, list | tuple):
+        for value in data:
+            yield from tensors_in(value)
+    elif is_dataclass(data) and not isinstance(data, type):
+        for part in fields(data):
+            yield from tensors_in(getattr(data, part.name))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _metadata(node: Any) -> dict[str, list[HandedOut]]:
+    """What can be attached to a node of the graph; a property, which torch's stubs call a method."""
+    attached: dict[str, list[HandedOut]] = node.metadata
+    return attached
+
+
+def _marks(loss: torch.Tensor) -> list[HandedOut]:
+    """Batches whose outputs a loss was made of; the graph is followed down to the marked outputs only."""
+    found: list[HandedOut] = []
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        marked = _metadata(node).get(MARK)
+        if marked is None:
+            waiting.extend(following for following, _ in node.next_functions)
+        else:
+            found.extend(handed for handed in marked if handed not in found)
+    return found
+
+
+def _why_not(candidates: Sequence[HandedOut], traced: bool) -> str:
+    if any(handed.beside is not None for handed in candidates):
+        what = "is made of batches of two loaders" if traced else "may be of either of two loaders"
+        return (
+            f"a loss {what}, of which only the first one is split by speed: their samples have different weights. Call "
+            "backward() for the loss of each loader by itself, with inputs of the model that are tensors of the "
+            "batch, or call session.select(batch) before; or combine the datasets in one DataLoader. Evaluate with "
+            "gradients off or the model in eval()."
+        )
+    if traced:
+        return (
+            "a loss is made of several batches that are split in different proportions, as the last one of an epoch "
+            "is: their parts have different weights. Call backward() for each batch, or set drop_last=True."
+        )
+    return (
+        f"{len(candidates)} batches were fetched before the backward pass of this loss, their weights differ, and the "
+        "inputs of the model do not say which of them it belongs to. Give the model tensors of the batch, or call "
+        "session.select(batch) before its backward(); a loop without a trainer calls session.watch(model) once."
+    )

@@ -1,0 +1,273 @@
+"""The weight travels with the batch: kinds of losses, windows fetched before their backward passes, several loaders.
+
+Gradients of every window are compared with one process on the same global batches, in float64, to 1e-12. The rows are
+those of the table in docs/what-gets-averaged.md.
+"""
+
+from functools import cache
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from tests.helpers import Points, Regressor, run_ranks, trainer_of
+from tests.loops import SAMPLES, flat_grads, network
+
+SIZES, WINDOW = (7, 3), 3  # 73 samples: seven full batches and one of three, in the last window
+EXACT = {"rtol": 1e-12, "atol": 1e-14}
+
+
+def squares(model, x, y):
+    """Sum over the samples that count, those with a positive first feature, as over tokens that are no padding."""
+    keep = (x[:, :1] > 0).to(x.dtype)
+    return ((model(x) - y).square() * keep).sum()
+
+
+def count(batch):
+    return (batch[0][:, 0] > 0).sum()
+
+
+def mean(model, x, y):
+    return nn.functional.mse_loss(model(x), y)
+
+
+def total(model, x, y):
+    return nn.functional.mse_loss(model(x), y, reduction="sum")
+
+
+def per_token(model, x, y):
+    return squares(model, x, y) / (x[:, 0] > 0).sum().clamp(min=1)
+
+
+LOSSES = {"mean": mean, "sum": total, "tokens": per_token, "normalised": squares}
+SETTINGS = {
+    "mean": {},
+    "sum": {"loss_reduction": "sum"},
+    "tokens": {"weight_fn": count},
+    "normalised": {"loss_reduction": "sum"},
+}
+
+
+def window_losses(kind, model, batches, everyone):
+    """Loss of each micro-batch of a window as users write it; ``everyone`` adds a number up over the ranks."""
+    if kind == "normalised":
+        counted = everyone(sum(map(count, batches)))
+        return [lambda b=b: 2 * squares(model, b[0], b[1]) / counted for b in batches]  # DDP averages over two ranks
+    return [lambda b=b: LOSSES[kind](model, b[0], b[1]) / len(batches) for b in batches]
+
+
+class Front:
+    """A front end of a user's own loop: a wrapped model, a loader, backward, and a sum over ranks."""
+
+    def __init__(self, name, kind, rank, **settings):
+        settings = {"local_batch_sizes": SIZES, **SETTINGS[kind], **settings}
+        raw = network()
+        self.loader = DataLoader(Points(SAMPLES), 5, shuffle=True)
+        getattr(self, f"_{name}")(raw, rank, settings)
+
+    def _accelerate(self, raw, rank, settings):
+        from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
+
+        self.api = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(**settings))
+        self.model, self.loader = self.api.prepare(raw, self.loader)
+        self.backward, self.sum = self.api.backward, lambda n: self.api.gather(torch.tensor([float(n)])).sum()
+        self.prepared, self.session = self.api.prepare, self.api.hetero_session
+
+    def _fabric(self, raw, rank, settings):
+        from lightning.fabric import Fabric
+
+        from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy
+
+        self.api = Fabric(accelerator="cpu", devices=2, strategy=HeteroDDPStrategy(**settings))
+        self.api.launch()
+        self.model, self.loader = self.api.setup(raw), self.api.setup_dataloaders(self.loader)
+        self.backward = self.api.backward
+        self.sum = lambda n: self.api.all_reduce(torch.tensor(float(n)), reduce_op="sum")
+        self.prepared, self.session = self.api.setup_dataloaders, self.api.strategy.session
+
+    def _plain(self, raw, rank, settings):
+        from lightning_hetero.comm import gradient_hook
+        from lightning_hetero.config import HeteroConfig
+        from lightning_hetero.data import PermutationStream
+        from lightning_hetero.engine import HeteroEngine
+        from lightning_hetero.session import HeteroSession
+
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo")
+        engine = HeteroEngine(HeteroConfig(**settings), rank=rank, world_size=2, device=torch.device("cpu"))
+        self.session = session = HeteroSession(engine)
+        stream = PermutationStream(SAMPLES, shuffle=True, seed=0)
+        loader = DataLoader(Points(SAMPLES), batch_sampler=session.shard(stream, batch_size=5))
+        self.model = DistributedDataParallel(raw)
+        self.model.register_comm_hook(engine.hook_state, gradient_hook)
+        session.watch(self.model)
+
+        class Steps:
+            def __iter__(self):
+                return session.steps(lambda: iter(loader))
+
+        def backward(loss):
+            with engine.backward():
+                engine.scale_loss(loss).backward()
+
+        def added(n):
+            value = torch.tensor(float(n))
+            torch.distributed.all_reduce(value)
+            return value
+
+        self.loader, self.backward, self.sum = Steps(), backward, added
+
+
+def windows(iterator, fetched):
+    """The micro-batches of each optimizer step: one, all fetched first, or one while the next is fetched already."""
+    if fetched == "window":
+        while batches := list(islice(iterator, WINDOW)):
+            yield batches
+    elif fetched == "one":
+        yield from ([batch] for batch in iterator)
+    else:
+        following = next(iterator)
+        while following is not None:
+            batch, following = following, next(iterator, None)
+            yield [batch]
+
+
+def _own_loop(rank, name, cases):
+    """Gradients and samples of every optimizer step of one pass."""
+    results = []
+    for kind, fetched in cases:
+        front, steps = Front(name, kind, rank), []
+        for batches in windows(iter(front.loader), fetched):
+            front.model.zero_grad()
+            for loss in window_losses(kind, front.model, batches, front.sum):
+                front.backward(loss())
+            steps.append((flat_grads(front.model), [batch[2].tolist() for batch in batches]))
+        results.append(steps)
+    return results
+
+
+class Losses(Regressor):
+    """Lightning: the trainer fetches batches one by one."""
+
+    def __init__(self, kind):
+        super().__init__(lr=0.0)
+        self.kind, self.steps = kind, []
+
+    def training_step(self, batch, batch_idx):
+        self.indices = batch[2].tolist()
+        everyone = lambda n: self.trainer.strategy.reduce(n.clone().double(), reduce_op="sum")  # noqa: E731
+        return window_losses(self.kind, self, [batch], everyone)[0]()
+
+    def on_before_optimizer_step(self, optimizer):
+        self.steps.append((flat_grads(self), [self.indices]))
+
+
+def _lightning(rank, name, cases):
+    from lightning_hetero import HeteroDDPStrategy
+
+    results = []
+    for kind, _ in cases:
+        model = Losses(kind)
+        strategy = HeteroDDPStrategy(local_batch_sizes=SIZES, **SETTINGS[kind])
+        trainer_of(strategy, 2, max_epochs=1).fit(model, DataLoader(Points(SAMPLES), 5, shuffle=True))
+        results.append(model.steps)
+    return results
+
+
+def reference(kind, steps):
+    """Gradients of one process, a sum divided by two as DDP does with two ranks."""
+    data, model, grads = Points(SAMPLES), network(), []
+    for micro_batches in steps:
+        model.zero_grad()
+        batches = [(data.x[indices], data.y[indices]) for indices in micro_batches]
+        for loss in window_losses(kind, model, batches, lambda n: n):
+            (loss() / (2 if kind in ("sum", "normalised") else 1)).backward()
+        grads.append(flat_grads(model))
+    return np.stack(grads)
+
+
+FETCHED = {"lightning": ("one",), **dict.fromkeys(("fabric", "accelerate", "plain"), ("one", "window", "ahead"))}
+CASES = [(name, kind, fetched) for name in FETCHED for fetched in FETCHED[name] for kind in LOSSES]
+
+
+@cache
+def trained(name):
+    """All cases of a front end, in one process group."""
+    cases = [(kind, fetched) for front, kind, fetched in CASES if front == name]
+    ranks = run_ranks(_lightning if name == "lightning" else _own_loop, 2, name, cases, env={"OMP_NUM_THREADS": "1"})
+    return dict(zip(cases, zip(*ranks, strict=True), strict=True))
+
+
+@pytest.mark.parametrize(("name", "kind", "fetched"), CASES, ids=map("-".join, CASES))
+def test_gradients_equal_one_process(name, kind, fetched):
+    ranks = trained(name)[kind, fetched]
+    steps = [
+        [sum(parts, []) for parts in zip(*(micro_batches for _, micro_batches in step), strict=True)]
+        for step in zip(*ranks, strict=True)
+    ]
+    assert sorted(sum(sum(steps, []), [])) == list(range(SAMPLES))
+    assert len(steps[-1][-1]) == SAMPLES % sum(SIZES)
+    expected = reference(kind, steps)
+    for rank in ranks:
+        np.testing.assert_allclose(np.stack([grads for grads, _ in rank]), expected, **EXACT)
+
+
+# two loaders
+
+
+class Ordered(torch.utils.data.Sampler):
+    def __len__(self):
+        return SAMPLES
+
+    def __iter__(self):
+        return iter(range(SAMPLES))
+
+
+def _two_loaders(rank, name, kinds, settings):
+    """What comes of each way to train on two loaders at once: the error's text, or gradients and samples."""
+    results = {}
+    for kind in kinds:
+        front, steps = Front(name, "mean", rank, **settings), []
+        second = front.prepared(DataLoader(Points(SAMPLES, seed=1), 5, sampler=Ordered()))
+        try:
+            for first, other in zip(front.loader, second, strict=False):
+                front.model.zero_grad()
+                if kind == "joined":
+                    front.backward(mean(front.model, *first[:2]) + mean(front.model, *other[:2]))
+                elif kind == "concatenated":
+                    inputs = torch.cat([first[0], other[0]])
+                    front.backward(front.model(inputs).square().mean())
+                else:
+                    front.backward(mean(front.model, *first[:2]))
+                    front.backward(mean(front.model, *other[:2]))
+                steps.append((flat_grads(front.model), first[2].tolist(), other[2].tolist()))
+        except RuntimeError as error:
+            steps = str(error), len(steps)
+        results[kind] = steps
+    return results
+
+
+@pytest.mark.parametrize("settings", [{}, {"local_batch_sizes": None}], ids=["uneven", "may become uneven"])
+@pytest.mark.parametrize("name", ["fabric", "accelerate"])
+def test_a_loss_of_two_loaders_is_refused_on_every_rank_at_its_first_step(name, settings):
+    for result in run_ranks(_two_loaders, 2, name, ["joined", "concatenated"], settings):
+        assert [steps for _, steps in result.values()] == [0, 0]
+        assert "a loss is made of batches of two loaders" in result["joined"][0]
+        assert "backward() for the loss of each loader by itself" in result["concatenated"][0]
+
+
+@pytest.mark.parametrize("name", ["fabric", "accelerate"])
+def test_losses_of_two_loaders_by_themselves_equal_one_process(name):
+    ranks = [result["apart"] for result in run_ranks(_two_loaders, 2, name, ["apart"], {})]
+    data, others, model = Points(SAMPLES), Points(SAMPLES, seed=1), network()
+    assert len(ranks[0]) >= 7
+    for (got, first, second), (same, *rest) in zip(*ranks, strict=True):
+        model.zero_grad()
+        for points, indices in ((data, first + rest[0]), (others, second + rest[1])):
+            mean(model, points.x[indices], points.y[indices]).backward()
+        np.testing.assert_allclose(got, flat_grads(model), **EXACT)
+        np.testing.assert_array_equal(got, same)
