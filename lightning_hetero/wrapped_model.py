@@ -53,6 +53,7 @@ class WrappedModel:
         self.engine, self.attach, self.optimizers = engine, attach, optimizers
         self.changes = 0
         self._model = weakref.ref(model)
+        self._follow = torch.compiler.disable(self._wrap_anew)  # the forward pass may be a compiled one
         self._connect(model)
         model.register_forward_pre_hook(self)
         engine.hook_state.models[model.module] = self
@@ -92,7 +93,7 @@ class WrappedModel:
         new = [name for name, p in trained.items() if p not in self._wrapped]
         frozen = [n for n, p in model.module.named_parameters() if p in self._wrapped and not p.requires_grad]
         if trained and (new or (frozen and not model.find_unused_parameters)):
-            self._wrap_anew(model, trained, new, frozen)
+            self._follow(model, trained, new, frozen)
 
     def _wrap_anew(
         self, model: DistributedDataParallel, trained: dict[str, torch.Tensor], new: list[str], frozen: list[str]

@@ -143,6 +143,30 @@ def test_with_unused_parameters_frozen_ones_need_nothing():
     assert [r["changes"] for r in results] == [3, 3], "not for the layer that is frozen"
 
 
+def _compiled(rank):
+    from lightning.fabric import Fabric
+
+    from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(local_batch_sizes=[4, 2]))
+    fabric.launch()
+    net = network()
+    net[0].requires_grad_(False)
+    model, optimizer = fabric.setup(torch.compile(net, backend="eager"), torch.optim.SGD(net.parameters(), lr=0.05))
+    for step, (x, y, _) in enumerate(fabric.setup_dataloaders(DataLoader(Points(SAMPLES), 3, shuffle=True))):
+        net[0].requires_grad_(step >= UNFREEZE)
+        optimizer.zero_grad()
+        fabric.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+    return flat(net), [one.changes for one in fabric.strategy.engine.hook_state.models.values()]
+
+
+def test_a_compiled_model_is_followed_too():
+    (weights, changes), (others, _) = run_ranks(_compiled, 2)
+    np.testing.assert_array_equal(weights, others)
+    assert changes == [1]
+
+
 class Rest(Callback):
     """Freezes the last layer for a while, and looks at what compression holds of it."""
 

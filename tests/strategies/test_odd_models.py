@@ -26,7 +26,9 @@ FEW = {"compression": "block_topk(density=0.1, block=4)"}
 MODES = {
     "plain": {},
     "block top-k": FEW,
+    "sparse optimizer": {**FEW, "sparse_optimizer": True},
     "stale": {"staleness": 1},
+    "look-ahead": {"staleness": 1},
     "powersgd": {"compression": "powersgd(rank=1, start=4)"},
     "stale block top-k": {**FEW, "staleness": 1},
 }
