@@ -29,7 +29,8 @@ class HeteroConfig:
         policy: who splits the batch: ``"perf_model"`` (default: learned time model, exact optimum), ``"pid"``
             (proportional control), ``"static"`` (by cores or peak FLOPs, once), ``"even"`` (equal sizes, as DDP).
         loss_reduction: ``"mean"`` if the loss is a mean over the samples of the batch, ``"sum"`` if it is their sum.
-        local_batch_sizes: a fixed split, one size per rank; its sum is the total batch size.
+        local_batch_sizes: a fixed split, one size per rank; its sum is the total batch size. With ``policy="pid"``, the
+            split that it starts with.
         min_local_batch_size: fewest samples of a rank; default 1, or 2 if the model has batch normalisation.
         max_local_batch_sizes: most samples of a rank (memory), one number or one per rank.
         weight_fn: counts what a batch's mean loss is a mean of (tokens, pixels): ``weight_fn(batch) -> number``.
@@ -118,9 +119,10 @@ class HeteroConfig:
             if sum(sizes) == 0:
                 raise ValueError(f"local_batch_sizes={list(sizes)} has no samples; one entry at least must be above 0.")
             object.__setattr__(self, "local_batch_sizes", sizes)
-            if self.policy is not None:
+            if self.policy not in (None, "pid"):
                 raise ValueError(
-                    f"local_batch_sizes={list(sizes)} fixes the split and policy={self.policy!r} moves it. Give one."
+                    f"local_batch_sizes={list(sizes)} fixes the split and policy={self.policy!r} decides on it. Give "
+                    'one; only policy="pid" starts with a given split.'
                 )
         if self.min_local_batch_size is not None:
             check_int("min_local_batch_size", self.min_local_batch_size, minimum=1)
@@ -136,6 +138,11 @@ class HeteroConfig:
                 f"max_local_batch_sizes={list(most)} is below min_local_batch_size={self.min_local_batch_size}. "
                 "Raise the one or lower the other."
             )
+
+    @property
+    def fixes_split(self) -> bool:
+        """Whether ``local_batch_sizes`` is the split of the whole run, rather than what a policy starts with."""
+        return self.local_batch_sizes is not None and self.policy is None
 
     def check_world_size(self, world_size: int) -> None:
         """Check what depends on the number of ranks.

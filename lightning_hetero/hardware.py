@@ -6,8 +6,11 @@ import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from lightning_hetero.core.peak_flops import cpu_peak_flops, gpu_peak_flops
 
 __all__ = ["capacity", "cpu_quota", "cpu_share", "identity", "probe_largest_batch"]
 
@@ -69,19 +72,27 @@ def _quota(files: list[Path]) -> list[float]:
 
 
 def capacity(device: torch.device) -> float:
-    """Rough peak FLOP/s of a worker, for the open-loop split (dynamic batching, sec. III-B).
+    """Peak half-precision FLOP/s of a worker, for the open-loop split (dynamic batching, sec. III-B).
 
-    Multiprocessors x clock x 256 for a GPU; cores (share of them, under a quota) x 32 GFLOP/s for a CPU. Only ratios
-    count, and only where nothing was measured yet.
+    Of a GPU by its name, else by its clocks; of a CPU by cores (share of them, under a quota) and vector width, see
+    :mod:`lightning_hetero.core.peak_flops`. Only ratios count, and only where nothing was measured yet.
 
     Example:
         >>> capacity(torch.device("cpu")) > 0
         True
     """
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return float(properties.multi_processor_count) * getattr(properties, "clock_rate", 1_500_000) * 1e3 * 256
-    return max(min(cpu_share(), float(torch.get_num_threads())), 1e-3) * 32e9
+        properties: Any = torch.cuda.get_device_properties(device)
+        kilohertz = getattr(properties, "clock_rate", None)  # not all versions of torch tell it
+        return gpu_peak_flops(
+            properties.name,
+            (properties.major, properties.minor),
+            properties.multi_processor_count,
+            None if kilohertz is None else 1e3 * kilohertz,
+            architecture="" if torch.version.hip is None else properties.gcnArchName,
+        )
+    cores = max(min(cpu_share(), float(torch.get_num_threads())), 1e-3)
+    return cpu_peak_flops(cores, torch.backends.cpu.get_cpu_capability())
 
 
 def probe_largest_batch(runs: Callable[[int], bool], *, start: int, limit: int) -> int:

@@ -43,7 +43,7 @@ def planner_of(config: HeteroConfig) -> Planner | None:
         >>> type(planner_of(HeteroConfig())).__name__, planner_of(HeteroConfig(policy="even"))
         ('PerfModelPlanner', None)
     """
-    if config.local_batch_sizes is not None or config.policy == "even":
+    if config.fixes_split or config.policy == "even":
         return None
     return PLANNERS[config.policy or "perf_model"]()
 

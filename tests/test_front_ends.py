@@ -202,7 +202,7 @@ def test_gradients_that_were_not_sent_yet_are_in_the_checkpoint(front_end, tmp_p
     [
         ({"local_batch_sizes": (3, 1, 2)}, "local_batch_sizes"),
         ({"policy": "fastest"}, "policy='fastest' is unknown; allowed are"),
-        ({"local_batch_sizes": (3, 1), "policy": "pid"}, "Give one"),
+        ({"local_batch_sizes": (3, 1), "policy": "static"}, "Give one"),
     ],
     ids=["length", "policy", "contradiction"],
 )

@@ -88,15 +88,21 @@ def test_capacity_of_a_cpu_follows_its_share_and_its_threads(monkeypatch):
 
 
 def test_capacity_and_identity_of_a_gpu(monkeypatch):
+    def card(uuid, name, major, minor, units, **clock):
+        return SimpleNamespace(uuid=uuid, name=name, major=major, minor=minor, multi_processor_count=units, **clock)
+
     cards = {
-        0: SimpleNamespace(uuid="A", multi_processor_count=100, clock_rate=1_500_000),
-        1: SimpleNamespace(uuid="B", multi_processor_count=50, clock_rate=1_500_000),
-        2: SimpleNamespace(uuid="C", multi_processor_count=100),  # torch versions that do not tell the clock
+        0: card("A", "Tesla T4", 7, 5, 40, clock_rate=1_590_000),
+        1: card("B", "Tesla P4", 6, 1, 20, clock_rate=1_063_000),
+        2: card("C", "unheard of", 8, 0, 108, clock_rate=1_410_000),
+        3: card("D", "unheard of", 8, 0, 108),  # torch versions that do not tell the clock
     }
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: cards[device.index])
     devices = [torch.device("cuda", i) for i in cards]
-    assert [capacity(d) / capacity(devices[0]) for d in devices] == [1, 0.5, 1]
-    assert len({identity(d, 0) for d in devices}) == 3
+    assert capacity(devices[0]) / capacity(devices[1]) == pytest.approx(65 / 5.5)
+    assert capacity(devices[2]) == pytest.approx(312e12, rel=0.01)
+    assert capacity(devices[3]) == pytest.approx(312e12, rel=0.1)
+    assert len({identity(d, 0) for d in devices}) == 4
     assert identity(devices[0], 0) == identity(devices[0], 5), "a card stays the same in another slot"
 
 

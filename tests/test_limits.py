@@ -725,7 +725,7 @@ def two_policies():
     refused("Keep one", strategy="hetero_ddp", callbacks=[PerfModelCallback(), DynamicBatchPIDCallback()])
     refused("Keep one", strategy={"policy": "pid"}, callbacks=[PerfModelCallback()])
     refused("Keep one", callbacks=[PerfModelCallback()])
-    refused("Give one", strategy={"policy": "pid", **SPLIT})
+    refused("Give one", strategy={"policy": "static", **SPLIT})
 
 
 @case("`LearningRateFinder`")

@@ -13,7 +13,7 @@ from lightning_hetero.comm.interval import interval_state, resume_interval
 from lightning_hetero.core.plan import PlanEntry
 from lightning_hetero.core.planner import PLANNERS, PerfModelPlanner, Planner, ProportionalPlanner
 from lightning_hetero.core.state import check_tensors, reading_state
-from lightning_hetero.core.validation import check_number
+from lightning_hetero.core.validation import check_choice, check_number
 from lightning_hetero.engine import HeteroEngine
 
 try:
@@ -280,9 +280,12 @@ class DynamicBatchPIDCallback(PolicyCallback):
     Args:
         dead_band: sizes change only if one of them would by more than this share, 0 to 1.
         decay: weight of the past in the moving average of compute times, 0 to 1.
+        start: sizes to begin with: ``"open_loop"``, in proportion to peak half-precision FLOP/s (cores, among equal
+            CPUs), or ``"equal"``. Sizes that the strategy's ``local_batch_sizes`` gives go first, and so does what an
+            earlier run has learned of the same hardware.
 
     Raises:
-        TypeError: if an argument is not a number.
+        TypeError: if a number is none.
         ValueError: if an argument is out of range.
 
     Example:
@@ -290,10 +293,11 @@ class DynamicBatchPIDCallback(PolicyCallback):
         'pid'
     """
 
-    def __init__(self, dead_band: float = 0.05, decay: float = 0.9) -> None:
+    def __init__(self, dead_band: float = 0.05, decay: float = 0.9, start: str = "open_loop") -> None:
         check_number("dead_band", dead_band, low=0.0, high=1.0)
         check_number("decay", decay, low=0.0, high=1.0)
-        super().__init__(ProportionalPlanner(dead_band=dead_band, decay=decay))
+        check_choice("start", start, ("open_loop", "equal"))
+        super().__init__(ProportionalPlanner(dead_band=dead_band, decay=decay, start=start))
 
 
 def policy_callback(policy: str | None) -> PolicyCallback:

@@ -20,7 +20,7 @@ class Roster:
 
     Args:
         identities: hardware identity of each rank.
-        capacities: open-loop capacity of each rank (cores or peak FLOPs).
+        capacities: open-loop capacity of each rank (peak FLOP/s).
         min_local: smallest batch that every rank can run.
         max_local: most samples of each rank, given or probed; ``None`` for no limit.
     """
@@ -57,6 +57,7 @@ class Roster:
             config.hysteresis,
             accumulation,
             self.capacities,
+            given=config.local_batch_sizes,  # type: ignore[arg-type]
             **known,
         )
 
@@ -90,8 +91,8 @@ class Roster:
         Raises:
             ValueError: if the bounds cannot give the total.
         """
-        if config.local_batch_sizes is not None:
-            proposal = Proposal(BatchPlan(total, tuple(config.local_batch_sizes)), "given split")
+        if config.fixes_split:
+            proposal = Proposal(BatchPlan(total, tuple(config.local_batch_sizes or ())), "given split")
             self.check_given(proposal.plan)
         elif running is not None and running.total_batch_size == total and planner is not None:
             self.check(running)

@@ -14,11 +14,11 @@ import numpy.typing as npt
 from lightning_hetero.core.arrivals import arrival_differences, own_arrivals
 from lightning_hetero.core.evidence import Evidence
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.optperf import solve_optperf, static_sizes
+from lightning_hetero.core.optperf import solve_optperf
 from lightning_hetero.core.pace import pace
-from lightning_hetero.core.pid import ControllerState, control, smooth
 from lightning_hetero.core.plan import BatchPlan, proportional_sizes
 from lightning_hetero.core.profile import NodeProfile
+from lightning_hetero.core.proportional import ProportionalPlanner, StaticPlanner
 from lightning_hetero.core.proposal import PlanContext, Planner, Proposal
 from lightning_hetero.core.time_model import (
     ClusterTimeModel,
@@ -254,121 +254,6 @@ def _step_time(cluster: ClusterTimeModel, current: BatchPlan, context: PlanConte
     """Predicted time under the current split, scaled to the total of the next steps if that is another one."""
     scale = context.total_batch_size / current.total_batch_size
     return max(cluster.step_time(np.asarray(current.local_batch_sizes) * scale), 1e-12)
-
-
-FEWEST_STEPS = 5
-"""Steps at the current sizes behind a decision of the controller; with fewer it waits for the next exchange."""
-
-
-@dataclass(frozen=True)
-class ProportionalPlanner:
-    """Equalise compute times with no model (dynamic batching, sec. III-C), see :mod:`lightning_hetero.core.pid`.
-
-    Args:
-        dead_band: sizes change only if one of them would by more than this share.
-        decay: weight of the past in the moving average of compute times.
-        state: controller state, ``None`` before the first observation.
-        throughput: samples per second last seen of each piece of hardware.
-
-    Example:
-        >>> known = ProportionalPlanner(throughput={"a": 300.0, "b": 100.0})
-        >>> known.initial(PlanContext(40, ("a", "b"), (1, 1))).plan.local_batch_sizes
-        (30, 10)
-    """
-
-    dead_band: float = 0.05
-    decay: float = 0.9
-    state: ControllerState | None = None
-    throughput: Mapping[str, float] = field(default_factory=dict)
-
-    def initial(self, context: PlanContext) -> Proposal | None:
-        """Sizes in proportion to the throughput seen in an earlier run; equal sizes if a rank is new."""
-        if any(identity not in self.throughput for identity in context.identities):
-            return None
-        sizes = static_sizes(
-            context.total_batch_size,
-            [self.throughput[identity] for identity in context.identities],
-            min_local=context.min_local,
-            max_local=context.max_local,
-        )
-        return Proposal(BatchPlan(context.total_batch_size, sizes), "from the throughput of an earlier run")
-
-    def decide(
-        self, observations: StepObservations, current: BatchPlan, context: PlanContext
-    ) -> tuple["ProportionalPlanner", Proposal | None]:
-        """Smooth the compute times of the steps at the current sizes, then one decision of the controller."""
-        state = self.state
-        if state is None or state.local_batch_sizes != current.local_batch_sizes:
-            state = ControllerState(current.local_batch_sizes)
-        expected = np.maximum(np.asarray(current.local_batch_sizes), np.asarray(context.min_local))
-        rows = (observations.local_batch_sizes == expected).all(axis=1)
-        for times in observations.compute[rows]:
-            state = smooth(state, times, decay=self.decay)
-        if state.times.count < FEWEST_STEPS:
-            return replace(self, state=state), None
-        state = replace(state, times=state.times.current())
-        mu = state.times.best
-        speeds = {**self.throughput, **dict(zip(context.identities, state.throughput, strict=True))}
-        state, sizes = control(
-            state,
-            context.total_batch_size,
-            min_local=context.min_local,
-            max_local=context.max_local,
-            dead_band=self.dead_band,
-        )
-        planner = replace(self, state=state, throughput=speeds)
-        if sizes is None:
-            return planner, None
-        reason = f"compute times {mu.min() * 1e3:.1f} to {mu.max() * 1e3:.1f} ms differ: equalised in proportion"
-        return planner, Proposal(BatchPlan(context.total_batch_size, sizes), reason)
-
-    def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
-        """The controller has no model of time."""
-        return None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Throughput by hardware identity."""
-        return {"throughput": {identity: float(speed) for identity, speed in self.throughput.items()}}
-
-    def loaded(self, state: dict[str, Any]) -> "ProportionalPlanner":
-        """The planner with what :meth:`state_dict` described."""
-        return replace(self, throughput={identity: float(speed) for identity, speed in state["throughput"].items()})
-
-
-@dataclass(frozen=True)
-class StaticPlanner:
-    """Open-loop split by CPU cores or peak FLOPs, taken once (dynamic batching, sec. III-B).
-
-    Example:
-        >>> context = PlanContext(9, ("a", "b"), (1, 1), capacities=(2.0, 1.0))
-        >>> StaticPlanner().initial(context) == Proposal(BatchPlan(9, (6, 3)), "in proportion to cores or peak FLOPs")
-        True
-    """
-
-    def initial(self, context: PlanContext) -> Proposal | None:
-        """Sizes in proportion to the capacities."""
-        sizes = static_sizes(
-            context.total_batch_size, context.capacities, min_local=context.min_local, max_local=context.max_local
-        )
-        return Proposal(BatchPlan(context.total_batch_size, sizes), "in proportion to cores or peak FLOPs")
-
-    def decide(
-        self, observations: StepObservations, current: BatchPlan, context: PlanContext
-    ) -> tuple["StaticPlanner", Proposal | None]:
-        """Never changes the split."""
-        return self, None
-
-    def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
-        """No model of time."""
-        return None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing is learned."""
-        return {}
-
-    def loaded(self, state: dict[str, Any]) -> "StaticPlanner":
-        """Nothing to load."""
-        return self
 
 
 PLANNERS: dict[str, Callable[[], Planner]] = {

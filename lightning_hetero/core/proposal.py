@@ -22,10 +22,11 @@ class PlanContext:
         max_local: most samples of each rank, ``None`` for no limit.
         hysteresis: least predicted gain (share of the step time) for which a plan is changed.
         accumulation: micro-batches of a step; only the last is synchronised.
-        capacities: open-loop capacity of each rank (cores or peak FLOPs).
+        capacities: open-loop capacity of each rank (peak FLOP/s).
         noise: gradient noise so far, ``None`` if nobody measures it.
         epoch_begins: whether the next plan begins with an epoch, so that ``accumulation`` may change with it.
         link: what compressed gradients cross, ``None`` if there are none.
+        given: sizes to begin with that the user gave, ``None`` if the policy finds its own.
 
     Example:
         >>> PlanContext(40, ("a", "b"), (1, 1)).hysteresis
@@ -42,6 +43,7 @@ class PlanContext:
     noise: RunningNoiseScale | None = None
     epoch_begins: bool = False
     link: MessageLink | None = None
+    given: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

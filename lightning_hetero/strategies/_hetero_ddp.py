@@ -58,7 +58,8 @@ class HeteroDDPMixin(CheckpointMixin, EndingMixin, WholeFilesMixin, PlanAccess):
     Args:
         policy: who splits the batch: ``"perf_model"`` (default), ``"pid"``, ``"static"`` or ``"even"``.
         loss_reduction: ``"mean"`` if the loss is a mean over the samples of the batch, ``"sum"`` if it is their sum.
-        local_batch_sizes: a fixed split such as ``[24, 12, 16]``; its sum is then the total batch.
+        local_batch_sizes: a fixed split such as ``[24, 12, 16]``, or what ``policy="pid"`` starts with; its sum is then
+            the total batch.
         min_local_batch_size: fewest samples of a worker; default 1, or 2 if the model has batch normalisation.
         max_local_batch_sizes: most samples of a worker (memory), one number or one per worker.
         weight_fn: counts what a batch's mean loss is a mean of (tokens, pixels): ``weight_fn(batch) -> number``.

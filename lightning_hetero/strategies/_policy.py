@@ -25,7 +25,7 @@ def attach_policy(strategy: Any) -> None:
     given = [callback for callback in callbacks if isinstance(callback, PolicyCallback)]
     if strategy._callback in given:
         return
-    sizes = strategy.config.local_batch_sizes
+    sizes = strategy.config.local_batch_sizes if strategy.config.fixes_split else None
     named = f"local_batch_sizes={sizes}" if sizes else strategy.config.policy
     if len(given) > 1 or (given and named is not None and named != given[0].policy):
         names = [type(callback).__name__ for callback in given] + ([str(named)] if named is not None else [])

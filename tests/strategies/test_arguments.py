@@ -73,7 +73,7 @@ def test_ddp_is_built_on_the_stream_that_computes(monkeypatch, kind):
         ({"local_batch_sizes": [4, True]}, TypeError, "bool"),
         ({"local_batch_sizes": "4,2"}, TypeError, "list of integers"),
         ({"local_batch_sizes": 8}, TypeError, "list of integers"),
-        ({"local_batch_sizes": [4, 2], "policy": "pid"}, ValueError, "Give one"),
+        ({"local_batch_sizes": [4, 2], "policy": "static"}, ValueError, "Give one"),
         ({"min_local_batch_size": 0}, ValueError, ">= 1"),
         ({"min_local_batch_size": 1.5}, TypeError, "float"),
         ({"max_local_batch_sizes": 0}, ValueError, ">= 1"),

@@ -8,7 +8,7 @@ import torch
 from lightning import Callback
 from lightning.pytorch.trainer.states import RunningStage
 
-from lightning_hetero import BatchPlan, engine
+from lightning_hetero import BatchPlan, DynamicBatchPIDCallback, HeteroDDPStrategy, engine
 from lightning_hetero.core.planner import PLANNERS
 from lightning_hetero.strategies._loaders import recount_batches
 from tests.counted import CountedTime
@@ -331,6 +331,33 @@ def test_static_policy_splits_by_capacity():
     results = run_ranks(_static, 2)
     assert results[0]["history"] == [(0, 0, (9, 3))]
     assert [[len(indices) for *_, indices in r["seen"]] for r in results] == [[9] * 4, [3] * 4]
+
+
+def _pid_start(rank, settings, callback):
+    import lightning_hetero.engine as engine
+
+    engine.capacity = lambda device: (3.0, 1.0)[rank]
+    strategy, callbacks = HeteroDDPStrategy(**settings), [DynamicBatchPIDCallback(**callback)] if callback else []
+    result = fit(rank, strategy, 2, 6, dataset=Points(24), max_epochs=1, callbacks=callbacks)
+    return {**result, "reasons": [entry.reason for entry in strategy.plan_history]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "callback", "sizes", "reason"),
+    [
+        ({"policy": "pid"}, {}, (9, 3), "in proportion to cores or peak FLOPs"),
+        ({}, {"start": "equal"}, (6, 6), "equal sizes"),
+        ({"policy": "pid", "local_batch_sizes": [10, 2]}, {}, (10, 2), "given start"),
+        ({"policy": "pid", "local_batch_sizes": [10, 2]}, {"dead_band": 0.2}, (10, 2), "given start"),
+    ],
+    ids=["open loop", "equal", "given", "given, with a callback"],
+)
+def test_proportional_control_starts_open_loop_equal_or_as_given(settings, callback, sizes, reason):
+    results = run_ranks(_pid_start, 2, settings, callback)
+    assert results[0]["history"][0] == (0, 0, sizes)
+    assert results[0]["reasons"][0] == reason
+    assert [len(r["seen"][0][-1]) for r in results] == list(sizes), "the first batch of each rank"
+    assert covered(results, 0) == list(range(24))
 
 
 def _quota(rank):

@@ -1,0 +1,166 @@
+"""Peak half-precision FLOP/s of devices, for open-loop splits (dynamic batching, sec. III-B).
+
+Figures are dense (no sparsity), of the format that mixed-precision training multiplies in: float16 or bfloat16 with
+sums in float32; where hardware has no fast half precision, float32. Sources: NVIDIA's data sheets of each product; for
+GeForce and Quadro its Turing, Ampere, Ada and Blackwell architecture whitepapers; AMD's data sheets of the Instinct
+series. A GPU that is not in the table gets multiprocessors x clock x FLOP per clock of its compute capability (CUDA C++
+Programming Guide, "Arithmetic Instructions", and the same whitepapers), within 3 % of the table's figures.
+"""
+
+import re
+
+__all__ = ["CLOCK", "cpu_peak_flops", "gpu_peak_flops"]
+
+CLOCK = 1.5e9
+"""Hz of a GPU that does not tell."""
+
+TERA = {
+    # NVIDIA, data centre
+    "p4": 5.5,  # float32; its 22 TOPS are of int8
+    "p40": 11.8,  # float32
+    "p100 pcie": 18.7,
+    "p100": 21.2,
+    "v100 pcie": 112.0,
+    "v100s": 130.0,
+    "v100": 125.0,
+    "t4": 65.0,
+    "a2": 18.0,
+    "a10": 125.0,
+    "a10g": 70.0,
+    "a30": 165.0,
+    "a40": 150.0,
+    "a100": 312.0,
+    "a800": 312.0,
+    "l4": 121.0,
+    "l40": 181.0,
+    "l40s": 362.0,
+    "h100 pcie": 756.0,
+    "h100 nvl": 835.0,
+    "h100": 989.0,
+    "h800": 989.0,
+    "h20": 148.0,
+    "gh200": 989.0,
+    "h200 nvl": 835.0,
+    "h200": 989.0,
+    "b200": 2250.0,
+    "gb200": 2500.0,
+    # NVIDIA, workstations: sums in float32 at full rate
+    "titan v": 110.0,
+    "titan rtx": 130.5,
+    "quadro rtx 6000": 130.5,
+    "quadro rtx 8000": 130.5,
+    "a4000": 76.7,
+    "a5000": 111.1,
+    "a6000": 154.8,
+    "rtx 6000 ada": 364.0,
+    # GeForce: sums in float32 at half the rate of sums in float16, which the whitepapers list beside it
+    "1080 ti": 11.3,  # float32
+    "2080 ti": 53.8,
+    "3070": 40.6,
+    "3080": 59.5,
+    "3090": 71.0,
+    "3090 ti": 80.0,
+    "4080": 97.5,
+    "4090": 165.2,
+    "5080": 112.6,
+    "5090": 209.5,
+    # AMD; each half of an MI250 is a device of its own
+    "mi100": 184.6,
+    "mi210": 181.0,
+    "mi250": 181.0,
+    "mi250x": 191.5,
+    "mi300a": 980.6,
+    "mi300x": 1307.4,
+    "mi325x": 1307.4,
+    "mi350x": 2307.0,
+    "mi355x": 2516.6,
+}
+"""TFLOP/s by words of the device's name, dense, in float16 or bfloat16."""
+
+VARIANTS = {"ti", "super", "d", "laptop", "mobile", "max", "mig", "nvl", "pcie"}
+"""Words that make another device of a name; unless an entry has them, the device's own clocks count."""
+SAME = {"v100": {"pcie"}, "a100": {"pcie"}, "a800": {"pcie"}, "a30": {"pcie"}, "a40": {"pcie"}, "p4": {"pcie"}}
+"""Of these, words that change nothing."""
+
+PER_CLOCK = {
+    (5, 0): 256,
+    (5, 3): 512,
+    (6, 0): 256,
+    (6, 1): 256,  # float32, because its float16 runs at 1/64 of that
+    (6, 2): 512,
+    (7, 0): 1024,
+    (7, 5): 1024,
+    (8, 0): 2048,
+    (8, 6): 1024,
+    (8, 9): 1024,
+    (9, 0): 4096,
+    (10, 0): 8192,
+    (12, 0): 1024,
+}
+"""FLOP per clock and multiprocessor by compute capability."""
+GEFORCE = 0.5
+"""Share of that where a consumer's tensor cores sum up in float32 (from capability 7.5 on)."""
+PER_CLOCK_OF_AMD = {"gfx908": 1024, "gfx90a": 1024, "gfx942": 2048, "gfx950": 4096}
+
+LANES = {"AVX512": (64, 1.4e9), "AVX2": (32, 1.8e9), "SVE256": (32, 2.6e9), "DEFAULT": (16, 2.1e9)}
+"""FLOP per clock and core, float32, and the clock that all cores sustain with it.
+
+Two units of fused multiply-add of 16, 8 or 4 numbers. Clocks are the base frequencies of a Xeon Platinum 8160 for each
+(Intel, Xeon Scalable specification update); with them, 48 cores have 4.3 TFLOP/s, which is the paper's ratio to a P100.
+"""
+
+
+def gpu_peak_flops(
+    name: str,
+    capability: tuple[int, int],
+    multiprocessors: int,
+    clock: float | None = None,
+    *,
+    architecture: str = "",
+) -> float:
+    """Dense half-precision FLOP/s of a GPU, from the table by name or else from its clocks.
+
+    Args:
+        name: as the driver gives it.
+        capability: compute capability of CUDA.
+        multiprocessors: streaming multiprocessors, or compute units.
+        clock: Hz, ``None`` if unknown.
+        architecture: of an AMD GPU, such as ``"gfx942"``; then ``capability`` says nothing.
+
+    Example:
+        >>> gpu_peak_flops("Tesla T4", (7, 5), 40) / gpu_peak_flops("Tesla P4", (6, 1), 20)
+        11.818181818181818
+        >>> round(gpu_peak_flops("unheard of", (8, 0), 108, 1.41e9) / 1e12)
+        312
+    """
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    for entry in sorted(TERA, key=lambda text: -len(text.split())):
+        wanted = entry.split()
+        others = (VARIANTS & set(words)) - set(wanted) - SAME.get(wanted[0], set())
+        if set(wanted) <= set(words) and not others:
+            return TERA[entry] * 1e12
+    if architecture:
+        per_clock: float = PER_CLOCK_OF_AMD.get(architecture.split(":")[0], 1024)
+    else:
+        known = [known for known in PER_CLOCK if known <= capability]
+        per_clock = PER_CLOCK[max(known, default=min(PER_CLOCK))]
+        if "geforce" in words and capability >= (7, 5):
+            per_clock *= GEFORCE
+    return multiprocessors * (clock or CLOCK) * per_clock
+
+
+def cpu_peak_flops(cores: float, instructions: str = "DEFAULT") -> float:
+    """FLOP/s of processor cores: cores x vector lanes x two units of fused multiply-add x clock.
+
+    Args:
+        cores: cores, or the share of them that a quota leaves.
+        instructions: widest vectors, as ``torch.backends.cpu.get_cpu_capability`` names them; others count as 128 bits.
+
+    Example:
+        >>> cpu_peak_flops(2, "AVX512") / cpu_peak_flops(1, "AVX512")
+        2.0
+        >>> round(18.7e12 / cpu_peak_flops(48, "AVX512"), 1)  # a P100 and 48 cores of a Xeon Platinum in the paper: 4.3
+        4.3
+    """
+    per_clock, clock = LANES.get(instructions, LANES["DEFAULT"])
+    return cores * per_clock * clock
