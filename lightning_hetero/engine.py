@@ -19,6 +19,7 @@ from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import DIRECT_BACKWARD, HookState
 from lightning_hetero.comm.group_lifetime import ended
 from lightning_hetero.comm.health import Health
+from lightning_hetero.comm.kept import KeptSplit
 from lightning_hetero.comm.look import look
 from lightning_hetero.comm.network_watch import NetworkWatch
 from lightning_hetero.comm.noise import NoiseCollector
@@ -32,7 +33,7 @@ from lightning_hetero.core.metrics import Exchange, exchange_metrics
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.plan import BatchPlan, PlanEntry, PlanHistory
-from lightning_hetero.core.planner import PlanContext, Planner, Proposal
+from lightning_hetero.core.planner import Decision, PlanContext, Planner, Proposal
 from lightning_hetero.data.sampler import UnevenBatchSampler
 from lightning_hetero.data.stream import IndexStream
 from lightning_hetero.hardware import capacity, cpu_quota, identity
@@ -40,6 +41,7 @@ from lightning_hetero.hardware import capacity, cpu_quota, identity
 __all__ = ["Exchange", "HeteroEngine"]
 
 log = logging.getLogger("lightning_hetero")
+Decide = Callable[[StepObservations], tuple[Decision, float | None]]
 
 
 class HeteroEngine:
@@ -101,6 +103,7 @@ class HeteroEngine:
         self._local_rank = local_rank
         self.roster: Roster | None = None
         self._restored_workers: tuple[str, ...] = ()
+        self._kept = KeptSplit(rank == 0 and world_size > 1)
 
     @property
     def plan(self) -> BatchPlan | None:
@@ -180,7 +183,7 @@ class HeteroEngine:
         """Adopt the plan to begin with, decided by rank 0."""
         assert self.roster is not None
         running = None if self.history is None else self.history.at(*start).plan
-        if running is not None and getattr(planner, "moves_total", False):
+        if running is not None and planner is not None and planner.moves_total:
             total = running.total_batch_size
         same_workers = self._restored_workers in ((), self.roster.identities)
         roster, first = self.roster, start if self.history is not None else (0, 0)
@@ -304,17 +307,17 @@ class HeteroEngine:
             ValueError: if the planner's plan exceeds a bound.
         """
 
-        def decide(observations: StepObservations) -> tuple[Planner | None, Proposal | None, float | None]:
+        def decide(observations: StepObservations) -> tuple[Decision, float | None]:
             current = self.plan
             if planner is None or current is None or observations.num_steps == 0:
-                return planner, None, None
+                return Decision(planner, kept=None if planner is None else "too few observations: no timed step"), None
             upcoming = self.history.last.plan if self.history is not None else current
             context = self._context(upcoming, noise=self.noise_scale(), epoch_begins=not_before[1] == 0)
-            after, proposal = planner.decide(observations, upcoming, context)
-            return after, proposal, after.predict(current, self._context(current))
+            decision = Decision.of(planner.decide(observations, upcoming, context))
+            return decision, (decision.planner or planner).predict(current, self._context(current))
 
         done = self._agree(decide, not_before)
-        self.network.look(done.observations, accumulation=self.accumulation, planner=planner)
+        self.network.look(done.observations, accumulation=self.accumulation, watched=done.density)
         return done
 
     def adopt(self, plan: BatchPlan, reason: str = "given", *, not_before: tuple[int, int] = (0, 0)) -> PlanEntry:
@@ -323,44 +326,38 @@ class HeteroEngine:
         Raises:
             ValueError: if the plan has another number of workers, or exceeds a bound.
         """
-        done = self._agree(lambda _: (None, Proposal(plan, reason), None), not_before)
+        done = self._agree(lambda _: (Decision(None, Proposal(plan, reason)), None), not_before)
         assert done.entry is not None
         return done.entry
 
     def _context(self, plan: BatchPlan, **known: Any) -> PlanContext:
         assert self.roster is not None
-        link = self.compression.link() if self.compression else None
-        return self.roster.context(self.config, plan.total_batch_size, self.accumulation, link=link, **known)
+        known["link"] = self.compression.link() if self.compression else None
+        return self.roster.context(self.config, plan.total_batch_size, self.accumulation, **known)
 
-    def _agree(
-        self,
-        decide: Callable[[StepObservations], tuple[Planner | None, Proposal | None, float | None]],
-        not_before: tuple[int, int],
-    ) -> Exchange:
+    def _agree(self, decide: Decide, not_before: tuple[int, int]) -> Exchange:
         if self.history is None or self.sampler is None or self.roster is None:
             raise RuntimeError("no training data was sharded yet; call shard() first.")
         begin = time.perf_counter()
         held = self.history.digest(), *self.sampler.drawn
         reached, observations = look(self.control, held, self.observer, self.noise, self.compression, self.health)
         self.last_observations = observations if observations.num_steps else self.last_observations
-        planner: Planner | None = None
-        roster = self.roster
+        done, roster = Decision(None), self.roster
 
         def decision() -> Any:
-            nonlocal planner
+            nonlocal done
             epoch, step = max(not_before, *reached)
             start = epoch, -(-step // self.accumulation) * self.accumulation  # a window has one plan
-            planner, proposal, predicted = decide(observations)
-            if proposal is not None:
-                roster.check_given(proposal.plan)
-            entry = None if proposal is None else PlanEntry(*start, proposal.plan, proposal.reason)
+            (done, predicted), entry = decide(observations), None
+            if done.proposal is not None:
+                roster.check_given(done.proposal.plan)
+                entry = PlanEntry(*start, done.proposal.plan, done.proposal.reason)
             cost, step = time.perf_counter() - begin, self.observer.synced_steps
-            choice = getattr(planner, "choice", None)
-            waits = choice is not None and choice.probe is not None
+            waits = done.probe is not None
             following = self.schedule.after(step, observations, cost, changed=entry is not None, waits=waits)
-            return entry, predicted, following, choice
+            return entry, predicted, following, (done.density, done.stale, done.probe)
 
-        entry, predicted, following, choice = self.control.decide(decision)
+        entry, predicted, following, messages = self.control.decide(decision)
         if entry is not None:
             self._append(entry)
         self.control.require_equal("the plan and the step of the next look", (self.history.digest(), following))
@@ -368,9 +365,10 @@ class HeteroEngine:
         self.schedule.done(self.observer.synced_steps, following)
         self.hook_state.agree(self.control)
         if self.compression is not None:
-            self.compression.follow(choice)
+            self.compression.follow(*messages)
         self.observer.interrupt()
-        return Exchange(planner, observations, entry, predicted)
+        self._kept.see(done)
+        return Exchange(done.planner, observations, entry, predicted, density=done.density is not None)
 
     def metrics(self, done: Exchange, plan: BatchPlan) -> dict[str, float]:
         """Metrics of the steps up to an exchange and of what was sent in them."""

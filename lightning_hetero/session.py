@@ -15,6 +15,7 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.planner import PLANNERS, Planner
+from lightning_hetero.core.proposal import check_planner
 from lightning_hetero.data.live import LiveStream
 from lightning_hetero.data.stream import IndexStream
 from lightning_hetero.engine import HeteroEngine
@@ -114,7 +115,7 @@ class HeteroSession:
     ) -> None:
         self.engine = engine
         engine.weighting.trace.several = True  # the loop is the user's: it may fetch several batches before a backward
-        self.planner = planner_of(engine.config) if planner is None else planner
+        self.planner = planner_of(engine.config) if planner is None else check_planner(planner)
         self.on_metrics = on_metrics
         self._data: tuple[IndexStream, int, bool] | None = None
         self._epoch, self._step = 0, 0

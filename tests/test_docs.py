@@ -87,6 +87,7 @@ def test_relative_links_lead_somewhere(page):
         path = (page.parent / name).resolve() if name else page
         inside = path.relative_to(ROOT).as_posix()
         assert path.is_file() or inside in PICTURES_TO_COME, f"{target} leads to no file"
+        assert page.parent == ROOT or path.is_relative_to(ROOT / "docs"), f"{target} is outside what Sphinx builds"
         if heading:
             headings = re.findall(r"^#+ (.+)$", path.read_text(), re.M)
             assert heading in map(anchor, headings), f"{target} leads to no heading"

@@ -12,6 +12,7 @@ from lightning_hetero.callbacks.last_sums import apply_last_sums, check_stalenes
 from lightning_hetero.comm.interval import interval_state, resume_interval
 from lightning_hetero.core.plan import PlanEntry
 from lightning_hetero.core.planner import PLANNERS, PerfModelPlanner, Planner, ProportionalPlanner
+from lightning_hetero.core.proposal import check_planner
 from lightning_hetero.core.state import check_tensors, reading_state
 from lightning_hetero.core.validation import check_choice, check_number
 from lightning_hetero.engine import HeteroEngine
@@ -71,10 +72,13 @@ class PolicyCallback(Callback):
 
     Args:
         planner: decides on plans.
+
+    Raises:
+        TypeError: if the planner lacks something of :class:`~lightning_hetero.core.proposal.Planner`.
     """
 
     def __init__(self, planner: Planner | None = None) -> None:
-        self.planner = planner
+        self.planner = None if planner is None else check_planner(planner)
         self._first: tuple[Planner | None, ...] = ()
         self._engine: HeteroEngine | None = None
         self._bar: Any = None
@@ -225,7 +229,7 @@ class PolicyCallback(Callback):
         Only where the total moves, which is part of the mathematics. The split is not, and may be decided on a look
         later: for that no rank has to wait for others before it writes.
         """
-        engine, moves_total = self._engine, getattr(self.planner, "moves_total", False)
+        engine, moves_total = self._engine, self.planner is not None and self.planner.moves_total
         if engine is None or engine.sampler is None or engine.roster is None or not moves_total or trainer.interrupted:
             return
         at = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.processed

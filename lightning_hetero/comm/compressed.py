@@ -272,22 +272,22 @@ class GradientCompression:
         if density is not None and isinstance(self.exchange, BlockExchange):
             self.exchange.set_density(density)
 
-    def follow(self, choice: DensityChoice | None) -> None:
-        """Send as densely as rank 0 has chosen, and let it say so if that is a change; time what it asks for."""
+    def follow(self, choice: DensityChoice | None, stale: bool | None, probe: float | None) -> None:
+        """Send as densely, and as late, as rank 0 has chosen, which says so; time messages of the density ``probe``."""
         if choice is None or not isinstance(self.exchange, BlockExchange):
             return
         bound = self.choice is not None and self.choice.network_bound
         before, self.choice = self.exchange.density, choice
         self.exchange.set_density(choice.density)
         late, moved = self.hook.staleness, False
-        if late is not None and late.limit:
-            late.led, moved = True, choice.hidden != (late.delayed_share > 0.0)
-            if choice.hidden:
+        if late is not None and late.limit and stale is not None:
+            late.led, moved = True, stale != (late.delayed_share > 0.0)
+            if stale:
                 late.delay_all()
             else:
                 late.delay_none()
-        if choice.probe is not None and self._topology().size > 1:
-            self.watch.timed = self.exchange.probe(choice.probe)
+        if probe is not None and self._topology().size > 1:
+            self.watch.timed = self.exchange.probe(probe)
         if self.control.rank == 0 and (choice.density != before or choice.network_bound != bound or moved):
             rates = [link.rate or math.inf for link in self.watch.links]
             log.log(

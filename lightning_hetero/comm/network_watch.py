@@ -1,7 +1,6 @@
 """Says on rank 0 when a training waits for the network for longer than it computes, with numbers and what helps."""
 
 import logging
-from typing import Any
 
 from lightning_hetero.comm.block_exchange import BlockExchange
 from lightning_hetero.comm.compressed import GradientCompression
@@ -58,20 +57,19 @@ class NetworkWatch:
             level = logging.INFO if schedule is not None and schedule.last == 0 else logging.WARNING
             log.log(level, "step %d: %s", step, wait.describe(self._sent_bytes(), left))
 
-    def look(self, observations: StepObservations, *, accumulation: int, planner: Any) -> None:
+    def look(self, observations: StepObservations, *, accumulation: int, watched: bool) -> None:
         """Judge the steps since the last look.
 
         Args:
             observations: of all ranks.
             accumulation: micro-batches of a step.
-            planner: who decides on plans; one with a ``choice`` of the density watches for thin links itself.
+            watched: whether a policy decides on the density, which watches for thin links itself.
         """
         if not self.speaks:
             return
         seconds = None if self.compression is None else self.compression.watch.seconds
         new = network_waits(observations, accumulation=accumulation, message_seconds=seconds)
-        watched = self.config.staleness > 0 or hasattr(planner, "choice")
-        self.state, news = self.state.observe(new, lasting=not watched)
+        self.state, news = self.state.observe(new, lasting=not (watched or self.config.staleness > 0))
         if news == OVER:
             log.info("%s", self.state.describe())
         elif news is not None:

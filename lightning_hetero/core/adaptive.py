@@ -17,7 +17,7 @@ from lightning_hetero.core.goodput import (
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.optperf import solve_optperf
 from lightning_hetero.core.plan import BatchPlan
-from lightning_hetero.core.planner import PerfModelPlanner, PlanContext, Proposal
+from lightning_hetero.core.planner import Decision, PerfModelPlanner, PlanContext, Proposal
 from lightning_hetero.core.time_model import ClusterTimeModel
 
 __all__ = ["GoodputPlanner"]
@@ -90,35 +90,34 @@ class GoodputPlanner:
         """As the time model's planner."""
         return self.model.predict(plan, context)
 
-    def decide(
-        self, observations: StepObservations, current: BatchPlan, context: PlanContext
-    ) -> tuple["GoodputPlanner", Proposal | None]:
+    def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
         """Learn from the observations; propose the best total with its optimal split, or a better split of this one."""
-        model, split = self.model.decide(observations, current, context)
+        by_model = self.model.decide(observations, current, context)
+        model, split = by_model
         planner = replace(
             self, model=model, steps=self.steps + observations.num_steps, accumulation=context.accumulation
         )
         cluster = model.cluster(replace(context, accumulation=1))
         if cluster is None or self.noise_scale(context) is None or self.initial_total is None:
-            return planner, split
+            return replace(by_model, planner=planner)
         total = current.total_batch_size * context.accumulation
         windows = planner.windows(total, context)
         planner = replace(planner, solved=planner._solve(cluster, windows, total, context))
         planner = replace(planner, table=planner.candidates(planner.solved.times(windows), context))
         now = planner.current(planner.table, total)
         if planner.steps < self.min_steps or now is None:
-            return planner, split
+            return replace(by_model, planner=planner)
         probe = _probe(planner.table, now)
         explores = _tells(model, _plan(cluster, probe, context), context)
         chosen = probe if explores else choose_total(planner.table, total, hysteresis=self.hysteresis)
         if chosen.total_batch_size == total:
-            return planner, split
+            return replace(by_model, planner=planner)
         plan = _plan(cluster, chosen, context)
         gain = (
             "to learn the constant part of a step" if explores else f"goodput {chosen.goodput / now.goodput - 1:+.0%}"
         )
         reason = f"total batch {total} -> {plan.total_batch_size * chosen.accumulation}: {gain}, {self.ground(context)}"
-        return replace(planner, steps=0, accumulation=chosen.accumulation), Proposal(plan, reason)
+        return Decision(replace(planner, steps=0, accumulation=chosen.accumulation), Proposal(plan, reason))
 
     def noise_scale(self, context: PlanContext) -> float | None:
         """Noise scale by which efficiency falls with the total, in samples; ``None`` keeps the total as it is."""

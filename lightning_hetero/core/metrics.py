@@ -21,6 +21,7 @@ class Exchange:
         observations: what all ranks measured since the last exchange.
         entry: the plan that was adopted, ``None`` if the current one stays.
         predicted: predicted seconds of a step under the plan that ran, ``None`` without a model.
+        density: whether the policy decided on the density of compressed gradients (on rank 0).
 
     Example:
         >>> done = Exchange(None, StepObservations.empty(2), PlanEntry(0, 9, BatchPlan(8, (6, 2)), "by hand"), None)
@@ -32,6 +33,7 @@ class Exchange:
     observations: StepObservations
     entry: PlanEntry | None
     predicted: float | None
+    density: bool = False
 
 
 def exchange_metrics(

@@ -81,6 +81,7 @@ class ControllerState:
         bounds: upper bound learned for each worker, ``None`` for none; empty before the first decision.
         previous_errors: standard errors of ``previous_throughput``, as shares.
         coarse: whether noise left the last change less certain than the dead band, so that it may have to be finished.
+        kept: why the last decision changed nothing, ``None`` if it changed sizes.
 
     Example:
         >>> smooth(ControllerState((8, 8)), [0.5, 2.0]).throughput
@@ -96,6 +97,7 @@ class ControllerState:
     bounds: tuple[LearnedBound | None, ...] = ()
     previous_errors: tuple[float, ...] = ()
     coarse: bool = False
+    kept: str | None = None
 
     @property
     def throughput(self) -> tuple[float, ...]:
@@ -162,10 +164,12 @@ def control(
     change = np.abs(np.asarray(sizes) - b) / np.maximum(b, 1.0)
     least = FINISHING * dead_band if state.coarse else dead_band
     if not np.any((change > least) & (np.abs(error) > SIGNIFICANT * noise)):
-        return replace(state, gains=_rested(state)), None
+        kept = _why_kept(mu, error, free, change, noise, least)
+        return replace(state, gains=_rested(state), kept=kept), None
     changed = replace(
         state,
         local_batch_sizes=sizes,
+        kept=None,
         times=state.times.restarted(),
         previous_sizes=state.local_batch_sizes,
         previous_throughput=state.throughput,
@@ -175,6 +179,20 @@ def control(
         coarse=not any(state.bounds) and bool(np.any(SIGNIFICANT * noise > dead_band * mu)),
     )
     return changed, sizes
+
+
+def _why_kept(mu: Array, error: Array, free: npt.NDArray[np.bool_], change: Array, noise: Array, least: float) -> str:
+    """Why no size changes."""
+    apart = mu[free].max() / max(mu[free].min(), 1e-12) - 1.0
+    if change.max() > least:
+        scatter = SIGNIFICANT * float((noise / np.maximum(mu, 1e-12)).max())
+        return f"differences are within the noise: {change.max():.1%} in sizes, where up to {scatter:.1%} is noise"
+    if not free.all():
+        held = ", ".join(str(rank) for rank in np.flatnonzero(~free))
+        return f"bounds hold: rank {held} at its minimum or maximum; compute times of the others differ by {apart:.1%}"
+    if np.abs(error).max() <= least * mu.mean():
+        return f"workers are equally fast at this split: compute times differ by {apart:.1%}"
+    return f"dead band: no size would change by more than {least:.1%}"
 
 
 def _errors(mu: Array, b: Array, low: npt.NDArray[Any], high: npt.NDArray[Any]) -> tuple[Array, npt.NDArray[np.bool_]]:

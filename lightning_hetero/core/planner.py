@@ -6,7 +6,7 @@ can be replayed, checkpointed and tested with no process and no clock. The table
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from lightning_hetero.core.pace import pace
 from lightning_hetero.core.plan import BatchPlan, proportional_sizes
 from lightning_hetero.core.profile import NodeProfile
 from lightning_hetero.core.proportional import ProportionalPlanner, StaticPlanner
-from lightning_hetero.core.proposal import PlanContext, Planner, Proposal
+from lightning_hetero.core.proposal import Decision, PlanContext, Planner, Proposal
 from lightning_hetero.core.time_model import (
     ClusterTimeModel,
     estimate_gamma,
@@ -28,6 +28,7 @@ from lightning_hetero.core.time_model import (
 from lightning_hetero.core.unexplained import Unexplained
 
 __all__ = [
+    "Decision",
     "PLANNERS",
     "PerfModelPlanner",
     "PlanContext",
@@ -70,6 +71,7 @@ class PerfModelPlanner:
         (30, 10)
     """
 
+    moves_total: ClassVar[bool] = False
     profiles: Mapping[str, NodeProfile] = field(default_factory=dict)
     gamma: float = 1.0
     sync_times: tuple[float, float] | None = None
@@ -150,20 +152,18 @@ class PerfModelPlanner:
         predicted = np.array([cluster.step_time(sizes) for sizes in observations.local_batch_sizes[rows]])
         return unexplained.observe(predicted.mean(), pace(observations.step_time[rows].max(axis=1)))
 
-    def decide(
-        self, observations: StepObservations, current: BatchPlan, context: PlanContext
-    ) -> tuple["PerfModelPlanner", Proposal | None]:
+    def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
         """Learn from the observations; propose the optimum if it gains enough over the current plan."""
         planner = self._look(observations, current, context)
         model = planner.cluster(context)
         if model is None:
-            return planner, None
+            return Decision(planner, kept="too few observations: not every worker's time is known")
         cluster = planner._as_seen(model, current, context)
         now = _step_time(cluster, current, context)
         plan = planner._certain(_optimum(cluster, context), cluster, current, context)
         gain = 1.0 - (plan.step_time or now) / now
         if gain < context.hysteresis or plan.local_batch_sizes == current.local_batch_sizes:
-            return planner, None
+            return Decision(planner, kept=_why_kept(_optimum(cluster, context), plan, now, current, context))
         known = [planner.profiles[identity] for identity in context.identities]
         if any(profile.drifted for profile in known):
             drifted = [rank for rank, profile in enumerate(known) if profile.drifted]
@@ -172,9 +172,8 @@ class PerfModelPlanner:
             why = "first split, in proportion to measured speed"
         else:
             why = "optimum of the time model"
-        return planner, Proposal(
-            plan, f"{why}: step {now * 1e3:.1f} -> {(plan.step_time or now) * 1e3:.1f} ms ({gain:.0%} less)"
-        )
+        gained = f"{why}: step {now * 1e3:.1f} -> {(plan.step_time or now) * 1e3:.1f} ms ({gain:.0%} less)"
+        return Decision(planner, Proposal(plan, gained))
 
     def _look(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> "PerfModelPlanner":
         """The planner that has seen the observations, and what they say for or against the running split."""
@@ -243,6 +242,23 @@ def _blend(old: float, new: float, share: float = 0.3) -> float:
 
 def _optimum(cluster: ClusterTimeModel, context: PlanContext) -> BatchPlan:
     return solve_optperf(cluster, context.total_batch_size, min_local=context.min_local, max_local=context.max_local)
+
+
+def _why_kept(best: BatchPlan, certain: BatchPlan, now: float, current: BatchPlan, context: PlanContext) -> str:
+    """Why the current plan stays, although ``best`` is the optimum and ``certain`` what of it is certain."""
+    sizes, gain = best.local_batch_sizes, 1.0 - (best.step_time or now) / now
+    if sizes == current.local_batch_sizes:
+        high = context.max_local or (best.total_batch_size,) * len(sizes)
+        held = [i for i, b in enumerate(sizes) if b in (context.min_local[i], high[i])]
+        if held and len(sizes) > 1:
+            return f"bounds hold: rank {', '.join(map(str, held))} at its minimum or maximum; the split is the optimum"
+        if max(sizes) - min(sizes) <= 1:
+            return "workers are equally fast: equal sizes are the optimum"
+        return "the optimum runs already: the time model predicts no shorter step with another split"
+    other = f"{'/'.join(map(str, sizes))} would take {gain:.1%} less"
+    if gain < context.hysteresis:
+        return f"the predicted gain is below hysteresis={context.hysteresis:g}: {other}"
+    return f"the predicted gain is not significant yet: {other}"
 
 
 def _ran(current: BatchPlan, context: PlanContext) -> Array:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.optperf import static_sizes
 from lightning_hetero.core.pid import ControllerState, control, smooth
 from lightning_hetero.core.plan import BatchPlan
-from lightning_hetero.core.proposal import PlanContext, Proposal
+from lightning_hetero.core.proposal import Decision, PlanContext, Proposal
 
 __all__ = ["ProportionalPlanner", "StaticPlanner"]
 
@@ -47,6 +47,7 @@ class ProportionalPlanner:
 
     dead_band: float = 0.05
     decay: float = 0.9
+    moves_total: ClassVar[bool] = False
     start: str = "open_loop"
     state: ControllerState | None = None
     throughput: Mapping[str, float] = field(default_factory=dict)
@@ -62,9 +63,7 @@ class ProportionalPlanner:
             return None
         return _in_proportion(context.capacities, context, BY_CAPACITY)
 
-    def decide(
-        self, observations: StepObservations, current: BatchPlan, context: PlanContext
-    ) -> tuple["ProportionalPlanner", Proposal | None]:
+    def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
         """Smooth the compute times of the steps at the current sizes, then one decision of the controller."""
         state = self.state
         if state is None or state.local_batch_sizes != current.local_batch_sizes:
@@ -74,7 +73,8 @@ class ProportionalPlanner:
         for times in observations.compute[rows]:
             state = smooth(state, times, decay=self.decay)
         if state.times.count < FEWEST_STEPS:
-            return replace(self, state=state), None
+            few = f"too few observations: {state.times.count} steps at these sizes, of {FEWEST_STEPS} that it takes"
+            return Decision(replace(self, state=state), kept=few)
         state = replace(state, times=state.times.current())
         mu = state.times.best
         speeds = {**self.throughput, **dict(zip(context.identities, state.throughput, strict=True))}
@@ -87,9 +87,9 @@ class ProportionalPlanner:
         )
         planner = replace(self, state=state, throughput=speeds)
         if sizes is None:
-            return planner, None
+            return Decision(planner, kept=state.kept)
         reason = f"compute times {mu.min() * 1e3:.1f} to {mu.max() * 1e3:.1f} ms differ: equalised in proportion"
-        return planner, Proposal(BatchPlan(context.total_batch_size, sizes), reason)
+        return Decision(planner, Proposal(BatchPlan(context.total_batch_size, sizes), reason))
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
         """The controller has no model of time."""
@@ -114,15 +114,15 @@ class StaticPlanner:
         (6, 3)
     """
 
+    moves_total: ClassVar[bool] = False
+
     def initial(self, context: PlanContext) -> Proposal | None:
         """Sizes in proportion to the capacities."""
         return _in_proportion(context.capacities, context, BY_CAPACITY)
 
-    def decide(
-        self, observations: StepObservations, current: BatchPlan, context: PlanContext
-    ) -> tuple["StaticPlanner", Proposal | None]:
+    def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
         """Never changes the split."""
-        return self, None
+        return Decision(self)
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
         """No model of time."""

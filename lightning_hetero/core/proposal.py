@@ -1,14 +1,18 @@
 """What every policy is given and gives back: context, proposal, and the functions between them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lightning_hetero.core.bandwidth import MessageLink
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.plan import BatchPlan
 
-__all__ = ["PlanContext", "Planner", "Proposal"]
+if TYPE_CHECKING:  # it takes scipy, which most runs have no need of
+    from lightning_hetero.core.tta import DensityChoice
+
+__all__ = ["Decision", "PlanContext", "Planner", "Proposal", "check_planner"]
 
 
 @dataclass(frozen=True)
@@ -63,15 +67,70 @@ class Proposal:
     reason: str
 
 
+@dataclass(frozen=True)
+class Decision:
+    """Outcome of one look at the plan: all that the engine carries out. Unpacks to the planner and the proposal.
+
+    Args:
+        planner: the planner that has seen the observations, ``None`` where somebody else decided.
+        proposal: plan to change to, ``None`` to keep the current one.
+        density: share of the gradient to send from now on, with its predictions; ``None`` if nothing is decided on it.
+        stale: whether gradients are applied a step late from now on; ``None`` leaves that as it is.
+        probe: density whose messages the next steps are to time, ``None`` for none.
+        kept: why the plan stays, ``None`` if it changes or there is nothing to say. What stands before the first colon
+            is said once in a run.
+
+    Example:
+        >>> planner, proposal = Decision(None, kept="too few observations: 3 steps")
+        >>> planner is proposal is None
+        True
+    """
+
+    planner: "Planner | None"
+    proposal: Proposal | None = None
+    density: "DensityChoice | None" = None
+    stale: bool | None = None
+    probe: float | None = None
+    kept: str | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.planner, self.proposal))
+
+    @classmethod
+    def of(cls, outcome: Any) -> "Decision":
+        """The decision that a planner returned: one, or a pair of planner and proposal.
+
+        Raises:
+            TypeError: if it is neither.
+
+        Example:
+            >>> Decision.of((None, None)) == Decision(None)
+            True
+        """
+        if isinstance(outcome, cls):
+            return outcome
+        if isinstance(outcome, tuple) and len(outcome) == 2:
+            return cls(*outcome)
+        raise TypeError(
+            f"decide() of a planner returned {outcome!r}; return Decision(planner, proposal), or the pair of both with "
+            "None for no proposal."
+        )
+
+
+@runtime_checkable
 class Planner(Protocol):
     """What every policy offers."""
+
+    @property
+    def moves_total(self) -> bool:
+        """Whether it moves the total batch: then a run goes on with the total that it had reached."""
 
     def initial(self, context: PlanContext) -> Proposal | None:
         """Plan before any step, from what is already known; ``None`` for equal sizes."""
 
     def decide(
         self, observations: StepObservations, current: BatchPlan, context: PlanContext
-    ) -> tuple["Planner", Proposal | None]:
+    ) -> "Decision | tuple[Planner, Proposal | None]":
         """The planner that has seen the observations, and a plan to change to, or ``None`` to keep the current one."""
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
@@ -82,3 +141,26 @@ class Planner(Protocol):
 
     def loaded(self, state: dict[str, Any]) -> "Planner":
         """The planner with what :meth:`state_dict` described."""
+
+
+OFFERED = ("moves_total", "initial", "decide", "predict", "state_dict", "loaded")
+
+
+def check_planner(planner: Any) -> Planner:
+    """The planner, if it offers what :class:`Planner` asks for.
+
+    Raises:
+        TypeError: if it does not.
+
+    Example:
+        >>> from lightning_hetero.core.planner import StaticPlanner
+        >>> check_planner(StaticPlanner()).moves_total
+        False
+    """
+    if isinstance(planner, Planner):
+        return planner
+    lacks = ", ".join(name for name in OFFERED if name not in dir(planner))
+    raise TypeError(
+        f"planner={planner!r} lacks {lacks}. See lightning_hetero.core.proposal.Planner; moves_total = False says that "
+        "the total batch stays."
+    )

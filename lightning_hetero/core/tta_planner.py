@@ -8,7 +8,7 @@ takes that sends nothing, and the link what each density adds to it.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from lightning_hetero.core.goodput import Candidate, Window
 from lightning_hetero.core.late_choice import SAME_LINK, LateChoice
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.plan import BatchPlan
-from lightning_hetero.core.planner import PlanContext, Proposal
+from lightning_hetero.core.planner import Decision, PlanContext
 from lightning_hetero.core.surrogate import ProfilePenalty
 from lightning_hetero.core.tta import Change, DensityChoice, assumed_penalty, minimise_time_to_accuracy
 
@@ -137,19 +137,24 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         transfer = link.transfer(link.density)
         return max(computing, transfer) if link.hidden else computing + transfer
 
-    def decide(
-        self, observations: StepObservations, current: BatchPlan, context: PlanContext
-    ) -> tuple["TimeToAccuracyPlanner", Proposal | None]:
+    def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
         """Learn from the observations; propose the best total with its split, and choose the density for it."""
         planner = self._observe(observations, context)._forget_refusal(context.link)
         bare = without_messages(observations, context.link)
-        planner, proposal = super(TimeToAccuracyPlanner, planner).decide(bare, current, context)  # type: ignore[assignment]
+        split: Decision = super(TimeToAccuracyPlanner, planner).decide(bare, current, context)
+        planner, proposal = cast(TimeToAccuracyPlanner, split.planner), split.proposal
         link, cluster = planner._link(context), planner.model.cluster(replace(context, accumulation=1))
         if link is None or cluster is None:
-            return planner, proposal
+            return planner._decision(split)
         plan = current if proposal is None else proposal.plan
         seconds = cluster.accumulated(planner.accumulation).step_time(plan.local_batch_sizes)
-        return planner._settle(plan.total_batch_size * planner.accumulation, seconds, link), proposal
+        return planner._settle(plan.total_batch_size * planner.accumulation, seconds, link)._decision(split)
+
+    def _decision(self, split: Decision) -> Decision:
+        """What is decided on the split, and by now on messages."""
+        if self.choice is None:
+            return replace(split, planner=self)
+        return replace(split, planner=self, density=self.choice, stale=self.choice.hidden, probe=self.choice.probe)
 
     def _settle(self, total: int, seconds: float, link: MessageLink) -> "TimeToAccuracyPlanner":
         """Decide on the density: at once if it has to be another, else by messages of both sizes that were timed."""

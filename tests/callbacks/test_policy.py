@@ -3,6 +3,7 @@
 import logging
 import re
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,7 @@ from lightning_hetero.config import POLICIES, HeteroConfig
 from lightning_hetero.core import BatchPlan
 from lightning_hetero.core.metrics import exchange_metrics
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.planner import PerfModelPlanner, PlanContext, Proposal, StaticPlanner
+from lightning_hetero.core.planner import Decision, PerfModelPlanner, PlanContext, Proposal, StaticPlanner
 from lightning_hetero.core.profile import NodeProfile
 from lightning_hetero.core.unexplained import Unexplained
 from lightning_hetero.engine import HeteroEngine
@@ -34,6 +35,52 @@ class Swings(StaticPlanner):
         big, small = sorted(current.local_batch_sizes, reverse=True)
         sizes = (small - 1, big + 1) if current.local_batch_sizes[0] == big else (small, big)
         return self, Proposal(BatchPlan(sum(sizes), sizes), "swings by 10 %")
+
+
+# what the engine reads of a planner
+
+
+@dataclass(frozen=True)
+class Chooses(StaticPlanner):
+    """Has fields with names that others of ours have."""
+
+    choice: str = "mine"
+    density: str = "high"
+    probe: str = "no"
+
+    def decide(self, observations, current, context):
+        return Decision(self, kept="nothing to gain: by my own rule")
+
+
+def _chooses(rank):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("lightning_hetero").addHandler(handler)
+    result = fit(rank, {"replan": 2}, 2, 4, dataset=Points(80), callbacks=[PolicyCallback(Chooses())], max_epochs=2)
+    return result["steps"], [line for line in lines if "the split stays" in line]
+
+
+def test_fields_of_a_planner_are_its_own():
+    """And why it keeps the split is said once, by rank 0, after however many looks."""
+    results = run_ranks(_chooses, 2)
+    assert [steps for steps, _ in results] == [20, 20]
+    first = [line for line in results[0][1] if "too few" not in line]
+    assert first == ["the split stays: nothing to gain: by my own rule"]
+    assert results[1][1] == []
+
+
+def test_a_planner_that_lacks_something_is_refused_at_once():
+    class Half:
+        moves_total = False
+
+        def decide(self, observations, current, context):
+            return self, None
+
+    with pytest.raises(TypeError, match=r"lacks initial, predict, state_dict, loaded. See .*Planner; moves_total"):
+        PolicyCallback(Half())
+    with pytest.raises(TypeError, match=r"decide\(\) of a planner returned None; return Decision"):
+        Decision.of(None)
 
 
 # metrics

@@ -139,7 +139,7 @@ def test_neither_another_rank_nor_the_first_step_says_so(said, rank, step):
 def test_clusters_are_advised_where_there_may_be_some_and_are_none(said, workers, config, advised):
     ones = np.ones((8, workers))
     seen = StepObservations(8 * ones, 0.01 * ones, 0.01 * ones, ones, 0 * ones, 36 * ones, ones)
-    watch(workers=workers, config=HeteroConfig(**config)).look(seen, accumulation=1, planner=None)
+    watch(workers=workers, config=HeteroConfig(**config)).look(seen, accumulation=1, watched=False)
     ((level, text),) = said
     assert level == "WARNING"
     assert 'compression="block_topk' in text

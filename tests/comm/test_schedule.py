@@ -12,7 +12,7 @@ from lightning_hetero import engine as module
 from lightning_hetero.comm.schedule import FIRST, LONGEST, ExchangeSchedule
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.planner import StaticPlanner
+from lightning_hetero.core.planner import Decision, StaticPlanner
 from lightning_hetero.data import PermutationStream
 
 ZEROS = np.zeros((4, 2))
@@ -55,18 +55,18 @@ def test_a_link_that_stalls_in_one_look_does_not_put_off_the_next_ones():
 class Asks(StaticPlanner):
     """Has nothing to decide, and may have asked for messages of another size."""
 
-    choice: object = None
+    probe: float | None = None
 
     def decide(self, observations, current, context):
-        return self, None
+        return Decision(self, probe=self.probe)
 
 
 @pytest.mark.parametrize(
-    ("choice", "soon"),
-    [(None, False), (SimpleNamespace(probe=None), False), (SimpleNamespace(probe=0.01), True)],
-    ids=["no choice", "nothing to be timed", "messages to be timed"],
+    ("probe", "soon"),
+    [(None, False), (0.01, True)],
+    ids=["nothing to be timed", "messages to be timed"],
 )
-def test_ranks_look_soon_at_messages_that_they_time_for_a_decision(monkeypatch, choice, soon):
+def test_ranks_look_soon_at_messages_that_they_time_for_a_decision(monkeypatch, probe, soon):
     """A look takes a thousand counted seconds, too much for such steps, but not if a decision waits for it."""
     engine = module.HeteroEngine(HeteroConfig(), rank=0, world_size=1, device=torch.device("cpu"))
     engine.shard(PermutationStream(400, shuffle=False, seed=0), batch_size=4)
@@ -77,6 +77,6 @@ def test_ranks_look_soon_at_messages_that_they_time_for_a_decision(monkeypatch, 
         engine.end_step()
     assert engine.due
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=itertools.count(step=1000.0).__next__))
-    done = engine.exchange(Asks(choice), not_before=(0, 8))
+    done = engine.exchange(Asks(probe), not_before=(0, 8))
     assert done.observations.num_steps > 1
     assert engine.schedule.next == 8 + (FIRST if soon else LONGEST)

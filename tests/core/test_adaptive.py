@@ -114,9 +114,9 @@ def test_by_a_factor_of_two_at_most(phi, expected):
 
 
 def test_bounds_of_the_total():
-    assert planner(60).decide(NOTHING, plan(30, 10), context(40, 1e6))[1].plan.total_batch_size == 60
+    assert planner(60).decide(NOTHING, plan(30, 10), context(40, 1e6)).proposal.plan.total_batch_size == 60
     small = planner(60, min_total_batch_size=32)
-    assert small.decide(NOTHING, plan(30, 10), context(40, 0.0))[1].plan.total_batch_size == 32
+    assert small.decide(NOTHING, plan(30, 10), context(40, 0.0)).proposal.plan.total_batch_size == 32
 
 
 def test_bounds_of_the_workers():
@@ -360,7 +360,7 @@ def test_a_total_is_chosen_by_its_newest_time(factors, phi, sync):
 def test_micro_batches_change_only_when_an_epoch_begins():
     inside = context(40, 1e6, max_local=(20, 20))
     before = planner(sync=1.0)
-    assert before.decide(NOTHING, plan(20, 20), inside)[1] is None
+    assert before.decide(NOTHING, plan(20, 20), inside).proposal is None
     after, proposal = before.decide(NOTHING, plan(20, 20), replace(inside, epoch_begins=True))
     assert after.accumulation == 2
     assert proposal.plan.local_batch_sizes == (20, 20)

@@ -144,7 +144,7 @@ def test_reason_names_the_rank_that_changed():
     rng, ctx = np.random.default_rng(0), context(192, 3)
     planner, plan, _ = drive(PerfModelPlanner(), CLUSTER, even_plan(ctx), ctx, 5, rng)
     obs = measure(slowed(CLUSTER, 1, 10.0), plan.local_batch_sizes, rng)
-    assert "speed of rank 1 changed" in planner.decide(obs, plan, ctx)[1].reason
+    assert "speed of rank 1 changed" in planner.decide(obs, plan, ctx).proposal.reason
 
 
 @pytest.mark.parametrize(("hysteresis", "changed"), [(0.45, True), (0.55, False)])
