@@ -21,8 +21,9 @@ from lightning_hetero.compression.encoder import cpu_encoder
 from lightning_hetero.compression.gradients import BlockGradient, BlockMarks, GradientParts
 from lightning_hetero.compression.layout import Layout, Slot, split
 from lightning_hetero.compression.reference import Pack
-from lightning_hetero.compression.wire import MessageFormat
+from lightning_hetero.compression.wire import MessageFormat, message_size
 from lightning_hetero.core.compressors import BlockTopK, blocks_per_rank
+from lightning_hetero.core.message_size import MessageSize
 from lightning_hetero.core.validation import check_number
 from lightning_hetero.optim.sparse_steps import SparseSteps
 from lightning_hetero.optim.warming import kernels_work
@@ -116,16 +117,15 @@ class BlockExchange:
             self.read_on_host()
         self.sparse_steps = min((one.most for one in steps), default=0.0)
 
-    # how much is sent
-
     def _form(self, density: float) -> MessageFormat:
         s = self.settings
         k = blocks_per_rank(self.layout.num_blocks, density, self.topology.size)
         return MessageFormat(self.layout.num_blocks, k, s.block, s.value_dtype, self.layout.fingerprint())
 
-    def sent_bytes(self, density: float) -> float:
-        """Bytes that this rank sends to the others in a compressed step at a density."""
-        return float((self.topology.size - 1) * self._form(density).num_bytes)
+    @property
+    def message_size(self) -> MessageSize:
+        """Bytes that this rank sends to the others in a compressed step, by density."""
+        return message_size(self.layout.num_blocks, self.layout.block, self.settings.value_dtype, self.topology.size)
 
     @property
     def _sent(self) -> float:

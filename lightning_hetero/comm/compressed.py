@@ -261,7 +261,7 @@ class GradientCompression:
             return None
         return self.watch.link(
             exchange.density,
-            exchange.sent_bytes,
+            exchange.message_size,
             hidden=late is not None and late.delayed_share > 0.0,
             may_hide=late is not None and late.limit > 0,
             step=exchange.step,

@@ -23,8 +23,9 @@ import torch
 
 from lightning_hetero.compression.reference import Pack
 from lightning_hetero.compression.values import CODECS, ValueCodec, aligned
+from lightning_hetero.core.message_size import MessageSize
 
-__all__ = ["NON_FINITE", "MessageFormat", "address", "checksum", "foreign", "refusal"]
+__all__ = ["NON_FINITE", "MessageFormat", "address", "checksum", "foreign", "message_size", "refusal"]
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.int64]
@@ -303,3 +304,15 @@ class MessageFormat:
             counts = data[HEADER : HEADER + self.counts_bytes].view(np.int32)[: self.segments]
             indices = np.repeat(np.arange(self.segments) * SEGMENT, counts) + places.view(np.uint16)[:number]
         return Pack(torch.from_numpy(indices), self.codec.decode(self.value_parts(message, number)))
+
+
+def message_size(num_blocks: int, block: int, value_dtype: str, world_size: int) -> MessageSize:
+    """What a worker sends to all others at a density, with no message at hand.
+
+    Example:
+        >>> message_size(1000, 16, "bfloat16", 2)(0.02) == MessageFormat(1000, 10, 16, "bfloat16").num_bytes
+        True
+    """
+    listed, marked = MessageFormat(num_blocks, 0, block, value_dtype), aligned(-(-num_blocks // 8))
+    parts = tuple((1 if per_block else block) * dtype.itemsize for dtype, per_block in CODECS[value_dtype].parts)
+    return MessageSize(num_blocks, world_size, parts, HEADER + listed.counts_bytes, HEADER + marked, BITMAP_FROM)

@@ -146,7 +146,8 @@ class MessageLink:
 
     Args:
         density: share of the blocks that is sent at present, above 0, to 1.
-        message_bytes: bytes that a worker sends in a step at a density, increasing.
+        message_bytes: bytes that a worker sends in a step at a density, increasing; in a training, a
+            :class:`~lightning_hetero.core.message_size.MessageSize`.
         estimates: what is known of each worker's rate of sending; the slowest counts, because all wait for its message.
         seconds: what the messages of the newest steps took, ``None`` if there were none.
         hidden: whether messages travel while the next step computes, or else every step waits for its own.
