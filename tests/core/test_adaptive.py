@@ -161,8 +161,8 @@ def test_hysteresis():
     assert gain > 0.01
     above = planner(hysteresis=gain * 1.01).decide(NOTHING, plan(30, 10), context(40, 300.0))
     below = planner(hysteresis=gain * 0.99).decide(NOTHING, plan(30, 10), context(40, 300.0))
-    assert above[1] is None
-    assert below[1].plan.total_batch_size > 40
+    assert above.proposal is None
+    assert below.proposal.plan.total_batch_size > 40
 
 
 def test_steps_between_two_changes():
@@ -302,9 +302,11 @@ def test_with_the_same_time_model_the_choice_is_that_of_candidates_solved_anew(h
         one, other = (
             replace(p, steps=100).decide(NOTHING, plan(30, 10), context(40, phi)) for p in (kept, solved_anew(kept))
         )
-        assert one[1] == other[1]
-        assert [c.goodput for c in one[0].table] == pytest.approx([c.goodput for c in other[0].table], rel=1e-12)
-        chosen.add(one[1] and one[1].plan.total_batch_size)
+        assert one.proposal == other.proposal
+        assert [c.goodput for c in one.planner.table] == pytest.approx(
+            [c.goodput for c in other.planner.table], rel=1e-12
+        )
+        chosen.add(one.proposal and one.proposal.plan.total_batch_size)
     assert len(chosen) > 3
     assert sum(count > 4 for count in solves) == 60  # those solved anew
 
@@ -384,7 +386,7 @@ def test_micro_batch_limit_holds_where_no_bounds_are_known():
     assert after.accumulation * proposal.plan.total_batch_size == 80
     assert after.accumulation == 4
     free = planner(accumulation=2).decide(NOTHING, plan(14, 6), context(20, 1e6, **known))
-    assert (free[0].accumulation, free[1].plan.total_batch_size) == (1, 80)
+    assert (free.planner.accumulation, free.proposal.plan.total_batch_size) == (1, 80)
 
 
 def test_split_of_a_micro_batch_is_the_optimum_of_its_whole_window():
@@ -455,8 +457,8 @@ def test_state_round_trip(tmp_path):
         assert all(isinstance(profile, NodeProfile) for profile in after.model.profiles.values())
         known = context(20, 1e6, accumulation=2, epoch_begins=True)
         one, other = (p.decide(NOTHING, plan(15, 5), known) for p in (before, after))
-        assert one[1] == other[1]
-        assert one[1] is not None
+        assert one.proposal == other.proposal
+        assert one.proposal is not None
 
 
 def test_settings_are_those_of_the_new_run():
