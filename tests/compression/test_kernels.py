@@ -25,10 +25,11 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
-def test_kernels_compute_what_the_reference_does():
+@pytest.mark.parametrize("room", ["comm", "compression", "optim"])
+def test_kernels_compute_what_the_reference_does(room):
     """In a process of its own: Triton asks for its interpreter before the kernels are imported."""
-    files = [str(ROOT / "tests" / room / "interpreted.py") for room in ("comm", "compression", "optim")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *files]
+    file = str(ROOT / "tests" / room / "interpreted.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", file]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
