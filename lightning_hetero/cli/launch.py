@@ -43,6 +43,7 @@ HELP = {
     "sparse_optimizer": "true lets SGD or AdamW update only the blocks that block_topk sends",
     "compression": "what is sent of gradients: block_topk, powersgd, fp16, bf16 or auto",
     "density": "share of the gradient that block_topk sends, 0 to 1",
+    "nonfinite": "what to do about a gradient that is not finite: warn, drop or stop",
 }
 
 
