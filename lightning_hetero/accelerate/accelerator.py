@@ -1,10 +1,10 @@
 """``HeteroAccelerator``: Accelerate's ``Accelerator`` with batches split by speed and losses weighted by the split."""
 
 import contextlib
-import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from copy import copy
 from typing import Any
 
 import torch
@@ -19,14 +19,14 @@ from lightning_hetero.accelerate.loaders import (
     HeteroDataLoader,
     SkippedLoader,
     announced_loader,
+    refuse_local_sgd,
     training_loader,
     uneven_loader,
     why_not,
 )
-from lightning_hetero.accelerate.plugin import NAMES, HeteroPlugin, switched_on
+from lightning_hetero.accelerate.plugin import HeteroPlugin, check_accelerator, switched_on
 from lightning_hetero.comm.gathering import refuse_own_gather
 from lightning_hetero.comm.observer import StepObserver
-from lightning_hetero.core.validation import check_names
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import HeteroSession, PlanAccess, log
 from lightning_hetero.strategies._restarts import warn_of_stale_addresses
@@ -64,10 +64,7 @@ class HeteroAccelerator(PlanAccess, Accelerator):
     _no_engine = "ACCELERATE_USE_HETERO=false: there are no plans. Set it to true, or give a HeteroPlugin."
 
     def __init__(self, *args: Any, hetero_plugin: HeteroPlugin | None = None, **kwargs: Any) -> None:
-        arguments = [name for name in inspect.signature(Accelerator.__init__).parameters if name != "self"]
-        settings = ", ".join(name for name in kwargs if name in NAMES)
-        hint = f"Give settings in the plugin: hetero_plugin=HeteroPlugin({settings}=...)." if settings else ""
-        check_names(type(self).__name__, kwargs, ["hetero_plugin", *arguments], hint=hint)
+        check_accelerator(type(self), kwargs)
         if hetero_plugin is not None and not isinstance(hetero_plugin, HeteroPlugin):
             raise TypeError(
                 f"hetero_plugin={hetero_plugin!r} is a {type(hetero_plugin).__name__}; give a HeteroPlugin."
@@ -84,9 +81,10 @@ class HeteroAccelerator(PlanAccess, Accelerator):
         self._metrics: dict[str, float] = {}
         if hetero_plugin is None:
             return
-        if self.distributed_type not in PLAIN or self.parallelism_config is not None:
+        parallel = getattr(self, "parallelism_config", None)  # since Accelerate 1.10
+        if self.distributed_type not in PLAIN or parallel is not None:
             raise ValueError(
-                f"distributed_type={self.distributed_type.value}, parallelism_config={self.parallelism_config}: "
+                f"distributed_type={self.distributed_type.value}, parallelism_config={parallel}: "
                 "unequal batches are for plain data parallelism on CPUs or GPUs. Leave the other plugin out, or use "
                 "Accelerator."
             )
@@ -275,7 +273,10 @@ class HeteroAccelerator(PlanAccess, Accelerator):
             return gather_uneven(input_data, engine.control, counted=counted, objects=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """As ``Accelerator.reduce``, which averages ranks alike; what a rank waits is not counted as computing."""
+        """As ``Accelerator.reduce``, which averages ranks alike: a RuntimeError for models of Accelerate's LocalSGD."""
+        uneven = self.num_processes > 1 and self._hetero_loader is not None and self.hetero_plugin.policy != "even"  # type: ignore[union-attr]
+        if uneven and reduction == "mean" and isinstance(tensor, torch.Tensor):
+            refuse_local_sgd(getattr(self.ddp_handler, "wrapped", ()), tensor)
         with self._waiting():
             return super().reduce(tensor, reduction, scale)
 
@@ -361,14 +362,16 @@ class _HookedDDP(DistributedDataParallelKwargs):
     def __init__(self, given: DistributedDataParallelKwargs, accelerator: HeteroAccelerator) -> None:
         self.given, self.engine = given, accelerator._session().engine
         self.accelerator = weakref.ref(accelerator)
+        self.wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        return _given, (self.given,)  # the hook belongs to this run
+        return copy, (self.given,)  # the hook belongs to this run
 
     def to_kwargs(self) -> dict[str, Any]:
         return self.given.to_kwargs()  # type: ignore[no-any-return]
 
     def register_comm_hook(self, model: Any) -> None:
+        self.wrapped.add(model)
         WrappedModel(model, self.engine, self._attach, lambda: getattr(self.accelerator(), "_optimizers", ()))
 
     def _attach(self, model: Any) -> None:
@@ -382,11 +385,6 @@ class _HookedDDP(DistributedDataParallelKwargs):
         if compression is not None:
             scale = None if scaler is None else scaler.get_scale
             compression.attach(model.module, grad_scale=scale, hold_unused=model.find_unused_parameters)
-
-
-def _given(arguments: DistributedDataParallelKwargs) -> DistributedDataParallelKwargs:
-    """The user's DDP arguments, which a copy of the accelerator has."""
-    return arguments
 
 
 class _TakenHook:

@@ -1,6 +1,6 @@
 """Accelerate's DataLoader under a session, and which of a script's loaders is the one to split."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ __all__ = [
     "HeteroDataLoader",
     "SkippedLoader",
     "announced_loader",
+    "refuse_local_sgd",
     "training_loader",
     "uneven_loader",
     "why_not",
@@ -49,7 +50,11 @@ class HeteroDataLoader(DataLoaderShard):
 
     def _opened(self) -> Iterator[Any]:
         before: int = self.iteration  # type: ignore[has-type]
-        yield from DataLoaderShard.__iter__(self)
+        batches = DataLoaderShard.__iter__(self)
+        if self.session.position[1] < len(self.base_dataloader.batch_sampler):
+            yield from batches
+        elif next(batches, self) is None:  # so does Accelerate 1.0 end a pass without batches, and then it fails
+            self.end()
         self.iteration = before + 1  # also behind a pass without batches: a state that was saved in its last step
 
     @property
@@ -83,7 +88,7 @@ def uneven_loader(prepared: DataLoaderShard, session: HeteroSession, world_size:
         ValueError: if a total batch cannot be shared by the ranks.
     """
     inner: Any = prepared.base_dataloader.batch_sampler
-    while not isinstance(getattr(inner, "sampler", None), torch.utils.data.Sampler) or hasattr(inner, "batch_sampler"):
+    while hasattr(inner, "batch_sampler"):  # Accelerate's wrappers around the user's
         inner = inner.batch_sampler
     sampler = prepared.get_sampler() or inner.sampler
     control, rank = session.engine.control, session.engine.rank
@@ -132,3 +137,18 @@ class SkippedLoader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
+
+
+def refuse_local_sgd(models: Iterable[Any], tensor: torch.Tensor) -> None:
+    """Check that a tensor to be averaged over ranks is no parameter of a model that every rank trains apart.
+
+    Raises:
+        RuntimeError: if it is.
+    """
+    apart = [model for model in models if getattr(model, "require_backward_grad_sync", True) is False]
+    if any(tensor.data_ptr() == p.data_ptr() for model in apart for p in model.parameters()):
+        raise RuntimeError(
+            "LocalSGD averages the models of all workers alike, which is wrong where workers train on unequal batches. "
+            "Use Accelerator, or HeteroPlugin(policy='even'), for local SGD with equal batches; for unequal workers, "
+            "leave LocalSGD out, or use Lightning's Trainer(strategy='hetero_elastic'), which weights the models."
+        )

@@ -1,12 +1,14 @@
 """Settings of :class:`HeteroAccelerator`, each with an environment variable, as Accelerate's own plugins have them."""
 
 import importlib
+import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import yaml
+from accelerate import Accelerator
 
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.validation import check_choice, check_names, check_number
@@ -162,6 +164,20 @@ def _check_names(where: str, settings: Mapping[str, Any]) -> None:
     if set(unknown) & {field.name for field in fields(ElasticConfig)}:
         raise TypeError(f"{where} has no setting {', '.join(unknown)}. {OWN_LOOP}.")
     check_names(where, unknown, NAMES, kind="setting")
+
+
+def check_accelerator(cls: type, given: Iterable[str]) -> None:
+    """Check the names of an accelerator's keyword arguments.
+
+    Raises:
+        TypeError: if nobody takes one of them, with the nearest name that exists, or where it belongs.
+    """
+    parameters = inspect.signature(Accelerator.__init__).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return  # somebody has wrapped it, and knows what it takes
+    settings = "=..., ".join(name for name in given if name in NAMES)
+    hint = f"Give settings in the plugin: hetero_plugin=HeteroPlugin({settings}=...)." if settings else ""
+    check_names(cls.__name__, given, ["hetero_plugin", *list(parameters)[1:]], hint=hint)
 
 
 def check_variables(environment: Mapping[str, str]) -> dict[str, str]:

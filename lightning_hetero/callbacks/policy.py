@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_hetero.callbacks.idle_hooks import leave_out, put_back
 from lightning_hetero.callbacks.last_sums import apply_last_sums, check_staleness
+from lightning_hetero.callbacks.throughput import count_all_workers, count_own
 from lightning_hetero.comm.interval import interval_state, resume_interval
 from lightning_hetero.core.plan import PlanEntry
 from lightning_hetero.core.planner import PLANNERS, PerfModelPlanner, Planner, ProportionalPlanner
@@ -111,6 +112,7 @@ class PolicyCallback(Callback):
             engine.noise, engine.noise_scale = None, lambda: None  # who measures the noise of this fit comes after us
             engine.hook_state.forget_squares()
             self._show_in_progress_bar(trainer)
+            count_all_workers(trainer, engine)
             leave_out(self, Callback)
 
     def _show_in_progress_bar(self, trainer: Any) -> None:
@@ -206,6 +208,7 @@ class PolicyCallback(Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the split out of the progress bar."""
+        count_own(trainer)
         self._leave()
 
     def _leave(self) -> None:

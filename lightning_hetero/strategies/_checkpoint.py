@@ -225,7 +225,7 @@ class CheckpointMixin:
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read the checkpoint, and in a fit from it the step at which the data goes on, and what of ours it has."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
-        if self._trainer.state.fn != "fit" or self.engine is None:  # type: ignore[attr-defined]
+        if self.engine is None or self._trainer.state.fn != "fit":  # type: ignore[attr-defined]
             return checkpoint
         forget_without_state(checkpoint, self.engine)
         take_residuals(checkpoint, self.engine)

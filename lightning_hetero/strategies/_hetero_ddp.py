@@ -108,6 +108,8 @@ class HeteroDDPMixin(CheckpointMixin, EndingMixin, WholeFilesMixin, PlanAccess):
         **kwargs: Any,
     ) -> None:
         check_arguments(self, kwargs)
+        if hasattr(policy, "setup_device"):  # the first argument of DDPStrategy is the accelerator
+            policy, kwargs["accelerator"] = None, policy
         self.config = HeteroConfig(
             policy=policy,
             loss_reduction=loss_reduction,

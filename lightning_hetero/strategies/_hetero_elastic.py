@@ -365,7 +365,8 @@ class HeteroElasticMixin(WholeFilesMixin):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read the checkpoint, ours or one of plain Lightning's."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
-        assert self.engine is not None
+        if self.engine is None:
+            return checkpoint
         position = resume_position(checkpoint)
         if STATE in checkpoint:
             self.engine.load_state_dict(checkpoint[STATE])
@@ -375,9 +376,8 @@ class HeteroElasticMixin(WholeFilesMixin):
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Each rank's optimizer goes on from its own state; with more ranks than before they share them."""
-        assert self.engine is not None
         own = checkpoint.get(STATE, {}).get("optimizer_states")
-        if own:
+        if own and self.engine is not None:
             checkpoint = {**checkpoint, "optimizer_states": own[self.engine.rank % len(own)]}
         super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
 

@@ -7,6 +7,7 @@ import os
 import pickle
 from collections import UserDict, namedtuple
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -464,3 +465,111 @@ def test_copies_and_pickles_have_the_settings_and_leave_the_run_to_the_original(
         assert state == result["state"]
         np.testing.assert_array_equal(grads, first["found"][3])
         assert len(result["refused"]) == 3
+
+
+class Backwards:
+    """A sampler that is no ``torch.utils.data.Sampler``."""
+
+    def __iter__(self):
+        return iter(range(SAMPLES - 1, -1, -1))
+
+    def __len__(self):
+        return SAMPLES
+
+
+def _own_sampler(rank, kind):
+    sampler = list(range(SAMPLES - 1, -1, -1)) if kind == "list" else Backwards()
+    accelerator = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(local_batch_sizes=[7, 3]))
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Points(SAMPLES), 5, sampler=sampler))
+    seen = []
+    for x, y, index in loader:
+        seen += accelerator.gather_for_metrics(index).tolist()
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+    return seen, [entry.plan.local_batch_sizes for entry in accelerator.plan_history]
+
+
+@pytest.mark.parametrize("kind", ["list", "duck"])
+def test_any_iterable_gives_the_order_of_the_samples(kind):
+    for seen, plans in ranks(_own_sampler, 2, kind):
+        assert seen == list(range(SAMPLES - 1, -1, -1))
+        assert plans == [(7, 3)]
+
+
+def _local_sgd(rank, policy):
+    from accelerate.local_sgd import LocalSGD
+
+    accelerator = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(policy=policy))
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, _loader(20))
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True) as local_sgd:
+        for x, y, _ in loader:
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            accelerator.reduce(torch.ones(1), "mean")  # of no model
+            local_sgd.step()
+    return flat(model)
+
+
+def test_local_sgd_is_refused_by_name_with_unequal_batches_and_averages_equal_ones():
+    errors = ranks(_local_sgd, 2, None, expect_errors=True)
+    assert [(rank, kind) for rank, kind, _ in errors] == [(0, "RuntimeError"), (1, "RuntimeError")]
+    assert all("LocalSGD averages" in text and "hetero_elastic" in text for *_, text in errors)
+    first, second = ranks(_local_sgd, 2, "even")
+    np.testing.assert_array_equal(first, second)
+
+
+def _as_the_oldest(rank, folder):
+    """Save in a pass's last step and go on, with what Accelerate 1.0 has otherwise."""
+    from accelerate import Accelerator
+    from accelerate.data_loader import DataLoaderShard
+
+    def empty_pass(self):
+        self.begin()
+        iterator = iter(self.base_dataloader)
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            yield
+        yield batch
+        yield from iterator
+        self.iteration += 1
+        self.end()
+
+    DataLoaderShard.__iter__ = empty_pass
+    initialise = Accelerator.__init__
+
+    def without_parallelism(self, *args, **kwargs):
+        initialise(self, *args, **kwargs)
+        del Accelerator.parallelism_config
+
+    Accelerator.__init__ = without_parallelism
+    accelerator = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(local_batch_sizes=[7, 3]))
+    Accelerator.parallelism_config = property(lambda self: None)  # which the rest of this Accelerate needs
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, _loader(20))
+    for _ in loader:
+        accelerator.save_state(folder)
+    accelerator.load_state(folder)
+    rest = [len(batch) for batch in accelerator.skip_first_batches(loader)]
+    after = [len(index) for *_, index in loader]
+    accelerator.end_training()
+    return rest, after, accelerator.gradient_state.in_dataloader
+
+
+def test_the_lowest_accelerate_that_is_declared_will_do(tmp_path):
+    """The floor in pyproject.toml is that of what is stood in for here; the tests ran with 1.0.1 as well."""
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert project["project"]["optional-dependencies"]["accelerate"] == ["accelerate>=1.0"]
+    for rank, (rest, after, left_open) in enumerate(ranks(_as_the_oldest, 2, str(tmp_path))):
+        assert rest == []
+        assert after == [[7, 7], [3, 3]][rank]
+        assert not left_open

@@ -325,12 +325,14 @@ def test_the_launchers_help_shows_its_own_flags_and_accelerates():
     for name in NAMES:
         assert output.count(f"  --hetero_{name} VALUE") == 1
     assert output.startswith("usage: lightning-hetero launch")
-    for theirs in ("--num_processes", "--multi_gpu", "--main_process_port", "--fsdp_version"):
+    for theirs in ("--num_processes", "--multi_gpu", "--main_process_port", "--fsdp_sharding_strategy"):
         assert theirs in output
     code, output = execute(BIN / "lightning-hetero", "launch", "--multi_gpu", "--help")
     assert code == 0
     assert "--hetero_policy VALUE" in output
-    assert "--fsdp_version" not in output  # what another kind of training has is hidden, as `accelerate launch` does
+    assert (
+        "--fsdp_sharding_strategy" not in output
+    )  # what another kind of training has is hidden, as `accelerate launch` does
 
 
 def test_config_writes_nothing_if_answers_end_early(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch.nn.parallel import DistributedDataParallel
@@ -151,3 +152,22 @@ def test_a_train_loader_before_the_processes_have_met_is_left_even_and_said_so(c
 def test_a_value_can_be_reduced_before_the_processes_have_met(cls):
     value = cls(parallel_devices=[torch.device("cpu")]).reduce(torch.tensor(3))
     assert float(value) == 3.0
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_checkpoint_can_be_read_where_nothing_is_set_up(cls, tmp_path):
+    """As after a training in processes that were spawned, in the one that spawned them."""
+    model = Loaded()
+    states = {"optimizer_states": [model.configure_optimizers().state_dict()]}
+    trainer, _ = connected(cls(), model=model)
+    torch.save({"state_dict": model.state_dict(), **states}, tmp_path / "last.ckpt")
+    checkpoint = trainer.strategy.load_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    assert set(checkpoint) == {"state_dict", "optimizer_states"}
+    trainer.strategy.optimizers = [model.configure_optimizers()]
+    trainer.strategy.load_optimizer_state_dict(checkpoint)
+    assert trainer.strategy.optimizers[0].state_dict() == states["optimizer_states"][0]
+
+
+def test_the_accelerator_may_be_the_first_argument_as_that_of_ddp():
+    accelerator = CPUAccelerator()
+    assert trainer_of(HeteroDDPStrategy(accelerator), 1, accelerator="auto").accelerator is accelerator
