@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import norm
 
 from lightning_hetero.core.validation import check_int, check_number
 
@@ -201,6 +200,8 @@ def expected_improvement(mean: Array, deviation: Array, best: float) -> Array:
         >>> expected_improvement(np.array([1.0, 1.0]), np.array([0.0, 1.0]), best=1.5).round(3).tolist()
         [0.5, 0.698]
     """
+    from scipy.stats import norm  # not above: it takes a second, and is for this search alone
+
     spread = np.maximum(deviation, 1e-12)
     z = (best - mean) / spread
     improvement: Array = (best - mean) * norm.cdf(z) + spread * norm.pdf(z)

@@ -9,10 +9,10 @@ cost (:mod:`lightning_hetero.core.surrogate`). Eq. 6 is not as printed: it compa
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import minimize
 
 from lightning_hetero.core.validation import check_number
 
@@ -107,7 +107,7 @@ class ThroughputModel:
 
         beta = float((x / t).max())
         starts = [np.log([alpha, beta]) for alpha in (beta * t.min(), x.min(), x.max())]
-        found = [minimize(error, s, method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-15}) for s in starts]
+        found = [_minimize(error, s, {"xatol": 1e-9, "fatol": 1e-15}) for s in starts]
         alpha, beta = np.exp(min(found, key=lambda result: float(result.fun)).x)
         return cls(float(alpha), float(beta))
 
@@ -353,5 +353,12 @@ def _polish(
 
     start = math.log(best.density)
     options = {"xatol": 1e-3, "fatol": 1e-12, "initial_simplex": [[start], [start + 0.1]], "maxfev": 60}
-    found = minimize(objective, [start], method="Nelder-Mead", options=options)
+    found = _minimize(objective, [start], options)
     return float(np.exp(found.x[0])) if found.fun < FORBIDDEN else best.density
+
+
+def _minimize(function: Callable[[Array], float], start: Any, options: dict[str, Any]) -> Any:
+    """Nelder-Mead. Scipy's optimisers take a second to import, and are for these searches alone."""
+    from scipy.optimize import minimize
+
+    return minimize(function, start, method="Nelder-Mead", options=options)

@@ -14,4 +14,4 @@ def gpu():
 
 def stand_in():
     """Two CPUs, through one exchange."""
-    return pytest_passes([FILE, "-k", "two_kinds and cpu and optimizer"])
+    return pytest_passes([FILE, "-k", "two_kinds and devices0 and optimizer"])
