@@ -145,7 +145,7 @@ def _seeming(rank, rates, settings):
     seen, probe = compressed.GradientCompression.see_messages, block_exchange.probe
 
     def see(self, everyone):
-        size, now[0] = self.exchange.sent_bytes(self.exchange.density), next(looks)
+        size, now[0] = self.exchange.message_size(self.exchange.density), next(looks)
         link_watch.message_seconds = lambda _: (size, np.full(2, LATENCY + size / now[0]))
         seen(self, everyone)
 

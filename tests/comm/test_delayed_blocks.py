@@ -153,7 +153,7 @@ def start(rank, world_size, settings, limit=1, restored=None):
 
     def follow(hidden, density=settings.density):
         """What a controller decides."""
-        compression.follow(DensityChoice(density, 10, 1.0, 1.0, 1.0, 1.0, hidden=hidden))
+        compression.follow(DensityChoice(density, 10, 1.0, 1.0, 1.0, 1.0, hidden=hidden), hidden, None)
 
     return ddp, late, follow
 
