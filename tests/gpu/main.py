@@ -211,7 +211,7 @@ def page(machine, results):
         "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>GPU checks</title><style>"
         "body{font:15px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:72rem;padding:0 1rem}"
         "table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid #d0d7de;padding:.45rem .6rem;"
-        "text-align:left;vertical-align:top}td:first-child{white-space:nowrap;font-weight:600}"
+        "text-align:left;vertical-align:top}td:first-child,td:last-child{white-space:nowrap}td:first-child{font-weight:600}"
         "</style></head><body><h1>GPU checks of lightning-hetero</h1>"
         f"<p>{facts}</p><table><tr><th>outcome</th><th>check</th><th>must show</th><th>figures</th><th>time</th></tr>"
         f"{''.join(rows)}</table></body></html>\n"
