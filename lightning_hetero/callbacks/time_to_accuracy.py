@@ -143,5 +143,5 @@ class TTACallback(AdaptiveBatchCallback):
         density = self._engine.control.broadcast_object(self.tta_planner.density)
         self.planner = replace(self.tta_planner, density=density)
         self._engine.compression.set_density(density)
-        if self._engine.hook_state.staleness is not None:  # sums for which "auto" chose no density go by the rule
+        if self._engine.hook_state.staleness is not None:  # until "auto" chooses dense sums, which go by their rule
             self._engine.hook_state.staleness.led = self._engine.compression.link() is not None

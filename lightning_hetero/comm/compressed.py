@@ -19,6 +19,7 @@ from lightning_hetero.comm.link import Undecided, latency
 from lightning_hetero.comm.link_watch import LinkWatch
 from lightning_hetero.comm.residuals import Owed, hand_over_waits, left_alone, own_share, unpaid
 from lightning_hetero.comm.sending import StepReport
+from lightning_hetero.comm.staleness import Staleness
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.torch_hooks import HalfExchange, LowRankExchange
 from lightning_hetero.compression.gradients import BlockGradient
@@ -26,7 +27,6 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.bandwidth import MessageLink
 from lightning_hetero.core.compressors import Automatic, BlockTopK, Compressor, HalfPrecision, LowRank
 from lightning_hetero.core.link_model import CompressionChoice
-from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.tta import DensityChoice
 from lightning_hetero.optim.sparse import SparseAdamW, SparseSGD, sparse_steps
 from lightning_hetero.optim.sparse_steps import SparseSteps
@@ -47,21 +47,12 @@ class GradientCompression:
         hook: state of the gradient hook.
         sparse: whether the optimizer takes sparse steps: ``False``, ``True``, or when momentum is paid, ``"ahead"``
             (what ``True`` is) or ``"later"``.
-        at_once: whether ``"auto"`` chooses before the first step, rather than when some were timed, see
-            :meth:`end_step`.
     """
 
     def __init__(
-        self,
-        settings: Compressor,
-        control: ControlPlane,
-        hook: HookState,
-        sparse: bool | str = False,
-        *,
-        at_once: bool = True,
+        self, settings: Compressor, control: ControlPlane, hook: HookState, sparse: bool | str = False
     ) -> None:
         self.settings, self.control, self.hook, self.sparse = settings, control, hook, sparse
-        self.at_once = at_once
         self.exchange: Exchange | None = None
         self._undecided: Undecided | None = None
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -78,8 +69,7 @@ class GradientCompression:
     def of(cls, config: HeteroConfig, control: ControlPlane, hook: HookState) -> "GradientCompression | None":
         """Compression by these settings, ``None`` without any."""
         settings: Any = config.compression
-        at_once = config.staleness > 0  # what is late hides behind the whole step
-        return None if settings is None else cls(settings, control, hook, config.sparse_optimizer, at_once=at_once)
+        return None if settings is None else cls(settings, control, hook, config.sparse_optimizer)
 
     def attach(
         self, module: nn.Module, *, grad_scale: Callable[[], float] | None = None, hold_unused: bool = False
@@ -139,12 +129,12 @@ class GradientCompression:
             self._take_over(before)
         if self._undecided is not None and isinstance(self.exchange, BlockExchange):
             self.exchange.paused = True
-            if self.at_once:
-                self._choose(self._undecided.choose(StepObservations.empty(self.control.world_size)))
 
     def end_step(self) -> None:
         """A synchronised step is over; a collective call while ``"auto"`` has not chosen."""
-        choice = None if self._undecided is None else self._undecided.look(self.hook.observer)
+        if self._undecided is None:
+            return
+        choice = self._undecided.look(self.hook.observer, hidden=self._may_hide)
         if choice is not None:
             self._choose(choice)
             self._connect()
@@ -158,6 +148,8 @@ class GradientCompression:
             return
         state = self.state_dict_of_rank()
         self.exchange = self.hook.inner = None
+        if self.hook.staleness is not None:
+            self.hook.staleness = Staleness.after(self.hook.staleness, self.hook.world_size, fresh=self.hook.topology)
         self._owe(state)
 
     def _owe(self, state: dict[str, Any]) -> None:
@@ -245,6 +237,10 @@ class GradientCompression:
     def _blocks(self) -> BlockExchange | None:
         return self.exchange if isinstance(self.exchange, BlockExchange) else None
 
+    @property
+    def _may_hide(self) -> bool:
+        return self.hook.staleness is not None and self.hook.staleness.limit > 0
+
     def take_messages(self) -> npt.NDArray[np.float64]:
         """Times of this rank's messages since the last call, of one shape on all ranks."""
         return np.zeros(0) if self._blocks is None else self.watch.take(self._blocks.messages)
@@ -263,7 +259,7 @@ class GradientCompression:
             exchange.density,
             exchange.message_size,
             hidden=late is not None and late.delayed_share > 0.0,
-            may_hide=late is not None and late.limit > 0,
+            may_hide=self._may_hide,
             step=exchange.step,
         )
 

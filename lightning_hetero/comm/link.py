@@ -56,10 +56,14 @@ class Undecided:
         """Block top-k that can be set to any of the candidates."""
         return BlockTopK(density=self.settings.densities[0], value_dtype=self.settings.value_dtype)
 
-    def look(self, observer: StepObserver) -> CompressionChoice | None:
+    def look(self, observer: StepObserver, *, hidden: bool = False) -> CompressionChoice | None:
         """The choice, once steps enough were timed on all ranks: in the same step on all of them.
 
         To be called at the end of each synchronised step; collective from the eighth on.
+
+        Args:
+            observer: has timed this rank's steps.
+            hidden: whether gradients may come a step late.
         """
         self._rows |= {row[0]: row[: FIELDS + 1] for row in observer.rows}
         if observer.synced_steps < STEPS:
@@ -70,12 +74,14 @@ class Undecided:
         seen = match_rows(self.control.gather(table))
         observer.interrupt()
         late = observer.synced_steps >= LATEST
-        return self.choose(seen) if seen.num_steps >= FEW or late else None
+        return self._choose(seen, hidden) if seen.num_steps >= FEW or late else None
 
-    def choose(self, seen: StepObservations) -> CompressionChoice:
+    def _choose(self, seen: StepObservations, hidden: bool) -> CompressionChoice:
         """Block top-k at the density that the measurements speak for, or dense sums; rank 0 says so and why."""
         settings = self.settings
-        choice = choose_density(self.measured, settings.densities, settings.value_dtype, Computing.of(seen))
+        choice = choose_density(
+            self.measured, settings.densities, settings.value_dtype, Computing.of(seen), hidden=hidden
+        )
         if self.control.rank == 0:
             log.info("compression='auto': %s", choice.describe())
         return choice

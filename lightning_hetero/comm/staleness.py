@@ -92,6 +92,26 @@ class Staleness(Delays):
         self.queue = TransferQueue(running=topology is not None)
         self.load_state_dict(restored or {})
 
+    @classmethod
+    def after(cls, before: Delays, world_size: int, fresh: Topology | None) -> "Staleness":
+        """Sums that are dense from now on, in place of other delays of these parameters.
+
+        It goes on with what those owe, and by its own rule: who has led them decided on messages.
+        """
+        late = cls(
+            before.limit,
+            before.parameters,
+            world_size=world_size,
+            clock=before._log.clock,
+            hysteresis=before.hysteresis,
+            topology=before.topology,
+            fresh=fresh,
+            restored=before.state_dict(),
+            running=before._running,
+        )
+        late.keeps_own = before.keeps_own
+        return late
+
     # the hook
 
     def __call__(self, bucket: dist.GradBucket) -> Future:

@@ -120,7 +120,7 @@ class HalfPrecision:
 
 @dataclass(frozen=True)
 class Automatic:
-    """Measure the link, the cost of selection and the first steps; compress only if that shortens the step.
+    """Measure the link, the cost of selection and the first steps; compress only where that pays.
 
     Args:
         densities: candidates, each above 0, to 1.

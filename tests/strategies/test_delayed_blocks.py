@@ -11,6 +11,10 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
+from lightning_hetero.comm import link
+from lightning_hetero.comm.delayed_blocks import DelayedBlocks
+from lightning_hetero.comm.staleness import Staleness
+from lightning_hetero.core.link_model import LinkMeasurement
 from lightning_hetero.optim import SparseSGD
 from lightning_hetero.simulate import ThinLink
 from tests.comm.test_delayed_blocks import Simulation
@@ -260,3 +264,84 @@ def test_other_compressors_are_refused_on_every_rank(compression):
     errors = run_ranks(_run, 2, (6, 2), {}, {"strategy": {"compression": compression}}, expect_errors=True)
     assert [rank for rank, *_ in errors] == [0, 1]
     assert all("block_topk" in message and "staleness=0" in message for *_, message in errors)
+
+
+# the density is chosen when some steps were timed
+
+
+class Timed(Regressor):
+    """So wide that the message decides on the step."""
+
+    def __init__(self):
+        super().__init__(features=4000, lr=1e-4, dtype=torch.float32)
+
+
+def _auto(rank, rate):
+    """Over a link that is thin from the beginning."""
+    link.PROBE_BYTES, lines = 100_000, []
+    link.log.info = lambda text, *args: lines.append(text % args)
+    kwargs = {"model": Timed(), "dataset": Points(40, features=4000, dtype=torch.float32), "max_epochs": 2}
+    strategy = {"compression": "auto(densities=[0.01, 0.1])", "staleness": 1, "replan": 4}
+    with ThinLink(rate, world_size=2):
+        done = fit(rank, strategy, 2, 2, **kwargs)
+    return done["grads"], [line for line in lines if line.startswith("compression='auto'")]
+
+
+def test_auto_chooses_when_steps_were_timed_and_the_next_message_is_as_chosen():
+    """With gradients that may come late as without: dense sums until then."""
+    (ours, lines), (other, _) = run_ranks(_auto, 2, 1e6)
+    np.testing.assert_array_equal(ours, other)
+    touched = (ours != 0).mean(axis=1)
+    assert touched[: link.STEPS].min() > 0.5
+    assert touched[link.STEPS :].max() < 0.15
+    assert touched[link.STEPS] > 0, "what is sent is awaited until the link speaks for a delay"
+    assert len(lines) == 1
+    assert "computing and hides what is sent takes " in lines[0]
+    assert float(lines[0].split("takes ")[-1].removesuffix(" ms")) > 0
+
+
+class DelaysAll(L.Callback):
+    """Delays what can be; keeps the kind of the delays at every step."""
+
+    def __init__(self):
+        self.kinds = []
+
+    def on_train_start(self, trainer, pl_module):
+        trainer.strategy.engine.hook_state.staleness.delay_all()
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.kinds.append(type(trainer.strategy.engine.hook_state.staleness))
+
+
+def _dense(rank):
+    link.measure = lambda parameters, control, topology, settings: LinkMeasurement(1e-6, 1e20, 1e-6, 2, 10**8)
+    strategy = {"compression": "auto", "staleness": 1, "replan": 10_000}
+    kept = DelaysAll()
+    done = _run(rank, (2, 2), None, {"model": Wide(lr=0.0), "strategy": strategy, "callbacks": [kept]})
+    return {**done, "kinds": kept.kinds}
+
+
+def _plain(rank):
+    strategy = {"local_batch_sizes": [2, 2], "replan": 10_000}
+    return fit(
+        rank,
+        strategy,
+        2,
+        2,
+        model=Wide(lr=0.0),
+        dataset=Points(N, features=FEATURES, dtype=torch.float32),
+        max_epochs=2,
+    )
+
+
+def test_where_auto_chooses_dense_sums_those_are_delayed_and_none_is_lost():
+    """At weights that stay: the gradients of plain training, and from the choice on each a step later."""
+    results, plain = run_ranks(_dense, 2), run_ranks(_plain, 2)[0]["grads"]
+    for result in results:
+        assert result["kinds"][: link.STEPS] == [DelayedBlocks] * link.STEPS
+        assert set(result["kinds"][link.STEPS :]) == {Staleness}
+        ours = result["grads"]
+        np.testing.assert_allclose(ours[: link.STEPS], plain[: link.STEPS], rtol=1e-5, atol=1e-6)
+        assert not ours[link.STEPS].any()
+        late = ours[link.STEPS + 1 : len(plain)]
+        np.testing.assert_allclose(late, plain[link.STEPS : -1], rtol=1e-5, atol=1e-6)
