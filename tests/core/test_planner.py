@@ -252,11 +252,18 @@ def test_fewer_workers_are_planned_from_what_is_known(kind):
         assert excess(fewer, proposal.plan) <= 0.25
 
 
-@pytest.mark.parametrize("kind", ["perf_model", "pid"])
-def test_unknown_hardware_starts_even(kind):
-    planner = learned(kind, context(192, 3))
+def test_unknown_hardware_starts_even():
+    planner = learned("perf_model", context(192, 3))
     assert planner.initial(replace(context(192, 3), identities=("host-0", "host-1", "new"))) is None
-    assert PLANNERS[kind]().initial(context(192, 3)) is None
+    assert PLANNERS["perf_model"]().initial(context(192, 3)) is None
+
+
+def test_proportional_control_starts_unknown_hardware_by_its_capacity():
+    """Dynamic mini-batching starts open-loop: shares by cores or peak figures until it knows the workers."""
+    planner = learned("pid", context(192, 3))
+    for unknown in (planner, PLANNERS["pid"]()):
+        new = replace(context(192, 3), identities=("host-0", "host-1", "new"), capacities=(2.0, 1.0, 1.0))
+        assert unknown.initial(new).plan.local_batch_sizes == (96, 48, 48)
 
 
 def test_no_observation_no_change(kind):
