@@ -194,8 +194,7 @@ class StepObserver:
         self.synced_steps += 1
         window, self._window = self._window, []
         sync_end, self.buckets = micro.synced.end, max(self.buckets, len(micro.synced.ready))
-        usable = not self._discard and len({m.size for m in window}) == 1 and self._skip == 0
-        if usable:
+        if self._skip == 0 and not self._discard:
             self._pending.append((self.synced_steps, window, self._last_sync))
         self._skip = max(0, self._skip - 1)
         self._last_sync, self._discard = sync_end, False

@@ -1,6 +1,7 @@
 """Clocks: host time as it is; CUDA events that are recorded now and read later."""
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,8 +64,10 @@ def test_cuda_clock_records_and_reads_later(monkeypatch):
 def test_cuda_clock_waits_for_the_device_if_asked_to(monkeypatch):
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    CudaClock(torch.device("cuda", 1)).wait()
-    assert waited == [torch.device("cuda", 1)]
+    clock = CudaClock(torch.device("cuda", 1))
+    clock.wait()
+    clock.wait_for(SimpleNamespace(synchronize=lambda: waited.append("mark")))
+    assert waited == [torch.device("cuda", 1), "mark"]
 
 
 def test_clock_of_a_device():

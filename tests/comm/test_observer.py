@@ -8,6 +8,7 @@ import pytest
 
 from lightning_hetero.comm import observer as module
 from lightning_hetero.comm.observer import KEPT_ROWS, WARM_UP, StepObserver
+from lightning_hetero.core.network_bound import LONG
 
 NAMES = ("step", "size", "forward", "P", "first", "t_o", "t_u", "step_time", "wait", "update")
 
@@ -190,6 +191,20 @@ def test_an_optimizer_that_failed_has_no_end(run):
     assert (second["forward"], second["update"]) == (2.0, 0.5)
 
 
+def test_an_optimizer_that_calls_another_has_one_end(run):
+    run.warm()
+    run.observer.fetch(run.batches(1.0))
+    run.observer.begin_step(4, regular=True)
+    run.passage(*STEP)
+    run.observer.begin_update()
+    run.observer.begin_update()
+    run.clock.now += 0.5
+    run.observer.end_update()
+    run.observer.end_update()
+    run.observer.end_step()
+    assert run.rows()[0]["update"] == 0.5
+
+
 def test_steps_of_different_numbers_of_buckets_lie_in_one_table(run):
     """The places of the buckets that a step did not have stay empty."""
     one = (((2.0, 3.0),), 4.0)
@@ -339,6 +354,13 @@ def test_irregular_step_of_the_same_size_gives_no_row(run):
     assert [row["step"] for row in run.rows()] == [5]
 
 
+def test_an_irregular_batch_leaves_out_its_whole_window(run):
+    run.warm().micro(regular=False)
+    run.step()
+    run.step()
+    assert [row["step"] for row in run.rows()] == [5]
+
+
 def test_step_without_a_synchronisation_counts_with_the_next(run):
     """A skipped step (no loss) has no backward pass and is no step of the group."""
     run.warm().micro(passages=())
@@ -358,6 +380,14 @@ def test_interrupted_step_time_is_unknown_and_the_rest_is_not(run):
     rows = run.rows()
     assert [row["a"] for row in rows] == [3.5] * 3
     np.testing.assert_array_equal([row["step_time"] for row in rows], [10.5, np.nan, 10.5])
+
+
+def test_an_evaluation_between_two_steps_is_part_of_neither(run):
+    run.warm().step()
+    run.observer.discard()
+    run.clock.now += 100.0
+    run.step()
+    np.testing.assert_array_equal([row["step_time"] for row in run.rows()], [10.5, np.nan])
 
 
 def test_marks_that_become_ready_later_give_their_rows_later(run):
@@ -457,6 +487,23 @@ def test_a_long_wait_is_seen_at_once_and_no_other_long_step(run):
     assert run.observer.long_wait is None
 
 
+def test_what_the_steps_after_a_long_wait_may_take_is_what_the_one_before_it_took(run):
+    run.warm().step(passages=(STALLED,))
+    assert run.observer.long_wait.step_time == 10.5
+
+
+def test_a_step_that_took_little_more_than_it_waited_waited_long_too(run):
+    """However short its computing."""
+    run.warm().step(wait=0.0, forward=0.01, passages=((((0.01, 0.01 + 1.1 * LONG),), 0.01 + 1.1 * LONG),), update=0.0)
+    assert run.observer.long_wait.waited == pytest.approx(1.1 * LONG)
+
+
+def test_a_long_wait_is_weighed_against_the_computing_of_the_whole_window(run):
+    run.warm().micro()
+    run.step(passages=(STALLED,))
+    assert run.observer.long_wait.computed == (3.5 + 3.0) + (3.5 + 5.0)
+
+
 def test_a_long_wait_whose_marks_are_not_reached_is_left_to_the_look(run):
     run.warm()
     run.clock.reached = run.clock.now + 10.0
@@ -538,6 +585,27 @@ def test_a_larger_batch_may_take_longer_after_a_resume(run, monkeypatch):
     after.step(size=8, wait=1.0 + 16.0)
     after.step(size=8, wait=1.0 + 18.0)
     assert [row["a"] for row in after.rows()] == [3.5, 19.5]
+
+
+def test_what_is_usual_is_what_steps_of_the_newest_size_took(run, monkeypatch):
+    """17.5 s of size 2 say nothing of size 4, for which 8.5 s are usual."""
+    run.warm(size=2)
+    for _ in range(5):
+        run.step(size=2, wait=10.0)
+    run.step(size=4)
+    run.step(size=4)
+    after = resumed(monkeypatch, saved(run))
+    after.step(wait=1.0 + 5.0)
+    assert after.observer.synced_steps not in [row["step"] for row in after.rows()]
+
+
+def test_a_second_fit_keeps_the_places_of_the_buckets_that_it_has_seen(run, monkeypatch):
+    one = (((2.0, 3.0),), 4.0)
+    run.warm(passages=(one,)).step(passages=(one,))
+    after = Run(monkeypatch).warm()
+    after.step()
+    after.observer.load_state_dict(saved(run))
+    assert after.observer.take().shape == (KEPT_ROWS, len(NAMES) + 2)
 
 
 @pytest.mark.parametrize("before", ["nothing observed", "another quota"])
