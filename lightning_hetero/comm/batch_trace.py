@@ -49,7 +49,7 @@ class HandedOut:
     def remember(self, batch: Any) -> None:
         """Know the tensors of the batch again, without keeping them alive."""
         tensors = [tensor for tensor in tensors_in(batch) if tensor.layout is torch.strided]
-        self.shapes = frozenset(tuple(tensor.shape) for tensor in tensors if tensor.ndim)
+        self.shapes = frozenset(tuple(tensor.shape) for tensor in tensors)
         self.storages = [(weakref.ref(tensor), _address(tensor)) for tensor in tensors if tensor.numel()]
 
     def holds(self, addresses: set[int]) -> bool:
@@ -135,7 +135,7 @@ class BatchTrace:
         addresses = {_address(tensor) for tensor in tensors if tensor.layout is torch.strided and tensor.numel()}
         found = [handed for handed in self._open if handed.holds(addresses)]
         for tensor in tensors:
-            found += [] if tensor.grad_fn is None else _metadata(tensor.grad_fn).get(MARK, [])
+            found += _marks(tensor)
         return found or self._shaped_like({tuple(tensor.shape) for tensor in tensors if tensor.ndim})
 
     def _shaped_like(self, shapes: set[tuple[int, ...]]) -> list[HandedOut]:
@@ -220,10 +220,10 @@ def _metadata(node: Any) -> dict[str, list[HandedOut]]:
     return attached
 
 
-def _marks(loss: torch.Tensor) -> list[HandedOut]:
-    """Batches whose outputs a loss was made of; the graph is followed down to the marked outputs only."""
+def _marks(made: torch.Tensor) -> list[HandedOut]:
+    """Batches whose outputs a loss, say, was made of; the graph is followed down to the marked outputs only."""
     found: list[HandedOut] = []
-    waiting, seen = [loss.grad_fn], set()
+    waiting, seen = [made.grad_fn], set()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:

@@ -144,5 +144,4 @@ class _Counts:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        share = self._own / self._total.clamp(min=1e-300)
-        return self._world_size * torch.where(self._total > 0, share, torch.zeros_like(share))
+        return self._world_size * self._own / self._total.clamp(min=1e-300)  # 0 where nobody counts anything

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_hetero.comm.batch_trace import HandedOut
 from lightning_hetero.comm.weighting import LossWeighting
 from lightning_hetero.config import HeteroConfig
 
@@ -81,6 +82,16 @@ def test_a_second_model_on_the_output_of_the_first():
     assert [loop.weight(second(loop.model(batch["x"])[:1]).sum()) for batch in batches] == [1.5, 1.0]
 
 
+def test_a_second_model_may_be_given_what_looks_like_another_batch():
+    """One row of the features of six, where another batch has one row."""
+    loop = Loop()
+    batches = [loop.fetch(FULL), loop.fetch(TAIL)]
+    first, second = nn.Linear(3, 3), nn.Linear(3, 1)
+    for model in (first, second):
+        loop.weighting.trace.watch(model)
+    assert [loop.weight(second(first(batch["x"])[:1]).sum()) for batch in batches] == [1.5, 1.0]
+
+
 @dataclass
 class Output:
     loss: torch.Tensor
@@ -116,10 +127,44 @@ def test_what_cannot_be_told_apart_is_refused_unless_weights_are_equal():
         loop.weight(loop.model(batches[0]["x"].sum(0)).mean())
 
 
+def test_a_single_batch_is_known_whatever_the_model_is_given():
+    loop = Loop()
+    loss = loop.model(loop.fetch(FULL)["x"].sum(0)).mean()
+    loop.fetch(TAIL)
+    assert loop.weight(loss) == 1.5
+
+
+@pytest.mark.parametrize("how", ["alone", "several", "selected", "twice"])
+def test_a_batch_that_was_run_backward_is_over(how):
+    """A loss that could be of anything belongs to the batch that is left."""
+    loop = Loop()
+    batches = [loop.fetch(FULL) for _ in range(1 if how == "alone" else 2)]
+    for batch in batches:
+        if how == "selected":
+            loop.weighting.trace.select(batch)
+        loss = loop.loss(batch)
+        assert loop.weight(loss + loop.loss(batch) if how == "twice" else loss) == 1.5
+    assert loop.weight(loop.model(loop.fetch(TAIL)["x"].sum(0)).mean()) == 1.0
+
+
+def test_a_tensor_that_is_gone_is_not_known_by_its_address():
+    """Its memory may be another one's by now."""
+    handed, batch = HandedOut(1.5), torch.ones(6, 3)
+    handed.remember(batch)
+    address = batch.untyped_storage().data_ptr()
+    assert handed.holds({address})
+    del batch
+    assert not handed.holds({address})
+
+
 def test_sizes_that_are_equal_on_one_rank_are_refused_on_all():
     """Rank 1 has two samples in both; rank 0 could tell them apart, and would go on without it."""
     loop = Loop()
     first, _ = loop.fetch(FULL), loop.fetch((2, 2))
+    with pytest.raises(RuntimeError, match="batches were fetched"):
+        loop.weight(loop.model(first["x"].clone()).mean())
+    loop = Loop()
+    first, _ = loop.fetch((6, 0)), loop.fetch((2, 1))  # who has no share runs one sample as well
     with pytest.raises(RuntimeError, match="batches were fetched"):
         loop.weight(loop.model(first["x"].clone()).mean())
     loop = Loop()
@@ -134,8 +179,23 @@ def test_a_batch_may_be_selected():
         loop.weighting.trace.select(batch)
         loss = loop.model(batch["x"].sum(0)).mean()
         assert [loop.weight(loss), loop.weight(loss)] == [expected, expected]
-    with pytest.raises(ValueError, match="not one of the batches"):
-        loop.weighting.trace.select(torch.ones(5, 5))
+    for none_of_them in (torch.ones(5, 5), [batch["x"] for batch in batches]):
+        with pytest.raises(ValueError, match="not one of the batches"):
+            loop.weighting.trace.select(none_of_them)
+
+
+def test_a_selection_holds_until_the_next_batch():
+    loop = Loop()
+    loop.weighting.trace.select(loop.fetch(FULL))
+    assert loop.weight(loop.loss(loop.fetch(TAIL))) == 1.0
+
+
+def test_sums_of_batches_in_which_a_rank_has_a_share_and_has_none_are_told_apart():
+    loop = Loop(loss_reduction="sum")
+    loop.fetch(FULL)
+    batch = loop.fetch((0, 4))
+    with pytest.raises(RuntimeError, match="their weights differ"):
+        loop.weight(loop.model(batch["x"].sum(0)).mean())
 
 
 def test_a_loss_of_several_batches():
@@ -145,6 +205,16 @@ def test_a_loss_of_several_batches():
     assert loop.weight(losses[0] + losses[1]) == 1.5
     with pytest.raises(RuntimeError, match=r"made of several batches.*backward\(\) for each"):
         loop.weight(losses[1] + losses[2])
+
+
+def test_a_graph_with_many_ways_is_walked_once():
+    loop = Loop()
+    batches = [loop.fetch(FULL), loop.fetch(TAIL)]
+    for batch, expected in zip(batches, (1.5, 1.0), strict=True):
+        out = loop.model(batch["x"]).mean()
+        for _ in range(60):
+            out = (out + out) / 2
+        assert loop.weight(out) == expected
 
 
 def test_a_new_pass_begins_with_nothing():
@@ -202,6 +272,20 @@ def test_an_evaluation_changes_nothing():
     assert loop.weight(loop.model(first["x"].sum(0)).mean()) == 1.5
 
 
+def test_a_new_pass_forgets_other_loaders_that_nobody_iterates_any_more():
+    loop = Loop()
+    left, goes_on = beside(loop), beside(loop)
+    next(left)
+    next(goes_on)
+    left.close()
+    loop.weighting.reset()
+    (kept,) = loop.weighting.trace.open
+    assert not kept.beside.left
+    goes_on.close()
+    loop.weighting.reset()
+    assert loop.weighting.trace.open == ()
+
+
 def test_a_split_that_stays_even_may_have_two_loaders():
     loop = Loop(policy="even")
     first, other = loop.fetch((4, 4)), next(beside(loop))
@@ -213,8 +297,11 @@ def test_a_loss_with_a_global_count_is_not_weighted_again():
         def forward(self, x, num_items_in_batch=None):
             return super().forward(x)
 
-    for config, refused in (({}, True), ({"weight_fn": len}, True), ({"loss_reduction": "sum"}, False)):
-        weighting = LossWeighting(HeteroConfig(**config), 2, ONE)
+    for config, ranks, refused in (
+        *(({}, 2, True), ({"weight_fn": len}, 2, True), ({"loss_reduction": "sum"}, 2, False)),
+        *(({"policy": "even"}, 2, False), ({}, 1, False)),
+    ):
+        weighting = LossWeighting(HeteroConfig(**config), ranks, ONE)
         model = Model(3, 1)
         weighting.trace.watch(model)
         model(torch.ones(2, 3), num_items_in_batch=None)

@@ -77,7 +77,9 @@ def _counts(rank, counts, own):
     weights = []
     for count in counts[rank]:
         weighting.begin(own[rank], sum(own), {"n": count})
+        assert weighting.waits
         weights.append(float(weighting.scale(torch.tensor(1.0, dtype=torch.float64))))
+        assert not weighting.waits, "counts are there"
     dist.destroy_process_group()
     return weights
 
@@ -86,6 +88,12 @@ def test_counts_take_the_place_of_sizes():
     """10 and 30 tokens, then 5 and 0, then none at all, although both ranks have 2 samples."""
     counts = [[10, torch.tensor(5), 0], [torch.tensor([30.0]), 0, 0]]
     assert run_ranks(_counts, 2, counts, (2, 2)) == [[0.5, 2.0, 0.0], [1.5, 0.0, 0.0]]
+
+
+def test_a_count_that_is_no_number_is_no_weight_of_0():
+    """Training would stand still without a word."""
+    nan = float("nan")
+    assert str(run_ranks(_counts, 2, [[nan], [30]], (2, 2))) == "[[nan], [nan]]"
 
 
 def test_rank_without_a_share_is_not_counted():

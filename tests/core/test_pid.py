@@ -256,6 +256,24 @@ def test_learned_bounds_never_make_the_total_impossible():
     assert sizes == (75, 25)
 
 
+def test_a_learned_bound_below_a_minimum_gives_way_to_it():
+    """As where the first sizes were smaller than what ranks may have."""
+    state = ControllerState((4, 36), bounds=(LearnedBound(4, 40.0), None))
+    _, sizes = control(smooth(state, [0.1, 0.3]), 40, min_local=(8, 1))
+    assert sizes == (8, 32)
+
+
+@pytest.mark.parametrize(("scatter", "gain"), [(0.02, 1.0), (0.0, 0.5)])
+def test_a_turn_within_the_noise_shortens_no_step(scatter, gain):
+    """Worker 2 had grown and is 3 ms above the mean now; the others change in either case."""
+    state = ControllerState((40, 40, 40), moves=(10, -15, 5), gains=(1.0, 1.0, 1.0))
+    for step in range(20):
+        state = smooth(state, [0.1, 0.3, 0.205 + scatter * (-1) ** step])
+    state, sizes = control(state, 120, min_local=(1, 1, 1))
+    assert sizes is not None
+    assert state.gains == (1.0, 1.0, gain)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_times_that_rise_faster_than_sizes_cause_no_swing(seed):
     """A quota that nobody knows of: below its share a worker bursts at full speed, above it waits for whole periods.
