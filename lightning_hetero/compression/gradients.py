@@ -71,6 +71,9 @@ def _sparse(
     if rest and len(rows) and int(rows[-1]) == parameter.numel() // block:
         flat, places = flat[: rest - block], places[:, : rest - block]
     whole = parameter.is_contiguous()
+    checks = torch.sparse.check_sparse_tensor_invariants
+    if not checks.is_enabled():  # nor by default, of which torch 2.11 warns until somebody has said so
+        checks.disable()
     return torch.sparse_coo_tensor(places, flat, parameter.shape, is_coalesced=whole, check_invariants=False)
 
 

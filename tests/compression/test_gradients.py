@@ -34,3 +34,13 @@ def test_parts_are_the_sum_of_each_parameter(touched, dtype):
         laid_out = torch.empty_like(p).copy_(dense)  # in the parameter's order of memory
         assert torch.equal(laid_out.as_strided((p.numel(),), (1,)), due)
         assert torch.equal(dense, one.grad.to_dense() if one.grad.is_sparse else one.grad)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_checks_of_sparse_tensors_stay_as_the_user_has_them(monkeypatch, enabled):
+    """Torch 2.11 warns of sparse tensors, also of ours, until somebody has said whether to check them."""
+    checks, said = torch.sparse.check_sparse_tensor_invariants, []
+    monkeypatch.setattr(checks, "is_enabled", lambda: enabled)
+    monkeypatch.setattr(checks, "disable", lambda: said.append("not"))
+    BlockGradient.of(torch.nn.Parameter(torch.zeros(2, 12)), torch.tensor([1]), torch.arange(16.0).view(1, 16))
+    assert said == ([] if enabled else ["not"])

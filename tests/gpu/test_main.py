@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import main as module
+from tests.gpu import native
 from tests.gpu.main import CHECKS, Check, run
+from tests.gpu.outcome import NotHere
 
 
 def outcome(tmp_path, monkeypatch, how, limit=60.0, needs=()):
@@ -87,3 +89,13 @@ def test_the_machine_is_described_without_a_gpu(tmp_path):
     (check,) = (check for check in CHECKS if check.name == "machine")
     result = run(check, on_gpu=False, folder=tmp_path)
     assert (result.outcome, result.stand_in) == ("passed", True)
+
+
+def test_the_kernels_stand_in_says_that_the_interpreter_does_not_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "LOOP", "raise TypeError('only 0-dimensional arrays')")
+    with pytest.raises(NotHere, match=r"interpreter runs no loop: TypeError: only 0-dimensional arrays"):
+        native.interpret(tmp_path)
+
+
+def test_the_interpreter_here_runs_a_loop(tmp_path):
+    native.interpret(tmp_path)
