@@ -232,9 +232,13 @@ def test_saving_changes_nothing(kind, pay):
         torch.testing.assert_close(one, other, rtol=tolerance_of(kind) / 10, atol=tolerance_of(kind) / 10)
 
 
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_from_its_notes_as_it_would_have(kind):
-    """The waits of blocks ride along, also where something is owed, which is paid before they are saved."""
+def test_a_run_goes_on_from_its_notes_as_it_would_have(kind, dense):
+    """The waits of blocks ride along, also where something is owed, which is paid before they are saved.
+
+    A dense step forgets them in either case.
+    """
     whole = Pair(kind, "ahead")
     for step in range(20):
         whole.step(dense=step == 0, share=0.3)
@@ -245,10 +249,22 @@ def test_a_run_goes_on_from_its_notes_as_it_would_have(kind):
     rest.sparse.load_state_dict(state)
     rest.sparse.sparse.loaded = notes
     rest.generator.set_state(whole.generator.get_state())
-    for _ in range(12):
+    for step in range(12):
         for pair in (whole, rest):
-            pair.step(share=0.3)
+            pair.step(dense=dense and step == 0, share=0.3)
         assert all(torch.equal(a, b) for a, b in zip(whole.ours, rest.ours, strict=True))
+
+
+def test_notes_of_other_blocks_say_nothing():
+    found = []
+    for loaded in ({"steps": 6, "block": 2 * BLOCK, "shift": 32, "noted": {0: torch.full((3,), 3 + (257 << 32))}}, {}):
+        pair = Pair("momentum", "ahead", shapes=("vector",))
+        pair.step(dense=True)
+        pair.sparse.sparse.loaded = loaded
+        for _ in range(3):
+            pair.step(share=1.0)
+        found.append(pair.ours[0].detach())
+    assert torch.equal(*found)
 
 
 def test_notes_of_older_checkpoints_are_read():

@@ -11,6 +11,7 @@ from lightning_hetero.compression.gradients import BlockGradient
 from lightning_hetero.optim import SparseAdamW, SparseSGD
 from lightning_hetero.optim import sparse as rules
 from lightning_hetero.optim import sparse_steps as module
+from lightning_hetero.optim.kernel_step import LONGEST
 from lightning_hetero.optim.sparse import sparse_steps
 
 SIZES = (16 * 40, 16 * 25 + 5, 3)
@@ -125,6 +126,108 @@ def test_debts_end(kind, monkeypatch):
         dense.step()
         if step and step % 7 == 0:
             same(parameters, twins, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["momentum decay", "adamw"])
+def test_who_follows_another_source_has_paid(kind):
+    """As where gradients are dense from now on."""
+    touched = {}
+    parameters, sparse, twins, dense = made(kind, touched)
+    for step in range(5):
+        gradients(parameters, twins, touched, step, dense=step == 0)
+        sparse.step()
+        dense.step()
+    sparse.sparse.follow(None, 16)
+    same(parameters, twins, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["momentum decay", "adamw"])
+def test_who_loads_a_state_owes_nothing(kind):
+    """As where training is taken back to a checkpoint; what later steps owed is over."""
+    touched = {}
+    parameters, sparse, twins, _ = made(kind, touched)
+    for step in range(6):
+        gradients(parameters, twins, touched, step, dense=step == 0)
+        sparse.step()
+        if step == 2:
+            state, weights = copy.deepcopy(sparse.state_dict()), [p.detach().clone() for p in parameters]
+    sparse.load_state_dict(state)
+    for p, saved in zip(parameters, weights, strict=True):
+        p.data.copy_(saved)
+    sparse.sparse.settle()
+    same(parameters, weights, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "settings"),
+    [
+        (SparseSGD, torch.optim.SGD, {"momentum": 1.0}),
+        (SparseAdamW, torch.optim.AdamW, {"betas": (0.9, 0.3), "eps": 1e-12}),
+    ],
+    ids=["sgd", "adamw"],
+)
+def test_momentum_whose_sum_has_no_end_is_paid_later(ours, theirs, settings):
+    p, twin = (nn.Parameter(torch.ones(48, dtype=torch.float64)) for _ in range(2))
+    sparse, dense, given = ours([p], lr=0.1, **settings), theirs([twin], lr=0.1, **settings), {}
+    for step in range(6):
+        rows = torch.tensor([0, 1] if step % 2 else [2])
+        one = BlockGradient.of(p, rows, torch.ones(len(rows), 16, dtype=torch.float64))
+        p.grad, twin.grad = torch.ones_like(p), torch.ones_like(p)
+        if step:
+            p.grad, twin.grad, given[p] = one.grad, one.grad.to_dense(), one
+        sparse.step()
+        dense.step()
+        if step == 0:
+            sparse.sparse.follow(lambda: given, 16)
+    sparse.sparse.settle()
+    same([p], [twin], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_does_not_matter_how_many_blocks_are_worked_on_at_once(kind, monkeypatch):
+    found = []
+    for at_once in (3, 1000):
+        monkeypatch.setattr(module, "AT_ONCE", at_once)
+        monkeypatch.setattr(module, "SETTLED_AT_ONCE", 2 * at_once)
+        touched = {}
+        parameters, sparse, twins, _ = made(kind, touched)
+        for step in range(12):
+            gradients(parameters, twins, touched, step, dense=step == 0)
+            sparse.step()
+        sparse.sparse.settle()
+        found.append(parameters)
+    same(*found, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_what_is_owed_is_paid_in_every_type(dtype):
+    p, given = nn.Parameter(torch.ones(48, dtype=dtype)), {}
+    sparse = SparseSGD([p], lr=0.5, weight_decay=0.5)
+    sparse.sparse.follow(lambda: given, 16)
+    given[p] = BlockGradient.of(p, torch.tensor([1]), torch.ones(1, 16, dtype=dtype))
+    for _ in range(3):
+        p.grad = given[p].grad
+        sparse.step()
+    sparse.sparse.settle()
+    assert p[0].item() == pytest.approx(0.75**3, rel=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("pay", ["ahead", "later"])
+def test_a_block_may_wait_for_longer_than_debts_are_counted(pay, dtype):
+    p, given = nn.Parameter(torch.ones(32, dtype=dtype)), {}
+    sparse = SparseSGD([p], lr=0.01, momentum=0.9, weight_decay=1e-3, pay=pay)
+    p.grad = torch.ones_like(p)
+    sparse.step()
+    sparse.sparse.follow(lambda: given, 16)
+    for step in range(2 * LONGEST + 3):
+        rows = torch.tensor([0, 1] if step in (0, LONGEST + 1, 2 * LONGEST + 2) else [0])
+        given[p] = BlockGradient.of(p, rows, torch.full((len(rows), 16), 0.1, dtype=dtype))
+        p.grad = given[p].grad
+        sparse.step()
+    sparse.sparse.settle()
+    assert torch.isfinite(p).all()
+    assert p[16] > 0.5 > p[0]
 
 
 def test_only_touched_blocks_are_written():
@@ -256,6 +359,7 @@ def test_what_has_no_sparse_steps_is_refused_by_name():
         (torch.optim.AdamW(p, amsgrad=True), "cannot go with amsgrad=True"),
         (torch.optim.AdamW(p, differentiable=True), "cannot go with differentiable=True"),
         (torch.optim.AdamW(p, lr=torch.tensor(0.1)), "a learning rate that is a tensor"),
+        (torch.optim.AdamW(p, betas=(0.9, 0.0)), r"cannot go with betas=\(0.9, 0.0\)"),
     ):
         with pytest.raises(ValueError, match=words):
             sparse_steps(optimizer)
