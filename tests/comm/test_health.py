@@ -1,6 +1,7 @@
 """Losses, gradients and weights that went wrong: told once by name, left out, or an error, as the settings say."""
 
 import logging
+from types import SimpleNamespace
 
 import lightning as L
 import numpy as np
@@ -9,9 +10,242 @@ import torch
 from torch import nn
 
 from lightning_hetero import BlockTopK
+from lightning_hetero.comm.clock import HostClock
+from lightning_hetero.comm.health import Health, NonFiniteError
 from tests.helpers import Points, Regressor, fit, run_ranks
 
 N, STEPS, AT = 80, 10, 4
+NAN = float("nan")
+
+
+# by itself
+
+
+class Ahead(HostClock):
+    """A host that is ahead of its device, which has come to the first so many losses."""
+
+    def __init__(self):
+        self.marked, self.reached = 0, 0
+
+    def mark(self):
+        self.marked += 1
+        return self.marked
+
+    def ready(self, mark):
+        return mark <= self.reached
+
+    def wait(self):
+        self.reached = self.marked
+
+
+class Both:
+    """Two ranks in one process, which sample as if they could send."""
+
+    def __init__(self, make, mode="warn", scaled=False):
+        self.hook = SimpleNamespace(num_bytes=0, step_dropped=False)
+        self.clock, self.health, self.models = Ahead(), [], []
+        for rank in range(2):
+            control = SimpleNamespace(rank=rank, world_size=2, gather=lambda mine: np.stack([mine, mine]))
+            torch.manual_seed(0)
+            models = make()
+            self.health.append(Health(mode, control, self.hook, self.clock))
+            for model in models:
+                self.health[-1].attach(model, scaled=scaled)
+            self.models.append(models)
+
+    def look(self, times=1):
+        for _ in range(times):
+            everyone = np.stack([health.sample() for health in self.health])
+            for health in self.health:
+                health.judge(everyone)
+
+
+@pytest.fixture
+def said():
+    logger, lines = logging.getLogger("lightning_hetero"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.setLevel(before)
+    logger.removeHandler(handler)
+
+
+def many(dtype=torch.float64):
+    return nn.ParameterDict({f"p{i:02}": nn.Parameter(torch.ones((), dtype=dtype) * (i + 1)) for i in range(40)})
+
+
+def odd():
+    """Without elements, without dimensions, complex, and in another order of memory."""
+    one = nn.ParameterDict({"empty": torch.zeros(0, 3), "number": torch.ones(())})
+    one["complex"] = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    one["turned"] = nn.Parameter(torch.ones(3, 4).T)
+    return one
+
+
+@pytest.mark.parametrize("by", [0.5, -0.5])
+def test_each_weight_is_compared_sooner_or_later_and_told_once(said, by):
+    both = Both(lambda: [many()])
+    with torch.no_grad():
+        both.models[1][0]["p35"].add_(by)
+    both.look()
+    assert said == []
+    both.look(5)
+    assert len(said) == 1
+    assert "element 0 of p35 is 36 on rank 0 and " in said[0]
+    assert "on rank 1. They train different models" in said[0]
+    both.health[0].begin()
+    both.health[0].attach(both.models[0][0])
+    both.look(2)
+    assert len(said) == 2, "another training says so again"
+
+
+def test_each_element_is_compared_sooner_or_later(said):
+    both = Both(lambda: [nn.Linear(8, 1)])
+    with torch.no_grad():
+        both.models[1][0].weight[0, 5] += 1.0
+    both.look(100)
+    assert ["element 5 of weight" in line for line in said] == [True]
+
+
+def test_weights_of_every_kind_and_of_several_models_are_compared(said):
+    both = Both(lambda: [odd(), odd()])
+    both.look(20)
+    assert said == []
+    with torch.no_grad():
+        both.models[1][1]["number"].add_(1.0)
+    both.look(20)
+    assert "of number (model 1) is 1 on rank 0 and 2 on rank 1" in said[0]
+
+
+def test_what_is_frozen_is_not_compared(said):
+    both = Both(lambda: [nn.Linear(8, 1)])
+    for models in both.models:
+        models[0].bias.requires_grad_(False)
+    with torch.no_grad():
+        both.models[1][0].bias.add_(1.0)
+    both.look(20)
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "by", "told"),
+    [
+        (torch.float64, "p09", 0.3, True),
+        (torch.bfloat16, "p09", 0.3, False),  # four roundings
+        (torch.float64, "p31", 0.02, False),  # of 32, while most are near 19
+        (torch.float64, "p31", 0.2, True),
+    ],
+    ids=str,
+)
+def test_as_much_as_devices_may_round_differently_is_not_told(said, dtype, name, by, told):
+    both = Both(lambda: [many(dtype)])
+    with torch.no_grad():
+        both.models[1][0][name].add_(by)
+    both.look(3)
+    assert len(said) == told
+
+
+@pytest.mark.parametrize(("size", "by"), [(1e-9, 1e-4), (1e4, 5.0)], ids=["small among large", "large among small"])
+def test_a_difference_is_weighed_by_the_weight_and_by_the_others(said, size, by):
+    both = Both(lambda: [many()])
+    for rank, models in enumerate(both.models):
+        models[0]["p03"].data.fill_(size + rank * by)
+    both.look(3)
+    assert said == []
+
+
+def test_weights_that_are_not_finite_hide_no_difference_of_others(said):
+    both = Both(lambda: [many()])
+    with torch.no_grad():
+        both.models[1][0]["p03"].fill_(NAN)
+        both.models[1][0]["p04"].add_(1.0)
+    both.look()
+    assert "of p04 is 5 on rank 0 and 6 on rank 1" in said[0]
+
+
+def test_a_loss_is_read_when_the_device_has_come_to_it(said):
+    both = Both(lambda: [nn.Linear(1, 1)])
+    health, losses = both.health[0], (torch.tensor(1.0), torch.tensor([1.0, NAN]), torch.tensor(2.0))
+    for batch, loss in enumerate(losses):
+        health.see(loss, (0, batch))
+    both.clock.reached = 1
+    health.see(torch.tensor(2.0), (0, 3))
+    assert said == []
+    both.clock.reached = 2
+    health.see(torch.tensor(2.0), (0, 4))
+    assert "rank 0: the loss is nan in batch 1 of epoch 0; nothing is said of later ones" in said[0]
+    health.see(torch.tensor(NAN), (0, 5))
+    health.finish()
+    assert len(said) == 1
+
+
+def test_what_an_earlier_training_has_left_is_not_told_of_the_next(said):
+    """Neither its last losses nor its weights."""
+    both = Both(lambda: [nn.Linear(1, 1)])
+    health, good = both.health[0], nn.Linear(1, 1)
+    both.models[0][0].weight.data.fill_(NAN)
+    health.see(torch.tensor(NAN), (0, 0))
+    health.begin()
+    health.attach(good)
+    health.finish()
+    assert said == []
+    good.weight.data.fill_(NAN)
+    health.finish()
+    assert said == ["training has ended with weights that are not finite, after losses that all were"]
+    health.begin()
+    health.attach(good)
+    health.see(torch.tensor(NAN), (1, 2))
+    health.finish()
+    assert [line.partition(";")[0] for line in said[1:]] == ["rank 0: the loss is nan in batch 2 of epoch 1"]
+
+
+def test_a_loss_scaler_leaves_nothing_to_do(said):
+    both = Both(lambda: [nn.Linear(1, 1)], "drop", scaled=True)
+    assert said == ["nonfinite='drop' has nothing to do: the loss scaler leaves out steps that are not finite"]
+    (model,) = both.models[0]
+    model.weight.grad = torch.full_like(model.weight, NAN)
+    both.hook.num_bytes = 8
+    both.health[0].after_backward()
+    assert model.weight.grad.isnan().all()
+    said.clear()
+    Both(lambda: [nn.Linear(1, 1)], "warn", scaled=True)
+    assert said == []
+
+
+def test_only_gradients_that_were_averaged_are_dropped(said):
+    """In the middle of an accumulation window, each rank has its own."""
+    both = Both(lambda: [nn.Linear(1, 1)], "drop")
+    (model,), health = both.models[0], both.health[0]
+    model.weight.grad = torch.full_like(model.weight, NAN)
+    health.see(torch.tensor(1.0), (3, 7))
+    health.after_backward()
+    assert model.weight.grad.isnan().all()
+    both.hook.num_bytes = 8
+    health.after_backward()
+    assert not model.weight.grad.any()
+    assert both.hook.step_dropped
+    assert any("step 7 of epoch 3" in line for line in said)
+
+
+@pytest.mark.parametrize("how", ["loss", "gradient", "left out"])
+def test_stopping_waits_for_the_newest_loss(how):
+    """Compression may have left the gradient out, so that what is there is finite."""
+    both = Both(lambda: [nn.Linear(1, 1)], "stop")
+    (model,), health = both.models[0], both.health[0]
+    model.weight.grad = torch.full_like(model.weight, 1.0 if how == "left out" else NAN)
+    health.see(torch.tensor(1.0), (0, 6))
+    health.see(torch.tensor(NAN if how == "loss" else 1.0), (0, 7))
+    both.hook.num_bytes, both.hook.step_dropped = 8, how == "left out"
+    blamed = "the loss of rank 0, 1 was not" if how == "loss" else "the losses of all ranks were"
+    with pytest.raises(NonFiniteError, match=f"not finite in batch 7 of epoch 0; {blamed}"):
+        health.after_backward()
+    assert both.clock.reached == both.clock.marked, "the loss was read before the device had come to it"
+
+
+# in a training
 
 
 class Ill(Regressor):

@@ -220,8 +220,8 @@ def test_a_block_may_wait_for_longer_than_debts_are_counted(pay, dtype):
     p.grad = torch.ones_like(p)
     sparse.step()
     sparse.sparse.follow(lambda: given, 16)
-    for step in range(2 * LONGEST + 3):
-        rows = torch.tensor([0, 1] if step in (0, LONGEST + 1, 2 * LONGEST + 2) else [0])
+    for step in range(2 * LONGEST + 11):
+        rows = torch.tensor([0, 1] if step in (0, LONGEST + 5, 2 * LONGEST + 10) else [0])
         given[p] = BlockGradient.of(p, rows, torch.full((len(rows), 16), 0.1, dtype=dtype))
         p.grad = given[p].grad
         sparse.step()
@@ -347,6 +347,28 @@ def test_torchs_own_optimizer_stays_itself(kind, settings):
         assert bool((p != before).any()) == moves
         assert one.values[0, 0] == (1.0 if moves else value)
     assert set(optimizer.state_dict()) == {"state", "param_groups"}
+
+
+def test_a_large_eps_counts_as_in_the_step_that_is_owed():
+    """Of AdamW, also in the first steps, whose second moment is far from its mean."""
+    p, twin = (nn.Parameter(torch.ones(32, dtype=torch.float64)) for _ in range(2))
+    settings, given = {"lr": 0.1, "eps": 0.3}, {}
+    sparse, dense = SparseAdamW([p], pay="later", **settings), torch.optim.AdamW([twin], **settings)
+    for step in range(3):
+        rows = torch.tensor([0, 1] if step < 2 else [0])
+        given[p] = BlockGradient.of(p, rows, torch.ones(len(rows), 16, dtype=torch.float64))
+        p.grad, twin.grad = given[p].grad if step else given[p].grad.to_dense(), given[p].grad.to_dense()
+        sparse.step()
+        dense.step()
+        if step == 0:
+            sparse.sparse.follow(lambda: given, 16)
+    sparse.sparse.settle()
+    same([p], [twin], rtol=1e-4, atol=0.0)
+
+
+def test_an_optimizer_of_torchs_pays_when_it_is_told_to():
+    p = [nn.Parameter(torch.zeros(3))]
+    assert sparse_steps(torch.optim.SGD(p, lr=0.1), "later").pay == "later"
 
 
 def test_what_has_no_sparse_steps_is_refused_by_name():
