@@ -79,7 +79,7 @@ TERA = {
 
 VARIANTS = {"ti", "super", "d", "laptop", "mobile", "max", "mig", "nvl", "pcie"}
 """Words that make another device of a name; unless an entry has them, the device's own clocks count."""
-SAME = {"v100": {"pcie"}, "a100": {"pcie"}, "a800": {"pcie"}, "a30": {"pcie"}, "a40": {"pcie"}, "p4": {"pcie"}}
+SAME = {name: {"pcie"} for name in ("v100", "v100s", "a100", "a800", "a30", "a40", "p4")}
 """Of these, words that change nothing."""
 
 PER_CLOCK = {
@@ -98,6 +98,8 @@ PER_CLOCK = {
     (12, 0): 1024,
 }
 """FLOP per clock and multiprocessor by compute capability."""
+PER_CLOCK_OF_GTX = 256
+"""Most that a GTX does: it has no tensor cores, and those of Turing have 128 float16 units for a multiprocessor."""
 GEFORCE = 0.5
 """Share of that where a consumer's tensor cores sum up in float32 (from capability 7.5 on)."""
 PER_CLOCK_OF_AMD = {"gfx908": 1024, "gfx90a": 1024, "gfx942": 2048, "gfx950": 4096}
@@ -144,7 +146,9 @@ def gpu_peak_flops(
     else:
         known = [known for known in PER_CLOCK if known <= capability]
         per_clock = PER_CLOCK[max(known, default=min(PER_CLOCK))]
-        if "geforce" in words and capability >= (7, 5):
+        if "gtx" in words:
+            per_clock = min(per_clock, PER_CLOCK_OF_GTX)
+        elif "geforce" in words and capability >= (7, 5):
             per_clock *= GEFORCE
     return multiprocessors * (clock or CLOCK) * per_clock
 

@@ -12,6 +12,7 @@ CARDS = [
     ("Tesla P40", (6, 1), 30, 1.531, 11.8),
     ("Tesla V100-SXM2-32GB", (7, 0), 80, 1.53, 125),
     ("Tesla V100-PCIE-16GB", (7, 0), 80, 1.38, 112),
+    ("Tesla V100S-PCIE-32GB", (7, 0), 80, 1.597, 130),
     ("Tesla T4", (7, 5), 40, 1.59, 65),
     ("NVIDIA A100-SXM4-40GB", (8, 0), 108, 1.41, 312),
     ("NVIDIA A100-PCIE-40GB", (8, 0), 108, 1.41, 312),
@@ -65,6 +66,13 @@ def test_what_is_newer_or_unknown_counts_as_the_newest_before_it():
     assert gpu_peak_flops("old", (3, 5), 10, 1e9) == gpu_peak_flops("old", (5, 0), 10, 1e9)
     assert gpu_peak_flops("new", (9, 0), 10) > 0
     assert cpu_peak_flops(4, "VSX") == cpu_peak_flops(4)
+
+
+@pytest.mark.parametrize(
+    ("name", "units", "ghz", "tera"), [("GTX 1660 Ti", 24, 1.77, 10.9), ("GTX 1650 SUPER", 20, 1.725, 8.8)]
+)
+def test_turing_without_tensor_cores_has_twice_its_float32(name, units, ghz, tera):
+    assert gpu_peak_flops(f"NVIDIA GeForce {name}", (7, 5), units, ghz * 1e9) == pytest.approx(tera * 1e12, rel=0.01)
 
 
 def test_amd_by_name_and_by_architecture():
