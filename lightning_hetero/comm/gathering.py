@@ -42,7 +42,7 @@ def gather_rows(
     shapes = _shapes(tensor, control, group)
     if all(shape == shapes[0] for shape in shapes):
         return gather(tensor)
-    if any(shape[:1] + shape[2:] != shapes[0][:1] + shapes[0][2:] for shape in shapes) or tensor.ndim == 0:
+    if min(map(len, shapes)) == 1 or len({(shape[0], *shape[2:]) for shape in shapes}) > 1:
         listing = ", ".join(
             f"rank {rank}: {str(dtype).removeprefix('torch.')}{list(shape)}"
             for rank, (dtype, *shape) in enumerate(shapes)

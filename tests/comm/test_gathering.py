@@ -55,7 +55,11 @@ def _gathers(rank):
     if rank < 2:
         found["pair"] = fabric.all_gather(rows(rank, (4, 1)), group=pair)
     errors = []
-    for tensor in (torch.zeros(2 + rank, 1 + rank), torch.zeros(rank + 1, dtype=(torch.int64, torch.bool)[rank % 2])):
+    for tensor in (
+        torch.zeros(2 + rank, 1 + rank),
+        torch.zeros(rank + 1, dtype=(torch.int64, torch.bool)[rank % 2]),
+        torch.zeros(()) if rank == 0 else torch.zeros(2),
+    ):
         with pytest.raises(ValueError, match="do not fit together") as error:
             fabric.all_gather(tensor)
         errors.append(str(error.value))
@@ -77,6 +81,7 @@ def test_rows_come_in_the_order_of_the_ranks_and_equal_shapes_are_stacked():
             assert found["pair"] == [rows(0, (5,)).tolist()]
         assert "rank 0: float32[2, 1], rank 1: float32[3, 2], rank 2: float32[4, 3]" in found["errors"][0]
         assert "rank 0: int64[1], rank 1: bool[2], rank 2: int64[3]" in found["errors"][1]
+        assert "rank 0: float32[], rank 1: float32[2], rank 2: float32[2]" in found["errors"][2]
 
 
 # gradients: a contrastive loss over the samples of all ranks
