@@ -76,7 +76,7 @@ def proportional_sizes(
             f"total={total} is outside what the bounds allow, {int(low.sum())} to {int(high.sum())}. "
             "Change the total or the bounds."
         )
-    weight = np.maximum(weight, 1e-12 * weight.max())
+    weight = np.maximum(weight / weight.max(), 1e-12)
     # sum of clip(level * weight, low, high) grows with the level: bisect to the level that gives the total
     below, above = 0.0, float((high / weight).max())
     for _ in range(200):

@@ -101,6 +101,15 @@ def test_rank_without_a_share_is_not_counted():
     assert run_ranks(_counts, 2, [[10], [30]], (2, 0)) == [[2.0], [0.0]]
 
 
+def test_a_batch_in_which_nothing_counts_adds_nothing():
+    """The mean over its tokens is nan; torch's own losses have a gradient of 0 there."""
+    weighting = LossWeighting(HeteroConfig(weight_fn=lambda batch: (batch != -100).sum()), 1, CPU)
+    labels, outputs = torch.full((4,), -100), torch.randn(4, 7, requires_grad=True)
+    weighting.begin(4, 4, labels)
+    weighting.scale(torch.nn.functional.cross_entropy(outputs, labels)).backward()
+    assert not outputs.grad.any()
+
+
 COPIES = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default
 
 

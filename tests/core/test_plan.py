@@ -236,6 +236,11 @@ def test_proportional_sizes_keep_bounds(data, shares):
         assert all(abs(b - level * w) <= 2 + 2 * w / min(w for _, w in inside) for b, w in inside)
 
 
+def test_only_ratios_of_shares_count():
+    for scale in (1e-305, 1.0, 1e305):
+        assert proportional_sizes(10, [3 * scale, 0.0, scale, scale]) == (6, 0, 2, 2)
+
+
 @pytest.mark.parametrize("shares", [[0.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")]])
 def test_proportional_sizes_name_bad_shares(shares):
     with pytest.raises(ValueError, match="shares must be finite"):
