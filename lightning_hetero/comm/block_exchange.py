@@ -319,7 +319,7 @@ class BlockExchange:
     def _dropped_sum(self) -> Pack:
         """No block; for a loss scaler, which has to see it, one infinite element of each parameter."""
         block = self.layout.block
-        starts = [] if self.grad_scale is None else [slot.start // block for slot in self.layout.slots]
+        starts = [] if self.grad_scale is None else [slot.start // block for slot in self.layout.slots if slot.numel]
         values = torch.zeros(len(starts), block, dtype=torch.float32)
         values[:, 0] = float("inf")
         return Pack(torch.tensor(starts, dtype=torch.int64), values)

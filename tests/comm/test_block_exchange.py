@@ -15,6 +15,7 @@ from lightning_hetero.comm.clock import HostClock
 from lightning_hetero.comm.gradient_hook import HookState, gradient_hook
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.optim import SparseAdamW, SparseSGD
+from tests.comm.block_steps import Bucket
 from tests.helpers import run_ranks
 
 HALF, STEPS = 64, 9
@@ -123,3 +124,20 @@ def test_the_optimizer_gets_blocks_up_to_a_density_however_the_rank_reads_them(k
     exchange = BlockExchange(BlockTopK(density=density), parameters, HookState(StepObserver(HostClock()), 2), 0)
     exchange.sparse_steps = kind(list(parameters.values()), lr=0.1).sparse.most
     assert exchange.takes_blocks == blocks
+
+
+def _not_finite(rank, sizes):
+    dist.init_process_group("gloo")
+    parameters = {f"p{i}": nn.Parameter(torch.zeros(n)) for i, n in enumerate(sizes)}
+    settings, state = BlockTopK(density=0.25, warmup_steps=0), HookState(StepObserver(HostClock()), 1)
+    exchange = BlockExchange(settings, parameters, state, rank, grad_scale=lambda: 4.0)
+    exchange.sparse_steps = 1.0
+    bucket = Bucket(list(parameters.values()))
+    bucket.flat[5] = float("inf")
+    exchange(None, bucket)
+    exchange.hand_over()
+    return [p.grad.to_dense().isinf().sum().item() for p in parameters.values()], state.step_dropped
+
+
+def test_a_loss_scaler_sees_an_infinite_gradient_beside_parameters_without_elements():
+    assert run_ranks(_not_finite, 1, (64, 0, 160, 0)) == [([1, 0, 1, 0], True)]
