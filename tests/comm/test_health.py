@@ -168,13 +168,13 @@ def test_weights_that_are_not_finite_hide_no_difference_of_others(said):
 
 def test_a_loss_is_read_when_the_device_has_come_to_it(said):
     both = Both(lambda: [nn.Linear(1, 1)])
-    health, losses = both.health[0], (torch.tensor(1.0), torch.tensor([1.0, NAN]), torch.tensor(2.0))
+    health, losses = both.health[0], (torch.tensor(1.0), torch.tensor([1.0, NAN]), torch.tensor(NAN))
     for batch, loss in enumerate(losses):
         health.see(loss, (0, batch))
     both.clock.reached = 1
     health.see(torch.tensor(2.0), (0, 3))
     assert said == []
-    both.clock.reached = 2
+    both.clock.reached = 3
     health.see(torch.tensor(2.0), (0, 4))
     assert "rank 0: the loss is nan in batch 1 of epoch 0; nothing is said of later ones" in said[0]
     health.see(torch.tensor(NAN), (0, 5))

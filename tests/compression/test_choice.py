@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,8 @@ from lightning_hetero import BlockTopK
 from lightning_hetero.compression import BlockEncoder, Layout, MessageFormat, choice
 
 triton = pytest.importorskip("triton")
+
+from lightning_hetero.compression import triton_encoder, triton_warm  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = Layout.of([("w", 320)], 16)
@@ -35,6 +38,22 @@ def test_on_cpu_the_host_works_and_nothing_is_said(caplog):
     assert isinstance(encoder, BlockEncoder)
     assert encoder.selector == "exact"
     assert not said
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_residuals_are_as_precise_as_parameters_or_more(caplog, dtype):
+    encoder, _ = chosen(caplog, device="cpu", dtype=dtype)
+    assert encoder.residual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_kernels_are_tried_for_what_they_will_have_to_do(monkeypatch, hold):
+    tried = []
+    monkeypatch.setattr(triton_warm, "warm", lambda *given, hold: tried.append(hold))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(triton_encoder, "TritonEncoder", lambda *given: "an encoder")
+    encoder = choice.encoder_for(BlockTopK(), LAYOUT, FORM, parameters(), 2, hold=hold)
+    assert (encoder, tried) == ("an encoder", [hold])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels work here")

@@ -119,6 +119,13 @@ def test_kernels_of_an_optimizer_are_tried_before_training(kind):
     warming.warm(optimizer.sparse, 16, DEVICE)
 
 
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+def test_a_step_that_comes_out_wrong_is_found_before_training():
+    optimizer = KINDS["sgd"][0]([nn.Parameter(torch.ones(5, device=DEVICE))], lr=float("inf"))
+    with pytest.raises(RuntimeError, match="not finite"):
+        warming.warm(optimizer.sparse, 16, DEVICE)
+
+
 @pytest.mark.parametrize("kind", ["momentum decay", "adamw"])
 def test_parameters_of_one_launch_move_as_each_of_its_own_would(kind):
     """Some begin between two units of 16 bytes, and gradients are made anew in each step."""

@@ -11,7 +11,7 @@ from lightning_hetero.comm.clock import HostClock
 from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.compression import BlockEncoder
-from lightning_hetero.optim import SparseAdamW
+from lightning_hetero.optim import SparseAdamW, warming
 
 pytest.importorskip("triton")
 
@@ -41,3 +41,12 @@ def test_where_kernels_of_the_optimizer_fail_messages_are_read_on_the_host_and_t
     (record,) = caplog.records
     assert "block top-k works on the host: kernels of SparseAdamW fail on cpu: " in record.getMessage()
     assert exchange.sparse_steps == optimizer.sparse.most
+
+
+def test_what_takes_dense_steps_needs_no_kernels(caplog):
+    """Neither a frozen parameter nor a group with an option that only dense steps have, of which nothing is said."""
+    frozen = torch.nn.Parameter(torch.ones(64), requires_grad=False)
+    groups = [{"params": [torch.nn.Parameter(torch.ones(64))], "amsgrad": True}, {"params": [frozen]}]
+    with caplog.at_level(logging.WARNING, logger="lightning_hetero"):
+        assert warming.kernels_work(SparseAdamW(groups).sparse, 16, torch.device("cpu"))
+    assert not caplog.records
