@@ -92,7 +92,9 @@ def test_each_weight_is_compared_sooner_or_later_and_told_once(said, by):
         both.models[1][0]["p35"].add_(by)
     both.look()
     assert said == []
-    both.look(5)
+    both.look()
+    assert len(said) == 1
+    both.look(4)
     assert len(said) == 1
     assert "element 0 of p35 is 36 on rank 0 and " in said[0]
     assert "on rank 1. They train different models" in said[0]
@@ -160,7 +162,7 @@ def test_a_difference_is_weighed_by_the_weight_and_by_the_others(said, size, by)
 def test_weights_that_are_not_finite_hide_no_difference_of_others(said):
     both = Both(lambda: [many()])
     with torch.no_grad():
-        both.models[1][0]["p03"].fill_(NAN)
+        both.models[0][0]["p03"].fill_(NAN)
         both.models[1][0]["p04"].add_(1.0)
     both.look()
     assert "of p04 is 5 on rank 0 and 6 on rank 1" in said[0]
