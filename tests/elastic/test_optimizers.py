@@ -25,6 +25,14 @@ KINDS = {
     "sparse Adam": (lambda: [made(torch.optim.SparseAdam)], 0.0),
     "RMSprop": (lambda: [made(torch.optim.RMSprop)], 0.0),
     "one of each": (lambda: [made(torch.optim.SGD), made(torch.optim.Adam)], 0.0),
+    "momentum in one group": (
+        lambda: [
+            torch.optim.SGD(
+                [{"params": [nn.Parameter(torch.zeros(2))], **more} for more in ({}, {"momentum": 0.5})], lr=0.1
+            )
+        ],
+        0.0,
+    ),
     "none": (list, 0.0),
 }
 
@@ -43,6 +51,14 @@ class ScheduleFree(torch.optim.SGD):
 
     def eval(self):
         pass
+
+
+def test_an_optimizer_with_a_method_of_such_a_name_can_be_merged():
+    class Logs(torch.optim.SGD):
+        def train(self):
+            pass
+
+    assert why_not_merged(made(Logs)) is None
 
 
 def test_an_optimizer_that_averages_weights_itself_cannot_be_merged():
