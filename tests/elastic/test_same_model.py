@@ -28,12 +28,12 @@ def _layers(odd):
 def _attach(rank, odd):
     dist.init_process_group("gloo")
     torch.manual_seed(rank)
-    engine = ElasticEngine(ElasticConfig(), rank=rank, world_size=3)
+    engine, model = ElasticEngine(ElasticConfig(), rank=rank, world_size=3), _layers(odd if rank == 2 else None)
     try:
-        engine.attach(_layers(odd if rank == 2 else None))
+        engine.attach(model)
     except PlanMismatchError as error:
         return str(error)
-    return None
+    return [p.tolist() for p in model.parameters()]
 
 
 SAYS = {
@@ -54,5 +54,6 @@ def test_a_model_that_differs_is_refused_on_every_rank(odd):
     assert SAYS[odd] in messages[0]
 
 
-def test_values_may_differ():
-    assert run_ranks(_attach, 3, None) == [None] * 3
+def test_values_may_differ_and_are_rank_0s_from_then_on():
+    torch.manual_seed(0)
+    assert run_ranks(_attach, 3, None) == [[p.tolist() for p in _layers(None).parameters()]] * 3
