@@ -1,5 +1,6 @@
 """Parameters that are frozen, unfrozen and added in the run, through every front end."""
 
+import copy
 import logging
 from contextlib import nullcontext
 
@@ -297,6 +298,101 @@ def test_the_noise_scale_is_not_flooded_by_layers_that_adam_knows_no_gradients_o
         assert estimate.trace < 1e4
 
 
+def _evaluates_alone(rank):
+    """Rank 0 looks at its model in between; at last there is nothing to train."""
+    from lightning.fabric import Fabric
+
+    from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
+
+    net = network()
+    net[0].requires_grad_(False)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(replan=1000))
+    fabric.launch()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.05))
+    for step, (x, y, _) in enumerate(fabric.setup_dataloaders(DataLoader(Points(40), 2))):
+        net[0].requires_grad_(step >= 6)
+        if rank == 0:
+            with torch.no_grad():
+                model(x)
+        fabric.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    copied = copy.deepcopy(model._forward_module)  # has nothing of this run, and goes on as torch's
+    np.testing.assert_array_equal(copied(x).detach().numpy(), net(x).detach().numpy())
+    net.requires_grad_(False)
+    assert not model(x).requires_grad
+    engine = fabric.strategy.engine
+    steps = [int(row[0]) for row in engine.observer.rows]
+    return engine.hook_state.models[net].changes, steps, flat(net)
+
+
+def test_nobody_is_waited_for_in_an_evaluation_or_where_nothing_is_trained():
+    """And the step in which buckets are laid out anew tells nothing of the speed of a worker."""
+    (changes, steps, weights), (_, _, others) = run_ranks(_evaluates_alone, 2, timeout=45.0)
+    assert changes == 1
+    assert steps == [4, 5, 6, 8, 9, 10]
+    np.testing.assert_array_equal(weights, others)
+
+
+class Branches(nn.Module):
+    """Of two layers, one is used at times."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.at_times = nn.Linear(5, 1, dtype=torch.float64), nn.Linear(5, 1, dtype=torch.float64)
+
+    def forward(self, x, both):
+        return self.always(x) + self.at_times(x) if both else self.always(x)
+
+
+def _used_on_one_rank(rank):
+    from lightning.fabric import Fabric
+
+    from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
+
+    torch.manual_seed(0)
+    net = Branches()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy())
+    fabric.launch()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.05))
+    (x, y, _), (other, target, _) = list(fabric.setup_dataloaders(DataLoader(Points(8), 2)))
+    with fabric.no_backward_sync(model):
+        fabric.backward(nn.functional.mse_loss(model(x, rank == 0), y))
+    own = 0.0 if net.at_times.bias.grad is None else net.at_times.bias.grad.item()
+    net.at_times.requires_grad_(False)
+    fabric.backward(nn.functional.mse_loss(model(other, False), target))
+    return own, net.at_times.bias.grad.item()
+
+
+def test_what_one_rank_has_used_before_it_was_frozen_is_averaged_on_all():
+    (own, first), (nothing, second) = run_ranks(_used_on_one_rank, 2, timeout=45.0)
+    assert (own != 0.0, nothing) == (True, 0.0)
+    assert first == second == pytest.approx(own / 2)
+
+
+class KeepsNothing(Regressor):
+    def on_before_optimizer_step(self, optimizer):
+        """Keep no gradients, which are of more and more layers."""
+
+
+class UnfreezesForLater(Callback):
+    """A layer that is unfrozen behind the forward pass gets no gradient in this step."""
+
+    def on_fit_start(self, trainer, pl_module):
+        pl_module.net[0].requires_grad_(False)
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        pl_module.net[0].requires_grad_(trainer.global_step >= 3)
+
+
+def test_a_layer_may_be_unfrozen_behind_the_forward_pass_for_the_next_step():
+    more = {"callbacks": [UnfreezesForLater()]}
+    results = run_ranks(
+        lambda rank: fit(rank, {"local_batch_sizes": [3, 1]}, 2, 2, model=KeepsNothing(), **more)["weights"], 2
+    )
+    np.testing.assert_array_equal(*results)
+
+
 class Inside(Regressor):
     """Unfreezes a layer when the forward pass has begun."""
 
@@ -324,12 +420,23 @@ class Unfreeze(Callback):
         pl_module.net[0].requires_grad_(trainer.global_step != 3)
 
 
+class UnfreezesAnother(Callback):
+    """A bias of another layer on each rank."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        for layer in (0, 2):
+            pl_module.net[layer].bias.requires_grad_(trainer.global_step > 2 and layer == 2 * trainer.global_rank)
+
+
 def test_what_would_let_replicas_drift_apart_is_refused_on_every_rank():
     cases = {
         "were unfrozen inside of a training step": lambda rank: fit(
             rank, {"local_batch_sizes": [3, 1]}, 2, 2, model=Inside()
         ),
         "PowerSGDState that was given": _own_power,
+        "what is trained": lambda rank: fit(
+            rank, {"local_batch_sizes": [3, 1]}, 2, 2, model=Regressor(), callbacks=[UnfreezesAnother()]
+        ),
     }
     for words, run in cases.items():
         errors = run_ranks(run, 2, expect_errors=True)

@@ -98,6 +98,57 @@ def test_the_device_takes_a_step_back_that_is_left_out(parameters):
         assert torch.equal(kept.matrices()["a"], before if finite == 0.0 else torch.full((24,), 5.0))
 
 
+def test_a_step_that_is_left_out_is_taken_back_before_the_next_begins(parameters):
+    kept, bucket = state_of(parameters), bucket_of(0, ["a", "b"], parameters)
+    kept.lay_out(bucket, torch.tensor(1.0))
+    before = kept.matrices()["a"].clone()
+    kept.lay_out(bucket, torch.tensor(0.0))
+    kept.state.error_dict[0] = torch.full_like(bucket.buffer(), float("nan"))
+    kept.state.q_memory_dict[0].fill_(float("nan"))
+    kept.lay_out(bucket, torch.tensor(1.0))
+    assert not kept.state.error_dict[0].any()
+    assert torch.equal(kept.state.q_memory_dict[0], before)
+
+
+def test_residuals_take_another_factor_wherever_they_are(parameters):
+    """In a bucket, of a step that was left out, and of parameters whose new bucket has not come yet."""
+    kept, first = state_of(parameters), bucket_of(0, ["a"], parameters)
+    kept.lay_out(first)
+    kept.lay_out(bucket_of(1, ["b", "c"], parameters))
+    for error in kept.state.error_dict.values():
+        error.fill_(3.0)
+    kept.lay_out(first, torch.tensor(0.0))
+    kept.state.error_dict[0] = torch.full_like(first.buffer(), float("nan"))
+    kept.lay_out(bucket_of(1, ["c"], parameters))
+    kept.multiply(2.0)
+    for name, error in kept.errors().items():
+        assert (error == 6.0).all(), name
+
+
+def test_what_is_loaded_takes_the_place_of_all_that_was_there(parameters):
+    kept, bucket = state_of(parameters), bucket_of(0, ["a"], parameters)
+    kept.lay_out(bucket, torch.tensor(0.0))
+    kept.load({"a": torch.full((96,), 2.0)}, {"a": torch.full((24,), 4.0)})
+    assert [kept.state.error_dict, kept.state.p_memory_dict, kept.state.q_memory_dict] == [{}, {}, {}]
+    kept.lay_out(bucket)
+    assert torch.equal(kept.errors()["a"], torch.full((96,), 2.0))
+    assert torch.equal(kept.matrices()["a"], torch.full((24,), 4.0))
+
+
+def test_dimensions_of_one_element_do_not_hide_those_of_more():
+    """Of equal strides the longer one is the rows, else there would be one row and no thin matrix."""
+    p = torch.zeros(12, 1, 8).transpose(0, 2)
+    assert [tuple(g.shape) for g in Matrices(bucket_of(0, ["p"], {"p": p})).gradients()] == [(12, 1, 8)]
+
+
+def test_a_matrix_that_thin_ones_would_not_make_smaller_is_sent_as_it_is(parameters):
+    """As torch has it: 8 x 8 by rank 2 is half of its elements, which has to be more than a factor of 2."""
+    parameters["h"] = torch.zeros(8, 8)
+    kept = state_of(parameters)
+    kept.lay_out(bucket_of(0, ["a", "h"], parameters))
+    assert list(kept.matrices()) == ["a"]
+
+
 def test_all_ranks_draw_the_same_and_another_rank_of_matrices_draws_anew(parameters):
     bucket = bucket_of(0, ["a", "d"], parameters)
     one, other = state_of(parameters), state_of(parameters)

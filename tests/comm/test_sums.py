@@ -46,22 +46,76 @@ def test_a_row_that_does_not_come_is_an_error(monkeypatch):
         seen([0, 1], [1.0, None], monkeypatch)
 
 
+class Done:
+    """A row's work that is over, well or not."""
+
+    def __init__(self, error=None):
+        self.error, self.future = error, torch.futures.Future()
+        self.future.set_result(None) if error is None else self.future.set_exception(error)
+
+    def get_future(self):
+        return self.future
+
+    def wait(self):
+        pass
+
+
 def test_who_does_not_wait_is_called_back_for_each_row():
-    class Done:
-        def get_future(self):
-            future = torch.futures.Future()
-            future.set_result(None)
-            return future
-
-        def wait(self):
-            pass
-
     rows, called = [], []
     arrival = sums.Arrival([Done(), Done()], rows.append, [0, 1])
-    arrival.then(lambda done: called.append(done.done()))
+    for _ in range(2):
+        arrival.then(lambda done: called.append(done.done()))
     arrival.wait()
     assert rows == [0, 1]
-    assert called == [True]
+    assert called == [True, True]
+
+
+def test_who_does_not_wait_is_told_of_a_row_that_does_not_come():
+    rows = []
+    arrival = sums.Arrival([Done(), Done(RuntimeError("connection closed by peer"))], rows.append, [0, 1])
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        arrival.then(lambda done: done.value()).wait()
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        arrival.wait()
+    assert rows == [0]
+
+
+def test_a_gathering_in_one_call_that_fails_says_so_and_tells_of_no_row(monkeypatch):
+    rows, failed = [], Done(RuntimeError("connection closed by peer"))
+    monkeypatch.setattr(sums, "backend_of", lambda device, group: "nccl")
+    for name in ("all_gather_single", "all_gather_into_tensor"):
+        monkeypatch.setattr(sums.dist, name, lambda *given, **kwargs: failed, raising=False)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        sums.gather_over_ranks(torch.zeros(2, 5, dtype=torch.uint8), 0, [0, 1], None, rows.append).wait()
+    assert rows == []
+
+
+def test_what_a_future_holds_is_handed_on_be_it_an_error():
+    for done in (Done(), Done(RuntimeError("connection closed by peer"))):
+        to = torch.futures.Future()
+        sums.hand_on(to, done.future)
+        if done.error is None:
+            assert to.wait() is None
+        else:
+            with pytest.raises(RuntimeError, match="closed by peer"):
+                to.wait()
+
+
+def test_a_future_for_a_tensor_on_a_gpu_orders_its_streams(monkeypatch):
+    monkeypatch.setattr(torch.futures, "Future", lambda devices=None: devices)
+    assert sums.pending(OnGPU()) == [torch.device("cuda", 1)]
+    assert sums.pending(torch.zeros(1)) is None
+
+
+def _complex(rank):
+    dist.init_process_group("gloo")
+    buffer = torch.tensor([1.0 + 2.0j * rank])
+    sums.sum_over_ranks(buffer).wait()
+    return buffer.item()
+
+
+def test_complex_gradients_are_summed():
+    assert run_ranks(_complex, 2) == [2.0 + 2.0j] * 2
 
 
 def _gathered(rank):

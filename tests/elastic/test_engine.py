@@ -161,6 +161,41 @@ def test_merges_are_the_printed_equations(merge):
     assert [last for _, last in results] == pytest.approx(replicas)
 
 
+def _merge_buffers(rank, shares):
+    dist.init_process_group("gloo")
+    model = nn.BatchNorm1d(1)
+    replica = Replica(model, MERGES["mean"], momentum=0.0, world_size=2)
+    replica.synchronize()
+    model.running_mean.fill_(rank + 1.0)
+    model.num_batches_tracked.fill_(5 - rank)
+    replica.merge(0.5, share=shares[rank], diverged=False)
+    dist.barrier()
+    return model.running_mean.item(), model.num_batches_tracked.item()
+
+
+def test_running_statistics_are_means_and_counters_the_largest():
+    assert run_ranks(_merge_buffers, 2, (0.25, 0.75)) == [(1.75, 5)] * 2
+
+
+def _diverges(rank):
+    dist.init_process_group("gloo")
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 3.0)
+    replica = Replica(model, MERGES["crossbow"], momentum=0.0, world_size=2)
+    replica.synchronize()
+    nn.init.constant_(model.weight, 4.0 if rank == 0 else float("nan"))
+    replica.merge(1.0 - rank, share=1.0 - rank, diverged=rank == 1)
+    merged = model.weight.item()
+    replica.resume()
+    dist.barrier()
+    return merged, model.weight.item()
+
+
+def test_a_replica_of_crossbow_that_diverged_begins_anew_where_it_came_from():
+    """Rank 0 keeps half of its distance; of rank 1's there is nothing to keep."""
+    assert run_ranks(_diverges, 2) == [(4.0, 3.5), (4.0, 3.0)]
+
+
 def _differ(rank, how):
     dist.init_process_group("gloo")
     config = ElasticConfig("mean" if how == "settings" and rank else "elastic")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_hetero.callbacks import AdaptiveBatchCallback, PolicyCallback
 from lightning_hetero.config import HeteroConfig
@@ -18,7 +18,7 @@ from lightning_hetero.core.planner import PerfModelPlanner, Proposal
 from lightning_hetero.core.profile import NodeProfile, ProfilePoint
 from lightning_hetero.hardware import identity
 from lightning_hetero.strategies import _hetero_ddp, _probe
-from lightning_hetero.strategies._probe import largest_training_batch, probe_module
+from lightning_hetero.strategies._probe import largest_training_batch, later_bytes, probe_module
 from tests.helpers import Points, Regressor, covered, fit, run_ranks, trainer_of
 
 CPU = torch.device("cpu")
@@ -32,6 +32,13 @@ class Random(Dataset):
 
     def __getitem__(self, i):
         return torch.full((5,), random.random() + np.random.rand()), torch.rand(1), i
+
+
+class Stream(IterableDataset):
+    """Samples without a number."""
+
+    def __iter__(self):
+        return iter([Points(1)[0]] * 8)
 
 
 class Fits(Regressor):
@@ -163,6 +170,7 @@ def attached(loader, model):
     [
         (DataLoader(Random(), 4), True, ValueError, "give max_local_batch_sizes"),
         ([DataLoader(Random(), 4)], False, ValueError, "give max_local_batch_sizes"),
+        (DataLoader(Stream(), 4), False, ValueError, "map-style dataset; give max_local_batch_sizes"),
         (DataLoader(Random(), 4), False, RuntimeError, "not even one sample fits"),
     ],
 )
@@ -237,6 +245,22 @@ class Needs(Regressor):
         self.memory.take(10 * len(batch[0]))
         self.memory.give(10 * len(batch[0]))
         return self.loss(batch)
+
+
+def test_what_training_allocates_later_is_that_of_what_is_trained():
+    """Bytes of 100 trained float32 elements: a bucket, two of the optimizer, and a residual and a sum."""
+    model = nn.Sequential(nn.Linear(9, 10), nn.Linear(10, 10).requires_grad_(False))
+    assert later_bytes(model, HeteroConfig()) == 400 * 3
+    assert later_bytes(model, HeteroConfig(compression="block_topk(density=0.1)")) == 400 * (3 + 2)
+
+
+def test_a_batch_is_made_of_the_samples_in_turn():
+    """Their sizes may differ."""
+    model, data = Fits(50), Points(5, dtype=torch.float32)
+    seen = []
+    model.training_step = lambda batch, batch_idx: seen.append(batch[2].tolist()) or model.loss(batch)
+    largest_training_batch(model, DataLoader(data, 4), CPU, limit=7)
+    assert seen[-1] == [0, 1, 2, 3, 4, 0, 1]
 
 
 @pytest.mark.parametrize(("reserved", "expected"), [(0, 100), (600, 40), (995, 0), (2000, 0)])

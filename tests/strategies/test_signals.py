@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from datetime import timedelta
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -16,6 +17,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetero import AdaptiveBatchCallback, BlockTopK, GNSCallback
+from lightning_hetero.strategies._signals import SharedSignals
 from tests.helpers import Points, Regressor, fit, run_ranks
 
 N = 64
@@ -93,6 +95,68 @@ def test_one_rank_that_is_told_ends_all(rank, tmp_path):
     steps = run_ranks(_train_until_told, 2, "plain", delays, str(tmp_path), timeout=60.0)
     assert steps[0] == steps[1] > 0
     assert (tmp_path / "on_exception.ckpt").exists()
+
+
+class Fake:
+    """What handlers ask of a trainer; two ranks in one process, whose messages meet in :meth:`maximum_later`."""
+
+    def __init__(self, world_size):
+        self.killed, self.requeued, self.others = [], [], [0, 0]
+        launcher = SimpleNamespace(kill=self.killed.append)
+        self.connector = SimpleNamespace(
+            received_sigterm=False,
+            _sigterm_notifier_fn=None,
+            _slurm_sigusr_handler_fn=lambda number, frame: self.requeued.append(number),
+        )
+        trainer = SimpleNamespace(strategy=SimpleNamespace(launcher=launcher), _signal_connector=self.connector)
+        control = SimpleNamespace(rank=0, world_size=world_size, maximum_later=self.maximum_later)
+        self.signals = SharedSignals(trainer, control).install()
+
+    def maximum_later(self, notes):
+        others = torch.tensor(self.others)
+        return SimpleNamespace(wait=lambda: torch.maximum(notes, others, out=notes))
+
+    def gets(self, name):
+        number = signal.SIGUSR2 if "usr" in name else signal.SIGTERM
+        getattr(self.connector, name)(number, None)
+
+
+def test_a_process_alone_obeys_at_once():
+    one = Fake(1)
+    one.gets("_slurm_sigusr_handler_fn")
+    assert one.requeued == [signal.SIGUSR2]
+    assert not one.connector.received_sigterm
+    one.gets("_sigterm_notifier_fn")
+    assert one.connector.received_sigterm
+
+
+def test_processes_that_were_started_by_this_one_are_told_once():
+    """Else the two would tell each other for ever."""
+    one = Fake(2)
+    for _ in range(3):
+        one.gets("_sigterm_notifier_fn")
+    assert one.killed == [signal.SIGTERM]
+    assert not one.connector.received_sigterm
+
+
+def test_a_requeue_is_asked_for_once():
+    one = Fake(2)
+    one.gets("_slurm_sigusr_handler_fn")
+    for _ in range(4):
+        one.signals.check()
+    assert one.requeued == [signal.SIGUSR2]
+
+
+@pytest.mark.parametrize("when", ["before the last check", "after it"])
+def test_a_signal_to_another_rank_at_the_very_end_is_obeyed(when):
+    one = Fake(2)
+    one.others = [signal.SIGTERM if when == "before the last check" else 0, 0]
+    one.signals.check()
+    one.others = [0 if when == "before the last check" else signal.SIGTERM, 0]
+    with pytest.raises(SIGTERMException):
+        one.signals.finish()
+    assert one.signals.agreed
+    assert one.connector.received_sigterm
 
 
 class InBatch(L.Callback):

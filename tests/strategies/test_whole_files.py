@@ -6,6 +6,7 @@ import os
 import pickle
 import resource
 import signal
+import stat
 import time
 import warnings
 from pathlib import Path
@@ -109,10 +110,11 @@ def truncate(path, share=0.6):
 def test_what_is_truncated_is_named_with_those_that_are_whole(tmp_path, share):
     plugin = HeteroDDPStrategy().checkpoint_io
     for i, name in enumerate(["a", "b", "c", "d"]):
-        plugin.save_checkpoint({"weights": torch.full((1000,), float(i))}, tmp_path / f"{name}.ckpt")
+        plugin.save_checkpoint({"weights": torch.full((1000 - 100 * i,), float(i))}, tmp_path / f"{name}.ckpt")
         os.utime(tmp_path / f"{name}.ckpt", (i, i))
     truncate(tmp_path / "d.ckpt", share)
     truncate(tmp_path / "b.ckpt", share)
+    (tmp_path / "folder.ckpt").mkdir()  # as of a sharded checkpoint
     with pytest.raises(DamagedCheckpointError, match=r"d\.ckpt is not a whole .*newest first: c\.ckpt, a\.ckpt\."):
         plugin.load_checkpoint(tmp_path / "d.ckpt")
     assert plugin.load_checkpoint(tmp_path / "c.ckpt")["weights"][0] == 2.0
@@ -128,9 +130,30 @@ def test_other_errors_of_reading_are_as_they_were(tmp_path):
         plugin.load_checkpoint(tmp_path / "last.ckpt", weights_only=True)
 
 
+def test_options_that_lightning_refuses_are_refused(tmp_path):
+    for strategy in (DDPStrategy, HeteroDDPStrategy):
+        with pytest.raises(TypeError, match="storage_options"):
+            strategy().checkpoint_io.save_checkpoint({}, tmp_path / "a.ckpt", storage_options={"a": 1})
+
+
 def test_the_older_kind_of_file_is_read(tmp_path):
     torch.save({"a": 1}, tmp_path / "last.ckpt", _use_new_zipfile_serialization=False)
-    assert read_or_fall_back(lambda path: torch.load(path, weights_only=True), tmp_path / "last.ckpt") == {"a": 1}
+
+    def load(path):
+        return torch.load(path, weights_only=True)
+
+    assert read_or_fall_back(load, tmp_path / "last.ckpt") == {"a": 1}
+    (tmp_path / "last-v1.ckpt").write_bytes(b"PK")
+    assert read_or_fall_back(load, tmp_path / "last-v1.ckpt") == {"a": 1}
+
+
+def test_a_name_is_given_to_what_is_on_the_disk_and_then_kept_there(tmp_path, monkeypatch):
+    """The power may fail at any time: contents first, then the name, then the folder that has it."""
+    done, replace = [], Path.replace
+    monkeypatch.setattr(os, "fsync", lambda number: done.append(stat.S_ISDIR(os.fstat(number).st_mode)))
+    monkeypatch.setattr(Path, "replace", lambda path, to: done.append(to.name) or replace(path, to))
+    HeteroDDPStrategy().checkpoint_io.save_checkpoint({}, tmp_path / "new" / "last.ckpt")
+    assert done == [False, "last.ckpt", True]
 
 
 def _fit(rank, path, folder):
