@@ -34,7 +34,7 @@ triton.jit(count)[(1,)](torch.zeros(3, dtype=torch.int32), 3)
 
 
 def interpret(folder):
-    """Run a loop in Triton's interpreter: that of 3.6 has no loops with numpy 2.5.
+    """Run a loop in Triton's interpreter: that of 3.6 has no loops with numpy 2.4 or newer.
 
     Raises:
         NotHere: with what it says.
