@@ -97,6 +97,18 @@ def test_damped_sizes_stay_in_bounds_with_the_largest_at_its_own(worker):
     assert scale_batch_sizes(sizes, [7] * len(sizes), AdaptiveSettings(64)) == tuple(sizes)
 
 
+@given(workers)
+def test_damped_sizes_worker_by_worker(worker):
+    """``b + beta (u - mean)``, but not beyond ``b u / mean``, where updates would be equal; then all grow alike."""
+    sizes, updates, _ = worker
+    mean, stepped = np.mean(updates), []
+    for b, u in zip(sizes, updates, strict=True):
+        step, equal = b + 4.0 * (u - mean), b * u / mean
+        stepped.append(min(max(min(step, equal) if u > mean else max(step, equal), 8), 64))
+    expected = np.array(stepped) * 64 / max(stepped)
+    assert np.abs(np.array(scale_batch_sizes(sizes, updates, AdaptiveSettings(64))) - expected).max() <= 0.5 + 1e-9
+
+
 @given(st.integers(1, 200), st.integers(1, 200), st.integers(8, 64))
 def test_a_damped_step_never_goes_beyond_equal_updates(first, second, size):
     """Two workers: the one with fewer updates gets relatively less, but not less than gives both the same number."""
@@ -123,6 +135,19 @@ def test_weights_sum_to_one_but_for_the_perturbation(worker, merge, renormalize)
     assert all(weight >= 0 for weight in found.weights)
     assert abs(sum(found.weights) - 1) <= (1e-12 if renormalize or not found.perturbed else 0.1 + 1e-12)
     assert found.perturbed == (merge == "adaptive" and len(sizes) > 1 and max(norms) < 0.1)
+
+
+@given(workers, st.floats(0, 1))
+def test_printed_weights_worker_by_worker(worker, delta):
+    sizes, updates, norms = worker
+    settings = AdaptiveSettings(64, perturbation=delta, renormalize=False)
+    shares = sizes if len(set(updates)) == 1 else updates
+    expected, ranks = [share / sum(shares) for share in shares], range(len(sizes))
+    if max(norms) < settings.perturbation_threshold and len(sizes) > 1:
+        expected[max(ranks, key=lambda i: (updates[i], sizes[i], -i))] *= 1 + delta
+        expected[min(ranks, key=lambda i: (updates[i], sizes[i], -i))] *= 1 - delta
+    found = merge_weights(MERGES["adaptive"], sizes, updates, norms, settings)
+    np.testing.assert_allclose(found.weights, expected, rtol=1e-12)
 
 
 def test_printed_algorithm_2():

@@ -75,6 +75,11 @@ def test_turing_without_tensor_cores_has_twice_its_float32(name, units, ghz, ter
     assert gpu_peak_flops(f"NVIDIA GeForce {name}", (7, 5), units, ghz * 1e9) == pytest.approx(tera * 1e12, rel=0.01)
 
 
+def test_orin_has_the_tensor_cores_of_the_a100():
+    """67 TOPS of sparse int8 in the data sheet of the Orin Nano Super: a quarter of that in dense float16."""
+    assert gpu_peak_flops("Orin", (8, 7), 8, 1.02e9) == pytest.approx(67e12 / 4, rel=0.01)
+
+
 def test_amd_by_name_and_by_architecture():
     assert gpu_peak_flops("AMD Instinct MI300X", (9, 4), 304) == 1307.4e12
     other = gpu_peak_flops("AMD X", (9, 4), 304, 2.1e9, architecture="gfx942:sramecc+:xnack-")
