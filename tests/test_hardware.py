@@ -58,12 +58,26 @@ def test_cores_under_a_quota(machine, files, cores):
     assert cpu_share() == cores
 
 
-@pytest.mark.parametrize(("threads", "cores"), [(1, None), (2, 1.5)])
-def test_a_quota_counts_where_threads_can_reach_it(machine, monkeypatch, threads, cores):
+@pytest.mark.parametrize(("threads", "quota", "cores"), [(1, 1.5, None), (2, 1.5, 1.5), (2, 2.0, None)])
+def test_a_quota_counts_where_threads_can_reach_it(machine, monkeypatch, threads, quota, cores):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert cpu_quota() is None
-    machine({**V2, "sys/fs/cgroup/job/7/cpu.max": "150000 100000\n"})
+    machine({**V2, "sys/fs/cgroup/job/7/cpu.max": f"{quota * 100_000:.0f} 100000\n"})
     assert cpu_quota() == cores
+
+
+def test_a_card_of_amds_goes_by_its_architecture(monkeypatch):
+    card = SimpleNamespace(
+        name="unheard of",
+        major=9,
+        minor=4,
+        multi_processor_count=100,
+        clock_rate=2_000_000,
+        gcnArchName="gfx942:xnack-",
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert capacity(torch.device("cuda", 0)) == 100 * 2e9 * 2048
 
 
 def test_affinity_may_be_the_narrower_bound(machine, monkeypatch):

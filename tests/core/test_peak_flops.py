@@ -88,3 +88,9 @@ def test_amd_by_name_and_by_architecture():
 
 def test_every_figure_is_a_positive_number():
     assert all(tera > 0 for tera in TERA.values())
+
+
+def test_words_that_change_nothing_of_a_card_are_passed_over():
+    """Also of one whose clocks are not told; a card of Pascal's has no tensor cores that would sum up at half rate."""
+    assert gpu_peak_flops("NVIDIA A100-PCIE-40GB", (8, 0), 1) == 312e12
+    assert gpu_peak_flops("NVIDIA GeForce GTX 1060", (6, 1), 10, 1.7e9) == 10 * 1.7e9 * 256

@@ -18,6 +18,7 @@ from lightning_hetero.core.planner import (
     Proposal,
     StaticPlanner,
 )
+from lightning_hetero.core.proposal import Decision
 from lightning_hetero.core.time_model import ClusterTimeModel, NodeTimeModel
 from tests.quota import QuotaCluster
 
@@ -361,6 +362,20 @@ def test_proportional_keeps_bounds_and_its_dead_band():
     where, plan = context(40, 2, max_local=(25, 40)), BatchPlan(40, (20, 20))
     assert ProportionalPlanner().decide(at((20, 20)), plan, where).proposal.plan.local_batch_sizes == (25, 15)
     assert ProportionalPlanner(dead_band=0.6).decide(at((20, 20)), plan, context(40, 2)).proposal is None
+
+
+def test_proportional_smooths_as_it_is_told_to():
+    """With no weight of the past, the last step is what counts."""
+    steps = measure(CLUSTER, (64, 64, 64), np.random.default_rng(0), steps=4, noise=0.2)
+    plan, where = BatchPlan(192, (64, 64, 64)), context(192, 3)
+    last = ProportionalPlanner(decay=0.0).decide(steps, plan, where).planner
+    assert last.state.times.smoothed == pytest.approx(steps.compute[-1])
+
+
+def test_a_planner_that_returns_something_else_is_told():
+    for outcome in (None, (None, None, None)):
+        with pytest.raises(TypeError, match=r"decide\(\) of a planner returned"):
+            Decision.of(outcome)
 
 
 def test_static_is_proportional_to_capacities_and_never_changes():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_hetero.core.step_times import StepTimes
+from lightning_hetero.core.step_times import LONGEST, WINDOW, StepTimes
 
 
 def seen(rng, seconds, noise, steps, times=None, decay=0.9):
@@ -52,3 +52,23 @@ def test_noise_is_remembered_from_one_split_to_the_next():
     after = times.observe([1.0, 1.0])
     assert after.steps == 1
     assert after.errors.min() > 0.08
+
+
+def test_what_is_known_is_of_the_newest_steps():
+    """Precision has an end, since the mean looks back so far; and of noise that is over nothing is left."""
+    rng, seconds = np.random.default_rng(0), np.array([1.0])
+    times = seen(rng, seconds, 0.2, 300)
+    assert times.steps == LONGEST
+    times = seen(rng, seconds, 0.01, WINDOW + 1, times.restarted())
+    assert times.noise == pytest.approx([0.01], rel=0.3)
+
+
+def test_noise_is_taken_for_larger_where_it_is_of_few_steps():
+    times = StepTimes().observe([1.0]).observe([np.exp(0.1)])
+    assert times.noise == pytest.approx([3 * 0.1 / 1.128])
+
+
+def test_a_moving_average_is_compared_with_a_mean_that_holds_the_same_steps():
+    """20 steps, of which the average weighs the newest most: by chance they differ less than each from the truth."""
+    times = StepTimes((1.04,), 0.06, (1.0,), steps=20, count=20, newest=(1.0,), differences=((0.05,),) * 30)
+    assert times.current().best.tolist() == [1.04]
