@@ -317,6 +317,11 @@ def _evaluates_alone(rank):
         fabric.backward(nn.functional.mse_loss(model(x), y))
         optimizer.step()
         optimizer.zero_grad()
+    if rank == 0:
+        net[0].requires_grad_(False)
+        with torch.no_grad():
+            model(x)
+        net[0].requires_grad_(True)
     copied = copy.deepcopy(model._forward_module)  # has nothing of this run, and goes on as torch's
     np.testing.assert_array_equal(copied(x).detach().numpy(), net(x).detach().numpy())
     net.requires_grad_(False)

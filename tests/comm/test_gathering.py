@@ -224,6 +224,11 @@ def test_a_loss_that_gathers_by_itself_is_named():
     refuse_own_gather(model, 1, None)
     refuse_own_gather(model, 2, "even")
     refuse_own_gather(nn.ModuleDict({"net": nn.Linear(1, 1), "criterion": SelfGathering(False)}), 2, None)
+    refuse_own_gather(SelfGathering(gather_distributed=lambda tensor: tensor), 2, None)  # a method of that name
+    koleo = nn.Linear(1, 1)
+    koleo.sinkhorn_gather_distributed = True
+    with pytest.raises(ValueError, match=r"the model \(Linear\) has sinkhorn_gather_distributed=True"):
+        refuse_own_gather(koleo, 2, None)
 
 
 def _refused(rank, name):

@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetero import AdaptiveBatchCallback, BlockTopK, GNSCallback
-from lightning_hetero.strategies._signals import SharedSignals
+from lightning_hetero.strategies._signals import SharedSignals, defer_sigterm
 from tests.helpers import Points, Regressor, fit, run_ranks
 
 N = 64
@@ -87,6 +87,9 @@ def test_all_ranks_end_with_a_checkpoint_when_told_at_almost_the_same_time(mode,
         assert steps[0] == steps[1] > 0
         state = torch.load(folder / "on_exception.ckpt", weights_only=True)
         assert state["global_step"] == steps[0]
+        if "compression" in MODES[mode][0]:
+            everyone = state["lightning_hetero_residuals"]["ranks"]
+            assert [bool(own) for own in everyone] == [True, True], "what every rank has not sent yet is saved"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -157,6 +160,34 @@ def test_a_signal_to_another_rank_at_the_very_end_is_obeyed(when):
         one.signals.finish()
     assert one.signals.agreed
     assert one.connector.received_sigterm
+
+
+def test_only_lightnings_own_handler_is_replaced():
+    """By one that talks to no other rank, and still tells processes that Lightning has started."""
+    killed, called = [], []
+
+    def _sigterm_notifier_fn(number, frame):
+        raise AssertionError("it would broadcast from within the signal")
+
+    def users(number, frame):
+        called.append("users")
+
+    class Handlers:
+        signal_handlers = [users, _sigterm_notifier_fn]
+
+        def __call__(self, number, frame):
+            for handler in self.signal_handlers:
+                handler(number, frame)
+
+    launcher = SimpleNamespace(kill=killed.append)
+    before = signal.signal(signal.SIGTERM, Handlers())
+    try:
+        defer_sigterm(SimpleNamespace(strategy=SimpleNamespace(launcher=launcher)), lambda: called.append("noted"))
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert called == ["users", "noted"]
+    assert killed == [signal.SIGTERM]
 
 
 class InBatch(L.Callback):
