@@ -1,5 +1,7 @@
 """The engine with no trainer: a plain training loop of torch, as Fabric and Accelerate users can write it."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from lightning_hetero.comm import PlanMismatchError
 from lightning_hetero.core.adaptive_sgd import MERGES, AdaptiveSettings, merge_weights
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.elastic import ElasticConfig, ElasticEngine, Replica
+from lightning_hetero.elastic import engine as module
 from tests.helpers import Points, run_ranks
 
 
@@ -194,6 +197,101 @@ def _diverges(rank):
 def test_a_replica_of_crossbow_that_diverged_begins_anew_where_it_came_from():
     """Rank 0 keeps half of its distance; of rank 1's there is nothing to keep."""
     assert run_ranks(_diverges, 2) == [(4.0, 3.5), (4.0, 3.0)]
+
+
+def alone(merge="adaptive", state=None, samples=11, batch_size=4, **more):
+    """An engine with nobody else, and its sampler."""
+    engine = ElasticEngine(ElasticConfig(merge, mega_batch_size=max(batch_size, 4)), rank=0, world_size=1)
+    if state is not None:
+        engine.load_state_dict({"position": [0, 0], "batch_sizes": [4], "previous": {}, "replicas": [{}], **state})
+    engine.attach(nn.Linear(1, 1))
+    return engine, engine.shard(PermutationStream(samples, shuffle=False, seed=0), batch_size, **more)
+
+
+def epoch_of(engine, sampler, epoch=0):
+    """Samples that an epoch goes through."""
+    sampler.set_epoch(epoch)
+    seen = []
+    for batch in sampler:
+        engine.begin_batch()
+        seen += batch
+        engine.end_batch()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("more", "samples"),
+    [({}, 11), ({"drop_last": True}, 8), ({"limit": 2}, 8), ({"limit": 5}, 11), ({"limit": 0.5}, 4)],
+    ids=str,
+)
+def test_an_epoch_has_as_many_samples_as_it_is_told(more, samples):
+    engine, sampler = alone(**more)
+    assert epoch_of(engine, sampler) == list(range(samples))
+    assert engine.epoch_samples == samples
+    assert engine.steps_done() == len(sampler) == -(-samples // 4)
+
+
+def test_data_for_fewer_batches_than_there_are_workers_are_refused():
+    with pytest.raises(ValueError, match="1 samples .* cannot give each of 1 workers a batch"):
+        alone(samples=1, least=2)
+
+
+@pytest.mark.parametrize(
+    ("merge", "before", "batch_size", "least", "after"),
+    [
+        ("adaptive", 6, 8, 1, 6),
+        ("adaptive", 16, 8, 1, 8),  # the loader's batches are smaller now
+        ("adaptive", 1, 8, 2, 2),  # there is a batch normalisation now
+        ("adaptive", 1, 1, 2, 1),
+        ("mean", 4, 8, 1, 8),  # a rule that scales no sizes
+    ],
+)
+def test_batch_sizes_of_a_checkpoint_count_within_the_bounds_that_hold_now(merge, before, batch_size, least, after):
+    engine, _ = alone(merge, {"batch_sizes": [before]}, batch_size=batch_size, least=least)
+    assert engine.batch_sizes == (after,)
+    assert engine.lr_factor == after / batch_size
+
+
+def test_a_run_goes_on_where_it_was_saved_and_the_next_epoch_at_its_begin():
+    engine, sampler = alone(state={"position": [0, 4]})
+    assert epoch_of(engine, sampler) == list(range(4, 11))
+    assert engine.state_dict()["position"] == [1, 0]
+    assert epoch_of(engine, sampler, 1) == list(range(11))
+
+
+def test_a_model_that_is_attached_later_takes_nothing_of_the_checkpoint():
+    """As in another fit of the same run."""
+    engine, _ = alone("crossbow", {"replicas": [{"weight": torch.ones(1, 1)}]})
+    assert "weight" in engine.state_dict()["replicas"][0]
+    engine.attach(nn.Linear(1, 1))
+    assert engine.state_dict()["replicas"] == [{}]
+
+
+def test_each_batch_waits_for_the_device_and_begins_with_a_replica_that_is_well():
+    engine, sampler = alone()
+    ends = []
+    engine.pace = SimpleNamespace(end_batch=lambda: ends.append(engine.diverged))
+    engine.diverged = True
+    epoch_of(engine, sampler)
+    assert ends == [False] * 3
+
+
+def _perturbed(rank):
+    """Weights that do not sum to 1, as perturbed ones may not."""
+    dist.init_process_group("gloo")
+    module.merge_weights = lambda *given: SimpleNamespace(weights=(1.0, 3.0), perturbed=True)
+    model, engine = nn.BatchNorm1d(1), ElasticEngine(ElasticConfig(mega_batch_size=4), rank=rank, world_size=2)
+    engine.attach(model)
+    for _ in engine.shard(PermutationStream(4, shuffle=False, seed=0), 2):
+        engine.begin_batch()
+        model.running_mean.fill_(rank + 1.0)
+        engine.end_batch()
+    dist.barrier()
+    return model.running_mean.item()
+
+
+def test_buffers_are_means_whatever_the_weights_sum_to():
+    assert run_ranks(_perturbed, 2) == [1.75] * 2
 
 
 def _differ(rank, how):
