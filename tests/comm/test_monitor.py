@@ -8,6 +8,7 @@ import time
 from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
 from lightning_hetero.comm import monitor
 from tests.helpers import Points, Regressor, covered, fit, run_ranks
@@ -131,6 +132,19 @@ def _lasts_longer(rank, folder):
     monitor.PERIOD, monitor.QUIET, monitor.LOST = 0.2, 1.0, 2.0
     logging.getLogger("lightning_hetero").addHandler(logging.FileHandler(f"{folder}/{rank}.log"))
     return fit(rank, {}, 3, 4, model=LastsLonger(), dataset=Points(N), max_epochs=1)["steps"]
+
+
+def test_a_rank_that_ends_says_so_and_is_not_missed():
+    """Its silence means nothing then; ranks that monitor again do so apart from the signs of before."""
+    store, signs = dist.HashStore(), []
+    for _ in range(2):
+        watch = [monitor.RankMonitor(rank, 2, store, lambda: (0, 3, True)).start() for rank in range(2)]
+        for one in watch:
+            one.stop()
+        run = len(signs) + 1
+        signs.append([store.get(f"lightning_hetero/monitor/{run}/{rank}") for rank in range(2)])
+        assert [one.suspects for one in watch] == ["", ""]
+    assert signs == [[b"over"] * 2] * 2
 
 
 def test_ranks_that_begin_later_or_end_earlier_are_not_lost(tmp_path):

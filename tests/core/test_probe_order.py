@@ -54,6 +54,7 @@ def test_an_order_that_is_not_written_down_any_more_is_left_over(order, gone):
 def test_of_another_host_only_what_can_be_seen_is_judged(order, gone):
     """Its processes cannot be, and its folder may not be."""
     assert write(replace(order, host="elsewhere", pid=gone)).why_left_over(answers=True) is None
+    assert "holds another order" in replace(order, host="elsewhere").why_left_over(answers=False)
     nowhere = replace(order, report="/no/such/folder/answer.json")
     assert "there is no" in nowhere.why_left_over(answers=False)
     assert replace(nowhere, host="elsewhere").why_left_over(answers=False) is None
