@@ -39,6 +39,12 @@ def test_table_and_clocks_give_the_data_sheet(name, capability, units, ghz, tera
     assert unknown == pytest.approx(tera * 1e12, rel=0.03), "the fallback, for a card that the table does not know"
 
 
+@pytest.mark.parametrize(("name", "units", "tera"), [("NVIDIA L20", 92, 119.5), ("NVIDIA L40", 142, 181)])
+def test_cards_with_half_the_rate_of_their_generation(name, units, tera):
+    """Their clocks would give twice as much."""
+    assert gpu_peak_flops(name, (8, 9), units, 2.5e9) == tera * 1e12
+
+
 def test_ratios_of_the_papers_clusters():
     t4, p4 = gpu_peak_flops("Tesla T4", (7, 5), 40), gpu_peak_flops("Tesla P4", (6, 1), 20)
     assert t4 / p4 == pytest.approx(65 / 5.5)
