@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetero import AdaptiveBatchCallback, BlockTopK, GNSCallback
+from lightning_hetero.strategies._ending import EndingMixin
 from lightning_hetero.strategies._signals import SharedSignals, defer_sigterm
 from tests.helpers import Points, Regressor, fit, run_ranks
 
@@ -89,7 +90,7 @@ def test_all_ranks_end_with_a_checkpoint_when_told_at_almost_the_same_time(mode,
         assert state["global_step"] == steps[0]
         if isinstance(MODES[mode][0].get("compression"), BlockTopK):
             everyone = state["lightning_hetero_residuals"]["ranks"]
-            assert [bool(own["residuals"]) for own in everyone] == [True, True], "what every rank has not sent yet is saved"
+            assert [bool(own["residuals"]) for own in everyone] == [True, True], "what each has not sent yet is saved"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -188,6 +189,52 @@ def test_only_lightnings_own_handler_is_replaced():
         signal.signal(signal.SIGTERM, before)
     assert called == ["users", "noted"]
     assert killed == [signal.SIGTERM]
+
+
+class Asks:
+    """In place of DDP: what it is called with goes to other ranks."""
+
+    def __init__(self):
+        self.asked = []
+
+    def barrier(self, name=None):
+        self.asked.append("barrier")
+
+    def broadcast(self, obj, src):
+        self.asked.append("broadcast")
+        return "of rank 0"
+
+    def reduce(self, tensor, group, reduce_op):
+        self.asked.append("reduce")
+        return -tensor
+
+    def all_gather(self, tensor):
+        self.asked.append("all_gather")
+        return torch.stack([tensor, tensor])
+
+
+class Ending(EndingMixin, Asks):
+    def __init__(self, interrupted, agreed=None):
+        super().__init__()
+        self.lightning_module = SimpleNamespace(_trainer=SimpleNamespace(interrupted=interrupted))
+        self._signals = None if agreed is None else SimpleNamespace(agreed=agreed)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "alone"),
+    [
+        (Ending(True), True),
+        (Ending(True, agreed=False), True),
+        (Ending(True, agreed=True), False),
+        (Ending(False), False),
+    ],
+    ids=["an error", "an error beside signals", "an agreed end", "none"],
+)
+def test_a_rank_that_handles_an_error_of_its_own_asks_nobody(strategy, alone):
+    strategy.barrier("saving")
+    found = strategy.broadcast("own"), strategy.reduce(torch.ones(2)).tolist(), strategy.all_gather(torch.ones(2)).shape
+    assert found == (("own", [1.0, 1.0], (1, 2)) if alone else ("of rank 0", [-1.0, -1.0], (2, 2)))
+    assert strategy.asked == ([] if alone else ["barrier", "broadcast", "reduce", "all_gather"])
 
 
 class InBatch(L.Callback):
