@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from datetime import timedelta
+from multiprocessing import get_context
 
 import pytest
 import torch.distributed as dist
@@ -132,6 +133,95 @@ def _lasts_longer(rank, folder):
     monitor.PERIOD, monitor.QUIET, monitor.LOST = 0.2, 1.0, 2.0
     logging.getLogger("lightning_hetero").addHandler(logging.FileHandler(f"{folder}/{rank}.log"))
     return fit(rank, {}, 3, 4, model=LastsLonger(), dataset=Points(N), max_epochs=1)["steps"]
+
+
+# in one process, with short periods
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """What is said, while ranks are named and lost soon."""
+    for name, seconds in (("PERIOD", 0.02), ("QUIET", 0.1), ("LOST", 1.5)):
+        monkeypatch.setattr(monitor, name, seconds)
+    logger, lines = logging.getLogger("lightning_hetero"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.setLevel(before)
+    logger.removeHandler(handler)
+
+
+def until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def of(lines, words):
+    return [line for line in list(lines) if words in line]
+
+
+def test_a_busy_rank_is_named_again_ever_later_until_it_goes_on_and_is_never_lost(lines):
+    store, busy, lost = dist.HashStore(), [True], []
+    progress = lambda: (0, 3, True), lambda: (0, 3, not busy[0])  # noqa: E731
+    watch = [monitor.RankMonitor(rank, 2, store, progress[rank], lost.append).start() for rank in range(2)]
+    began = time.monotonic()
+    until(lambda: "rank 1: it is in batch 3 of epoch 0 and has not come" in watch[0].suspects)
+    until(lambda: len(of(lines, "rank 0 waits for rank 1: it is in batch 3 of epoch 0")) >= 3)
+    until(lambda: time.monotonic() > began + 2.0)
+    assert len(of(lines, "rank 0 waits for rank 1: it is in batch")) < 40
+    busy[0] = False
+    until(lambda: of(lines, "rank 1 goes on"))
+    until(lambda: not watch[0].suspects)
+    assert not of(lost, "has not come")
+    for one in watch:
+        one.stop()
+
+
+def test_a_rank_is_not_waited_for_by_one_that_computes_itself(lines):
+    store = dist.HashStore()
+    watch = [monitor.RankMonitor(rank, 2, store, lambda: (0, 3, False)).start() for rank in range(2)]
+    began = time.monotonic()
+    until(lambda: time.monotonic() > began + 0.5)
+    assert not of(lines, "has not come to its backward pass")
+    for one in watch:
+        one.stop()
+
+
+def test_a_silent_rank_is_named_and_then_lost_once_and_one_that_has_not_begun_is_neither(lines):
+    store, lost = dist.HashStore(), []
+    watch = monitor.RankMonitor(0, 3, store, lambda: (0, 3, True), lost.append)
+    store.set("lightning_hetero/monitor/1/1", "7 0 3 1")
+    watch.start()
+    until(lambda: of(lines, "rank 0 waits for rank 1: it shows no sign of life"))
+    assert lost == []
+    until(lambda: lost)
+    assert "rank 0 ends the training, which cannot go on: rank 1 is lost (it shows no sign of life" in lost[0]
+    time.sleep(0.2)
+    assert len(lost) == 1
+    assert not of(lines, "rank 2")
+    watch.stop()
+
+
+def _loses(path):
+    logging.getLogger("lightning_hetero").addHandler(logging.FileHandler(path))
+    monitor.PERIOD, monitor.QUIET, monitor.LOST = 0.02, 0.05, 0.1
+    store = dist.HashStore()
+    store.set("lightning_hetero/monitor/1/1", "7 0 3 1")
+    monitor.RankMonitor(0, 2, store, lambda: (0, 3, True)).start()
+    time.sleep(30.0)
+
+
+def test_who_has_lost_another_rank_ends_with_an_error_that_its_launcher_sees(tmp_path):
+    process = get_context("fork").Process(target=_loses, args=(str(tmp_path / "log"),))
+    process.start()
+    process.join(25.0)
+    assert process.exitcode == 1
+    assert "rank 1 is lost" in (tmp_path / "log").read_text()
 
 
 def test_a_rank_that_ends_says_so_and_is_not_missed():
