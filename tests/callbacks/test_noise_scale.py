@@ -440,7 +440,7 @@ def test_resume_inside_an_interval_with_plain_ddp(tmp_path):
     for one, other in zip(whole, again, strict=True):
         assert (len(one["seen"]), len(other["seen"])) == (112, 56)
         assert one["estimate"]["samples"] == 50 * 12
-        assert one["estimate"] == other["estimate"]
+        assert one["estimate"] == pytest.approx(other["estimate"], rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -460,12 +460,15 @@ def _estimated(rank, schedule, strategy, more):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "delayed", "exactly"),
-    [({}, INPUT, False), ({"bucket_cap_mb": 25}, ALL, True), ({"compression": BlockTopK(density=0.4)}, True, True)],
+    ("strategy", "delayed"),
+    [({}, INPUT), ({"bucket_cap_mb": 25}, ALL), ({"compression": BlockTopK(density=0.4)}, True)],
     ids=["two of four buckets", "one bucket", "block top-k"],
 )
-def test_a_resume_keeps_the_norms_of_the_step_whose_sums_are_under_way(tmp_path, strategy, delayed, exactly):
-    """In the first step of a resumed run, one bucket holds all parameters: those of the step before and its own."""
+def test_a_resume_keeps_the_norms_of_the_step_whose_sums_are_under_way(tmp_path, strategy, delayed):
+    """In the first step of a resumed run, one bucket holds all parameters: those of the step before and its own.
+
+    Norms are sums of squares, which torch adds in an order that depends on where a bucket begins in memory.
+    """
     path, strategy = tmp_path / "inside.ckpt", {"replan": "epoch", **strategy}
     whole = run_ranks(_estimated, 2, {3: delayed}, strategy, {"callbacks": [SavesAt(path, 9)]})
     rest = run_ranks(_estimated, 2, {9: delayed}, strategy, {"ckpt_path": str(path)})
@@ -473,7 +476,7 @@ def test_a_resume_keeps_the_norms_of_the_step_whose_sums_are_under_way(tmp_path,
     for (steps, full), (left, part), (_, other) in zip(whole, rest, uncut, strict=True):
         assert (steps, left) == (21, 12)
         assert full["samples"] == other["samples"] > 100
-        assert part == full if exactly else part == pytest.approx(full, rel=1e-13)
+        assert part == pytest.approx(full, rel=1e-13)
         assert full == pytest.approx(other, rel=1e-13)
 
 
