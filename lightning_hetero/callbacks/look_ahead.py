@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.callbacks.policy import Callback, engine_of
+from lightning_hetero.callbacks.policy import Callback, MisconfigurationException, engine_of
 from lightning_hetero.compression.layout import flat_view
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.optim.look_ahead import expected_move, foresees
@@ -47,10 +47,15 @@ class LookAheadCallback(Callback):
         """Find the engine of the strategy.
 
         Raises:
-            MisconfigurationException: if the trainer runs with another strategy.
+            MisconfigurationException: if the trainer runs with another strategy, or there is another callback of these.
         """
         needs = "LookAheadCallback needs a strategy that can delay gradients"
         self._engine = engine_of(trainer, needs, "HeteroDDPStrategy(staleness=1)")
+        count = sum(isinstance(callback, LookAheadCallback) for callback in trainer.callbacks)
+        if count > 1:
+            raise MisconfigurationException(
+                f"{count} of LookAheadCallback would both move the weights and put them back. Keep one of them."
+            )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Ask for this worker's own part of delayed sums."""

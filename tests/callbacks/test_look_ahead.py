@@ -14,7 +14,7 @@ from lightning_hetero import BlockTopK, LookAheadCallback, TTACallback
 from lightning_hetero.optim import SparseSGD
 from lightning_hetero.optim.look_ahead import expected_move
 from lightning_hetero.simulate import ThinLink
-from tests.helpers import Points, Regressor, fit, run_ranks
+from tests.helpers import Points, RankError, Regressor, fit, run_ranks
 
 SPLIT = {"local_batch_sizes": [7, 3], "replan": 10_000, "staleness": 1}
 FIRST = 2  # step from which everything is delayed
@@ -143,6 +143,11 @@ def test_parameters_without_dimensions_and_without_elements_are_foretold_too():
         assert np.isfinite(one["weights"]).all()
         assert len(set(scale[FIRST:])) > 2
         assert not np.array_equal(one["forward"][-1], one["after"][-2]), "it ran at other weights than the last ones"
+
+
+def test_two_that_would_both_move_the_weights_are_refused():
+    with pytest.raises(RankError, match="2 of LookAheadCallback would both move the weights"):
+        run_ranks(_run, 2, {}, {"callbacks": [LookAheadCallback()]})
 
 
 @pytest.mark.parametrize(
