@@ -23,6 +23,7 @@ from lightning_hetero.comm.kept import KeptSplit
 from lightning_hetero.comm.look import look
 from lightning_hetero.comm.network_watch import NetworkWatch
 from lightning_hetero.comm.noise import NoiseCollector
+from lightning_hetero.comm.notices import Notices
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.comm.roster import Roster
 from lightning_hetero.comm.schedule import ExchangeSchedule
@@ -95,7 +96,7 @@ class HeteroEngine:
         self.history: PlanHistory | None = None
         self.log: list[PlanEntry] = []
         self.last_observations = StepObservations.empty(world_size)
-        self.accumulation, self.min_local = 1, config.min_local_batch_size or 1
+        self.accumulation, self.batch_size, self.min_local = 1, 0, config.min_local_batch_size or 1
         self.memory_bound: int | None = None
         self._restored: PlanHistory | None = None
         self._start = self._position = (0, 0)
@@ -103,7 +104,7 @@ class HeteroEngine:
         self._local_rank = local_rank
         self.roster: Roster | None = None
         self._restored_workers: tuple[str, ...] = ()
-        self._kept = KeptSplit(rank == 0 and world_size > 1)
+        self._kept, self.notices = KeptSplit(rank == 0 and world_size > 1), Notices(rank == 0)
 
     @property
     def plan(self) -> BatchPlan | None:
@@ -149,7 +150,7 @@ class HeteroEngine:
             "the training data",
             f"{len(stream)} samples, order {stream.fingerprint():08x}, batch_size={batch_size}, drop_last={drop_last}",
         )
-        given = self.config.max_local_batch_sizes
+        given, self.batch_size = self.config.max_local_batch_sizes, batch_size
         own = given[self.rank] if isinstance(given, tuple) else given
         self.roster = Roster.meet(
             self.control,

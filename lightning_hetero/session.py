@@ -19,6 +19,7 @@ from lightning_hetero.core.proposal import check_planner
 from lightning_hetero.data.live import LiveStream
 from lightning_hetero.data.stream import IndexStream
 from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.without_effect import tell
 
 __all__ = ["CopiedSession", "HeteroSession", "PlanAccess", "SessionBatches", "log", "planner_of", "show_log"]
 
@@ -118,9 +119,8 @@ class HeteroSession:
         self.planner = planner_of(engine.config) if planner is None else check_planner(planner)
         self.on_metrics = on_metrics
         self._data: tuple[IndexStream, int, bool] | None = None
-        self._epoch, self._step = 0, 0
+        self._epoch, self._step, self._micro, self._synced = 0, 0, 0, 0
         self._pass: object | None = None
-        self._micro, self._synced = 0, 0
         self._skip: int | None = None
         self._restored: dict[str, Any] | None = None
 
@@ -166,8 +166,7 @@ class HeteroSession:
     def _shard_at(self, epoch: int, step: int) -> None:
         if self._data is None:
             return
-        stream, batch_size, drop_last = self._data
-        engine = self.engine
+        (stream, batch_size, drop_last), engine = self._data, self.engine
         if self._restored is not None:
             engine.history = None
             engine.load_state_dict(self._restored["engine"])
@@ -218,6 +217,7 @@ class HeteroSession:
             self._leave()
         if self._step > 0:  # the last pass was left early
             self._epoch, self._step = self._epoch + 1, 0
+        tell(self.engine, self.planner)
         skip, self._skip = self._skip or 0, None
         if skip:
             self._shard_at(self._epoch, skip)

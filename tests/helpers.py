@@ -1,6 +1,7 @@
 """Run a function on several ranks in processes of their own with a wall limit, and small models to train there."""
 
 import faulthandler
+import logging
 import os
 import random
 import signal
@@ -155,6 +156,15 @@ def run_ranks(fn, world_size, *args, timeout=90.0, env=None, expect_errors=False
     if errors:
         raise RankError(errors, _tracebacks(results))
     return [value for _, value in results]
+
+
+def collected():
+    """Our log lines from here on, in the order in which this process says them."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("lightning_hetero").addHandler(handler)
+    return lines
 
 
 class Points(Dataset):

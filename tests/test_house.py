@@ -18,6 +18,7 @@ ROOMS = (
     *("accelerate", "strategies", "callbacks"),
     "session",
     "wrapped_model",
+    "without_effect",
     *("engine", "elastic"),
     *("comm", "optim", "compression", "data", "config", "hardware"),
     "core",

@@ -30,6 +30,7 @@ from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import HeteroSession, PlanAccess, log
 from lightning_hetero.strategies._restarts import warn_of_stale_addresses
+from lightning_hetero.without_effect import tell
 from lightning_hetero.wrapped_model import WrappedModel
 
 __all__ = ["HeteroAccelerator"]
@@ -104,6 +105,7 @@ class HeteroAccelerator(PlanAccess, Accelerator):
             timeout=None if self.init_handler is None else self.init_handler.timeout,
         )
         self.hetero_session = HeteroSession(engine, on_metrics=self._keep_metrics)
+        tell(engine, self.hetero_session.planner)
         given: Any = self.ddp_handler  # type: ignore[has-type]
         self.ddp_handler = _HookedDDP(given or DistributedDataParallelKwargs(), self)
         self.register_save_state_pre_hook(self._save_hetero)
@@ -163,6 +165,7 @@ class HeteroAccelerator(PlanAccess, Accelerator):
         wanted = wanted if uneven is None else uneven
         if known or self.hetero_session is None:
             return prepared
+        say = self.hetero_session.engine.notices.say
         if wanted and self._hetero_loader is None:
             reason = why_not(data_loader, dispatch=self.dispatch_batches, stateful=self.use_stateful_dataloader)
             if reason is None:
@@ -173,11 +176,11 @@ class HeteroAccelerator(PlanAccess, Accelerator):
                 return self._hetero_loader
             if uneven or self.hetero_plugin.local_batch_sizes is not None:  # type: ignore[union-attr]
                 raise ValueError(f"{reason}, or leave the split to Accelerate with policy='even' and no sizes.")
-            log.warning("%s. It is left to Accelerate, which splits it evenly.", reason)
+            say(f"{reason}. It is left to Accelerate, which splits it evenly.", loses=True)
         elif wanted:
-            log.warning("a second training loader is split evenly; only the first one is split by speed.")
-        elif self._hetero_loader is None and self._chosen is None and self.is_main_process:
-            log.info(
+            say("a second training loader is split evenly; only the first one is split by speed.", loses=True)
+        elif self._hetero_loader is None and self._chosen is None:
+            say(
                 "a loader that does not shuffle was prepared without an optimizer beside it: it is taken for an "
                 "evaluation's and left to Accelerate. To split it by speed: prepare_data_loader(loader, uneven=True)."
             )

@@ -81,7 +81,7 @@ class AdaptiveBatchCallback(PolicyCallback):
                 check_int("min_steps", min_steps, minimum=1),
             )
         )
-        self.lr_scaling = lr_scaling
+        self.lr_scaling = self.given_lr_scaling = lr_scaling  # the first is what "auto" chooses
         self._most = max_total_batch_size
         self._gains: dict[int, float] = {}
         self._lr: LearningRateGain | None = None

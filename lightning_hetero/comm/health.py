@@ -50,7 +50,7 @@ class Health:
     def __init__(self, mode: str, control: ControlPlane, hook: HookState, clock: Clock) -> None:
         self.mode, self._control, self._hook, self._clock = mode, control, hook, clock
         self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
-        self._scaled = False
+        self.scaled = False
         self._losses: deque[tuple[torch.Tensor, Any, tuple[int, int]]] = deque()
         self._step, self._bytes, self._looks = (0, 0), 0, 0
         self._told = self._told_of_weights = False
@@ -71,9 +71,7 @@ class Health:
             module: inside of DDP's wrapper.
             scaled: whether a loss scaler leaves out steps that are not finite by itself.
         """
-        self._modules[module], self._scaled = None, scaled
-        if scaled and self.mode != "warn" and self._control.rank == 0:
-            log.info("nonfinite=%r has nothing to do: the loss scaler leaves out steps that are not finite", self.mode)
+        self._modules[module], self.scaled = None, scaled
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """What is trained, by name; those of a second module and so on are told apart by its number."""
@@ -122,7 +120,7 @@ class Health:
         Raises:
             NonFiniteError: on all ranks, if the gradient is not finite and training is to end then.
         """
-        if self.mode == "warn" or self._scaled or self._hook.num_bytes == self._bytes:
+        if self.mode == "warn" or self.scaled or self._hook.num_bytes == self._bytes:
             return
         self._bytes = self._hook.num_bytes
         epoch, batch = self._step

@@ -58,7 +58,7 @@ class Topology:
     """
 
     def __init__(self, rank: int, clusters: Clusters, *, timeout: timedelta | None = None, apart: bool = False) -> None:
-        self.rank, self.world_size = rank, sum(map(len, clusters))
+        self.rank, self.given, self.world_size = rank, clusters, sum(map(len, clusters))
         self.flat = len(clusters) in (1, self.world_size)
         self.clusters = tuple((r,) for r in range(self.world_size)) if self.flat else clusters
         self.cluster = next(i for i, members in enumerate(self.clusters) if rank in members)
@@ -120,9 +120,9 @@ class Topology:
         """
         clusters = _clusters(setting, control)
         topology = cls(control.rank, clusters, timeout=timeout)
-        if setting is not None and control.rank == 0:
-            way = "no hierarchy: " if topology.flat else "gradients are summed inside clusters, leaders exchange sums: "
-            log.info("%sclusters of ranks %s", way, [list(members) for members in clusters])
+        if setting is not None and control.rank == 0 and not topology.flat:
+            shown = [list(members) for members in clusters]
+            log.info("gradients are summed inside clusters, leaders exchange sums: clusters of ranks %s", shown)
         return topology
 
     def another(self) -> "Topology":

@@ -23,6 +23,7 @@ from torch import nn
 from lightning_hetero.comm.clock import HostClock, clock_for
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.dispatch import BatchDispatcher, ElasticWorkerError, job_store
+from lightning_hetero.comm.notices import Notices
 from lightning_hetero.core.adaptive_sgd import AdaptiveSettings, merge_weights, scale_batch_sizes
 from lightning_hetero.data.claims import ClaimedBatchSampler, MegaBatch
 from lightning_hetero.data.stream import IndexStream
@@ -32,6 +33,7 @@ from lightning_hetero.elastic.pace import DevicePace
 from lightning_hetero.elastic.record import MergeRecord
 from lightning_hetero.elastic.replicas import Replica
 from lightning_hetero.elastic.same_model import require_same_model
+from lightning_hetero.elastic.without_effect import elastic_without_effect
 
 __all__ = ["ElasticEngine", "MergeRecord"]
 
@@ -74,7 +76,7 @@ class ElasticEngine:
         self.control = ControlPlane(rank, world_size, timeout=timeout)
         self.control.require_equal("the settings of the strategy", repr(config))
         self.dispatcher = BatchDispatcher(job_store(), rank, world_size, timeout=timeout)
-        self.merges: list[MergeRecord] = []
+        self.merges, self.notices = list[MergeRecord](), Notices(rank == 0)
         self.inside, self.epoch_over, self.diverged = False, False, False
         self.batch_sizes: tuple[int, ...] = ()
         self.position = (0, 0)
@@ -87,10 +89,9 @@ class ElasticEngine:
         self._samples = self._mega_samples = self._least = 1
         self._mega: MegaBatch | None = None
         self._span: range | None = None
-        self._drawn = False
+        self._drawn = self._end = False
         self._opened = self._updates = self._trained = 0
         self._began = 0.0
-        self._end = False
         self.pace = DevicePace(HostClock())
 
     # set-up
@@ -176,6 +177,8 @@ class ElasticEngine:
                 "Use fewer workers, more data or a smaller batch_size."
             )
         self._mega_samples, self._least = self.config.samples(batch_size, self.world_size), least
+        found = elastic_without_effect(self.config, self.world_size, self._samples, self._mega_samples)
+        self.notices.tell(found)
         self._settings = self.config.adaptive(batch_size)
         given = self._settings.min_batch_size
         assert given is not None

@@ -34,6 +34,7 @@ from lightning_hetero.strategies._loaders import (
 from lightning_hetero.strategies._registration import register
 from lightning_hetero.strategies._restarts import warn_of_stale_addresses
 from lightning_hetero.strategies._whole_files import WholeFilesMixin
+from lightning_hetero.without_effect import tell
 from lightning_hetero.wrapped_model import WrappedModel
 
 __all__ = ["HeteroFabricMixin"]
@@ -129,6 +130,7 @@ class HeteroFabricMixin(WholeFilesMixin, PlanAccess):
             timeout=self._timeout,  # type: ignore[attr-defined]
         )
         self.session = HeteroSession(engine, on_metrics=self.metrics.update)
+        tell(engine, self.session.planner)
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
         """Wrap the model as DDP does, with our communication hook."""
@@ -181,29 +183,30 @@ class HeteroFabricMixin(WholeFilesMixin, PlanAccess):
         if self._met() is None:
             return dataloader
         shuffles, taken = _shuffles(dataloader), self._train_loader is not None
-        reason = why_not_uneven(dataloader, self._running().engine.world_size)
+        engine = self._running().engine
+        reason, say = why_not_uneven(dataloader, engine.world_size), engine.notices.say
         if not shuffles and (taken or reason is not None):
             if not taken:
-                log.warning("%s. It is left as it is, as the loader of an evaluation.", reason)
-            elif self._assumed and self._running().engine.rank == 0:
-                log.info("a further loader that does not shuffle is taken for an evaluation's and left even.")
+                say(f"{reason}. It is left as it is, as the loader of an evaluation.", loses=True)
+            elif self._assumed:
+                say("a further loader that does not shuffle is taken for an evaluation's and left even.")
             return self._even(dataloader)
         if taken and not (self._assumed and self._running().position == (0, 0)):
-            log.warning("a second training loader is split evenly; only the first one is split by speed.")
+            say("a second training loader is split evenly; only the first one is split by speed.", loses=True)
             return self._announced(dataloader)
         if reason is None:
             return self._shard(dataloader, assumed=not shuffles)
         if self.config.policy not in (None, "even") or self.config.local_batch_sizes is not None:
             raise ValueError(f"{reason}, or leave the policy and the sizes out to train as plain DDP does.")
-        log.warning("%s. It is split evenly, as plain DDP does.", reason)
+        say(f"{reason}. It is split evenly, as plain DDP does.", loses=True)
         return self._announced(dataloader)
 
     def _shard(self, loader: DataLoader, assumed: bool) -> Any:
         """The loader as the training loader; if that is ``assumed`` only, a loader that shuffles may take its place."""
         session, stream, batches = self._running(), stream_of(loader), loader.batch_sampler
         assert stream is not None
-        if assumed and session.engine.rank == 0:
-            log.info(
+        if assumed:
+            session.engine.notices.say(
                 "the first loader is taken for the training loader and split by speed, since none shuffles so far. A "
                 "pass over it with gradients off, or with all models in eval(), is an evaluation and even."
             )

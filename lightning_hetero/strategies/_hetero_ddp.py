@@ -35,7 +35,7 @@ from lightning_hetero.strategies._loaders import (
     why_not_uneven,
     with_batch_sampler,
 )
-from lightning_hetero.strategies._policy import attach_policy
+from lightning_hetero.strategies._policy import attach_policy, tell_settings
 from lightning_hetero.strategies._probe import probe_module
 from lightning_hetero.strategies._registration import register
 from lightning_hetero.strategies._restarts import warn_of_stale_addresses
@@ -140,6 +140,7 @@ class HeteroDDPMixin(CheckpointMixin, EndingMixin, WholeFilesMixin, PlanAccess):
         super().__init__(**kwargs)
         self.engine: HeteroEngine | None = None
         self._callback: PolicyCallback | None = None
+        self._brought: list[Any] = []
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -276,6 +277,7 @@ class HeteroDDPMixin(CheckpointMixin, EndingMixin, WholeFilesMixin, PlanAccess):
             return self._shard(dataloader)
         if self.config.policy != "even":
             raise self._misconfiguration(f"{reason}, or set policy='even' to train as plain DDP does.")
+        self.engine.notices.say(f"{reason}. With policy='even' it is left as it is, as plain DDP does.")
         self.engine.sampler = None
         return dataloader
 
@@ -293,6 +295,7 @@ class HeteroDDPMixin(CheckpointMixin, EndingMixin, WholeFilesMixin, PlanAccess):
                 "the datasets in one DataLoader, or use strategy='ddp'."
             )
         self._go_on_counting()
+        tell_settings(self)
 
     def _shard(self, loader: DataLoader) -> DataLoader:
         assert self.engine is not None

@@ -146,22 +146,44 @@ def evaluates(models: Sequence[torch.nn.Module]) -> bool:
     return not torch.is_grad_enabled() or (len(models) > 0 and not any(model.training for model in models))
 
 
+def _inner(loader: DataLoader) -> Any:
+    """The batch sampler of an evaluation, which Lightning wraps for predictions to know the indices of each batch."""
+    return getattr(loader.batch_sampler, "_batch_sampler", loader.batch_sampler)
+
+
+def why_not_balanced(loader: Any, world_size: int) -> str | None:
+    """Why an evaluation loader cannot be split by speed over several ranks; ``None`` if it can."""
+    if not isinstance(loader, DataLoader):
+        return f"it is a {type(loader).__name__}, not a torch DataLoader"
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+        return "samples of an IterableDataset, or without a batch_size, cannot be assigned to workers"
+    batches = _inner(loader)
+    if type(batches) is not BatchSampler:
+        return f"it has a batch sampler of its own ({type(batches).__name__})"
+    sampler = batches.sampler
+    if not isinstance(sampler, DistributedSampler):
+        return f"its sampler ({type(sampler).__name__}) is not distributed"
+    own = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)  # in the wrapper of Lightning's
+    if type(own) is not DistributedSampler and not isinstance(own, SequentialSampler):
+        return f"its samples come by a {type(own).__name__}"
+    if getattr(sampler, "shuffle", False):
+        return "it shuffles"
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    return f"it has {size} samples for {world_size} workers" if size < world_size else None
+
+
 def balanced_evaluation_loader(loader: Any, engine: HeteroEngine) -> Any:
     """The evaluation loader split by the shares of the current plan; unchanged where that is not possible."""
-    if (
-        not isinstance(loader, DataLoader)
-        or isinstance(loader.dataset, IterableDataset)
-        or loader.batch_sampler is None
-    ):
+    reason = why_not_balanced(loader, engine.world_size)
+    if reason is not None:
+        if engine.world_size > 1:
+            text = f"balance_evaluation=True leaves an evaluation loader as it is under ddp: {reason}"
+            engine.notices.say(f"{text}. Samples may be repeated to make shards equal.", loses=True)
         return loader
-    captured: Any = loader.batch_sampler  # Lightning wraps it for predictions, to know the indices of each batch
-    inner = getattr(captured, "_batch_sampler", captured)
-    sampler = getattr(inner, "sampler", None)
-    size = len(loader.dataset)  # type: ignore[arg-type]
-    if not isinstance(sampler, DistributedSampler) or getattr(sampler, "shuffle", False) or size < engine.world_size:
-        return loader
+    captured: Any = loader.batch_sampler
+    inner = _inner(loader)
     batches = EvaluationBatchSampler(
-        size,
+        len(loader.dataset),  # type: ignore[arg-type]
         inner.batch_size,
         engine.current_shares,
         engine.rank,

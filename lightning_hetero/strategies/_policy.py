@@ -1,11 +1,16 @@
-"""Which callback decides on the split of a strategy: that of the user, or the one that its settings name."""
+"""Which callback decides on the split of a strategy: that of the user, or the one that its settings name.
+
+And what of settings and callbacks does nothing in a run.
+"""
 
 from typing import Any
 
 from lightning_hetero.callbacks import PolicyCallback, policy_callback
-from lightning_hetero.strategies._convergence_probe import begin_probe
+from lightning_hetero.callbacks.without_effect import callbacks_without_effect
+from lightning_hetero.strategies._convergence_probe import begin_probe, probes
+from lightning_hetero.without_effect import tell
 
-__all__ = ["attach_policy"]
+__all__ = ["attach_policy", "tell_settings"]
 
 
 def attach_policy(strategy: Any) -> None:
@@ -37,4 +42,16 @@ def attach_policy(strategy: Any) -> None:
         callbacks.remove(given[0])
     else:
         strategy._callback = policy_callback("fixed" if sizes else strategy.config.policy)
-    callbacks[:0] = [strategy._callback, *strategy._callback.companions(callbacks)]
+    companions = strategy._callback.companions(callbacks)
+    strategy._brought = companions if given else [strategy._callback, *companions]
+    callbacks[:0] = [strategy._callback, *companions]
+
+
+def tell_settings(strategy: Any) -> None:
+    """Say which settings of a strategy, and of the user's callbacks, do nothing; training begins, data is known."""
+    if probes(strategy):
+        return
+    engine = strategy.engine
+    given = [callback for callback in strategy._trainer.callbacks if callback not in strategy._brought]
+    others = callbacks_without_effect(given, strategy.config, engine.world_size)
+    tell(engine, strategy._callback.planner, others, split=engine.sampler is not None)

@@ -59,7 +59,6 @@ def probe_module(trainer: Any, module: Any, device: torch.device, config: Hetero
         ValueError: if the loader or the module cannot be tried without training.
     """
     if device.type == "cpu":
-        log.info("probe_memory: a CPU worker has no memory bound that could be probed")
         return None
     loader = trainer.fit_loop._data_source.dataloader()
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):

@@ -12,7 +12,7 @@ from lightning_hetero import BatchPlan, DynamicBatchPIDCallback, HeteroDDPStrate
 from lightning_hetero.core.planner import PLANNERS
 from lightning_hetero.strategies._loaders import recount_batches
 from tests.counted import CountedTime
-from tests.helpers import Points, Regressor, covered, fit, run_ranks
+from tests.helpers import Points, Regressor, collected, covered, fit, run_ranks
 
 
 class Speeds(Regressor):
@@ -288,6 +288,53 @@ def test_evaluation_loaders_are_lightnings_own_by_default():
     results = run_ranks(_evaluate, 2, False)
     parts = [[i for s, _, indices in seen if s == "val" for i in indices] for seen, *_ in results]
     assert len(parts[0]) == len(parts[1]) == 17
+
+
+class Reversed(torch.utils.data.BatchSampler):
+    """Batches in an order of their own."""
+
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
+ODD = {
+    "SubsetRandomSampler": lambda data: {"sampler": torch.utils.data.SubsetRandomSampler(range(12)), "batch_size": 4},
+    "Reversed": lambda data: {"batch_sampler": Reversed(torch.utils.data.SequentialSampler(data), 4, False)},
+    "IterableDataset": lambda data: {"batch_size": 4},
+    "1 samples": lambda data: {"batch_size": 4},
+}
+
+
+class Streamed(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([Points(1)[0]] * 8)
+
+
+def _odd_evaluation(rank, name, balance):
+    from lightning_hetero import HeteroDDPStrategy
+    from tests.helpers import trainer_of
+
+    class Evaluated(Regressor):
+        def validation_step(self, batch, batch_idx):
+            self.seen.append(batch[2].tolist())
+
+    lines = collected()
+    model, data = Evaluated(), Points(1 if name == "1 samples" else 33)
+    trainer = trainer_of(HeteroDDPStrategy(balance_evaluation=balance), 2)
+    loader = torch.utils.data.DataLoader(Streamed() if name == "IterableDataset" else data, **ODD[name](data))
+    for _ in range(2):
+        trainer.validate(model, loader, verbose=False)
+    return model.seen, [line for line in lines if "balance_evaluation" in line]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_evaluation_that_cannot_be_balanced_is_as_under_ddp_and_said_once(name):
+    torch.manual_seed(0)  # orders of samples are drawn from it
+    (seen, said), (others, elsewhere) = run_ranks(_odd_evaluation, 2, name, True)
+    assert (len(said), elsewhere) == (1, [])
+    assert name in said[0]
+    torch.manual_seed(0)
+    assert [seen, others] == [result[0] for result in run_ranks(_odd_evaluation, 2, name, False)]
 
 
 def _settings(rank, replan, hysteresis, steps):

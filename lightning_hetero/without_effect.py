@@ -1,0 +1,157 @@
+"""Which settings of a run do nothing in it, with the reason: said once, on rank 0, when training begins.
+
+A setting that is wrong is an error where it is given. Here are those that are right by themselves, and do nothing with
+the workers, the policy or the data at hand.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.clusters import Clusters
+from lightning_hetero.core.no_effect import NoEffect
+from lightning_hetero.core.planner import Planner, ProportionalPlanner, StaticPlanner
+from lightning_hetero.engine import HeteroEngine
+
+__all__ = ["ALONE", "Run", "given", "tell", "without_effect"]
+
+ALONE = "there is one worker, who has nobody to share batches or exchange gradients with", "Start more, or leave it out"
+"""Reason and cure of all that takes several workers."""
+
+FOR_SEVERAL = (
+    *("policy", "weight_fn", "hysteresis", "balance_evaluation"),
+    *("compression", "hierarchy", "sparse_optimizer", "staleness"),
+)
+"""Settings that take several workers."""
+FOR_SPLIT = ("min_local_batch_size", "max_local_batch_sizes", "replan", "probe_memory")
+"""Settings that take a training loader that is split, with ``policy="even"``."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of a run when its training begins.
+
+    Args:
+        world_size: number of ranks.
+        planner: decides on the split; ``None`` if it stays.
+        clusters: that the setting ``hierarchy`` gave, if it gave any.
+        flat: whether gradients are exchanged without clusters.
+        on_cpu: whether all ranks compute on CPUs.
+        scaled: whether a loss scaler leaves out steps that are not finite.
+        batch_size: of the training DataLoader, ``None`` if it is not split, or not known yet.
+        split: whether the training loader is split.
+    """
+
+    world_size: int
+    planner: Planner | None = None
+    clusters: Clusters = ()
+    flat: bool = True
+    on_cpu: bool = False
+    scaled: bool = False
+    batch_size: int | None = None
+    split: bool = True
+
+
+def given(config: HeteroConfig, names: Iterable[str]) -> tuple[str, ...]:
+    """Those of some settings that are not at their defaults, as they were given.
+
+    Example:
+        >>> given(HeteroConfig(policy="pid", local_batch_sizes=[3, 1]), ("policy", "local_batch_sizes", "replan"))
+        ("policy='pid'", 'local_batch_sizes=[3, 1]')
+    """
+    defaults = {field.name: field.default for field in fields(HeteroConfig)}
+    values = {name: getattr(config, name) for name in names if getattr(config, name) != defaults[name]}
+    return tuple(name if name == "weight_fn" else f"{name}={_written(value)}" for name, value in values.items())
+
+
+def _written(value: object) -> str:
+    """A value as users write it: with lists in place of tuples, and without what is at its default."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_written, value))}]"
+    if not is_dataclass(value):
+        return repr(value)
+    own = {field.name: getattr(value, field.name) for field in fields(value)}
+    changed = [f"{field.name}={own[field.name]!r}" for field in fields(value) if own[field.name] != field.default]
+    return f"{type(value).__name__}({', '.join(changed)})"
+
+
+def without_effect(config: HeteroConfig, run: Run) -> list[NoEffect]:
+    """The settings of a configuration that do nothing in a run.
+
+    Example:
+        >>> [str(one) for one in without_effect(HeteroConfig(staleness=1), Run(1))][0][:30]
+        'staleness=1 has no effect: the'
+        >>> without_effect(HeteroConfig(), Run(2))
+        []
+    """
+    rules = (_of_one_worker, _of_policy, _of_loader, _of_devices, _of_hierarchy)
+    return [one for rule in rules for one in rule(config, run) if one.settings]
+
+
+def _of_one_worker(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
+    if run.world_size == 1:
+        names = [name for name in FOR_SEVERAL if (name, config.policy) != ("policy", "even")]
+        yield NoEffect(given(config, names), *ALONE)
+
+
+def _of_policy(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
+    if run.world_size == 1 or config.staleness:  # the rule of the delays has the same hysteresis
+        return
+    hysteresis = given(config, ["hysteresis"])
+    if isinstance(run.planner, ProportionalPlanner):
+        reason = "proportional control goes by the dead band of its controller"
+        yield NoEffect(hysteresis, reason, "Under Lightning, give DynamicBatchPIDCallback(dead_band=...)")
+    elif run.planner is None or isinstance(run.planner, StaticPlanner):
+        (why,) = given(config, ["local_batch_sizes"]) if config.fixes_split else (f"policy={config.policy!r}",)
+        yield NoEffect(hysteresis, f"with {why} the split never changes", "Leave it out, or choose another policy")
+
+
+def _of_loader(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
+    sizes, batch_size = config.local_batch_sizes, run.batch_size
+    if sizes is not None and batch_size is not None and sum(sizes) != batch_size * run.world_size:
+        reason = f"local_batch_sizes={list(sizes)} are the total batch, {sum(sizes)} samples"
+        cure = f"For {batch_size * run.world_size} samples, give sizes that add up to it"
+        yield NoEffect((f"the DataLoader's batch_size ({batch_size} per worker)",), reason, cure)
+    if not run.split:
+        reason, cure = "the training loader is left as it is", "Give one that can be split, or leave it out"
+        yield NoEffect(given(config, FOR_SPLIT), reason, cure, loses=config.max_local_batch_sizes is not None)
+
+
+def _of_devices(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
+    if run.on_cpu and run.split:
+        reason = "all workers compute on CPUs, which swap where a GPU runs out of memory"
+        yield NoEffect(given(config, ["probe_memory"]), reason, "Give max_local_batch_sizes")
+    if run.scaled:
+        reason = "the loss scaler leaves out steps that are not finite"
+        yield NoEffect(given(config, ["nonfinite"]), reason, "Leave it out, or train without a scaler, in bf16")
+
+
+def _of_hierarchy(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
+    if run.world_size == 1 or not run.flat:
+        return
+    reason = "all workers are one cluster" if len(run.clusters) == 1 else "each worker is a cluster of its own"
+    cure = "Name several clusters, one of them with several ranks, or leave it out"
+    yield NoEffect(given(config, ["hierarchy"]), reason, cure)
+
+
+def tell(engine: HeteroEngine, planner: Planner | None, others: Iterable[NoEffect] = (), *, split: bool = True) -> None:
+    """Say on rank 0 which settings of an engine's run do nothing; what was said before is not said again.
+
+    Args:
+        engine: of the run.
+        planner: decides on its split; ``None`` if it stays.
+        others: of callbacks.
+        split: whether the training loader is split, as far as is known.
+    """
+    topology, names = engine.hook_state.topology, [] if engine.roster is None else engine.roster.identities
+    run = Run(
+        engine.world_size,
+        planner,
+        clusters=() if topology is None else topology.given,
+        flat=topology is None or topology.flat,
+        on_cpu=bool(names) and all("/cpu:" in name for name in names),
+        scaled=engine.health.scaled,
+        batch_size=engine.batch_size or None,
+        split=split,
+    )
+    engine.notices.tell([*without_effect(engine.config, run), *others])
