@@ -13,7 +13,7 @@ from lightning_hetero.core.no_effect import NoEffect
 from lightning_hetero.core.planner import Planner, ProportionalPlanner, StaticPlanner
 from lightning_hetero.engine import HeteroEngine
 
-__all__ = ["ALONE", "Run", "given", "tell", "without_effect"]
+__all__ = ["ALONE", "Run", "given", "tell", "tell_left", "without_effect"]
 
 ALONE = "there is one worker, who has nobody to share batches or exchange gradients with", "Start more, or leave it out"
 """Reason and cure of all that takes several workers."""
@@ -24,7 +24,7 @@ FOR_SEVERAL = (
 )
 """Settings that take several workers."""
 FOR_SPLIT = ("min_local_batch_size", "max_local_batch_sizes", "replan", "probe_memory")
-"""Settings that take a training loader that is split, with ``policy="even"``."""
+"""Settings that take a training loader that is split."""
 
 
 @dataclass(frozen=True)
@@ -155,3 +155,15 @@ def tell(engine: HeteroEngine, planner: Planner | None, others: Iterable[NoEffec
         split=split,
     )
     engine.notices.tell([*without_effect(engine.config, run), *others])
+
+
+def tell_left(engine: HeteroEngine, planner: Planner | None, text: str) -> None:
+    """Warn on rank 0 that the training loader is left as it is, and of the settings that do nothing for that reason.
+
+    Args:
+        engine: of the run.
+        planner: would decide on the split.
+        text: why, and what becomes of the loader.
+    """
+    engine.notices.say(text, loses=True)
+    tell(engine, planner, split=False)

@@ -4,7 +4,8 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero import (
     DynamicBatchPIDCallback,
@@ -238,6 +239,48 @@ def test_each_front_end_says_it_once_on_rank_0(train, settings, expected):
     first, second = run_ranks(_said, 2, train, settings)
     assert (len(first), second) == (1, [])
     assert expected in first[0]
+
+
+class Streamed(IterableDataset):
+    def __iter__(self):
+        return iter([Points(1)[0]] * 8)
+
+
+class Own(DistributedSampler):
+    """An order of its own."""
+
+
+def _left_by_accelerate(rank):
+    accelerator = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(max_local_batch_sizes=8))
+    optimizer = Regressor().configure_optimizers()
+    for dataset in (Streamed(), Streamed(), Points(8), Points(8), Points(8)):
+        accelerator.prepare(DataLoader(dataset, 4, shuffle=isinstance(dataset, Points)), optimizer)
+    accelerator.end_training()
+
+
+def _left_by_fabric(rank):
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(max_local_batch_sizes=8))
+    fabric.launch()
+    data = Points(8)
+    fabric.setup_dataloaders(*(DataLoader(data, 4, sampler=Own(data, 2, rank)) for _ in range(2)))
+    fabric.setup_dataloaders(*(DataLoader(data, 4, shuffle=True) for _ in range(3)))
+    fabric.strategy.teardown()
+
+
+def _left(rank, prepare):
+    lines = collected()
+    prepare(rank)
+    return [line for line in lines if not line.startswith("plan ")]
+
+
+@pytest.mark.parametrize("prepare", [_left_by_accelerate, _left_by_fabric])
+def test_loaders_that_are_left_even_are_told_once_on_rank_0(prepare):
+    lines, elsewhere = run_ranks(_left, 2, prepare)
+    left, bounds, second = lines
+    assert "It is" in left
+    assert bounds.startswith("max_local_batch_sizes=8 has no effect: the training loader is left as it is")
+    assert second.startswith("a second training loader is split evenly")
+    assert elsewhere == []
 
 
 @pytest.mark.parametrize("train", [_lightning, _fabric, _accelerate, _elastic])

@@ -30,7 +30,7 @@ from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import HeteroSession, PlanAccess, log
 from lightning_hetero.strategies._restarts import warn_of_stale_addresses
-from lightning_hetero.without_effect import tell
+from lightning_hetero.without_effect import tell, tell_left
 from lightning_hetero.wrapped_model import WrappedModel
 
 __all__ = ["HeteroAccelerator"]
@@ -163,28 +163,27 @@ class HeteroAccelerator(PlanAccess, Accelerator):
         prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         wanted = data_loader is self._chosen or (uneven is None and training_loader([data_loader]) is data_loader)
         wanted = wanted if uneven is None else uneven
-        if known or self.hetero_session is None:
+        session = self.hetero_session
+        if known or session is None:
             return prepared
-        say = self.hetero_session.engine.notices.say
         if wanted and self._hetero_loader is None:
             reason = why_not(data_loader, dispatch=self.dispatch_batches, stateful=self.use_stateful_dataloader)
             if reason is None:
-                self._hetero_loader = uneven_loader(
-                    prepared, self.hetero_session, self.num_processes, split=self.split_batches
-                )
+                self._hetero_loader = uneven_loader(prepared, session, self.num_processes, split=self.split_batches)
                 self._dataloaders[-1] = self._hetero_loader
                 return self._hetero_loader
             if uneven or self.hetero_plugin.local_batch_sizes is not None:  # type: ignore[union-attr]
                 raise ValueError(f"{reason}, or leave the split to Accelerate with policy='even' and no sizes.")
-            say(f"{reason}. It is left to Accelerate, which splits it evenly.", loses=True)
+            tell_left(session.engine, session.planner, f"{reason}. It is left to Accelerate, which splits it evenly.")
         elif wanted:
-            say("a second training loader is split evenly; only the first one is split by speed.", loses=True)
+            text = "a second training loader is split evenly; only the first one is split by speed."
+            session.engine.notices.say(text, loses=True)
         elif self._hetero_loader is None and self._chosen is None:
-            say(
+            session.engine.notices.say(
                 "a loader that does not shuffle was prepared without an optimizer beside it: it is taken for an "
                 "evaluation's and left to Accelerate. To split it by speed: prepare_data_loader(loader, uneven=True)."
             )
-        self._dataloaders[-1] = announced_loader(prepared, self.hetero_session, lambda: self._models)
+        self._dataloaders[-1] = announced_loader(prepared, session, lambda: self._models)
         return self._dataloaders[-1]
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:

@@ -34,7 +34,7 @@ from lightning_hetero.strategies._loaders import (
 from lightning_hetero.strategies._registration import register
 from lightning_hetero.strategies._restarts import warn_of_stale_addresses
 from lightning_hetero.strategies._whole_files import WholeFilesMixin
-from lightning_hetero.without_effect import tell
+from lightning_hetero.without_effect import tell, tell_left
 from lightning_hetero.wrapped_model import WrappedModel
 
 __all__ = ["HeteroFabricMixin"]
@@ -198,7 +198,7 @@ class HeteroFabricMixin(WholeFilesMixin, PlanAccess):
             return self._shard(dataloader, assumed=not shuffles)
         if self.config.policy not in (None, "even") or self.config.local_batch_sizes is not None:
             raise ValueError(f"{reason}, or leave the policy and the sizes out to train as plain DDP does.")
-        say(f"{reason}. It is split evenly, as plain DDP does.", loses=True)
+        tell_left(engine, self._running().planner, f"{reason}. It is split evenly, as plain DDP does.")
         return self._announced(dataloader)
 
     def _shard(self, loader: DataLoader, assumed: bool) -> Any:
