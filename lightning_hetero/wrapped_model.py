@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.comm.block_exchange import BlockExchange
-from lightning_hetero.comm.compressible import check_sparse_gradients
+from lightning_hetero.comm.compressible import check_rescaled, check_sparse_gradients
 from lightning_hetero.comm.gradient_hook import gradient_hook
 from lightning_hetero.engine import HeteroEngine
 
@@ -40,7 +40,8 @@ class WrappedModel:
             added to the model.
 
     Raises:
-        ValueError: if the model has sparse gradients, which the settings have no form for.
+        ValueError: if the model has sparse gradients, which the settings have no form for, or embeddings with
+            ``max_norm``.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class WrappedModel:
     def _connect(self, model: DistributedDataParallel) -> None:
         """Put the hook into DDP, which has just laid out its buckets."""
         self.attach(model)
+        check_rescaled(model.module)
         check_sparse_gradients(model.module, self.engine.config, self.engine.hook_state.inner)
         model.register_comm_hook(self.engine.hook_state, gradient_hook)
         self._parameters = list(model.module.parameters())

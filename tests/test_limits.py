@@ -332,6 +332,25 @@ def sparse_gradients():
     refused("Set sparse=False", model=Embedded(), strategy={**SPLIT, "staleness": 1})
 
 
+class Bounded(Embedded):
+    """Rows of an embedding that are kept short: by its forward pass, or on all ranks before each batch."""
+
+    def __init__(self, by_forward):
+        super().__init__()
+        self.by_forward = by_forward
+        self.table = nn.Embedding(N, 1, max_norm=0.5 if by_forward else None, dtype=torch.float64)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if not self.by_forward:
+            self.table.weight.data.renorm_(2.0, 0, 0.5)
+
+
+@case("`nn.Embedding(max_norm=...)`")
+def bounded_embeddings():
+    refused("max_norm=0.5: .* would train different models. Set max_norm=None", model=Bounded(by_forward=True))
+    like_one_process({"model": Bounded(by_forward=False)}, {"model": Bounded(by_forward=False)})
+
+
 @case("`static_graph`")
 def static_graph():
     exact, ours = epochs_of(run()), epochs_of(run(strategy={**SPLIT, "static_graph": True}))

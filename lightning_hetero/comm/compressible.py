@@ -1,4 +1,4 @@
-"""What can be compressed: which parameters have gradients that messages can carry, and which an optimizer may train."""
+"""What can be sent: gradients that messages can carry, what an optimizer may train, and what would drift apart."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from lightning_hetero.comm.backends import backend_of
 from lightning_hetero.config import HeteroConfig
 
-__all__ = ["check_parameters", "check_sparse_gradients", "check_trained"]
+__all__ = ["check_parameters", "check_rescaled", "check_sparse_gradients", "check_trained", "untrained"]
 
 
 def check_parameters(parameters: Mapping[str, torch.Tensor]) -> None:
@@ -63,6 +63,34 @@ def check_sparse_gradients(module: nn.Module, config: HeteroConfig, hook: Any = 
         f"{sender} cannot send sparse gradients, and {sparse[0]} has them (nn.Embedding(sparse=True)). Plain sums over "
         f"gloo can. Set sparse=False there, or {cure}."
     )
+
+
+def check_rescaled(module: nn.Module) -> None:
+    """Check that no forward pass changes weights by what is in the batch of its rank alone.
+
+    Raises:
+        ValueError: naming the first embedding with ``max_norm``, whose forward pass rescales the rows it looks up.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None and part.weight.requires_grad:
+            raise ValueError(
+                f"{name or type(part).__name__} has max_norm={part.max_norm}: its forward pass rescales the rows that "
+                "the rank's own batch looks up, so that ranks would train different models. Set max_norm=None, and "
+                "rescale all rows before each batch (under Lightning in on_train_batch_start): "
+                f"weight.data.renorm_({part.norm_type}, 0, {part.max_norm})."
+            )
+
+
+def untrained(optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of the parameters that need a gradient and that no optimizer has.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> untrained([torch.optim.SGD([layer.weight])], dict(layer.named_parameters()))
+        ['bias']
+    """
+    known = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    return [name for name, p in parameters.items() if p.requires_grad and p not in known]
 
 
 def check_trained(optimizers: Iterable[torch.optim.Optimizer], known: Mapping[torch.Tensor, Any]) -> None:
