@@ -9,16 +9,54 @@ from lightning_hetero.comm.monitor import RankMonitor
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.strategies._signals import SharedSignals
 
-__all__ = ["EndingMixin"]
+__all__ = ["AloneMixin", "EndingMixin"]
 
 
-class EndingMixin:
-    """Lets all ranks end at the same batch if one is told to, and lets none wait for ranks that it has left.
+class AloneMixin:
+    """Lets a rank wait for nobody while it handles an exception of its own, in order to save a checkpoint say.
 
-    A rank that handles an exception of its own, in order to save a checkpoint say, is alone: the others are somewhere
-    else, and would not take part in what it asks them. What is a collective call in Lightning then concerns this rank
-    only.
+    The others are somewhere else, and would not take part in what it asks them. What is a collective call in Lightning
+    then concerns this rank only.
     """
+
+    @property
+    def _trainer_if_any(self) -> Any:
+        """The trainer, ``None`` for a strategy that was connected by hand and has none yet."""
+        return getattr(self.lightning_module, "_trainer", None)  # type: ignore[attr-defined]
+
+    @property
+    def _told_together(self) -> bool:
+        """Whether all ranks end at the same batch, because they were told to."""
+        raise NotImplementedError
+
+    @property
+    def _alone(self) -> bool:
+        """Whether this rank handles an exception that the others may not have."""
+        trainer = self._trainer_if_any
+        return trainer is not None and bool(trainer.interrupted) and not self._told_together
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """As DDP, unless this rank is alone."""
+        if not self._alone:
+            super().barrier(*args, **kwargs)  # type: ignore[misc]
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """As DDP, unless this rank is alone."""
+        return obj if self._alone else super().broadcast(obj, src)  # type: ignore[misc]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As DDP, unless this rank is alone."""
+        return tensor if self._alone else super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
+
+    def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As DDP, unless this rank is alone."""
+        if self._alone:
+            return tensor[None]
+        return super().all_gather(tensor, *args, **kwargs)  # type: ignore[misc, no-any-return]
+
+
+class EndingMixin(AloneMixin):
+    """Lets all ranks end at the same batch if one is told to, and lets none wait for ranks that it has left."""
 
     engine: HeteroEngine | None
     _signals: SharedSignals | None = None
@@ -31,22 +69,14 @@ class EndingMixin:
         if self.engine is not None and trainer is not None:
             self._signals = SharedSignals(trainer, self.engine.control).install()
 
-    @property
-    def _trainer_if_any(self) -> Any:
-        """The trainer, ``None`` for a strategy that was connected by hand and has none yet."""
-        return getattr(self.lightning_module, "_trainer", None)  # type: ignore[attr-defined]
-
     def settle_signals(self) -> None:
         """Wait for the last message about signals; a process that ends must not leave it under way."""
         if self._signals is not None:
             self._signals.settle()
 
     @property
-    def _alone(self) -> bool:
-        """Whether this rank handles an exception that the others may not have."""
-        trainer = self._trainer_if_any
-        together = self._signals is not None and self._signals.agreed
-        return trainer is not None and bool(trainer.interrupted) and not together
+    def _told_together(self) -> bool:
+        return self._signals is not None and self._signals.agreed
 
     def on_train_start(self) -> None:
         """Check for signals before each batch."""
@@ -98,22 +128,3 @@ class EndingMixin:
         if signals is not None:
             signals.remove()
         super().teardown()  # type: ignore[misc]
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """As DDP, unless this rank is alone."""
-        if not self._alone:
-            super().barrier(*args, **kwargs)  # type: ignore[misc]
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """As DDP, unless this rank is alone."""
-        return obj if self._alone else super().broadcast(obj, src)  # type: ignore[misc]
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As DDP, unless this rank is alone."""
-        return tensor if self._alone else super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
-
-    def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As DDP, unless this rank is alone."""
-        if self._alone:
-            return tensor[None]
-        return super().all_gather(tensor, *args, **kwargs)  # type: ignore[misc, no-any-return]

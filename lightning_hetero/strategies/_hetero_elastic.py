@@ -21,6 +21,7 @@ from lightning_hetero.session import log
 from lightning_hetero.strategies._arguments import arguments_of
 from lightning_hetero.strategies._elastic_rates import scaled_rates
 from lightning_hetero.strategies._elastic_rules import why_not_elastic
+from lightning_hetero.strategies._ending import AloneMixin
 from lightning_hetero.strategies._hetero_ddp import resume_position
 from lightning_hetero.strategies._loaders import NOT_MET, stream_of, why_not_uneven, with_batch_sampler
 from lightning_hetero.strategies._registration import register
@@ -37,7 +38,7 @@ DDP_ARGUMENTS = (
 )
 
 
-class HeteroElasticMixin(WholeFilesMixin):
+class HeteroElasticMixin(AloneMixin, WholeFilesMixin):
     """Elastic averaging with dynamic dispatch, for work whose time cannot be predicted (Adaptive SGD).
 
     Every rank trains a replica with an optimizer of its own on batches that it takes one by one; after each mega-batch
@@ -89,9 +90,7 @@ class HeteroElasticMixin(WholeFilesMixin):
                 f"hetero_elastic averages models, so there is no gradient averaging that {', '.join(for_gradients)} "
                 f"could change. Leave it out; what it takes of DDPStrategy's arguments is {', '.join(DDP_ARGUMENTS)}."
             )
-        own = [
-            name for name in inspect.signature(HeteroElasticMixin.__init__).parameters if name not in ("self", "kwargs")
-        ]
+        own = list(inspect.signature(HeteroElasticMixin.__init__).parameters)[1:-1]
         check_names(type(self).__name__, kwargs, [*own, *DDP_ARGUMENTS])
         settings = {
             "min_batch_size": min_batch_size,
@@ -344,8 +343,12 @@ class HeteroElasticMixin(WholeFilesMixin):
         self._require_merged("an all_gather")
         return super().all_gather(*args, **kwargs)  # type: ignore[misc, no-any-return]
 
+    @property
+    def _told_together(self) -> bool:
+        return self.world_size == 1 or self._trainer.received_sigterm  # type: ignore[attr-defined]  # set at a merge
+
     def _require_merged(self, what: str) -> None:
-        if self.engine is not None:
+        if self.engine is not None and not self._alone:
             self.engine.require_merged(what)
 
     # state
@@ -353,9 +356,14 @@ class HeteroElasticMixin(WholeFilesMixin):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save the merged model as Lightning does, with what each rank's replica has of its own.
 
+        A rank that fails alone saves nothing: its replica is not the model, and others' optimizers cannot be asked for.
+
         Raises:
             RuntimeError: inside a mega-batch.
         """
+        if self._alone:
+            log.warning("no checkpoint %s: a worker that fails between two merges has no model to save", filepath)
+            return
         self._require_merged("a checkpoint")
         if self.engine is not None and "optimizer_states" in checkpoint:
             own = self.engine.control.gather_objects_at_zero(checkpoint["optimizer_states"])

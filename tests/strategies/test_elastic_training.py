@@ -4,6 +4,7 @@ import os
 import signal
 import warnings
 from datetime import timedelta
+from functools import partial
 
 import lightning as L
 import numpy as np
@@ -553,6 +554,37 @@ def test_a_worker_that_is_asked_to_end_tells_all_at_the_merge(tmp_path):
     errors = elastic(2, 4, SLOW, model=Signalled, callbacks=[SavesAtTheEnd(path)], expect_errors=True, timeout=30)
     assert [kind for _, kind, _ in errors] == ["SIGTERMException"] * 2
     assert torch.load(path, weights_only=True)["hetero_elastic"]["position"] == [0, 24]
+
+
+class Fails(Validated):
+    """Rank 1 has a bug in its second batch, or in its first validation."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+
+    def training_step(self, batch, batch_idx):
+        if self.where == "in training" and self.trainer.global_rank == 1 and batch_idx == 1:
+            raise ZeroDivisionError("a bug of the user's")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        if self.where == "in validation" and self.trainer.global_rank == 1 and not self.trainer.sanity_checking:
+            raise ZeroDivisionError("a bug of the user's")
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("where", ["in training", "in validation"])
+def test_a_worker_that_fails_alone_neither_waits_nor_hides_its_error_behind_a_checkpoint(where, tmp_path):
+    """What saves at an exception saves nothing then; the others end, and name the worker if that is at a merge."""
+    path = str(tmp_path / "end.ckpt")
+    model, callbacks = partial(Fails, where), [SavesAtTheEnd(path)]
+    errors = elastic(2, 4, SLOW, model=model, callbacks=callbacks, expect_errors=True, timeout=30)
+    kinds = {rank: (kind, message) for rank, kind, message in errors}
+    assert kinds[1] == ("ZeroDivisionError", "a bug of the user's")
+    assert kinds[0][0] == ("ElasticWorkerError" if where == "in training" else "RuntimeError")
+    assert "a checkpoint" not in kinds[0][1]
+    assert not os.path.exists(path)
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
