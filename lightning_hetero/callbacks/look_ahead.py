@@ -26,11 +26,14 @@ class LookAheadCallback(Callback):
     identical. In steps whose gradients are not delayed nothing happens.
 
     It needs another copy of what is delayed, and reads and writes those weights twice a step; with sparse steps, of the
-    touched blocks alone. Of SGD, Adam and AdamW the next step can be foretold; with other optimizers it says so and
-    does nothing. :class:`~lightning_hetero.TTACallback` brings one by itself.
+    touched blocks alone. Of SGD, Adam and AdamW the next step can be foretold; with other optimizers, and
+    with ``staleness=0``, it says so and does nothing. :class:`~lightning_hetero.TTACallback` brings one by itself.
 
     Args:
         gain: factor on the scheduled learning rate in the running step, where something moves it; ``None`` for 1.
+
+    Raises:
+        TypeError: if ``gain`` is no function.
 
     Example:
         >>> from lightning_hetero import HeteroDDPStrategy
@@ -38,6 +41,8 @@ class LookAheadCallback(Callback):
     """
 
     def __init__(self, gain: Callable[[], float] | None = None) -> None:
+        if gain is not None and not callable(gain):
+            raise TypeError(f"gain={gain!r} is not callable; give a function that returns the factor, or None for 1.")
         self._gain = gain
         self._engine: HeteroEngine | None = None
         self._kept: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
@@ -63,8 +68,10 @@ class LookAheadCallback(Callback):
         late = self._engine.hook_state.staleness
         strange = [type(optimizer).__name__ for optimizer in trainer.optimizers if not foresees(optimizer)]
         if late is None or late.limit == 0 or strange:
-            if strange and late is not None and self._engine.rank == 0:
+            if late is not None and late.limit and self._engine.rank == 0:
                 log.info("delayed gradients: the next step of %s cannot be foretold, so that none is", strange[0])
+            elif self._engine.config.staleness == 0 and self._gain is None and self._engine.rank == 0:  # not brought
+                log.info("LookAheadCallback has nothing to do: staleness=0 delays no gradient. Set staleness=1.")
             self._engine = None
             return
         late.keeps_own = True

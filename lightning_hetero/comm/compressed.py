@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_hetero.comm.block_exchange import BlockExchange
-from lightning_hetero.comm.compressible import check_parameters, check_trained
+from lightning_hetero.comm.compressible import check_parameters, check_trained, warn_of_untrained
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.comm.link import Undecided, latency
@@ -62,7 +62,7 @@ class GradientCompression:
         self._restored: dict[str, Any] = {}
         self._waits: list[Any] = []
         self._idle: dict[str, Any] = {}
-        self._scaled = False
+        self._scaled = self._looked = False
         self._module: weakref.ref[nn.Module] | None = None
 
     @classmethod
@@ -213,6 +213,10 @@ class GradientCompression:
         """A backward pass is over: give parameters their sparse gradients, leave out what is not finite."""
         if self.exchange is not None:
             self.exchange.hand_over()
+        if not self._looked and self._optimizers and self._blocks is not None and self._undecided is None:
+            self._looked = True
+            if self.control.rank == 0 and self._module is not None:
+                warn_of_untrained(self._optimizers, self._module())
 
     def stand_ins(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """What to clip in place of these parameters: whose gradient is sparse gives way to one that holds its values.

@@ -1,5 +1,6 @@
 """What can be sent: gradients that messages can carry, what an optimizer may train, and what would drift apart."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,7 +11,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from lightning_hetero.comm.backends import backend_of
 from lightning_hetero.config import HeteroConfig
 
-__all__ = ["check_parameters", "check_rescaled", "check_sparse_gradients", "check_trained", "untrained"]
+__all__ = ["check_parameters", "check_rescaled", "check_sparse_gradients", "check_trained", "warn_of_untrained"]
+
+log = logging.getLogger("lightning_hetero")
 
 
 def check_parameters(parameters: Mapping[str, torch.Tensor]) -> None:
@@ -81,16 +84,21 @@ def check_rescaled(module: nn.Module) -> None:
             )
 
 
-def untrained(optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of the parameters that need a gradient and that no optimizer has.
+def warn_of_untrained(optimizers: Iterable[torch.optim.Optimizer], module: nn.Module | None) -> None:
+    """Say after a backward pass which parameters have got a gradient, and no optimizer that takes it.
 
-    Example:
-        >>> layer = nn.Linear(2, 1)
-        >>> untrained([torch.optim.SGD([layer.weight])], dict(layer.named_parameters()))
-        ['bias']
+    Nobody sets such a gradient to zero, so that it grows from step to step, and its blocks go before those of others.
     """
     known = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    return [name for name, p in parameters.items() if p.requires_grad and p not in known]
+    names = () if module is None else module.named_parameters()
+    strange = [name for name, p in names if p.grad is not None and p not in known]
+    if strange:
+        log.warning(
+            "block top-k: no optimizer has %s%s, whose gradient is sent all the same, and takes a larger share of what "
+            "is sent in every step. Freeze what is not trained: requires_grad_(False).",
+            strange[0],
+            f" and {len(strange) - 1} other parameters" if len(strange) > 1 else "",
+        )
 
 
 def check_trained(optimizers: Iterable[torch.optim.Optimizer], known: Mapping[torch.Tensor, Any]) -> None:

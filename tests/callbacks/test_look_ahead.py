@@ -1,5 +1,6 @@
 """Gradients at the weights that they will meet: by hand, resumed, and what is left of the cost of a delay."""
 
+import logging
 import time
 
 import lightning as L
@@ -128,6 +129,37 @@ class Scaled(Regressor):
 
     def on_before_optimizer_step(self, optimizer):
         pass
+
+
+class Notes(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def _notes(rank, strategy, callback):
+    notes, logger = Notes(), logging.getLogger("lightning_hetero")
+    logger.addHandler(notes)
+    logger.setLevel(logging.INFO)
+    fit(rank, strategy, 2, 5, callbacks=[callback], dataset=Points(10), max_epochs=1)
+    return [text for text in notes.texts if "LookAheadCallback" in text]
+
+
+def test_that_nothing_is_delayed_is_said_once_and_only_where_it_is_so():
+    zero, one = run_ranks(_notes, 2, {}, LookAheadCallback())
+    assert one == []
+    assert zero == ["LookAheadCallback has nothing to do: staleness=0 delays no gradient. Set staleness=1."]
+    assert run_ranks(_notes, 2, {"staleness": 1}, LookAheadCallback()) == [[], []]
+    tta = run_ranks(_notes, 2, {"compression": "block_topk"}, TTACallback())
+    assert tta == [[], []], "that callback brings one by itself"
+
+
+def test_a_gain_that_is_no_function_is_refused_at_construction():
+    with pytest.raises(TypeError, match=r"gain=3 is not callable; give a function"):
+        LookAheadCallback(3)
 
 
 def _scaled(rank, given):

@@ -1,6 +1,7 @@
 """Compressed gradients in real processes: what they change, what is the same on all ranks, what survives a resume."""
 
 import copy
+import logging
 import warnings
 from types import SimpleNamespace
 
@@ -73,6 +74,53 @@ def same_everywhere(results):
         np.testing.assert_array_equal(result["weights"], results[0]["weights"])
         np.testing.assert_array_equal(result["grads"], results[0]["grads"])
     return results[0]
+
+
+class Half(Wide):
+    """Whose first layer no optimizer has: it is frozen, has a gradient all the same, or is used in no loss."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.first = first
+        self.net[0].requires_grad_(first != "frozen")
+
+    def forward(self, x):
+        hidden = self.net[0](x)
+        return self.net[1:](hidden.detach() if self.first == "unused" else hidden)
+
+    def on_before_optimizer_step(self, optimizer):
+        """Keep no gradients."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net[2].parameters(), lr=0.01)
+
+
+def _half(rank, first):
+    texts = []
+    logging.getLogger("lightning_hetero").addHandler(Notes(texts))
+    strategy = {"find_unused_parameters": first == "unused"}
+    _fit(rank, [3, 1], BlockTopK(**SPARSE), {"model": Half(first), "strategy": strategy})
+    return texts
+
+
+class Notes(logging.Handler):
+    def __init__(self, texts):
+        super().__init__(logging.WARNING)
+        self.texts = texts
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+@pytest.mark.parametrize("first", ["trained by nobody", "frozen", "unused"])
+def test_gradients_that_no_optimizer_takes_and_that_are_sent_are_named_once(first):
+    """They would take the places of all others, because nobody sets them to zero."""
+    zero, one = run_ranks(_half, 2, first)
+    assert one == []
+    if first == "trained by nobody":
+        assert zero[0].startswith("block top-k: no optimizer has net.0.weight and 1 other parameters")
+        assert "requires_grad_(False)" in zero[0]
+    assert len(zero) == (first == "trained by nobody")
 
 
 def _hundred_steps(rank, sizes, compression):
