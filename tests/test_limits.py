@@ -289,6 +289,8 @@ def unused_parameters():
     epochs_of(run(model=Unused(), strategy={**SPLIT, "find_unused_parameters": True}))
     aliased = run(model=Unused(), strategy="hetero_ddp_find_unused_parameters_true", data=points(batch_size=2))
     epochs_of(aliased)
+    cure = "strategy='hetero_ddp_find_unused_parameters_true'.*=HeteroDDPStrategy.find_unused_parameters=True"
+    refused(cure, errors=("RuntimeError",), model=Unused())
 
 
 class Finetuning(BaseFinetuning):

@@ -11,6 +11,8 @@ from lightning_hetero.core.adaptive_sgd import MergeRule
 
 __all__ = ["Replica"]
 
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
 
 class Replica:
     """The model that a rank trains, and the global one that it came from.
@@ -19,7 +21,8 @@ class Replica:
     back with :meth:`resume`, so that what is validated or saved in between is the global model.
 
     Args:
-        module: whose trainable parameters are merged; frozen ones are equal on all ranks and stay as they are.
+        module: whose trainable parameters are merged; frozen ones stay as they are, unless ranks have moved them each
+            its own way, as the teacher that follows a model: those are averaged.
         rule: merge rule.
         momentum: ``gamma``; ``None`` for 0 until it is set.
         world_size: number of ranks.
@@ -80,12 +83,25 @@ class Replica:
     def _merge_buffers(self, share: float) -> None:
         named = dict(self.module.named_buffers())
         floating = {name: buffer for name, buffer in named.items() if buffer.is_floating_point()}
-        for name, merged in weighted_sums(floating, share, world_size=self.world_size):
-            floating[name].copy_(merged)
+        averaged = floating | self._strayed()
+        for name, merged in weighted_sums(averaged, share, world_size=self.world_size):
+            averaged[name].copy_(merged)
         for name in sorted(set(named) - set(floating)):
             largest = named[name].to(torch.int64)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
             named[name].copy_(largest)
+
+    def _strayed(self) -> dict[str, torch.Tensor]:
+        """Frozen parameters that differ between ranks, by an exact sum of their bits; the same on all ranks."""
+        named = self.module.named_parameters()
+        frozen = {name: p.detach() for name, p in named if not p.requires_grad and p.is_floating_point() and p.numel()}
+        if not frozen:
+            return {}
+        sums = torch.stack([p.view(BITS[p.element_size()]).sum(dtype=torch.int64) for p in frozen.values()])
+        most = torch.stack([sums, -sums])
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        differ = (most[0] != -most[1]).tolist()
+        return {name: p for (name, p), strays in zip(frozen.items(), differ, strict=True) if strays}
 
     def _remember(self) -> None:
         """Keep what the next merge needs of the model that all ranks have now."""

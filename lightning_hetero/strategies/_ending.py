@@ -12,6 +12,12 @@ from lightning_hetero.strategies._signals import SharedSignals
 __all__ = ["AloneMixin", "EndingMixin"]
 
 
+def _ours(message: str) -> str:
+    """Lightning's advice on unused parameters, which would lead to the plain strategy."""
+    ours = message.replace("strategy='ddp_find_unused", "strategy='hetero_ddp_find_unused")
+    return ours.replace("strategy=DDPStrategy(find_unused", "strategy=HeteroDDPStrategy(find_unused")
+
+
 class AloneMixin:
     """Lets a rank wait for nobody while it handles an exception of its own, in order to save a checkpoint say.
 
@@ -99,8 +105,9 @@ class EndingMixin(AloneMixin):
             monitor.stop()
 
     def on_exception(self, exception: BaseException) -> None:
-        """As DDP; an error of a call that has waited for others names the rank that they wait for."""
+        """As DDP, with cures of ours; an error of a call that has waited for others names the rank they wait for."""
         super().on_exception(exception)  # type: ignore[misc]
+        exception.args = tuple(_ours(part) if isinstance(part, str) else part for part in exception.args)
         suspects = "" if self._monitor is None else self._monitor.suspects
         if suspects and isinstance(exception, RuntimeError):
             exception.args = (f"{exception}\nRanks were waiting for others. {suspects}.",)

@@ -1,5 +1,6 @@
 """What surrounds the steps of elastic averaging: resume, schedules, validation, logging, and what is refused."""
 
+import copy
 import os
 import signal
 import warnings
@@ -251,6 +252,30 @@ def test_buffers_are_averaged_and_no_batch_has_one_sample():
     assert results[0]["outcome"] == results[1]["outcome"]
     assert min(len(indices) for r in results for *_, indices in r["seen"]) >= 2
     assert covered(results, 0) == list(range(65))
+
+
+class Taught(Regressor):
+    """With a teacher that follows the model after each step, and a layer that is frozen for good."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.frozen = nn.Linear(3, 2).requires_grad_(False)
+        self.start = self.frozen.weight.clone()
+
+    def on_train_batch_end(self, *args):
+        with torch.no_grad():
+            for own, new in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                own.lerp_(new, 0.1)
+
+    def on_train_end(self):
+        self.outcome = torch.equal(self.frozen.weight, self.start)
+
+
+def test_a_teacher_that_follows_the_model_is_averaged_and_what_is_frozen_stays():
+    one, other = elastic(2, 4, SLOW, costs=COSTS, model=Taught)
+    np.testing.assert_array_equal(one["weights"], other["weights"])
+    assert [one["outcome"], other["outcome"]] == [True, True]
 
 
 def test_scaled_batches_have_two_samples_too_if_the_model_normalises():
