@@ -66,7 +66,8 @@ class WrappedModel:
     def _connect(self, model: DistributedDataParallel) -> None:
         """Put the hook into DDP, which has just laid out its buckets."""
         self.attach(model)
-        check_rescaled(model.module)
+        if self.engine.world_size > 1:
+            check_rescaled(model.module)
         check_sparse_gradients(model.module, self.engine.config, self.engine.hook_state.inner)
         model.register_comm_hook(self.engine.hook_state, gradient_hook)
         self._parameters = list(model.module.parameters())

@@ -351,6 +351,7 @@ class Bounded(Embedded):
 def bounded_embeddings():
     refused("max_norm=0.5: .* would train different models. Set max_norm=None", model=Bounded(by_forward=True))
     like_one_process({"model": Bounded(by_forward=False)}, {"model": Bounded(by_forward=False)})
+    epochs_of(run(world_size=1, strategy="hetero_ddp", model=Bounded(by_forward=True)), batches=6)
 
 
 @case("`static_graph`")
