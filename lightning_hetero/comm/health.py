@@ -54,6 +54,7 @@ class Health:
         self._losses: deque[tuple[torch.Tensor, Any, tuple[int, int]]] = deque()
         self._step, self._bytes, self._looks = (0, 0), 0, 0
         self._told = self._told_of_weights = False
+        self._bad: tuple[int, int] | None = None  # epoch and batch of the loss that was told of
         self._chosen: list[tuple[str, int]] = []
         self._limits: list[float] = []
         self._dropped = DroppedSteps()
@@ -62,7 +63,7 @@ class Health:
         """A training begins: what was said of an earlier one can be said again."""
         self._modules.clear()
         self._losses.clear()
-        self._told = self._told_of_weights = False
+        self._told, self._told_of_weights, self._bad = False, False, None
 
     def attach(self, module: nn.Module, *, scaled: bool = False) -> None:
         """Watch a module, one of several perhaps.
@@ -102,15 +103,22 @@ class Health:
             number = float(value)
             if math.isfinite(number) or self._told:
                 continue
-            self._told = True
+            self._told, self._bad = True, (epoch, batch)
             log.warning(
-                "rank %d: the loss is %s in batch %d of epoch %d; nothing is said of later ones. nonfinite='drop' "
-                "leaves such gradients out on all ranks, nonfinite='stop' ends the training",
+                "rank %d: the loss is %s in batch %d of epoch %d; nothing is said of later ones. %s",
                 self._control.rank,
                 number,
                 batch,
                 epoch,
+                self._what_follows(),
             )
+
+    def _what_follows(self) -> str:
+        if self.scaled or self.mode == "drop" or hasattr(self._hook.inner, "dropped"):
+            return "Such gradients are left out on all ranks"
+        if self.mode == "stop":
+            return "Training ends with such a gradient, because of nonfinite='stop'"
+        return "nonfinite='drop' leaves such gradients out on all ranks, nonfinite='stop' ends the training"
 
     # gradients
 
@@ -133,9 +141,11 @@ class Health:
         if self.mode == "drop" or (finite and not bool(self._hook.step_dropped)):  # compression may have left it out
             return
         self._clock.wait()
-        mine = 0.0 if not self._losses or math.isfinite(float(self._losses[-1][0])) else 1.0
-        ranks = [str(rank) for rank, bad in enumerate(self._control.gather(np.array([mine]))[:, 0]) if bad]
-        whose = f"the loss of rank {', '.join(ranks)} was not" if ranks else "the losses of all ranks were"
+        self._read(wait=True)
+        mine = np.array([-1.0, -1.0] if self._bad is None else self._bad, dtype=np.float64)
+        bad = {rank: row for rank, row in enumerate(self._control.gather(mine).astype(int).tolist()) if row[1] >= 0}
+        whose = ", ".join(f"the loss of rank {rank} was not, in batch {row[1]}" for rank, row in bad.items())
+        whose = whose or "the losses of all ranks were"
         raise NonFiniteError(
             f"the averaged gradient is not finite in batch {batch} of epoch {epoch}; {whose}. Training ends before the "
             "optimizer takes it, because of nonfinite='stop'. Look at that rank's data, lower the learning rate, clip "

@@ -42,7 +42,7 @@ class Both:
     """Two ranks in one process, which sample as if they could send."""
 
     def __init__(self, make, mode="warn", scaled=False):
-        self.hook = SimpleNamespace(num_bytes=0, step_dropped=False)
+        self.hook = SimpleNamespace(num_bytes=0, step_dropped=False, inner=None)
         self.clock, self.health, self.models = Ahead(), [], []
         for rank in range(2):
             control = SimpleNamespace(rank=rank, world_size=2, gather=lambda mine: np.stack([mine, mine]))
@@ -204,6 +204,26 @@ def test_what_an_earlier_training_has_left_is_not_told_of_the_next(said):
     assert [line.partition(";")[0] for line in said[1:]] == ["rank 0: the loss is nan in batch 2 of epoch 1"]
 
 
+@pytest.mark.parametrize(
+    ("mode", "scaled", "inner", "follows"),
+    [
+        ("warn", False, None, "nonfinite='drop' leaves such gradients out on all ranks, nonfinite='stop' ends"),
+        ("drop", False, None, "Such gradients are left out on all ranks"),
+        ("warn", True, None, "Such gradients are left out on all ranks"),
+        ("warn", False, SimpleNamespace(dropped=0), "Such gradients are left out on all ranks"),
+        ("stop", False, None, "Training ends with such a gradient, because of nonfinite='stop'"),
+    ],
+    ids=["warn", "drop", "scaler", "compression", "stop"],
+)
+def test_what_follows_from_a_bad_loss_is_said(said, mode, scaled, inner, follows):
+    both = Both(lambda: [nn.Linear(1, 1)], mode, scaled=scaled)
+    both.hook.inner = inner
+    both.health[0].see(torch.tensor(NAN), (0, 0))
+    both.health[0].finish()
+    assert follows in said[0]
+    assert ("nonfinite='drop'" in said[0]) == (follows.startswith("nonfinite"))
+
+
 def test_a_loss_scaler_leaves_nothing_to_do(said):
     both = Both(lambda: [nn.Linear(1, 1)], "drop", scaled=True)
     assert both.health[0].scaled  # which is told when training begins, see tests/test_without_effect.py
@@ -230,16 +250,18 @@ def test_only_gradients_that_were_averaged_are_dropped(said):
     assert any("step 7 of epoch 3" in line for line in said)
 
 
-@pytest.mark.parametrize("how", ["loss", "gradient", "left out"])
-def test_stopping_waits_for_the_newest_loss(how):
-    """Compression may have left the gradient out, so that what is there is finite."""
+@pytest.mark.parametrize("how", ["loss", "late", "gradient", "left out"])
+def test_stopping_waits_for_the_newest_loss(how, said):
+    """Compression may have left the gradient out, so that what is there is finite; a late one is of an earlier loss."""
     both = Both(lambda: [nn.Linear(1, 1)], "stop")
     (model,), health = both.models[0], both.health[0]
     model.weight.grad = torch.full_like(model.weight, 1.0 if how == "left out" else NAN)
-    health.see(torch.tensor(1.0), (0, 6))
+    health.see(torch.tensor(NAN if how == "late" else 1.0), (0, 6))
     health.see(torch.tensor(NAN if how == "loss" else 1.0), (0, 7))
     both.hook.num_bytes, both.hook.step_dropped = 8, how == "left out"
-    blamed = "the loss of rank 0, 1 was not" if how == "loss" else "the losses of all ranks were"
+    batch = {"loss": 7, "late": 6}.get(how)
+    one = f"the loss of rank {{}} was not, in batch {batch}"
+    blamed = f"{one.format(0)}, {one.format(1)}" if batch else "the losses of all ranks were"
     with pytest.raises(NonFiniteError, match=f"not finite in batch 7 of epoch 0; {blamed}"):
         health.after_backward()
     assert both.clock.reached == both.clock.marked, "the loss was read before the device had come to it"
