@@ -101,6 +101,11 @@ class HeteroConfig:
                 "over all ranks. Use block_topk or no compression, or leave the hierarchy out."
             )
         check_choice("staleness", check_int("staleness", self.staleness, minimum=0), (0, 1))
+        if self.staleness and isinstance(self.compression, LowRank | HalfPrecision):
+            raise ValueError(
+                f"staleness=1 and compression={self.compression!r}: of compressed gradients, only those of block_topk "
+                "can arrive late. Use block_topk or no compression, or set staleness=0."
+            )
         for name in ("balance_evaluation", "probe_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False.")
@@ -137,6 +142,13 @@ class HeteroConfig:
             raise ValueError(
                 f"max_local_batch_sizes={list(most)} is below min_local_batch_size={self.min_local_batch_size}. "
                 "Raise the one or lower the other."
+            )
+        given = self.local_batch_sizes or ()
+        bounds = most if isinstance(self.max_local_batch_sizes, tuple) else most * len(given)
+        if any(size > bound for size, bound in zip(given, bounds, strict=False)):
+            raise ValueError(
+                f"local_batch_sizes={list(given)} has a size above max_local_batch_sizes={list(most)}. Lower the size "
+                "or raise the bound."
             )
 
     @property

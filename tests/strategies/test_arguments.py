@@ -89,6 +89,10 @@ def test_ddp_is_built_on_the_stream_that_computes(monkeypatch, kind):
         ({"hysteresis": "3%"}, TypeError, "str"),
         ({"balance_evaluation": "yes"}, TypeError, "True or False"),
         ({"probe_memory": 1}, TypeError, "True or False"),
+        ({"local_batch_sizes": [7, 1], "max_local_batch_sizes": [4, 4]}, ValueError, r"\[7, 1\] .* above max_local"),
+        ({"local_batch_sizes": [1, 7], "max_local_batch_sizes": 4}, ValueError, r"\[1, 7\] has a size above"),
+        ({"staleness": 1, "compression": "powersgd"}, ValueError, "only those of block_topk can arrive late"),
+        ({"staleness": 1, "compression": "fp16"}, ValueError, "only those of block_topk can arrive late"),
         ({"staleness": 2}, ValueError, "staleness=2 is unknown; allowed are 0, 1"),
         ({"staleness": -1}, ValueError, "staleness=-1"),
         ({"staleness": True}, TypeError, "staleness=True"),
@@ -191,7 +195,6 @@ def _setup(rank, strategy, ranks, kwargs):
         ({"max_local_batch_sizes": [4, 2, 1]}, {}, "ValueError", "3 entries for 2 workers"),
         ({"max_local_batch_sizes": [3, 3]}, {}, "ValueError", "8 samples does not fit.*together 6"),
         ({"max_local_batch_sizes": 2}, {}, "ValueError", "does not fit"),
-        ({"local_batch_sizes": [7, 1], "max_local_batch_sizes": [4, 4]}, {}, "ValueError", "do not fit"),
         ({"min_local_batch_size": 8}, {}, "ValueError", "cannot give each of 2 workers at least 8"),
         ({}, {"model": Normalised(), "batch_size": 1}, "ValueError", "at least 2"),
         (
