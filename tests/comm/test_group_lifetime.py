@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
 from lightning_hetero.comm.control import ControlPlane
-from lightning_hetero.comm.group_lifetime import ended, go_on
+from lightning_hetero.comm.group_lifetime import ended, go_on, leave_ended
 from lightning_hetero.comm.topology import Topology
 from tests.helpers import Points, Regressor, run_ranks, trainer_of
 
@@ -39,6 +39,29 @@ def left():
     status = Path("/proc/self/status").read_text().split()
     threads = int(status[status.index("Threads:") + 1])
     return len(dist.distributed_c10d._world.pg_map), threads, len(os.listdir("/proc/self/fd"))
+
+
+class Owned:
+    """What has groups, as far as it can be asked."""
+
+    def __init__(self):
+        self.calls = []
+
+    def open(self):
+        self.calls.append("open")
+
+    def close(self):
+        self.calls.append("close")
+
+
+def test_groups_of_a_training_that_goes_on_are_not_left():
+    over, goes_on = Owned(), Owned()
+    ended(over, goes_on)
+    ended(over)
+    go_on(goes_on)
+    leave_ended()
+    leave_ended()
+    assert (over.calls, goes_on.calls) == (["close"], ["open"])
 
 
 def lightning(rank, world_size, settings, again=False, fails=False):

@@ -177,6 +177,8 @@ def test_a_busy_rank_is_named_again_ever_later_until_it_goes_on_and_is_never_los
     busy[0] = False
     until(lambda: of(lines, "rank 1 goes on"))
     until(lambda: not watch[0].suspects)
+    time.sleep(0.3)
+    assert len(of(lines, "rank 1 goes on")) < 10, "it is said when it goes on, and not from then on"
     assert not of(lost, "has not come")
     for one in watch:
         one.stop()
@@ -192,18 +194,19 @@ def test_a_rank_is_not_waited_for_by_one_that_computes_itself(lines):
         one.stop()
 
 
-def test_a_silent_rank_is_named_and_then_lost_once_and_one_that_has_not_begun_is_neither(lines):
+def test_a_silent_rank_is_named_and_then_lost_once_and_those_that_have_not_begun_or_are_over_are_not(lines):
     store, lost = dist.HashStore(), []
-    watch = monitor.RankMonitor(0, 3, store, lambda: (0, 3, True), lost.append)
-    store.set("lightning_hetero/monitor/1/1", "7 0 3 1")
+    watch = monitor.RankMonitor(0, 4, store, lambda: (0, 3, True), lost.append)
+    store.set("lightning_hetero/monitor/1/2", "over")
+    store.set("lightning_hetero/monitor/1/3", "7 0 3 1")
     watch.start()
-    until(lambda: of(lines, "rank 0 waits for rank 1: it shows no sign of life"))
+    until(lambda: of(lines, "rank 0 waits for rank 3: it shows no sign of life"))
     assert lost == []
     until(lambda: lost)
-    assert "rank 0 ends the training, which cannot go on: rank 1 is lost (it shows no sign of life" in lost[0]
+    assert "rank 0 ends the training, which cannot go on: rank 3 is lost (it shows no sign of life" in lost[0]
     time.sleep(0.2)
     assert len(lost) == 1
-    assert not of(lines, "rank 2")
+    assert not of(lines, "for rank 1") + of(lines, "for rank 2")
     watch.stop()
 
 
