@@ -70,8 +70,6 @@ class LookAheadCallback(Callback):
         if late is None or late.limit == 0 or strange:
             if late is not None and late.limit and self._engine.rank == 0:
                 log.info("delayed gradients: the next step of %s cannot be foretold, so that none is", strange[0])
-            elif self._engine.config.staleness == 0 and self._gain is None and self._engine.rank == 0:  # not brought
-                log.info("LookAheadCallback has nothing to do: staleness=0 delays no gradient. Set staleness=1.")
             self._engine = None
             return
         late.keeps_own = True
