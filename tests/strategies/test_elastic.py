@@ -234,9 +234,12 @@ class Stops(L.Callback):
         if trainer.global_rank == 0 and batch_idx == 0:
             job_store().set("pid0", str(os.getpid()))
         if trainer.global_rank == 0 and batch_idx == 1:
+            job_store().wait(["rank 1 knows"], timedelta(seconds=60))
             os.kill(os.getpid(), signal.SIGSTOP)
         if trainer.global_rank == 1 and batch_idx == 0:
+            job_store().wait(["pid0"], timedelta(seconds=60))
             self.pid = int(job_store().get("pid0"))
+            job_store().set("rank 1 knows", "")
         if trainer.global_rank == 1:
             while not stopped(self.pid):
                 time.sleep(0.01)
