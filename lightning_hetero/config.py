@@ -1,5 +1,6 @@
 """Settings of heterogeneous data parallelism, checked in one place at construction."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,9 @@ class HeteroConfig:
         weight_fn: counts what a batch's mean loss is a mean of (tokens, pixels): ``weight_fn(batch) -> number``.
         replan: when plans are reconsidered: ``"auto"`` (each epoch, and within it as often as costs 0.5 % of the time
             at most), ``"epoch"``, or a number of optimizer steps.
-        hysteresis: least predicted gain for which a plan is changed, as a share of the step time, 0 to 1.
+        hysteresis: least predicted gain for which a plan is changed, as a share of the step time, 0 to 1; by default
+            whatever pays, and 3 % where gradients may arrive late.
+        change_cost: seconds that a change of the split costs, to compile or tune anew; by default they are measured.
         balance_evaluation: split validation, test and predict data by speed, without repeating samples.
         probe_memory: find each rank's largest batch by trial before training (CUDA).
         compression: what is sent of gradients: ``None`` (all), settings such as ``BlockTopK(density=0.01)``, or a name
@@ -66,7 +69,8 @@ class HeteroConfig:
     max_local_batch_sizes: int | Sequence[int] | None = None
     weight_fn: Callable[[Any], Any] | None = None
     replan: str | int = "auto"
-    hysteresis: float = 0.03
+    hysteresis: float | None = None
+    change_cost: float | None = None
     balance_evaluation: bool = False
     probe_memory: bool = False
     compression: Compressor | str | None = None
@@ -93,7 +97,7 @@ class HeteroConfig:
             check_choice("replan", self.replan, ("auto", "epoch"))
         else:
             check_int("replan", self.replan, minimum=1)
-        check_number("hysteresis", self.hysteresis, low=0.0, high=1.0)
+        self._check_numbers()
         object.__setattr__(self, "hierarchy", check_hierarchy(self.hierarchy))
         if self.hierarchy is not None and isinstance(self.compression, LowRank | HalfPrecision):
             raise ValueError(
@@ -109,6 +113,11 @@ class HeteroConfig:
         for name in ("balance_evaluation", "probe_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False.")
+
+    def _check_numbers(self) -> None:
+        for name, high in (("hysteresis", 1.0), ("change_cost", math.inf)):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), low=0.0, high=high)
 
     def _check_sparse_optimizer(self) -> None:
         check_choice("sparse_optimizer", self.sparse_optimizer, (False, True, "ahead", "later"))
@@ -174,6 +183,7 @@ class HeteroConfig:
             f"policy={self.policy}, loss_reduction={self.loss_reduction}, local_batch_sizes={self.local_batch_sizes}, "
             f"min_local_batch_size={self.min_local_batch_size}, max_local_batch_sizes={self.max_local_batch_sizes}, "
             f"weight_fn={self.weight_fn is not None}, replan={self.replan}, hysteresis={self.hysteresis}, "
+            f"change_cost={self.change_cost}, "
             f"balance_evaluation={self.balance_evaluation}, compression={self.compression}, "
             f"hierarchy={self.hierarchy}, sparse_optimizer={self.sparse_optimizer}, staleness={self.staleness}, "
             f"nonfinite={self.nonfinite}"

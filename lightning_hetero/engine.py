@@ -333,6 +333,8 @@ class HeteroEngine:
 
     def _context(self, plan: BatchPlan, **known: Any) -> PlanContext:
         assert self.roster is not None
+        cost = self.config.change_cost
+        known["change_cost"] = self.observer.change_cost if cost is None else cost
         known["link"] = self.compression.link() if self.compression else None
         return self.roster.context(self.config, plan.total_batch_size, self.accumulation, **known)
 
@@ -354,11 +356,11 @@ class HeteroEngine:
                 roster.check_given(done.proposal.plan)
                 entry = PlanEntry(*start, done.proposal.plan, done.proposal.reason)
             cost, step = time.perf_counter() - begin, self.observer.synced_steps
-            waits = done.probe is not None
+            waits = done.soon or done.probe is not None
             following = self.schedule.after(step, observations, cost, changed=entry is not None, waits=waits)
-            return entry, predicted, following, (done.density, done.stale, done.probe)
+            return entry, (predicted, done.error), following, (done.density, done.stale, done.probe)
 
-        entry, predicted, following, messages = self.control.decide(decision)
+        entry, (predicted, error), following, messages = self.control.decide(decision)
         if entry is not None:
             self._append(entry)
         self.control.require_equal("the plan and the step of the next look", (self.history.digest(), following))
@@ -369,11 +371,11 @@ class HeteroEngine:
             self.compression.follow(*messages)
         self.observer.interrupt()
         self._kept.see(done)
-        return Exchange(done.planner, observations, entry, predicted, density=done.density is not None)
+        return Exchange(done.planner, observations, entry, predicted, error, done.density is not None)
 
     def metrics(self, done: Exchange, plan: BatchPlan) -> dict[str, float]:
         """Metrics of the steps up to an exchange and of what was sent in them."""
-        metrics = exchange_metrics(done.observations, plan, done.predicted, self.accumulation)
+        metrics = exchange_metrics(done.observations, plan, done.predicted, self.accumulation, done.error)
         for part in (self.hook_state.staleness, self.compression):
             metrics |= {} if part is None else part.metrics()
         return metrics

@@ -19,7 +19,7 @@ ALONE = "there is one worker, who has nobody to share batches or exchange gradie
 """Reason and cure of all that takes several workers."""
 
 FOR_SEVERAL = (
-    *("policy", "weight_fn", "hysteresis", "balance_evaluation"),
+    *("policy", "weight_fn", "hysteresis", "change_cost", "balance_evaluation"),
     *("compression", "hierarchy", "sparse_optimizer", "staleness"),
 )
 """Settings that take several workers."""
@@ -97,7 +97,7 @@ def _of_one_worker(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
 def _of_policy(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
     if run.world_size == 1 or config.staleness:  # the rule of the delays has the same hysteresis
         return
-    hysteresis = given(config, ["hysteresis"])
+    hysteresis = given(config, ["hysteresis", "change_cost"])
     if isinstance(run.planner, ProportionalPlanner):
         reason = "proportional control goes by the dead band of its controller"
         yield NoEffect(hysteresis, reason, "Under Lightning, give DynamicBatchPIDCallback(dead_band=...)")

@@ -144,7 +144,8 @@ def test_sessions_give_what_is_shown(source):
 def metrics_written():
     """Names of all metrics that a comparison of the ranks can write."""
     seen = StepObservations.from_array(np.ones((3, 2, len(StepObservations.FIELDS))))
-    names = {re.sub(r"rank\d+", "rank{i}", name) for name in exchange_metrics(seen, BatchPlan(8, (6, 2)), 0.5)}
+    metrics = exchange_metrics(seen, BatchPlan(8, (6, 2)), 0.5, error=0.01)
+    names = {re.sub(r"rank\d+", "rank{i}", name) for name in metrics}
     return names | set(METRIC.findall(inspect.getsource(Staleness.metrics)))
 
 

@@ -39,6 +39,7 @@ HELP = {
     "weight_fn": "module:function that counts what the mean loss of a batch is a mean of",
     "replan": "auto, epoch, or a number of steps",
     "hysteresis": "least predicted gain for which the split changes, 0 to 1",
+    "change_cost": "seconds that a change of the split costs, by default measured",
     "hierarchy": "clusters of workers that a thin link joins: nodes, env, auto or [[0, 1], [2]]",
     "sparse_optimizer": "true lets SGD or AdamW update only the blocks that block_topk sends",
     "compression": "what is sent of gradients: block_topk, powersgd, fp16, bf16 or auto",

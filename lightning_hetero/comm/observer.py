@@ -54,6 +54,7 @@ class StepObserver:
         synced_steps: synchronised steps so far.
         buckets: most gradient buckets of a step so far.
         long_wait: the newest step, if it waited long for gradients and the device has told so already.
+        change_cost: seconds by which the first step took longer than the next after the newest change of size.
     """
 
     def __init__(
@@ -67,6 +68,9 @@ class StepObserver:
         self._rows: deque[npt.NDArray[np.float64]] = deque(maxlen=KEPT_ROWS)
         self._skip = WARM_UP
         self._last_size: int | None = None
+        self.change_cost: float | None = None
+        self._changed: list[float] | None = None  # seconds of the steps since the size changed
+        self._began = 0.0
         self._window: list[BatchMarks] = []
         self._micro: BatchMarks | None = None
         self._pending: deque[tuple[int, list[BatchMarks], Any]] = deque(
@@ -101,11 +105,13 @@ class StepObserver:
     def begin_step(self, size: int, *, regular: bool) -> None:
         """A micro-batch of ``size`` samples begins; one that is not ``regular`` (ragged tail) gives no row."""
         fetched, self._fetched = self._fetched, None
+        if not self._window:
+            self._began = time.perf_counter()
         self._micro = BatchMarks(size, fetched, self.clock.mark() if fetched is None else fetched[1])
         if self.cores is not None and self._processor_began is None:
             self._processor_began = self._processor_time()
         if self._last_size is not None and size != self._last_size:
-            self._skip = max(self._skip, 1)
+            self._skip, self._changed = max(self._skip, 1), []
         self._last_size = size
         self._discard |= not regular
 
@@ -200,8 +206,18 @@ class StepObserver:
         self._last_sync, self._discard = sync_end, False
         ended, before = time.perf_counter(), self._took
         self._took, self._ended = ended - self._ended, ended
+        self._see_change(ended - self._began)
         self.long_wait = self._see_long(window, min(self._took, before)) if self._took > LONG else None
         return True
+
+    def _see_change(self, seconds: float) -> None:
+        """Learn what a change of size costs from the first two steps after it, loading left out."""
+        if self._changed is None:
+            return
+        self._changed.append(seconds)
+        if len(self._changed) == 2:
+            first, second = self._changed
+            self.change_cost, self._changed = max(first - second, 0.0), None
 
     def _see_long(self, window: list[BatchMarks], seconds: float) -> LongWait | None:
         """A long step is over: keep its row from being pushed out by those that follow, and see what it waited for."""

@@ -54,7 +54,7 @@ class Roster:
             self.identities,
             (self.min_local,) * self.world_size,
             self.max_local,
-            config.hysteresis,
+            config.hysteresis or 0.0,
             accumulation,
             self.capacities,
             given=config.local_batch_sizes,  # type: ignore[arg-type]

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from lightning_hetero.core.goodput import (
     Candidate,
     SolvedTotals,
@@ -238,8 +240,8 @@ def _plan(cluster: ClusterTimeModel, chosen: Candidate, context: PlanContext) ->
 
 def _tells(model: PerfModelPlanner, plan: BatchPlan, context: PlanContext) -> bool:
     """Whether a worker that was seen at one size only would be seen at a second one."""
-    known = (model.profiles[name].sizes for name in context.identities)
-    return any(len(sizes) < 2 and b not in sizes for sizes, b in zip(known, plan.local_batch_sizes, strict=True))
+    low, high = model.times.sizes_seen(context.identities).T
+    return bool(np.any((low == high) & (low != np.array(plan.local_batch_sizes))))
 
 
 def _probe(table: Sequence[Candidate], now: Candidate) -> Candidate:

@@ -1,5 +1,6 @@
 """What averaging takes each worker itself, apart from the link: by who came last in steps that follow each other."""
 
+import math
 import statistics
 from collections.abc import Mapping
 
@@ -10,15 +11,21 @@ __all__ = ["arrival_differences", "own_arrivals"]
 
 Array = npt.NDArray[np.float64]
 
-OWN_TRUST = 14 / 3
-"""Weight of a known arrival against one pair: the difference of two then moves by 0.3 of what is new."""
+WALK = 0.05
+"""Standard deviation by which a worker's own part changes between two rounds, as a share of what the link takes."""
+
+ALONE = 0.02
+"""Share of what the last worker's averaging takes by which that of each other one has to be longer: it waited."""
+
+FEW = 4.0
+"""Degrees of freedom for which the scatter of all steps counts beside that within pairs."""
 
 STALL = 3.0
 """Factor on what a step usually takes beyond which it is the link that stalled: with the steps before and after it, it
 makes two differences of one sign, which a median of three would believe."""
 
 
-def arrival_differences(last: Array) -> dict[tuple[int, int], float]:
+def arrival_differences(last: Array) -> dict[tuple[int, int], tuple[float, float]]:
     """Seconds by which the last bucket's averaging takes longer when one worker came last than when another did.
 
     A slow worker often moves data slowly, too: then a step in which it comes last ends later after its arrival than a
@@ -30,54 +37,75 @@ def arrival_differences(last: Array) -> dict[tuple[int, int], float]:
         last: seconds of each step and worker for the last bucket, waiting included, shape ``(steps, workers)``.
 
     Returns:
-        Median difference for ``(i, j)``, ``i < j``, above 0 if worker ``i`` takes longer; of workers that took turns at
-        being last three times at least.
+        Median difference and its variance for ``(i, j)``, ``i < j``, above 0 if worker ``i`` takes longer; of workers
+        that took turns at being last three times at least.
 
     Example:
-        >>> arrival_differences(np.array([[0.5, 0.3], [0.1, 0.2]] * 3))
-        {(0, 1): -0.2}
+        >>> difference, variance = arrival_differences(np.array([[0.5, 0.3], [0.1, 0.2]] * 3))[0, 1]
+        >>> difference, round(variance**0.5, 2)
+        (-0.2, 0.14)
     """
     finite = last[np.isfinite(last).all(axis=1)]
     latest, seconds = finite.argmin(axis=1), finite.min(axis=1)
     found: dict[tuple[int, int], list[float]] = {}
     usual = [max(statistics.median_low(seconds[latest == i]), float(np.median(seconds))) for i in latest]
     calm = seconds <= STALL * np.array(usual)
+    if finite.shape[1] > 1 and len(finite):  # else nobody came last: they all waited for the link
+        calm &= np.partition(finite, 1, axis=1)[:, 1] - seconds >= ALONE * seconds
     for step, (i, j) in enumerate(zip(latest, latest[1:], strict=False)):
         before, after = seconds[step : step + 2]
         if i != j and calm[step : step + 2].all():
             pair, difference = (int(min(i, j)), int(max(i, j))), before - after
             found.setdefault(pair, []).append(float(difference if i < j else -difference))
-    return {pair: round(float(np.median(seen)), 12) for pair, seen in found.items() if len(seen) >= 3}
+    middle = {pair: round(float(np.median(seen)), 12) for pair, seen in found.items() if len(seen) >= 3}
+    if not middle:
+        return {}
+    # scatter of one difference, by mean deviations of normal values: within pairs, and where there are few of these of
+    # all steps, which differ by workers as well
+    apart = sum(float(np.abs(np.array(found[pair]) - value).sum()) for pair, value in middle.items())
+    free = sum(len(found[pair]) - 1 for pair in middle)
+    every = float(np.abs(np.diff(seconds[calm])).mean()) if calm.sum() > 1 else 0.0
+    variance = math.pi / 2 * ((apart / free) ** 2 * free + every**2 * FEW) / (free + FEW)
+    doubled = 2.0  # of turns that follow each other, each step is in two differences
+    return {pair: (value, doubled * math.pi / 2 * variance / len(found[pair])) for pair, value in middle.items()}
 
 
-def own_arrivals(known: Mapping[int, float], differences: Mapping[tuple[int, int], float]) -> dict[int, float]:
-    """Each worker's own seconds of the last bucket's averaging that agree best with differences between pairs.
+def own_arrivals(
+    known: Mapping[int, tuple[float, float]], differences: Mapping[tuple[int, int], tuple[float, float]], scale: float
+) -> dict[int, tuple[float, float]]:
+    """Each worker's own seconds of the last bucket's averaging, by what was known of it and by differences of pairs.
 
-    Least squares; what was known counts for 0.7 where one pair says something else, nothing at all where a worker is
-    new. Workers that no pair names keep what they had.
+    Normal values all of them: a worker that is new has none of its own, give or take ``scale``; one that is known may
+    have changed by a little since.
 
     Args:
-        known: seconds of workers seen before.
+        known: seconds and their variance of workers seen before.
         differences: of pairs, as :func:`arrival_differences` gives them.
+        scale: seconds that the link takes.
 
     Returns:
-        Seconds by worker; only their differences mean something.
+        Seconds and their variance by worker; only differences of the seconds mean something.
 
     Example:
-        >>> found = own_arrivals({}, {(0, 1): -0.2})
-        >>> round(found[1] - found[0], 6)
+        >>> found = own_arrivals({}, {(0, 1): (-0.2, 0.0)}, 0.2)
+        >>> round(found[1][0] - found[0][0], 3)
         0.2
     """
     workers = sorted({worker for pair in differences for worker in pair})
-    place = {worker: row for row, worker in enumerate(workers)}
-    trust = np.array([OWN_TRUST if worker in known else 1e-6 for worker in workers])
-    matrix = np.diag(trust)
-    right = trust * np.array([known.get(worker, 0.0) for worker in workers])
-    for (i, j), difference in differences.items():
-        a, b = place[i], place[j]
-        matrix[[a, b], [a, b]] += 1.0
-        matrix[[a, b], [b, a]] -= 1.0
-        right[a] += difference
-        right[b] -= difference
-    found = np.linalg.solve(matrix, right) if workers else right
-    return {**known, **{worker: float(seconds) for worker, seconds in zip(workers, found, strict=True)}}
+    if not workers:
+        return dict(known)
+    place, walk = {worker: row for row, worker in enumerate(workers)}, (WALK * scale) ** 2
+    before = np.array([known.get(worker, (0.0, scale**2)) for worker in workers])
+    precision = np.diag(1.0 / (before[:, 1] + walk + 1e-18))
+    right = precision @ before[:, 0]
+    for (i, j), (difference, variance) in differences.items():
+        a, b, weight = place[i], place[j], 1.0 / (variance + 1e-4 * walk + 1e-18)
+        precision[[a, b], [a, b]] += weight
+        precision[[a, b], [b, a]] -= weight
+        right[a] += weight * difference
+        right[b] -= weight * difference
+    covariance = np.linalg.inv(precision)
+    found, centre = covariance @ right, np.eye(len(workers)) - 1.0 / len(workers)
+    covariance = centre @ covariance @ centre  # what all have in common is the link's
+    new = zip(workers, found.tolist(), np.diag(covariance).tolist(), strict=True)
+    return {**known, **{worker: (seconds, variance) for worker, seconds, variance in new}}

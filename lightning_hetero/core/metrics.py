@@ -21,6 +21,7 @@ class Exchange:
         observations: what all ranks measured since the last exchange.
         entry: the plan that was adopted, ``None`` if the current one stays.
         predicted: predicted seconds of a step under the plan that ran, ``None`` without a model.
+        error: standard error of that in seconds, ``None`` where it is not known.
         density: whether the policy decided on the density of compressed gradients (on rank 0).
 
     Example:
@@ -33,11 +34,16 @@ class Exchange:
     observations: StepObservations
     entry: PlanEntry | None
     predicted: float | None
+    error: float | None = None
     density: bool = False
 
 
 def exchange_metrics(
-    observations: StepObservations, plan: BatchPlan, predicted: float | None, accumulation: int = 1
+    observations: StepObservations,
+    plan: BatchPlan,
+    predicted: float | None,
+    accumulation: int = 1,
+    error: float | None = None,
 ) -> dict[str, float]:
     """Metrics of the steps since the last exchange.
 
@@ -49,6 +55,7 @@ def exchange_metrics(
         plan: plan under which the last of these steps ran.
         predicted: predicted seconds of a step, ``None`` without a model.
         accumulation: micro-batches of an optimizer step; compute times are per micro-batch, step times per step.
+        error: standard error of ``predicted`` in seconds, ``None`` where it is not known.
 
     Example:
         >>> metrics = exchange_metrics(StepObservations.empty(2), BatchPlan(8, (6, 2)), 0.5)
@@ -60,6 +67,8 @@ def exchange_metrics(
         metrics[f"hetero/local_batch_size/rank{rank}"] = float(size)
     if predicted is not None:
         metrics["hetero/predicted_step_time"] = float(predicted)
+        if error is not None:
+            metrics["hetero/predicted_step_time_error"] = float(error)
     if observations.num_steps == 0:
         return metrics
     compute = np.median(observations.compute, axis=0)

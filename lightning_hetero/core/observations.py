@@ -93,6 +93,20 @@ class StepObservations:
         """Number of observed steps."""
         return int(self.forward.shape[0])
 
+    def splits(self) -> list[tuple[Array, slice]]:
+        """Each stretch of steps at one split: its sizes, and which steps they are.
+
+        Example:
+            >>> sizes = np.array([[2.0, 2.0], [2.0, 2.0], [3.0, 1.0]])
+            >>> [(split.tolist(), own) for split, own in StepObservations(*[sizes] * 7).splits()]
+            [([2.0, 2.0], slice(0, 2, None)), ([3.0, 1.0], slice(2, 3, None))]
+        """
+        sizes = self.local_batch_sizes
+        if len(sizes) == 0:
+            return []
+        starts = [0, *(np.flatnonzero((sizes[1:] != sizes[:-1]).any(axis=1)) + 1).tolist()]
+        return [(sizes[i], slice(i, j)) for i, j in zip(starts, [*starts[1:], len(sizes)], strict=True)]
+
     @property
     def outside_backward(self) -> Array:
         """``a_i`` of every step and worker: load, forward and update."""

@@ -14,7 +14,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["capped", "pace", "sustained"]
+__all__ = ["capped", "capped_columns", "pace", "sustained"]
 
 Array = npt.NDArray[np.float64]
 
@@ -37,6 +37,17 @@ def capped(seconds: Array) -> Array:
     rare = math.ceil(RARE * len(seconds)) if len(seconds) > 2 else 0
     most: float = np.sort(seconds)[len(seconds) - 1 - rare]
     return np.minimum(seconds, most, dtype=float)
+
+
+def capped_columns(seconds: Array) -> Array:
+    """As :func:`capped`, for each column of an array of shape ``(steps, workers)``.
+
+    Example:
+        >>> capped_columns(np.array([[1.0, 5.0], [2.0, 1.0], [3.0, 1.0], [90.0, 1.0]])).tolist()
+        [[1.0, 1.0], [2.0, 1.0], [3.0, 1.0], [3.0, 1.0]]
+    """
+    rare = math.ceil(RARE * len(seconds)) if len(seconds) > 2 else 0
+    return np.asarray(np.minimum(seconds, np.sort(seconds, axis=0)[len(seconds) - 1 - rare]))
 
 
 def pace(seconds: Array) -> float:

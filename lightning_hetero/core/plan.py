@@ -149,6 +149,7 @@ class BatchPlan:
         bottlenecks: what bounds each worker, ``"compute"`` or ``"communication"``; empty where unknown.
         leave_out: ranks that only slow the job down: even their minimum takes longer than the others need.
         step_time_without: predicted seconds of one step with the ranks in ``leave_out`` gone, else ``None``.
+        step_time_error: standard error of ``step_time`` in seconds, ``None`` where it is not known.
 
     Raises:
         ValueError: if the sizes do not sum to the total, or a field is out of range.
@@ -166,6 +167,7 @@ class BatchPlan:
     bottlenecks: tuple[str, ...] = ()
     leave_out: tuple[int, ...] = ()
     step_time_without: float | None = None
+    step_time_error: float | None = None
 
     def __post_init__(self) -> None:
         check_int("total_batch_size", self.total_batch_size, minimum=1)
@@ -203,6 +205,7 @@ class BatchPlan:
             "bottlenecks": list(self.bottlenecks),
             "leave_out": [int(i) for i in self.leave_out],
             "step_time_without": None if self.step_time_without is None else float(self.step_time_without),
+            "step_time_error": None if self.step_time_error is None else float(self.step_time_error),
         }
 
     @classmethod
@@ -249,6 +252,8 @@ class PlanEntry:
         """
         plan = self.plan
         line = f"{'/'.join(map(str, plan.local_batch_sizes))} of {plan.total_batch_size} samples ({self.reason})"
+        if plan.step_time is not None and plan.step_time_error is not None:
+            line += f"; predicted step {plan.step_time * 1e3:.1f} +- {plan.step_time_error * 1e3:.1f} ms"
         if plan.leave_out and plan.step_time and plan.step_time_without:
             line += (
                 f"; rank {', '.join(map(str, plan.leave_out))} slows the job down even at its minimum: without it a "

@@ -12,20 +12,18 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.arrivals import arrival_differences, own_arrivals
-from lightning_hetero.core.evidence import Evidence
+from lightning_hetero.core.link_times import Level, LinkTimes
+from lightning_hetero.core.maxima import expected_maximum, larger_error
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.optperf import solve_optperf
 from lightning_hetero.core.pace import pace
-from lightning_hetero.core.plan import BatchPlan, proportional_sizes
-from lightning_hetero.core.profile import NodeProfile
+from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.proportional import ProportionalPlanner, StaticPlanner
 from lightning_hetero.core.proposal import Decision, PlanContext, Planner, Proposal
-from lightning_hetero.core.time_model import (
-    ClusterTimeModel,
-    estimate_gamma,
-    estimate_sync_times,
-)
-from lightning_hetero.core.unexplained import Unexplained
+from lightning_hetero.core.split_rule import RuleSettings, horizon, shrunk
+from lightning_hetero.core.time_model import ClusterTimeModel, NodeModels
+from lightning_hetero.core.time_posterior import TimePosterior
+from lightning_hetero.core.times import Times
 
 __all__ = [
     "Decision",
@@ -46,20 +44,20 @@ Array = npt.NDArray[np.float64]
 class PerfModelPlanner:
     """Learn a time model of each worker and take its exact optimum (Cannikin, sec. 3-4).
 
-    While a worker was seen at one size only its model goes through the origin, which makes the optimum the split of
-    eq. 8; the second size gives the line. What the running split takes is what looks at it saw; the model says what
-    others take beside it. A plan is changed only for a predicted gain above the hysteresis, and only as far as looks
-    make certain (:class:`~lightning_hetero.core.evidence.Evidence`), so that scatter neither splits equal workers nor
-    moves a split back and forth.
+    Workers are known by a posterior that follows their speeds (:mod:`lightning_hetero.core.time_posterior`), averaging
+    by :mod:`lightning_hetero.core.link_times`. While a worker was seen at one size only, its model goes through the
+    origin, which makes the optimum the split of eq. 8; the second size gives the line. The plan changes where that
+    saves more than it costs (:mod:`lightning_hetero.core.split_rule`).
 
     Args:
-        profiles: what is known of each piece of hardware.
-        gamma: share of the backward pass before the first bucket.
-        sync_times: ``(t_o, t_u)`` in seconds, ``None`` before the first observation.
-        unexplained: what steps take longer than eq. 7 says; the same share and seconds for every split.
+        times: time models of each piece of hardware, with what is not certain of them.
+        link: what averaging takes, by the number of workers.
+        overhead: seconds by which steps take longer than predicted: the loop's own.
+        waiting: share of a step by which the slowest worker of single steps takes longer than each does on average.
+        steps: steps observed, of the run and of those that it goes on with.
         arrivals: seconds of averaging by which each piece of hardware differs from others when it comes last, where it
-            did. What exceeds the least of them is that worker's own, and counts into its constant time.
-        evidence: what looks at the running split have shown.
+            did, and their variance. What exceeds the least of them is its own, and counts into its constant time.
+        settings: of the decision rule.
 
     Example:
         >>> context = PlanContext(40, ("a", "b"), (1, 1))
@@ -72,193 +70,261 @@ class PerfModelPlanner:
     """
 
     moves_total: ClassVar[bool] = False
-    profiles: Mapping[str, NodeProfile] = field(default_factory=dict)
-    gamma: float = 1.0
-    sync_times: tuple[float, float] | None = None
-    unexplained: Unexplained = Unexplained()
-    arrivals: Mapping[str, float] = field(default_factory=dict)
-    evidence: Evidence = Evidence()
+    times: TimePosterior = field(default_factory=TimePosterior)
+    link: LinkTimes = field(default_factory=LinkTimes)
+    overhead: Level = Level()
+    waiting: Level = Level()
+    steps: float = 0.0
+    arrivals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    settings: RuleSettings = RuleSettings()
+
+    # what is known
+
+    def knows(self, context: PlanContext) -> bool:
+        """Whether any worker at hand was observed; what others take is then taken from the one most like them."""
+        return bool(self.link) and not set(self.times.names).isdisjoint(context.identities)
 
     def cluster(self, context: PlanContext) -> ClusterTimeModel | None:
-        """Time model of the ranks at hand, ``None`` if one of them is unknown."""
-        if self.sync_times is None or any(identity not in self.profiles for identity in context.identities):
+        """Time model of the ranks at hand, ``None`` if all of them are unknown."""
+        if not self.knows(context):
             return None
-        models = {identity: self.profiles[identity].model() for identity in context.identities}
-        t_o, t_u = self.sync_times
-        nodes = tuple(
-            replace(models[identity], s=models[identity].s + own)
-            for identity, own in zip(context.identities, self._own_arrivals(context), strict=True)
-        )
-        cluster = ClusterTimeModel(nodes, self.gamma, t_o, t_u).accumulated(context.accumulation)
-        return cluster.slowed(*self.unexplained.line)
+        return self._cluster(self._times(context), context)
 
-    def _own_arrivals(self, context: PlanContext) -> list[float]:
-        """Each worker's own seconds of averaging, above the least of all workers at hand."""
+    def _times(self, context: PlanContext) -> Times:
+        """Time models of the workers at hand, each with its own part of averaging."""
+        times = self.times.times(context.identities, context.capacities)
+        own, variance = self._own_arrivals(context)
+        times.mean[:, 1] += own
+        times.covariance[:, 1, 1] += variance
+        return times
+
+    def _own_arrivals(self, context: PlanContext) -> tuple[Array, Array]:
+        """Each worker's own seconds of averaging, above the least of all workers at hand, and their variance."""
         known = [self.arrivals.get(identity) for identity in context.identities]
-        least = min((seconds for seconds in known if seconds is not None), default=0.0)
-        return [0.0 if seconds is None else seconds - least for seconds in known]
+        least = min((seconds for seconds, _ in filter(None, known)), default=0.0)
+        pairs = np.array([(0.0, 0.0) if pair is None else (pair[0] - least, pair[1]) for pair in known])
+        return pairs[:, 0], pairs[:, 1]
+
+    def _cluster(self, times: Times, context: PlanContext) -> ClusterTimeModel:
+        bare = self._bare(times, context).accumulated(context.accumulation)
+        return bare.slowed(max(self.waiting.value, 0.0), max(self.overhead.value, 0.0))
+
+    def _bare(self, times: Times, context: PlanContext) -> ClusterTimeModel:
+        """Eq. 7 alone, of one micro-batch."""
+        gamma = min(max(self.link.gamma.value, 0.0), 1.0)
+        return ClusterTimeModel(NodeModels(times.mean), gamma, *self.link.at(len(context.identities)))
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
         """Predicted seconds of a step (of a window, under accumulation) by Cannikin, eq. 7."""
         cluster = self.cluster(context)
         return None if cluster is None else cluster.step_time(plan.local_batch_sizes)
 
-    def initial(self, context: PlanContext) -> Proposal | None:
-        """Optimum of what an earlier run learned of this hardware; equal sizes if a rank is new."""
-        cluster = self.cluster(context)
-        if cluster is None:
+    def error(self, plan: BatchPlan, context: PlanContext) -> float | None:
+        """Standard error in seconds of :meth:`predict`."""
+        if not self.knows(context):
             return None
-        return Proposal(_optimum(cluster, context), "from the time models of an earlier run")
+        return self._error(self._times(context), plan.local_batch_sizes, context)
+
+    def _error(self, times: Times, sizes: Any, context: PlanContext) -> float:
+        seconds, errors, _ = self._finish(times, np.maximum(sizes, context.min_local).astype(float), context)
+        step, spread = expected_maximum(seconds, errors)
+        scale = 1.0 + max(self.waiting.value, 0.0)
+        own = float(np.sqrt(self.overhead.variance)) if np.isfinite(self.overhead.variance) else 0.0
+        link = self.link.error(len(context.identities))
+        return float(np.sqrt((scale * spread) ** 2 + (own * step) ** 2 + min(link, step) ** 2))
+
+    # what is learned
 
     def observe(self, observations: StepObservations, context: PlanContext) -> "PerfModelPlanner":
         """The planner that has seen the observations."""
         if observations.num_steps == 0:
             return self
-        profiles = dict(self.profiles)
-        for rank, identity in enumerate(context.identities):
-            profile = profiles.get(identity, NodeProfile()).settled()
-            sizes = observations.local_batch_sizes[:, rank]
-            drifted = False
-            for size in dict.fromkeys(sizes.tolist()):
-                rows = sizes == size
-                profile = profile.observe(
-                    int(size), observations.outside_backward[rows, rank], observations.backward[rows, rank]
-                )
-                drifted |= profile.drifted
-            profiles[identity] = replace(profile, drifted=drifted)
-        gamma = estimate_gamma(observations.first_bucket, observations.backward)
-        arrivals = self._arrivals(observations, context)
-        own = replace(self, arrivals=arrivals)._own_arrivals(context)
-        t_o, t_u = estimate_sync_times(observations.overlapped_sync, np.maximum(observations.last_sync - own, 0.0))
-        if self.sync_times is not None:
-            gamma = _blend(self.gamma, gamma)
-            t_o, t_u = _blend(self.sync_times[0], t_o), _blend(self.sync_times[1], t_u)
-        planner = PerfModelPlanner(profiles, gamma, (t_o, t_u), arrivals=arrivals, evidence=self.evidence)
-        return replace(planner, unexplained=planner._compare(observations, context, self.unexplained))
-
-    def _arrivals(self, observations: StepObservations, context: PlanContext) -> dict[str, float]:
-        """What is known of each worker's own part of averaging, with the newest differences between workers."""
-        names = context.identities
+        names, elapsed = context.identities, float(observations.num_steps)
         known = {rank: self.arrivals[name] for rank, name in enumerate(names) if name in self.arrivals}
-        found = own_arrivals(known, arrival_differences(observations.last_sync))
-        return {**self.arrivals, **{names[rank]: seconds for rank, seconds in found.items()}}
+        takes = float(np.median(np.nan_to_num(observations.last_sync).min(axis=1)))
+        found = own_arrivals(known, arrival_differences(observations.last_sync), takes)
+        planner = replace(
+            self,
+            times=self.times.observe(observations, names, elapsed),
+            steps=self.steps + elapsed,
+            arrivals={**self.arrivals, **{names[rank]: own for rank, own in found.items()}},
+        )
+        last = np.maximum(observations.last_sync - planner._own_arrivals(context)[0], 0.0)
+        planner = replace(planner, link=self.link.observe(replace(observations, last_sync=last)))
+        return planner._compare(observations, context)
 
-    def _compare(self, observations: StepObservations, context: PlanContext, unexplained: Unexplained) -> Unexplained:
-        """What is unexplained so far, with what the observed steps took; ``self`` predicts by eq. 7 alone."""
-        cluster = self.cluster(context)
+    def _compare(self, observations: StepObservations, context: PlanContext) -> "PerfModelPlanner":
+        """What steps take longer than eq. 7 says: by the scatter of single workers, and by the loop's own time."""
         rows = np.isfinite(observations.step_time[:, 0])
-        if cluster is None or not rows.any():
-            return unexplained
-        predicted = np.array([cluster.step_time(sizes) for sizes in observations.local_batch_sizes[rows]])
-        return unexplained.observe(predicted.mean(), pace(observations.step_time[rows].max(axis=1)))
+        if not rows.any():
+            return self
+        times = self._times(context)
+        bare = self._bare(times, context).accumulated(context.accumulation)
+        share, expected = 0.0, 0.0
+        for split, own in observations.splits():
+            part = float(rows[own].mean()) * len(rows[own]) / float(rows.sum())
+            seconds, _, scatter = self._finish(times, split, context)
+            longer = expected_maximum(seconds, scatter)[0] / float(seconds.max())
+            share += (longer - 1.0) * part
+            expected += longer * bare.step_time(split) * part
+        single = observations.step_time[rows].max(axis=1)
+        measured = pace(single)
+        variance = float(np.var(single)) / max(measured, 1e-9) ** 2 / len(single)
+        return replace(
+            self,
+            waiting=self.waiting.observe(share, 0.01, 1.0),
+            overhead=self.overhead.observe(measured - expected, variance + 0.05**2, max(measured, 1e-9), jumps=False),
+        )
+
+    def _finish(self, times: Times, sizes: Array, context: PlanContext) -> tuple[Array, Array, Array]:
+        """When each worker is done: seconds, their standard errors, and the deviation of single steps."""
+        n, gamma = context.accumulation, min(max(self.link.gamma.value, 0.0), 1.0)
+        t_o, t_u = self.link.at(len(context.identities))
+        lines = []
+        for share, after in ((1.0, t_u), (gamma, t_o + t_u)):
+            seconds, errors = times.seconds(sizes, n - 1 + share, n)
+            a, p = times.parts(sizes)
+            scatter = np.hypot(a * times.scatter[:, 0] * n**0.5, p * times.scatter[:, 1] * (n - 1 + share**2) ** 0.5)
+            lines.append((seconds + after, errors, scatter))
+        (compute, compute_error, _), (send, send_error, _) = lines
+        errors = larger_error(compute, compute_error, send, send_error)
+        seconds, _, scatter = (np.where(compute >= send, x, z) for x, z in zip(*lines, strict=True))
+        return seconds, errors, scatter
+
+    # what is decided
+
+    def initial(self, context: PlanContext) -> Proposal | None:
+        """Optimum of what an earlier run learned of this hardware; equal sizes if all of it is new."""
+        if not self.knows(context):
+            return None
+        plan = _optimum(self._cluster(self._times(context), context), context)
+        new = [rank for rank, name in enumerate(context.identities) if not self.times.knows((name,))]
+        by = "peak FLOP/s" if context.capacities else "what the others take"
+        more = f"; rank {', '.join(map(str, new))} is new and starts by {by}" if new else ""
+        plan = replace(plan, step_time_error=self.error(plan, context))
+        return Proposal(plan, f"from the time models of an earlier run{more}")
 
     def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
-        """Learn from the observations; propose the optimum if it gains enough over the current plan."""
-        planner = self._look(observations, current, context)
-        model = planner.cluster(context)
-        if model is None:
-            return Decision(planner, kept="too few observations: not every worker's time is known")
-        cluster = planner._as_seen(model, current, context)
-        now = _step_time(cluster, current, context)
-        plan = planner._certain(_optimum(cluster, context), cluster, current, context)
-        gain = 1.0 - (plan.step_time or now) / now
-        if gain < context.hysteresis or plan.local_batch_sizes == current.local_batch_sizes:
-            return Decision(planner, kept=_why_kept(_optimum(cluster, context), plan, now, current, context))
-        known = [planner.profiles[identity] for identity in context.identities]
-        if any(profile.drifted for profile in known):
-            drifted = [rank for rank, profile in enumerate(known) if profile.drifted]
-            why = f"speed of rank {', '.join(map(str, drifted))} changed"
-        elif any(len(profile.sizes) < 2 for profile in known):
-            why = "first split, in proportion to measured speed"
-        else:
-            why = "optimum of the time model"
-        gained = f"{why}: step {now * 1e3:.1f} -> {(plan.step_time or now) * 1e3:.1f} ms ({gain:.0%} less)"
-        return Decision(planner, Proposal(plan, gained))
-
-    def _look(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> "PerfModelPlanner":
-        """The planner that has seen the observations, and what they say for or against the running split."""
-        names, sizes = context.identities, _ran(current, context)
-        before = [self.profiles.get(name, NodeProfile()) for name in names]
-        known = [profile.expected(int(b)) for profile, b in zip(before, sizes, strict=True)]
+        """Learn from the observations; propose the optimum if it saves more than the change costs."""
         planner = self.observe(observations, context)
-        changed = any(name in planner.profiles and planner.profiles[name].drifted for name in names)
-        seconds = observations.compute[(observations.local_batch_sizes == sizes).all(axis=1)]
-        return replace(
-            planner, evidence=self.evidence.look(names, current.local_batch_sizes, seconds, known, changed=changed)
-        )
+        if not planner.knows(context) or not planner.times.knows(context.identities):
+            return Decision(planner, kept="too few observations: not every worker's time is known")
+        times = planner._times(context)
+        decision = planner._decide(times, current, context, first=not self.times.knows(context.identities))
+        return replace(decision, error=planner._error(times, current.local_batch_sizes, context))
 
-    def _as_seen(self, cluster: ClusterTimeModel, current: BatchPlan, context: PlanContext) -> ClusterTimeModel:
-        """The model, each worker of which takes for its present samples what was seen."""
-        seen = self.evidence.seconds(context.identities, current.local_batch_sizes)
-        if seen is None:
-            return cluster
-        models = [self.profiles[name].model() for name in context.identities]
-        known = [model.compute_time(b) for model, b in zip(models, _ran(current, context), strict=True)]
-        return cluster.scaled((seen / np.maximum(known, 1e-12)).tolist())
+    def _decide(self, times: Times, current: BatchPlan, context: PlanContext, *, first: bool) -> Decision:
+        """The rule, for what is known by now."""
+        cluster = self._likely(self._cluster(times, context), times, current, context)
+        now, plan = _step_time(cluster, current, context), _optimum(cluster, context)
+        if plan.local_batch_sizes == current.local_batch_sizes:
+            return Decision(self, kept=_why_optimal(plan, context))
+        gain = self._gain(cluster, times, plan, current, context)
+        steps = horizon(gain, times.walks, times.probability, self.steps, self.settings)
+        cost = self.settings.change_steps * now + (context.change_cost or 0.0)
+        other = f"{'/'.join(map(str, plan.local_batch_sizes))} would take {max(gain, 0.0):.1%} less"
+        if gain * now * steps <= cost:
+            kept = (
+                f"a change would cost more than it saves: {other} for {steps:.0f} steps, and costs {cost * 1e3:.1f} ms"
+            )
+            return Decision(self, kept=kept)
+        if gain < context.hysteresis:
+            return Decision(self, kept=f"the predicted gain is below hysteresis={context.hysteresis:g}: {other}")
+        plan = replace(plan, step_time_error=self._error(times, plan.local_batch_sizes, context))
+        then = plan.step_time or now
+        gained = f"step {now * 1e3:.1f} -> {then * 1e3:.1f} ms ({1.0 - then / now:.1%} less)"
+        proposal = Proposal(plan, f"{self._why(context, first=first)}: {gained}")
+        return Decision(self, proposal, soon=gain > self.settings.soon)
 
-    def _certain(
-        self, best: BatchPlan, cluster: ClusterTimeModel, current: BatchPlan, context: PlanContext
-    ) -> BatchPlan:
-        """As much of the way to the best plan as is certain; the current plan if nothing is."""
-        seen = self.evidence.seconds(context.identities, current.local_batch_sizes)
-        if seen is None:
-            return current
-        later = np.log(cluster.finish_times(_ran(current, context)) / np.maximum(seen, 1e-12))
-        certainty, total = self.evidence.certainty(best.local_batch_sizes, later), best.total_batch_size
-        here = np.array(current.local_batch_sizes) * (total / current.total_batch_size)
-        mixed = here + certainty * (np.array(best.local_batch_sizes) - here)
-        sizes = proportional_sizes(total, mixed, min_local=context.min_local, max_local=context.max_local)
-        return (
-            current if certainty == 0.0 else replace(best, local_batch_sizes=sizes, step_time=cluster.step_time(sizes))
-        )
+    def _why(self, context: PlanContext, *, first: bool) -> str:
+        """What makes another split the optimum."""
+        jumped = [rank for rank, name in enumerate(context.identities) if name in self.times.jumped]
+        if jumped:
+            return f"speed of rank {', '.join(map(str, jumped))} changed"
+        return "first split, in proportion to measured speed" if first else "optimum of the time model"
+
+    def _gain(
+        self, cluster: ClusterTimeModel, times: Times, plan: BatchPlan, current: BatchPlan, context: PlanContext
+    ) -> float:
+        """Share of a step that a plan saves in expectation, when the slowest worker is as late as it may be.
+
+        What is uncertain of workers at the running split stays so. What they take for other sizes than those that were
+        seen is uncertain as well, but the first look at them will tell, so that it does not speak against them.
+        """
+        here = _ran(current, context) * (context.total_batch_size / current.total_batch_size)
+        seconds, errors, _ = self._finish(times, here, context)
+
+        def expected(sizes: Any) -> float:
+            finish = cluster.finish_times(sizes)
+            return expected_maximum(finish, finish * errors / seconds)[0]
+
+        return 1.0 - expected(plan.local_batch_sizes) / expected(here)
+
+    def _likely(
+        self, cluster: ClusterTimeModel, times: Times, current: BatchPlan, context: PlanContext
+    ) -> ClusterTimeModel:
+        """The model of workers that finish together at the present split, as far as their times do not speak against.
+
+        Bounds keep workers from finishing together: one that is late with its least, or early with its most, counts
+        with its own time.
+        """
+        sizes = _ran(current, context)
+        seconds, errors, _ = self._finish(times, sizes, context)
+        low = np.array(context.min_local)
+        high = np.array(context.max_local or (np.inf,) * len(sizes))
+        middle = np.median(seconds)
+        free = ~(((sizes <= low) & (seconds > middle)) | ((sizes >= high) & (seconds < middle)))
+        likely = seconds.copy()
+        likely[free] = shrunk(seconds[free], errors[free], self.settings)
+        bare = self._bare(times, context).accumulated(context.accumulation)
+        alpha_1, beta_1, alpha_2, beta_2 = bare.coefficients()
+        t_o, t_u = bare.t_o, bare.t_u
+        compute, send = alpha_1 * sizes + beta_1 - t_u, alpha_2 * sizes + beta_2 - t_o - t_u
+        factor = np.minimum((likely - t_u) / np.maximum(compute, 1e-12), (likely - t_o - t_u) / np.maximum(send, 1e-12))
+        return cluster.scaled(np.clip(factor, 0.05, 20.0))
+
+    # state
 
     def state_dict(self) -> dict[str, Any]:
-        """Profiles by hardware identity, and the cluster's own coefficients."""
+        """Time models by hardware identity, and the cluster's own coefficients."""
         return {
-            "profiles": {identity: profile.state_dict() for identity, profile in self.profiles.items()},
-            "gamma": float(self.gamma),
-            "sync_times": None if self.sync_times is None else [float(t) for t in self.sync_times],
-            "unexplained": [list(window) for window in self.unexplained.windows],
-            "arrivals": {identity: float(seconds) for identity, seconds in self.arrivals.items()},
-            "evidence": self.evidence.state_dict(),
+            "times": self.times.state_dict(),
+            "link": self.link.state_dict(),
+            "overhead": [self.overhead.value, self.overhead.variance],
+            "waiting": [self.waiting.value, self.waiting.variance],
+            "steps": float(self.steps),
+            "arrivals": {identity: list(pair) for identity, pair in self.arrivals.items()},
         }
 
-    def loaded(self, state: dict[str, Any]) -> "PerfModelPlanner":
-        """The planner with what :meth:`state_dict` described."""
-        sync = state["sync_times"]
+    def loaded(self, state: Mapping[str, Any]) -> "PerfModelPlanner":
+        """The planner with what :meth:`state_dict` described; it learns anew where the former estimator wrote that."""
+        if "profiles" in state:
+            return PerfModelPlanner(settings=self.settings)
         return PerfModelPlanner(
-            {identity: NodeProfile.from_state_dict(points) for identity, points in state["profiles"].items()},
-            float(state["gamma"]),
-            None if sync is None else (float(sync[0]), float(sync[1])),
-            Unexplained(tuple((float(x), float(y)) for x, y in state.get("unexplained", ()))),
-            {identity: float(seconds) for identity, seconds in state.get("arrivals", {}).items()},
-            Evidence.from_state_dict(state.get("evidence", {})),
+            TimePosterior.from_state_dict(state["times"], self.times.settings),
+            LinkTimes.from_state_dict(state["link"]),
+            Level(*map(float, state["overhead"])),
+            Level(*map(float, state["waiting"])),
+            float(state["steps"]),
+            {identity: (float(pair[0]), float(pair[1])) for identity, pair in state["arrivals"].items()},
+            self.settings,
         )
-
-
-def _blend(old: float, new: float, share: float = 0.3) -> float:
-    return old + share * (new - old)
 
 
 def _optimum(cluster: ClusterTimeModel, context: PlanContext) -> BatchPlan:
     return solve_optperf(cluster, context.total_batch_size, min_local=context.min_local, max_local=context.max_local)
 
 
-def _why_kept(best: BatchPlan, certain: BatchPlan, now: float, current: BatchPlan, context: PlanContext) -> str:
-    """Why the current plan stays, although ``best`` is the optimum and ``certain`` what of it is certain."""
-    sizes, gain = best.local_batch_sizes, 1.0 - (best.step_time or now) / now
-    if sizes == current.local_batch_sizes:
-        high = context.max_local or (best.total_batch_size,) * len(sizes)
-        held = [i for i, b in enumerate(sizes) if b in (context.min_local[i], high[i])]
-        if held and len(sizes) > 1:
-            return f"bounds hold: rank {', '.join(map(str, held))} at its minimum or maximum; the split is the optimum"
-        if max(sizes) - min(sizes) <= 1:
-            return "workers are equally fast: equal sizes are the optimum"
-        return "the optimum runs already: the time model predicts no shorter step with another split"
-    other = f"{'/'.join(map(str, sizes))} would take {gain:.1%} less"
-    if gain < context.hysteresis:
-        return f"the predicted gain is below hysteresis={context.hysteresis:g}: {other}"
-    return f"the predicted gain is not significant yet: {other}"
+def _why_optimal(plan: BatchPlan, context: PlanContext) -> str:
+    """Why the current plan is the optimum."""
+    sizes = plan.local_batch_sizes
+    high = context.max_local or (plan.total_batch_size,) * len(sizes)
+    held = [i for i, b in enumerate(sizes) if b in (context.min_local[i], high[i])]
+    if held and len(sizes) > 1:
+        return f"bounds hold: rank {', '.join(map(str, held))} at its minimum or maximum; the split is the optimum"
+    if max(sizes) - min(sizes) <= 1:
+        return "workers are equally fast: equal sizes are the optimum"
+    return "the optimum runs already: the time model predicts no shorter step with another split"
 
 
 def _ran(current: BatchPlan, context: PlanContext) -> Array:

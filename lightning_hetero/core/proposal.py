@@ -31,23 +31,25 @@ class PlanContext:
         epoch_begins: whether the next plan begins with an epoch, so that ``accumulation`` may change with it.
         link: what compressed gradients cross, ``None`` if there are none.
         given: sizes to begin with that the user gave, ``None`` if the policy finds its own.
+        change_cost: seconds that a change of the plan costs, to compile or tune anew; ``None`` if that is unknown.
 
     Example:
         >>> PlanContext(40, ("a", "b"), (1, 1)).hysteresis
-        0.03
+        0.0
     """
 
     total_batch_size: int
     identities: tuple[str, ...]
     min_local: tuple[int, ...]
     max_local: tuple[int, ...] | None = None
-    hysteresis: float = 0.03
+    hysteresis: float = 0.0
     accumulation: int = 1
     capacities: tuple[float, ...] = ()
     noise: RunningNoiseScale | None = None
     epoch_begins: bool = False
     link: MessageLink | None = None
     given: tuple[int, ...] | None = None
+    change_cost: float | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class Decision:
         probe: density whose messages the next steps are to time, ``None`` for none.
         kept: why the plan stays, ``None`` if it changes or there is nothing to say. What stands before the first colon
             is said once in a run.
+        soon: whether the next look is worth more than it costs, so that it comes as early as it can.
+        error: standard error in seconds of the step time that is predicted of the running plan, ``None`` if not known.
 
     Example:
         >>> planner, proposal = Decision(None, kept="too few observations: 3 steps")
@@ -92,6 +96,8 @@ class Decision:
     stale: bool | None = None
     probe: float | None = None
     kept: str | None = None
+    soon: bool = False
+    error: float | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.planner, self.proposal))

@@ -9,6 +9,7 @@ for others: the fit takes what a worker did, not how long it stood.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from lightning_hetero.core.validation import check_number
 
 __all__ = [
     "ClusterTimeModel",
+    "NodeModels",
     "NodeTimeModel",
     "estimate_gamma",
     "estimate_sync_times",
@@ -82,6 +84,40 @@ class NodeTimeModel:
         return NodeTimeModel(self.q + (n - 1) * (self.q + self.k), self.s + (n - 1) * (self.s + self.m), self.k, self.m)
 
 
+class NodeModels(Sequence[NodeTimeModel]):
+    """Models of workers, kept as one array; each is made when it is asked for.
+
+    Args:
+        coefficients: ``(q, s, k, m)`` of each worker, shape ``(workers, 4)``, finite and ``>= 0``.
+
+    Example:
+        >>> NodeModels(np.array([[1.0, 0.0, 2.0, 0.5]]))[0].compute_time(2)
+        6.5
+    """
+
+    def __init__(self, coefficients: Array) -> None:
+        self.coefficients = coefficients
+        if not np.all(np.isfinite(coefficients)) or np.any(coefficients < 0):
+            raise ValueError("coefficients of time models must be finite and >= 0.")
+
+    def __len__(self) -> int:
+        return len(self.coefficients)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return NodeModels(self.coefficients[index])
+        return NodeTimeModel(*map(float, self.coefficients[index]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
 @dataclass(frozen=True)
 class ClusterTimeModel:
     """Time of one synchronous step of all workers (Cannikin, eq. 7).
@@ -104,25 +140,32 @@ class ClusterTimeModel:
         0.05
     """
 
-    nodes: tuple[NodeTimeModel, ...]
+    nodes: Sequence[NodeTimeModel]
     gamma: float = 1.0
     t_o: float = 0.0
     t_u: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "nodes", tuple(self.nodes))
-        if not self.nodes:
+        if not len(self.nodes):
             raise ValueError("nodes is empty; give one NodeTimeModel per worker.")
+        if not isinstance(self.nodes, NodeModels):
+            array = np.array([(n.q, n.s, n.k, n.m) for n in self.nodes], dtype=float)
+            object.__setattr__(self, "nodes", NodeModels(array))
         check_number("gamma", self.gamma, low=0.0, high=1.0)
         check_number("t_o", self.t_o, low=0.0)
         check_number("t_u", self.t_u, low=0.0)
+
+    @property
+    def array(self) -> Array:
+        """``(q, s, k, m)`` of each worker, shape ``(workers, 4)``."""
+        return self.nodes.coefficients  # type: ignore[attr-defined, no-any-return]
 
     def coefficients(self) -> tuple[Array, Array, Array, Array]:
         """``alpha_1, beta_1, alpha_2, beta_2`` of each finish time ``max(alpha_1 b + beta_1, alpha_2 b + beta_2)``.
 
         The first line is its computing bottleneck (eq. 5), the second its communication bottleneck (eq. 6).
         """
-        q, s, k, m = np.array([(n.q, n.s, n.k, n.m) for n in self.nodes], dtype=float).T
+        q, s, k, m = self.array.T
         tiny = 1e-12
         return (
             np.maximum(q + k, tiny),
@@ -147,7 +190,9 @@ class ClusterTimeModel:
         """Model of an accumulation window of ``n`` micro-batches, see :meth:`NodeTimeModel.accumulated`."""
         if n == 1:
             return self
-        return ClusterTimeModel(tuple(node.accumulated(n) for node in self.nodes), self.gamma, self.t_o, self.t_u)
+        q, s, k, m = self.array.T
+        whole = np.stack([q + (n - 1) * (q + k), s + (n - 1) * (s + m), k, m], axis=1)
+        return ClusterTimeModel(NodeModels(whole), self.gamma, self.t_o, self.t_u)
 
     def slowed(self, share: float, seconds: float) -> "ClusterTimeModel":
         """Model of a cluster whose every step takes ``(1 + share) T + seconds``.
@@ -157,20 +202,17 @@ class ClusterTimeModel:
             10.75
         """
         more = 1.0 + share
-        nodes = tuple(NodeTimeModel(more * n.q, more * n.s, more * n.k, more * n.m) for n in self.nodes)
-        return ClusterTimeModel(nodes, self.gamma, more * self.t_o, more * self.t_u + seconds)
+        return ClusterTimeModel(NodeModels(more * self.array), self.gamma, more * self.t_o, more * self.t_u + seconds)
 
-    def scaled(self, factors: Sequence[float]) -> "ClusterTimeModel":
+    def scaled(self, factors: Sequence[float] | Array) -> "ClusterTimeModel":
         """Model of workers that compute by so many times longer, whatever their batch size.
 
         Example:
             >>> ClusterTimeModel((NodeTimeModel(1, 0, 2, 0),), t_u=1.0).scaled([0.5]).step_time([2])
             4.0
         """
-        nodes = tuple(
-            NodeTimeModel(f * n.q, f * n.s, f * n.k, f * n.m) for n, f in zip(self.nodes, factors, strict=True)
-        )
-        return ClusterTimeModel(nodes, self.gamma, self.t_o, self.t_u)
+        factor = np.asarray(factors, dtype=float)[:, None]
+        return ClusterTimeModel(NodeModels(self.array * factor), self.gamma, self.t_o, self.t_u)
 
     @classmethod
     def fit(cls, observations: StepObservations) -> "ClusterTimeModel":
@@ -210,9 +252,7 @@ def _paces(sizes: Array, forward: Array, backward: Array) -> tuple[Array, Array,
     return distinct, forward, backward, count.astype(float)
 
 
-def fit_line(
-    x: Array, y: Array, weight: Array | None = None, *, fixed_share: float | None = None, iterations: int = 20
-) -> tuple[float, float]:
+def fit_line(x: Array, y: Array, weight: Array | None = None, *, iterations: int = 20) -> tuple[float, float]:
     """Robust line ``y = slope x + intercept`` with both coefficients ``>= 0``.
 
     Minimises the Huber loss of the *relative* residuals (timings scatter in proportion to their length) by iteratively
@@ -222,8 +262,6 @@ def fit_line(
         x: positions, shape ``(n,)``.
         y: values, shape ``(n,)``, ``>= 0``.
         weight: weight of each point, e.g. its number of repetitions or its age.
-        fixed_share: standard deviation of a prior for ``intercept / mean(y)`` around 0, for points that lie too close
-            together to tell slope from intercept; ``weight`` then has to be the inverse variance of the relative error.
         iterations: most rounds of re-weighting.
 
     Returns:
@@ -239,9 +277,8 @@ def fit_line(
     base = w / scale**2
     robust = np.ones_like(y)
     line = (0.0, 0.0)
-    prior = 0.0 if fixed_share is None else 1.0 / (fixed_share * max(float(y.mean()), 1e-12)) ** 2
     for _ in range(iterations):
-        previous, line = line, _non_negative_line(x, y, base * robust, prior)
+        previous, line = line, _non_negative_line(x, y, base * robust)
         if len(y) <= 2 or all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(line, previous, strict=True)):
             break
         residual = np.abs(y - line[0] * x - line[1]) / scale
@@ -251,13 +288,8 @@ def fit_line(
     return line
 
 
-def _non_negative_line(x: Array, y: Array, w: Array, prior: float) -> tuple[float, float]:
-    """Weighted least squares over ``slope, intercept >= 0``: the optimum inside, else the better of the two edges.
-
-    ``prior`` is the weight of one more point, at the origin.
-    """
-    if prior:
-        x, y, w = np.append(x, 0.0), np.append(y, 0.0), np.append(w, prior)
+def _non_negative_line(x: Array, y: Array, w: Array) -> tuple[float, float]:
+    """Weighted least squares over ``slope, intercept >= 0``: the optimum inside, else the better of the two edges."""
     total = w.sum()
     x_mean, y_mean = (w * x).sum() / total, (w * y).sum() / total
     spread = (w * (x - x_mean) ** 2).sum()
@@ -277,8 +309,6 @@ def fit_node(
     forward: Array,
     backward: Array,
     weight: Array | None = None,
-    *,
-    fixed_share: float | None = None,
 ) -> NodeTimeModel:
     """Model of one worker from its own timings (Cannikin, sec. 4.5).
 
@@ -287,7 +317,6 @@ def fit_node(
         forward: ``a`` of each observation in seconds.
         backward: ``P`` of each observation in seconds.
         weight: weight of each observation.
-        fixed_share: prior for the share of fixed time, see :func:`fit_line`.
 
     Returns:
         The model; with one distinct size it goes through the origin, as eq. 8 of the paper assumes.
@@ -296,10 +325,8 @@ def fit_node(
         >>> fit_node(np.array([4.0, 4.0]), np.array([0.04, 0.04]), np.array([0.08, 0.08]))
         NodeTimeModel(q=0.01, s=0.0, k=0.02, m=0.0)
     """
-    if np.all(sizes == sizes[0]):
-        fixed_share = None
-    q, s = fit_line(sizes, forward, weight, fixed_share=fixed_share)
-    k, m = fit_line(sizes, backward, weight, fixed_share=fixed_share)
+    q, s = fit_line(sizes, forward, weight)
+    k, m = fit_line(sizes, backward, weight)
     return NodeTimeModel(round(q, 15), round(s, 15), round(k, 15), round(m, 15))
 
 

@@ -44,7 +44,7 @@ def attach_staleness(strategy: Any) -> None:
     limit = limit if engine.world_size > 1 else 0
     settings: dict[str, Any] = {
         "clock": engine.observer.clock,
-        "hysteresis": engine.config.hysteresis,
+        "hysteresis": 0.03 if engine.config.hysteresis is None else engine.config.hysteresis,
         "topology": topology,
         "restored": restored,
         "running": state._running,

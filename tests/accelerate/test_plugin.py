@@ -16,6 +16,7 @@ VALUES = {
     "weight_fn": ("operator:itemgetter", __import__("operator").itemgetter),
     "replan": ("epoch", "epoch"),
     "hysteresis": ("1e-05", 1e-05),
+    "change_cost": ("12.5", 12.5),
     "hierarchy": ("[[0, 1], [2]]", ((0, 1), (2,))),
     "sparse_optimizer": ("later", "later"),
     "nonfinite": ("drop", "drop"),

@@ -3,7 +3,7 @@
 import logging
 import re
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,10 +19,9 @@ from lightning_hetero.core import BatchPlan
 from lightning_hetero.core.metrics import exchange_metrics
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.planner import Decision, PerfModelPlanner, PlanContext, Proposal, StaticPlanner
-from lightning_hetero.core.profile import NodeProfile
-from lightning_hetero.core.unexplained import Unexplained
 from lightning_hetero.engine import HeteroEngine
 from tests.helpers import Points, fit, run_ranks, trainer_of
+from tests.learned import knowing
 
 
 class Swings(StaticPlanner):
@@ -96,11 +95,12 @@ def observations(step_time=(1.0, 2.0)):
 
 def test_metrics_by_hand():
     """Computing 0.75 s (median of 0.5 and 1) and 1 s in a step of 1.5 s: idle for 1 - 0.875 / 1.5."""
-    assert exchange_metrics(observations(), BatchPlan(8, (6, 2)), 1.25) == {
+    assert exchange_metrics(observations(), BatchPlan(8, (6, 2)), 1.25, error=0.03) == {
         "hetero/total_batch_size": 8.0,
         "hetero/local_batch_size/rank0": 6.0,
         "hetero/local_batch_size/rank1": 2.0,
         "hetero/predicted_step_time": 1.25,
+        "hetero/predicted_step_time_error": 0.03,
         "hetero/compute_time/rank0": 0.75,
         "hetero/compute_time/rank1": 1.0,
         "hetero/step_time": 1.5,
@@ -300,16 +300,17 @@ def test_line_of_a_plan_says_why_and_what_it_gains():
     (lines, history), _ = run_ranks(_logged, 2, Learned(), {"replan": 4})
     assert history[1][2] in ((7, 3), (8, 2))
     second = [message for _, message in lines if message.startswith("plan from")][1]
-    assert re.search(r"first split, in proportion to measured speed: step 15\.0 -> \d\.\d ms \(\d\d% less\)", second)
+    gain = r"step 15\.0 -> \d\.\d ms \(\d\d\.\d% less\)"
+    assert re.search(
+        rf"first split, in proportion to measured speed: {gain}.*predicted step \d\.\d \+- \d\.\d ms", second
+    )
 
 
 # state
 
 
 def test_state_round_trip():
-    profile = NodeProfile().observe(4, [0.1] * 9, [0.2] * 9)
-    unexplained = Unexplained().observe(0.3, 0.303).observe(0.5, 0.507)
-    planner = PerfModelPlanner({"a": profile}, 0.5, (0.01, 0.02), unexplained, {"a": 0.004})
+    planner = replace(knowing({"a": (0.0, 0.1, 0.01, 0.2)}, t_u=0.02), arrivals={"a": (0.004, 1e-6)})
     state = PolicyCallback(planner).state_dict()
     assert state["policy"] == "perf_model"
     restored = PerfModelCallback()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from lightning_hetero.comm import observer as module
+from lightning_hetero.comm.clock import HostClock
 from lightning_hetero.comm.observer import KEPT_ROWS, WARM_UP, StepObserver
 from lightning_hetero.core.network_bound import LONG
 
@@ -658,3 +659,32 @@ def test_what_is_no_step_uses_none_of_the_quota(monkeypatch):
     run.observer.interrupt()
     run.step()
     assert {row["a"] for row in run.rows()} == {11.0}
+
+
+def test_what_a_change_of_size_costs_is_seen_from_the_first_step_after_it(monkeypatch):
+    """A kernel that is compiled or tuned anew for a new size; loading and agreements do not count."""
+    now = [0.0]
+    monkeypatch.setattr("lightning_hetero.comm.observer.time.perf_counter", lambda: now[0])
+    observer = StepObserver(HostClock())
+
+    def step(size, seconds):
+        now[0] += 100.0  # between steps
+        observer.begin_step(size, regular=True)
+        now[0] += seconds
+        observer.begin_backward()
+        observer.bucket_done(observer.bucket_ready())
+        observer.end_backward()
+        observer.end_step()
+
+    for size, seconds in ((8, 1.0), (8, 1.0)):
+        step(size, seconds)
+    assert observer.change_cost is None
+    step(6, 31.0)
+    assert observer.change_cost is None
+    step(6, 1.0)
+    assert observer.change_cost == 30.0
+    step(6, 5.0)
+    assert observer.change_cost == 30.0
+    step(7, 0.5)
+    step(7, 1.0)
+    assert observer.change_cost == 0.0

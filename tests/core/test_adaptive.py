@@ -17,7 +17,6 @@ from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.optperf import solve_optperf
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PerfModelPlanner, PlanContext
-from lightning_hetero.core.profile import NodeProfile
 
 moderate = settings(max_examples=80, deadline=None, derandomize=True)
 FAST, SLOW = (0.01, 0.001), (0.01, 0.003)  # seconds of a step, seconds of a sample
@@ -454,7 +453,6 @@ def test_state_round_trip(tmp_path):
         assert (after.steps, after.accumulation, after.initial_total, after.micro_batch_limit) == (103, 2, 40, 64)
         assert after.model == before.model
         assert after.solved == before.solved
-        assert all(isinstance(profile, NodeProfile) for profile in after.model.profiles.values())
         known = context(20, 1e6, accumulation=2, epoch_begins=True)
         one, other = (p.decide(NOTHING, plan(15, 5), known) for p in (before, after))
         assert one.proposal == other.proposal

@@ -6,10 +6,14 @@ import pytest
 from lightning_hetero.core.arrivals import arrival_differences, own_arrivals
 
 
+def seconds_of(last):
+    return {pair: difference for pair, (difference, _) in arrival_differences(last).items()}
+
+
 def test_arrivals_are_compared_only_between_steps_that_follow_each_other():
     thin = np.array([[0.32, 0.35], [0.36, 0.31]] * 3)  # by turns one and the other comes last, 10 ms apart
     fast = thin - 0.3
-    assert arrival_differences(np.concatenate([thin, fast])) == {(0, 1): pytest.approx(0.01)}
+    assert seconds_of(np.concatenate([thin, fast])) == {(0, 1): pytest.approx(0.01)}
     apart = np.concatenate([np.tile(thin[:1], (9, 1)), np.tile(fast[1:2], (9, 1))])
     assert arrival_differences(apart) == {}, "a link that became faster was taken for a worker"
     assert arrival_differences(np.full((9, 2), np.nan)) == {}
@@ -21,12 +25,42 @@ def test_a_link_that_stalls_for_a_step_is_not_taken_for_a_worker():
     assert arrival_differences(stalled[[0, 1, 3, 4, 5]]) == {}
     assert arrival_differences(stalled) == {}
     turns = np.array([[0.02, 0.03], [0.05, 0.04]] * 3)  # the second one takes 20 ms longer
-    assert arrival_differences(np.insert(turns, 3, [5.05, 5.04], axis=0)) == {(0, 1): pytest.approx(-0.02)}
+    assert seconds_of(np.insert(turns, 3, [5.05, 5.04], axis=0)) == {(0, 1): pytest.approx(-0.02)}
+
+
+def test_where_all_wait_for_the_link_nobody_came_last():
+    """Steps that the link bounds are slow ones, and all workers see the same of them."""
+    bound = np.array([[0.05, 0.05], [0.02, 0.03], [0.02, 0.021]] * 6)
+    bound[1::6] = [0.03, 0.02]
+    assert all(abs(difference) < 0.005 for difference in seconds_of(bound).values())
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.15])
+def test_scatter_of_the_link_is_no_workers_own(noise):
+    """Estimates of equal workers stay within their errors, round after round."""
+    rng, known, z = np.random.default_rng(0), {}, []
+    for _ in range(60):
+        late = rng.uniform(0.0, 0.05, (16, 4))
+        link = 0.02 * np.exp(noise * rng.standard_normal((16, 1)))
+        last = link + late.max(axis=1, keepdims=True) - late
+        known = own_arrivals(known, arrival_differences(last), 0.02)
+        z += [seconds / variance**0.5 for seconds, variance in known.values()]
+    assert np.sqrt(np.mean(np.square(z))) < 1.5
+    assert max(map(abs, z)) < 4.5
 
 
 def test_own_arrivals_fit_all_pairs():
-    found = own_arrivals({0: 0.1, 7: 5.0}, {(0, 1): -0.2, (1, 2): 0.1, (0, 2): -0.1})
-    assert found[7] == 5.0
-    assert [found[i] - found[0] for i in (1, 2)] == pytest.approx([0.2, 0.1], abs=1e-5)
-    blended = own_arrivals({0: 0.0, 1: 0.0}, {(0, 1): 0.1})
-    assert blended[0] - blended[1] == pytest.approx(0.03)
+    exact = 1e-12
+    pairs = {(0, 1): (-0.2, exact), (1, 2): (0.1, exact), (0, 2): (-0.1, exact)}
+    found = own_arrivals({0: (0.1, 1e-6), 7: (5.0, 1.0)}, pairs, 0.3)
+    assert found[7] == (5.0, 1.0)
+    assert [found[i][0] - found[0][0] for i in (1, 2)] == pytest.approx([0.2, 0.1], abs=1e-3)
+
+
+def test_what_is_known_counts_by_its_variance():
+    known = {0: (0.0, 0.01), 1: (0.0, 0.01)}
+    found = own_arrivals(known, {(0, 1): (0.1, 0.02)}, 0.0)
+    assert found[0][0] - found[1][0] == pytest.approx(
+        0.05
+    )  # 0.02 of a difference that is known, and 0.02 of the new one
+    assert found[0][1] == pytest.approx(0.005 / 2)  # of its distance from the mean of both

@@ -44,7 +44,7 @@ def test_bucket_ends_have_one_more_dimension(shape):
     [
         ClusterTimeModel.fit,
         Computing.of,
-        lambda seen: PerfModelPlanner().observe(seen, PlanContext(12, ("a", "b"), (1, 1))).profiles,
+        lambda seen: PerfModelPlanner().observe(seen, PlanContext(12, ("a", "b"), (1, 1))).times,
     ],
     ids=["time model", "link model", "planner"],
 )

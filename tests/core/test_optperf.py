@@ -259,7 +259,7 @@ def test_faster_worker_never_gets_fewer(cluster, factor, total):
 @moderate
 @given(clusters(workers=1), st.integers(1, 9), st.integers(0, 5000))
 def test_equal_workers_get_even_sizes(cluster, workers, extra):
-    sizes = solve_optperf(replace(cluster, nodes=cluster.nodes * workers), workers + extra).local_batch_sizes
+    sizes = solve_optperf(replace(cluster, nodes=tuple(cluster.nodes) * workers), workers + extra).local_batch_sizes
     assert max(sizes) - min(sizes) <= 1
     assert list(sizes) == sorted(sizes, reverse=True)
 

@@ -125,7 +125,7 @@ def test_equal_workers_keep_the_even_split(kind, seed):
     assert plan == even_plan(ctx)
 
 
-@pytest.mark.parametrize(("kind", "near", "bound"), [("perf_model", 0.05, 6), ("pid", 0.12, 14)])
+@pytest.mark.parametrize(("kind", "near", "bound"), [("perf_model", 0.03, 9), ("pid", 0.12, 14)])
 @pytest.mark.parametrize("seed", range(5))
 def test_slow_down_of_one_worker_is_followed_there_and_back(kind, near, bound, seed):
     rng, ctx = np.random.default_rng(seed), context(192, 3)
@@ -253,10 +253,37 @@ def test_fewer_workers_are_planned_from_what_is_known(kind):
         assert excess(fewer, proposal.plan) <= 0.25
 
 
-def test_unknown_hardware_starts_even():
-    planner = learned("perf_model", context(192, 3))
-    assert planner.initial(replace(context(192, 3), identities=("host-0", "host-1", "new"))) is None
+def test_hardware_that_is_all_new_starts_even():
     assert PLANNERS["perf_model"]().initial(context(192, 3)) is None
+    planner = learned("perf_model", context(192, 3))
+    assert planner.initial(replace(context(192, 3), identities=("x", "y", "z"))) is None
+
+
+@pytest.mark.parametrize("like", [0, 1, 2])
+def test_one_new_worker_starts_as_the_known_one_that_is_most_like_it(like):
+    """The others keep their models; it gets what its capacity promises."""
+    planner = learned("perf_model", context(192, 3))
+    capacities = (4.0, 1.0, 2.0)
+    ctx = replace(
+        context(192, 4),
+        identities=("host-0", "host-1", "host-2", "new"),
+        capacities=(*capacities, capacities[like]),
+    )
+    proposal = planner.initial(ctx)
+    sizes = proposal.plan.local_batch_sizes
+    assert abs(sizes[3] - sizes[like]) <= 1
+    same = replace(CLUSTER, nodes=(*CLUSTER.nodes, CLUSTER.nodes[like]))
+    assert excess(same, proposal.plan) <= 0.05
+    assert "rank 3 is new" in proposal.reason
+    faster = replace(ctx, capacities=(*capacities, 1.3 * capacities[like]))
+    assert planner.initial(faster).plan.local_batch_sizes[3] > 1.12 * sizes[like]
+
+
+def test_a_new_worker_of_which_nothing_is_known_is_taken_for_the_mean_of_the_others():
+    planner = learned("perf_model", context(192, 3))
+    ctx = replace(context(192, 4), identities=("host-0", "host-1", "host-2", "new"), capacities=())
+    sizes = planner.initial(ctx).plan.local_batch_sizes
+    assert min(sizes[:3]) < sizes[3] < max(sizes[:3])
 
 
 def test_proportional_control_starts_unknown_hardware_by_its_capacity():

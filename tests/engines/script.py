@@ -42,7 +42,7 @@ class Model(L.LightningModule):
             rank, point, step = plans[attempt].split()
             self.victim = (point, int(step)) if int(rank) == self.global_rank else None
         self.file = open(self.folder / f"attempt-{attempt:02}-{self.global_rank}.jsonl", "w")  # noqa: SIM115
-        known = sorted(self.trainer.strategy._callback.planner.profiles)
+        known = sorted(self.trainer.strategy._callback.planner.times.names)
         self.write(world=self.trainer.world_size, known=known, start=self.trainer.global_step)
         self.trainer.strategy.barrier()
 

@@ -15,11 +15,11 @@ from lightning_hetero.callbacks import AdaptiveBatchCallback, PolicyCallback
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core import BatchPlan
 from lightning_hetero.core.planner import PerfModelPlanner, Proposal
-from lightning_hetero.core.profile import NodeProfile, ProfilePoint
 from lightning_hetero.hardware import identity
 from lightning_hetero.strategies import _hetero_ddp, _probe
 from lightning_hetero.strategies._probe import largest_training_batch, later_bytes, probe_module
 from tests.helpers import Points, Regressor, covered, fit, run_ranks, trainer_of
+from tests.learned import knowing
 
 CPU = torch.device("cpu")
 
@@ -339,13 +339,13 @@ class Greedy(PerfModelPlanner):
 
 
 def greedy():
-    profiles = {
-        identity(CPU, slot): NodeProfile(
-            (ProfilePoint(4, 0.1 * k, 0.1 * k, 5.0), ProfilePoint(8, 0.2 * k, 0.2 * k, 5.0))
-        )
-        for slot, k in enumerate((1, 9))
-    }
-    return Greedy(profiles, 1.0, (0.0, 0.0))
+    return greedily(Greedy)
+
+
+def greedily(kind):
+    models = {identity(CPU, slot): (0.025 * k, 0.0, 0.025 * k, 0.0) for slot, k in enumerate((1, 9))}
+    known = knowing(models)
+    return kind(known.times, known.link)
 
 
 class Exceeds(Greedy):
@@ -404,7 +404,7 @@ def test_bounds_hold_before_anything_is_known():
     [
         ((3, 8), None, r"12 samples does not fit: the workers hold at most \[3, 8\], together 11.*batch_size to 5"),
         ((3, 8), greedy(), r"total.*12.*|12.*11"),
-        ((9, 8), Exceeds(greedy().profiles, 1.0, (0.0, 0.0)), r"\[11, 1\] do not fit 2 workers.*at most \[9, 8\]"),
+        ((9, 8), greedily(Exceeds), r"\[11, 1\] do not fit 2 workers.*at most \[9, 8\]"),
     ],
     ids=["impossible", "impossible for a known optimum", "planner that ignores them"],
 )

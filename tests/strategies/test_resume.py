@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero import BatchPlan, BlockTopK, GNSCallback, HeteroDDPStrategy, PerfModelCallback
 from lightning_hetero.core.planner import PerfModelPlanner
 from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
+from tests.learned import knowing
 
 N, BATCH = 70, 5
 SPLIT = {"local_batch_sizes": [7, 3]}
@@ -118,16 +119,11 @@ class Pretender(PerfModelCallback):
 
     def setup(self, trainer, pl_module, stage):
         super().setup(trainer, pl_module, stage)
-        from lightning_hetero.core.planner import PerfModelPlanner
-        from lightning_hetero.core.profile import NodeProfile, ProfilePoint
         from lightning_hetero.hardware import identity
 
         names = [identity(torch.device("cpu"), slot) for slot in range(2)]
-        profiles = {
-            name: NodeProfile((ProfilePoint(4, 0.1 * k, 0.1 * k, 5.0), ProfilePoint(8, 0.2 * k, 0.2 * k, 5.0)))
-            for name, k in zip(names, (1, 3), strict=True)
-        }
-        self.planner = PerfModelPlanner(profiles, 1.0, (0.0, 0.0))
+        models = {name: (0.025 * k, 0.0, 0.025 * k, 0.0) for name, k in zip(names, (1, 3), strict=True)}
+        self.planner = knowing(models)
 
 
 def test_learned_models_ride_in_the_checkpoint_by_hardware(tmp_path):

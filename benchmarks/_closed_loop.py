@@ -1,0 +1,384 @@
+"""Simulated clusters of exactly known speed, and the loop that a run closes between them and a planner.
+
+The truth uses nothing of the package's time model: a step is simulated bucket by bucket, and its optimum is found by
+bisection over integer splits.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_hetero.comm.schedule import ExchangeSchedule
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.plan import BatchPlan, even_sizes
+from lightning_hetero.core.planner import PLANNERS, Decision, PlanContext, Planner, Proposal
+
+Array = npt.NDArray[np.float64]
+
+FIRST_STEPS = 3
+"""Steps of a run that the observer leaves out."""
+NEWEST = 32
+"""Steps that an exchange gathers at most."""
+EXCHANGE = 1.5e-3
+"""Seconds of an exchange without its decision."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A cluster: ``a = q b + s``, ``P = k b + m`` of each worker, and the link (Cannikin, eq. 3-7)."""
+
+    q: Array
+    s: Array
+    k: Array
+    m: Array
+    gamma: float = 0.12
+    t_o: float = 0.0
+    t_u: float = 0.0
+    buckets: int = 5
+
+    @property
+    def workers(self) -> int:
+        return len(self.q)
+
+    def slowed(self, factors: Array, link: float = 1.0) -> "Truth":
+        """The cluster with each worker, and the link, slower by a factor."""
+        scaled = {name: getattr(self, name) * factors for name in ("q", "s", "k", "m")}
+        return replace(self, **scaled, t_o=self.t_o * link, t_u=self.t_u * link)
+
+    def part(self, workers: Sequence[int]) -> "Truth":
+        """The cluster of some of the workers."""
+        return replace(self, **{name: getattr(self, name)[list(workers)] for name in ("q", "s", "k", "m")})
+
+    def _events(self, a: Array, p: Array, link: Array) -> tuple[Array, Array]:
+        """When each worker has each bucket, and when each is averaged; of ``(steps, workers)`` times."""
+        count = max(self.buckets, 2)
+        seconds = np.append(np.full(count - 1, self.t_o / (count - 1)), self.t_u)
+        share = self.gamma + (1 - self.gamma) * np.arange(count) / (count - 1)
+        ready = a[:, :, None] + p[:, :, None] * share
+        latest, done, end = ready.max(axis=1), np.empty((len(a), count)), np.full(len(a), -np.inf)
+        for j in range(count):
+            end = np.maximum(end, latest[:, j]) + seconds[j] * link
+            done[:, j] = end
+        return ready, done
+
+    def time(self, sizes: Sequence[int] | Array) -> float:
+        """Seconds of a step without noise."""
+        b = np.asarray(sizes, float)
+        return float(self._events((self.q * b + self.s)[None], (self.k * b + self.m)[None], np.ones(1))[1][0, -1])
+
+    def run(self, sizes: Sequence[int], steps: int, noise: "Noise") -> tuple[dict[str, Array], Array]:
+        """What workers measure in some steps, and the seconds of each step."""
+        b, factor, link = np.asarray(sizes, float), noise.workers(steps, self.workers), noise.link(steps)
+        a, p = (self.q * b + self.s) * factor[:, :, 0], (self.k * b + self.m) * factor[:, :, 1]
+        ready, done = self._events(a, p, link)
+        before = np.concatenate([np.full((len(a), 1), -np.inf), done[:, :-1]], axis=1)
+        sync = done[:, None, :] - np.maximum(ready, before[:, None, :])
+        rows = {
+            "local_batch_sizes": np.broadcast_to(b, a.shape).copy(),
+            "forward": a,
+            "backward": p,
+            "first_bucket": p * self.gamma * noise.first(steps, self.workers),
+            "overlapped_sync": sync[:, :, :-1].sum(axis=2),
+            "last_sync": sync[:, :, -1],
+            "step_time": np.broadcast_to(done[:, -1:], a.shape).copy(),
+        }
+        return rows, done[:, -1]
+
+    def optimum(self, total: int) -> float:
+        """Least seconds of a step over all integer splits, at least one sample each."""
+
+        def finish(b: Array) -> Array:
+            a, p = self.q * b + self.s, self.k * b + self.m
+            return np.maximum(a + p, a + self.gamma * p + self.t_o) + self.t_u
+
+        def room(seconds: float) -> Array:
+            compute = (seconds - self.t_u - self.s - self.m) / (self.q + self.k)
+            send = (seconds - self.t_u - self.t_o - self.s - self.gamma * self.m) / (self.q + self.gamma * self.k)
+            return np.clip(np.floor(np.minimum(compute, send) + 1e-9), 1.0, total)
+
+        low, high = float(finish(np.ones(self.workers)).max()), float(finish(np.full(self.workers, total)).max())
+        if room(low).sum() >= total:
+            return low
+        for _ in range(100):
+            middle = 0.5 * (low + high)
+            low, high = (low, middle) if room(middle).sum() >= total else (middle, high)
+        return high
+
+
+class Noise:
+    """Factors on times: log-normal for each step, worker and phase.
+
+    Args:
+        sigma: standard deviation of one time.
+        slow: share of the variance that is one slow drift of the worker, which returns within 40 steps. The drift is
+            a speed: :attr:`drift` has its factors in the newest steps.
+        spikes: probability of a step that takes three times as long.
+        seed: of the random numbers.
+    """
+
+    def __init__(self, sigma: float, *, slow: float = 0.0, spikes: float = 0.0, seed: int = 0) -> None:
+        self.rng, self.sigma, self.slow, self.spikes = np.random.default_rng(seed), sigma, slow, spikes
+        self.state: Array | None = None
+        self.drift: Array | None = None
+
+    def workers(self, steps: int, workers: int) -> Array:
+        """Factors of shape ``(steps, workers, 2)``."""
+        z = self.rng.standard_normal((steps, workers, 2)) * self.sigma * np.sqrt(1 - self.slow)
+        if self.slow:
+            keep, drift = np.exp(-1 / 40), np.empty((steps, workers))
+            state = self.rng.standard_normal(workers) if self.state is None else self.state
+            for t in range(steps):
+                state = keep * state + np.sqrt(1 - keep**2) * self.rng.standard_normal(workers)
+                drift[t] = state
+            self.state = state
+            z = z + self.sigma * np.sqrt(self.slow) * drift[:, :, None]
+            self.drift = np.exp(self.sigma * np.sqrt(self.slow) * drift.mean(axis=0))
+        factors: Array = np.exp(z - 0.5 * self.sigma**2)
+        if self.spikes:
+            factors = factors * np.where(self.rng.random((steps, workers, 1)) < self.spikes, 3.0, 1.0)
+        return factors
+
+    def link(self, steps: int) -> Array:
+        """Factors on the seconds of averaging."""
+        return np.asarray(np.exp(self.rng.standard_normal(steps) * self.sigma))
+
+    def first(self, steps: int, workers: int) -> Array:
+        """Factors on the time to the first bucket."""
+        return np.asarray(np.exp(self.rng.standard_normal((steps, workers)) * self.sigma))
+
+
+NOISES: dict[str, dict[str, float]] = {
+    "0 %": {"sigma": 0.0},
+    "2 %": {"sigma": 0.02},
+    "8 %": {"sigma": 0.08},
+    "15 %": {"sigma": 0.15},
+    "8 % half slow": {"sigma": 0.08, "slow": 0.5},
+    "2 % spikes": {"sigma": 0.02, "spikes": 0.03},
+}
+
+# clusters: speeds relative to the fastest worker
+
+
+def many(workers: int) -> tuple[float, ...]:
+    """Three generations of devices, a quarter, a quarter and a half, each within 7 % of its kind."""
+    quarter = workers // 4
+    kinds = np.repeat([1.0, 0.5, 1 / 3.42], [quarter, quarter, workers - 2 * quarter])
+    return tuple(kinds * np.random.default_rng(1).uniform(0.93, 1.07, workers))
+
+
+CLUSTERS: dict[str, tuple[float, ...]] = {
+    "A": (1.0, 0.64, 0.27),
+    "B": (1.0,) * 4 + (0.5,) * 4 + (1 / 3.42,) * 8,
+    "C": tuple(np.linspace(1.0, 0.25, 16)),
+    "100": many(100),
+    "1000": many(1000),
+}
+
+# seconds per sample of the fastest worker, fixed seconds outside of and in backward, bytes of gradients
+WORKLOADS: dict[str, tuple[float, float, float, float]] = {
+    "ResNet50": (2.5e-3, 0.010, 0.008, 102e6),
+    "ResNet18": (1.0e-4, 0.006, 0.004, 44e6),
+    "DeepSpeech2": (1.5e-2, 0.012, 0.010, 208e6),
+    "BERT": (2.0e-2, 0.015, 0.012, 440e6),
+    "NeuMF": (6e-6, 0.003, 0.002, 21e6),
+}
+
+
+def job(speeds: Sequence[float], workload: str = "ResNet50", *, gbit: float = 10.0, forward: float = 0.35) -> Truth:
+    """A workload on workers of these speeds, joined by a ring; three tenths of fixed times follow the speed."""
+    (per_sample, outside, inside, num_bytes), v = WORKLOADS[workload], np.asarray(speeds, float)
+    fixed, ring = 0.7 + 0.3 / v, 2 * (len(v) - 1) / len(v) * num_bytes / (gbit / 8 * 1e9)
+    buckets = max(2, int(np.ceil(num_bytes / 25e6)) + 1)
+    return Truth(
+        forward * per_sample / v,
+        outside * fixed,
+        (1 - forward) * per_sample / v,
+        inside * fixed,
+        t_o=ring * (1 - 1 / buckets),
+        t_u=ring / buckets,
+        buckets=buckets,
+    )
+
+
+def totals(truth: Truth) -> dict[str, int]:
+    """Totals at which the optimum is bound by communication, by both, and by computing."""
+    grid = np.unique(np.geomspace(2 * truth.workers, 80_000 * truth.workers, 160).astype(int))
+    bound = []
+    for total in grid:
+        seconds = truth.optimum(int(total))
+        b = np.maximum((seconds - truth.t_u - truth.s - truth.m) / (truth.q + truth.k), 1.0)
+        bound.append(int(((1 - truth.gamma) * (truth.k * b + truth.m) >= truth.t_o).sum()))
+    computing = np.array(bound)
+    none, every = np.flatnonzero(computing == 0), np.flatnonzero(computing == truth.workers)
+    found = {}
+    if len(none):
+        found["communication"] = int(grid[none[int(len(none) * 0.85)]])
+    if len(none) and len(every):
+        between = slice(int(none[-1]), int(every[0]) + 1)
+        half = int(np.argmin(np.abs(computing[between] - truth.workers / 2)))
+        found["mixed"] = int(grid[between][half])
+    if len(every):
+        found["compute"] = int(grid[every[0]] * 3)
+    return found
+
+
+# policies
+
+
+@dataclass(frozen=True)
+class LBBSP:
+    """LB-BSP as Cannikin describes it: the slowest worker hands five samples to the fastest, look by look."""
+
+    moves_total: bool = False
+    step: int = 5
+
+    def initial(self, context: PlanContext) -> Proposal | None:
+        return None
+
+    def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
+        sizes = np.array(current.local_batch_sizes)
+        seconds = np.median(observations.compute, axis=0)
+        slow, fast = int(np.argmax(np.where(sizes > 1, seconds, 0.0))), int(np.argmin(seconds))
+        move = min(self.step, int(sizes[slow]) - 1)
+        if slow == fast or move < 1 or seconds[slow] < 1.02 * seconds[fast]:
+            return Decision(self)
+        sizes[slow] -= move
+        sizes[fast] += move
+        return Decision(self, Proposal(BatchPlan(current.total_batch_size, tuple(sizes.tolist())), "five samples"))
+
+    def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def loaded(self, state: dict[str, Any]) -> "LBBSP":
+        return self
+
+
+POLICIES: dict[str, Callable[[], Planner | None]] = {
+    "perf_model": PLANNERS["perf_model"],
+    "pid": PLANNERS["pid"],
+    "lb_bsp": LBBSP,
+    "even": lambda: None,
+}
+
+
+@dataclass
+class Loop:
+    """A run: steps of a simulated cluster, looks at the plan as a run schedules them, plans from the next step on.
+
+    Args:
+        planner: decides; ``None`` keeps equal sizes.
+        truth: the cluster, which may be replaced between calls of :meth:`go`.
+        total: total batch size.
+        noise: of times.
+        cost: seconds of a decision, ``None`` to charge the processor time that it takes.
+    """
+
+    planner: Planner | None
+    truth: Truth
+    total: int
+    noise: Noise
+    cost: float | None = None
+    names: tuple[str, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.names = self.names or tuple(f"device {i}" for i in range(self.truth.workers))
+        self.plan = BatchPlan(self.total, even_sizes(self.total, self.truth.workers))
+        self.schedule, self.step, self.skip = ExchangeSchedule("auto"), 0, FIRST_STEPS
+        self.rows: list[dict[str, Array]] = []
+        self.changes: list[int] = []
+        self.exact: list[float] = []  # seconds of each step without noise
+        self.best: list[float] = []  # those of the optimum at that step
+        self.costs: list[float] = []
+        self.looks: list[int] = []
+        self.predicted: list[tuple[float, float]] = []
+        self.wall = 0.0
+        self._optimum: tuple[Truth, int, float] | None = None
+
+    @property
+    def context(self) -> PlanContext:
+        """What the planner has to respect."""
+        return PlanContext(self.plan.total_batch_size, self.names, (1,) * len(self.names), **self.extra)
+
+    def change_workers(self, truth: Truth, names: Sequence[str]) -> None:
+        """Go on with other workers, as a run that was started anew from its checkpoint."""
+        assert self.planner is not None
+        self.truth, self.names = truth, tuple(names)
+        self.planner = self.planner.loaded(self.planner.state_dict())
+        proposal = self.planner.initial(self.context)
+        self.plan = BatchPlan(self.total, even_sizes(self.total, truth.workers)) if proposal is None else proposal.plan
+        self.schedule, self.skip, self.rows = ExchangeSchedule("auto"), FIRST_STEPS, []
+        self.schedule.next += self.step
+        self.schedule.last = self.step
+
+    def go(self, steps: int) -> "Loop":
+        """Run some steps."""
+        end = self.step + steps
+        while self.step < end:
+            self._run(min(self.schedule.next, end) - self.step)
+            if self.schedule.due(self.step):
+                self._look()
+        return self
+
+    def _run(self, count: int) -> None:
+        if count <= 0:
+            return
+        sizes = np.maximum(self.plan.local_batch_sizes, 1)
+        rows, seconds = self.truth.run(sizes, count, self.noise)
+        if not self.rows:
+            rows["step_time"][0] = np.nan
+        left_out = min(self.skip, count)
+        self.skip -= left_out
+        if count > left_out:
+            self.rows.append({name: values[left_out:] for name, values in rows.items()})
+        now = self.truth if self.noise.drift is None else self.truth.slowed(self.noise.drift)
+        if self._optimum is None or self._optimum[0] is not now or self._optimum[1] != self.plan.total_batch_size:
+            self._optimum = now, self.plan.total_batch_size, now.optimum(self.plan.total_batch_size)
+        self.exact += [now.time(sizes)] * count
+        self.best += [self._optimum[2]] * count
+        self.wall += float(seconds.sum())
+        self.step += count
+
+    def _look(self) -> None:
+        rows, self.rows = self.rows, []
+        seen = StepObservations.empty(self.truth.workers)
+        if rows:
+            seen = StepObservations(**{name: np.concatenate([r[name] for r in rows])[-NEWEST:] for name in rows[0]})
+        begin, changed, soon = time.process_time(), False, False
+        if self.planner is not None and seen.num_steps:
+            decision = Decision.of(self.planner.decide(seen, self.plan, self.context))
+            self.planner, soon = decision.planner, decision.soon
+            if decision.proposal is not None and decision.proposal.plan != self.plan:
+                changed, self.plan = True, decision.proposal.plan
+                self.changes.append(self.step)
+                self.skip = max(self.skip, 1)
+        taken = time.process_time() - begin
+        self.costs.append(taken)
+        self.looks.append(self.step)
+        cost = EXCHANGE + (taken if self.cost is None else self.cost)
+        following = self.schedule.after(self.step, seen, cost, changed=changed, waits=soon)
+        self.schedule.done(self.step, following)
+
+
+def first_within(lost: Array, share: float, *, for_good: bool = False) -> float:
+    """Steps until no more than a share of the best time is lost; infinite if it never is.
+
+    Args:
+        lost: time of each step over the optimum's, less 1.
+        share: of the best time.
+        for_good: until it stays so.
+    """
+    outside = lost > share
+    if for_good:
+        late = np.flatnonzero(outside)
+        steps = int(late[-1]) + 1 if len(late) else 0
+        return steps if steps < len(outside) else np.inf
+    inside = np.flatnonzero(~outside)
+    return int(inside[0]) if len(inside) else np.inf

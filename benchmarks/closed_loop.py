@@ -1,0 +1,228 @@
+"""Planners in closed loop with simulated clusters of exactly known speed, against the exact optimum of every step.
+
+    closed_loop.py [--quick] [--only steady,ramp] [--policies perf_model,pid] [--json FILE]
+
+No processes and no clocks, but for the processor time of decisions, which delays the next look as in a run. Shares are
+of the exact optimum: the least time of any integer split, over the time of the split that ran.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import numpy as np
+from _closed_loop import CLUSTERS, NOISES, POLICIES, Loop, Noise, first_within, job, totals
+
+WARM, STEADY = 150, 500
+BLOCK = 8
+"""Steps for which a speed that moves stands still."""
+SHARED = {"A": 0, "B": 0, "C": 3, "100": 0, "1000": 0}
+"""The worker whose speed jumps or ramps."""
+
+
+def path_of(kind: str, workers: int, one: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Factors on all times, block by block."""
+    on = np.arange(workers) == one
+    if kind.startswith("ramp"):
+        most = float(kind[5:])
+        for j in range(60):
+            yield np.where(on, most ** ((j + 1) / 60), 1.0)
+    else:
+        x = np.zeros(workers)
+        for j in range(150):
+            if kind == "walk":  # of a standard deviation of 0.2 in the long run
+                x = 0.98 * x + 0.04 * rng.standard_normal(workers)
+            else:
+                x = 0.25 * np.sin(2 * np.pi * (j / 60 + np.arange(workers) / workers))
+            yield np.exp(x)
+
+
+def measure(loop: Loop, since: int) -> dict[str, float]:
+    """Figures of the steps since one of them."""
+    seconds, best = np.array(loop.exact[since:]), np.array(loop.best[since:])
+    tail, lost = -max(len(seconds) // 4, 1), seconds / best - 1.0
+    return {
+        "share": float(best[tail:].sum() / seconds[tail:].sum()),
+        "mean share": float(best.sum() / seconds.sum()),
+        "begin": float(best[0] / seconds[0]),
+        "to 5 %": first_within(lost, 0.05),
+        "to 1 %": first_within(lost, 0.01),
+        "for good 5 %": first_within(lost, 0.05, for_good=True),
+        "for good 1 %": first_within(lost, 0.01, for_good=True),
+        "changes": sum(step >= since for step in loop.changes),
+    }
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    """One run of one case."""
+    known, kind = isinstance(case["cluster"], str), case["kind"]
+    truth = job(CLUSTERS[case["cluster"]] if known else case["cluster"], case["workload"])
+    total = case["total"] or totals(truth).get(case["regime"])
+    if total is None:
+        return {**case, "skipped": True}
+    loop = Loop(POLICIES[case["policy"]](), truth, total, Noise(**NOISES[case["noise"]], seed=case["seed"]))
+    found = MOVEMENTS[kind.split()[0]](loop, kind, SHARED[case["cluster"]] if known else 0, case["seed"])
+    decision = 1e3 * float(np.median(loop.costs)) if loop.costs else 0.0
+    return {**case, "total": total, **found, "decision ms": decision}
+
+
+def steady(loop: Loop, kind: str, one: int, seed: int) -> dict[str, float]:
+    """Nothing moves."""
+    return measure(loop.go(STEADY), 0)
+
+
+def jump(loop: Loop, kind: str, one: int, seed: int) -> dict[str, float]:
+    """One worker, or the link, is slower by a factor all of a sudden, and later itself again."""
+    loop.go(200 + 3 * seed)  # the change falls anywhere between two looks
+    truth, (what, factor) = loop.truth, kind.split()
+    on = np.arange(truth.workers) == one
+    slower = truth.slowed(np.where(on, float(factor), 1.0)) if what == "jump" else truth.slowed(1.0, float(factor))
+    found = {}
+    for name, now in (("", slower), ("back ", truth)):
+        loop.truth, since = now, loop.step
+        found |= {name + key: value for key, value in measure(loop.go(300), since).items()}
+    return found
+
+
+def leaves(loop: Loop, kind: str, one: int, seed: int) -> dict[str, float]:
+    """One worker leaves, and comes back."""
+    if loop.planner is None:
+        return {}
+    truth, everybody, found = loop.go(200).truth, list(range(loop.truth.workers)), {}
+    for name, who in (("", everybody[1:]), ("back ", everybody)):
+        since = loop.step
+        loop.change_workers(truth.part(who), [f"device {i}" for i in who])
+        found |= {name + key: value for key, value in measure(loop.go(300), since).items()}
+    return found
+
+
+def joins(loop: Loop, kind: str, one: int, seed: int) -> dict[str, float]:
+    """A worker joins of which nothing is known."""
+    if loop.planner is None:
+        return {}
+    truth, everybody = loop.truth, list(range(loop.truth.workers))
+    names = tuple(f"device {i}" for i in everybody)
+    loop = Loop(loop.planner, truth.part(everybody[1:]), loop.total, loop.noise, names=names[1:]).go(200)
+    since = loop.step
+    loop.change_workers(truth, names)
+    return measure(loop.go(300), since)
+
+
+def moving(loop: Loop, kind: str, one: int, seed: int) -> dict[str, float]:
+    """Speeds ramp, walk or swing, and are then what they were."""
+    truth, since = loop.truth, loop.go(WARM).step
+    for factors in path_of(kind, truth.workers, one, np.random.default_rng(seed)):
+        loop.truth = truth.slowed(factors)
+        loop.go(BLOCK)
+    shares = np.array(loop.best[since:]) / np.array(loop.exact[since:])
+    changes = sum(step >= since for step in loop.changes)
+    loop.truth, since = truth, loop.step
+    return {"moving share": float(shares.mean()), "moving changes": changes, **measure(loop.go(STEADY), since)}
+
+
+MOVEMENTS = {
+    "steady": steady,
+    "jump": jump,
+    "link": jump,
+    "leaves": leaves,
+    "joins": joins,
+    "ramp": moving,
+    "walk": moving,
+    "swing": moving,
+}
+
+
+def cases(quick: bool, only: Sequence[str], policies: Sequence[str]) -> list[dict[str, Any]]:
+    """Every run."""
+    found: list[dict[str, Any]] = []
+
+    def add(kind: str, clusters: Sequence[Any], workloads: Sequence[str], regimes: Sequence[str], noises: Sequence[str],
+            seeds: int, **more: Any) -> None:  # fmt: skip
+        if only and not any(kind.startswith(name) for name in only):
+            return
+        for policy, cluster, workload, regime, noise, seed in itertools.product(
+            policies, clusters, workloads, regimes, noises, range(1 if quick else seeds)
+        ):
+            found.append(
+                {"kind": kind, "policy": policy, "cluster": cluster, "workload": workload, "regime": regime,
+                 "noise": noise, "seed": seed, "total": None, **more}
+            )  # fmt: skip
+
+    every = ("communication", "mixed", "compute")
+    add("steady", "ABC", ("ResNet50", "BERT"), every, tuple(NOISES), 4)
+    add("steady", "ABC", ("ResNet18", "DeepSpeech2", "NeuMF"), every, ("2 %",), 2)
+    add("steady", ["100"], ("ResNet50", "DeepSpeech2"), every, tuple(NOISES), 2)
+    if not quick:
+        add("steady", ["1000"], ("ResNet50",), ("compute",), ("2 %", "8 %"), 1)
+    for workers in (2, 8, 16, 32, 100):
+        add("steady", [(1.0,) * workers], ("ResNet50",), ("equal",), ("8 %", "15 %"), 6, total=64 * workers)
+    for kind in ("ramp 1.3", "ramp 2.2", "walk", "swing"):
+        add(kind, "ABC", ("ResNet50",), ("compute", "mixed"), ("2 %", "8 %"), 4)
+        add(kind, ["100"], ("ResNet50",), ("compute",), ("2 %",), 1)
+    for kind in ("jump 1.3", "jump 3", "link 3"):
+        add(kind, "ABC", ("ResNet50",), every, ("2 %", "8 %"), 4)
+        add(kind, ["100"], ("ResNet50",), ("compute",), ("2 %", "8 %"), 1)
+    for kind in ("leaves", "joins"):
+        add(kind, "ABC", ("ResNet50",), every, ("2 %", "8 %"), 3)
+    return found
+
+
+def number(value: float) -> str:
+    """A figure for the table."""
+    return "never" if np.isinf(value) else f"{value:.3f}" if abs(value) < 2 and value != int(value) else f"{value:.0f}"
+
+
+COLUMNS = ("moving share", "share", "to 5 %", "to 1 %", "for good 5 %", "changes", "back share", "back for good 5 %")
+
+
+def table(results: Sequence[dict[str, Any]], *, by: Sequence[str] = ("kind", "noise", "regime")) -> list[str]:
+    """Lines of figures: median and worst of all runs of a kind, policy by policy."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for result in results:
+        if not result.get("skipped"):
+            size = result["cluster"] if isinstance(result["cluster"], str) else "equal"
+            large = size if size in ("100", "1000", "equal") else "A B C"
+            if size == "equal":
+                large = f"equal {len(result['cluster'])}"
+            groups.setdefault((*(result[name] for name in by), large, result["policy"]), []).append(result)
+    lines = []
+    for key, runs in groups.items():
+        cells = []
+        for name in COLUMNS:
+            values = np.array([r[name] for r in runs if name in r])
+            if len(values):
+                worst = values.min() if "share" in name else values.max()
+                cells.append(f"{name} {number(float(np.median(values)))} ({number(float(worst))})")
+        lines.append(" | ".join([f"{' '.join(map(str, key)):<44}", f"{len(runs):>3}", *cells]))
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one seed of each case")
+    parser.add_argument("--only", default="", help="kinds of movement, by commas")
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--json", default="")
+    parser.add_argument("--match", default="", help="key=value,...: only these cases")
+    args = parser.parse_args()
+    todo = cases(args.quick, [x for x in args.only.split(",") if x], args.policies.split(","))
+    for pair in filter(None, args.match.split(",")):
+        name, value = pair.split("=")
+        todo = [case for case in todo if str(case[name]) == value]
+    with ProcessPoolExecutor(args.jobs) as pool:
+        results = list(pool.map(run, todo, chunksize=4))
+    sys.stdout.write("\n".join(table(results)) + "\n")
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Estimate what averaging gradients takes: ``gamma``, ``t_o`` and ``t_u`` (Cannikin, eq. 12), by number of workers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.time_model import estimate_gamma, estimate_sync_times
+
+__all__ = ["Level", "LinkTimes"]
+
+Array = npt.NDArray[np.float64]
+
+WALK = 0.01
+"""Standard deviation of a level's walk between two sync rounds, as a share of its scale."""
+ROUND = 0.02
+"""Relative standard deviation of one round, beside what the scatter of its steps says."""
+JUMP = 4.0
+"""Standard errors beyond which a level is taken to have jumped, so that only the newest round counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A number that walks, and sometimes jumps: a Kalman filter with one state.
+
+    Args:
+        value: estimate.
+        variance: of the estimate, relative to ``scale ** 2`` of :meth:`observe`; infinite before anything was seen.
+
+    Example:
+        >>> level = Level().observe(1.0, 0.01)
+        >>> round(level.observe(1.1, 0.01).value, 2), level.observe(3.0, 0.01).value
+        (1.05, 3.0)
+    """
+
+    value: float = 0.0
+    variance: float = float("inf")
+
+    def observe(self, seen: float, variance: float, scale: float | None = None, *, jumps: bool = True) -> "Level":
+        """The level after one more round.
+
+        Args:
+            seen: what the round showed.
+            variance: relative to the square of the scale.
+            scale: of the number; by default the number itself.
+            jumps: whether one round that is far off is believed.
+        """
+        scale = max(abs(self.value), abs(seen), 1e-9) if scale is None else scale
+        noise, before = variance + ROUND**2, self.variance + WALK**2
+        off = (seen - self.value) / scale
+        if not np.isfinite(before) or (jumps and off**2 > JUMP**2 * (before + noise)):
+            return Level(float(seen), noise)
+        gain = before / (before + noise)
+        return Level(float(self.value + gain * off * scale), float((1.0 - gain) * before))
+
+
+@dataclass(frozen=True)
+class LinkTimes:
+    """What the link takes, by the number of workers that share it.
+
+    Args:
+        gamma: share of the backward pass before the first bucket.
+        sync: ``(t_o, t_u)`` of each number of workers that was seen.
+
+    Example:
+        >>> known = LinkTimes(sync={4: (Level(0.3, 0.0), Level(0.03, 0.0))})
+        >>> [round(seconds, 3) for seconds in known.at(2)], known.at(1)
+        ([0.2, 0.02], (0.0, 0.0))
+    """
+
+    gamma: Level = Level()
+    sync: Mapping[int, tuple[Level, Level]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.sync)
+
+    def observe(self, seen: StepObservations) -> "LinkTimes":
+        """With the steps of one more sync round."""
+        steps, workers = seen.forward.shape
+        gamma = self.gamma.observe(estimate_gamma(seen.first_bucket, seen.backward), 0.01 / steps, 1.0)
+        found = estimate_sync_times(seen.overlapped_sync, seen.last_sync)
+        samples = seen.overlapped_sync.min(axis=1), seen.last_sync.min(axis=1)
+        levels = []
+        for level, value, sample in zip(self.sync.get(workers, (Level(),) * 2), found, samples, strict=True):
+            scatter = 1.4826 * float(np.median(np.abs(sample - value))) / max(value, 1e-9)
+            levels.append(level.observe(value, 1.5 * min(scatter, 1.0) ** 2 / steps, max(level.value, value, 1e-6)))
+        return replace(self, gamma=gamma, sync={**self.sync, workers: (levels[0], levels[1])})
+
+    def at(self, workers: int) -> tuple[float, float]:
+        """``(t_o, t_u)`` of so many workers.
+
+        Where that number was not seen, ``T = latency (n - 1) + transfer (n - 1) / n``, as of a ring, through those that
+        were: both coefficients from two or more, the transfer alone from one.
+
+        Raises:
+            ValueError: if none was seen.
+        """
+        if workers in self.sync:
+            t_o, t_u = self.sync[workers]
+            return t_o.value, t_u.value
+        if not self.sync:
+            raise ValueError("no synchronisation was seen yet.")
+        n = np.array(sorted(self.sync), dtype=float)
+        return self._through(n, 0, workers), self._through(n, 1, workers)
+
+    def _through(self, n: Array, which: int, workers: int) -> float:
+        seconds = np.array([self.sync[int(count)][which].value for count in n])
+        transfer, target = (n - 1) / n, (workers - 1) / workers
+        if not np.any(transfer > 0):
+            return 0.0
+        basis = np.stack([n - 1, transfer], axis=1)
+        best = float(transfer @ seconds / (transfer @ transfer)) * target
+        if len(n) >= 2:
+            latency, moved = np.linalg.lstsq(basis, seconds, rcond=None)[0]
+            if latency >= 0 and moved >= 0:
+                best = float(latency * (workers - 1) + moved * target)
+            elif moved < 0:
+                best = float((n - 1) @ seconds / ((n - 1) @ (n - 1))) * (workers - 1)
+        return best
+
+    def error(self, workers: int) -> float:
+        """Standard error of ``t_o + t_u`` in seconds, infinite where that number of workers was not seen."""
+        levels = self.sync.get(workers)
+        if levels is None:
+            return float("inf")
+        return float(np.sqrt(sum(level.value**2 * level.variance for level in levels)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain Python values, fit for any checkpoint."""
+        sync = {n: [[level.value, level.variance] for level in pair] for n, pair in self.sync.items()}
+        return {"gamma": [self.gamma.value, self.gamma.variance], "sync": sync}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> "LinkTimes":
+        """What :meth:`state_dict` described."""
+        sync = {int(n): (Level(*map(float, o)), Level(*map(float, u))) for n, (o, u) in state["sync"].items()}
+        return cls(Level(*map(float, state["gamma"])), sync)

@@ -1,0 +1,66 @@
+"""The largest of several uncertain values: what a step that waits for the slowest worker takes."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["expected_maximum", "larger_error"]
+
+Array = npt.NDArray[np.float64]
+
+
+def expected_maximum(mean: Array, deviation: Array) -> tuple[float, float]:
+    """Mean and standard deviation of the largest of independent normal values.
+
+    A step waits for the slowest worker, which takes longer than each of them does on average. By quadrature of
+    ``1 - prod_i Phi((x - mean_i) / deviation_i)``.
+
+    Args:
+        mean: of each value.
+        deviation: standard deviation of each, ``>= 0``.
+
+    Example:
+        >>> round(expected_maximum(np.zeros(2), np.ones(2))[0], 2)  # 1 / sqrt(pi)
+        0.56
+    """
+    top = int(np.argmax(mean))
+    widest = float(deviation.max())
+    if widest <= 1e-12 * max(abs(float(mean[top])), 1e-300):
+        return float(mean[top]), 0.0
+    low = float((mean - 5.0 * deviation).max())
+    near = mean + 6.0 * deviation > low
+    x = np.linspace(low, float((mean + 6.0 * deviation).max()), 65)
+    z = (x[:, None] - mean[near]) / np.maximum(deviation[near], 1e-9 * widest)
+    below = _normal_cdf(z).prod(axis=1)
+    step = x[1] - x[0]
+    weight = np.full(len(x), step)
+    weight[[0, -1]] = step / 2
+    first = float(low + (weight * (1.0 - below)).sum())
+    second = float((weight * 2.0 * (x - low) * (1.0 - below)).sum()) - (first - low) ** 2
+    return first, math.sqrt(max(second, 0.0))
+
+
+def larger_error(x: Array, x_error: Array, y: Array, y_error: Array) -> Array:
+    """Standard deviation of the larger of two independent normal values (Clark, 1961), pair by pair.
+
+    Example:
+        >>> larger_error(np.array([0.0, 9.0]), np.ones(2), np.zeros(2), 2 * np.ones(2)).round(2).tolist()
+        [1.31, 1.0]
+    """
+    apart = np.maximum(np.hypot(x_error, y_error), 1e-300)
+    z = np.clip((x - y) / apart, -30.0, 30.0)
+    share, density = _normal_cdf(z), np.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
+    more = x - y  # moments about y, which loses no digits
+    mean = more * share + apart * density
+    square = (more**2 + x_error**2) * share + y_error**2 * (1.0 - share) + more * apart * density
+    return np.sqrt(np.maximum(square - mean**2, np.minimum(x_error, y_error) ** 2 / 4.0))
+
+
+def _normal_cdf(z: Array) -> Array:
+    """``Phi(z)`` to 1e-7 (Abramowitz and Stegun, 7.1.26)."""
+    x = np.abs(z) / math.sqrt(2.0)
+    t = 1.0 / (1.0 + 0.3275911 * x)
+    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    half = 0.5 * series * np.exp(-x * x)
+    return np.where(z < 0, half, 1.0 - half)

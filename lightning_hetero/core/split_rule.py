@@ -1,0 +1,111 @@
+"""Decide whether another split pays: what it saves while it will hold, against what a change costs.
+
+``saving * horizon > cost`` in expectation over the posterior of the workers' times. Who finishes late in the estimates
+of many workers is partly who had bad luck, so the estimates are shrunk before anything is predicted from them: each
+worker is taken to finish with the others, as the running split would have it, unless its own times say otherwise (a
+mixture of a spike and a slab, fitted by expectation maximisation to all workers at once). Equal workers are thereby
+found equal, however many there are and however often one looks.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["RuleSettings", "horizon", "shrunk"]
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class RuleSettings:
+    """Settings of the decision rule; ``benchmarks/estimator.py`` sweeps each of them.
+
+    Args:
+        change_steps: cost of a change in steps where it was neither given nor measured.
+        least_horizon: steps for which a split is taken to hold in a run that has just begun.
+        own_speed: logarithm of the speed by which a worker usually differs if it differs.
+        rounds: rounds of expectation maximisation.
+        soon: gain of a change above which the next look is to come early, since more is likely to follow.
+
+    Example:
+        >>> RuleSettings().change_steps
+        0.5
+    """
+
+    change_steps: float = 0.5
+    least_horizon: float = 64.0
+    own_speed: float = 0.2
+    rounds: int = 30
+    soon: float = 0.02
+
+
+def shrunk(seconds: Array, errors: Array, settings: RuleSettings = RuleSettings()) -> Array:
+    """Finish times given that workers may in truth finish together.
+
+    Logarithms ``x_i`` with standard errors ``e_i`` come from ``(1 - p) N(L, e_i^2) + p N(L, e_i^2 + w^2)``; ``L``,
+    ``p`` and ``w`` are fitted to all of them.
+
+    Args:
+        seconds: when each worker is done, shape ``(workers,)``, ``> 0``.
+        errors: standard errors of these.
+        settings: of the rule.
+
+    Returns:
+        Expected seconds of each worker, shape ``(workers,)``.
+
+    Example:
+        >>> shrunk(np.array([1.01, 0.99, 1.0, 2.0]), np.full(4, 0.02)).round(2).tolist()
+        [1.0, 1.0, 1.0, 2.0]
+    """
+    x = np.log(seconds)
+    variance = np.maximum(errors / seconds, 1e-6) ** 2
+    if len(x) < 2:
+        return seconds
+    level, width, share = float(np.median(x)), float(x.var()) + settings.own_speed**2, 0.5
+    own = np.full(len(x), 0.5)
+    for _ in range(settings.rounds):
+        off = (x - level) ** 2
+        spike = np.log1p(-share) - 0.5 * (off / variance + np.log(variance))
+        slab = np.log(share) - 0.5 * (off / (variance + width) + np.log(variance + width))
+        own = 1.0 / (1.0 + np.exp(np.clip(spike - slab, -500.0, 500.0)))
+        share = (own.sum() + 0.5) / (len(x) + 1.0)
+        weight = (1.0 - own) / variance + own / (variance + width)
+        level = float((weight * x).sum() / weight.sum())
+        off = np.maximum((x - level) ** 2 - variance, 0.0)
+        width = float((own * off).sum() + settings.own_speed**2) / (own.sum() + 1.0)
+    own = own * _differ(x, variance, level, width, share)
+    return np.asarray(np.exp(level + own * width / (width + variance) * (x - level)))
+
+
+def _differ(x: Array, variance: Array, level: float, width: float, share: float) -> float:
+    """Probability that any worker has a speed of its own, by the Bayes factor of the mixture (BIC, two parameters)."""
+    together = float((x / variance).sum() / (1.0 / variance).sum())
+    alone = -0.5 * ((x - together) ** 2 / variance + np.log(variance))
+    spike = np.log1p(-share) - 0.5 * ((x - level) ** 2 / variance + np.log(variance))
+    slab = np.log(share) - 0.5 * ((x - level) ** 2 / (variance + width) + np.log(variance + width))
+    evidence = float((np.logaddexp(spike, slab) - alone).sum()) - np.log(len(x))
+    return float(1.0 / (1.0 + np.exp(-np.clip(evidence, -500.0, 500.0))))
+
+
+def horizon(
+    gain: float, walks: Array, probability: Array, steps: float, settings: RuleSettings = RuleSettings()
+) -> float:
+    """Steps for which a better split is expected to stay the better one.
+
+    As many as the run is old, since what has held so long is likely to hold as long again; but no more than speeds
+    take to walk as far as the gain.
+
+    Args:
+        gain: share of the step time that it saves.
+        walks: standard deviations of the logarithm of a speed's walk over eight steps, one of which is the true one.
+        probability: of each of these.
+        steps: steps since the run began.
+        settings: of the rule.
+
+    Example:
+        >>> horizon(0.1, np.array([0.0005, 0.05]), np.array([0.5, 0.5]), 500)
+        266.0
+    """
+    longest = max(float(steps), settings.least_horizon)
+    return float(probability @ np.clip(8.0 * (gain / walks) ** 2, 8.0, longest))
