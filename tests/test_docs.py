@@ -15,6 +15,7 @@ import pytest
 
 import lightning_hetero
 from lightning_hetero import BatchPlan, HeteroDDPStrategy
+from lightning_hetero.adaptive_total import AdaptiveTotal
 from lightning_hetero.callbacks.elastic import merge_metrics
 from lightning_hetero.comm.compressed import GradientCompression
 from lightning_hetero.comm.staleness import Staleness
@@ -22,6 +23,8 @@ from lightning_hetero.core import StepObservations
 from lightning_hetero.core.adaptive_sgd import MERGES
 from lightning_hetero.core.goodput import Candidate
 from lightning_hetero.core.metrics import exchange_metrics
+from lightning_hetero.core.metrics import noise_metrics as noise_scale_metrics
+from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.elastic import MergeRecord
 from lightning_hetero.strategies._hetero_ddp import HeteroDDPMixin
 from lightning_hetero.strategies._hetero_elastic import HeteroElasticMixin
@@ -150,8 +153,8 @@ def metrics_written():
 
 
 def adaptive_metrics():
-    """Names of the metrics that the callback of the total batch writes."""
-    return set(METRIC.findall((ROOT / "lightning_hetero" / "callbacks" / "adaptive_batch.py").read_text()))
+    """Names of the metrics of a total batch that moves."""
+    return set(METRIC.findall(inspect.getsource(AdaptiveTotal.metrics)))
 
 
 def test_metrics_are_all_in_the_quickstart():
@@ -161,8 +164,8 @@ def test_metrics_are_all_in_the_quickstart():
 
 
 def noise_metrics():
-    """Names of the metrics that the callback of the gradient noise scale writes."""
-    return set(METRIC.findall((ROOT / "lightning_hetero" / "callbacks" / "noise_scale.py").read_text()))
+    """Names of the metrics of the gradient noise scale."""
+    return set(noise_scale_metrics(RunningNoiseScale()))
 
 
 def compression_metrics():

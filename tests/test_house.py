@@ -18,7 +18,7 @@ ROOMS = (
     *("accelerate", "strategies", "callbacks"),
     "session",
     "wrapped_model",
-    "without_effect",
+    *("without_effect", "adaptive_total"),
     *("engine", "elastic"),
     *("comm", "optim", "compression", "data", "config", "hardware"),
     "core",

@@ -1,25 +1,16 @@
 """Total batch size, split and learning rate by goodput while training, as a Lightning callback (Cannikin, sec. 4)."""
 
-import csv
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
+from lightning_hetero.adaptive_total import AdaptiveTotal
 from lightning_hetero.callbacks.noise_scale import GNSCallback
 from lightning_hetero.callbacks.policy import MisconfigurationException, PolicyCallback
 from lightning_hetero.core.adaptive import GoodputPlanner
-from lightning_hetero.core.goodput import Candidate
-from lightning_hetero.core.lr_scaling import LR_RULES, lr_gain
 from lightning_hetero.core.state import reading_state
-from lightning_hetero.core.validation import check_choice, check_int, check_number
-from lightning_hetero.optim import LearningRateGain
 
 __all__ = ["AdaptiveBatchCallback"]
-
-TABLE = "hetero_candidates.csv"
 
 
 class AdaptiveBatchCallback(PolicyCallback):
@@ -63,30 +54,25 @@ class AdaptiveBatchCallback(PolicyCallback):
         hysteresis: float = 0.05,
         min_steps: int = 30,
     ) -> None:
-        check_int("max_total_batch_size", max_total_batch_size, minimum=1)
-        if min_total_batch_size is not None:
-            check_int("min_total_batch_size", min_total_batch_size, minimum=1)
-            if min_total_batch_size > max_total_batch_size:
-                raise ValueError(
-                    f"min_total_batch_size={min_total_batch_size} is above max_total_batch_size="
-                    f"{max_total_batch_size}. Raise the one or lower the other."
-                )
-        if not callable(lr_scaling):
-            check_choice("lr_scaling", lr_scaling, ("auto", *LR_RULES))
-        super().__init__(
-            GoodputPlanner(
-                max_total_batch_size,
-                min_total_batch_size,
-                check_number("hysteresis", hysteresis, low=0.0, high=1.0),
-                check_int("min_steps", min_steps, minimum=1),
-            )
+        self._total = AdaptiveTotal(
+            max_total_batch_size,
+            lr_scaling,
+            min_total_batch_size=min_total_batch_size,
+            hysteresis=hysteresis,
+            min_steps=min_steps,
         )
-        self.lr_scaling = self.given_lr_scaling = lr_scaling  # the first is what "auto" chooses
-        self._most = max_total_batch_size
-        self._gains: dict[int, float] = {}
-        self._lr: LearningRateGain | None = None
-        self._steps_before = 0.0
+        super().__init__(self._total.planner)
         self._directory: Path | None = None
+
+    @property
+    def lr_scaling(self) -> Any:
+        """The rule, once training has begun that which ``"auto"`` has chosen."""
+        return self._total.lr_scaling
+
+    @property
+    def given_lr_scaling(self) -> Any:
+        """The rule as it was given."""
+        return self._total.given_lr_scaling
 
     @property
     def goodput_planner(self) -> GoodputPlanner:
@@ -96,8 +82,7 @@ class AdaptiveBatchCallback(PolicyCallback):
     @property
     def lr_gain(self) -> float:
         """Factor on the learning rate at the running step."""
-        plan = None if self._engine is None else self._engine.plan
-        return 1.0 if plan is None else self._gains.get(plan.total_batch_size, 1.0)
+        return self._total.lr_gain
 
     @property
     def scale_invariant_steps(self) -> float:
@@ -106,7 +91,7 @@ class AdaptiveBatchCallback(PolicyCallback):
         A schedule in these steps does not depend on the total:
         ``LambdaLR(optimizer, lambda _: 0.5 ** (callback.scale_invariant_steps / 1000))``.
         """
-        return self._steps_before + (0.0 if self._lr is None else self._lr.steps)
+        return self._total.scale_invariant_steps
 
     def companions(self, callbacks: list[Any]) -> list[Any]:
         """A noise scale callback, unless there is one."""
@@ -137,118 +122,54 @@ class AdaptiveBatchCallback(PolicyCallback):
         assert engine.plan is not None
         assert engine.roster is not None
         assert engine.sampler is not None
-        if planner.initial_total is None:
-            count = trainer.accumulate_grad_batches
-            micro = engine.plan.total_batch_size
-            known = count == 1 or engine.roster.max_local is not None
-            planner = replace(
+        count, micro, bounds = trainer.accumulate_grad_batches, engine.plan.total_batch_size, engine.roster.max_local
+        # the module's own loop does not follow accumulate_grad_batches: what does not fit cannot be run
+        fits = None if bounds is None or pl_module.automatic_optimization else sum(bounds)
+        try:
+            planner = self.planner = self._total.begin(
                 planner,
-                initial_total=micro * count,
-                micro_batch_limit=None if known else micro,
+                engine,
+                initial=micro,
                 accumulation=count,
+                micro_batch_limit=None if count == 1 or bounds is not None else micro,
+                fits=fits,
             )
-        self._check_total("the initial total batch is", planner.initial_total or 0)
-        self._check_total("the checkpoint goes on with", engine.plan.total_batch_size * planner.accumulation)
-        most = min(self._most, len(engine.sampler.stream))  # of a larger one no step would ever be full
-        if not pl_module.automatic_optimization and engine.roster.max_local is not None:
-            # the module's own loop does not follow accumulate_grad_batches: what does not fit cannot be run
-            most = min(most, sum(engine.roster.max_local))
-        self.planner = replace(planner, max_total_batch_size=most)
+        except ValueError as error:
+            raise MisconfigurationException(str(error)) from error
         trainer.accumulate_grad_batches = engine.accumulation = planner.accumulation
-        if self.lr_scaling == "auto":
-            plain = all(isinstance(o, torch.optim.SGD) for o in trainer.optimizers)
-            self.lr_scaling = "adascale" if plain else "sqrt"
-        self._lr = LearningRateGain(trainer.optimizers, lambda: self.lr_gain)
+        self._total.hold(trainer.optimizers)
         directory = trainer.log_dir if trainer.loggers else None  # collective
         self._directory = Path(directory) if directory and trainer.is_global_zero else None
-
-    def _check_total(self, what: str, total: int) -> None:
-        low, high = self.goodput_planner.min_total_batch_size or 1, self._most
-        if not low <= total <= high:
-            name = "min_total_batch_size" if total < low else "max_total_batch_size"
-            raise MisconfigurationException(
-                f"{what} {total} samples, outside {name}={low if total < low else high}. Change the bound, or the "
-                "DataLoader's batch_size."
-            )
 
     def _exchange(self, trainer: Any, not_before: tuple[int, int]) -> None:
         """Reconsider the plan; then all ranks take the learning rates and micro-batches of rank 0."""
         super()._exchange(trainer, not_before)
         assert self._engine is not None
-        decision = self._engine.control.decide(lambda: self._decision(self.goodput_planner))
-        self._gains, accumulation, running = decision
-        if self.goodput_planner.accumulation != accumulation:
-            self.planner = replace(self.goodput_planner, accumulation=accumulation)
-        if trainer.accumulate_grad_batches != accumulation:
-            trainer.accumulate_grad_batches = self._engine.accumulation = accumulation
-        self._report(trainer, running)
-
-    def _decision(self, planner: GoodputPlanner) -> tuple[dict[int, float], int, Candidate | None]:
-        engine = self._engine
-        assert engine is not None
-        assert engine.history is not None
-        noise = engine.noise_scale()
-        trace, grad_sq_norm = (float("nan"),) * 2 if noise is None else (noise.trace, noise.grad_sq_norm)
-        initial = float(planner.initial_total or 0)
-        totals = {entry.plan.total_batch_size for entry in engine.history.entries}
-        gains = {
-            total: lr_gain(self.lr_scaling, total * planner.accumulation, initial, trace, grad_sq_norm)
-            if total * planner.accumulation != initial
-            else 1.0
-            for total in totals
-        }
-        effective = engine.history.last.plan.total_batch_size * planner.accumulation
-        return gains, planner.accumulation, planner.current(planner.table, effective)
-
-    def _report(self, trainer: Any, running: Candidate | None) -> None:
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        assert self._engine is not None
-        assert self._engine.history is not None
-        upcoming = self._engine.history.last.plan.total_batch_size  # as goodput and efficiency are of
-        metrics = {"hetero/lr_gain": self._gains.get(upcoming, 1.0)}
-        if running is not None:
-            metrics |= {"hetero/goodput": running.goodput, "hetero/efficiency": running.efficiency}
+        planner, running = self._total.follow(self.goodput_planner)
+        self.planner = planner
+        if trainer.accumulate_grad_batches != planner.accumulation:
+            trainer.accumulate_grad_batches = self._engine.accumulation = planner.accumulation
+        step, metrics = trainer.fit_loop.epoch_loop._batches_that_stepped, self._total.metrics(running)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
-        table = self.goodput_planner.table
-        if self._directory is None or not table:
-            return
-        path = self._directory / TABLE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [{"step": step, **asdict(c), "running": int(c == running)} for c in table]
-        fresh = not path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            if fresh:
-                writer.writeheader()
-            writer.writerows(rows)
-
-    def _let_go(self) -> None:
-        self._steps_before = self.scale_invariant_steps
-        if self._lr is not None:
-            self._lr.remove()
-            self._lr = None
+        if self._directory is not None:
+            self._total.write(planner.table, running, self._directory, step)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Let go of the optimizers, whose rates a checkpoint of the exception is to have as scheduled."""
-        self._let_go()
+        self._total.let_go()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Let go of the optimizers."""
-        self._let_go()
+        self._total.let_go()
         super().teardown(trainer, pl_module, stage)
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, the plan, and where learning rate and scale-invariant steps stand."""
-        return {
-            **super().state_dict(),
-            "gains": dict(self._gains),
-            "scale_invariant_steps": self.scale_invariant_steps,
-        }
+        return {**super().state_dict(), **self._total.state_dict()}
 
     @reading_state("learning rates and steps of the adaptive batch")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where an earlier run stood."""
         super().load_state_dict(state_dict)
-        self._gains = {int(total): float(gain) for total, gain in state_dict.get("gains", {}).items()}
-        self._steps_before = float(state_dict.get("scale_invariant_steps", 0.0))
+        self._total.load_state_dict(state_dict)

@@ -7,11 +7,12 @@ import torch
 from lightning_hetero.callbacks.idle_hooks import leave_out, put_back
 from lightning_hetero.callbacks.noise_sources import Source, source_of
 from lightning_hetero.callbacks.policy import Callback, MisconfigurationException
+from lightning_hetero.core.metrics import noise_metrics
 from lightning_hetero.core.noise_scale import METHODS, RunningNoiseScale
 from lightning_hetero.core.state import reading_state
 from lightning_hetero.core.validation import check_choice, check_int, check_number
 from lightning_hetero.engine import HeteroEngine
-from lightning_hetero.optim import AdamPreconditioner, is_adam
+from lightning_hetero.optim import common_preconditioner, is_adam
 
 __all__ = ["GNSCallback"]
 
@@ -95,8 +96,7 @@ class GNSCallback(Callback):
                 f"GNSCallback(preconditioner='adam') reads Adam's second moments, which {', '.join(others)} has not. "
                 "Use preconditioner='auto' or None."
             )
-        by_adam = self.preconditioner is not None and trainer.optimizers and not others
-        self._source.precondition(AdamPreconditioner(trainer.optimizers) if by_adam else None)
+        self._source.precondition(None if self.preconditioner is None else common_preconditioner(trainer.optimizers))
         self._source.start(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -145,11 +145,7 @@ class GNSCallback(Callback):
         if estimate.samples == self._logged:
             return
         self._logged = estimate.samples
-        metrics = {
-            "hetero/noise_scale": estimate.noise_scale,
-            "hetero/grad_sq_norm": estimate.grad_sq_norm,
-            "hetero/grad_variance": estimate.trace,
-        }
+        metrics = noise_metrics(estimate)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 

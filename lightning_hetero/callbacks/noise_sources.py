@@ -15,9 +15,10 @@ from lightning_hetero.callbacks.policy import MisconfigurationException
 from lightning_hetero.comm.clock import HostClock
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState, gradient_hook
-from lightning_hetero.comm.noise import PRECONDITIONED_AFTER, NoiseCollector, NoiseSums, merge_parts, own_part
+from lightning_hetero.comm.noise import PRECONDITIONED_AFTER, NoiseSums, merge_parts, own_part
 from lightning_hetero.comm.norms import GradientNorms
 from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.comm.workers_noise import WorkersNoise
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.noise_window import window_estimator
 from lightning_hetero.engine import HeteroEngine
@@ -76,35 +77,17 @@ class Source:
         """Go on in the middle of an interval."""
 
 
-class _Engine(Source):
-    """Workers of ``hetero_ddp``: the engine collects and exchanges by itself."""
-
-    each_step = False
-
-    def __init__(self, engine: HeteroEngine, **settings: Any) -> None:
-        summed = engine.config.loss_reduction == "sum"
-        self.collector = engine.noise = NoiseCollector(engine.hook_state, engine.rank, summed=summed, **settings)
-        self.control = engine.control
+class _Workers(WorkersNoise, Source):
+    """Several workers, who put their sums together."""
 
     def listen(self, news: Callable[[], None]) -> None:
         self.collector.news = news
 
     def start(self, trainer: Any) -> None:
-        self.collector.hook.norms.loss_scale = _loss_scale(trainer)
+        self.scaled_by(_scaler(trainer))
         module = trainer.lightning_module
         if module.automatic_optimization:
             self.collector.accumulate(lambda: trainer.accumulate_grad_batches, module.parameters)
-
-    def precondition(self, preconditioner: AdamPreconditioner | None) -> None:
-        self.collector.hook.norms.preconditioner = preconditioner
-
-    @property
-    def running(self) -> RunningNoiseScale:  # type: ignore[override]
-        return self.collector.running
-
-    @running.setter
-    def running(self, value: RunningNoiseScale) -> None:
-        self.collector.running = value
 
     def finish(self) -> None:
         if self.running.samples == 0:
@@ -113,32 +96,25 @@ class _Engine(Source):
     def stop(self) -> None:
         self.collector.news = lambda: None
 
-    def exchange(self) -> None:
-        """Take what all workers have seen into the running estimate; a collective call."""
-        self.collector.absorb(self.control.gather(self.collector.sums.peek()), self.control)
 
-    def interval(self) -> dict[str, Any]:
-        self.collector.settle()
-        sums = self.collector.sums
-        parts = sums.agreed(self.control.gather(sums.peek()), self.control)
-        sums.load(parts[self.control.rank].tolist())  # adds up in the order in which a run that resumes does
-        return {"steps": self.collector.number, "parts": parts.tolist()}
+class _Engine(_Workers):
+    """Workers of ``hetero_ddp``: the engine collects and exchanges by itself."""
 
-    def resume(self, interval: dict[str, Any]) -> None:
-        self.collector.number, parts = int(interval["steps"]), interval["parts"]
-        self.collector.sums.load(own_part(parts, self.control.rank, self.control.world_size))
+    each_step = False
+
+    def __init__(self, engine: HeteroEngine, **settings: Any) -> None:
+        summed = engine.config.loss_reduction == "sum"
+        super().__init__(engine.hook_state, engine.control, summed=summed, **settings)
+        engine.noise = self.collector
 
 
-class _PlainDDP(_Engine):
+class _PlainDDP(_Workers):
     """Workers of plain ``ddp``: equal batches, a hook of our own, a message every 50 steps that were observed."""
-
-    each_step = True
 
     def __init__(self, rank: int, world_size: int, **settings: Any) -> None:
         self.world_size = world_size
         self.hook = HookState(StepObserver(HostClock()), world_size)
-        self.collector = NoiseCollector(self.hook, rank, **settings)
-        self.control = ControlPlane(rank, world_size)
+        super().__init__(self.hook, ControlPlane(rank, world_size), **settings)
         self.warned = False
 
     def start(self, trainer: Any) -> None:
@@ -223,7 +199,8 @@ class _Alone(Source):
 
     def backward(self, trainer: Any) -> None:
         if self.observed and len(self.sizes) == 1 and self.window > 1 and len(trainer.optimizers) == 1:
-            self.norms.loss_scale = _loss_scale(trainer)
+            scaler = _scaler(trainer)
+            self.norms.loss_scale = None if scaler is None else scaler._get_scale_async
             self.first = self.norms.of_parameters(_parameters(trainer.optimizers[0]))
             self.norms.loss_scale = None  # gradients are unscaled before a step
 
@@ -305,10 +282,8 @@ class _Alone(Source):
             self.pairs.load(interval["pairs"])
 
 
-def _loss_scale(trainer: Any) -> Any:
-    """Factor of the gradient scaler, on the device: ``get_scale()`` would wait for it."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return None if scaler is None else scaler._get_scale_async
+def _scaler(trainer: Any) -> Any:
+    return getattr(trainer.precision_plugin, "scaler", None)
 
 
 def _parameters(optimizer: Any) -> list[torch.Tensor]:

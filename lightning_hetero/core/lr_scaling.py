@@ -9,7 +9,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["LR_RULES", "adascale", "lr_gain"]
+from lightning_hetero.core.validation import check_choice
+
+__all__ = ["LR_RULES", "adascale", "check_lr_scaling", "lr_gain"]
 
 Rule = Callable[[float, float, float, float], float]
 
@@ -43,6 +45,19 @@ LR_RULES: dict[str, Rule] = {
     "none": lambda total, initial, trace, grad_sq_norm: 1.0,
 }
 """Rules by name: AdaScale's gain; ``sqrt(B / B_0)``; ``B / B_0``; 1."""
+
+
+def check_lr_scaling(rule: Any) -> Any:
+    """``rule`` if it is the name of a rule, ``"auto"`` or a function.
+
+    Raises:
+        ValueError: if it is something else.
+
+    Example:
+        >>> check_lr_scaling("sqrt")
+        'sqrt'
+    """
+    return rule if callable(rule) else check_choice("lr_scaling", rule, ("auto", *LR_RULES))
 
 
 def lr_gain(rule: str | Rule, total: float, initial: float, trace: float, grad_sq_norm: float) -> float:

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.planner import Planner
 
-__all__ = ["Exchange", "exchange_metrics"]
+__all__ = ["Exchange", "exchange_metrics", "noise_metrics"]
 
 
 @dataclass(frozen=True)
@@ -81,3 +82,17 @@ def exchange_metrics(
         metrics["hetero/step_time"] = step_time
         metrics["hetero/idle_fraction"] = float(np.clip(1.0 - accumulation * compute.mean() / step_time, 0.0, 1.0))
     return metrics
+
+
+def noise_metrics(estimate: RunningNoiseScale) -> dict[str, float]:
+    """Metrics of the gradient noise scale.
+
+    Example:
+        >>> list(noise_metrics(RunningNoiseScale()))
+        ['hetero/noise_scale', 'hetero/grad_sq_norm', 'hetero/grad_variance']
+    """
+    return {
+        "hetero/noise_scale": estimate.noise_scale,
+        "hetero/grad_sq_norm": estimate.grad_sq_norm,
+        "hetero/grad_variance": estimate.trace,
+    }

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["check_choice", "check_int", "check_names", "check_number", "check_sizes"]
+__all__ = ["check_choice", "check_int", "check_names", "check_number", "check_sizes", "check_totals"]
 
 
 def check_int(name: str, value: Any, *, minimum: int) -> int:
@@ -70,6 +70,27 @@ def check_sizes(name: str, values: Any, *, minimum: int, length: int | None = No
     if length is not None and len(sizes) != length:
         raise ValueError(f"{name}={list(sizes)} has {len(sizes)} entries for {length} workers; give one per worker.")
     return sizes
+
+
+def check_totals(most: Any, least: Any) -> None:
+    """Check the bounds of a total batch that moves.
+
+    Args:
+        most: ``max_total_batch_size``.
+        least: ``min_total_batch_size``, or ``None``.
+
+    Raises:
+        TypeError: if one of them is no integer.
+        ValueError: if one of them is below 1, or the least above the most.
+
+    Example:
+        >>> check_totals(4096, 64)
+    """
+    check_int("max_total_batch_size", most, minimum=1)
+    if least is not None and check_int("min_total_batch_size", least, minimum=1) > most:
+        raise ValueError(
+            f"min_total_batch_size={least} is above max_total_batch_size={most}. Raise the one or lower the other."
+        )
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> Any:

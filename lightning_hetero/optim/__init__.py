@@ -1,7 +1,7 @@
 """What acts on optimizers or reads them: rates of a total that moves, Adam's view of a gradient, sparse steps."""
 
 from lightning_hetero.optim.lr_gain import LearningRateGain
-from lightning_hetero.optim.preconditioner import AdamPreconditioner, is_adam
+from lightning_hetero.optim.preconditioner import AdamPreconditioner, common_preconditioner, is_adam
 from lightning_hetero.optim.sparse import SparseAdamW, SparseSGD
 
-__all__ = ["AdamPreconditioner", "LearningRateGain", "SparseAdamW", "SparseSGD", "is_adam"]
+__all__ = ["AdamPreconditioner", "LearningRateGain", "SparseAdamW", "SparseSGD", "common_preconditioner", "is_adam"]

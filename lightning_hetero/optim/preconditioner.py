@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["AdamPreconditioner", "is_adam"]
+__all__ = ["AdamPreconditioner", "common_preconditioner", "is_adam"]
 
 PIECE = 2**17
 """Elements of a piece on a CPU, half a megabyte in float32, which stays in a processor's cache."""
@@ -102,6 +102,17 @@ class AdamPreconditioner:
             divided = torch.div(part, divisor, out=divisor).reshape(-1)
             out.append(torch.dot(divided, divided))
         return [torch.stack(out).sum() * bias]
+
+
+def common_preconditioner(optimizers: Iterable[Any]) -> AdamPreconditioner | None:
+    """The preconditioner of optimizers that are all of the Adam family; ``None`` if one is not, or there is none.
+
+    Example:
+        >>> common_preconditioner([torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)]) is None
+        True
+    """
+    given = tuple(optimizers)
+    return AdamPreconditioner(given) if given and all(map(is_adam, given)) else None
 
 
 def _pieces(moment: torch.Tensor, gradient: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:

@@ -859,7 +859,7 @@ def test_an_exception_inside_an_optimizer_leaves_the_scheduled_rate():
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=LR)
     callback = AdaptiveBatchCallback(64)
-    callback._lr = LearningRateGain([optimizer], lambda: 3.0)
+    callback._total._lr = LearningRateGain([optimizer], lambda: 3.0)
     optimizer.register_step_pre_hook(rule_that_raises(RuntimeError, "out of coffee"))
     with pytest.raises(RuntimeError, match="coffee"):
         optimizer.step()
