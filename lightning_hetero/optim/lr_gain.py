@@ -37,7 +37,10 @@ class LearningRateGain:
         self._handles: list[Any] = []
         self._optimizers = list(optimizers)
         for number, optimizer in enumerate(self._optimizers):
-            self._handles.append(optimizer.register_step_pre_hook(self._before))
+            before = optimizer.register_step_pre_hook(self._before)
+            # the first: what others put behind the user's closure, such as sparse steps, is to have the factor
+            optimizer._optimizer_step_pre_hooks.move_to_end(before.id, last=False)  # type: ignore[attr-defined]
+            self._handles.append(before)
             self._handles.append(optimizer.register_step_post_hook(self._after if number else self._after_first))
 
     def remove(self) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_hetero.optim import LearningRateGain
+from tests.optim.test_sparse import gradients, made, same
 
 
 def weights(*values):
@@ -247,3 +248,20 @@ def test_checkpoint_and_copies_of_the_optimizer_are_without_a_trace():
     assert step(fresh) == pytest.approx([0.1 * 1.9])
     scaled.load_state_dict(scaled.state_dict())  # a later load keeps the factor
     assert step(scaled) == pytest.approx([0.2 * 1.9])
+
+
+@pytest.mark.parametrize("kind", ["sgd decay", "momentum decay", "adamw"])
+def test_sparse_steps_have_the_factor(kind):
+    """They follow the user's closure, which sees the scheduled rate."""
+    touched, seen = {}, []
+    parameters, sparse, twins, dense = made(kind, touched)
+    LearningRateGain([sparse], lambda: 2.0)
+    for group in dense.param_groups:
+        group["lr"] *= 2.0
+    for number in range(12):
+        gradients(parameters, twins, touched, number, dense=number == 7)
+        sparse.step(lambda: seen.append(rates(sparse)) or 0.0)
+        dense.step()
+    sparse.state_dict()  # pays what is owed
+    same(parameters, twins, rtol=1e-9, atol=1e-11)
+    assert seen == [[group["lr"] / 2.0 for group in dense.param_groups]] * 12
