@@ -14,12 +14,21 @@ from lightning_hetero.core.compressors import (
     LowRank,
     parse_compression,
 )
+from lightning_hetero.core.lr_scaling import check_lr_scaling
 from lightning_hetero.core.planner import PLANNERS
-from lightning_hetero.core.validation import check_choice, check_int, check_number, check_sizes
+from lightning_hetero.core.validation import check_choice, check_int, check_number, check_sizes, check_totals
 
-__all__ = ["POLICIES", "HeteroConfig"]
+__all__ = ["FOR_OWN_LOOPS", "POLICIES", "HeteroConfig"]
 
 POLICIES = (*PLANNERS, "even")
+
+FOR_OWN_LOOPS = {
+    "max_total_batch_size": "AdaptiveBatchCallback(max_total_batch_size=...)",
+    "min_total_batch_size": "AdaptiveBatchCallback(max_total_batch_size=..., min_total_batch_size=...)",
+    "lr_scaling": "AdaptiveBatchCallback(max_total_batch_size=..., lr_scaling=...)",
+    "noise_scale": "GNSCallback()",
+}
+"""Settings for training loops of the user's own, and the callback that does the same under Lightning's Trainer."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,14 @@ class HeteroConfig:
         staleness: most steps by which a gradient may arrive late: 0, or 1 where the link would make every step wait.
         nonfinite: what to do about a gradient that is not finite: ``"warn"`` (say so once, when the loss shows it),
             ``"drop"`` (leave it out on all ranks) or ``"stop"`` (an error on all ranks before the optimizer takes it).
+        max_total_batch_size: greatest total batch, all micro-batches of an optimizer step together; with it the total
+            moves to where goodput is highest. ``None`` keeps the total. This and the rest are for training loops of the
+            user's own; Lightning's Trainer has callbacks for it.
+        min_total_batch_size: least total batch; ``None`` for what the bounds of the ranks allow.
+        lr_scaling: how the learning rate follows the total: ``"auto"`` (AdaScale for SGD, else the square root), a rule
+            of :data:`~lightning_hetero.core.lr_scaling.LR_RULES`, or a function
+            ``(total, initial, trace, grad_sq_norm) -> factor``.
+        noise_scale: measure the gradient noise scale, which a moving total needs and has anyway.
 
     Raises:
         TypeError: if a value has the wrong type.
@@ -78,6 +95,10 @@ class HeteroConfig:
     sparse_optimizer: bool | str = False
     staleness: int = 0
     nonfinite: str = "warn"
+    max_total_batch_size: int | None = None
+    min_total_batch_size: int | None = None
+    lr_scaling: str | Callable[[float, float, float, float], float] = "auto"
+    noise_scale: bool = False
 
     def __post_init__(self) -> None:
         if self.policy is not None:
@@ -110,7 +131,8 @@ class HeteroConfig:
                 f"staleness=1 and compression={self.compression!r}: of compressed gradients, only those of block_topk "
                 "can arrive late. Use block_topk or no compression, or set staleness=0."
             )
-        for name in ("balance_evaluation", "probe_memory"):
+        self._check_totals()
+        for name in ("balance_evaluation", "probe_memory", "noise_scale"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False.")
 
@@ -126,6 +148,25 @@ class HeteroConfig:
                 f"sparse_optimizer={self.sparse_optimizer!r} updates the blocks that block top-k sends, and "
                 f"compression={self.compression} sends none. Set compression='block_topk' or 'auto', or leave it out."
             )
+
+    def _check_totals(self) -> None:
+        check_lr_scaling(self.lr_scaling)
+        if self.max_total_batch_size is not None:
+            check_totals(self.max_total_batch_size, self.min_total_batch_size)
+            fixed = self.local_batch_sizes is not None
+            if fixed or self.policy not in (None, "perf_model"):
+                other = f"local_batch_sizes={self.local_batch_sizes}" if fixed else f"policy={self.policy!r}"
+                raise ValueError(
+                    f"max_total_batch_size={self.max_total_batch_size} moves the total batch together with the split, "
+                    f"by the time model, and {other} says otherwise. Give one of them."
+                )
+            return
+        for name, least in (("min_total_batch_size", None), ("lr_scaling", "auto")):
+            if getattr(self, name) != least:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} has no meaning where the total stays as it is. Give "
+                    "max_total_batch_size as well, or leave it out."
+                )
 
     def _check_sizes(self) -> None:
         if self.local_batch_sizes is not None:
@@ -186,5 +227,7 @@ class HeteroConfig:
             f"change_cost={self.change_cost}, "
             f"balance_evaluation={self.balance_evaluation}, compression={self.compression}, "
             f"hierarchy={self.hierarchy}, sparse_optimizer={self.sparse_optimizer}, staleness={self.staleness}, "
-            f"nonfinite={self.nonfinite}"
+            f"nonfinite={self.nonfinite}, max_total_batch_size={self.max_total_batch_size}, "
+            f"min_total_batch_size={self.min_total_batch_size}, noise_scale={self.noise_scale}, "
+            f"lr_scaling={'a function' if callable(self.lr_scaling) else self.lr_scaling}"
         )

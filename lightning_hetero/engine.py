@@ -97,6 +97,7 @@ class HeteroEngine:
         self.log: list[PlanEntry] = []
         self.last_observations = StepObservations.empty(world_size)
         self.accumulation, self.batch_size, self.min_local = 1, 0, config.min_local_batch_size or 1
+        self.keeps_window = False  # whether the training loop itself says how many micro-batches a step has
         self.memory_bound: int | None = None
         self._restored: PlanHistory | None = None
         self._start = self._position = (0, 0)
@@ -313,7 +314,8 @@ class HeteroEngine:
             if planner is None or current is None or observations.num_steps == 0:
                 return Decision(planner, kept=None if planner is None else "too few observations: no timed step"), None
             upcoming = self.history.last.plan if self.history is not None else current
-            context = self._context(upcoming, noise=self.noise_scale(), epoch_begins=not_before[1] == 0)
+            begins = not_before[1] == 0 and not self.keeps_window
+            context = self._context(upcoming, noise=self.noise_scale(), epoch_begins=begins)
             decision = Decision.of(planner.decide(observations, upcoming, context))
             return decision, (decision.planner or planner).predict(current, self._context(current))
 

@@ -5,23 +5,27 @@ enough: a step begins when its batch is handed out and ends when the next one is
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_hetero.adaptation import Adaptation
 from lightning_hetero.comm.control import let_threads_go
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.adaptive import GoodputPlanner
+from lightning_hetero.core.goodput import Candidate
+from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.planner import PLANNERS, Planner
 from lightning_hetero.core.proposal import check_planner
-from lightning_hetero.data.live import LiveStream
 from lightning_hetero.data.stream import IndexStream
 from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.session_batches import CopiedSession, SessionBatches
 from lightning_hetero.without_effect import tell
 
-__all__ = ["CopiedSession", "HeteroSession", "PlanAccess", "SessionBatches", "log", "planner_of", "show_log"]
+__all__ = ["CopiedSession", "HeteroSession", "SessionBatches", "log", "planner_of", "show_log"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -45,47 +49,11 @@ def planner_of(config: HeteroConfig) -> Planner | None:
         >>> type(planner_of(HeteroConfig())).__name__, planner_of(HeteroConfig(policy="even"))
         ('PerfModelPlanner', None)
     """
+    if config.max_total_batch_size is not None:
+        return GoodputPlanner(config.max_total_batch_size, config.min_total_batch_size)
     if config.fixes_split or config.policy == "even":
         return None
     return PLANNERS[config.policy or "perf_model"]()
-
-
-class PlanAccess:
-    """What users read and change of a run's plans, the same through every front end.
-
-    A front end has an ``engine`` once its processes have met; ``_no_engine`` is its error until then.
-    """
-
-    engine: HeteroEngine | None
-    _no_engine = "there are no plans and observations yet: they come when training begins."
-
-    @property
-    def plan(self) -> BatchPlan | None:
-        """The split of the running step."""
-        return None if self.engine is None else self.engine.plan
-
-    @property
-    def plan_history(self) -> tuple[PlanEntry, ...]:
-        """All plans of this run, with the step from which each held and the reason."""
-        return () if self.engine is None else self.engine.plan_history
-
-    def observations(self) -> StepObservations:
-        """What all ranks measured up to the last exchange."""
-        return self._known_engine().observations()
-
-    def adopt(self, plan: BatchPlan, reason: str = "given") -> PlanEntry:
-        """Change the split, from a step that no rank has drawn yet; all ranks have to call it together."""
-        return self._known_engine().adopt(plan, reason, not_before=self._reached)
-
-    @property
-    def _reached(self) -> tuple[int, int]:
-        """Earliest epoch and step at which a new plan may hold."""
-        return (0, 0)
-
-    def _known_engine(self) -> HeteroEngine:
-        if self.engine is None:
-            raise RuntimeError(self._no_engine)
-        return self.engine
 
 
 class HeteroSession:
@@ -95,6 +63,9 @@ class HeteroSession:
         engine: the mechanism.
         planner: decides on plans; that of the engine's settings by default.
         on_metrics: called on every rank with the metrics of each comparison of the ranks.
+
+    Raises:
+        ValueError: if a planner is given beside the setting ``max_total_batch_size``, which has its own.
 
     Example:
         >>> import torch
@@ -115,11 +86,21 @@ class HeteroSession:
         on_metrics: Callable[[dict[str, float]], None] | None = None,
     ) -> None:
         self.engine = engine
-        engine.weighting.trace.several = True  # the loop is the user's: it may fetch several batches before a backward
+        # the loop is the user's: it may fetch several batches before a backward, and accumulates as it does
+        engine.weighting.trace.several = engine.keeps_window = True
+        if planner is not None and engine.config.max_total_batch_size is not None:
+            raise ValueError(
+                f"planner={type(planner).__name__} and max_total_batch_size={engine.config.max_total_batch_size} both "
+                "say who decides. Give one of them."
+            )
         self.planner = planner_of(engine.config) if planner is None else check_planner(planner)
         self.on_metrics = on_metrics
+        self.directory: Path | None = None
+        """Where rank 0 keeps the table of candidates for the total batch, ``hetero_candidates.csv``, if anywhere."""
+        self._adaptation = Adaptation(engine)
         self._data: tuple[IndexStream, int, bool] | None = None
         self._epoch, self._step, self._micro, self._synced = 0, 0, 0, 0
+        self._open = False
         self._pass: object | None = None
         self._skip: int | None = None
         self._restored: dict[str, Any] | None = None
@@ -137,6 +118,46 @@ class HeteroSession:
     def position(self) -> tuple[int, int]:
         """Pass over the data, and the steps of it whose batches were handed out."""
         return self._epoch, self._step
+
+    # noise scale and moving total
+
+    def lead(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        scaler: Any = None,
+        divisor: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """Take hold of all optimizers of the run: their rate follows the total, and tells what noise is to Adam.
+
+        Fabric and Accelerate do it for you.
+
+        Args:
+            optimizers: those that step on the gradients, in place of those given before.
+            scaler: a gradient scaler, if there is one.
+            divisor: gives what losses of micro-batches are divided by; else, that is the number of those in a window.
+        """
+        self._adaptation.lead(optimizers, scaler, divisor)
+
+    @property
+    def noise_scale(self) -> RunningNoiseScale | None:
+        """The running estimate of the gradient noise scale, the same on all ranks; ``None`` if it is not measured."""
+        return self._adaptation.estimate
+
+    @property
+    def lr_gain(self) -> float:
+        """Factor on the learning rate at the running step."""
+        return self._adaptation.lr_gain
+
+    @property
+    def scale_invariant_steps(self) -> float:
+        """Steps at the initial total to which all steps so far amount: the sum of their factors (AdaScale)."""
+        return self._adaptation.scale_invariant_steps
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Candidates for the total of the newest look, on rank 0."""
+        return self.planner.table if isinstance(self.planner, GoodputPlanner) else ()
 
     # data
 
@@ -195,7 +216,6 @@ class HeteroSession:
         self._begin_pass()
         self.engine.weighting.trace.forget()
         mine = self._pass = object()
-        self._micro = -1  # the first call of _end_step ends no step
         iterator = open_loader()
         try:
             while self._pass is mine:
@@ -206,7 +226,7 @@ class HeteroSession:
                     self._epoch, self._step = self._epoch + 1, 0
                     break
                 self.engine.begin_step(self._epoch, self._step, batch)
-                self._step += 1
+                self._step, self._open = self._step + 1, True
                 yield batch
         finally:
             if self._pass is mine:
@@ -222,6 +242,7 @@ class HeteroSession:
         if skip:
             self._shard_at(self._epoch, skip)
         self._step, self._restored = skip, None
+        self.planner = self._adaptation.starts(self.planner)
         self.engine.observer.interrupt()
         if self._synced > 0 and self.engine.due_at_epoch:
             self._exchange()
@@ -231,8 +252,7 @@ class HeteroSession:
     def _leave(self) -> None:
         """The pass is over; the weight of its last batch holds on, for ``next(iter(loader))``."""
         self._pass = None
-        self.engine.end_step()
-        self._synced = self.engine.observer.synced_steps
+        self._close_step()
         if self.engine.sampler is not None:
             self.engine.sampler.set_epoch(self._epoch)
 
@@ -266,21 +286,30 @@ class HeteroSession:
         self.engine.weighting.trace.select(batch)
 
     def _end_step(self) -> None:
+        self._close_step()
+        if self.engine.due:
+            self._exchange()
+
+    def _close_step(self) -> None:
+        """The step whose batch was handed out last is over; count the micro-batches of a window that is complete."""
         engine = self.engine
-        self._micro += 1
+        self._micro, self._open = self._micro + self._open, False
         engine.end_step()
         if engine.observer.synced_steps > self._synced:
-            self._synced = engine.observer.synced_steps
-            engine.accumulation, self._micro = max(self._micro, 1), 0
-        if engine.due:
-            self._exchange()
+            assert engine.sampler is not None
+            cut = self._micro < engine.accumulation and self._step >= engine.sampler.num_batches(self._epoch)
+            if not cut:  # by the end of the data
+                engine.accumulation = max(self._micro, 1)
+            self._synced, self._micro = engine.observer.synced_steps, 0
 
     def _exchange(self) -> None:
         plan = self.engine.plan
+        self.planner = self._adaptation.begun(self.planner)
         done = self.engine.exchange(self.planner, not_before=self.position)
         self.planner = done.planner if done.planner is not None else self.planner
+        self.planner, metrics = self._adaptation.follow(self.planner, self.directory)
         if self.on_metrics is not None and plan is not None:
-            self.on_metrics(self.engine.metrics(done, plan))
+            self.on_metrics({**self.engine.metrics(done, plan), **metrics})
 
     def adopt(self, plan: BatchPlan, reason: str = "given") -> PlanEntry:
         """Change the split, from a step that no rank has drawn yet; all ranks have to call it together."""
@@ -288,6 +317,7 @@ class HeteroSession:
 
     def close(self) -> None:
         """Before the process group is destroyed: let its threads go, which a destructor would wait for in vain."""
+        self._adaptation.close()
         self.engine.close()
         if self.engine.world_size > 1:
             let_threads_go()
@@ -305,6 +335,7 @@ class HeteroSession:
             "engine": self.engine.state_dict(),
             "policy": self._policy,
             "planner": None if self.planner is None else self.planner.state_dict(),
+            **self._adaptation.state_dict(),
             "stream": stream.state_dict(self._epoch) if hasattr(stream, "state_dict") else None,
         }
 
@@ -323,6 +354,7 @@ class HeteroSession:
             self._leave()
         if self.planner is not None and state["policy"] == self._policy:
             self.planner = self.planner.loaded(state["planner"])
+        self._adaptation.load_state_dict(state)
         self._epoch, self._step, self._restored = int(state["epoch"]), 0, state
         self._restore_order()
         self._shard_at(self._epoch, 0)
@@ -331,69 +363,3 @@ class HeteroSession:
         stream: Any = None if self._data is None else self._data[0]
         if self._restored is not None and self._restored["stream"] is not None and hasattr(stream, "load_state_dict"):
             stream.load_state_dict(self._restored["stream"], self._epoch)
-
-
-class CopiedSession:
-    """What the copy or the unpickled form of a front end has in place of its session; all that it does is to refuse."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise RuntimeError(
-            "this is a copy of an accelerator, a strategy or a training loader, or was unpickled: it has settings, but "
-            "no process group and no plans. Use the original in its process, or make and prepare a new one."
-        )
-
-    def close(self) -> None:
-        """Leave the run to the original."""
-
-
-class SessionBatches:
-    """The session's batches of this rank, in the shape of a batch sampler; it stays when plans and positions change.
-
-    Args:
-        session: whose batches these are.
-    """
-
-    split_batches = True  # the batch size is the total, for Accelerate
-    even_batches = False
-
-    def __init__(self, session: HeteroSession) -> None:
-        self.session = session
-
-    @property
-    def sampler(self) -> Any:
-        """The sampler that the session draws from when a pass begins; frameworks put another in its place."""
-        stream = self.session.stream
-        return stream.sampler if isinstance(stream, LiveStream) else None
-
-    @sampler.setter
-    def sampler(self, sampler: Any) -> None:
-        stream = self.session.stream
-        if isinstance(stream, LiveStream):
-            stream.sampler = sampler
-
-    def __iter__(self) -> Iterator[list[int]]:
-        assert self.session.engine.sampler is not None
-        if self.session.engine.world_size > 1 and not self.session.running:
-            raise RuntimeError(
-                "the training data is split unevenly and was iterated by a loader that does not weight its batches, "
-                "such as one of accelerate.skip_first_batches(). Iterate the prepared loader, or use the accelerator's "
-                "own skip_first_batches()."
-            )
-        return iter(self.session.engine.sampler)
-
-    def __len__(self) -> int:
-        assert self.session.engine.sampler is not None
-        return len(self.session.engine.sampler)
-
-    @property
-    def batch_size(self) -> int:
-        """Total batch size of the running plan."""
-        plan = self.session.engine.plan
-        return 0 if plan is None else plan.total_batch_size
-
-    @property
-    def drop_last(self) -> bool:
-        """Whether the ragged last batch is dropped."""
-        return bool(self.session.engine.sampler is not None and self.session.engine.sampler.drop_last)

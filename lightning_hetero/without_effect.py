@@ -21,9 +21,13 @@ ALONE = "there is one worker, who has nobody to share batches or exchange gradie
 FOR_SEVERAL = (
     *("policy", "weight_fn", "hysteresis", "change_cost", "balance_evaluation"),
     *("compression", "hierarchy", "sparse_optimizer", "staleness"),
+    *("max_total_batch_size", "min_total_batch_size", "lr_scaling", "noise_scale"),
 )
 """Settings that take several workers."""
-FOR_SPLIT = ("min_local_batch_size", "max_local_batch_sizes", "replan", "probe_memory")
+FOR_SPLIT = (
+    *("min_local_batch_size", "max_local_batch_sizes", "replan", "probe_memory"),
+    *("max_total_batch_size", "min_total_batch_size", "lr_scaling", "noise_scale"),
+)
 """Settings that take a training loader that is split."""
 
 

@@ -17,6 +17,7 @@ ROOMS = (
     *("cli", "report", "simulate"),
     *("accelerate", "strategies", "callbacks"),
     "session",
+    *("session_batches", "plan_access", "adaptation"),
     "wrapped_model",
     *("without_effect", "adaptive_total"),
     *("engine", "elastic"),

@@ -98,6 +98,44 @@ def test_planners_of_settings():
     assert planner_of(HeteroConfig(local_batch_sizes=(3, 1))) is None
 
 
+def test_a_planner_beside_a_moving_total_is_refused():
+    engine = HeteroEngine(HeteroConfig(max_total_batch_size=64), rank=0, world_size=1, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="planner=StaticPlanner and max_total_batch_size=64 both"):
+        HeteroSession(engine, planner=PLANNERS["static"]())
+
+
+def test_one_worker_trains_at_its_total():
+    session, batches = session_of(max_total_batch_size=64, noise_scale=True)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    session.lead([optimizer])
+    assert [len(batch) for batch in one_pass(session, batches)] == [4, 4, 2]
+    assert (session.noise_scale, session.lr_gain, session.candidates) == (None, 1.0, ())
+
+
+def counted(session, batches, closes):
+    """Micro-batches of a window, as the session counts them behind each batch of a pass."""
+    counts = []
+    for number, _ in enumerate(session.steps(lambda: iter(batches))):
+        counts.append(session.engine.accumulation)
+        if closes(number):
+            with session.engine.backward():
+                session.engine.observer.bucket_ready()
+    return [*counts, session.engine.accumulation]
+
+
+def test_a_window_that_the_end_of_the_data_cuts_does_not_count():
+    session, batches = session_of(samples=10, batch_size=2)
+    assert counted(session, batches, lambda number: number % 3 == 2 or number == 4) == [1, 1, 1, 3, 3, 3]
+    assert counted(session, batches, lambda number: number % 3 == 2 or number == 4) == [3] * 6
+    assert counted(session, batches, lambda number: True) == [3, 1, 1, 1, 1, 1]
+
+
+def test_a_window_may_go_over_the_end_of_a_pass():
+    session, batches = session_of(samples=10, batch_size=2)
+    assert counted(session, batches, lambda number: number % 2 == 1) == [1, 1, 2, 2, 2, 2]
+    assert counted(session, batches, lambda number: number % 2 == 0) == [2] * 6
+
+
 def _plain_torch(rank):
     """The loop of somebody who uses no trainer at all."""
     torch.distributed.init_process_group("gloo")

@@ -50,6 +50,17 @@ class OwnGNS(GNSCallback):
         ({"compression": "fp16"}, {"world_size": 1}, ["compression=HalfPrecision(dtype='float16') has"]),
         ({"hierarchy": "nodes"}, {"world_size": 1}, ["hierarchy='nodes' has no effect: " + ONE_WORKER]),
         ({"balance_evaluation": True}, {"world_size": 1}, ["balance_evaluation=True has no effect: " + ONE_WORKER]),
+        ({"max_total_batch_size": 64, "lr_scaling": "sqrt", "noise_scale": True}, {}, []),
+        (
+            {"max_total_batch_size": 64, "min_total_batch_size": 8, "lr_scaling": "sqrt", "noise_scale": True},
+            {"world_size": 1},
+            ["max_total_batch_size=64, min_total_batch_size=8, lr_scaling='sqrt', noise_scale=True have no effect"],
+        ),
+        (
+            {"max_total_batch_size": 64, "noise_scale": True},
+            {"split": False},
+            ["max_total_batch_size=64, noise_scale=True have no effect: the training loader is left as it is"],
+        ),
         (
             {"compression": "block_topk", "sparse_optimizer": True},
             {"world_size": 1},

@@ -2,9 +2,8 @@
 
 import contextlib
 import os
-import weakref
-from collections.abc import Callable, Iterator
-from copy import copy
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.accelerate.gathering import gather_uneven
+from lightning_hetero.accelerate.hooks import HookedDDP
 from lightning_hetero.accelerate.loaders import (
     HeteroDataLoader,
     SkippedLoader,
@@ -28,10 +28,10 @@ from lightning_hetero.accelerate.plugin import HeteroPlugin, check_accelerator, 
 from lightning_hetero.comm.gathering import refuse_own_gather
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.engine import HeteroEngine
-from lightning_hetero.session import HeteroSession, PlanAccess, log
+from lightning_hetero.plan_access import PlanAccess
+from lightning_hetero.session import HeteroSession, log
 from lightning_hetero.strategies._restarts import warn_of_stale_addresses
 from lightning_hetero.without_effect import tell, tell_left
-from lightning_hetero.wrapped_model import WrappedModel
 
 __all__ = ["HeteroAccelerator"]
 
@@ -105,9 +105,10 @@ class HeteroAccelerator(PlanAccess, Accelerator):
             timeout=None if self.init_handler is None else self.init_handler.timeout,
         )
         self.hetero_session = HeteroSession(engine, on_metrics=self._keep_metrics)
+        self.hetero_session.directory = self.logging_dir and Path(self.logging_dir)
         tell(engine, self.hetero_session.planner)
         given: Any = self.ddp_handler  # type: ignore[has-type]
-        self.ddp_handler = _HookedDDP(given or DistributedDataParallelKwargs(), self)
+        self.ddp_handler = HookedDDP(given or DistributedDataParallelKwargs(), self, engine)
         self.register_save_state_pre_hook(self._save_hetero)
         self.register_load_state_pre_hook(self._load_hetero)
 
@@ -202,10 +203,14 @@ class HeteroAccelerator(PlanAccess, Accelerator):
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """As ``Accelerator.prepare_optimizer``; its steps are timed."""
+        """As ``Accelerator.prepare_optimizer``; its steps are timed, and have the rate of a total that moves."""
         prepared: Any = super().prepare_optimizer(optimizer, device_placement)
         if self.engine is not None:
             prepared.__class__, prepared.observer = _TimedOptimizer, self.engine.observer
+            steps = self.gradient_state
+            self._session().lead(
+                [one.optimizer for one in self._optimizers], scaler=self.scaler, divisor=lambda: steps.num_steps
+            )
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
@@ -356,44 +361,3 @@ class _TimedOptimizer(AcceleratedOptimizer):
         self.observer.begin_update()
         super().step(closure)
         self.observer.end_update()
-
-
-class _HookedDDP(DistributedDataParallelKwargs):
-    """The user's DDP arguments, with our communication hook around theirs; a model can have only one."""
-
-    def __init__(self, given: DistributedDataParallelKwargs, accelerator: HeteroAccelerator) -> None:
-        self.given, self.engine = given, accelerator._session().engine
-        self.accelerator = weakref.ref(accelerator)
-        self.wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        return copy, (self.given,)  # the hook belongs to this run
-
-    def to_kwargs(self) -> dict[str, Any]:
-        return self.given.to_kwargs()  # type: ignore[no-any-return]
-
-    def register_comm_hook(self, model: Any) -> None:
-        self.wrapped.add(model)
-        WrappedModel(model, self.engine, self._attach, lambda: getattr(self.accelerator(), "_optimizers", ()))
-
-    def _attach(self, model: Any) -> None:
-        state, compression, taken = self.engine.hook_state, self.engine.compression, _TakenHook()
-        self.given.register_comm_hook(taken)
-        if taken.hook is not None and compression is not None:
-            raise ValueError("compression= and a comm_hook both say what is sent of gradients. Give one of them.")
-        state.inner, state.inner_state = taken.hook, taken.state
-        scaler = getattr(self.accelerator(), "scaler", None)
-        self.engine.health.attach(model.module, scaled=scaler is not None)
-        if compression is not None:
-            scale = None if scaler is None else scaler.get_scale
-            compression.attach(model.module, grad_scale=scale, hold_unused=model.find_unused_parameters)
-
-
-class _TakenHook:
-    """Stands in for a model, to learn which hook would be registered with it."""
-
-    hook: Any = None
-    state: Any = None
-
-    def register_comm_hook(self, state: Any, hook: Any) -> None:
-        self.state, self.hook = state, hook

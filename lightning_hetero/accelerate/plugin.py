@@ -38,8 +38,8 @@ class HeteroPlugin(HeteroConfig):
 
     What is not given is read from its environment variable, ``ACCELERATE_HETERO_POLICY`` for ``policy`` and so on; what
     has no variable either, from the section ``hetero_config`` of the YAML file that ``ACCELERATE_HETERO_CONFIG_FILE``
-    names. In a variable, sizes are written as ``24,12,16`` and ``weight_fn`` as ``module:function``. ``density`` is
-    short for ``compression="block_topk(density=...)"``.
+    names. In a variable, sizes are written as ``24,12,16`` and functions as ``module:function``. ``density`` is short
+    for ``compression="block_topk(density=...)"``.
 
     Args:
         settings: arguments of :class:`HeteroConfig`, except those for Lightning's Trainer only.
@@ -111,6 +111,16 @@ def switched_on(environment: Mapping[str, str] = os.environ) -> bool:
     return text in ("true", "1", "yes", "on")
 
 
+def names_function(name: str, text: str) -> bool:
+    """Whether a setting, as it is written in a variable, is a function to be imported.
+
+    Example:
+        >>> names_function("lr_scaling", "mine:rule"), names_function("lr_scaling", "sqrt")
+        (True, False)
+    """
+    return name == "weight_fn" or (name == "lr_scaling" and ":" in text)
+
+
 def parsed(name: str, text: str) -> Any:
     """Value of a setting as it is written in an environment variable or a YAML file.
 
@@ -124,8 +134,10 @@ def parsed(name: str, text: str) -> Any:
         ([24, 12, 16], 0.05, 'pid')
     """
     text = text.strip()
-    if name == "weight_fn":
-        return None if text.lower() in ("", "none", "null") else _function(text)
+    if names_function(name, text):
+        return None if text.lower() in ("", "none", "null") else _function(name, text)
+    if name == "lr_scaling":  # "none" is a rule
+        return text
     if text.lower() == "none":
         return None
     if name == "compression":
@@ -209,13 +221,13 @@ def _from_file(path: str | None) -> dict[str, Any]:
     return {name: parsed(name, value) if isinstance(value, str) else value for name, value in section.items()}
 
 
-def _function(text: str) -> Callable[[Any], Any]:
+def _function(setting: str, text: str) -> Callable[..., Any]:
     """The function that ``module:function`` names."""
     module, _, name = text.partition(":")
     try:
-        function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"weight_fn={text!r} cannot be imported: {error}. Write it as module:function, in a module on PYTHONPATH."
+            f"{setting}={text!r} cannot be imported: {error}. Write it as module:function, in a module on PYTHONPATH."
         ) from error
     return function

@@ -23,6 +23,7 @@ from lightning_hetero.accelerate.plugin import (
     SECTION,
     as_environment,
     check_variables,
+    names_function,
     parsed,
     with_density,
 )
@@ -45,6 +46,10 @@ HELP = {
     "compression": "what is sent of gradients: block_topk, powersgd, fp16, bf16 or auto",
     "density": "share of the gradient that block_topk sends, 0 to 1",
     "nonfinite": "what to do about a gradient that is not finite: warn, drop or stop",
+    "max_total_batch_size": "greatest total batch; with it the total moves by goodput",
+    "min_total_batch_size": "least total batch",
+    "lr_scaling": "how the learning rate follows the total: auto, adascale, sqrt, linear, none or module:function",
+    "noise_scale": "true measures the gradient noise scale",
 }
 
 
@@ -154,7 +159,7 @@ def hetero_environment(
     for name in NAMES:
         variable = PREFIX + name.upper()
         text = variables.get(variable, environment.get(variable))
-        if text is None or name == "weight_fn":  # the workers can import what the launcher cannot
+        if text is None or names_function(name, text):  # the workers can import what the launcher cannot
             continue
         settings[name] = parsed(name, text)
         from_environment = f"{variable}={text}" if variable in environment else f"{SECTION}.{name}={text}"

@@ -218,11 +218,11 @@ class NoiseCollector:
         self.hook.collect_norms = known and (due or self._held is not None)
         self._window.append(sizes)
 
-    def accumulate(self, divisor: Callable[[], int], parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def accumulate(self, divisor: Callable[[], int | None], parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Use the first micro-batch of a window, too.
 
         Args:
-            divisor: gives what losses of micro-batches are divided by; else, that is the number of those in the window.
+            divisor: gives what losses of micro-batches are divided by; without, that is the number in the window.
             parameters: gives the model's parameters.
         """
         self._divisor, self._parameters = divisor, parameters

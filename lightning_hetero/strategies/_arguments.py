@@ -6,10 +6,10 @@ from dataclasses import fields
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hetero.config import HeteroConfig
+from lightning_hetero.config import FOR_OWN_LOOPS, HeteroConfig
 from lightning_hetero.core.validation import check_names
 
-__all__ = ["arguments_of", "check_arguments"]
+__all__ = ["arguments_of", "check_arguments", "refuse_for_own_loops"]
 
 GIVEN_BY_LIGHTNING = ("self", "module", "device_ids", "args", "kwargs")
 
@@ -34,3 +34,17 @@ def check_arguments(strategy: object, given: Iterable[str]) -> None:
         TypeError: if nobody takes one of them, with the nearest name that exists.
     """
     check_names(type(strategy).__name__, given, arguments_of(type(strategy)))
+
+
+def refuse_for_own_loops(strategy: object, given: Iterable[str]) -> None:
+    """Check that a strategy of Lightning's Trainer was given no setting in whose place the Trainer has a callback.
+
+    Raises:
+        TypeError: if it was, with the callback.
+    """
+    for name in FOR_OWN_LOOPS:
+        if name in given:
+            raise TypeError(
+                f"{type(strategy).__name__} has no argument {name}, which is for training loops of one's own. Under "
+                f"Lightning's Trainer, give Trainer(callbacks=[{FOR_OWN_LOOPS[name]}])."
+            )

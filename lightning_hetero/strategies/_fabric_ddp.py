@@ -17,7 +17,8 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_hetero.comm.gathering import gather_rows, refuse_own_gather
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.engine import HeteroEngine
-from lightning_hetero.session import HeteroSession, PlanAccess, log
+from lightning_hetero.plan_access import PlanAccess
+from lightning_hetero.session import HeteroSession, log
 from lightning_hetero.strategies._arguments import check_arguments
 from lightning_hetero.strategies._checkpoint import KEY as RESIDUALS
 from lightning_hetero.strategies._checkpoint import add_residuals, take_residuals
@@ -164,13 +165,15 @@ class HeteroFabricMixin(WholeFilesMixin, PlanAccess):
             )
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """As DDP; an optimizer with sparse steps takes the blocks of a compressed gradient."""
+        """As DDP; its rate follows a total that moves, and sparse steps take the blocks of a compressed gradient."""
         optimizer = super().setup_optimizer(optimizer)  # type: ignore[misc]
         self._optimizers.append(optimizer)
         compression = None if self.engine is None else self.engine.compression
         if compression is not None:
             compression.lead([optimizer], more=True)
             clip_blocks(self.precision, compression)  # type: ignore[attr-defined]
+        if self.session is not None:
+            self.session.lead(self._optimizers, scaler=getattr(self.precision, "scaler", None))  # type: ignore[attr-defined]
         return optimizer
 
     def process_dataloader(self, dataloader: DataLoader) -> DataLoader:

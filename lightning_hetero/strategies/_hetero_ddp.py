@@ -21,8 +21,9 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.compressors import Compressor
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
 from lightning_hetero.engine import HeteroEngine
-from lightning_hetero.session import PlanAccess, log, show_log
-from lightning_hetero.strategies._arguments import check_arguments
+from lightning_hetero.plan_access import PlanAccess
+from lightning_hetero.session import log, show_log
+from lightning_hetero.strategies._arguments import check_arguments, refuse_for_own_loops
 from lightning_hetero.strategies._checkpoint import CheckpointMixin, resume_position
 from lightning_hetero.strategies._compression import attach_compression, lead_optimizers
 from lightning_hetero.strategies._ending import EndingMixin
@@ -109,6 +110,7 @@ class HeteroDDPMixin(CheckpointMixin, EndingMixin, WholeFilesMixin, PlanAccess):
         nonfinite: str = "warn",
         **kwargs: Any,
     ) -> None:
+        refuse_for_own_loops(self, kwargs)
         check_arguments(self, kwargs)
         if hasattr(policy, "setup_device"):  # the first argument of DDPStrategy is the accelerator
             policy, kwargs["accelerator"] = None, policy

@@ -20,8 +20,18 @@ VALUES = {
     "hierarchy": ("[[0, 1], [2]]", ((0, 1), (2,))),
     "sparse_optimizer": ("later", "later"),
     "nonfinite": ("drop", "drop"),
+    "max_total_batch_size": ("4096", 4096),
+    "min_total_batch_size": ("64", 64),
+    "lr_scaling": ("none", "none"),
+    "noise_scale": ("true", True),
     "compression": ("block_topk(density=0.03, value_dtype='int8')", BlockTopK(density=0.03, value_dtype="int8")),
 }
+BESIDE = {
+    "sparse_optimizer": {"COMPRESSION": "block_topk"},
+    "min_total_batch_size": {"MAX_TOTAL_BATCH_SIZE": "4096"},
+    "lr_scaling": {"MAX_TOTAL_BATCH_SIZE": "4096"},
+}
+"""What some settings go with only."""
 
 
 def test_every_setting_has_a_value_here():
@@ -31,8 +41,8 @@ def test_every_setting_has_a_value_here():
 @pytest.mark.parametrize("name", VALUES)
 def test_setting_is_read_from_its_variable(name, monkeypatch):
     text, value = VALUES[name]
-    if name == "sparse_optimizer":  # it goes with block top-k only
-        monkeypatch.setenv(PREFIX + "COMPRESSION", "block_topk")
+    for other, given in BESIDE.get(name, {}).items():
+        monkeypatch.setenv(PREFIX + other, given)
     monkeypatch.setenv(PREFIX + name.upper(), text)
     assert getattr(HeteroPlugin(), name) == value
 
@@ -170,3 +180,29 @@ def test_a_misspelt_keyword_of_the_accelerator_is_refused_with_the_nearest_one()
 def test_a_setting_that_is_given_to_the_accelerator_belongs_into_the_plugin():
     with pytest.raises(TypeError, match=r"no argument local_batch_sizes.*HeteroPlugin\(local_batch_sizes=...\)"):
         HeteroAccelerator(local_batch_sizes=[4, 2])
+
+
+def half_linear(total, initial, trace, grad_sq_norm):
+    return 1 + (total / initial - 1) / 2
+
+
+def test_a_rule_for_the_learning_rate_may_be_a_function(tmp_path, monkeypatch):
+    monkeypatch.setenv(PREFIX + "MAX_TOTAL_BATCH_SIZE", "64")
+    monkeypatch.setenv(PREFIX + "LR_SCALING", "tests.accelerate.test_plugin:half_linear")
+    assert HeteroPlugin().lr_scaling(32, 16, 0.0, 0.0) == 1.5
+    monkeypatch.setenv(PREFIX + "LR_SCALING", "tests.accelerate.test_plugin:third")
+    with pytest.raises(ValueError, match="ACCELERATE_HETERO_LR_SCALING.*cannot be imported"):
+        HeteroPlugin()
+    monkeypatch.setenv(PREFIX + "LR_SCALING", "cubic")
+    with pytest.raises(ValueError, match="ACCELERATE_HETERO_LR_SCALING='cubic': lr_scaling='cubic' is unknown"):
+        HeteroPlugin()
+
+
+def test_a_moving_total_from_a_file(tmp_path, monkeypatch):
+    path = tmp_path / "settings.yaml"
+    path.write_text("hetero_config:\n  max_total_batch_size: 4096\n  lr_scaling: none\n")
+    monkeypatch.setenv("ACCELERATE_HETERO_CONFIG_FILE", str(path))
+    assert (HeteroPlugin().max_total_batch_size, HeteroPlugin().lr_scaling) == (4096, "none")
+    monkeypatch.setenv(PREFIX + "POLICY", "pid")
+    with pytest.raises(ValueError, match="ACCELERATE_HETERO_POLICY='pid'.* says otherwise. Give one"):
+        HeteroPlugin()

@@ -1,0 +1,45 @@
+"""What users read and change of a run's plans, the same through every front end."""
+
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.plan import BatchPlan, PlanEntry
+from lightning_hetero.engine import HeteroEngine
+
+__all__ = ["PlanAccess"]
+
+
+class PlanAccess:
+    """What users read and change of a run's plans, the same through every front end.
+
+    A front end has an ``engine`` once its processes have met; ``_no_engine`` is its error until then.
+    """
+
+    engine: HeteroEngine | None
+    _no_engine = "there are no plans and observations yet: they come when training begins."
+
+    @property
+    def plan(self) -> BatchPlan | None:
+        """The split of the running step."""
+        return None if self.engine is None else self.engine.plan
+
+    @property
+    def plan_history(self) -> tuple[PlanEntry, ...]:
+        """All plans of this run, with the step from which each held and the reason."""
+        return () if self.engine is None else self.engine.plan_history
+
+    def observations(self) -> StepObservations:
+        """What all ranks measured up to the last exchange."""
+        return self._known_engine().observations()
+
+    def adopt(self, plan: BatchPlan, reason: str = "given") -> PlanEntry:
+        """Change the split, from a step that no rank has drawn yet; all ranks have to call it together."""
+        return self._known_engine().adopt(plan, reason, not_before=self._reached)
+
+    @property
+    def _reached(self) -> tuple[int, int]:
+        """Earliest epoch and step at which a new plan may hold."""
+        return (0, 0)
+
+    def _known_engine(self) -> HeteroEngine:
+        if self.engine is None:
+            raise RuntimeError(self._no_engine)
+        return self.engine

@@ -1,0 +1,472 @@
+"""Noise scale and moving total in training loops of the user's own: Fabric, Accelerate, plain torch."""
+
+import time
+from contextlib import nullcontext
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from lightning_hetero import GNSCallback, HeteroDDPStrategy
+from lightning_hetero.accelerate import HeteroPlugin
+from lightning_hetero.comm import gradient_hook
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.noise_scale import RunningNoiseScale
+from lightning_hetero.data import PermutationStream
+from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.session import HeteroSession
+from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
+from tests.helpers import Points, Regressor, run_ranks, trainer_of
+from tests.loops import flat, global_batches, network
+
+LR, N, FIXED, SPEEDS = 0.02, 240, 0.003, (0.0002, 0.0006)
+INFINITE = RunningNoiseScale().update(trace=1.0, global_sq_norm=0.5 / 16, total_batch_size=16)
+
+
+class Loop:
+    """A training loop of one rank: what a front end makes of a model, an optimizer and a loader, and what was seen."""
+
+    def __init__(self, settings, batch_size, *, dataset, accumulate=1, adam=False, lr=LR, shuffle=True, logs=None):
+        self.accumulate, self.dataset, self.batch_size, self.shuffle = accumulate, dataset, batch_size, shuffle
+        self.metrics, self.seen, self.used, self.scheduled, self.logs = [], [], [], [], logs
+        self.inner = network()
+        self.raw = (torch.optim.Adam if adam else torch.optim.SGD)(self.inner.parameters(), lr=lr)
+        self.raw.register_step_post_hook(lambda optimizer, *_: self.used.append(optimizer.param_groups[0]["lr"]))
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.raw, lambda step: 0.99**step)
+        self.first = 0
+        self.set_up(settings)
+        self.batches = self.loader
+
+    def data(self):
+        return DataLoader(self.dataset, self.batch_size, shuffle=self.shuffle)
+
+    def final(self):
+        step = self.session.position[1]
+        return step % self.accumulate == 0 or step == len(self.loader)
+
+    def train(self, rank, epochs, paced=True, save=None, another=False):
+        for epoch in range(self.first, epochs):
+            for x, y, index in self.batches:
+                own = self.session.engine.own_size
+                self.seen.append((epoch, self.session.position[1] - 1, index[:own].tolist()))
+                if paced:
+                    time.sleep(FIXED + len(x) * SPEEDS[rank])
+                if self.step(x, y):
+                    self.scheduled.append(self.raw.param_groups[0]["lr"])
+                    self.optimizer.step()
+                    self.schedule.step()
+                    self.optimizer.zero_grad()
+                if save is not None and len(self.used) == save[0]:
+                    self.save(save[1], epoch)
+                    save = None
+            self.batches = self.loader
+        estimate = self.session.noise_scale
+        result = {
+            "weights": flat(self.inner),
+            "seen": self.seen,
+            "used": self.used,
+            "scheduled": self.scheduled,
+            "metrics": self.metrics,
+            "history": [(e.epoch, e.step, e.plan.local_batch_sizes) for e in self.session.engine.plan_history],
+            "estimate": None if estimate is None else estimate.state_dict(),
+            "steps": self.session.scale_invariant_steps,
+            "rates": [group["lr"] for group in self.raw.state_dict()["param_groups"]],
+        }
+        if not another:
+            self.end()
+        return result
+
+
+class FabricLoop(Loop):
+    def set_up(self, settings):
+        from lightning.fabric import Fabric
+
+        self.fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(**settings))
+        self.fabric.launch()
+        self.model, self.optimizer = self.fabric.setup(self.inner, self.raw)
+        self.loader = self.fabric.setup_dataloaders(self.data())
+        self.session = self.fabric.strategy.session
+        self.session.on_metrics = self.metrics.append
+        self.session.directory = self.logs
+
+    def step(self, x, y):
+        final = self.final()
+        with self.fabric.no_backward_sync(self.model, enabled=not final):
+            self.fabric.backward(nn.functional.mse_loss(self.model(x), y) / self.accumulate)
+        return final
+
+    def state(self):
+        return {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule, "loader": self.loader}
+
+    def save(self, path, epoch):
+        self.fabric.save(path, {**self.state(), "epoch": epoch})
+
+    def load(self, path):
+        state = {**self.state(), "epoch": 0}
+        self.fabric.load(path, state)
+        self.first = state["epoch"]
+
+    def end(self):
+        self.fabric.strategy.teardown()
+
+
+class AccelerateLoop(Loop):
+    def set_up(self, settings):
+        from accelerate.utils import set_seed
+
+        from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
+
+        folder = {} if self.logs is None else {"project_dir": self.logs}
+        self.accelerator = HeteroAccelerator(
+            cpu=True, hetero_plugin=HeteroPlugin(**settings), gradient_accumulation_steps=self.accumulate, **folder
+        )
+        set_seed(3)
+        self.accelerator.register_for_checkpointing(self.schedule)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(self.inner, self.raw, self.data())
+        self.session = self.accelerator.hetero_session
+        self.session.on_metrics = self.metrics.append
+
+    def step(self, x, y):
+        with self.accelerator.accumulate(self.model):
+            self.accelerator.backward(nn.functional.mse_loss(self.model(x), y))
+            return self.accelerator.sync_gradients
+
+    def save(self, path, epoch):
+        self.accelerator.save_state(path)
+
+    def load(self, path):
+        self.accelerator.load_state(path)
+        self.first = self.session.position[0]
+        self.batches = self.accelerator.skip_first_batches(self.loader)
+
+    def end(self):
+        self.accelerator.end_training()
+
+
+class PlainLoop(Loop):
+    """Of somebody who uses no trainer at all."""
+
+    def set_up(self, settings):
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo")
+        rank = torch.distributed.get_rank()
+        engine = HeteroEngine(
+            HeteroConfig(**settings), rank=rank, world_size=2, device=torch.device("cpu"), local_rank=rank
+        )
+        self.session = HeteroSession(engine, on_metrics=self.metrics.append)
+        self.session.directory = self.logs
+        stream = PermutationStream(len(self.dataset), shuffle=self.shuffle, seed=0)
+        self.inside = DataLoader(self.dataset, batch_sampler=self.session.shard(stream, self.batch_size))
+        self.model = DistributedDataParallel(self.inner)
+        self.model.register_comm_hook(engine.hook_state, gradient_hook)
+        self.optimizer = self.raw
+        self.session.lead([self.raw])
+
+    @property
+    def loader(self):
+        return self
+
+    def __len__(self):
+        return len(self.inside)
+
+    def __iter__(self):
+        return self.session.steps(lambda: iter(self.inside))
+
+    def step(self, x, y):
+        final = self.final()
+        with nullcontext() if final else self.model.no_sync(), self.session.engine.backward():
+            loss = nn.functional.mse_loss(self.model(x), y) / self.accumulate
+            self.session.engine.scale_loss(loss).backward()
+        return final
+
+    def save(self, path, epoch):
+        parts = {"model": self.inner, "optimizer": self.raw, "schedule": self.schedule}
+        state = {name: part.state_dict() for name, part in parts.items()}
+        session = self.session.state_dict()
+        if self.session.engine.rank == 0:
+            torch.save({**state, "session": session}, path)
+        torch.distributed.barrier()
+
+    def load(self, path):
+        state = torch.load(path, weights_only=True)
+        for name, part in {"model": self.inner, "optimizer": self.raw, "schedule": self.schedule}.items():
+            part.load_state_dict(state[name])
+        self.session.load_state_dict(state["session"])
+        self.session.skip()
+        self.first = self.session.position[0]
+
+    def end(self):
+        self.session.close()
+
+
+LOOPS = {"fabric": FabricLoop, "accelerate": AccelerateLoop, "plain": PlainLoop}
+every_loop = pytest.mark.parametrize("loop", LOOPS)
+
+
+# the noise scale
+
+CASES = {
+    "one batch a step": {"sizes": (9, 3)},
+    "two batches a step": {"sizes": (4, 2), "accumulate": 2},
+    "Adam": {"sizes": (2, 1), "adam": True},
+}
+
+
+def _settings(sizes, accumulate):
+    return {"local_batch_sizes": sizes, "replan": 48 // sum(sizes) // accumulate // 2}
+
+
+class Still(Regressor):
+    """Its weights stay, and the noise is what the callback says in the end."""
+
+    def __init__(self, adam):
+        super().__init__(lr=0.0, momentum=0.0)
+        self.adam = adam
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.0) if self.adam else super().configure_optimizers()
+
+    def on_train_end(self):
+        (gns,) = [c for c in self.trainer.callbacks if isinstance(c, GNSCallback)]
+        self.estimate = gns.estimate.state_dict()
+
+
+def _through_the_trainer(rank):
+    out = {}
+    for name, case in CASES.items():
+        sizes, count = case["sizes"], case.get("accumulate", 1)
+        model, strategy = Still(case.get("adam", False)), HeteroDDPStrategy(**_settings(sizes, count))
+        settings = {"max_epochs": 1, "accumulate_grad_batches": count, "callbacks": [GNSCallback()]}
+        trainer_of(strategy, 2, **settings).fit(model, DataLoader(Points(48), sum(sizes) // 2))
+        out[name] = {"estimate": model.estimate, "seen": model.seen}
+    return out
+
+
+def in_order(samples):
+    """The points as the trainer took them, which shuffles in its own way."""
+    data = Points(48)
+    data.x, data.y = data.x[samples], data.y[samples]
+    return data
+
+
+def _through_a_loop(rank, loop, orders):
+    out = {}
+    for name, case in CASES.items():
+        sizes, arguments = case["sizes"], {k: v for k, v in case.items() if k != "sizes"}
+        settings = {**_settings(sizes, case.get("accumulate", 1)), "noise_scale": True}
+        training = LOOPS[loop](
+            settings, sum(sizes) // 2, dataset=in_order(orders[name]), lr=0.0, shuffle=False, **arguments
+        )
+        out[name] = training.train(rank, 1, paced=False, another=name != list(CASES)[-1])
+    return out
+
+
+@cache
+def trainers_estimates():
+    return run_ranks(_through_the_trainer, 2)
+
+
+@every_loop
+def test_noise_scale_is_that_of_the_trainer(loop):
+    """Of the same samples in the same steps, to rounding; and it is among the metrics."""
+    trained = trainers_estimates()
+    orders = {name: sum(global_batches([ranks[name] for ranks in trained]), []) for name in CASES}
+    expected, results = trained[0], run_ranks(_through_a_loop, 2, loop, orders)
+    for name in CASES:
+        for result in results:
+            assert result[name]["estimate"] == pytest.approx(expected[name]["estimate"], rel=1e-12)
+            assert result[name]["estimate"]["samples"] > 0
+            last = RunningNoiseScale.from_state_dict(result[name]["estimate"])
+            shown = [metrics for metrics in result[name]["metrics"] if "hetero/noise_scale" in metrics][-1]
+            assert shown["hetero/noise_scale"] == pytest.approx(last.noise_scale)
+            assert shown["hetero/grad_sq_norm"] == last.grad_sq_norm
+            assert shown["hetero/grad_variance"] == last.trace
+            assert result[name]["steps"] == 0.0
+            assert not any("hetero/lr_gain" in metrics for metrics in result[name]["metrics"])
+
+
+# the moving total
+
+
+class Moving:
+    """Settings with which the total goes from 8 to 12 after 40 steps, ten into the second epoch, and stays there."""
+
+    settings = {
+        **{"max_total_batch_size": 12, "min_total_batch_size": 8, "lr_scaling": "linear"},
+        **{"replan": 10, "hysteresis": 1.0},
+    }
+    counts = (1, 2)
+    at = 47  # optimizer steps until the checkpoint
+
+
+def _moving(rank, loop, folder, resume):
+    out = []
+    for count in Moving.counts:
+        logs = str(folder / f"logs-{count}-{resume}")
+        training = LOOPS[loop](Moving.settings, 4 // count, dataset=Points(N), accumulate=count, logs=logs)
+        training.session.engine.noise_scale = lambda: INFINITE
+        path = str(folder / f"saved-{count}")
+        if resume:
+            training.load(path)
+        save = None if resume else (Moving.at, path)
+        out.append(training.train(rank, 3, save=save, another=count != Moving.counts[-1]))
+    return out
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory):
+    """Each loop's results of all ranks, by the number of micro-batches, and the folder with what it left."""
+
+    @cache
+    def of(loop):
+        folder = tmp_path_factory.mktemp(loop)
+        return dict(
+            zip(Moving.counts, zip(*run_ranks(_moving, 2, loop, folder, False), strict=True), strict=True)
+        ), folder
+
+    return of
+
+
+every_count = pytest.mark.parametrize("count", Moving.counts)
+
+
+def one_process(results, count):
+    """Weights of one process that follows the same batches and rates."""
+    model, data, used = network(), Points(N), iter(results[0]["used"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    batches, epochs = global_batches(results), [epoch for epoch, _, _ in results[0]["seen"]]
+    steps = [step for _, step, _ in results[0]["seen"]]
+    for i, indices in enumerate(batches):
+        (nn.functional.mse_loss(model(data.x[indices]), data.y[indices]) / count).backward()
+        if (steps[i] + 1) % count == 0 or i + 1 == len(batches) or epochs[i + 1] != epochs[i]:
+            optimizer.param_groups[0]["lr"] = next(used)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert next(used, None) is None
+    return flat(model)
+
+
+@every_count
+@every_loop
+def test_a_decision_changes_the_next_total_and_the_rate(loop, count, moved):
+    results = moved(loop)[0][count]
+    first = results[0]
+    assert [sum(sizes) * count for _, _, sizes in first["history"]] == [8, 12]
+    epoch, step, _ = first["history"][1]
+    assert epoch == 1
+    assert 10 * count <= step <= 11 * count  # a loader may have fetched one batch ahead
+    sizes = [len(batch) for batch in global_batches(results)]
+    before = 30 * count + step
+    assert set(sizes[:before]) == {8 // count}
+    assert sizes[before] == 12 // count
+    assert set(sizes[-20 * count :]) == {12 // count}
+    gains = [1.0] * (before // count) + [1.5] * (len(first["used"]) - before // count)
+    assert first["scheduled"] == pytest.approx([LR * 0.99**k for k in range(len(gains))])
+    assert first["used"] == pytest.approx([rate * gain for rate, gain in zip(first["scheduled"], gains, strict=True)])
+    assert first["rates"] == pytest.approx([LR * 0.99 ** len(gains)])
+    assert first["steps"] == pytest.approx(sum(gains))
+
+
+@every_count
+@every_loop
+def test_every_sample_once_an_epoch_and_the_weights_of_one_process(loop, count, moved):
+    results = moved(loop)[0][count]
+    for epoch in range(3):
+        taken = sorted(i for r in results for e, _, indices in r["seen"] if e == epoch for i in indices)
+        assert taken == list(range(N))
+    np.testing.assert_array_equal(results[0]["weights"], results[1]["weights"])
+    assert results[0]["used"] == results[1]["used"]
+    np.testing.assert_allclose(results[0]["weights"], one_process(results, count), rtol=1e-12, atol=1e-13)
+
+
+@every_loop
+def test_metrics_and_candidates(loop, moved):
+    results, folder = moved(loop)
+    for result in results[1]:
+        shown = [metrics for metrics in result["metrics"] if "hetero/goodput" in metrics]
+        assert [metrics["hetero/lr_gain"] for metrics in shown][-1] == 1.5
+        assert all(metrics["hetero/efficiency"] == 1.0 for metrics in shown)  # noise alone
+    assert results[1][0]["metrics"] == results[1][1]["metrics"]
+    rows = (folder / "logs-1-False" / "hetero_candidates.csv").read_text().splitlines()
+    running = [row.split(",")[:2] for row in rows if row.endswith(",1")]
+    assert ["40", "12"] in running
+
+
+@every_loop
+def test_resume_in_the_middle_of_an_epoch_goes_on_with_total_and_rate(loop, moved):
+    whole, folder = moved(loop)
+    rest = dict(zip(Moving.counts, zip(*run_ranks(_moving, 2, loop, folder, True), strict=True), strict=True))
+    for count in Moving.counts:
+        for full, part in zip(whole[count], rest[count], strict=True):
+            assert part["seen"] == full["seen"][Moving.at * count :]
+            assert part["used"] == full["used"][Moving.at :]
+            assert part["scheduled"] == full["scheduled"][Moving.at :]
+            assert part["steps"] == pytest.approx(full["steps"])
+            np.testing.assert_array_equal(part["weights"], full["weights"])
+
+
+# what is refused
+
+BAD = [
+    ({"max_total_batch_size": 0}, ValueError, "max_total_batch_size=0 is too small"),
+    ({"max_total_batch_size": 2.5}, TypeError, "max_total_batch_size=2.5 is a float"),
+    ({"max_total_batch_size": 8, "min_total_batch_size": 9}, ValueError, "min_total_batch_size=9 is above max_total"),
+    ({"max_total_batch_size": 8, "lr_scaling": "cubic"}, ValueError, "lr_scaling='cubic' is unknown; allowed are 'au"),
+    ({"min_total_batch_size": 8}, ValueError, "min_total_batch_size=8 has no meaning where the total stays"),
+    ({"lr_scaling": "sqrt"}, ValueError, "lr_scaling='sqrt' has no meaning where the total stays"),
+    ({"max_total_batch_size": 8, "policy": "pid"}, ValueError, "policy='pid' says otherwise. Give one of them"),
+    ({"max_total_batch_size": 8, "policy": "even"}, ValueError, "policy='even' says otherwise"),
+    ({"max_total_batch_size": 8, "local_batch_sizes": [6, 2]}, ValueError, r"local_batch_sizes=.* says otherwise"),
+    ({"noise_scale": "yes"}, TypeError, "noise_scale='yes' must be True or False"),
+]
+
+
+@pytest.mark.parametrize("takes", [HeteroConfig, FabricStrategy, HeteroPlugin])
+@pytest.mark.parametrize(("settings", "error", "says"), BAD, ids=str)
+def test_settings_that_are_refused(takes, settings, error, says):
+    with pytest.raises(error, match=says):
+        takes(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "callback"),
+    [
+        ({"max_total_batch_size": 8}, "AdaptiveBatchCallback"),
+        ({"min_total_batch_size": 8}, "AdaptiveBatchCallback"),
+        ({"lr_scaling": "sqrt"}, "AdaptiveBatchCallback"),
+        ({"noise_scale": True}, "GNSCallback"),
+    ],
+    ids=str,
+)
+def test_under_the_trainer_there_are_callbacks(settings, callback):
+    (name,) = settings
+    with pytest.raises(TypeError, match=rf"has no argument {name}, .*Trainer\(callbacks=\[{callback}"):
+        HeteroDDPStrategy(**settings)
+
+
+def _outside(rank, loop, settings):
+    training = LOOPS[loop]({"replan": 3, **settings}, 2, dataset=Points(48), accumulate=2)
+    training.train(rank, 1, paced=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"max_total_batch_size": 3}, "the initial total batch is 4 samples, outside max_total_batch_size=3"),
+        ({"max_total_batch_size": 7}, "the initial total batch is 8 samples, outside max_total_batch_size=7"),
+        (
+            {"max_total_batch_size": 64, "min_total_batch_size": 9},
+            "the initial total batch is 8 samples, outside min_total_batch_size=9",
+        ),
+    ],
+    ids=["one micro-batch above", "above", "below"],
+)
+@every_loop
+def test_an_initial_total_outside_the_bounds_is_an_error_on_every_rank(loop, settings, says):
+    errors = run_ranks(_outside, 2, loop, settings, expect_errors=True, timeout=30)
+    assert [(rank, name) for rank, name, _ in errors] == [(0, "ValueError"), (1, "ValueError")]
+    assert all(says in text for _, _, text in errors)
