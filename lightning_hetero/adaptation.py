@@ -13,6 +13,7 @@ from lightning_hetero.core.metrics import noise_metrics
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.planner import Planner
 from lightning_hetero.core.state import reading_state
+from lightning_hetero.cut_interval import cut_interval, of_same_workers, resume_looks, resume_plans
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.optim import common_preconditioner
 
@@ -141,6 +142,23 @@ class Adaptation:
         return planner, {**metrics, **self._total.metrics(running)}
 
     # state
+
+    def interval(self, at: tuple[int, int]) -> dict[str, Any]:
+        """What was seen since the last look, if anything is measured here; a collective call.
+
+        Args:
+            at: epoch, and batches of it that were trained on.
+        """
+        return {} if self._noise is None else {**cut_interval(self._engine, at), "noise": self._noise.interval()}
+
+    def resume(self, interval: dict[str, Any]) -> None:
+        """Go on in the middle of an interval."""
+        if self._noise is not None and interval:
+            same = of_same_workers(self._engine, interval)
+            resume_plans(self._engine, same)
+            resume_looks(self._engine, same)
+            with reading_state("the noise scale's steps since its last message"):
+                self._noise.resume(interval["noise"])
 
     def state_dict(self) -> dict[str, Any]:
         """Where noise scale, learning rate and scale-invariant steps stand."""

@@ -100,7 +100,7 @@ class HeteroSession:
         self._adaptation = Adaptation(engine)
         self._data: tuple[IndexStream, int, bool] | None = None
         self._epoch, self._step, self._micro, self._synced = 0, 0, 0, 0
-        self._open = False
+        self._open = self._went_on = False
         self._pass: object | None = None
         self._skip: int | None = None
         self._restored: dict[str, Any] | None = None
@@ -241,10 +241,14 @@ class HeteroSession:
         skip, self._skip = self._skip or 0, None
         if skip:
             self._shard_at(self._epoch, skip)
+        interval = (self._restored or {}).get("interval", {}) if skip == self.restored_step else {}
         self._step, self._restored = skip, None
         self.planner = self._adaptation.starts(self.planner)
+        self._adaptation.resume(interval)
         self.engine.observer.interrupt()
-        if self._synced > 0 and self.engine.due_at_epoch:
+        self._went_on |= bool(interval)
+        inside = interval and skip  # where the run without a break does not look
+        if (self._synced > 0 or self._went_on) and not inside and self.engine.due_at_epoch:
             self._exchange()
         assert self.engine.sampler is not None
         self.engine.sampler.set_epoch(self._epoch)
@@ -338,6 +342,18 @@ class HeteroSession:
             **self._adaptation.state_dict(),
             "stream": stream.state_dict(self._epoch) if hasattr(stream, "state_dict") else None,
         }
+
+    def interval(self) -> dict[str, Any]:
+        """What all ranks have seen since their last look, to be added to :meth:`state_dict`; a collective call.
+
+        With it a run whose total moves decides after a break as without. Elsewhere it is empty. The step whose batch
+        was handed out last has to be over.
+        """
+        if self._data is None or self._restored is not None:
+            return {}
+        self._close_step()
+        found = self._adaptation.interval(self.position)
+        return {"interval": found} if found else {}
 
     @property
     def _policy(self) -> str:

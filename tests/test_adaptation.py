@@ -3,6 +3,7 @@
 import time
 from contextlib import nullcontext
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_hetero import GNSCallback, HeteroDDPStrategy
+from lightning_hetero import GNSCallback, HeteroDDPStrategy, engine
 from lightning_hetero.accelerate import HeteroPlugin
-from lightning_hetero.comm import gradient_hook
+from lightning_hetero.comm import clock, gradient_hook, observer
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.data import PermutationStream
@@ -48,21 +49,22 @@ class Loop:
         step = self.session.position[1]
         return step % self.accumulate == 0 or step == len(self.loader)
 
-    def train(self, rank, epochs, paced=True, save=None, another=False):
+    def pace(self, rank, samples):
+        """Take some time for the samples of a batch."""
+
+    def train(self, rank, epochs, save=None, another=False):
         for epoch in range(self.first, epochs):
             for x, y, index in self.batches:
                 own = self.session.engine.own_size
                 self.seen.append((epoch, self.session.position[1] - 1, index[:own].tolist()))
-                if paced:
-                    time.sleep(FIXED + len(x) * SPEEDS[rank])
+                self.pace(rank, len(x))
                 if self.step(x, y):
                     self.scheduled.append(self.raw.param_groups[0]["lr"])
                     self.optimizer.step()
                     self.schedule.step()
                     self.optimizer.zero_grad()
-                if save is not None and len(self.used) == save[0]:
-                    self.save(save[1], epoch)
-                    save = None
+                if save and len(self.used) in save:
+                    self.save(save.pop(len(self.used)), epoch)
             self.batches = self.loader
         estimate = self.session.noise_scale
         result = {
@@ -154,15 +156,14 @@ class PlainLoop(Loop):
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group("gloo")
         rank = torch.distributed.get_rank()
-        engine = HeteroEngine(
-            HeteroConfig(**settings), rank=rank, world_size=2, device=torch.device("cpu"), local_rank=rank
-        )
-        self.session = HeteroSession(engine, on_metrics=self.metrics.append)
+        config, device = HeteroConfig(**settings), torch.device("cpu")
+        mechanism = HeteroEngine(config, rank=rank, world_size=2, device=device, local_rank=rank)
+        self.session = HeteroSession(mechanism, on_metrics=self.metrics.append)
         self.session.directory = self.logs
         stream = PermutationStream(len(self.dataset), shuffle=self.shuffle, seed=0)
         self.inside = DataLoader(self.dataset, batch_sampler=self.session.shard(stream, self.batch_size))
         self.model = DistributedDataParallel(self.inner)
-        self.model.register_comm_hook(engine.hook_state, gradient_hook)
+        self.model.register_comm_hook(mechanism.hook_state, gradient_hook)
         self.optimizer = self.raw
         self.session.lead([self.raw])
 
@@ -186,7 +187,7 @@ class PlainLoop(Loop):
     def save(self, path, epoch):
         parts = {"model": self.inner, "optimizer": self.raw, "schedule": self.schedule}
         state = {name: part.state_dict() for name, part in parts.items()}
-        session = self.session.state_dict()
+        session = {**self.session.interval(), **self.session.state_dict()}
         if self.session.engine.rank == 0:
             torch.save({**state, "session": session}, path)
         torch.distributed.barrier()
@@ -261,7 +262,7 @@ def _through_a_loop(rank, loop, orders):
         training = LOOPS[loop](
             settings, sum(sizes) // 2, dataset=in_order(orders[name]), lr=0.0, shuffle=False, **arguments
         )
-        out[name] = training.train(rank, 1, paced=False, another=name != list(CASES)[-1])
+        out[name] = training.train(rank, 1, another=name != list(CASES)[-1])
     return out
 
 
@@ -309,10 +310,11 @@ def _moving(rank, loop, folder, resume):
         logs = str(folder / f"logs-{count}-{resume}")
         training = LOOPS[loop](Moving.settings, 4 // count, dataset=Points(N), accumulate=count, logs=logs)
         training.session.engine.noise_scale = lambda: INFINITE
+        training.pace = lambda rank, samples: time.sleep(FIXED + samples * SPEEDS[rank])
         path = str(folder / f"saved-{count}")
         if resume:
             training.load(path)
-        save = None if resume else (Moving.at, path)
+        save = {} if resume else {Moving.at: path}
         out.append(training.train(rank, 3, save=save, another=count != Moving.counts[-1]))
     return out
 
@@ -409,6 +411,44 @@ def test_resume_in_the_middle_of_an_epoch_goes_on_with_total_and_rate(loop, move
             np.testing.assert_array_equal(part["weights"], full["weights"])
 
 
+TICK = 2.0**-12
+BREAKS = (15, 25, 40)
+"""Optimizer steps until a checkpoint: in the middle of an interval, and at the end of a pass."""
+
+
+def _scripted(rank, loop, folder, resume):
+    """A run whose time is told, not measured, in ticks that add up exactly; its noise is what it is."""
+    now = [0.0]
+    told = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: now[0])
+    clock.time = observer.time = engine.time = told
+    engine.cpu_quota = lambda: None
+    settings = {"max_total_batch_size": 64, "lr_scaling": "adascale"}
+    training = LOOPS[loop](settings, 4, dataset=Points(320))
+
+    def pace(rank, samples):
+        now[0] += (16 + samples * (1, 4)[rank]) * TICK
+
+    training.pace = pace
+    if resume:
+        training.load(str(folder / f"{resume}"))
+    save = {} if resume else {at: str(folder / f"{at}") for at in BREAKS}
+    return training.train(rank, 4, save=save)
+
+
+@every_loop
+def test_decisions_after_a_resume_are_those_of_the_run_without(loop, tmp_path):
+    """After the same step, by what was measured before the break as well."""
+    whole = run_ranks(_scripted, 2, loop, tmp_path, 0)
+    assert len({sum(sizes) for _, _, sizes in whole[0]["history"]}) > 2
+    for at in BREAKS:
+        rest = run_ranks(_scripted, 2, loop, tmp_path, at)
+        for full, part in zip(whole, rest, strict=True):
+            assert part["seen"] == full["seen"][at:]
+            assert part["used"] == pytest.approx(full["used"][at:], rel=1e-12)  # sums over steps were cut elsewhere
+            assert part["estimate"] == pytest.approx(full["estimate"], rel=1e-12)
+            np.testing.assert_allclose(part["weights"], full["weights"], rtol=1e-12)
+
+
 # what is refused
 
 BAD = [
@@ -450,7 +490,7 @@ def test_under_the_trainer_there_are_callbacks(settings, callback):
 
 def _outside(rank, loop, settings):
     training = LOOPS[loop]({"replan": 3, **settings}, 2, dataset=Points(48), accumulate=2)
-    training.train(rank, 1, paced=False)
+    training.train(rank, 1)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ ROOMS = (
     "session",
     *("session_batches", "plan_access", "adaptation"),
     "wrapped_model",
-    *("without_effect", "adaptive_total"),
+    *("without_effect", "adaptive_total", "cut_interval"),
     *("engine", "elastic"),
     *("comm", "optim", "compression", "data", "config", "hardware"),
     "core",

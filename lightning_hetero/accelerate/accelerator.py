@@ -322,12 +322,13 @@ class HeteroAccelerator(PlanAccess, Accelerator):
         if self._hetero_loader is None:
             return
         session = self._session()
+        interval = session.interval()  # collective
         session.engine.observer.discard()
         compression = session.engine.compression
         unsent = {} if compression is None else compression.state_dict()  # collective
         if self.is_main_process:
             extra = {"loader": {"iteration": self._hetero_loader.iteration}, "residuals": unsent}
-            torch.save({**session.state_dict(), **extra}, os.path.join(folder, STATE_FILE))
+            torch.save({**session.state_dict(), **interval, **extra}, os.path.join(folder, STATE_FILE))
 
     def _load_hetero(self, models: list[Any], folder: str) -> None:
         """Rank 0 reads, all ranks take what it read; a checkpoint of plain Accelerate has nothing to read."""

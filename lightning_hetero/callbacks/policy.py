@@ -10,12 +10,11 @@ from typing import Any
 from lightning_hetero.callbacks.idle_hooks import leave_out, put_back
 from lightning_hetero.callbacks.last_sums import apply_last_sums, check_staleness
 from lightning_hetero.callbacks.throughput import count_all_workers, count_own
-from lightning_hetero.comm.interval import interval_state, resume_interval
-from lightning_hetero.core.plan import PlanEntry
 from lightning_hetero.core.planner import PLANNERS, PerfModelPlanner, Planner, ProportionalPlanner
 from lightning_hetero.core.proposal import check_planner
 from lightning_hetero.core.state import check_tensors, reading_state
 from lightning_hetero.core.validation import check_choice, check_number
+from lightning_hetero.cut_interval import cut_interval, of_same_workers, resume_looks, resume_plans
 from lightning_hetero.engine import HeteroEngine
 
 try:
@@ -142,28 +141,13 @@ class PolicyCallback(Callback):
         reason = check_staleness(trainer, self._engine)
         if reason is not None:
             raise MisconfigurationException(reason)
-        interval, self._interval = self._of_same_workers(self._interval), {}
-        if interval:
-            with reading_state("steps since the ranks last compared their times"):
-                resume_interval(interval, self._engine.rank, self._engine.observer, self._engine.schedule)
+        interval, self._interval = of_same_workers(self._engine, self._interval), {}
+        resume_looks(self._engine, interval)
 
-    @reading_state("plans of the policy that were yet to come")
     def resume_plans(self) -> None:
         """Go on with a plan of the checkpoint that was yet to come; before a batch is drawn, on all ranks alike."""
-        interval, engine = self._of_same_workers(self._interval), self._engine
-        if not interval or engine is None or engine.history is None or engine.sampler is None:
-            return
-        if engine.sampler.start >= tuple(interval["at"]):
-            for state in interval.pop("to_come", ()):
-                entry = PlanEntry.from_state_dict(state)
-                engine.history = engine.history.extended(entry)
-                engine.log.append(entry)
-
-    def _of_same_workers(self, interval: dict[str, Any]) -> dict[str, Any]:
-        """What a checkpoint has of an interval, if it is of the workers at hand."""
-        roster = None if self._engine is None else self._engine.roster
-        same = roster is not None and interval.get("workers") == list(roster.identities)
-        return interval if same else {}
+        if self._engine is not None:
+            resume_plans(self._engine, of_same_workers(self._engine, self._interval))
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Reconsider the plan before the loader of this epoch is iterated."""
@@ -236,13 +220,7 @@ class PolicyCallback(Callback):
         if engine is None or engine.sampler is None or engine.roster is None or not moves_total or trainer.interrupted:
             return
         at = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.processed
-        plans = [] if engine.history is None else engine.history.entries
-        interval = {
-            **interval_state(engine.control, engine.observer, engine.schedule),
-            "workers": list(engine.roster.identities),
-            "at": list(at),
-            "to_come": [entry.state_dict() for entry in plans if (entry.epoch, entry.step) > at],
-        }
+        interval = cut_interval(engine, at)
         state = checkpoint["callbacks"].get(self.state_key)
         if state is not None:  # else a subclass saves nothing
             state["interval"] = interval

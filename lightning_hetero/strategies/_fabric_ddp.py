@@ -306,8 +306,9 @@ class HeteroFabricMixin(WholeFilesMixin, PlanAccess):
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save the state, with the plans, what was learned, and the gradients that compression has not sent yet."""
         if self.session is not None:
+            interval = self.session.interval()
             self.session.engine.observer.discard()
-            state = {**state, KEY: self.session.state_dict()}
+            state = {**state, KEY: {**self.session.state_dict(), **interval}}
             add_residuals(state, self.session.engine)
         super().save_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
 
