@@ -102,8 +102,15 @@ class Adaptation:
         """The planner that knows the initial total, which the number of micro-batches is a part of.
 
         Raises:
+            RuntimeError: if the learning rate of no optimizer would follow.
             ValueError: if the initial total is outside the bounds.
         """
+        if self._total is not None and not self._total.rates_follow:
+            raise RuntimeError(
+                "max_total_batch_size moves the total batch, and no optimizer is known whose learning rate would "
+                "follow. Set the optimizer up with Fabric, prepare it with Accelerate, give it to session.lead() in a "
+                "loop of plain torch, or set lr_scaling='none'."
+            )
         new = isinstance(planner, GoodputPlanner) and planner.initial_total is None
         return self._begin(planner) if new and self._total is not None else planner  # type: ignore[arg-type]
 

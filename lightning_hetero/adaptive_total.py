@@ -178,7 +178,13 @@ class AdaptiveTotal:
         if self.given_lr_scaling == "auto":
             plain = all(isinstance(optimizer, torch.optim.SGD) for optimizer in optimizers)
             self.lr_scaling = "adascale" if plain else "sqrt"
-        self._lr = LearningRateGain(optimizers, lambda: self.lr_gain)
+        if optimizers:
+            self._lr = LearningRateGain(optimizers, lambda: self.lr_gain)
+
+    @property
+    def rates_follow(self) -> bool:
+        """Whether optimizers are held, or their rates are to stay."""
+        return self._lr is not None or self.given_lr_scaling == "none"
 
     def let_go(self) -> None:
         """Let go of the optimizers, with their scheduled rates."""

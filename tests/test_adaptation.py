@@ -510,3 +510,19 @@ def test_an_initial_total_outside_the_bounds_is_an_error_on_every_rank(loop, set
     errors = run_ranks(_outside, 2, loop, settings, expect_errors=True, timeout=30)
     assert [(rank, name) for rank, name, _ in errors] == [(0, "ValueError"), (1, "ValueError")]
     assert all(says in text for _, _, text in errors)
+
+
+def _not_led(rank, loop, rule):
+    settings = {"max_total_batch_size": 16, "replan": 3, "lr_scaling": rule}
+    training = LOOPS[loop](settings, 4, dataset=Points(48))
+    training.session.lead([])
+    return training.train(rank, 1)["used"]
+
+
+@every_loop
+def test_a_rate_that_would_not_follow_is_an_error_on_every_rank(loop):
+    errors = run_ranks(_not_led, 2, loop, "auto", expect_errors=True, timeout=30)
+    assert [(rank, name) for rank, name, _ in errors] == [(0, "RuntimeError"), (1, "RuntimeError")]
+    assert all("no optimizer is known whose learning rate would follow" in text for *_, text in errors)
+    for used in run_ranks(_not_led, 2, loop, "none"):
+        assert used == pytest.approx([LR * 0.99**step for step in range(6)])

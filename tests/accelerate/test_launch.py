@@ -182,6 +182,18 @@ def test_a_weight_function_is_left_to_the_workers():
     assert hetero_environment({}, {}, exported) == {"ACCELERATE_USE_HETERO": "true"}
 
 
+def test_a_moving_total_by_flags():
+    flags = {"max_total_batch_size": "4096", "lr_scaling": "mine:rule", "noise_scale": "true"}
+    assert hetero_environment({}, flags, {}) == {
+        "ACCELERATE_USE_HETERO": "true",
+        **{"ACCELERATE_HETERO_" + name.upper(): text for name, text in flags.items()},
+    }
+    with pytest.raises(ValueError, match="--hetero_min_total_batch_size 8: .* has no meaning where the total stays"):
+        hetero_environment({}, {"min_total_batch_size": "8"}, {})
+    with pytest.raises(ValueError, match="--hetero_lr_scaling cubic: lr_scaling='cubic' is unknown"):
+        hetero_environment({"max_total_batch_size": 64}, {"lr_scaling": "cubic"}, {})
+
+
 def test_sections_are_checked(tmp_path):
     with pytest.raises(TypeError, match="hetero_config has no setting speed. Allowed are policy"):
         hetero_environment({"speed": 3}, {}, {})
