@@ -335,8 +335,7 @@ class HeteroEngine:
 
     def _context(self, plan: BatchPlan, **known: Any) -> PlanContext:
         assert self.roster is not None
-        cost = self.config.change_cost
-        known["change_cost"] = self.observer.change_cost if cost is None else cost
+        known["change_cost"] = self.observer.change_cost
         known["link"] = self.compression.link() if self.compression else None
         return self.roster.context(self.config, plan.total_batch_size, self.accumulation, **known)
 
@@ -358,8 +357,7 @@ class HeteroEngine:
                 roster.check_given(done.proposal.plan)
                 entry = PlanEntry(*start, done.proposal.plan, done.proposal.reason)
             cost, step = time.perf_counter() - begin, self.observer.synced_steps
-            waits = done.soon or done.probe is not None
-            following = self.schedule.after(step, observations, cost, changed=entry is not None, waits=waits)
+            following = self.schedule.after(step, observations, cost, changed=entry is not None, waits=done.waits)
             return entry, (predicted, done.error), following, (done.density, done.stale, done.probe)
 
         entry, (predicted, error), following, messages = self.control.decide(decision)

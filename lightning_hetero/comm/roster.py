@@ -49,6 +49,8 @@ class Roster:
 
     def context(self, config: HeteroConfig, total: int, accumulation: int = 1, **known: Any) -> PlanContext:
         """What a planner has to respect for a total batch, with further fields of the context."""
+        if config.change_cost is not None:
+            known["change_cost"] = config.change_cost
         return PlanContext(
             total,
             self.identities,

@@ -102,6 +102,11 @@ class Decision:
     def __iter__(self) -> Iterator[Any]:
         return iter((self.planner, self.proposal))
 
+    @property
+    def waits(self) -> bool:
+        """Whether something is decided by what the next steps show, so that a look at them is due soon."""
+        return self.soon or self.probe is not None
+
     @classmethod
     def of(cls, outcome: Any) -> "Decision":
         """The decision that a planner returned: one, or a pair of planner and proposal.
