@@ -53,8 +53,8 @@ class AdaptiveTotal:
         lr_scaling: str | Callable[[float, float, float, float], float] = "auto",
         *,
         min_total_batch_size: int | None = None,
-        hysteresis: float = 0.05,
-        min_steps: int = 30,
+        hysteresis: float = 0.02,
+        min_steps: int = 8,
     ) -> None:
         check_totals(max_total_batch_size, min_total_batch_size)
         self.lr_scaling = self.given_lr_scaling = check_lr_scaling(lr_scaling)  # the first is what "auto" chooses

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -310,6 +311,7 @@ def _moving(rank, loop, folder, resume):
         logs = str(folder / f"logs-{count}-{resume}")
         training = LOOPS[loop](Moving.settings, 4 // count, dataset=Points(N), accumulate=count, logs=logs)
         training.session.engine.noise_scale = lambda: INFINITE
+        training.session.planner = replace(training.session.planner, min_steps=30)
         training.pace = lambda rank, samples: time.sleep(FIXED + samples * SPEEDS[rank])
         path = str(folder / f"saved-{count}")
         if resume:

@@ -20,7 +20,7 @@ class AdaptiveBatchCallback(PolicyCallback):
     that a sample brings relative to one at the initial total ``B_0`` (Cannikin, sec. 4.1). ``phi`` is the gradient
     noise scale, for which a :class:`GNSCallback` is added unless there is one; ``B_0`` is the DataLoader's ``batch_size
     * world_size``, times ``accumulate_grad_batches``. Totals are reconsidered at each epoch and, with the plan, inside
-    long ones. One decision changes the total by a factor of two at most.
+    long ones. One decision changes the total by a factor of two at most, or of 16 where the noise scale is certain.
 
     The scheduled learning rate is multiplied by a factor while the optimizer steps, see
     :mod:`lightning_hetero.core.lr_scaling`; the scheduler does not see it. Logs ``hetero/goodput`` (samples per
@@ -51,8 +51,8 @@ class AdaptiveBatchCallback(PolicyCallback):
         lr_scaling: str | Callable[[float, float, float, float], float] = "auto",
         *,
         min_total_batch_size: int | None = None,
-        hysteresis: float = 0.05,
-        min_steps: int = 30,
+        hysteresis: float = 0.02,
+        min_steps: int = 8,
     ) -> None:
         self._total = AdaptiveTotal(
             max_total_batch_size,

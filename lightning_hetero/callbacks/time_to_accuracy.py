@@ -67,8 +67,8 @@ class TTACallback(AdaptiveBatchCallback):
         bandwidth: str = "measured",
         lr_scaling: str | Callable[[float, float, float, float], float] = "auto",
         min_total_batch_size: int | None = None,
-        hysteresis: float = 0.05,
-        min_steps: int = 30,
+        hysteresis: float = 0.02,
+        min_steps: int = 8,
     ) -> None:
         moves = max_total_batch_size is not None
         if min_total_batch_size is not None and not moves:

@@ -1,5 +1,6 @@
 """Which callbacks, and which of their settings, do nothing in a run; see :mod:`lightning_hetero.without_effect`."""
 
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -58,10 +59,10 @@ def _of_total(callback: TTACallback) -> Iterator[str]:
     planner = callback.tta_planner
     if callback.given_lr_scaling not in ("auto", "none"):
         yield f"lr_scaling={callback.given_lr_scaling!r}"
-    if planner.hysteresis != 0.05:
-        yield f"hysteresis={planner.hysteresis}"
-    if planner.min_steps != 30:
-        yield f"min_steps={planner.min_steps}"
+    usual = inspect.signature(type(callback).__init__).parameters
+    for name in ("hysteresis", "min_steps"):
+        if name not in usual or getattr(planner, name) != usual[name].default:
+            yield f"{name}={getattr(planner, name)}"
 
 
 def _starts_equal(callback: Any) -> bool:

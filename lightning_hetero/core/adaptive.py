@@ -13,6 +13,7 @@ from lightning_hetero.core.goodput import (
     Window,
     candidate_totals,
     choose_total,
+    efficiency,
     goodput_of,
     windows_of,
 )
@@ -20,12 +21,17 @@ from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.optperf import solve_optperf
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import Decision, PerfModelPlanner, PlanContext, Proposal
+from lightning_hetero.core.split_rule import horizon
 from lightning_hetero.core.time_model import ClusterTimeModel
 
 __all__ = ["GoodputPlanner"]
 
 GROWTH = 2.0
-"""Largest factor between two totals: neither the time model nor the noise scale is known far from what was run."""
+"""Largest factor between two totals where the noise scale is not certain."""
+FARTHEST = 16.0
+"""Largest factor where it is: a total farther away has to pay even if the noise scale is off by two standard errors."""
+SURE = 2.0
+"""That number of standard errors."""
 
 PROBE = 1.5
 """Factor to a total that is tried because only one size of a worker is known."""
@@ -73,8 +79,8 @@ class GoodputPlanner:
 
     max_total_batch_size: int
     min_total_batch_size: int | None = None
-    hysteresis: float = 0.05
-    min_steps: int = 30
+    hysteresis: float = 0.02
+    min_steps: int = 8
     model: PerfModelPlanner = field(default_factory=PerfModelPlanner)
     initial_total: int | None = None
     micro_batch_limit: int | None = None
@@ -111,8 +117,8 @@ class GoodputPlanner:
             return replace(by_model, planner=planner)
         probe = _probe(planner.table, now)
         explores = _tells(model, _plan(cluster, probe, context), context)
-        chosen = probe if explores else choose_total(planner.table, total, hysteresis=self.hysteresis)
-        if chosen.total_batch_size == total:
+        chosen = probe if explores else planner._choose(total, context)
+        if chosen.total_batch_size == total or not (explores or planner._pays(chosen, now, model, context)):
             return replace(by_model, planner=planner)
         plan = _plan(cluster, chosen, context)
         gain = (
@@ -120,6 +126,37 @@ class GoodputPlanner:
         )
         reason = f"total batch {total} -> {plan.total_batch_size * chosen.accumulation}: {gain}, {self.ground(context)}"
         return Decision(replace(planner, steps=0, accumulation=chosen.accumulation), Proposal(plan, reason))
+
+    def _choose(self, total: int, context: PlanContext) -> Candidate:
+        """The best total: nearby by what is known, farther away by what is certain."""
+        near = [c for c in self.table if total / GROWTH <= c.total_batch_size <= total * GROWTH]
+        best = choose_total(near, total, hysteresis=self.hysteresis)
+        error = SURE * self._error(context)
+        if not error < 1.0 or len(near) == len(self.table):
+            return best
+
+        def cautious(candidate: Candidate) -> float:
+            """Goodput over that of the best one nearby, should the noise scale be off to the side against it."""
+            scale = self.noise_scale(context)
+            assert scale is not None
+            assert self.initial_total is not None
+            phi = scale * (1.0 - error if candidate.total_batch_size > total else 1.0 + error)
+            here, there = (efficiency(c.total_batch_size, phi, self.initial_total) for c in (best, candidate))
+            return candidate.throughput * there / (best.throughput * here)
+
+        far = max(self.table, key=cautious)
+        return far if cautious(far) > 1.0 + self.hysteresis else best
+
+    def _pays(self, chosen: Candidate, now: Candidate, model: PerfModelPlanner, context: PlanContext) -> bool:
+        """Whether a total gains more while it holds than the change costs: the rule of the split."""
+        gain, settings = 1.0 - now.goodput / chosen.goodput, model.settings
+        times = model.times.times(context.identities, context.capacities)
+        steps = horizon(gain, times.walks, times.probability, model.steps, settings)
+        return gain * now.step_time * steps > settings.change_steps * now.step_time + (context.change_cost or 0.0)
+
+    def _error(self, context: PlanContext) -> float:
+        """Relative standard error of the noise scale."""
+        return math.inf if context.noise is None else context.noise.relative_error
 
     def noise_scale(self, context: PlanContext) -> float | None:
         """Noise scale by which efficiency falls with the total, in samples; ``None`` keeps the total as it is."""
@@ -137,8 +174,9 @@ class GoodputPlanner:
             context: bounds, and whether the number of micro-batches may change.
         """
         least = sum(context.min_local) * (1 if context.epoch_begins else context.accumulation)
-        low = max(least, self.min_total_batch_size or 1, round(total / GROWTH))
-        high = min(self.max_total_batch_size, round(total * GROWTH))
+        farthest = FARTHEST if self._error(context) < 1.0 / SURE else GROWTH
+        low = max(least, self.min_total_batch_size or 1, round(total / farthest))
+        high = min(self.max_total_batch_size, round(total * farthest))
         limit = self.micro_batch_limit if context.max_local is None else sum(context.max_local)
         count = None if context.epoch_begins else context.accumulation
         grid = () if high < low else candidate_totals(low, high)

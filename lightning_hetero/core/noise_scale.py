@@ -32,6 +32,9 @@ __all__ = [
 
 Array = npt.NDArray[np.float64]
 
+FEW_STEPS = 8.0
+"""Steps with fewer of which nothing is said of how certain a running noise scale is."""
+
 
 def _ratio(trace: float, grad_sq_norm: float) -> float:
     """``tr(Sigma) / |G|^2``; infinite if there is noise and no signal, NaN if neither was seen or one is unknown."""
@@ -246,6 +249,10 @@ class RunningNoiseScale:
         samples: samples seen.
         skipped: steps left out because a norm was not finite.
         biased: whether a part rests on successive steps.
+        trace_squares: weighted sum of ``S^2``.
+        norm_squares: weighted sum of ``|g|^4``.
+        products: weighted sum of ``S |g|^2``.
+        weight_squares: sum of squared weights.
 
     Example:
         >>> running = RunningNoiseScale(horizon=1e6)
@@ -263,6 +270,10 @@ class RunningNoiseScale:
     samples: float = 0.0
     skipped: int = 0
     biased: bool = False
+    trace_squares: float = 0.0
+    norm_squares: float = 0.0
+    products: float = 0.0
+    weight_squares: float = 0.0
 
     def __post_init__(self) -> None:
         check_number("horizon", self.horizon, low=0.0, include_low=False)
@@ -301,6 +312,10 @@ class RunningNoiseScale:
             weight=fade * self.weight + share,
             samples=self.samples + steps * total_batch_size,
             biased=self.biased or biased,
+            trace_squares=fade * self.trace_squares + share * trace**2,
+            norm_squares=fade * self.norm_squares + share * global_sq_norm**2,
+            products=fade * self.products + share * trace * global_sq_norm,
+            weight_squares=fade**2 * self.weight_squares + share**2,
         )
 
     def left_out(self, steps: int) -> "RunningNoiseScale":
@@ -318,6 +333,10 @@ class RunningNoiseScale:
             self.samples + other.samples,
             self.skipped + other.skipped,
             self.biased or other.biased,
+            self.trace_squares + other.trace_squares,
+            self.norm_squares + other.norm_squares,
+            self.products + other.products,
+            self.weight_squares + other.weight_squares,
         )
 
     @property
@@ -336,6 +355,29 @@ class RunningNoiseScale:
     def noise_scale(self) -> float:
         """``tr(Sigma) / |G|^2`` in samples; infinite where the signal is not seen yet, NaN before the first step."""
         return _ratio(self.trace, self.grad_sq_norm)
+
+    @property
+    def relative_error(self) -> float:
+        """Standard error of :attr:`noise_scale` as a share of it; infinite where too little was seen to tell.
+
+        By how single steps scatter: ``d ln phi = dS / S - (d|g|^2 - mean(1 / B) dS) / |G|^2``.
+
+        Example:
+            >>> running = RunningNoiseScale(horizon=1e6)
+            >>> for trace in (3.0, 5.0) * 50:
+            ...     running = running.update(trace=trace, global_sq_norm=1.5, total_batch_size=8)
+            >>> round(running.relative_error, 4)  # a quarter of S, over ten, and as much again by way of |G|^2
+            0.0375
+        """
+        w, signal = self.weight, self.grad_sq_norm
+        count = w**2 / self.weight_squares if self.weight_squares else 0.0
+        if count < FEW_STEPS or not signal > 0 or not self.trace > 0:
+            return math.inf
+        s, n, inverse = self.trace_sum / w, self.sq_norm_sum / w, self.inverse_sum / w
+        by_s, by_n = 1.0 / s + inverse / signal, -1.0 / signal
+        variance = by_s**2 * (self.trace_squares / w - s * s) + by_n**2 * (self.norm_squares / w - n * n)
+        variance += 2.0 * by_s * by_n * (self.products / w - s * n)
+        return math.sqrt(max(variance, 0.0) / count)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python values, fit for any checkpoint."""

@@ -569,7 +569,7 @@ def _scripted(rank, kwargs, **options):
     engine.cpu_quota = lambda: None
     arguments = {"dataset": Points(640), "noise": None, "model": model, "max_epochs": 4, **kwargs}
     arguments["callbacks"] = [*arguments.get("callbacks", []), estimates]
-    result = steps_only(rank, 2, options, {"lr_scaling": "adascale"}, arguments)
+    result = steps_only(rank, 2, options, {"lr_scaling": "adascale", "hysteresis": 0.05}, arguments)
     return {**result, "estimates": estimates.rows}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -453,7 +454,30 @@ def test_bias_flag_stays():
 def test_one_update_of_many_steps_is_as_many_equal_updates():
     start = run([(9.0, 2.0)] * 3, 16, horizon=300)
     at_once = start.update(trace=4.0, global_sq_norm=1.5, total_batch_size=8, steps=7)
-    assert same(at_once, run([(4.0, 1.5)] * 7, 8, start))
+    one_by_one = run([(4.0, 1.5)] * 7, 8, start)
+    assert at_once.weight_squares > one_by_one.weight_squares  # a mean scatters less, and is one that was seen
+    assert same(replace(at_once, weight_squares=0.0), replace(one_by_one, weight_squares=0.0))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("signal", [1.0, 0.2])
+def test_the_error_is_what_estimates_scatter_by(seed, signal):
+    """Of many runs of 200 steps each, about two thirds are within one standard error."""
+    rng, total, inside, runs = np.random.default_rng(seed), 32, 0, 60
+    for _ in range(runs):
+        running = RunningNoiseScale(horizon=1e9)
+        for _ in range(200):
+            trace = 10.0 * (1 + 0.4 * rng.standard_normal())
+            norm = (signal + 10.0 / total) * (1 + 0.1 * rng.standard_normal())
+            running = running.update(trace=trace, global_sq_norm=norm, total_batch_size=total)
+        inside += abs(running.noise_scale / (10.0 / signal) - 1) < running.relative_error
+    assert 0.5 < inside / runs < 0.85
+
+
+def test_the_error_is_unknown_at_first():
+    assert RunningNoiseScale().relative_error == math.inf
+    assert run([(4.0, 1.5)] * 5, 8).relative_error == math.inf
+    assert run([(4.0, 1.5), (5.0, 1.4)] * 10, 8).relative_error < 0.5
 
 
 def test_state_survives_json():
