@@ -15,7 +15,7 @@ import numpy.typing as npt
 from lightning_hetero.comm.schedule import ExchangeSchedule
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.plan import BatchPlan, even_sizes
-from lightning_hetero.core.planner import PLANNERS, Decision, PlanContext, Planner, Proposal
+from lightning_hetero.core.planner import PLANNERS, Decision, PerfModelPlanner, PlanContext, Planner, Proposal
 
 Array = npt.NDArray[np.float64]
 
@@ -317,6 +317,14 @@ class Loop:
         self.schedule, self.skip, self.rows = ExchangeSchedule("auto"), FIRST_STEPS, []
         self.schedule.next += self.step
         self.schedule.last = self.step
+
+    def planned(self, total: int) -> BatchPlan:
+        """The optimum of what was learned, for another total, with its predicted time and the error of that."""
+        assert isinstance(self.planner, PerfModelPlanner)
+        context = replace(self.context, total_batch_size=total)
+        proposal = self.planner.initial(context)
+        assert proposal is not None
+        return proposal.plan
 
     def go(self, steps: int) -> "Loop":
         """Run some steps."""

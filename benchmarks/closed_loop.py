@@ -19,6 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
 from _closed_loop import CLUSTERS, NOISES, POLICIES, Loop, Noise, first_within, job, totals
+from _closed_total import Ramp, training
+
+from lightning_hetero.core.adaptive import GoodputPlanner
 
 WARM, STEADY = 150, 500
 BLOCK = 8
@@ -60,8 +63,47 @@ def measure(loop: Loop, since: int) -> dict[str, float]:
     }
 
 
+def adaptive(case: dict[str, Any]) -> dict[str, Any]:
+    """A short training whose total follows the gradient noise, on workers that may move."""
+    plan, rng = training(CLUSTERS[case["cluster"]], case["workload"]), np.random.default_rng(case["seed"])
+    workers, movement = plan.truth.workers, []
+    if case["regime"] == "jumps":
+        slower = np.where(np.arange(workers) == SHARED[case["cluster"]], 1.6, 1.0)
+        movement = [(0.4, slower), (0.7, np.ones(workers))]
+    elif case["regime"] == "walks":
+        x = np.zeros(workers)
+        for j in range(40):
+            x = 0.9 * x + 0.08 * rng.standard_normal(workers)
+            movement.append((0.1 + 0.015 * j, np.exp(x)))
+    noise = Noise(**NOISES[case["noise"]], seed=case["seed"])
+    return {**case, **Ramp(plan, noise, GoodputPlanner(plan.largest), tuple(movement), case["seed"]).run()}
+
+
+def prediction(case: dict[str, Any]) -> dict[str, Any]:
+    """Steps at totals of a tenfold range around the one that was learned at, against what was predicted of them."""
+    truth, noise = job(CLUSTERS[case["cluster"]], case["workload"]), Noise(**NOISES[case["noise"]], seed=case["seed"])
+    total = totals(truth)[case["regime"]]
+    loop = Loop(POLICIES["perf_model"](), truth, total, noise)
+    loop.go(150)
+    loop.plan = loop.planned(2 * total)  # as a run whose total moves: a second one was seen
+    loop.go(60)
+    off, inside = [], []
+    for factor in np.geomspace(10**-0.5, 10**0.5, 9):
+        plan = loop.planned(max(int(total * factor), truth.workers))
+        _, seconds = truth.run(plan.local_batch_sizes, 64, noise)
+        measured = float(seconds.mean())
+        off.append(abs(plan.step_time / measured - 1.0))
+        inside.append(abs(plan.step_time - measured) <= 2.0 * plan.step_time_error)
+    return {**case, "off": float(np.median(off)), "worst off": float(np.max(off)), "inside": float(np.mean(inside))}
+
+
+SPECIAL = {"total": adaptive, "prediction": prediction}
+
+
 def run(case: dict[str, Any]) -> dict[str, Any]:
     """One run of one case."""
+    if case["kind"] in SPECIAL:
+        return SPECIAL[case["kind"]](case)
     known, kind = isinstance(case["cluster"], str), case["kind"]
     truth = job(CLUSTERS[case["cluster"]] if known else case["cluster"], case["workload"])
     total = case["total"] or totals(truth).get(case["regime"])
@@ -171,6 +213,9 @@ def cases(quick: bool, only: Sequence[str], policies: Sequence[str]) -> list[dic
         add(kind, ["100"], ("ResNet50",), ("compute",), ("2 %", "8 %"), 1)
     for kind in ("leaves", "joins"):
         add(kind, "ABC", ("ResNet50",), every, ("2 %", "8 %"), 3)
+    policies = [policy for policy in policies if policy == "perf_model"]
+    add("total", "AB", ("NeuMF", "BERT", "ResNet50"), ("stands", "jumps", "walks"), ("2 %", "8 %"), 3)
+    add("prediction", "ABC", ("ResNet50", "BERT"), every, ("2 %", "8 %"), 3)
     return found
 
 
@@ -179,7 +224,25 @@ def number(value: float) -> str:
     return "never" if np.isinf(value) else f"{value:.3f}" if abs(value) < 2 and value != int(value) else f"{value:.0f}"
 
 
-COLUMNS = ("moving share", "share", "to 5 %", "to 1 %", "for good 5 %", "changes", "back share", "back for good 5 %")
+COLUMNS = (
+    "time",
+    "goodput",
+    "off",
+    "worst off",
+    "inside",
+    "moving share",
+    "share",
+    "to 5 %",
+    "to 1 %",
+    "for good 5 %",
+    "changes",
+    "back share",
+    "back for good 5 %",
+)
+
+
+LARGE = ("share", "time", "goodput", "inside")
+"""Parts of the names of figures of which the least is the worst."""
 
 
 def table(results: Sequence[dict[str, Any]], *, by: Sequence[str] = ("kind", "noise", "regime")) -> list[str]:
@@ -198,7 +261,7 @@ def table(results: Sequence[dict[str, Any]], *, by: Sequence[str] = ("kind", "no
         for name in COLUMNS:
             values = np.array([r[name] for r in runs if name in r])
             if len(values):
-                worst = values.min() if "share" in name else values.max()
+                worst = values.min() if any(good in name for good in LARGE) else values.max()
                 cells.append(f"{name} {number(float(np.median(values)))} ({number(float(worst))})")
         lines.append(" | ".join([f"{' '.join(map(str, key)):<44}", f"{len(runs):>3}", *cells]))
     return lines

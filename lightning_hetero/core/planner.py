@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.arrivals import arrival_differences, own_arrivals
-from lightning_hetero.core.link_times import Level, LinkTimes
+from lightning_hetero.core.link_times import LinkTimes
 from lightning_hetero.core.maxima import expected_maximum, larger_error
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.optperf import solve_optperf
@@ -20,6 +20,7 @@ from lightning_hetero.core.pace import pace
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.proportional import ProportionalPlanner, StaticPlanner
 from lightning_hetero.core.proposal import Decision, PlanContext, Planner, Proposal
+from lightning_hetero.core.residual import Residual
 from lightning_hetero.core.split_rule import RuleSettings, horizon, shrunk
 from lightning_hetero.core.time_model import ClusterTimeModel, NodeModels
 from lightning_hetero.core.time_posterior import TimePosterior
@@ -39,6 +40,9 @@ __all__ = [
 
 Array = npt.NDArray[np.float64]
 
+WAITING = 0.2
+"""Relative standard error of what the slowest worker of single steps takes longer: their times are no normal values."""
+
 
 @dataclass(frozen=True)
 class PerfModelPlanner:
@@ -52,8 +56,7 @@ class PerfModelPlanner:
     Args:
         times: time models of each piece of hardware, with what is not certain of them.
         link: what averaging takes, by the number of workers.
-        overhead: seconds by which steps take longer than predicted: the loop's own.
-        waiting: share of a step by which the slowest worker of single steps takes longer than each does on average.
+        residual: what steps take longer than all this says, the loop's own time among it.
         steps: steps observed, of the run and of those that it goes on with.
         arrivals: seconds of averaging by which each piece of hardware differs from others when it comes last, where it
             did, and their variance. What exceeds the least of them is its own, and counts into its constant time.
@@ -72,8 +75,7 @@ class PerfModelPlanner:
     moves_total: ClassVar[bool] = False
     times: TimePosterior = field(default_factory=TimePosterior)
     link: LinkTimes = field(default_factory=LinkTimes)
-    overhead: Level = Level()
-    waiting: Level = Level()
+    residual: Residual = Residual()
     steps: float = 0.0
     arrivals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     settings: RuleSettings = RuleSettings()
@@ -88,7 +90,7 @@ class PerfModelPlanner:
         """Time model of the ranks at hand, ``None`` if all of them are unknown."""
         if not self.knows(context):
             return None
-        return self._cluster(self._times(context), context)
+        return self._cluster(self._times(context), context, None)
 
     def _times(self, context: PlanContext) -> Times:
         """Time models of the workers at hand, each with its own part of averaging."""
@@ -105,9 +107,16 @@ class PerfModelPlanner:
         pairs = np.array([(0.0, 0.0) if pair is None else (pair[0] - least, pair[1]) for pair in known])
         return pairs[:, 0], pairs[:, 1]
 
-    def _cluster(self, times: Times, context: PlanContext) -> ClusterTimeModel:
+    def _cluster(self, times: Times, context: PlanContext, sizes: Any) -> ClusterTimeModel:
+        """With what steps of these sizes, or of the optimal ones, take longer than eq. 7 says."""
         bare = self._bare(times, context).accumulated(context.accumulation)
-        return bare.slowed(max(self.waiting.value, 0.0), max(self.overhead.value, 0.0))
+        waits = self._waits(times, _optimum(bare, context).local_batch_sizes if sizes is None else sizes, context)
+        return bare.slowed(max(waits * (1.0 + self.residual.share), 0.5) - 1.0, self.residual.seconds)
+
+    def _waits(self, times: Times, sizes: Any, context: PlanContext) -> float:
+        """Factor by which the slowest worker of single steps takes longer than the slowest does on average."""
+        seconds, _, scatter = self._finish(times, np.maximum(sizes, context.min_local).astype(float), context)
+        return expected_maximum(seconds, scatter)[0] / float(seconds.max())
 
     def _bare(self, times: Times, context: PlanContext) -> ClusterTimeModel:
         """Eq. 7 alone, of one micro-batch."""
@@ -116,8 +125,10 @@ class PerfModelPlanner:
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
         """Predicted seconds of a step (of a window, under accumulation) by Cannikin, eq. 7."""
-        cluster = self.cluster(context)
-        return None if cluster is None else cluster.step_time(plan.local_batch_sizes)
+        if not self.knows(context):
+            return None
+        cluster = self._cluster(self._times(context), context, plan.local_batch_sizes)
+        return cluster.step_time(plan.local_batch_sizes)
 
     def error(self, plan: BatchPlan, context: PlanContext) -> float | None:
         """Standard error in seconds of :meth:`predict`."""
@@ -128,10 +139,10 @@ class PerfModelPlanner:
     def _error(self, times: Times, sizes: Any, context: PlanContext) -> float:
         seconds, errors, _ = self._finish(times, np.maximum(sizes, context.min_local).astype(float), context)
         step, spread = expected_maximum(seconds, errors)
-        scale = 1.0 + max(self.waiting.value, 0.0)
-        own = float(np.sqrt(self.overhead.variance)) if np.isfinite(self.overhead.variance) else 0.0
-        link = self.link.error(len(context.identities))
-        return float(np.sqrt((scale * spread) ** 2 + (own * step) ** 2 + min(link, step) ** 2))
+        scale, link = self._waits(times, sizes, context), self.link.error(len(context.identities))
+        waits = WAITING * (scale - 1.0) * step
+        parts = (scale * spread, self.residual.error(scale * step), min(link, step), waits)
+        return float(np.sqrt(sum(part**2 for part in parts)))
 
     # what is learned
 
@@ -160,20 +171,16 @@ class PerfModelPlanner:
             return self
         times = self._times(context)
         bare = self._bare(times, context).accumulated(context.accumulation)
-        share, expected = 0.0, 0.0
+        expected = 0.0
         for split, own in observations.splits():
             part = float(rows[own].mean()) * len(rows[own]) / float(rows.sum())
-            seconds, _, scatter = self._finish(times, split, context)
-            longer = expected_maximum(seconds, scatter)[0] / float(seconds.max())
-            share += (longer - 1.0) * part
-            expected += longer * bare.step_time(split) * part
+            expected += self._waits(times, split, context) * bare.step_time(split) * part
         single = observations.step_time[rows].max(axis=1)
         measured = pace(single)
         variance = float(np.var(single)) / max(measured, 1e-9) ** 2 / len(single)
         return replace(
             self,
-            waiting=self.waiting.observe(share, 0.01, 1.0),
-            overhead=self.overhead.observe(measured - expected, variance + 0.05**2, max(measured, 1e-9), jumps=False),
+            residual=self.residual.observe(expected, measured, variance),
         )
 
     def _finish(self, times: Times, sizes: Array, context: PlanContext) -> tuple[Array, Array, Array]:
@@ -197,11 +204,12 @@ class PerfModelPlanner:
         """Optimum of what an earlier run learned of this hardware; equal sizes if all of it is new."""
         if not self.knows(context):
             return None
-        plan = _optimum(self._cluster(self._times(context), context), context)
+        times = self._times(context)
+        plan = _optimum(self._cluster(times, context, None), context)
         new = [rank for rank, name in enumerate(context.identities) if not self.times.knows((name,))]
         by = "peak FLOP/s" if context.capacities else "what the others take"
         more = f"; rank {', '.join(map(str, new))} is new and starts by {by}" if new else ""
-        plan = replace(plan, step_time_error=self.error(plan, context))
+        plan = replace(plan, step_time_error=self._error(times, plan.local_batch_sizes, context))
         return Proposal(plan, f"from the time models of an earlier run{more}")
 
     def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
@@ -215,7 +223,7 @@ class PerfModelPlanner:
 
     def _decide(self, times: Times, current: BatchPlan, context: PlanContext, *, first: bool) -> Decision:
         """The rule, for what is known by now."""
-        cluster = self._likely(self._cluster(times, context), times, current, context)
+        cluster = self._likely(self._cluster(times, context, _ran(current, context)), times, current, context)
         now, plan = _step_time(cluster, current, context), _optimum(cluster, context)
         if plan.local_batch_sizes == current.local_batch_sizes:
             return Decision(self, kept=_why_optimal(plan, context))
@@ -228,10 +236,12 @@ class PerfModelPlanner:
                 f"a change would cost more than it saves: {other} for {steps:.0f} steps, and costs {cost * 1e3:.1f} ms"
             )
             return Decision(self, kept=kept)
-        if gain < context.hysteresis:
+        here = self._waits(times, _ran(current, context), context)
+        then = self._waits(times, plan.local_batch_sizes, context) / here * (plan.step_time or now)
+        if 1.0 - then / now < context.hysteresis:
             return Decision(self, kept=f"the predicted gain is below hysteresis={context.hysteresis:g}: {other}")
-        plan = replace(plan, step_time_error=self._error(times, plan.local_batch_sizes, context))
-        then = plan.step_time or now
+        error = self._error(times, plan.local_batch_sizes, context)
+        plan = replace(plan, step_time=then, step_time_error=error)
         gained = f"step {now * 1e3:.1f} -> {then * 1e3:.1f} ms ({1.0 - then / now:.1%} less)"
         proposal = Proposal(plan, f"{self._why(context, first=first)}: {gained}")
         return Decision(self, proposal, soon=gain > self.settings.soon)
@@ -290,8 +300,7 @@ class PerfModelPlanner:
         return {
             "times": self.times.state_dict(),
             "link": self.link.state_dict(),
-            "overhead": [self.overhead.value, self.overhead.variance],
-            "waiting": [self.waiting.value, self.waiting.variance],
+            "residual": self.residual.state_dict(),
             "steps": float(self.steps),
             "arrivals": {identity: list(pair) for identity, pair in self.arrivals.items()},
         }
@@ -303,8 +312,7 @@ class PerfModelPlanner:
         return PerfModelPlanner(
             TimePosterior.from_state_dict(state["times"], self.times.settings),
             LinkTimes.from_state_dict(state["link"]),
-            Level(*map(float, state["overhead"])),
-            Level(*map(float, state["waiting"])),
+            Residual.from_state_dict(state["residual"]),
             float(state["steps"]),
             {identity: (float(pair[0]), float(pair[1])) for identity, pair in state["arrivals"].items()},
             self.settings,

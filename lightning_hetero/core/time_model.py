@@ -202,7 +202,8 @@ class ClusterTimeModel:
             10.75
         """
         more = 1.0 + share
-        return ClusterTimeModel(NodeModels(more * self.array), self.gamma, more * self.t_o, more * self.t_u + seconds)
+        t_u = max(more * self.t_u + seconds, 0.0)
+        return ClusterTimeModel(NodeModels(more * self.array), self.gamma, more * self.t_o, t_u)
 
     def scaled(self, factors: Sequence[float] | Array) -> "ClusterTimeModel":
         """Model of workers that compute by so many times longer, whatever their batch size.

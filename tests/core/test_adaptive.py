@@ -426,7 +426,9 @@ def test_split_of_a_micro_batch_is_the_optimum_of_its_whole_window():
     known = {"accumulation": 2, "epoch_begins": True}
     after, proposal = before.decide(NOTHING, plan(14, 6), context(20, 1e6, **known))
     assert after.accumulation == 4
-    assert proposal.plan == solve_optperf(model.cluster(context(20, accumulation=4)), 20)
+    best = solve_optperf(model.cluster(context(20, accumulation=4)), 20)
+    assert proposal.plan.local_batch_sizes == best.local_batch_sizes
+    assert proposal.plan.step_time == pytest.approx(best.step_time, rel=1e-3)
     assert proposal.plan.step_time < 0.6 * 4 * solve_optperf(model.cluster(context(20)), 20).step_time
 
 
