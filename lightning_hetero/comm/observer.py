@@ -54,7 +54,6 @@ class StepObserver:
         synced_steps: synchronised steps so far.
         buckets: most gradient buckets of a step so far.
         long_wait: the newest step, if it waited long for gradients and the device has told so already.
-        change_cost: seconds by which the first step took longer than the next after the newest change of size.
     """
 
     def __init__(
@@ -68,8 +67,9 @@ class StepObserver:
         self._rows: deque[npt.NDArray[np.float64]] = deque(maxlen=KEPT_ROWS)
         self._skip = WARM_UP
         self._last_size: int | None = None
-        self.change_cost: float | None = None
-        self._changed: list[float] | None = None  # seconds of the steps since the size changed
+        self._sizes: set[int] = set()
+        self._changed: list[float] | None = None  # seconds of the steps since the size changed to a new one
+        self._costs: deque[float] = deque(maxlen=2)
         self._began = 0.0
         self._window: list[BatchMarks] = []
         self._micro: BatchMarks | None = None
@@ -111,8 +111,9 @@ class StepObserver:
         if self.cores is not None and self._processor_began is None:
             self._processor_began = self._processor_time()
         if self._last_size is not None and size != self._last_size:
-            self._skip, self._changed = max(self._skip, 1), []
+            self._skip, self._changed = max(self._skip, 1), None if size in self._sizes else []
         self._last_size = size
+        self._sizes.add(size)
         self._discard |= not regular
 
     def begin_backward(self) -> None:
@@ -210,14 +211,24 @@ class StepObserver:
         self.long_wait = self._see_long(window, min(self._took, before)) if self._took > LONG else None
         return True
 
+    @property
+    def change_cost(self) -> float | None:
+        """Seconds by which the first step with a new size takes longer than the next; ``None`` before two were seen.
+
+        The lower one of the last two: another process may have run in one of them, or a compiler may have prepared for
+        all sizes at once.
+        """
+        return min(self._costs) if len(self._costs) == self._costs.maxlen else None
+
     def _see_change(self, seconds: float) -> None:
-        """Learn what a change of size costs from the first two steps after it, loading left out."""
+        """Learn what a change to a new size costs from the first two steps after it, loading left out."""
         if self._changed is None:
             return
         self._changed.append(seconds)
         if len(self._changed) == 2:
             first, second = self._changed
-            self.change_cost, self._changed = max(first - second, 0.0), None
+            self._costs.append(max(first - second, 0.0))
+            self._changed = None
 
     def _see_long(self, window: list[BatchMarks], seconds: float) -> LongWait | None:
         """A long step is over: keep its row from being pushed out by those that follow, and see what it waited for."""

@@ -1,6 +1,6 @@
 """Estimate what averaging gradients takes: ``gamma``, ``t_o`` and ``t_u`` (Cannikin, eq. 12), by number of workers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,6 +55,16 @@ class Level:
             return Level(float(seen), noise)
         gain = before / (before + noise)
         return Level(float(self.value + gain * off * scale), float((1.0 - gain) * before))
+
+    def state(self) -> list[float | None]:
+        """Value and variance; ``None`` for an infinite one, which JSON does not have."""
+        return [self.value, self.variance if np.isfinite(self.variance) else None]
+
+    @classmethod
+    def of(cls, state: Sequence[float | None]) -> "Level":
+        """What :meth:`state` described."""
+        value, variance = (float("inf") if number is None else float(number) for number in state)
+        return cls(value, variance)
 
 
 @dataclass(frozen=True)
@@ -122,19 +132,18 @@ class LinkTimes:
         return best
 
     def error(self, workers: int) -> float:
-        """Standard error of ``t_o + t_u`` in seconds, infinite where that number of workers was not seen."""
+        """Standard error of ``t_o + t_u`` in seconds: all of it where that number of workers was not seen."""
         levels = self.sync.get(workers)
         if levels is None:
-            return float("inf")
+            return sum(self.at(workers)) if self.sync else float("inf")
         return float(np.sqrt(sum(level.value**2 * level.variance for level in levels)))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python values, fit for any checkpoint."""
-        sync = {n: [[level.value, level.variance] for level in pair] for n, pair in self.sync.items()}
-        return {"gamma": [self.gamma.value, self.gamma.variance], "sync": sync}
+        return {"gamma": self.gamma.state(), "sync": {n: [o.state(), u.state()] for n, (o, u) in self.sync.items()}}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "LinkTimes":
         """What :meth:`state_dict` described."""
-        sync = {int(n): (Level(*map(float, o)), Level(*map(float, u))) for n, (o, u) in state["sync"].items()}
-        return cls(Level(*map(float, state["gamma"])), sync)
+        sync = {int(n): (Level.of(o), Level.of(u)) for n, (o, u) in state["sync"].items()}
+        return cls(Level.of(state["gamma"]), sync)

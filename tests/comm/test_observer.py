@@ -661,13 +661,11 @@ def test_what_is_no_step_uses_none_of_the_quota(monkeypatch):
     assert {row["a"] for row in run.rows()} == {11.0}
 
 
-def test_what_a_change_of_size_costs_is_seen_from_the_first_step_after_it(monkeypatch):
-    """A kernel that is compiled or tuned anew for a new size; loading and agreements do not count."""
-    now = [0.0]
+def _costs(monkeypatch, steps):
+    """What an observer takes a change to cost after each of these ``(size, seconds)``."""
+    now, costs, observer = [0.0], [], StepObserver(HostClock())
     monkeypatch.setattr("lightning_hetero.comm.observer.time.perf_counter", lambda: now[0])
-    observer = StepObserver(HostClock())
-
-    def step(size, seconds):
+    for size, seconds in steps:
         now[0] += 100.0  # between steps
         observer.begin_step(size, regular=True)
         now[0] += seconds
@@ -675,16 +673,25 @@ def test_what_a_change_of_size_costs_is_seen_from_the_first_step_after_it(monkey
         observer.bucket_done(observer.bucket_ready())
         observer.end_backward()
         observer.end_step()
+        costs.append(observer.change_cost)
+    return costs
 
-    for size, seconds in ((8, 1.0), (8, 1.0)):
-        step(size, seconds)
-    assert observer.change_cost is None
-    step(6, 31.0)
-    assert observer.change_cost is None
-    step(6, 1.0)
-    assert observer.change_cost == 30.0
-    step(6, 5.0)
-    assert observer.change_cost == 30.0
-    step(7, 0.5)
-    step(7, 1.0)
-    assert observer.change_cost == 0.0
+
+def test_what_a_change_of_size_costs_is_seen_from_the_first_step_after_it(monkeypatch):
+    """A kernel that is compiled or tuned anew for a new size; loading and agreements do not count."""
+    costs = _costs(monkeypatch, [(8, 1.0), (8, 1.0), (6, 31.0), (6, 1.0), (6, 5.0), (7, 21.0), (7, 1.0), (7, 1.0)])
+    assert costs == [None] * 6 + [20.0] * 2
+
+
+def test_a_cost_that_comes_once_does_not_hold_up_later_changes(monkeypatch):
+    """Another process that ran in that step, or a compiler that prepares for all sizes at once; the lower of two."""
+    costs = _costs(monkeypatch, [(8, 1.0), (6, 31.0), (6, 1.0), (7, 1.0), (7, 1.0), (5, 31.0), (5, 1.0)])
+    assert costs == [None] * 4 + [0.0] * 3
+    costs = _costs(monkeypatch, [(8, 1.0), (6, 1.0), (6, 1.0), (7, 31.0), (7, 1.0), (5, 31.0), (5, 1.0)])
+    assert costs == [None] * 4 + [0.0] * 2 + [30.0]
+
+
+def test_sizes_that_ran_before_do_not_tell_what_a_new_one_costs(monkeypatch):
+    """The short batch at the end of each epoch, and the return from it: what they need is there already."""
+    first = [(8, 1.0), (6, 31.0), (6, 1.0), (7, 31.0), (7, 1.0), (3, 31.0), (7, 1.0), (7, 1.0)]
+    assert _costs(monkeypatch, [*first, (3, 1.0), (7, 1.0), (7, 1.0)])[4:] == [30.0] * 7

@@ -58,6 +58,13 @@ def test_nothing_was_seen():
     assert LinkTimes().error(3) == np.inf
 
 
+def test_for_a_number_of_workers_that_was_not_seen_all_of_the_time_is_uncertain():
+    """And no more than that: a fast link makes no prediction uncertain."""
+    link = LinkTimes().observe(round_of(4, 0.3, 0.03))
+    assert link.error(2) == pytest.approx(sum(link.at(2)))
+    assert link.error(4) < 0.1 * link.error(2)
+
+
 @pytest.mark.parametrize("seen", [(4,), (2, 8), (3, 6, 12)])
 def test_another_number_of_workers_follows_the_ring(seen):
     """``transfer (n - 1) / n``, and from two numbers of workers on ``latency (n - 1)`` as well."""

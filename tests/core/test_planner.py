@@ -228,9 +228,16 @@ def test_state_is_plain_python_and_comes_back(kind):
     ctx = context(192, 3)
     planner = learned(kind, ctx)
     state = planner.state_dict()
-    back = PLANNERS[kind]().loaded(json.loads(json.dumps(state)))
+    back = PLANNERS[kind]().loaded(json.loads(json.dumps(state, allow_nan=False)))
     assert back.state_dict() == state
     assert back.initial(ctx) == planner.initial(ctx)
+    nothing = PLANNERS[kind]()
+    assert nothing.loaded(json.loads(json.dumps(nothing.state_dict(), allow_nan=False))) == nothing
+
+
+def test_what_an_earlier_estimator_wrote_is_learned_anew():
+    planner = learned("perf_model", context(192, 3))
+    assert planner.loaded({"profiles": {"host-0": {"points": []}}, "gamma": 0.2}) == PerfModelPlanner()
 
 
 def test_state_follows_the_hardware_not_the_rank(kind):
