@@ -40,12 +40,15 @@ def check_number(name: str, value: Any, *, low: float, high: float = math.inf, i
         >>> check_number("hysteresis", 0.03, low=0, high=1)
         0.03
     """
+    if math.isinf(high):
+        allowed = f"a finite number, {low} or more" if include_low else f"a finite number above {low}"
+    else:
+        allowed = f"a number {'from' if include_low else 'above'} {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give a number from {low} to {high}.")
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give {allowed}.")
     number = float(value)
     if not math.isfinite(number) or number < low or number > high or (number == low and not include_low):
-        bound = "above" if not include_low else "from"
-        raise ValueError(f"{name}={value!r} is out of range; give a number {bound} {low} to {high}.")
+        raise ValueError(f"{name}={value!r} is out of range; give {allowed}.")
     return number
 
 

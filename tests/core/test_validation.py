@@ -50,7 +50,7 @@ def test_numbers_out_of_range(value):
 
 def test_lower_end_can_be_excluded():
     assert check_number("rate", 1e-300, low=0, include_low=False) == 1e-300
-    with pytest.raises(ValueError, match="rate=0 is out of range; give a number above 0"):
+    with pytest.raises(ValueError, match="rate=0 is out of range; give a finite number above 0"):
         check_number("rate", 0, low=0, include_low=False)
 
 
