@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["arrival_differences", "own_arrivals"]
+__all__ = ["arrival_differences", "likely_arrivals", "own_arrivals"]
 
 Array = npt.NDArray[np.float64]
 
@@ -19,6 +19,9 @@ ALONE = 0.02
 
 FEW = 4.0
 """Degrees of freedom for which the scatter of all steps counts beside that within pairs."""
+
+RARE = 0.02
+"""Probability that a worker has a part of its own, before anything is seen: most move data as fast as the others do."""
 
 STALL = 3.0
 """Factor on what a step usually takes beyond which it is the link that stalled: with the steps before and after it, it
@@ -76,7 +79,7 @@ def own_arrivals(
     """Each worker's own seconds of the last bucket's averaging, by what was known of it and by differences of pairs.
 
     Normal values all of them: a worker that is new has none of its own, give or take ``scale``; one that is known may
-    have changed by a little since.
+    have changed by a little since, and what is known of it fades where nobody came last in turns.
 
     Args:
         known: seconds and their variance of workers seen before.
@@ -91,12 +94,14 @@ def own_arrivals(
         >>> round(found[1][0] - found[0][0], 3)
         0.2
     """
+    walk = (WALK * scale) ** 2
+    known = {worker: (seconds, variance + walk) for worker, (seconds, variance) in known.items()}
     workers = sorted({worker for pair in differences for worker in pair})
     if not workers:
-        return dict(known)
-    place, walk = {worker: row for row, worker in enumerate(workers)}, (WALK * scale) ** 2
+        return known
+    place = {worker: row for row, worker in enumerate(workers)}
     before = np.array([known.get(worker, (0.0, scale**2)) for worker in workers])
-    precision = np.diag(1.0 / (before[:, 1] + walk + 1e-18))
+    precision = np.diag(1.0 / (before[:, 1] + 1e-18))
     right = precision @ before[:, 0]
     for (i, j), (difference, variance) in differences.items():
         a, b, weight = place[i], place[j], 1.0 / (variance + 1e-4 * walk + 1e-18)
@@ -109,3 +114,27 @@ def own_arrivals(
     covariance = centre @ covariance @ centre  # what all have in common is the link's
     new = zip(workers, found.tolist(), np.diag(covariance).tolist(), strict=True)
     return {**known, **{worker: (seconds, variance) for worker, seconds, variance in new}}
+
+
+def likely_arrivals(known: Mapping[int, tuple[float, float]], workers: int, scale: float) -> tuple[Array, Array]:
+    """Each worker's own seconds above the least of all, and their variance, as far as it is likely to have any.
+
+    The scatter of the link alone makes somebody look slow, and of many workers somebody very slow. So what was found of
+    each counts by the probability that it is there at all: of a normal value as wide as the link's time, against none.
+
+    Args:
+        known: seconds and their variance by worker, of those that were seen to come last, about their mean.
+        workers: number of all of them.
+        scale: seconds that the link takes.
+
+    Example:
+        >>> likely_arrivals({0: (0.2, 0.04**2), 1: (-0.02, 0.04**2)}, 2, 0.2)[0].round(3).tolist()
+        [0.2, 0.0]
+    """
+    seconds, variance = np.zeros(workers), np.zeros(workers)
+    for worker, (own, spread) in known.items():
+        spread = max(spread, 1e-18)
+        log_odds = 0.5 * (own**2 / spread + math.log(spread / (scale**2 + spread))) + math.log(RARE / (1.0 - RARE))
+        share = 1.0 / (1.0 + math.exp(-min(max(log_odds, -500.0), 500.0)))
+        seconds[worker], variance[worker] = share * own, share**2 * spread
+    return seconds - seconds.min(initial=0.0), variance

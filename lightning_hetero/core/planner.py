@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetero.core.arrivals import arrival_differences, own_arrivals
+from lightning_hetero.core.arrivals import arrival_differences, likely_arrivals, own_arrivals
 from lightning_hetero.core.link_times import LinkTimes
 from lightning_hetero.core.maxima import expected_maximum, larger_error
 from lightning_hetero.core.observations import StepObservations
@@ -102,10 +102,10 @@ class PerfModelPlanner:
 
     def _own_arrivals(self, context: PlanContext) -> tuple[Array, Array]:
         """Each worker's own seconds of averaging, above the least of all workers at hand, and their variance."""
-        known = [self.arrivals.get(identity) for identity in context.identities]
-        least = min((seconds for seconds, _ in filter(None, known)), default=0.0)
-        pairs = np.array([(0.0, 0.0) if pair is None else (pair[0] - least, pair[1]) for pair in known])
-        return pairs[:, 0], pairs[:, 1]
+        names = context.identities
+        known = {rank: self.arrivals[name] for rank, name in enumerate(names) if name in self.arrivals}
+        scale = self.link.at(len(names))[1] if known and self.link else 0.0
+        return likely_arrivals(known, len(names), scale)
 
     def _cluster(self, times: Times, context: PlanContext, sizes: Any) -> ClusterTimeModel:
         """With what steps of these sizes, or of the optimal ones, take longer than eq. 7 says."""

@@ -463,6 +463,28 @@ def test_a_worker_that_moves_data_slowly_gets_less_to_do(own):
     assert (excess(truth, blind) > 0.04) == (own > 0)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_scatter_of_the_link_does_not_hide_a_worker_that_slows(seed):
+    """Steps end 2 to 30 ms after the last arrival, whoever that is; one worker of eight then takes a quarter more."""
+    rng, ctx = np.random.default_rng(seed), context(240, 8, hysteresis=0.0)
+    cluster = replace(CLUSTER, nodes=(FAST, FAST, MIDDLE, MIDDLE, *(SLOW,) * 4))
+    planner, plan = PerfModelPlanner(), even_plan(ctx)
+
+    def look(cluster):
+        nonlocal planner, plan
+        seen = measure(cluster, plan.local_batch_sizes, rng, steps=8)
+        link = rng.uniform(0.002, 0.03, (8, 1)) - CLUSTER.t_u
+        planner, proposal = planner.decide(replace(seen, last_sync=seen.last_sync + link), plan, ctx)
+        plan = plan if proposal is None else proposal.plan
+
+    for _ in range(24):
+        look(cluster)
+    assert excess(cluster, plan) < 0.02
+    for _ in range(4):
+        look(slowed(cluster, 1, 1.25))
+    assert excess(slowed(cluster, 1, 1.25), plan) < 0.02
+
+
 class CompressedExchange:
     """Two workers of 1.0 and 0.6 of a core whose step is compute, selection, one message, merging, on any link."""
 
