@@ -225,6 +225,7 @@ def number(value: float) -> str:
 
 
 COLUMNS = (
+    "decision ms",
     "time",
     "goodput",
     "off",
@@ -245,25 +246,35 @@ LARGE = ("share", "time", "goodput", "inside")
 """Parts of the names of figures of which the least is the worst."""
 
 
-def table(results: Sequence[dict[str, Any]], *, by: Sequence[str] = ("kind", "noise", "regime")) -> list[str]:
-    """Lines of figures: median and worst of all runs of a kind, policy by policy."""
+def summary(
+    results: Sequence[dict[str, Any]], *, by: Sequence[str] = ("kind", "noise", "regime")
+) -> list[dict[str, Any]]:
+    """Median and worst of each figure over all runs of a kind, policy by policy."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for result in results:
         if not result.get("skipped"):
-            size = result["cluster"] if isinstance(result["cluster"], str) else "equal"
-            large = size if size in ("100", "1000", "equal") else "A B C"
-            if size == "equal":
-                large = f"equal {len(result['cluster'])}"
-            groups.setdefault((*(result[name] for name in by), large, result["policy"]), []).append(result)
-    lines = []
+            size = result["cluster"] if isinstance(result["cluster"], str) else f"equal {len(result['cluster'])}"
+            size = "A B C" if len(size) == 1 else size
+            groups.setdefault((*(result[name] for name in by), size, result["policy"]), []).append(result)
+    rows = []
     for key, runs in groups.items():
-        cells = []
+        figures: dict[str, tuple[float, float]] = {}
         for name in COLUMNS:
             values = np.array([r[name] for r in runs if name in r])
             if len(values):
                 worst = values.min() if any(good in name for good in LARGE) else values.max()
-                cells.append(f"{name} {number(float(np.median(values)))} ({number(float(worst))})")
-        lines.append(" | ".join([f"{' '.join(map(str, key)):<44}", f"{len(runs):>3}", *cells]))
+                figures[name] = float(np.median(values)), float(worst)
+        rows.append(dict(zip((*by, "workers", "policy"), key, strict=True)) | {"runs": len(runs), "figures": figures})
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines of figures: median and worst."""
+    lines = []
+    for row in rows:
+        name = " ".join(str(value) for key, value in row.items() if key not in ("runs", "figures"))
+        cells = [f"{key} {number(middle)} ({number(worst)})" for key, (middle, worst) in row["figures"].items()]
+        lines.append(" | ".join([f"{name:<46}", f"{row['runs']:>3}", *cells]))
     return lines
 
 
@@ -282,9 +293,9 @@ def main() -> None:
         todo = [case for case in todo if str(case[name]) == value]
     with ProcessPoolExecutor(args.jobs) as pool:
         results = list(pool.map(run, todo, chunksize=4))
-    sys.stdout.write("\n".join(table(results)) + "\n")
+    sys.stdout.write("\n".join(table(summary(results))) + "\n")
     if args.json:
-        Path(args.json).write_text(json.dumps(results, indent=0))
+        Path(args.json).write_text(json.dumps(summary(results, by=("kind", "noise")), indent=1) + "\n")
 
 
 if __name__ == "__main__":

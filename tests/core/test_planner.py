@@ -400,7 +400,7 @@ def test_proportional_keeps_bounds_and_its_dead_band():
 
 
 def test_proportional_smooths_as_it_is_told_to():
-    """With no weight of the past, the last step is what counts, and a step that is far longer as much as the next one."""
+    """With no weight of the past, the last step is what counts; the longest counts as much as the next one."""
     steps = measure(CLUSTER, (64, 64, 64), np.random.default_rng(0), steps=4, noise=0.2)
     plan, where = BatchPlan(192, (64, 64, 64)), context(192, 3)
     last = ProportionalPlanner(decay=0.0).decide(steps, plan, where).planner
