@@ -30,15 +30,16 @@ def expected_maximum(mean: Array, deviation: Array) -> tuple[float, float]:
         return float(mean[top]), 0.0
     low = float((mean - 5.0 * deviation).max())
     near = mean + 6.0 * deviation > low
-    x = np.linspace(low, float((mean + 6.0 * deviation).max()), 65)
-    z = (x[:, None] - mean[near]) / np.maximum(deviation[near], 1e-9 * widest)
-    below = _normal_cdf(z).prod(axis=1)
-    step = x[1] - x[0]
-    weight = np.full(len(x), step)
-    weight[[0, -1]] = step / 2
-    first = float(low + (weight * (1.0 - below)).sum())
-    second = float((weight * 2.0 * (x - low) * (1.0 - below)).sum()) - (first - low) ** 2
-    return first, math.sqrt(max(second, 0.0))
+    mean, deviation = mean[near], np.maximum(deviation[near], 1e-9 * widest)
+    x = np.linspace(low, float((mean + 6.0 * deviation).max()), 33)
+    below = _normal_cdf((x[:, None] - mean) / deviation).prod(axis=1)
+    way = below - below[0] + (x - low) / (x[-1] - low)  # finer where it rises: some deviations may be far smaller
+    x = np.interp(np.linspace(0.0, way[-1], 65), way, x)
+    above = 1.0 - _normal_cdf((x[:, None] - mean) / deviation).prod(axis=1)
+    weight = np.convolve(np.diff(x), [0.5, 0.5])  # trapezoids
+    first = float(weight @ above)
+    second = 2.0 * float(weight @ (above * (x - low))) - first**2
+    return low + first, math.sqrt(max(second, 0.0))
 
 
 def larger_error(x: Array, x_error: Array, y: Array, y_error: Array) -> Array:

@@ -1,5 +1,7 @@
 """The largest of several normal values, against drawing them."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,21 @@ def test_the_largest_of_many_against_drawing_them(seed):
     scale = max(float(deviation.max()), 1e-9)
     assert expected == pytest.approx(drawn.mean(), abs=0.03 * scale)
     assert spread == pytest.approx(drawn.std(), abs=0.05 * scale)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_values_of_very_unlike_deviations_against_a_fine_quadrature(seed):
+    """Of a worker that is hardly known beside others that are well known, say."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(2, 20))
+    mean, deviation = np.exp(0.1 * rng.standard_normal(n)), 10.0 ** rng.uniform(-4, -0.5, n)
+    low, high = (mean - 8 * deviation).max(), (mean + 8 * deviation).max()
+    x = np.concatenate([np.linspace(low, high, 2001), *(mean[:, None] + deviation[:, None] * np.linspace(-8, 8, 401))])
+    x = np.unique(x[(x >= low) & (x <= high)])
+    below = np.array([[0.5 * math.erfc(-z / 2**0.5) for z in row] for row in (x[:, None] - mean) / deviation])
+    above = 1 - below.prod(axis=1)
+    largest = low + float(np.diff(x) @ (above[1:] + above[:-1])) / 2
+    assert expected_maximum(mean, deviation)[0] == pytest.approx(largest, rel=1e-3)
 
 
 def test_without_deviation_it_is_the_largest():
