@@ -113,13 +113,13 @@ class LinkTimes:
             return t_o.value, t_u.value
         if not self.sync:
             raise ValueError("no synchronisation was seen yet.")
-        n = np.array(sorted(self.sync), dtype=float)
+        n = np.array(sorted(count for count in self.sync if count > 1), dtype=float)
         return self._through(n, 0, workers), self._through(n, 1, workers)
 
     def _through(self, n: Array, which: int, workers: int) -> float:
         seconds = np.array([self.sync[int(count)][which].value for count in n])
         transfer, target = (n - 1) / n, (workers - 1) / workers
-        if not np.any(transfer > 0):
+        if len(n) == 0:  # workers that ran alone have nothing to average
             return 0.0
         basis = np.stack([n - 1, transfer], axis=1)
         best = float(transfer @ seconds / (transfer @ transfer)) * target

@@ -77,6 +77,12 @@ def test_another_number_of_workers_follows_the_ring(seen):
     assert link.at(1)[0] == pytest.approx(0.0)
 
 
+def test_a_worker_that_ran_alone_says_nothing_of_the_ring():
+    alone = LinkTimes().observe(round_of(1, 0.0, 0.0))
+    assert alone.at(4) == (0.0, 0.0)
+    assert alone.observe(round_of(4, 0.3, 0.03)).at(2) == pytest.approx((0.2, 0.02))
+
+
 def test_a_link_that_takes_less_with_more_workers_gives_no_negative_times():
     link = LinkTimes().observe(round_of(2, 0.5, 0.05)).observe(round_of(8, 0.1, 0.01))
     assert all(min(link.at(n)) >= 0 for n in range(1, 65))
