@@ -91,6 +91,7 @@ def non_negative(mean: Array, covariance: Array) -> tuple[Array, Array]:
         [[1.5, 0.0, 1.0, 0.0]]
     """
     mean, covariance = mean.copy(), covariance.copy()
+    rounding = 1e-12 * np.abs(np.einsum("nii->ni", covariance))
     for _ in range(2):
         for i in (1, 3, 0, 2):
             at = np.flatnonzero(mean[:, i] < 0.0)
@@ -98,7 +99,7 @@ def non_negative(mean: Array, covariance: Array) -> tuple[Array, Array]:
                 continue
             column = covariance[at, :, i]
             own = covariance[at, i, i]
-            share = column / np.where(own > 0.0, own, np.inf)[:, None]
+            share = column / np.where(own > rounding[at, i], own, np.inf)[:, None]
             mean[at] -= share * mean[at, i][:, None]
             covariance[at] -= share[:, :, None] * column[:, None, :]
             mean[at, i] = 0.0

@@ -31,6 +31,8 @@ __all__ = ["TimePosterior"]
 Array = npt.NDArray[np.float64]
 
 _ARRAYS = ("mean", "covariance", "weight", "scatter", "seen")
+LEAST = 1e-4
+"""Share of a step that each of its parts is taken to be at least; a covariance has no more digits than that."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +182,8 @@ class TimePosterior:
         ]
         odd = ((forward > limits[0]) | (backward > limits[1])).sum(axis=0)
         a, p = capped_columns(np.minimum(forward, limits[0])), capped_columns(np.minimum(backward, limits[1]))
-        y = np.maximum(np.stack([a.mean(axis=0), p.mean(axis=0)], axis=1), 1e-9)
+        y = np.stack([a.mean(axis=0), p.mean(axis=0)], axis=1)
+        y = np.maximum(y, np.maximum(LEAST * y.sum(axis=1, keepdims=True), 1e-9))
         capped = math.ceil(RARE * count) if count > 2 else 0
         free = max(count - 1 - 1.5 * capped, 0.0)  # degrees of freedom: what is capped scatters less
         squares = np.stack([((x - x.mean(axis=0)) ** 2).sum(axis=0) for x in (a, p)], axis=1) / y**2

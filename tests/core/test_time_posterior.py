@@ -219,6 +219,22 @@ def test_coefficients_are_finite_and_never_negative(seed):
 # who it is about
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_parts_that_come_down_to_nothing_and_back_leave_it_sound(seed):
+    """Seconds twelve digits apart are more than a covariance can tell; it stays one nevertheless."""
+    rng, posterior = np.random.default_rng(seed), TimePosterior()
+    for _ in range(40):
+        look = steps(THETA, rng.integers(1, 50, 3), int(rng.choice([1, 2, 8])), rng, 0.02, factor=1e3)
+        nothing = rng.random((2, 3)) < 0.3
+        look = replace(look, forward=look.forward * ~nothing[0], backward=look.backward * (nothing[0] | ~nothing[1]))
+        posterior = posterior.observe(look, NAMES)
+        times = posterior.times(NAMES)
+        for covariance in (posterior.covariance.reshape(-1, 4, 4), times.covariance):
+            assert np.isfinite(covariance).all()
+            size = np.sqrt(np.einsum("nii->ni", covariance)) + 1e-300
+            assert np.linalg.eigvalsh(covariance / size[:, :, None] / size[:, None, :]).min() > -1e-3
+
+
 def test_workers_that_are_not_at_hand_are_kept():
     posterior = seen(steps(THETA, (16, 16, 16)))
     before = posterior.times(("b",)).mean
