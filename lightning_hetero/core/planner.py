@@ -166,7 +166,7 @@ class PerfModelPlanner:
 
     def _compare(self, observations: StepObservations, context: PlanContext) -> "PerfModelPlanner":
         """What steps take longer than eq. 7 says: by the scatter of single workers, and by the loop's own time."""
-        rows = np.isfinite(observations.step_time[:, 0])
+        rows = np.asarray(np.isfinite(observations.step_time).all(axis=1))
         if not rows.any():
             return self
         times = self._times(context)
@@ -191,7 +191,8 @@ class PerfModelPlanner:
         for share, after in ((1.0, t_u), (gamma, t_o + t_u)):
             seconds, errors = times.seconds(sizes, n - 1 + share, n)
             a, p = times.parts(sizes)
-            scatter = np.hypot(a * times.scatter[:, 0] * n**0.5, p * times.scatter[:, 1] * (n - 1 + share**2) ** 0.5)
+            single = n**0.5 * times.scatter  # of one micro-batch: their mean was observed
+            scatter = np.hypot(a * single[:, 0] * n**0.5, p * single[:, 1] * (n - 1 + share**2) ** 0.5)
             lines.append((seconds + after, errors, scatter))
         (compute, compute_error, _), (send, send_error, _) = lines
         errors = larger_error(compute, compute_error, send, send_error)

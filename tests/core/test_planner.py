@@ -189,6 +189,33 @@ def test_accumulation_counts_the_whole_window():
     assert planner.predict(plan, ctx) == pytest.approx(window, rel=0.05)
 
 
+def test_under_accumulation_whole_windows_scatter():
+    """Observed are means over the micro-batches of a window: these, not single micro-batches, are what scatters."""
+    rng, ctx, n, workers = np.random.default_rng(0), context(160, 16, accumulation=4), 4, 16
+    sizes, planner = np.full((32, workers), 10.0), PerfModelPlanner()
+    for _ in range(4):
+        a, p = (x * (1 + 0.2 * rng.standard_normal((n, 32, workers))) for x in (0.01, 0.02))
+        windows, zeros = (a + p).sum(axis=0), np.zeros_like(sizes)
+        waits = windows.max(axis=1, keepdims=True) - windows
+        step = np.repeat(windows.max(axis=1, keepdims=True), workers, axis=1)
+        seen = StepObservations(sizes, a.mean(axis=0), p.mean(axis=0), zeros, zeros, waits, step)
+        planner = planner.observe(seen, ctx)
+    assert planner.waiting.value == pytest.approx(step.mean() / windows.mean() - 1, rel=0.25)
+    assert abs(planner.overhead.value) < 0.02 * step.mean(), "what scatter explains is not the loop's own time"
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_step_time_that_one_rank_lacks_is_left_out(rank):
+    rng, ctx = np.random.default_rng(0), context(96, 3)
+    seen = measure(CLUSTER, (32, 32, 32), rng)
+    step = np.full(seen.forward.shape, CLUSTER.step_time((32, 32, 32)))
+    whole = PerfModelPlanner().observe(replace(seen, step_time=step), ctx)
+    step[4, rank] = np.nan
+    lacks = PerfModelPlanner().observe(replace(seen, step_time=step), ctx)
+    assert lacks.overhead.value == pytest.approx(whole.overhead.value)
+    assert lacks.decide(seen, even_plan(ctx), ctx).proposal is not None
+
+
 def test_prediction_is_the_true_time_after_two_sizes():
     rng, ctx = np.random.default_rng(0), context(192, 3)
     planner, plan, _ = drive(PerfModelPlanner(), CLUSTER, even_plan(ctx), ctx, 5, rng)
