@@ -19,6 +19,12 @@ def test_arrivals_are_compared_only_between_steps_that_follow_each_other():
     assert arrival_differences(np.full((9, 2), np.nan)) == {}
 
 
+@pytest.mark.parametrize(("steps", "compared"), [(3, False), (4, True)])
+def test_three_turns_are_compared_and_two_are_not(steps, compared):
+    last = np.array([[0.1, 0.2], [0.5, 0.3]] * 2)[:steps]
+    assert (set(arrival_differences(last)) == {(0, 1)}) is compared
+
+
 def test_a_link_that_stalls_for_a_step_is_not_taken_for_a_worker():
     """Of three steps in which another worker came last than before, the stall is in two, with the same sign."""
     stalled = np.array([[0.02, 0.03], [0.02, 0.03], [5.03, 5.02], [0.02, 0.03], [0.03, 0.02], [0.03, 0.02]])

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from scipy.optimize import nnls
 
 from lightning_hetero.core.link_times import Level, LinkTimes
 from lightning_hetero.core.observations import StepObservations
@@ -75,6 +76,16 @@ def test_another_number_of_workers_follows_the_ring(seen):
     for n in (2, 5, 16):
         assert link.at(n)[0] == pytest.approx(latency * (n - 1) + transfer * (n - 1) / n)
     assert link.at(1)[0] == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_both_coefficients_are_the_non_negative_least_squares(seed):
+    rng = np.random.default_rng(seed)
+    seen = sorted(rng.choice(np.arange(2, 40), int(rng.integers(2, 5)), replace=False).tolist())
+    seconds = rng.uniform(0, 1, len(seen)) * np.array(seen) ** rng.choice([-1.0, 0.0, 1.0, 2.0])
+    link = LinkTimes(sync={n: (Level(t, 0.0), Level()) for n, t in zip(seen, seconds, strict=True)})
+    latency, transfer = nnls(np.array([[n - 1, (n - 1) / n] for n in seen]), seconds)[0]
+    assert link.at(41)[0] == pytest.approx(latency * 40 + transfer * 40 / 41)
 
 
 def test_a_worker_that_ran_alone_says_nothing_of_the_ring():

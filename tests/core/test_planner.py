@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lightning_hetero.core.link_times import Level
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.optperf import solve_optperf
 from lightning_hetero.core.pace import capped_columns
@@ -20,6 +21,7 @@ from lightning_hetero.core.planner import (
     StaticPlanner,
 )
 from lightning_hetero.core.proposal import Decision
+from lightning_hetero.core.residual import Residual
 from lightning_hetero.core.time_model import ClusterTimeModel, NodeTimeModel
 from tests.quota import QuotaCluster
 
@@ -200,8 +202,23 @@ def test_under_accumulation_whole_windows_scatter():
         step = np.repeat(windows.max(axis=1, keepdims=True), workers, axis=1)
         seen = StepObservations(sizes, a.mean(axis=0), p.mean(axis=0), zeros, zeros, waits, step)
         planner = planner.observe(seen, ctx)
-    assert planner.waiting.value == pytest.approx(step.mean() / windows.mean() - 1, rel=0.25)
-    assert abs(planner.overhead.value) < 0.02 * step.mean(), "what scatter explains is not the loop's own time"
+    plan = BatchPlan(160, (10,) * workers)
+    assert planner.predict(plan, ctx) == pytest.approx(step.mean(), rel=0.02)
+    unexplained = planner.residual.share * step.mean() + planner.residual.seconds
+    assert abs(unexplained) < 0.03 * step.mean(), "what scatter explains is not the loop's own time"
+
+
+def test_the_error_of_a_prediction_has_all_that_is_uncertain():
+    """The workers' times, the link, and what the model leaves."""
+    rng, ctx = np.random.default_rng(0), context(96, 3)
+    plan, link = even_plan(ctx), {3: (Level(0.02, 0.0), Level(0.004, 0.0))}
+    planner = PerfModelPlanner().observe(measure(CLUSTER, (32, 32, 32), rng, noise=0.001), ctx)
+    sure = replace(planner, residual=Residual(0.0, 0.0, (0.0, 0.0, 0.0)), link=replace(planner.link, sync=link))
+    workers = sure.error(plan, ctx)
+    unsure = replace(sure.link, sync={3: (Level(0.02, 0.04), Level(0.004, 0.25))})
+    assert replace(sure, link=unsure).error(plan, ctx) == pytest.approx(np.sqrt(workers**2 + 0.004**2 + 0.002**2))
+    loop = replace(sure, residual=Residual(0.0, 0.0, (0.0, 0.0, 0.1**2)))
+    assert loop.error(plan, ctx) == pytest.approx(np.hypot(workers, 0.1))
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -212,7 +229,7 @@ def test_a_step_time_that_one_rank_lacks_is_left_out(rank):
     whole = PerfModelPlanner().observe(replace(seen, step_time=step), ctx)
     step[4, rank] = np.nan
     lacks = PerfModelPlanner().observe(replace(seen, step_time=step), ctx)
-    assert lacks.overhead.value == pytest.approx(whole.overhead.value)
+    assert lacks.residual.seconds == pytest.approx(whole.residual.seconds, abs=1e-4)
     assert lacks.decide(seen, even_plan(ctx), ctx).proposal is not None
 
 
