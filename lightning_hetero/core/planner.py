@@ -110,8 +110,11 @@ class PerfModelPlanner:
     def _cluster(self, times: Times, context: PlanContext, sizes: Any) -> ClusterTimeModel:
         """With what steps of these sizes, or of the optimal ones, take longer than eq. 7 says."""
         bare = self._bare(times, context).accumulated(context.accumulation)
-        waits = self._waits(times, _optimum(bare, context).local_batch_sizes if sizes is None else sizes, context)
-        return bare.slowed(max(waits * (1.0 + self.residual.share), 0.5) - 1.0, self.residual.seconds)
+        sizes = _optimum(bare, context).local_batch_sizes if sizes is None else sizes
+        more, less = max(self.residual.seconds, 0.0), min(self.residual.seconds, 0.0)
+        factor = self._waits(times, sizes, context) * (1.0 + self.residual.share)
+        factor += less / max(bare.step_time(sizes), 1e-12)  # nothing takes less than no time: as a share instead
+        return bare.slowed(max(factor, 0.5) - 1.0, more)
 
     def _waits(self, times: Times, sizes: Any, context: PlanContext) -> float:
         """Factor by which the slowest worker of single steps takes longer than the slowest does on average."""

@@ -221,6 +221,16 @@ def test_the_error_of_a_prediction_has_all_that_is_uncertain():
     assert loop.error(plan, ctx) == pytest.approx(np.hypot(workers, 0.1))
 
 
+def test_steps_that_take_less_than_the_model_says_are_predicted_too():
+    """Also where averaging takes no time from which seconds could be taken off."""
+    rng, ctx, sizes = np.random.default_rng(0), context(96, 3), (60, 24, 12)
+    cluster, planner = replace(CLUSTER, t_o=0.0, t_u=0.0), PerfModelPlanner()
+    step = np.full((10, 3), 0.9 * cluster.step_time(sizes))
+    for _ in range(20):
+        planner = planner.observe(replace(measure(cluster, sizes, rng), step_time=step), ctx)
+    assert planner.predict(BatchPlan(96, sizes), ctx) == pytest.approx(step[0, 0], rel=0.015)
+
+
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_step_time_that_one_rank_lacks_is_left_out(rank):
     rng, ctx = np.random.default_rng(0), context(96, 3)
