@@ -289,7 +289,7 @@ class PerfModelPlanner:
         middle = np.median(seconds)
         free = ~(((sizes <= low) & (seconds > middle)) | ((sizes >= high) & (seconds < middle)))
         likely = seconds.copy()
-        likely[free] = shrunk(seconds[free], errors[free], self.settings)
+        likely[free] = shrunk(seconds[free], errors[free], self.settings, times.moving)
         bare = self._bare(times, context).accumulated(context.accumulation)
         alpha_1, beta_1, alpha_2, beta_2 = bare.coefficients()
         t_o, t_u = bare.t_o, bare.t_u

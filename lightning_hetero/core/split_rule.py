@@ -40,7 +40,7 @@ class RuleSettings:
     soon: float = 0.02
 
 
-def shrunk(seconds: Array, errors: Array, settings: RuleSettings = RuleSettings()) -> Array:
+def shrunk(seconds: Array, errors: Array, settings: RuleSettings = RuleSettings(), moving: float = 0.0) -> Array:
     """Finish times given that workers may in truth finish together.
 
     Logarithms ``x_i`` with standard errors ``e_i`` come from ``(1 - p) N(L, e_i^2) + p N(L, e_i^2 + w^2)``; ``L``,
@@ -50,6 +50,7 @@ def shrunk(seconds: Array, errors: Array, settings: RuleSettings = RuleSettings(
         seconds: when each worker is done, shape ``(workers,)``, ``> 0``.
         errors: standard errors of these.
         settings: of the rule.
+        moving: probability that speeds move, so that workers that finished together need not do so any more.
 
     Returns:
         Expected seconds of each worker, shape ``(workers,)``.
@@ -75,6 +76,7 @@ def shrunk(seconds: Array, errors: Array, settings: RuleSettings = RuleSettings(
         off = np.maximum((x - level) ** 2 - variance, 0.0)
         width = float((own * off).sum() + settings.own_speed**2) / (own.sum() + 1.0)
     own = own * _differ(x, variance, level, width, share)
+    own = moving + (1.0 - moving) * own
     return np.asarray(np.exp(level + own * width / (width + variance) * (x - level)))
 
 

@@ -320,7 +320,10 @@ class TimePosterior:
         mean, covariance = mixed(weight, self.mean[:, rows], self.covariance[:, rows])
         mean, covariance = non_negative(mean, covariance)
         scatter = np.sqrt(self._scatter(self.scatter[rows]))
-        return Times(mean, covariance, scatter, np.array(self.settings.walks), weight.mean(axis=1))
+        walks, probability = np.array(self.settings.walks), weight.mean(axis=1)
+        walking = walks > 4.0 * walks.min()
+        likelier = 2.0 * float(probability[walking].sum()) - 1.0  # than that speeds stand still
+        return Times(mean, covariance, scatter, walks, probability, max(likelier, 0.0))
 
     def sizes_seen(self, names: Sequence[str]) -> npt.NDArray[np.int64]:
         """Least and greatest size at which each worker was seen, shape ``(workers, 2)``."""

@@ -64,6 +64,7 @@ class Times:
         scatter: relative standard deviation of single steps outside of and in backward, shape ``(workers, 2)``.
         walks: standard deviation of the logarithm of a speed's walk over eight steps, of each filter.
         probability: of each filter, mean of the workers.
+        moving: by how much more likely it is that speeds walk than that they stand still, 0 to 1.
 
     Example:
         >>> one = Times(np.array([[1.0, 0.5, 2.0, 0.0]]), np.eye(4)[None], np.zeros((1, 2)), np.ones(1), np.ones(1))
@@ -77,6 +78,7 @@ class Times:
     scatter: Array
     walks: Array
     probability: Array
+    moving: float = 0.0
 
     def parts(self, sizes: Array) -> tuple[Array, Array]:
         """``a`` and ``P`` of each worker at these sizes."""

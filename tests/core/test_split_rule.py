@@ -43,6 +43,14 @@ def test_nothing_is_pushed_out_of_what_was_seen(seed):
         assert (np.diff(likely[order]) >= -0.05 * seconds.max()).all()
 
 
+def test_where_speeds_move_estimates_count_as_they_are():
+    rng = np.random.default_rng(0)
+    seconds = np.exp(0.02 * rng.standard_normal(16))
+    still, moving = (shrunk(seconds, np.full(16, 0.01), moving=share) for share in (0.0, 1.0))
+    assert np.log(still).std() < 0.5 * np.log(seconds).std()
+    assert np.log(moving).std() > 0.9 * np.log(seconds).std()
+
+
 def test_one_worker_is_left_alone():
     assert shrunk(np.array([2.0]), np.array([0.1])).tolist() == [2.0]
 

@@ -192,10 +192,12 @@ def test_speeds_that_walk_are_followed_and_then_forgotten():
         lost.append(seconds(posterior.times(NAMES).mean, (30, 20, 10)) / seconds(now, (30, 20, 10)) - 1)
     assert np.sqrt(np.mean(np.square(lost[10:]))) < 0.02
     assert posterior.times(NAMES).probability @ posterior.times(NAMES).walks > 0.015
+    assert posterior.times(NAMES).moving > 0.8
     for _ in range(60):
         posterior = posterior.observe(steps(THETA, (30, 20, 10), 8, rng, 0.02), NAMES)
     times = posterior.times(NAMES)
     assert times.probability @ times.walks < 0.005
+    assert times.moving == 0.0
     np.testing.assert_allclose(seconds(times.mean, (30, 20, 10)), seconds(THETA, (30, 20, 10)), rtol=0.01)
 
 
