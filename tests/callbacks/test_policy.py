@@ -384,9 +384,9 @@ def test_the_dead_band_of_the_callback_decides_whether_sizes_change():
 
 
 def test_the_decay_of_the_callback_decides_how_soon_sizes_follow():
-    changed = [(0.10, 0.10)] * 12 + [(0.10, 0.30)] * 2
+    changed = [(0.10, 0.10)] * 12 + [(0.10, 0.30)] * 4
     assert _decided(DynamicBatchPIDCallback(decay=0.0), changed) == (30, 10)
-    assert _decided(DynamicBatchPIDCallback(decay=0.99), changed) == (22, 18)
+    assert _decided(DynamicBatchPIDCallback(decay=0.99), changed) == (24, 16)
 
 
 def test_proportional_control_keeps_bounds():
