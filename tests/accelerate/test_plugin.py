@@ -108,7 +108,7 @@ def test_argument_goes_before_variable_before_file(tmp_path, monkeypatch):
     [
         ("POLICY", "fastest", r"ACCELERATE_HETERO_POLICY='fastest': policy='fastest' is unknown; allowed are .*pid"),
         ("HYSTERESIS", "2", r"ACCELERATE_HETERO_HYSTERESIS='2': hysteresis=2"),
-        ("HYSTERESIS", "a lot", r"ACCELERATE_HETERO_HYSTERESIS='a lot': .*; give a number above 0.0 to 1.0"),
+        ("HYSTERESIS", "a lot", r"ACCELERATE_HETERO_HYSTERESIS='a lot': .*; give a number from 0.0 to 1.0"),
         ("DENSITY", "a lot", r"ACCELERATE_HETERO_DENSITY='a lot': .*; give a number above 0.0 to 1.0"),
         ("DENSITY", "0", r"ACCELERATE_HETERO_DENSITY='0': .*; give a number above 0.0 to 1.0"),
         ("LOSS_REDUCTION", "max", r"ACCELERATE_HETERO_LOSS_REDUCTION='max': .* allowed are 'mean', 'sum'"),
