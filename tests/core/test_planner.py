@@ -23,6 +23,7 @@ from lightning_hetero.core.planner import (
 from lightning_hetero.core.proposal import Decision
 from lightning_hetero.core.residual import Residual
 from lightning_hetero.core.time_model import ClusterTimeModel, NodeTimeModel
+from tests.learned import knowing
 from tests.quota import QuotaCluster
 
 FAST, MIDDLE, SLOW = (
@@ -608,3 +609,11 @@ def test_step_times_under_a_quota_are_predicted_over_a_tenfold_range():
     errors = [abs(model.step_time(splits[t]) / cluster.step_time(splits[t]) - 1) for t in totals[1::2]]
     assert np.median(errors) <= 0.02
     assert max(errors) <= 0.05
+
+
+def test_what_is_uncertain_of_a_workers_own_averaging_is_so_of_its_time():
+    models = {"a": (0.001, 0.01, 0.002, 0.0), "b": (0.001, 0.01, 0.002, 0.0)}
+    known, ctx = knowing(models, t_u=0.02), PlanContext(16, ("a", "b"), (1, 1))
+    sure, unsure = (replace(known, arrivals={"a": (0.02, v), "b": (-0.02, v)}) for v in (1e-8, 3e-5))
+    plan = BatchPlan(16, (8, 8))
+    assert unsure.error(plan, ctx) > 2 * sure.error(plan, ctx)
