@@ -153,8 +153,7 @@ class TimePosterior:
             mean[:, part], covariance[:, part], likelihood, jump = self._update(
                 mean[:, part], covariance[:, part], sizes[part], y[part], variance[part], rounds[:, part], elapsed
             )
-            weight[:, part] *= np.exp(np.maximum(likelihood - likelihood.max(axis=0), -8.0))
-            weight[:, part] /= weight[:, part].sum(axis=0)
+            weight[:, part] = self._weighed(weight[:, part], likelihood)
             jumped[part] = (weight[:, part] * jump).sum(axis=0) > 0.5
         everyone = [np.array(x) for x in (self.mean, self.covariance, self.weight, self.scatter, self.seen)]
         everyone[0][:, rows], everyone[1][:, rows], everyone[2][:, rows] = mean, covariance, weight
@@ -170,6 +169,22 @@ class TimePosterior:
             seen=everyone[4],
             jumped=self.jumped | {name for name, so in zip(np.array(self.names)[rows], jumped, strict=True) if so},
         )
+
+    def _weighed(self, weight: Array, likelihood: Array) -> Array:
+        """Probability of each filter after a round, by how well it has predicted each worker, and all of them.
+
+        Rounds scatter and speeds walk for reasons that workers often share (a machine, a room, a kind of device). So a
+        filter that has predicted most of them well counts more for each: a factor on each filter that all workers have
+        in common, fitted to the round by expectation maximisation.
+        """
+        likely, count = np.exp(np.maximum(likelihood - likelihood.max(axis=0), -8.0)), self.settings.prior_workers
+        before = weight.sum(axis=1) + count * weight.mean(axis=1)
+        factor = np.ones(len(weight))
+        for _ in range(5):
+            after = weight * factor[:, None] * likely
+            after /= after.sum(axis=0)
+            factor = (after.sum(axis=1) + count * weight.mean(axis=1)) / before
+        return np.asarray(after)
 
     def _summary(self, scatter: Array, forward: Array, backward: Array) -> tuple[Array, Array, Array]:
         """Mean times, their relative variance, and the scatter of single steps with this round."""

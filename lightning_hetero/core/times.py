@@ -41,7 +41,7 @@ class EstimatorSettings:
     walks: tuple[float, ...] = (0.0005, 0.0005, 0.0005, 0.01, 0.03)
     rounds: tuple[float, ...] = (0.1, 0.5, 1.0, 0.1, 0.4)
     prior: tuple[float, ...] = (0.6, 0.12, 0.03, 0.15, 0.1)
-    prior_workers: float = 2.0
+    prior_workers: float = 8.0
     switch: float = 0.03
     fixed_share: float = 0.35
     jump_probability: float = 0.0005
