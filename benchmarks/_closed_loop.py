@@ -305,7 +305,8 @@ class Loop:
     @property
     def context(self) -> PlanContext:
         """What the planner has to respect."""
-        return PlanContext(self.plan.total_batch_size, self.names, (1,) * len(self.names), **self.extra)
+        known = {"elapsed": self.step - self.schedule.last, **self.extra}
+        return PlanContext(self.plan.total_batch_size, self.names, (1,) * len(self.names), **known)
 
     def change_workers(self, truth: Truth, names: Sequence[str]) -> None:
         """Go on with other workers, as a run that was started anew from its checkpoint."""

@@ -1,5 +1,6 @@
 """A training whose total batch is decided on while it runs, on a simulated cluster of exactly known speed and noise."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from lightning_hetero.core.noise_scale import RunningNoiseScale
 
 @dataclass(frozen=True)
 class Training:
-    """A training of a known length.
+    """A training that ends after so many samples.
 
     Args:
         truth: the cluster.
@@ -37,13 +38,13 @@ class Training:
         phi = self.noise_scale(progress)
         return total / seconds * (phi + self.initial) / (phi + total)
 
-    def brute_force(self, truth: Truth, progress: float, grid: dict[int, float]) -> float:
+    def brute_force(self, progress: float, grid: dict[int, float]) -> float:
         """The best goodput over a fine grid of totals, each with its exact optimum."""
         return max(self.goodput(total, seconds, progress) for total, seconds in grid.items())
 
     def grid(self, truth: Truth) -> dict[int, float]:
         """Seconds of the optimum at each of many totals."""
-        sizes = np.unique(np.geomspace(max(self.initial / 8, truth.workers), self.largest, 90).astype(int))
+        sizes = np.unique(np.geomspace(max(self.initial / 8, truth.workers), self.largest, 60).astype(int))
         return {int(total): truth.optimum(int(total)) for total in sizes}
 
 
@@ -63,36 +64,36 @@ class Ramp:
         plan: of the training.
         noise: of times.
         planner: decides on the total.
-        speeds: factors on all times after so many seconds of the oracle's training: ``(share of progress, factors)``.
+        movement: factors on the times of each worker, by the share of the training that is done and the step.
+        seed: of the random numbers.
     """
 
     plan: Training
     noise: Noise
     planner: GoodputPlanner
-    movement: tuple[tuple[float, np.ndarray], ...] = ()
+    movement: Callable[[float, int], np.ndarray]
     seed: int = 0
     shares: list[float] = field(default_factory=list)
+    of_totals: list[float] = field(default_factory=list)
 
     def run(self) -> dict[str, float]:
         """Time to the end over the oracle's, and goodput over brute force while it runs."""
         training, rng = self.plan, np.random.default_rng(self.seed)
         loop = Loop(replace(self.planner, initial_total=training.initial), training.truth, training.initial, self.noise)
         scale, progress, seconds, oracle = RunningNoiseScale(horizon=60.0 * training.initial), 0.0, 0.0, 0.0
-        grids: dict[int, dict[int, float]] = {}
-        moved = -1
+        factors: np.ndarray | None = None
         while progress < 1.0 and loop.step < 20_000:
-            now = sum(progress >= share for share, _ in self.movement) - 1
-            if now != moved or not grids:
-                moved = now
-                loop.truth = training.truth if now < 0 else training.truth.slowed(self.movement[now][1])
-                if now not in grids:
-                    grids[now] = training.grid(loop.truth)
+            now = self.movement(progress, loop.step)
+            if factors is None or not np.array_equal(now, factors):
+                factors, loop.truth = now, training.truth.slowed(now)
+                grid = training.grid(loop.truth)
             total, truth = loop.plan.total_batch_size, loop.truth
             taken = truth.time(np.maximum(loop.plan.local_batch_sizes, 1))
             phi = training.noise_scale(progress)
-            best = training.brute_force(truth, progress, grids[moved])
+            best = training.brute_force(progress, grid)
             share = training.goodput(total, taken, progress) / best
             self.shares.append(share)
+            self.of_totals.append(training.goodput(total, truth.optimum(total), progress) / best)
             done = total * (phi + training.initial) / (phi + total)
             progress, seconds, oracle = progress + done / training.samples, seconds + taken, oracle + done / best
             scale = scale.update(
@@ -107,7 +108,7 @@ class Ramp:
         return {
             "time": oracle / seconds,
             "goodput": float(np.median(tail)),
-            "worst goodput": float(np.quantile(tail, 0.05)),
+            "goodput of total": float(np.median(self.of_totals[len(self.of_totals) // 2 :])),
             "steps": loop.step,
             "changes": len(loop.changes),
         }

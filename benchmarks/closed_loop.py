@@ -65,18 +65,18 @@ def measure(loop: Loop, since: int) -> dict[str, float]:
 
 def adaptive(case: dict[str, Any]) -> dict[str, Any]:
     """A short training whose total follows the gradient noise, on workers that may move."""
-    plan, rng = training(CLUSTERS[case["cluster"]], case["workload"]), np.random.default_rng(case["seed"])
-    workers, movement = plan.truth.workers, []
-    if case["regime"] == "jumps":
-        slower = np.where(np.arange(workers) == SHARED[case["cluster"]], 1.6, 1.0)
-        movement = [(0.4, slower), (0.7, np.ones(workers))]
-    elif case["regime"] == "walks":
-        x = np.zeros(workers)
-        for j in range(40):
-            x = 0.9 * x + 0.08 * rng.standard_normal(workers)
-            movement.append((0.1 + 0.015 * j, np.exp(x)))
+    plan, one = training(CLUSTERS[case["cluster"]], case["workload"]), SHARED[case["cluster"]]
+    workers = plan.truth.workers
+    path = [*path_of("walk", workers, one, np.random.default_rng(case["seed"]))]
+
+    def movement(progress: float, step: int) -> np.ndarray:
+        if case["regime"] == "walks":
+            return path[step // BLOCK % len(path)]
+        slower = case["regime"] == "jumps" and 0.4 <= progress < 0.7
+        return np.where((np.arange(workers) == one) & slower, 1.6, 1.0)
+
     noise = Noise(**NOISES[case["noise"]], seed=case["seed"])
-    return {**case, **Ramp(plan, noise, GoodputPlanner(plan.largest), tuple(movement), case["seed"]).run()}
+    return {**case, **Ramp(plan, noise, GoodputPlanner(plan.largest), movement, case["seed"]).run()}
 
 
 def prediction(case: dict[str, Any]) -> dict[str, Any]:
@@ -228,6 +228,7 @@ COLUMNS = (
     "decision ms",
     "time",
     "goodput",
+    "goodput of total",
     "off",
     "worst off",
     "inside",

@@ -57,7 +57,7 @@ class PerfModelPlanner:
         times: time models of each piece of hardware, with what is not certain of them.
         link: what averaging takes, by the number of workers.
         residual: what steps take longer than all this says, the loop's own time among it.
-        steps: steps observed, of the run and of those that it goes on with.
+        steps: steps that took place, of the run and of those that it goes on with.
         arrivals: seconds of averaging by which each piece of hardware differs from others when it comes last, where it
             did, and their variance. What exceeds the least of them is its own, and counts into its constant time.
         settings: of the decision rule.
@@ -153,7 +153,7 @@ class PerfModelPlanner:
         """The planner that has seen the observations."""
         if observations.num_steps == 0:
             return self
-        names, elapsed = context.identities, float(observations.num_steps)
+        names, elapsed = context.identities, float(max(context.elapsed or 0, observations.num_steps))
         known = {rank: self.arrivals[name] for rank, name in enumerate(names) if name in self.arrivals}
         takes = float(np.median(np.nan_to_num(observations.last_sync).min(axis=1)))
         found = own_arrivals(known, arrival_differences(observations.last_sync), takes)

@@ -32,6 +32,7 @@ class PlanContext:
         link: what compressed gradients cross, ``None`` if there are none.
         given: sizes to begin with that the user gave, ``None`` if the policy finds its own.
         change_cost: seconds that a change of the plan costs, to compile or tune anew; ``None`` if that is unknown.
+        elapsed: steps since the last look, of which only the newest are observed; ``None`` for those that are.
 
     Example:
         >>> PlanContext(40, ("a", "b"), (1, 1)).hysteresis
@@ -50,6 +51,7 @@ class PlanContext:
     link: MessageLink | None = None
     given: tuple[int, ...] | None = None
     change_cost: float | None = None
+    elapsed: int | None = None
 
 
 @dataclass(frozen=True)
