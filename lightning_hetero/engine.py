@@ -335,7 +335,7 @@ class HeteroEngine:
 
     def _context(self, plan: BatchPlan, **known: Any) -> PlanContext:
         assert self.roster is not None
-        known["change_cost"], known["elapsed"] = self.observer.change_cost, self.observer.synced_steps - self.schedule.last
+        known |= {"change_cost": self.observer.change_cost, "elapsed": self.observer.synced_steps - self.schedule.last}
         known["link"] = self.compression.link() if self.compression else None
         return self.roster.context(self.config, plan.total_batch_size, self.accumulation, **known)
 

@@ -6,7 +6,7 @@ All functions take arrays of shape ``(..., 4)`` and ``(..., 4, 4)``; an observat
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["gain_of", "mixed", "non_negative", "surprise", "update"]
+__all__ = ["gain_of", "mixed", "non_negative", "possible", "surprise", "update"]
 
 Array = npt.NDArray[np.float64]
 
@@ -41,6 +41,19 @@ def surprise(gain: Array, noise: Array, off: Array, b: Array) -> Array:
     aa, ap, pp, determinant = _innovation(gain, noise, b)
     x, z = off[..., 0], off[..., 1]
     return np.asarray((pp * x * x - 2 * ap * x * z + aa * z * z) / determinant)
+
+
+def possible(mean: Array, covariance: Array) -> Array:
+    """Logarithm of how probable it is that no coefficient is negative: minus half the square of what each is below 0.
+
+    Counted in standard deviations: the tail of a normal distribution, without its slowly varying factor.
+
+    Example:
+        >>> possible(np.array([[2.0, -3.0, 1.0, 0.0]]), np.eye(4)[None]).tolist()
+        [-4.5]
+    """
+    variance = np.maximum(np.einsum("...ii->...i", covariance), 1e-300)
+    return np.asarray(-0.5 * (np.minimum(mean, 0.0) ** 2 / variance).sum(axis=-1))
 
 
 _SLOPE, _FIXED, _SLOPE_BACKWARD, _FIXED_BACKWARD = np.eye(4)[:, None, :]

@@ -9,8 +9,9 @@ updated at each sync round by the Kalman filter from the mean times of its steps
 clock, a quota). Between rounds a speed walks: ``Q = omega^2 theta theta^T`` scales all four coefficients together, so
 that the shape of a worker's line survives. ``rho`` and ``omega`` are unknown and differ from machine to machine:
 several pairs are filtered side by side, and how well each predicts says how much it counts (a bank of filters, weighted
-by likelihood). Each filter also allows for a jump of the speed between two rounds. What no longer fits is forgotten by
-its weight in the covariance; nothing is ever rescaled.
+by likelihood). Each filter also allows for a jump of the speed between two rounds. No coefficient is negative: what
+would make one so is unlikely by as much. What no longer fits is forgotten by its weight in the covariance; nothing is
+ever rescaled.
 """
 
 import math
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetero.core.kalman import gain_of, mixed, non_negative, surprise, update
+from lightning_hetero.core.kalman import gain_of, mixed, non_negative, possible, surprise, update
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.pace import RARE, capped_columns
 from lightning_hetero.core.times import EstimatorSettings, Times
@@ -258,8 +259,8 @@ class TimePosterior:
         noise[..., 1, 1] += variance[:, 1] * scale[..., 1] ** 2
         off = y - expected
         stayed = update(mean, covariance, gain, noise, off, b)
-        level = stayed[2]
-        odd = surprise(gain, noise, off, b) > 6.0
+        level = stayed[2] + possible(stayed[0], stayed[1]) - possible(mean, covariance)
+        odd = surprise(gain, noise, off, b) - 2.0 * possible(stayed[0], stayed[1]) > 6.0
         chance, jump = self.settings.jump_probability, np.zeros(odd.shape)
         if not odd.any():
             return stayed[0], stayed[1], level + np.log1p(-chance), jump
@@ -268,7 +269,8 @@ class TimePosterior:
         wide = covariance[at] + self.settings.jump**2 * theta_at[:, :, None] * theta_at[:, None, :]
         np.einsum("nii->ni", wide)[...] += (self.settings.reshape * size[at[1]]) ** 2
         jumped = update(mean[at], wide, gain_of(wide, b_at), noise[at], off[at], b_at)
-        logs = np.stack([level[at] + np.log1p(-chance), jumped[2] + np.log(chance)])
+        jumps = jumped[2] + possible(jumped[0], jumped[1]) - possible(mean[at], wide)
+        logs = np.stack([level[at] + np.log1p(-chance), jumps + np.log(chance)])
         top = logs.max(axis=0)
         weight = np.exp(logs - top)
         level = level + np.log1p(-chance)

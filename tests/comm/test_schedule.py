@@ -80,3 +80,27 @@ def test_ranks_look_soon_at_messages_that_they_time_for_a_decision(monkeypatch, 
     done = engine.exchange(Asks(probe), not_before=(0, 8))
     assert done.observations.num_steps > 1
     assert engine.schedule.next == 8 + (FIRST if soon else LONGEST)
+
+
+@dataclass(frozen=True)
+class Ages(StaticPlanner):
+    """Notes the steps that have passed, as a planner of the time model does."""
+
+    seen: tuple = ()
+
+    def decide(self, observations, current, context):
+        return Decision(Ages(seen=(*self.seen, (observations.num_steps, context.elapsed))))
+
+
+def test_a_planner_is_told_of_the_steps_that_have_passed_not_only_of_those_observed():
+    engine = module.HeteroEngine(HeteroConfig(replan=60), rank=0, world_size=1, device=torch.device("cpu"))
+    engine.shard(PermutationStream(800, shuffle=False, seed=0), batch_size=4)
+    planner = Ages()
+    for step in range(120):
+        engine.begin_step(0, step)
+        with engine.backward():
+            engine.observer.bucket_done(engine.observer.bucket_ready())
+        engine.end_step()
+        if engine.due:
+            planner = engine.exchange(planner, not_before=(0, step + 1)).planner
+    assert planner.seen == ((32, 60), (32, 60))

@@ -176,6 +176,20 @@ def test_no_change_gains_less_than_the_hysteresis(hysteresis):
             plan = proposal.plan
 
 
+def test_what_pays_is_counted_over_all_steps_that_passed():
+    """A small gain pays in a run of which a thousand steps have passed, though few of them were observed."""
+    split, changed = BatchPlan(192, (109, 57, 26)), []
+    for elapsed in (None, 1000):
+        rng, planner, sizes = np.random.default_rng(3), PerfModelPlanner(), ((64, 64, 64), (109, 57, 26))
+        ctx = context(192, 3, elapsed=elapsed, change_cost=4.0)
+        for look in range(6):
+            planner = planner.observe(measure(CLUSTER, sizes[min(look, 1)], rng, noise=0.01), ctx)
+        assert planner.steps == 6 * (elapsed or 10)
+        _, proposal = planner.decide(measure(CLUSTER, split.local_batch_sizes, rng, noise=0.01), split, ctx)
+        changed.append(proposal is not None)
+    assert changed == [False, True]  # 25 ms of 170 for 70 steps, or for 7000, against 4 s
+
+
 def test_bounds_are_kept():
     ctx = context(192, 3, min_local=(1, 1, 40), max_local=(90, 100, 100))
     _, plan, _ = drive(PerfModelPlanner(), CLUSTER, even_plan(ctx), ctx, 4, np.random.default_rng(0))

@@ -149,6 +149,70 @@ def test_a_jump_is_followed_at_once_and_named(factor):
     assert posterior.jumped == frozenset({"b"})
 
 
+@pytest.mark.parametrize("noise", [0.02, 0.1])
+@pytest.mark.parametrize("factor", [1 / 3, 1 / 1.5, 1.3, 3.0])
+def test_a_jump_while_the_size_changes_is_not_taken_for_a_negative_constant_part(factor, noise):
+    """The time at the running size is right two rounds later at the latest, whatever sizes were seen before."""
+    for seed in (90, 112, 142, 87):  # these went wrong by up to 80 standard errors
+        rng = np.random.default_rng(seed)
+        theta = THETA * np.exp(0.5 * rng.standard_normal(THETA.shape)) * (rng.random(THETA.shape) < 0.8) + 1e-6
+        b, posterior = rng.integers(20, 200, 3).astype(float), TimePosterior()
+        for _ in range(3):
+            b = np.maximum(np.round(b * np.exp(rng.uniform(-1, 1, 3))), 1.0)
+            posterior = seen(*[steps(theta, b, 8, rng, noise) for _ in range(3)], posterior=posterior)
+        b = np.maximum(np.round(b * np.exp(rng.uniform(-1.5, 1.5, 3))), 1.0)
+        theta = theta * np.array([factor, 1.0, 1.0])[:, None]
+        posterior = seen(*[steps(theta, b, 8, rng, noise) for _ in range(3)], posterior=posterior)
+        found, error = posterior.times(NAMES).seconds(b)
+        np.testing.assert_allclose(found, seconds(theta, b), rtol=0.03 + 0.5 * noise)
+        assert (abs(found - seconds(theta, b)) < 5 * error).all()
+
+
+# what workers share
+
+
+def test_filters_that_all_agree_on_are_weighed_by_bayes_rule():
+    """Where the prior holds for very many workers, nothing that this round showed is common to all."""
+    rng = np.random.default_rng(0)
+    weight, likelihood = rng.dirichlet(np.ones(5), 3).T, rng.uniform(-7, 0, (5, 3))
+    found = TimePosterior(settings=EstimatorSettings(prior_workers=1e9))._weighed(weight, likelihood)
+    expected = weight * np.exp(likelihood)
+    np.testing.assert_allclose(found, expected / expected.sum(axis=0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("workers", [1, 3, 40])
+def test_filters_are_weighed_as_expectation_maximisation_has_it(workers):
+    """Against loops: ``p_i = w_i f_i l_i``, ``f`` the ratio of the sums after and before, with workers of the prior."""
+    rng, count = np.random.default_rng(workers), EstimatorSettings().prior_workers
+    weight, likelihood = rng.dirichlet(np.ones(5), workers).T, rng.uniform(-12, 3, (5, workers))
+    factor = [1.0] * 5
+    for _ in range(5):
+        after = np.zeros((5, workers))
+        for n in range(workers):
+            best = max(likelihood[:, n])
+            parts = [weight[j, n] * factor[j] * np.exp(max(likelihood[j, n] - best, -8.0)) for j in range(5)]
+            after[:, n] = np.array(parts) / sum(parts)
+        usual = [np.mean(weight[j]) * count for j in range(5)]
+        factor = [(sum(after[j]) + usual[j]) / (sum(weight[j]) + usual[j]) for j in range(5)]
+    np.testing.assert_allclose(TimePosterior()._weighed(weight, likelihood), after, rtol=1e-12)
+
+
+def test_what_holds_for_most_workers_counts_for_each():
+    """Rounds that scatter by a tenth are told from single steps that do by many workers sooner than by one."""
+    rng = np.random.default_rng(0)
+    found = {}
+    for workers in (1, 40):
+        theta, names = np.repeat(THETA[:1], workers, axis=0), tuple(f"w{i}" for i in range(workers))
+        posterior = TimePosterior()
+        for _ in range(12):
+            factor = np.exp(0.05 * rng.standard_normal(workers))
+            look = steps(theta * factor[:, None], (30,) * workers, 8, rng, 0.05)
+            posterior = posterior.observe(look, names)
+        together = posterior.weight.mean(axis=1)
+        found[workers] = together[1] + together[2]  # rounds that share as much as single steps scatter, or half of it
+    assert found[40] > found[1] + 0.1
+
+
 def test_a_jump_keeps_the_shape_of_the_line():
     """A worker that is three times as slow is so at every size."""
     rng = np.random.default_rng(3)
