@@ -1,4 +1,4 @@
-"""What moves with the total batch of an engine's plans, whatever trains under them: learning rate, bounds, reports.
+"""Move learning rate, bounds and reports along with the total batch of an engine's plans, whatever trains under them.
 
 On the total itself :class:`~lightning_hetero.core.adaptive.GoodputPlanner` decides, when ranks look at their plan.
 """
@@ -14,7 +14,7 @@ import torch
 from lightning_hetero.core.adaptive import GoodputPlanner
 from lightning_hetero.core.goodput import Candidate
 from lightning_hetero.core.lr_scaling import check_lr_scaling, lr_gain
-from lightning_hetero.core.validation import check_int, check_number, check_totals
+from lightning_hetero.core.validation import check_totals
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.optim import LearningRateGain
 
@@ -33,9 +33,7 @@ class AdaptiveTotal:
         max_total_batch_size: greatest total, ``>= 1``.
         lr_scaling: a rule of :data:`~lightning_hetero.core.lr_scaling.LR_RULES`, a function, or ``"auto"``: AdaScale
             for SGD, else the square root.
-        min_total_batch_size: least total; by default what the workers' bounds allow.
-        hysteresis: least predicted gain in goodput for which the total is changed, 0 to 1.
-        min_steps: steps to observe between two changes of the total, ``>= 1``.
+        min_total_batch_size: least total, ``>= 1``; by default what the workers' bounds allow.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -43,8 +41,9 @@ class AdaptiveTotal:
 
     Example:
         >>> total = AdaptiveTotal(4096, "sqrt")
-        >>> total.planner.max_total_batch_size, total.lr_gain, total.scale_invariant_steps
-        (4096, 1.0, 0.0)
+        >>> total.check("the initial total batch is", 64)
+        >>> total.lr_gain, total.scale_invariant_steps
+        (1.0, 0.0)
     """
 
     def __init__(
@@ -53,18 +52,9 @@ class AdaptiveTotal:
         lr_scaling: str | Callable[[float, float, float, float], float] = "auto",
         *,
         min_total_batch_size: int | None = None,
-        hysteresis: float = 0.02,
-        min_steps: int = 8,
     ) -> None:
         check_totals(max_total_batch_size, min_total_batch_size)
         self.lr_scaling = self.given_lr_scaling = check_lr_scaling(lr_scaling)  # the first is what "auto" chooses
-        self.planner = GoodputPlanner(
-            max_total_batch_size,
-            min_total_batch_size,
-            check_number("hysteresis", hysteresis, low=0.0, high=1.0),
-            check_int("min_steps", min_steps, minimum=1),
-        )
-        """The planner to begin with."""
         self._most, self._least = max_total_batch_size, min_total_batch_size or 1
         self._engine: HeteroEngine | None = None
         self._gains: dict[int, float] = {}
@@ -142,7 +132,10 @@ class AdaptiveTotal:
             )
 
     def follow(self, planner: GoodputPlanner) -> tuple[GoodputPlanner, Candidate | None]:
-        """Behind a look at the plan, let all ranks take learning rates and micro-batches of rank 0; a collective call.
+        """Let all ranks take learning rates and micro-batches of rank 0, behind a look at the plan; a collective call.
+
+        Args:
+            planner: that has decided; that of rank 0 counts.
 
         Returns:
             The planner, and what is predicted of the total that holds from now on.
@@ -210,7 +203,14 @@ class AdaptiveTotal:
         return metrics
 
     def write(self, table: Sequence[Candidate], running: Candidate | None, directory: Path, step: int) -> None:
-        """Add all candidates of a look to the table in a directory."""
+        """Add all candidates of a look to the table in a directory, ``hetero_candidates.csv``.
+
+        Args:
+            table: candidates; nothing is written without any.
+            running: the one that holds from now on.
+            directory: is made if it is not there.
+            step: optimizer step of the look.
+        """
         if not table:
             return
         path = directory / TABLE

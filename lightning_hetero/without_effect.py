@@ -99,15 +99,16 @@ def _of_one_worker(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
 
 
 def _of_policy(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
-    if run.world_size == 1 or config.staleness:  # the rule of the delays has the same hysteresis
+    if run.world_size == 1:
         return
-    hysteresis = given(config, ["hysteresis", "change_cost"])
+    # the rule of the delays has the same hysteresis
+    unused = given(config, ["change_cost"] if config.staleness else ["hysteresis", "change_cost"])
     if isinstance(run.planner, ProportionalPlanner):
         reason = "proportional control goes by the dead band of its controller"
-        yield NoEffect(hysteresis, reason, "Under Lightning, give DynamicBatchPIDCallback(dead_band=...)")
+        yield NoEffect(unused, reason, "Under Lightning, give DynamicBatchPIDCallback(dead_band=...)")
     elif run.planner is None or isinstance(run.planner, StaticPlanner):
         (why,) = given(config, ["local_batch_sizes"]) if config.fixes_split else (f"policy={config.policy!r}",)
-        yield NoEffect(hysteresis, f"with {why} the split never changes", "Leave it out, or choose another policy")
+        yield NoEffect(unused, f"with {why} the split never changes", "Leave it out, or choose another policy")
 
 
 def _of_loader(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:

@@ -79,6 +79,11 @@ class OwnGNS(GNSCallback):
         ({"hysteresis": 0.1, "policy": "even"}, {}, ["with policy='even' the split never changes"]),
         ({"hysteresis": 0.1, "local_batch_sizes": [3, 1]}, {}, ["with local_batch_sizes=[3, 1] the split never"]),
         ({"hysteresis": 0.1, "staleness": 1, "policy": "even"}, {}, []),
+        (
+            {"hysteresis": 0.1, "change_cost": 2.0, "staleness": 1},
+            {"planner": ProportionalPlanner()},
+            ["change_cost=2.0 has no effect: proportional control"],
+        ),
         ({"local_batch_sizes": [3, 1]}, {"batch_size": 2}, []),
         (
             {"local_batch_sizes": [3, 1]},

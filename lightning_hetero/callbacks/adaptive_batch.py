@@ -9,6 +9,7 @@ from lightning_hetero.callbacks.noise_scale import GNSCallback
 from lightning_hetero.callbacks.policy import MisconfigurationException, PolicyCallback
 from lightning_hetero.core.adaptive import GoodputPlanner
 from lightning_hetero.core.state import reading_state
+from lightning_hetero.core.validation import check_int, check_number
 
 __all__ = ["AdaptiveBatchCallback"]
 
@@ -31,7 +32,7 @@ class AdaptiveBatchCallback(PolicyCallback):
         max_total_batch_size: greatest total, ``>= 1``; it is never more than an epoch has samples.
         lr_scaling: ``"adascale"``, ``"sqrt"``, ``"linear"``, ``"none"``, a function
             ``(total, initial, trace, grad_sq_norm) -> factor``, or ``"auto"``: AdaScale for SGD, else the square root.
-        min_total_batch_size: least total; by default what the workers' bounds allow.
+        min_total_batch_size: least total, ``>= 1``; by default what the workers' bounds allow.
         hysteresis: least predicted gain in goodput for which the total is changed, 0 to 1.
         min_steps: steps to observe between two changes of the total, ``>= 1``; of a long interval between two looks at
             the plan, the last 32 are observed.
@@ -54,14 +55,14 @@ class AdaptiveBatchCallback(PolicyCallback):
         hysteresis: float = 0.02,
         min_steps: int = 8,
     ) -> None:
-        self._total = AdaptiveTotal(
+        self._total = AdaptiveTotal(max_total_batch_size, lr_scaling, min_total_batch_size=min_total_batch_size)
+        planner = GoodputPlanner(
             max_total_batch_size,
-            lr_scaling,
-            min_total_batch_size=min_total_batch_size,
-            hysteresis=hysteresis,
-            min_steps=min_steps,
+            min_total_batch_size,
+            check_number("hysteresis", hysteresis, low=0.0, high=1.0),
+            check_int("min_steps", min_steps, minimum=1),
         )
-        super().__init__(self._total.planner)
+        super().__init__(planner)
         self._directory: Path | None = None
 
     @property

@@ -22,7 +22,7 @@ QUESTIONS: tuple[tuple[str, str, str], ...] = (
     ("max_local_batch_sizes", "Most samples of a worker, one number or one per worker (none: no limit)", "none"),
     ("loss_reduction", "Is the loss a mean over the samples or their sum (mean, sum)", "mean"),
     ("replan", "When is the split reconsidered (auto, epoch, or a number of steps)", "auto"),
-    ("hysteresis", "Least predicted gain for which the split changes, as a share of the step time", ""),
+    ("hysteresis", "Least predicted gain for which the split changes, 0 to 1 (none: whatever pays)", "none"),
     ("compression", f"What is sent of gradients ({', '.join(COMPRESSORS)}, or none: all of them)", "none"),
     ("density", "Share of the gradient that block_topk sends, above 0 to 1", str(BlockTopK().density)),
 )

@@ -140,6 +140,17 @@ def test_a_change_of_the_total_has_to_pay_as_one_of_the_split_does():
     assert planner().decide(NOTHING, plan(30, 10), dear).proposal is None
 
 
+def test_a_change_of_the_total_says_how_sure_its_prediction_is():
+    """Of the plan to come, as the split alone does, and of the one that runs."""
+    before, ctx = planner(), context(40, 1e6)
+    found = before.decide(NOTHING, plan(30, 10), ctx)
+    split = before.model.decide(NOTHING, plan(30, 10), ctx)
+    chosen = found.proposal.plan
+    assert chosen.total_batch_size == 80
+    assert found.error == split.error > 0
+    assert chosen.step_time_error == before.model.error(chosen, replace(ctx, total_batch_size=80)) > 0
+
+
 def test_bounds_of_the_total():
     assert planner(60).decide(NOTHING, plan(30, 10), context(40, 1e6)).proposal.plan.total_batch_size == 60
     small = planner(60, min_total_batch_size=32)
