@@ -1,4 +1,4 @@
-"""The noise scale and the moving total of a training loop of the user's own, as its settings ask for them."""
+"""Measure the noise scale and move the total in a training loop of the user's own, as its settings ask for it."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ __all__ = ["Adaptation"]
 
 
 class Adaptation:
-    """Measures the noise of an engine's gradients and follows the total that a planner moves, if settings say so.
+    """Measure the noise of an engine's gradients and follow the total that a planner moves, if settings say so.
 
     The number of micro-batches is the loop's own, so that the total moves with that number as it is. It is known once
     a window of them is complete. With one worker there is nothing to measure.
@@ -67,7 +67,13 @@ class Adaptation:
         return 0.0 if self._total is None else self._total.scale_invariant_steps
 
     def lead(self, optimizers: Sequence[torch.optim.Optimizer], scaler: Any, divisor: Callable[[], int | None]) -> None:
-        """Take hold of the optimizers of the run, in place of those held before."""
+        """Take hold of the optimizers of the run, in place of those held before.
+
+        Args:
+            optimizers: those that step on the gradients.
+            scaler: a gradient scaler, ``None`` without one.
+            divisor: gives what losses of micro-batches are divided by; ``None`` for the number of those in a window.
+        """
         held = list(optimizers)
         if self._noise is not None:
             self._noise.scaled_by(scaler)
@@ -87,6 +93,9 @@ class Adaptation:
 
     def starts(self, planner: Planner | None) -> Planner | None:
         """The planner, where a pass over the data begins; a total that cannot be within the bounds is refused.
+
+        Args:
+            planner: of the session, which knows the initial total if it goes on.
 
         Raises:
             ValueError: if the total is outside the bounds.
@@ -127,7 +136,7 @@ class Adaptation:
         return planner
 
     def follow(self, planner: Planner | None, directory: Path | None) -> tuple[Planner | None, dict[str, float]]:
-        """Behind a look at the plan: all ranks take the learning rates of rank 0; a collective call.
+        """Let all ranks take the learning rates of rank 0, behind a look at the plan; a collective call.
 
         Args:
             planner: that has decided.
@@ -159,7 +168,11 @@ class Adaptation:
         return {} if self._noise is None else {**cut_interval(self._engine, at), "noise": self._noise.interval()}
 
     def resume(self, interval: dict[str, Any]) -> None:
-        """Go on in the middle of an interval."""
+        """Go on in the middle of an interval.
+
+        Args:
+            interval: what :meth:`interval` gave, empty if there is none.
+        """
         if self._noise is not None and interval:
             same = of_same_workers(self._engine, interval)
             resume_plans(self._engine, same)

@@ -48,7 +48,8 @@ class HeteroConfig:
             at most), ``"epoch"``, or a number of optimizer steps.
         hysteresis: least predicted gain for which a plan is changed, as a share of the step time, 0 to 1; by default
             whatever pays, and 3 % where gradients may arrive late.
-        change_cost: seconds that a change of the split costs, to compile or tune anew; by default they are measured.
+        change_cost: seconds that a change of the split costs, to compile or tune anew, 0 or more; by default they are
+            measured.
         balance_evaluation: split validation, test and predict data by speed, without repeating samples.
         probe_memory: find each rank's largest batch by trial before training (CUDA).
         compression: what is sent of gradients: ``None`` (all), settings such as ``BlockTopK(density=0.01)``, or a name
@@ -61,10 +62,10 @@ class HeteroConfig:
         staleness: most steps by which a gradient may arrive late: 0, or 1 where the link would make every step wait.
         nonfinite: what to do about a gradient that is not finite: ``"warn"`` (say so once, when the loss shows it),
             ``"drop"`` (leave it out on all ranks) or ``"stop"`` (an error on all ranks before the optimizer takes it).
-        max_total_batch_size: greatest total batch, all micro-batches of an optimizer step together; with it the total
-            moves to where goodput is highest. ``None`` keeps the total. This and the rest are for training loops of the
-            user's own; Lightning's Trainer has callbacks for it.
-        min_total_batch_size: least total batch; ``None`` for what the bounds of the ranks allow.
+        max_total_batch_size: greatest total batch, ``>= 1``, all micro-batches of an optimizer step together; with it
+            the total moves to where goodput is highest. ``None`` keeps the total. This and the rest are for training
+            loops of the user's own; Lightning's Trainer has callbacks for it.
+        min_total_batch_size: least total batch, ``>= 1``; ``None`` for what the bounds of the ranks allow.
         lr_scaling: how the learning rate follows the total: ``"auto"`` (AdaScale for SGD, else the square root), a rule
             of :data:`~lightning_hetero.core.lr_scaling.LR_RULES`, or a function
             ``(total, initial, trace, grad_sq_norm) -> factor``.

@@ -1,4 +1,4 @@
-"""A run that is cut between two looks at its plan: what a checkpoint has of that interval, and going on in it.
+"""Save and resume a run that is cut between two looks at its plan.
 
 The run that goes on then looks after the same step, and sees the same steps, as the run without a break.
 """

@@ -1,4 +1,4 @@
-"""What users read and change of a run's plans, the same through every front end."""
+"""Read and change the plans of a run, the same through every front end."""
 
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.plan import BatchPlan, PlanEntry
@@ -8,7 +8,7 @@ __all__ = ["PlanAccess"]
 
 
 class PlanAccess:
-    """What users read and change of a run's plans, the same through every front end.
+    """Read and change the plans of a run: what every front end offers its users.
 
     A front end has an ``engine`` once its processes have met; ``_no_engine`` is its error until then.
     """

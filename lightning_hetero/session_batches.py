@@ -1,4 +1,4 @@
-"""A session as the loader of its training data sees it, and what a copy of such a loader has in its place."""
+"""Give the loader of a session's training data its batches, and a copy of such a loader an error."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -18,12 +18,10 @@ class Session(Protocol):
     @property
     def running(self) -> bool:
         """Whether a pass over the data is under way."""
-        ...
 
     @property
     def stream(self) -> IndexStream | None:
         """Order of the samples."""
-        ...
 
 
 class CopiedSession:

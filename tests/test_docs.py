@@ -334,6 +334,46 @@ def test_what_follows_the_link_is_that_of_the_benchmark():
     assert not any(row["density_taken_back"] or row["split_taken_back"] for row in measured), "the page says so"
 
 
+CLUSTERS, EQUAL = ("A B C", "100"), tuple(f"equal {workers}" for workers in (2, 8, 16, 32, 100))
+MOVING = ("ramp 1.3", "ramp 2.2", "walk", "swing")
+CLOSED_LOOP = (  # of each row: kinds and noises of its runs; then figure, which of them, and workers, number by number
+    ("steady", "0 2 8", [("share", "median", CLUSTERS), ("share", "least", CLUSTERS)]),
+    ("steady", "2", [(f"to {n} %", which, CLUSTERS) for n in (5, 1) for which in ("median", "most")]),
+    ("steady", "8", [("changes", which, CLUSTERS) for which in ("median", "most")]),
+    ("steady", "8 15", [("changes", "most", EQUAL)]),
+    (MOVING, "2", [("moving share", "least", CLUSTERS)]),
+    (MOVING, "2", [("share", "least", CLUSTERS)]),
+    ("jump 1.3", "2 8", [("for good 5 %", which, CLUSTERS) for which in ("median", "most")]),
+    ("jump 3", "2 8", [("for good 5 %", which, CLUSTERS) for which in ("median", "most")]),
+    ("steady", "2 8", [("decision ms", "median", (workers,)) for workers in ("100", "1000")]),
+    ("prediction", "2", [("off", "median", CLUSTERS), ("worst off", "most", CLUSTERS)]),
+    ("total", "2 8", [("time", "median", CLUSTERS), ("time", "least", CLUSTERS)]),
+)
+
+
+def test_closed_loop_is_that_of_the_benchmark():
+    """To the last digit that is given; the record has groups of runs, and the median of all lies between theirs."""
+    record = json.loads((ROOT / "benchmarks/results/closed_loop.json").read_text())["rows"]
+    page = TEXTS[ROOT / "docs" / "how-it-works.md"]
+    table = rows(page[page.index("| clusters of 3, 16, 16 and 100 workers") :].partition("\n\n")[0])
+    for (name, *cells), (kinds, noises, expected) in zip(table, CLOSED_LOOP, strict=True):
+        for cell, policy in zip(cells, ("perf_model", "perf_model before"), strict=True):
+            shown = re.findall(r"never|\d+(?:\.\d+)?(?: %)?", cell)
+            for text, (figure, which, workers) in zip(shown, expected if cell else (), strict=True):
+                runs = (row for row in record if row["policy"] == policy and row["workers"] in workers)
+                pairs = [
+                    row["figures"][figure]
+                    for row in runs
+                    if row["kind"] in kinds and row["noise"][:-2] in noises.split()
+                ]
+                some = [math.inf if pair[which != "median"] is None else pair[which != "median"] for pair in pairs]
+                low, high = (max if which == "most" else min)(some), (min if which == "least" else max)(some)
+                number, unit = text.removesuffix(" %"), 0.01 if text.endswith("%") else 1.0
+                off = 0.501 * 10.0 ** -len(number.partition(".")[2])
+                given = math.inf if text == "never" else float(number)
+                assert low / unit - off <= given <= high / unit + off, (name, policy, figure, which)
+
+
 def test_samples_are_those_of_the_benchmark():
     measured, (table,) = measured_in("convergence")
     columns = ("rate", "samples_over_dense", "loss_above_dense")

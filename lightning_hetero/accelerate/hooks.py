@@ -1,4 +1,4 @@
-"""Our communication hook in the DDP arguments that Accelerate wraps a model with, around the user's own."""
+"""Put our communication hook, around the user's own, into the DDP arguments with which Accelerate wraps a model."""
 
 import weakref
 from collections.abc import Callable
@@ -14,7 +14,13 @@ __all__ = ["HookedDDP"]
 
 
 class HookedDDP(DistributedDataParallelKwargs):
-    """The user's DDP arguments, with our communication hook around theirs; a model can have only one."""
+    """The user's DDP arguments, with our communication hook around theirs; a model can have only one.
+
+    Args:
+        given: arguments of the user, whose ``comm_hook`` runs inside ours.
+        accelerator: whose models are wrapped; it is not kept alive.
+        engine: of its run.
+    """
 
     def __init__(self, given: DistributedDataParallelKwargs, accelerator: Any, engine: HeteroEngine) -> None:
         self.given, self.engine = given, engine

@@ -1,4 +1,4 @@
-"""The gradient noise scale of several workers, whatever trains them: a collector, its messages, and where it stands."""
+"""Measure the gradient noise scale of several workers, whatever trains them."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ __all__ = ["WorkersNoise"]
 
 
 class WorkersNoise:
-    """Measures by the gradient hook's norms; workers put their sums together when they look at the plan.
+    """Measure by the gradient hook's norms; workers put their sums together when they look at the plan.
 
     Args:
         hook: state of the gradient hook.

@@ -26,17 +26,19 @@ from lightning_hetero.core.time_model import ClusterTimeModel
 
 __all__ = ["GoodputPlanner"]
 
+# None of these is a setting: they say in how many changes a total gets where goodput is highest, not where that is.
+# What says when a change pays stands in RuleSettings and in the arguments of the planner.
 GROWTH = 2.0
 """Largest factor between two totals where the noise scale is not certain."""
 FARTHEST = 16.0
-"""Largest factor where it is: a total farther away has to pay even if the noise scale is off by two standard errors."""
+"""Largest factor where it is: beyond ``GROWTH`` a total has to pay even if the noise scale is off by ``SURE``."""
 SURE = 2.0
-"""That number of standard errors."""
+"""Standard errors of the noise scale, two for the usual 95 %."""
 
 PROBE = 1.5
-"""Factor to a total that is tried because only one size of a worker is known."""
+"""Factor to a total that is tried because only one size of a worker is known: far enough to tell its fixed time."""
 WASTE = 0.2
-"""Largest loss of efficiency for that."""
+"""Largest loss of efficiency for that, as a share; it lasts until the next look."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,14 @@ class GoodputPlanner:
     part, and every total would promise the same throughput: then the next total is one that tells, half as large again
     or, if that would waste more than a fifth of the samples, smaller by as much.
 
+    One decision changes the total by a factor of two at most, or of 16 where that pays even if the noise scale is off
+    by two standard errors. As for the split, a change has to gain more than it costs while it holds.
+
     Args:
-        max_total_batch_size: greatest total.
-        min_total_batch_size: least total, ``None`` for the smallest that the workers' bounds allow.
-        hysteresis: least predicted gain in goodput for which the total is changed.
-        min_steps: observed steps between two changes of the total.
+        max_total_batch_size: greatest total, ``>= 1``.
+        min_total_batch_size: least total, ``>= 1``, ``None`` for the smallest that the workers' bounds allow.
+        hysteresis: least predicted gain in goodput for which the total is changed, as a share, 0 to 1.
+        min_steps: observed steps between two changes of the total, ``>= 1``.
         model: planner of the split, with the time models.
         initial_total: ``B_0``, the total against which efficiency counts; set when training begins.
         micro_batch_limit: samples of all workers together in one micro-batch if no bounds are known, ``None`` for no

@@ -1,4 +1,4 @@
-"""What averaging takes each worker itself, apart from the link: by who came last in steps that follow each other."""
+"""Estimate what averaging takes each worker itself, apart from the link, by who came last in successive steps."""
 
 import math
 import statistics
@@ -11,17 +11,32 @@ __all__ = ["arrival_differences", "likely_arrivals", "own_arrivals"]
 
 Array = npt.NDArray[np.float64]
 
+# None of these is a setting: a worker with a part of its own has one of many times the scatter of its differences, or
+# hardly any, and in between the split hardly depends on it.
 WALK = 0.05
-"""Standard deviation by which a worker's own part changes between two rounds, as a share of what the link takes."""
+"""Standard deviation by which a worker's own part changes between two rounds, as a share of what the link takes.
+
+Where workers take turns at being last, what they show outweighs it; where they do not, a part as long as the link's
+time is forgotten within some 50 rounds.
+"""
 
 ALONE = 0.02
-"""Share of what the last worker's averaging takes by which that of each other one has to be longer: it waited."""
+"""Share of what the last worker's averaging takes by which that of each other one has to be longer: it waited.
+
+Above what clocks resolve, and below any difference of workers that is worth a change.
+"""
 
 FEW = 4.0
-"""Degrees of freedom for which the scatter of all steps counts beside that within pairs."""
+"""Degrees of freedom for which the scatter of all steps counts beside that within pairs.
+
+A prior for a round of few pairs; a round of many has their own scatter.
+"""
 
 RARE = 0.02
-"""Probability that a worker has a part of its own, before anything is seen: most move data as fast as the others do."""
+"""Probability that a worker has a part of its own, before anything is seen: most move data as fast as the others do.
+
+Its logarithm counts: with twice as much, a part is as likely that is less than a tenth smaller.
+"""
 
 STALL = 3.0
 """Factor on what a step usually takes beyond which it is the link that stalled: with the steps before and after it, it

@@ -10,6 +10,8 @@ __all__ = ["Residual"]
 
 Array = npt.NDArray[np.float64]
 
+# None of these is a setting of decisions: what all splits take longer by makes none of them the better one. They say
+# how soon predictions follow, and how sure they are.
 PRIOR = 0.03
 """Standard deviation of both parts before anything was seen, as a share of the step."""
 ROUND = 0.01

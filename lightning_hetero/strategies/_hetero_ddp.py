@@ -65,8 +65,8 @@ class HeteroDDPMixin(CheckpointMixin, EndingMixin, WholeFilesMixin, PlanAccess):
         max_local_batch_sizes: most samples of a worker (memory), one number or one per worker.
         weight_fn: counts what a batch's mean loss is a mean of (tokens, pixels): ``weight_fn(batch) -> number``.
         replan: ``"auto"``, ``"epoch"``, or a number of optimizer steps between two looks at the plan.
-        hysteresis: least predicted gain for which a plan is changed, as a share of the step time; whatever pays.
-        change_cost: seconds that a change of the split costs, to compile or tune anew; measured by default.
+        hysteresis: least predicted gain for which a plan is changed, as a share of the step time; by default what pays.
+        change_cost: seconds that a change of the split costs, to compile or tune anew; by default they are measured.
         balance_evaluation: split validation, test and predict data by speed, without repeating samples.
         probe_memory: find each worker's largest batch by trial before training (CUDA).
         compression: what is sent of gradients: ``None`` (all of them), ``BlockTopK(density=0.01)``, ``"block_topk"``,
