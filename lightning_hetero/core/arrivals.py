@@ -17,7 +17,7 @@ WALK = 0.05
 """Standard deviation by which a worker's own part changes between two rounds, as a share of what the link takes.
 
 Where workers take turns at being last, what they show outweighs it; where they do not, a part as long as the link's
-time is forgotten within some 50 rounds.
+time is forgotten within tens of rounds.
 """
 
 ALONE = 0.02
