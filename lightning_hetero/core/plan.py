@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_hetero.core.validation import check_int, check_sizes
+from lightning_hetero.core.validation import check_int, check_number, check_sizes
 
 __all__ = ["BatchPlan", "PlanEntry", "PlanHistory", "even_sizes", "proportional_sizes", "tail_sizes"]
 
@@ -149,7 +149,7 @@ class BatchPlan:
         bottlenecks: what bounds each worker, ``"compute"`` or ``"communication"``; empty where unknown.
         leave_out: ranks that only slow the job down: even their minimum takes longer than the others need.
         step_time_without: predicted seconds of one step with the ranks in ``leave_out`` gone, else ``None``.
-        step_time_error: standard error of ``step_time`` in seconds, ``None`` where it is not known.
+        step_time_error: standard error of ``step_time`` in seconds, ``>= 0``, ``None`` where it is not known.
 
     Raises:
         ValueError: if the sizes do not sum to the total, or a field is out of range.
@@ -185,6 +185,8 @@ class BatchPlan:
             isinstance(self.step_time, Real) and self.step_time > 0 and math.isfinite(self.step_time)
         ):
             raise ValueError(f"step_time must be positive seconds or None; got {self.step_time!r}.")
+        if self.step_time_error is not None:
+            check_number("step_time_error", self.step_time_error, low=0.0)
 
     @property
     def world_size(self) -> int:

@@ -176,6 +176,16 @@ def test_entry_names_a_bad_step(epoch, step, error):
         ((8, (4, 4), float("nan")), ValueError, "step_time must be positive"),
         ((8, (4, 4), "fast"), ValueError, "step_time must be positive"),
         ((8, (4, 4), 1.0, ("compute",)), ValueError, "one per worker"),
+        (
+            (8, (4, 4), 1.0, (), (), None, -0.1),
+            ValueError,
+            "step_time_error=-0.1 is out of range; give a finite number, 0",
+        ),
+        (
+            (8, (4, 4), 1.0, (), (), None, "small"),
+            TypeError,
+            "step_time_error='small' is a str; give a finite number, 0",
+        ),
     ],
 )
 def test_bad_plans(fields, error, says):
