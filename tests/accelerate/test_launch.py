@@ -353,6 +353,13 @@ def test_config_writes_nothing_if_answers_end_early(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_each_question_says_what_an_empty_line_answers():
+    asked = []
+    assert ask_settings(lambda question: asked.append(question) or "") == {}
+    assert asked
+    assert not [question for question in asked if "[]" in question]
+
+
 def test_a_fixed_split_takes_the_place_of_the_policy():
     answers = iter(["pid", "6,2", "", "", "", "", ""])
     assert ask_settings(lambda question: next(answers)) == {"local_batch_sizes": [6, 2]}
