@@ -30,6 +30,13 @@ ONE_WORKER = "there is one worker"
 PAIRS = ((0,), (1,))
 
 
+class OwnTTA(TTACallback):
+    """Hands its arguments on."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+
+
 class OwnGNS(GNSCallback):
     """Measures the noise as well."""
 
@@ -135,6 +142,7 @@ def test_only_what_loses_something_is_a_warning():
         ([LookAheadCallback()], {"staleness": 1}, 2, []),
         ([TTACallback(min_density=0.1)], {"compression": "block_topk"}, 2, []),
         ([TTACallback(512, hysteresis=0.1)], {"compression": "block_topk"}, 1, []),
+        ([OwnTTA()], {"compression": "block_topk"}, 2, []),
         ([DynamicBatchPIDCallback(start="equal")], {}, 2, []),
         ([PerfModelCallback()], {}, 1, ["PerfModelCallback has no effect: " + ONE_WORKER]),
         ([LookAheadCallback()], {}, 2, ["LookAheadCallback has no effect: staleness=0 delays no gradient"]),

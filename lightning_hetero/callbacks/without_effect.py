@@ -59,9 +59,9 @@ def _of_total(callback: TTACallback) -> Iterator[str]:
     planner = callback.tta_planner
     if callback.given_lr_scaling not in ("auto", "none"):
         yield f"lr_scaling={callback.given_lr_scaling!r}"
-    usual = inspect.signature(type(callback).__init__).parameters
+    usual = inspect.signature(TTACallback).parameters
     for name in ("hysteresis", "min_steps"):
-        if name not in usual or getattr(planner, name) != usual[name].default:
+        if getattr(planner, name) != usual[name].default:
             yield f"{name}={getattr(planner, name)}"
 
 

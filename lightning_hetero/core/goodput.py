@@ -326,7 +326,7 @@ def goodput_table(
     return goodput_of(solved.times(windows), noise_scale=noise_scale, initial_total=initial_total)
 
 
-def choose_total(table: Sequence[Candidate], current: int, *, hysteresis: float = 0.05) -> Candidate:
+def choose_total(table: Sequence[Candidate], current: int, *, hysteresis: float = 0.02) -> Candidate:
     """The candidate of the highest goodput, if it promises enough over the current total.
 
     The total stays as it is while the noise scale, and with it the goodput, is unknown (NaN).
@@ -334,13 +334,13 @@ def choose_total(table: Sequence[Candidate], current: int, *, hysteresis: float 
     Args:
         table: candidates, the current total among them.
         current: total that runs now.
-        hysteresis: least relative gain for which the total is changed.
+        hysteresis: least gain in goodput for which the total is changed, as a share, 0 to 1.
 
     Raises:
         ValueError: if the current total is not in the table.
 
     Example:
-        >>> table = [Candidate(8, 1, 1, 8, 1, 8.0), Candidate(16, 1, 1, 16, 1, 8.2), Candidate(32, 1, 1, 32, 1, 9.0)]
+        >>> table = [Candidate(8, 1, 1, 8, 1, 8.0), Candidate(16, 1, 1, 16, 1, 8.1), Candidate(32, 1, 1, 32, 1, 9.0)]
         >>> choose_total(table, 8).total_batch_size, choose_total(table[:2], 8).total_batch_size
         (32, 8)
     """

@@ -244,9 +244,9 @@ def test_solved_alone_and_together_is_the_same():
 
 
 def test_hysteresis():
-    rows = [candidate(8, 100.0), candidate(16, 104.0), candidate(32, 90.0)]
+    rows = [candidate(8, 100.0), candidate(16, 101.5), candidate(32, 90.0)]
     assert choose_total(rows, 8).total_batch_size == 8
-    assert choose_total(rows, 8, hysteresis=0.03).total_batch_size == 16
+    assert choose_total(rows, 8, hysteresis=0.01).total_batch_size == 16
     assert choose_total(rows, 32).total_batch_size == 16
     assert choose_total(rows, 16, hysteresis=0.0).total_batch_size == 16
 
