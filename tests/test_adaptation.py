@@ -394,6 +394,9 @@ def test_metrics_and_candidates(loop, moved):
         shown = [metrics for metrics in result["metrics"] if "hetero/goodput" in metrics]
         assert [metrics["hetero/lr_gain"] for metrics in shown][-1] == 1.5
         assert all(metrics["hetero/efficiency"] == 1.0 for metrics in shown)  # noise alone
+        predicted = [metrics for metrics in shown if "hetero/predicted_step_time" in metrics]
+        assert predicted
+        assert all(metrics["hetero/predicted_step_time_error"] > 0.0 for metrics in predicted)
     assert results[1][0]["metrics"] == results[1][1]["metrics"]
     rows = (folder / "logs-1-False" / "hetero_candidates.csv").read_text().splitlines()
     running = [row.split(",")[:2] for row in rows if row.endswith(",1")]

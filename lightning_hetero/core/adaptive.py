@@ -125,15 +125,13 @@ class GoodputPlanner:
         chosen = probe if explores else planner._choose(total, context)
         if chosen.total_batch_size == total or not (explores or planner._pays(chosen, now, model, context)):
             return replace(by_model, planner=planner)
-        plan = _plan(cluster, chosen, context)
-        then = replace(context, total_batch_size=plan.total_batch_size, accumulation=chosen.accumulation)
-        plan = replace(plan, step_time_error=model.error(plan, then))
-        gain = (
-            "to learn the constant part of a step" if explores else f"goodput {chosen.goodput / now.goodput - 1:+.0%}"
-        )
-        reason = f"total batch {total} -> {plan.total_batch_size * chosen.accumulation}: {gain}, {self.ground(context)}"
-        planner = replace(planner, steps=0, accumulation=chosen.accumulation)
-        return Decision(planner, Proposal(plan, reason), error=by_model.error)
+        plan, gain = _plan(cluster, chosen, context), chosen.goodput / now.goodput - 1.0
+        there = replace(context, total_batch_size=plan.total_batch_size, accumulation=chosen.accumulation)
+        plan = replace(plan, step_time_error=model.error(plan, there))
+        why = "to learn the constant part of a step" if explores else f"goodput {gain:+.0%}"
+        reason = f"total batch {total} -> {plan.total_batch_size * chosen.accumulation}: {why}, {self.ground(context)}"
+        planner, soon = replace(planner, steps=0, accumulation=chosen.accumulation), gain > model.settings.soon
+        return Decision(planner, Proposal(plan, reason), soon=explores or soon, error=by_model.error)
 
     def _choose(self, total: int, context: PlanContext) -> Candidate:
         """The best total: nearby by what is known, farther away by what is certain."""

@@ -151,6 +151,14 @@ def test_a_change_of_the_total_says_how_sure_its_prediction_is():
     assert chosen.step_time_error == before.model.error(chosen, replace(ctx, total_batch_size=80)) > 0
 
 
+def test_a_total_that_brings_much_is_looked_at_again_soon():
+    """More is likely to follow, as where a split brings much."""
+    assert planner().decide(NOTHING, plan(30, 10), context(40, 1e6)).soon
+    slight = planner(hysteresis=0.0).decide(NOTHING, plan(30, 10), context(40, 68.0))
+    assert slight.proposal.plan.total_batch_size != 40
+    assert not slight.soon
+
+
 def test_bounds_of_the_total():
     assert planner(60).decide(NOTHING, plan(30, 10), context(40, 1e6)).proposal.plan.total_batch_size == 60
     small = planner(60, min_total_batch_size=32)
@@ -257,10 +265,12 @@ def unseen(most=4096, **fields):
     ],
 )
 def test_one_size_known_is_explored(phi, expected):
-    after, proposal = unseen().decide(seen((20, 20)), plan(20, 20), context(40, phi))
+    decision = unseen().decide(seen((20, 20)), plan(20, 20), context(40, phi))
+    after, proposal = decision
     assert abs(proposal.plan.total_batch_size - expected) <= 0.06 * expected
     assert "to learn the constant part of a step" in proposal.reason
     assert after.steps == 0
+    assert decision.soon, "it waits for what the next steps show"
 
 
 def test_exploring_wastes_a_fifth_of_the_samples_at_most():
