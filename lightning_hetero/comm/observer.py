@@ -312,7 +312,7 @@ class StepObserver:
     # state
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows since the last :meth:`take`, numbered back from this step, and what the next steps are measured by."""
+        """Rows since the last :meth:`take`, numbered back from this step, what the next are measured by, and costs."""
         self.clock.wait()
         rows = [[float(row[0]) - self.synced_steps, *map(float, row[1:])] for row in self._kept()]
         usual = self._newest_pace()
@@ -323,6 +323,7 @@ class StepObserver:
             "skip": self._skip,
             "size": self._last_size,
             "usual": None if usual is None else list(usual),
+            "costs": list(self._costs),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -332,6 +333,7 @@ class StepObserver:
         they took half as long again; else they are left out.
         """
         self.buckets = max(self.buckets, int(state["buckets"]))  # on all ranks alike, whatever else is known
+        self._costs.extend(map(float, state.get("costs", ())))
         if state["usual"] is None or state["cores"] != self.cores:
             return
         size, seconds = state["usual"]

@@ -661,8 +661,8 @@ def test_what_is_no_step_uses_none_of_the_quota(monkeypatch):
     assert {row["a"] for row in run.rows()} == {11.0}
 
 
-def _costs(monkeypatch, steps):
-    """What an observer takes a change to cost after each of these ``(size, seconds)``."""
+def _observer(monkeypatch, steps):
+    """What an observer takes a change to cost after each of these ``(size, seconds)``, and the observer."""
     now, costs, observer = [0.0], [], StepObserver(HostClock())
     monkeypatch.setattr("lightning_hetero.comm.observer.time.perf_counter", lambda: now[0])
     for size, seconds in steps:
@@ -674,7 +674,11 @@ def _costs(monkeypatch, steps):
         observer.end_backward()
         observer.end_step()
         costs.append(observer.change_cost)
-    return costs
+    return costs, observer
+
+
+def _costs(monkeypatch, steps):
+    return _observer(monkeypatch, steps)[0]
 
 
 def test_what_a_change_of_size_costs_is_seen_from_the_first_step_after_it(monkeypatch):
@@ -689,6 +693,14 @@ def test_a_cost_that_comes_once_does_not_hold_up_later_changes(monkeypatch):
     assert costs == [None] * 4 + [0.0] * 3
     costs = _costs(monkeypatch, [(8, 1.0), (6, 1.0), (6, 1.0), (7, 31.0), (7, 1.0), (5, 31.0), (5, 1.0)])
     assert costs == [None] * 4 + [0.0] * 2 + [30.0]
+
+
+def test_what_a_change_costs_is_known_after_a_resume(monkeypatch):
+    """As it was before the break; without it the run that goes on would change what the run without a break keeps."""
+    seen = _observer(monkeypatch, [(8, 1.0), (6, 31.0), (6, 1.0), (7, 21.0), (7, 1.0)])[1]
+    resumed = StepObserver(HostClock())
+    resumed.load_state_dict(json.loads(json.dumps(seen.state_dict())))
+    assert resumed.change_cost == seen.change_cost == 20.0
 
 
 def test_sizes_that_ran_before_do_not_tell_what_a_new_one_costs(monkeypatch):
