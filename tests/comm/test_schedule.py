@@ -53,20 +53,21 @@ def test_a_link_that_stalls_in_one_look_does_not_put_off_the_next_ones():
 
 @dataclass(frozen=True)
 class Asks(StaticPlanner):
-    """Has nothing to decide, and may have asked for messages of another size."""
+    """Has nothing to decide; may have asked for messages of another size, or for a look as early as it can be."""
 
     probe: float | None = None
+    soon: bool = False
 
     def decide(self, observations, current, context):
-        return Decision(self, probe=self.probe)
+        return Decision(self, probe=self.probe, soon=self.soon)
 
 
 @pytest.mark.parametrize(
-    ("probe", "soon"),
-    [(None, False), (0.01, True)],
-    ids=["nothing to be timed", "messages to be timed"],
+    ("asks", "soon"),
+    [(Asks(), False), (Asks(probe=0.01), True), (Asks(soon=True), True)],
+    ids=["nothing to be seen", "messages to be timed", "a split that may be followed by a better one"],
 )
-def test_ranks_look_soon_at_messages_that_they_time_for_a_decision(monkeypatch, probe, soon):
+def test_ranks_look_soon_at_what_a_decision_waits_for(monkeypatch, asks, soon):
     """A look takes a thousand counted seconds, too much for such steps, but not if a decision waits for it."""
     engine = module.HeteroEngine(HeteroConfig(), rank=0, world_size=1, device=torch.device("cpu"))
     engine.shard(PermutationStream(400, shuffle=False, seed=0), batch_size=4)
@@ -77,7 +78,7 @@ def test_ranks_look_soon_at_messages_that_they_time_for_a_decision(monkeypatch, 
         engine.end_step()
     assert engine.due
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=itertools.count(step=1000.0).__next__))
-    done = engine.exchange(Asks(probe), not_before=(0, 8))
+    done = engine.exchange(asks, not_before=(0, 8))
     assert done.observations.num_steps > 1
     assert engine.schedule.next == 8 + (FIRST if soon else LONGEST)
 

@@ -50,7 +50,8 @@ def test_metrics_reach_the_logger(tmp_path):
     run_ranks(_metrics, 2, str(tmp_path))
     rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
     found = {name: [float(r[name]) for r in rows if r.get(name)] for name in rows[0]}
-    for name in ("step_time", "predicted_step_time", "idle_fraction", "compute_time/rank0", "compute_time/rank1"):
+    predicted = ("predicted_step_time", "predicted_step_time_error")
+    for name in ("step_time", *predicted, "idle_fraction", "compute_time/rank0", "compute_time/rank1"):
         assert found[f"hetero/{name}"], name
         assert all(v >= 0 and np.isfinite(v) for v in found[f"hetero/{name}"])
     assert set(found["hetero/total_batch_size"]) == {8.0}
