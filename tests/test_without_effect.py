@@ -73,10 +73,16 @@ class OwnGNS(GNSCallback):
             {"world_size": 1},
             ["sparse_optimizer=True have no effect: " + ONE_WORKER],
         ),
+        ({"hysteresis": 0.1, "change_cost": 2.0}, {"planner": PerfModelPlanner()}, []),
         (
-            {"hysteresis": 0.1},
+            {"hysteresis": 0.1, "change_cost": 2.0},
+            {"world_size": 1},
+            ["hysteresis=0.1, change_cost=2.0 have no effect: " + ONE_WORKER],
+        ),
+        (
+            {"hysteresis": 0.1, "change_cost": 2.0},
             {"planner": ProportionalPlanner()},
-            ["hysteresis=0.1 has no effect: proportional control"],
+            ["hysteresis=0.1, change_cost=2.0 have no effect: proportional control"],
         ),
         (
             {"hysteresis": 0.1, "policy": "static"},

@@ -1,6 +1,7 @@
 """Bad input ends at construction or set-up, on every rank, with what was given, what is allowed and what to do."""
 
 from contextlib import nullcontext
+from dataclasses import fields
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -12,12 +13,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 
 from lightning_hetero import (
     AdaptiveBatchCallback,
+    BlockTopK,
     DynamicBatchPIDCallback,
     GNSCallback,
     HeteroDDPStrategy,
     HeteroElasticStrategy,
     PerfModelCallback,
 )
+from lightning_hetero.config import FOR_OWN_LOOPS, HeteroConfig
 from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as HeteroFabricStrategy
 from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
 
@@ -240,6 +243,49 @@ def test_strategies_that_shard_the_model_are_refused_by_name(callback, name):
     trainer = SimpleNamespace(strategy=sharding, world_size=2, callbacks=[callback], global_rank=0)
     with pytest.raises(MisconfigurationException, match=rf"{name}.*Use .*strategy='hetero_ddp'"):
         callback.setup(trainer, None, "fit")
+
+
+SETTINGS = {
+    "policy": "pid",
+    "loss_reduction": "sum",
+    "local_batch_sizes": (3, 1),
+    "min_local_batch_size": 3,
+    "max_local_batch_sizes": 64,
+    "weight_fn": len,
+    "replan": 7,
+    "hysteresis": 0.1,
+    "change_cost": 12.5,
+    "balance_evaluation": True,
+    "compression": BlockTopK(density=0.03),
+    "hierarchy": ((0, 1), (2,)),
+    "sparse_optimizer": "later",
+    "staleness": 1,
+    "nonfinite": "drop",
+    "max_total_batch_size": 4096,
+    "min_total_batch_size": 64,
+    "lr_scaling": "none",
+    "noise_scale": True,
+}
+"""A value of every setting that has to be the same on all ranks."""
+BESIDE = {
+    "sparse_optimizer": {"compression": "block_topk"},
+    "min_total_batch_size": {"max_total_batch_size": 4096},
+    "lr_scaling": {"max_total_batch_size": 4096},
+}
+
+
+def test_every_setting_has_a_value_here():
+    assert {*SETTINGS, "probe_memory"} == {field.name for field in fields(HeteroConfig)}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_reaches_the_run_and_is_compared_between_ranks(name):
+    given = {**BESIDE.get(name, {}), name: SETTINGS[name]}
+    for strategy in (HeteroDDPStrategy, HeteroFabricStrategy):
+        here = name not in (FOR_OWN_LOOPS if strategy is HeteroDDPStrategy else ("staleness",))
+        assert not here or getattr(strategy(**given).config, name) == SETTINGS[name]
+    other = HeteroConfig(**BESIDE.get(name, {}))
+    assert HeteroConfig(**given).fingerprint() != other.fingerprint()
 
 
 def _different(rank, what):
