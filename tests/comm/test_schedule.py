@@ -12,7 +12,8 @@ from lightning_hetero import engine as module
 from lightning_hetero.comm.schedule import FIRST, LONGEST, ExchangeSchedule
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.planner import Decision, StaticPlanner
+from lightning_hetero.core.plan import BatchPlan
+from lightning_hetero.core.planner import Decision, Proposal, StaticPlanner
 from lightning_hetero.data import PermutationStream
 
 ZEROS = np.zeros((4, 2))
@@ -57,17 +58,23 @@ class Asks(StaticPlanner):
 
     probe: float | None = None
     soon: bool = False
+    proposal: Proposal | None = None
 
     def decide(self, observations, current, context):
-        return Decision(self, probe=self.probe, soon=self.soon)
+        return Decision(self, self.proposal, probe=self.probe, soon=self.soon)
 
 
 @pytest.mark.parametrize(
-    ("asks", "soon"),
-    [(Asks(), False), (Asks(probe=0.01), True), (Asks(soon=True), True)],
-    ids=["nothing to be seen", "messages to be timed", "a split that may be followed by a better one"],
+    ("asks", "steps"),
+    [
+        (Asks(), LONGEST),
+        (Asks(probe=0.01), FIRST),
+        (Asks(soon=True), FIRST),
+        (Asks(soon=True, proposal=Proposal(BatchPlan(3, (3,)), "smaller")), FIRST + 2),
+    ],
+    ids=["nothing to be seen", "messages to be timed", "a better split may follow", "a split that is another"],
 )
-def test_ranks_look_soon_at_what_a_decision_waits_for(monkeypatch, asks, soon):
+def test_ranks_look_soon_at_what_a_decision_waits_for(monkeypatch, asks, steps):
     """A look takes a thousand counted seconds, too much for such steps, but not if a decision waits for it."""
     engine = module.HeteroEngine(HeteroConfig(), rank=0, world_size=1, device=torch.device("cpu"))
     engine.shard(PermutationStream(400, shuffle=False, seed=0), batch_size=4)
@@ -80,7 +87,7 @@ def test_ranks_look_soon_at_what_a_decision_waits_for(monkeypatch, asks, soon):
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=itertools.count(step=1000.0).__next__))
     done = engine.exchange(asks, not_before=(0, 8))
     assert done.observations.num_steps > 1
-    assert engine.schedule.next == 8 + (FIRST if soon else LONGEST)
+    assert engine.schedule.next == 8 + steps
 
 
 @dataclass(frozen=True)
