@@ -42,7 +42,7 @@ from lightning_hetero.hardware import capacity, cpu_quota, identity
 __all__ = ["Exchange", "HeteroEngine"]
 
 log = logging.getLogger("lightning_hetero")
-Decide = Callable[[StepObservations], tuple[Decision, float | None]]
+Decide = Callable[[StepObservations], tuple[Decision, tuple[float | None, float | None]]]
 
 
 class HeteroEngine:
@@ -101,8 +101,7 @@ class HeteroEngine:
         self.memory_bound: int | None = None
         self._restored: PlanHistory | None = None
         self._start = self._position = (0, 0)
-        self._backwards, self._stepped = 0, False
-        self._local_rank = local_rank
+        self._backwards, self._stepped, self._local_rank = 0, False, local_rank
         self.roster: Roster | None = None
         self._restored_workers: tuple[str, ...] = ()
         self._kept, self.notices = KeptSplit(rank == 0 and world_size > 1), Notices(rank == 0)
@@ -309,15 +308,16 @@ class HeteroEngine:
             ValueError: if the planner's plan exceeds a bound.
         """
 
-        def decide(observations: StepObservations) -> tuple[Decision, float | None]:
-            current = self.plan
+        def decide(observations: StepObservations) -> tuple[Decision, tuple[float | None, float | None]]:
+            current, few = self.plan, None if planner is None else "too few observations: no timed step"
             if planner is None or current is None or observations.num_steps == 0:
-                return Decision(planner, kept=None if planner is None else "too few observations: no timed step"), None
+                return Decision(planner, kept=few), (None, None)
             upcoming = self.history.last.plan if self.history is not None else current
             begins = not_before[1] == 0 and not self.keeps_window
             context = self._context(upcoming, noise=self.noise_scale(), epoch_begins=begins)
             decision = Decision.of(planner.decide(observations, upcoming, context))
-            return decision, (decision.planner or planner).predict(current, self._context(current))
+            predicted = (decision.planner or planner).predict(current, self._context(current))
+            return decision, (predicted, decision.error if upcoming == current else None)
 
         done = self._agree(decide, not_before)
         self.network.look(done.observations, accumulation=self.accumulation, watched=done.density)
@@ -329,7 +329,7 @@ class HeteroEngine:
         Raises:
             ValueError: if the plan has another number of workers, or exceeds a bound.
         """
-        done = self._agree(lambda _: (Decision(None, Proposal(plan, reason)), None), not_before)
+        done = self._agree(lambda _: (Decision(None, Proposal(plan, reason)), (None, None)), not_before)
         assert done.entry is not None
         return done.entry
 
@@ -358,7 +358,7 @@ class HeteroEngine:
                 entry = PlanEntry(*start, done.proposal.plan, done.proposal.reason)
             cost, step = time.perf_counter() - begin, self.observer.synced_steps
             following = self.schedule.after(step, observations, cost, changed=entry is not None, waits=done.waits)
-            return entry, (predicted, done.error), following, (done.density, done.stale, done.probe)
+            return entry, predicted, following, (done.density, done.stale, done.probe)
 
         entry, (predicted, error), following, messages = self.control.decide(decision)
         if entry is not None:

@@ -1,11 +1,19 @@
-"""From a setting to the plan, through every front end: what is given, or measured, decides whether a split changes."""
+"""From a setting to the plan, through every front end: what is given, or measured, decides whether a split changes.
+
+And what a decision says of the running plan is told of that one.
+"""
 
 import numpy as np
 import pytest
+import torch
 
 from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.planner import PerfModelPlanner
+from lightning_hetero.core.plan import BatchPlan
+from lightning_hetero.core.planner import Decision, PerfModelPlanner, StaticPlanner
+from lightning_hetero.data import PermutationStream
+from lightning_hetero.engine import HeteroEngine
 from tests.helpers import run_ranks
 from tests.loops import FRONT_ENDS
 
@@ -25,10 +33,11 @@ CASES = {
 
 
 def _changes(rank, front_end):
-    """Trainings whose steps take what they are told to."""
-    decide, measured = PerfModelPlanner.decide, None
+    """Trainings whose steps take what they are told to: plans of each, and steps between its looks."""
+    decide, measured, elapsed = PerfModelPlanner.decide, None, []
 
     def told(self, observations, current, context):
+        elapsed.append(context.elapsed)
         sizes = np.tile(np.array(current.local_batch_sizes, dtype=float), (8, 1))
         seconds, zeros = sizes * SECONDS, np.zeros_like(sizes)
         step = np.repeat(seconds.max(axis=1, keepdims=True), 2, axis=1)
@@ -36,18 +45,50 @@ def _changes(rank, front_end):
 
     PerfModelPlanner.decide = told
     StepObserver.change_cost = property(lambda self: measured)
-    histories = {}
+    found = {}
     for name, (settings, cost, _) in CASES.items():
-        measured = cost
+        measured, elapsed = cost, []
         more = {"world_size": 2, "epochs": 1, "another": name != list(CASES)[-1]}
-        histories[name] = FRONT_ENDS[front_end](rank, {"replan": 5, **settings}, 5, **more)["history"]
-    return histories
+        history = FRONT_ENDS[front_end](rank, {"replan": 5, **settings}, 5, **more)["history"]
+        found[name] = history, elapsed
+    return found
 
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 def test_hysteresis_and_costs_of_a_change_decide_whether_the_split_changes(front_end):
     first, second = run_ranks(_changes, 2, front_end)
-    assert first == second
     for name, (_, _, changes) in CASES.items():
-        sizes = [sizes for *_, sizes in first[name]]
-        assert sizes == ([(5, 5), (6, 4)] if changes else [(5, 5)]), name
+        (history, elapsed), (other, nobody) = first[name], second[name]
+        assert history == other
+        assert [sizes for *_, sizes in history] == ([(5, 5), (6, 4)] if changes else [(5, 5)]), name
+        assert (elapsed, nobody) == ([5], [])
+
+
+class Sure(StaticPlanner):
+    """A step takes as many seconds as it has samples, give or take a tenth."""
+
+    def predict(self, plan, context):
+        return float(plan.total_batch_size)
+
+    def decide(self, observations, current, context):
+        return Decision(self, error=0.1 * current.total_batch_size)
+
+
+def test_the_error_is_that_of_the_plan_whose_step_is_predicted():
+    """A plan that is yet to come, behind batches that a loader has fetched, has another one."""
+    engine = HeteroEngine(HeteroConfig(replan=8), rank=0, world_size=1, device=torch.device("cpu"))
+    engine.shard(PermutationStream(400, shuffle=False, seed=0), batch_size=4)
+    found = []
+    for step in range(26):
+        engine.begin_step(0, step)
+        with engine.backward():
+            engine.observer.bucket_done(engine.observer.bucket_ready())
+        engine.end_step()
+        if step == 8:
+            engine.adopt(BatchPlan(3, (3,)), not_before=(0, 20))
+        if engine.due:
+            plan = engine.plan
+            found.append(engine.metrics(engine.exchange(Sure(), not_before=(0, step + 1)), plan))
+    names = ("hetero/total_batch_size", "hetero/predicted_step_time", "hetero/predicted_step_time_error")
+    told = [tuple(metrics.get(name) for name in names) for metrics in found]
+    assert told == [(4.0, 4.0, 0.4), (4.0, 4.0, None), (3.0, 3.0, pytest.approx(0.3))]
