@@ -201,6 +201,7 @@ def test_plan_comes_back_from_json():
         ("compute", "communication", "compute"),
         (np.int64(2),),
         np.float64(0.4),
+        np.float64(0.02),
     )
     back = BatchPlan.from_state_dict(json.loads(json.dumps(plan.state_dict())))
     assert back == plan

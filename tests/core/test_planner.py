@@ -360,6 +360,7 @@ def test_one_new_worker_starts_as_the_known_one_that_is_most_like_it(like):
     proposal = planner.initial(ctx)
     sizes = proposal.plan.local_batch_sizes
     assert abs(sizes[3] - sizes[like]) <= 1
+    assert proposal.plan.step_time_error == planner.error(proposal.plan, ctx) > 0.0
     same = replace(CLUSTER, nodes=(*CLUSTER.nodes, CLUSTER.nodes[like]))
     assert excess(same, proposal.plan) <= 0.05
     assert "rank 3 is new" in proposal.reason
