@@ -13,7 +13,7 @@ import numpy as np
 
 from lightning_hetero.core.compressors import VALUE_DTYPES
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.time_model import estimate_gamma, estimate_sync_times
+from lightning_hetero.core.sync_times import estimate_gamma, estimate_sync_times
 from lightning_hetero.core.tta import density_penalty, time_to_accuracy
 
 __all__ = ["CompressionChoice", "Computing", "LinkMeasurement", "choose_density", "pack_bytes"]

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.time_model import estimate_gamma, estimate_sync_times
+from lightning_hetero.core.sync_times import estimate_gamma, estimate_sync_times
 
 __all__ = ["Level", "LinkTimes"]
 
