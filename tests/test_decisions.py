@@ -3,10 +3,13 @@
 And what a decision says of the running plan is told of that one.
 """
 
+import re
+
 import numpy as np
 import pytest
 import torch
 
+from lightning_hetero import engine as mechanism
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.observations import StepObservations
@@ -14,7 +17,9 @@ from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import Decision, PerfModelPlanner, StaticPlanner
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.hardware import identity
 from tests.helpers import run_ranks
+from tests.learned import knowing
 from tests.loops import FRONT_ENDS
 
 SECONDS = np.array([0.98 * 5 / 6, 1.0])
@@ -62,6 +67,25 @@ def test_hysteresis_and_costs_of_a_change_decide_whether_the_split_changes(front
         assert history == other
         assert [sizes for *_, sizes in history] == ([(5, 5), (6, 4)] if changes else [(5, 5)]), name
         assert (elapsed, nobody) == ([5], [])
+
+
+def _begins(rank):
+    """Rank 0 was seen before; rank 1 is new, with three times the peak FLOP/s."""
+    torch.distributed.init_process_group("gloo")
+    mechanism.capacity = lambda device: (1.0, 3.0)[rank]
+    device, found = torch.device("cpu"), []
+    for planner in (knowing({identity(device, 0): (0.001, 0.0, 0.002, 0.0)}), StaticPlanner(), None):
+        engine = HeteroEngine(HeteroConfig(), rank=rank, world_size=2, device=device, local_rank=rank)
+        engine.shard(PermutationStream(400, shuffle=False, seed=0), batch_size=20, planner=planner)
+        found.append((engine.plan.local_batch_sizes, engine.plan_history[0].describe()))
+    return found
+
+
+def test_a_new_rank_starts_with_what_its_hardware_promises():
+    for known, static, even in run_ranks(_begins, 2):
+        assert [sizes for sizes, _ in (known, static, even)] == [(10, 30), (10, 30), (20, 20)]
+        assert "rank 1 is new and starts by peak FLOP/s" in known[1]
+        assert re.search(r"predicted step 30\.\d \+- \d", known[1])
 
 
 class Sure(StaticPlanner):

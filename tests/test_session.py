@@ -96,6 +96,8 @@ def test_planners_of_settings():
     for name, planner in PLANNERS.items():
         assert type(planner_of(HeteroConfig(policy=name))) is planner
     assert planner_of(HeteroConfig(local_batch_sizes=(3, 1))) is None
+    moves = planner_of(HeteroConfig(max_total_batch_size=64, min_total_batch_size=8))
+    assert (moves.max_total_batch_size, moves.min_total_batch_size) == (64, 8)
 
 
 def test_a_planner_beside_a_moving_total_is_refused():

@@ -145,6 +145,18 @@ def test_slow_down_of_one_worker_is_followed_there_and_back(kind, near, bound, s
     assert len(changes) + len(during) + len(after) <= bound
 
 
+def test_a_split_that_is_little_better_pays_once_the_run_is_old():
+    """6/4 takes 0.5 % less than 5/5: what has held so long is likely to hold as long again."""
+    cluster = ClusterTimeModel((NodeTimeModel(0.001, 0, 0, 0), NodeTimeModel(0.001206, 0, 0, 0)))
+    rng, ctx = np.random.default_rng(0), context(10, 2)
+    planner, plan, changes = drive(PerfModelPlanner(), cluster, even_plan(ctx), ctx, 8, rng, noise=0.0)
+    assert changes == []
+    old = replace(planner, steps=1000.0)
+    _, plan, changes = drive(old, cluster, plan, ctx, 1, rng, noise=0.0)
+    assert changes == [0]
+    assert plan.local_batch_sizes == (6, 4)
+
+
 @pytest.mark.parametrize(("times", "soon"), [(3.0, True), (1.215, False)])
 def test_a_change_that_brings_much_is_looked_at_again_soon(times, soon):
     """Of 10 samples: where one worker is three times as slow, and where 6/4 takes 1.2 % less than 5/5."""
