@@ -32,6 +32,8 @@ INFINITE = RunningNoiseScale().update(trace=1.0, global_sq_norm=0.5 / 16, total_
 class Loop:
     """A training loop of one rank: what a front end makes of a model, an optimizer and a loader, and what was seen."""
 
+    ahead = {}  # how the loader fetches batches ahead
+
     def __init__(self, settings, batch_size, *, dataset, accumulate=1, adam=False, lr=LR, shuffle=True, logs=None):
         self.accumulate, self.dataset, self.batch_size, self.shuffle = accumulate, dataset, batch_size, shuffle
         self.metrics, self.seen, self.used, self.scheduled, self.logs = [], [], [], [], logs
@@ -44,7 +46,7 @@ class Loop:
         self.batches = self.loader
 
     def data(self):
-        return DataLoader(self.dataset, self.batch_size, shuffle=self.shuffle)
+        return DataLoader(self.dataset, self.batch_size, shuffle=self.shuffle, **self.ahead)
 
     def final(self):
         step = self.session.position[1]
@@ -162,7 +164,7 @@ class PlainLoop(Loop):
         self.session = HeteroSession(mechanism, on_metrics=self.metrics.append)
         self.session.directory = self.logs
         stream = PermutationStream(len(self.dataset), shuffle=self.shuffle, seed=0)
-        self.inside = DataLoader(self.dataset, batch_sampler=self.session.shard(stream, self.batch_size))
+        self.inside = DataLoader(self.dataset, batch_sampler=self.session.shard(stream, self.batch_size), **self.ahead)
         self.model = DistributedDataParallel(self.inner)
         self.model.register_comm_hook(mechanism.hook_state, gradient_hook)
         self.optimizer = self.raw
@@ -421,13 +423,14 @@ BREAKS = (15, 25, 40)
 """Optimizer steps until a checkpoint: in the middle of an interval, and at the end of a pass."""
 
 
-def _scripted(rank, loop, folder, resume):
+def _scripted(rank, loop, folder, resume, breaks=BREAKS, **ahead):
     """A run whose time is told, not measured, in ticks that add up exactly; its noise is what it is."""
     now = [0.0]
     told = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: now[0])
     clock.time = observer.time = engine.time = told
     engine.cpu_quota = lambda: None
     settings = {"max_total_batch_size": 64, "lr_scaling": "adascale"}
+    LOOPS[loop].ahead = ahead
     training = LOOPS[loop](settings, 4, dataset=Points(320))
 
     def pace(rank, samples):
@@ -436,7 +439,7 @@ def _scripted(rank, loop, folder, resume):
     training.pace = pace
     if resume:
         training.load(str(folder / f"{resume}"))
-    save = {} if resume else {at: str(folder / f"{at}") for at in BREAKS}
+    save = {} if resume else {at: str(folder / f"{at}") for at in breaks}
     return training.train(rank, 4, save=save)
 
 
@@ -452,6 +455,19 @@ def test_decisions_after_a_resume_are_those_of_the_run_without(loop, tmp_path):
             assert part["used"] == pytest.approx(full["used"][at:], rel=1e-12)  # sums over steps were cut elsewhere
             assert part["estimate"] == pytest.approx(full["estimate"], rel=1e-12)
             np.testing.assert_allclose(part["weights"], full["weights"], rtol=1e-12)
+
+
+def _ahead(rank, loop, folder, resume):
+    return _scripted(rank, loop, folder, resume, breaks=(10,), num_workers=1, prefetch_factor=5)
+
+
+def test_a_plan_that_was_yet_to_come_comes_after_a_resume(tmp_path):
+    """The ranks have agreed on it after eight steps, for the first step whose batch the loader had not fetched."""
+    whole = run_ranks(_ahead, 2, "plain", tmp_path, 0)
+    assert whole[0]["history"][1][:2] > (0, 10)
+    for full, part in zip(whole, run_ranks(_ahead, 2, "plain", tmp_path, 10), strict=True):
+        assert part["seen"] == full["seen"][10:]
+        assert part["history"][-1] == full["history"][-1]
 
 
 # what is refused
