@@ -17,6 +17,7 @@ from lightning_hetero import GNSCallback, HeteroDDPStrategy, engine
 from lightning_hetero.accelerate import HeteroPlugin
 from lightning_hetero.comm import clock, gradient_hook, observer
 from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.lr_scaling import lr_gain
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine
@@ -79,6 +80,8 @@ class Loop:
             "history": [(e.epoch, e.step, e.plan.local_batch_sizes) for e in self.session.engine.plan_history],
             "estimate": None if estimate is None else estimate.state_dict(),
             "steps": self.session.scale_invariant_steps,
+            "gain": self.session.lr_gain,
+            "candidates": [candidate.total_batch_size for candidate in self.session.candidates],
             "rates": [group["lr"] for group in self.raw.state_dict()["param_groups"]],
         }
         if not another:
@@ -375,6 +378,7 @@ def test_a_decision_changes_the_next_total_and_the_rate(loop, count, moved):
     assert first["used"] == pytest.approx([rate * gain for rate, gain in zip(first["scheduled"], gains, strict=True)])
     assert first["rates"] == pytest.approx([LR * 0.99 ** len(gains)])
     assert first["steps"] == pytest.approx(sum(gains))
+    assert [result["gain"] for result in results] == [1.5, 1.5]
 
 
 @every_count
@@ -400,6 +404,8 @@ def test_metrics_and_candidates(loop, moved):
         assert predicted
         assert all(metrics["hetero/predicted_step_time_error"] > 0.0 for metrics in predicted)
     assert results[1][0]["metrics"] == results[1][1]["metrics"]
+    assert {8, 12} <= set(results[1][0]["candidates"])
+    assert results[1][1]["candidates"] == []
     rows = (folder / "logs-1-False" / "hetero_candidates.csv").read_text().splitlines()
     running = [row.split(",")[:2] for row in rows if row.endswith(",1")]
     assert ["40", "12"] in running
@@ -429,7 +435,7 @@ def _scripted(rank, loop, folder, resume, breaks=BREAKS, **ahead):
     told = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: now[0])
     clock.time = observer.time = engine.time = told
     engine.cpu_quota = lambda: None
-    settings = {"max_total_batch_size": 64, "lr_scaling": "adascale"}
+    settings = {"max_total_batch_size": 64}
     LOOPS[loop].ahead = ahead
     training = LOOPS[loop](settings, 4, dataset=Points(320))
 
@@ -448,6 +454,9 @@ def test_decisions_after_a_resume_are_those_of_the_run_without(loop, tmp_path):
     """After the same step, by what was measured before the break as well."""
     whole = run_ranks(_scripted, 2, loop, tmp_path, 0)
     assert len({sum(sizes) for _, _, sizes in whole[0]["history"]}) > 2
+    last, total = whole[0]["metrics"][-1], sum(whole[0]["history"][-1][2])
+    gain = lr_gain("adascale", total, 8, last["hetero/grad_variance"], last["hetero/grad_sq_norm"])  # "auto", for SGD
+    assert last["hetero/lr_gain"] == pytest.approx(gain) != 1.0
     for at in BREAKS:
         rest = run_ranks(_scripted, 2, loop, tmp_path, at)
         for full, part in zip(whole, rest, strict=True):
