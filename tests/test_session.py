@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero.comm import gradient_hook
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.planner import PLANNERS
+from lightning_hetero.core.planner import PLANNERS, Decision, StaticPlanner
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import HeteroSession, planner_of
@@ -138,6 +138,25 @@ def test_a_window_may_go_over_the_end_of_a_pass():
     assert counted(session, batches, lambda number: number % 2 == 0) == [2] * 6
 
 
+def test_a_planner_is_told_that_the_number_of_micro_batches_is_the_loops_own():
+    """Under a trainer it may change where an epoch begins."""
+    seen = []
+
+    class Notes(StaticPlanner):
+        def decide(self, observations, current, context):
+            seen.append(context.epoch_begins)
+            return Decision(self)
+
+    for own in (True, False):
+        engine = HeteroEngine(HeteroConfig(replan="epoch"), rank=0, world_size=1, device=torch.device("cpu"))
+        session = HeteroSession(engine, Notes())
+        engine.keeps_window &= own
+        batches = session.shard(PermutationStream(40, shuffle=True, seed=0), 2)
+        for _ in range(2):
+            counted(session, batches, lambda number: True)
+    assert seen == [False, True]
+
+
 def _plain_torch(rank):
     """The loop of somebody who uses no trainer at all."""
     torch.distributed.init_process_group("gloo")
@@ -145,6 +164,9 @@ def _plain_torch(rank):
         HeteroConfig(local_batch_sizes=(7, 3)), rank=rank, world_size=2, device=torch.device("cpu"), local_rank=rank
     )
     session = HeteroSession(engine)
+    sums = HeteroConfig(loss_reduction="sum", noise_scale=True)
+    summed = HeteroEngine(sums, rank=rank, world_size=2, device=torch.device("cpu"), local_rank=rank)
+    assert HeteroSession(summed).engine.noise.summed
     batches = session.shard(PermutationStream(SAMPLES, shuffle=True, seed=0), batch_size=5)
     loader = DataLoader(Points(SAMPLES), batch_sampler=batches)
     model = DistributedDataParallel(network())
