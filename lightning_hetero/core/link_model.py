@@ -13,7 +13,7 @@ import numpy as np
 
 from lightning_hetero.core.compressors import VALUE_DTYPES
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.sync_times import estimate_gamma, estimate_sync_times
+from lightning_hetero.core.sync_times import estimate_gamma, estimate_sync_times, steps_that_tell
 from lightning_hetero.core.tta import density_penalty, time_to_accuracy
 
 __all__ = ["CompressionChoice", "Computing", "LinkMeasurement", "choose_density", "pack_bytes"]
@@ -54,7 +54,7 @@ class Computing:
         if seen.num_steps == 0:
             return cls()
         gamma = estimate_gamma(seen.first_bucket, seen.backward)
-        t_o, t_u = estimate_sync_times(seen.overlapped_sync, seen.last_sync)
+        t_o, t_u = estimate_sync_times(seen.overlapped_sync, seen.last_sync, steps_that_tell(seen))
         whole, begun = np.median(seen.compute, axis=0), np.median(seen.outside_backward + gamma * seen.backward, axis=0)
         return cls(float(whole.max()), float(begun.max()), t_u / (t_o + t_u) if t_o + t_u > 0 else 1.0)
 

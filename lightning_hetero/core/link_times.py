@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.sync_times import estimate_gamma, estimate_sync_times
+from lightning_hetero.core.sync_times import estimate_gamma, estimate_sync_times, steps_that_tell
 
 __all__ = ["Level", "LinkTimes"]
 
@@ -20,6 +20,13 @@ ROUND = 0.02
 """Relative standard deviation of one round, beside what the scatter of its steps says."""
 JUMP = 4.0
 """Standard errors beyond which a level is taken to have jumped, so that only the newest round counts."""
+
+
+BELOW = 0.5
+"""Relative standard deviation of a level of which no more is known than a bound."""
+FEW = 4
+"""Steps below which their own scatter says little, so that they are no jump, and scatter by no less than this:"""
+FEW_SCATTER = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,14 @@ class Level:
         gain = before / (before + noise)
         return Level(float(self.value + gain * off * scale), float((1.0 - gain) * before))
 
+    def below(self, bound: float) -> "Level":
+        """The level after a round that showed no more than that it is below a bound."""
+        if not np.isfinite(self.variance):
+            return Level(bound, BELOW**2)
+        if bound >= self.value:
+            return replace(self, variance=self.variance + WALK**2)
+        return self.observe(bound, FEW_SCATTER**2, jumps=False)
+
     def state(self) -> list[float | None]:
         """Value and variance; ``None`` for an infinite one, which JSON does not have."""
         return [self.value, self.variance if np.isfinite(self.variance) else None]
@@ -87,17 +102,18 @@ class LinkTimes:
     def __bool__(self) -> bool:
         return bool(self.sync)
 
-    def observe(self, seen: StepObservations) -> "LinkTimes":
-        """With the steps of one more sync round."""
+    def observe(self, seen: StepObservations, accumulation: int = 1) -> "LinkTimes":
+        """With the steps of one more sync round, of so many micro-batches each."""
         steps, workers = seen.forward.shape
         gamma = self.gamma.observe(estimate_gamma(seen.first_bucket, seen.backward), 0.01 / steps, 1.0)
-        found = estimate_sync_times(seen.overlapped_sync, seen.last_sync)
-        samples = seen.overlapped_sync.min(axis=1), seen.last_sync.min(axis=1)
-        levels = []
-        for level, value, sample in zip(self.sync.get(workers, (Level(),) * 2), found, samples, strict=True):
-            scatter = 1.4826 * float(np.median(np.abs(sample - value))) / max(value, 1e-9)
-            levels.append(level.observe(value, 1.5 * min(scatter, 1.0) ** 2 / steps, max(level.value, value, 1e-6)))
-        return replace(self, gamma=gamma, sync={**self.sync, workers: (levels[0], levels[1])})
+        tells = steps_that_tell(seen, accumulation)
+        t_o, t_u = estimate_sync_times(seen.overlapped_sync, seen.last_sync, tells)
+        before = self.sync.get(workers, (Level(), Level()))
+        overlapped = before[0].below(t_o)
+        if tells.any():
+            overlapped = _followed(before[0], t_o, seen.overlapped_sync.min(axis=1)[tells])
+        last = _followed(before[1], t_u, seen.last_sync.min(axis=1))
+        return replace(self, gamma=gamma, sync={**self.sync, workers: (overlapped, last)})
 
     def at(self, workers: int) -> tuple[float, float]:
         """``(t_o, t_u)`` of so many workers.
@@ -147,3 +163,11 @@ class LinkTimes:
         """What :meth:`state_dict` described."""
         sync = {int(n): (Level.of(o), Level.of(u)) for n, (o, u) in state["sync"].items()}
         return cls(Level.of(state["gamma"]), sync)
+
+
+def _followed(level: Level, value: float, samples: Array) -> Level:
+    """The level after a round whose steps have this median."""
+    scatter = min(1.4826 * float(np.median(np.abs(samples - value))) / max(value, 1e-9), 1.0)
+    few = len(samples) < FEW
+    variance = 1.5 * (max(scatter, FEW_SCATTER) if few else scatter) ** 2 / len(samples)
+    return level.observe(value, variance, max(level.value, value, 1e-6), jumps=not few)

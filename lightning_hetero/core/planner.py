@@ -164,7 +164,7 @@ class PerfModelPlanner:
             arrivals={**self.arrivals, **{names[rank]: own for rank, own in found.items()}},
         )
         last = np.maximum(observations.last_sync - planner._own_arrivals(context)[0], 0.0)
-        planner = replace(planner, link=self.link.observe(replace(observations, last_sync=last)))
+        planner = replace(planner, link=self.link.observe(replace(observations, last_sync=last), context.accumulation))
         return planner._compare(observations, context)
 
     def _compare(self, observations: StepObservations, context: PlanContext) -> "PerfModelPlanner":

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.pace import pace
-from lightning_hetero.core.sync_times import estimate_gamma, estimate_sync_times
+from lightning_hetero.core.sync_times import estimate_gamma, estimate_sync_times, steps_that_tell
 from lightning_hetero.core.validation import check_number
 
 __all__ = [
@@ -240,7 +240,9 @@ class ClusterTimeModel:
             fit_node(*_paces(o.local_batch_sizes[:, i], o.outside_backward[:, i], o.backward[:, i]))
             for i in range(o.forward.shape[1])
         ]
-        t_o, t_u = estimate_sync_times(observations.overlapped_sync, observations.last_sync)
+        t_o, t_u = estimate_sync_times(
+            observations.overlapped_sync, observations.last_sync, steps_that_tell(observations)
+        )
         return cls(tuple(nodes), estimate_gamma(observations.first_bucket, observations.backward), t_o, t_u)
 
 

@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.core.sync_times import estimate_gamma, estimate_sync_times
+from lightning_hetero.core.link_times import Level, LinkTimes
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.sync_times import estimate_gamma, estimate_sync_times, steps_that_tell
 
 moderate = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -30,3 +32,86 @@ def test_network_times_are_those_of_whoever_waits_least():
     overlapped = np.array([[0.9, 0.2, 0.5], [0.3, 0.8, 0.4], [0.25, 0.7, 0.6]])
     last = np.array([[0.03, 0.4, 0.1], [0.05, 0.02, 0.1], [0.4, 0.4, 9.0]])
     assert estimate_sync_times(overlapped, last) == (0.25, 0.03)
+
+
+# which steps tell t_o
+
+
+def chain(rng, workers, buckets, noise, *, balance, accumulation=1):
+    """A step, bucket by bucket: what workers measure, and what the link takes for all buckets but the last."""
+    n, gamma, wire = accumulation, rng.uniform(0.05, 0.4), rng.uniform(0.001, 0.2) / buckets
+    usual = np.ones(workers) if balance else rng.uniform(0.5, 1.5, workers)
+    a, p = (
+        usual * 0.3 * np.exp(noise * rng.standard_normal(workers)),
+        usual * np.exp(noise * rng.standard_normal(workers)),
+    )
+    share = gamma + (1 - gamma) * np.arange(buckets) / (buckets - 1)
+    ready = (n * a + (n - 1) * p)[:, None] + p[:, None] * share
+    end, waits = -np.inf, np.empty((workers, buckets))
+    for j in range(buckets):
+        begin = np.maximum(ready[:, j], end)
+        end = max(ready[:, j].max(), end) + wire
+        waits[:, j] = end - begin
+    rows = (np.ones(workers), a, p, gamma * p, waits[:, :-1].sum(axis=1), waits[:, -1], np.ones(workers))
+    return StepObservations(*(row[None] for row in rows)), wire * (buckets - 1), wire
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("balance", [True, False])
+def test_steps_that_tell_have_the_links_own_time(balance, accumulation):
+    """To a tenth; the others have more, up to several times as much."""
+    rng, told, more = np.random.default_rng(0), 0, []
+    for _ in range(2000):
+        seen, t_o, t_u = chain(
+            rng, int(rng.integers(2, 9)), int(rng.integers(2, 20)), 0.1, balance=balance, accumulation=accumulation
+        )
+        assert seen.last_sync.min() == pytest.approx(t_u)
+        least = seen.overlapped_sync.min()
+        if steps_that_tell(seen, accumulation)[0]:
+            told += 1
+            assert t_o - 1e-12 <= least <= 1.1 * t_o
+        else:
+            more.append(least / t_o)
+    assert told > 500
+    assert max(more) > 2
+    assert min(more) > 1 - 1e-9
+
+
+def test_where_no_step_tells_the_least_of_all_is_nearest():
+    overlapped, last = (
+        np.array([[0.9, 0.5], [0.4, 0.7], [0.6, 0.8]]),
+        np.array([[0.03, 0.4], [0.05, 0.02], [0.4, 0.04]]),
+    )
+    assert estimate_sync_times(overlapped, last, np.array([False, False, False])) == (0.4, 0.03)
+    assert estimate_sync_times(overlapped, last, np.array([True, False, True])) == (0.55, 0.03)
+
+
+def test_a_link_that_hides_behind_computing_is_not_taken_for_a_slow_one():
+    """Sixteen workers that finish together, give or take 8 %: what they wait for each other is no time of the link."""
+    rng, link = np.random.default_rng(0), LinkTimes()
+    for _ in range(12):
+        steps = []
+        rng_of_round = np.random.default_rng(rng.integers(1 << 30))
+        for _ in range(8):
+            part, t_o, _ = chain(np.random.default_rng(5), 16, 18, 0.0, balance=True)
+            a = part.forward * np.exp(0.08 * rng_of_round.standard_normal((1, 16)))
+            p = part.backward * np.exp(0.08 * rng_of_round.standard_normal((1, 16)))
+            gamma = float(part.first_bucket[0, 0] / part.backward[0, 0])
+            share = gamma + (1 - gamma) * np.arange(18) / 17
+            ready, end, waits = a[0][:, None] + p[0][:, None] * share, -np.inf, np.zeros(16)
+            for j in range(17):
+                begin = np.maximum(ready[:, j], end)
+                end = max(ready[:, j].max(), end) + t_o / 17
+                waits += end - begin
+            steps.append((part.local_batch_sizes, a, p, gamma * p, waits[None], part.last_sync, part.step_time))
+        link = link.observe(StepObservations(*(np.concatenate(x) for x in zip(*steps, strict=True))))
+    assert link.at(16)[0] == pytest.approx(t_o, rel=0.1)
+
+
+def test_a_bound_lowers_what_is_known_and_never_raises_it():
+    known = Level(0.5, 0.01)
+    assert known.below(0.8) == Level(0.5, pytest.approx(0.01 + 0.01**2))
+    assert 0.3 < known.below(0.3).value < 0.5
+    assert Level().below(0.8).value == 0.8
+    assert Level().below(0.8).variance >= 0.25
+    assert Level(0.5, 0.0001).below(0.05).value > 0.05, "one look is not believed at once"
