@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lightning_hetero.comm.observer import KEPT_ROWS, WARM_UP
 from lightning_hetero.comm.schedule import ExchangeSchedule
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.plan import BatchPlan, even_sizes
@@ -19,10 +20,6 @@ from lightning_hetero.core.planner import PLANNERS, Decision, PerfModelPlanner, 
 
 Array = npt.NDArray[np.float64]
 
-FIRST_STEPS = 3
-"""Steps of a run that the observer leaves out."""
-NEWEST = 32
-"""Steps that an exchange gathers at most."""
 EXCHANGE = 1.5e-3
 """Seconds of an exchange without its decision."""
 
@@ -291,15 +288,12 @@ class Loop:
     def __post_init__(self) -> None:
         self.names = self.names or tuple(f"device {i}" for i in range(self.truth.workers))
         self.plan = BatchPlan(self.total, even_sizes(self.total, self.truth.workers))
-        self.schedule, self.step, self.skip = ExchangeSchedule("auto"), 0, FIRST_STEPS
+        self.schedule, self.step, self.skip = ExchangeSchedule("auto"), 0, WARM_UP
         self.rows: list[dict[str, Array]] = []
         self.changes: list[int] = []
         self.exact: list[float] = []  # seconds of each step without noise
         self.best: list[float] = []  # those of the optimum at that step
         self.costs: list[float] = []
-        self.looks: list[int] = []
-        self.predicted: list[tuple[float, float]] = []
-        self.wall = 0.0
         self._optimum: tuple[Truth, int, float] | None = None
 
     @property
@@ -315,7 +309,7 @@ class Loop:
         self.planner = self.planner.loaded(self.planner.state_dict())
         proposal = self.planner.initial(self.context)
         self.plan = BatchPlan(self.total, even_sizes(self.total, truth.workers)) if proposal is None else proposal.plan
-        self.schedule, self.skip, self.rows = ExchangeSchedule("auto"), FIRST_STEPS, []
+        self.schedule, self.skip, self.rows = ExchangeSchedule("auto"), WARM_UP, []
         self.schedule.next += self.step
         self.schedule.last = self.step
 
@@ -340,7 +334,7 @@ class Loop:
         if count <= 0:
             return
         sizes = np.maximum(self.plan.local_batch_sizes, 1)
-        rows, seconds = self.truth.run(sizes, count, self.noise)
+        rows, _ = self.truth.run(sizes, count, self.noise)
         if not self.rows:
             rows["step_time"][0] = np.nan
         left_out = min(self.skip, count)
@@ -352,25 +346,23 @@ class Loop:
             self._optimum = now, self.plan.total_batch_size, now.optimum(self.plan.total_batch_size)
         self.exact += [now.time(sizes)] * count
         self.best += [self._optimum[2]] * count
-        self.wall += float(seconds.sum())
         self.step += count
 
     def _look(self) -> None:
         rows, self.rows = self.rows, []
         seen = StepObservations.empty(self.truth.workers)
         if rows:
-            seen = StepObservations(**{name: np.concatenate([r[name] for r in rows])[-NEWEST:] for name in rows[0]})
+            seen = StepObservations(**{name: np.concatenate([r[name] for r in rows])[-KEPT_ROWS:] for name in rows[0]})
         begin, changed, soon = time.process_time(), False, False
         if self.planner is not None and seen.num_steps:
             decision = Decision.of(self.planner.decide(seen, self.plan, self.context))
-            self.planner, soon = decision.planner, decision.soon
+            self.planner, soon = decision.planner, decision.waits
             if decision.proposal is not None and decision.proposal.plan != self.plan:
                 changed, self.plan = True, decision.proposal.plan
                 self.changes.append(self.step)
                 self.skip = max(self.skip, 1)
         taken = time.process_time() - begin
         self.costs.append(taken)
-        self.looks.append(self.step)
         cost = EXCHANGE + (taken if self.cost is None else self.cost)
         following = self.schedule.after(self.step, seen, cost, changed=changed, waits=soon)
         self.schedule.done(self.step, following)

@@ -38,7 +38,11 @@ def surprise(gain: Array, noise: Array, off: Array, b: Array) -> Array:
         >>> surprise(gain_of(np.eye(4)[None], b), noise, np.array([[3.0, 0.0]]), b).tolist()  # 9 / (1 + 1 + 1)
         [3.0]
     """
-    aa, ap, pp, determinant = _innovation(gain, noise, b)
+    return _squared(*_innovation(gain, noise, b), off)
+
+
+def _squared(aa: Array, ap: Array, pp: Array, determinant: Array, off: Array) -> Array:
+    """``off^T S^-1 off`` by the entries of ``S``."""
     x, z = off[..., 0], off[..., 1]
     return np.asarray((pp * x * x - 2 * ap * x * z + aa * z * z) / determinant)
 
@@ -76,9 +80,7 @@ def update(mean: Array, covariance: Array, gain: Array, noise: Array, off: Array
     left = -weight[..., :, :1] * b[:, None, None] @ _SLOPE - weight[..., :, 1:] * b[:, None, None] @ _SLOPE_BACKWARD
     left = left - weight[..., :, :1] @ _FIXED - weight[..., :, 1:] @ _FIXED_BACKWARD + np.eye(4)
     covariance = left @ covariance @ left.swapaxes(-1, -2) + weight @ noise @ weight.swapaxes(-1, -2)  # Joseph's form
-    x, z = off[..., 0], off[..., 1]
-    surprise = (pp * x * x - 2 * ap * x * z + aa * z * z) / determinant
-    return mean, covariance, -0.5 * (surprise + np.log(determinant))
+    return mean, covariance, -0.5 * (_squared(aa, ap, pp, determinant, off) + np.log(determinant))
 
 
 def mixed(weight: Array, means: Array, covariances: Array) -> tuple[Array, Array]:

@@ -9,24 +9,17 @@ import numpy.typing as npt
 
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.sync_times import estimate_gamma, estimate_sync_times, steps_that_tell
+from lightning_hetero.core.times import EstimatorSettings
 
 __all__ = ["Level", "LinkTimes"]
 
 Array = npt.NDArray[np.float64]
 
-WALK = 0.01
-"""Standard deviation of a level's walk between two sync rounds, as a share of its scale."""
-ROUND = 0.02
-"""Relative standard deviation of one round, beside what the scatter of its steps says."""
-JUMP = 4.0
-"""Standard errors beyond which a level is taken to have jumped, so that only the newest round counts."""
-
-
+USUAL = EstimatorSettings()
 BELOW = 0.5
 """Relative standard deviation of a level of which no more is known than a bound."""
 FEW = 4
-"""Steps below which their own scatter says little, so that they are no jump, and scatter by no less than this:"""
-FEW_SCATTER = 0.1
+"""Steps below which their own scatter says little, and no jump is believed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +39,15 @@ class Level:
     value: float = 0.0
     variance: float = float("inf")
 
-    def observe(self, seen: float, variance: float, scale: float | None = None, *, jumps: bool = True) -> "Level":
+    def observe(
+        self,
+        seen: float,
+        variance: float,
+        scale: float | None = None,
+        *,
+        jumps: bool = True,
+        settings: EstimatorSettings = USUAL,
+    ) -> "Level":
         """The level after one more round.
 
         Args:
@@ -54,22 +55,23 @@ class Level:
             variance: relative to the square of the scale.
             scale: of the number; by default the number itself.
             jumps: whether one round that is far off is believed.
+            settings: of the estimator, those of the link.
         """
         scale = max(abs(self.value), abs(seen), 1e-9) if scale is None else scale
-        noise, before = variance + ROUND**2, self.variance + WALK**2
+        noise, before = variance + settings.link_rounds**2, self.variance + settings.link_walk**2
         off = (seen - self.value) / scale
-        if not np.isfinite(before) or (jumps and off**2 > JUMP**2 * (before + noise)):
+        if not np.isfinite(before) or (jumps and off**2 > settings.link_jump**2 * (before + noise)):
             return Level(float(seen), noise)
         gain = before / (before + noise)
         return Level(float(self.value + gain * off * scale), float((1.0 - gain) * before))
 
-    def below(self, bound: float) -> "Level":
+    def below(self, bound: float, settings: EstimatorSettings = USUAL) -> "Level":
         """The level after a round that showed no more than that it is below a bound."""
         if not np.isfinite(self.variance):
             return Level(bound, BELOW**2)
         if bound >= self.value:
-            return replace(self, variance=self.variance + WALK**2)
-        return self.observe(bound, FEW_SCATTER**2, jumps=False)
+            return replace(self, variance=self.variance + settings.link_walk**2)
+        return self.observe(bound, settings.link_scatter**2, jumps=False, settings=settings)
 
     def state(self) -> list[float | None]:
         """Value and variance; ``None`` for an infinite one, which JSON does not have."""
@@ -102,17 +104,21 @@ class LinkTimes:
     def __bool__(self) -> bool:
         return bool(self.sync)
 
-    def observe(self, seen: StepObservations, accumulation: int = 1) -> "LinkTimes":
+    def observe(
+        self, seen: StepObservations, accumulation: int = 1, settings: EstimatorSettings = USUAL
+    ) -> "LinkTimes":
         """With the steps of one more sync round, of so many micro-batches each."""
         steps, workers = seen.forward.shape
-        gamma = self.gamma.observe(estimate_gamma(seen.first_bucket, seen.backward), 0.01 / steps, 1.0)
+        gamma = self.gamma.observe(
+            estimate_gamma(seen.first_bucket, seen.backward), 0.01 / steps, 1.0, settings=settings
+        )
         tells = steps_that_tell(seen, accumulation)
         t_o, t_u = estimate_sync_times(seen.overlapped_sync, seen.last_sync, tells)
         before = self.sync.get(workers, (Level(), Level()))
-        overlapped = before[0].below(t_o)
+        overlapped = before[0].below(t_o, settings)
         if tells.any():
-            overlapped = _followed(before[0], t_o, seen.overlapped_sync.min(axis=1)[tells])
-        last = _followed(before[1], t_u, seen.last_sync.min(axis=1))
+            overlapped = _followed(before[0], t_o, seen.overlapped_sync.min(axis=1)[tells], settings)
+        last = _followed(before[1], t_u, seen.last_sync.min(axis=1), settings)
         return replace(self, gamma=gamma, sync={**self.sync, workers: (overlapped, last)})
 
     def at(self, workers: int) -> tuple[float, float]:
@@ -165,9 +171,9 @@ class LinkTimes:
         return cls(Level.of(state["gamma"]), sync)
 
 
-def _followed(level: Level, value: float, samples: Array) -> Level:
+def _followed(level: Level, value: float, samples: Array, settings: EstimatorSettings) -> Level:
     """The level after a round whose steps have this median."""
     scatter = min(1.4826 * float(np.median(np.abs(samples - value))) / max(value, 1e-9), 1.0)
     few = len(samples) < FEW
-    variance = 1.5 * (max(scatter, FEW_SCATTER) if few else scatter) ** 2 / len(samples)
-    return level.observe(value, variance, max(level.value, value, 1e-6), jumps=not few)
+    variance = 1.5 * (max(scatter, settings.link_scatter) if few else scatter) ** 2 / len(samples)
+    return level.observe(value, variance, max(level.value, value, 1e-6), jumps=not few, settings=settings)

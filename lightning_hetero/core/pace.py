@@ -14,7 +14,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["capped", "capped_columns", "pace", "sustained"]
+__all__ = ["capped", "pace", "rare_steps", "sustained"]
 
 Array = npt.NDArray[np.float64]
 
@@ -24,30 +24,32 @@ RARE = 0.1
 """Share of the steps of a window, its longest, whose excess does not count; one step at least, of three or more."""
 
 
+def rare_steps(steps: int) -> int:
+    """Steps of a window whose excess does not count: its longest tenth, one at least of three or more.
+
+    Example:
+        >>> rare_steps(2), rare_steps(3), rare_steps(32)
+        (0, 1, 4)
+    """
+    return math.ceil(RARE * steps) if steps > 2 else 0
+
+
 def capped(seconds: Array) -> Array:
     """A window of which the longest tenth counts only as much as the longest of the rest.
 
     Args:
-        seconds: of each step, at least one.
+        seconds: of each step, shape ``(steps,)``, or ``(steps, workers)`` for each worker by itself.
 
     Example:
         >>> capped(np.array([1.0, 2.0, 3.0, 90.0])).tolist()
         [1.0, 2.0, 3.0, 3.0]
-    """
-    rare = math.ceil(RARE * len(seconds)) if len(seconds) > 2 else 0
-    most: float = np.sort(seconds)[len(seconds) - 1 - rare]
-    return np.minimum(seconds, most, dtype=float)
-
-
-def capped_columns(seconds: Array) -> Array:
-    """As :func:`capped`, for each column of an array of shape ``(steps, workers)``.
-
-    Example:
-        >>> capped_columns(np.array([[1.0, 5.0], [2.0, 1.0], [3.0, 1.0], [90.0, 1.0]])).tolist()
+        >>> capped(np.array([[1.0, 5.0], [2.0, 1.0], [3.0, 1.0], [90.0, 1.0]])).tolist()
         [[1.0, 1.0], [2.0, 1.0], [3.0, 1.0], [3.0, 1.0]]
     """
-    rare = math.ceil(RARE * len(seconds)) if len(seconds) > 2 else 0
-    return np.asarray(np.minimum(seconds, np.sort(seconds, axis=0)[len(seconds) - 1 - rare]))
+    if len(seconds) == 0:
+        return seconds
+    most = np.sort(seconds, axis=0)[len(seconds) - 1 - rare_steps(len(seconds))]
+    return np.asarray(np.minimum(seconds, most, dtype=float))
 
 
 def pace(seconds: Array) -> float:

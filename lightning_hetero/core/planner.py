@@ -41,7 +41,10 @@ __all__ = [
 Array = npt.NDArray[np.float64]
 
 WAITING = 0.2
-"""Relative standard error of what the slowest worker of single steps takes longer: their times are no normal values."""
+"""Relative standard error of what the slowest worker of single steps takes longer: their times are no normal values.
+
+No setting: it widens the errors of predictions, and decides nothing.
+"""
 
 
 @dataclass(frozen=True)
@@ -102,14 +105,17 @@ class PerfModelPlanner:
 
     def _own_arrivals(self, context: PlanContext) -> tuple[Array, Array]:
         """Each worker's own seconds of averaging, above the least of all workers at hand, and their variance."""
-        names = context.identities
-        known = {rank: self.arrivals[name] for rank, name in enumerate(names) if name in self.arrivals}
-        scale = self.link.at(len(names))[1] if known and self.link else 0.0
-        return likely_arrivals(known, len(names), scale)
+        known, workers = self._known_arrivals(context), len(context.identities)
+        scale = self.link.at(workers)[1] if known and self.link else 0.0
+        return likely_arrivals(known, workers, scale)
+
+    def _known_arrivals(self, context: PlanContext) -> dict[int, tuple[float, float]]:
+        """Seconds and variance by rank, of hardware that was seen to come last."""
+        return {rank: self.arrivals[n] for rank, n in enumerate(context.identities) if n in self.arrivals}
 
     def _cluster(self, times: Times, context: PlanContext, sizes: Any) -> ClusterTimeModel:
         """With what steps of these sizes, or of the optimal ones, take longer than eq. 7 says."""
-        bare = self._bare(times, context).accumulated(context.accumulation)
+        bare = self._bare(times, context)
         sizes = _optimum(bare, context).local_batch_sizes if sizes is None else sizes
         more, less = max(self.residual.seconds, 0.0), min(self.residual.seconds, 0.0)
         factor = self._waits(times, sizes, context) * (1.0 + self.residual.share)
@@ -122,9 +128,14 @@ class PerfModelPlanner:
         return expected_maximum(seconds, scatter)[0] / float(seconds.max())
 
     def _bare(self, times: Times, context: PlanContext) -> ClusterTimeModel:
-        """Eq. 7 alone, of one micro-batch."""
-        gamma = min(max(self.link.gamma.value, 0.0), 1.0)
-        return ClusterTimeModel(NodeModels(times.mean), gamma, *self.link.at(len(context.identities)))
+        """Eq. 7 alone, of a window of micro-batches."""
+        link = self.link.at(len(context.identities))
+        return ClusterTimeModel(NodeModels(times.mean), self._gamma, *link).accumulated(context.accumulation)
+
+    @property
+    def _gamma(self) -> float:
+        """Share of the backward pass before the first bucket; the estimate itself may be just outside 0 to 1."""
+        return min(max(self.link.gamma.value, 0.0), 1.0)
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
         """Predicted seconds of a step (of a window, under accumulation) by Cannikin, eq. 7."""
@@ -154,9 +165,8 @@ class PerfModelPlanner:
         if observations.num_steps == 0:
             return self
         names, elapsed = context.identities, float(max(context.elapsed or 0, observations.num_steps))
-        known = {rank: self.arrivals[name] for rank, name in enumerate(names) if name in self.arrivals}
         takes = float(np.median(np.nan_to_num(observations.last_sync).min(axis=1)))
-        found = own_arrivals(known, arrival_differences(observations.last_sync), takes)
+        found = own_arrivals(self._known_arrivals(context), arrival_differences(observations.last_sync), takes)
         planner = replace(
             self,
             times=self.times.observe(observations, names, elapsed),
@@ -164,7 +174,8 @@ class PerfModelPlanner:
             arrivals={**self.arrivals, **{names[rank]: own for rank, own in found.items()}},
         )
         last = np.maximum(observations.last_sync - planner._own_arrivals(context)[0], 0.0)
-        planner = replace(planner, link=self.link.observe(replace(observations, last_sync=last), context.accumulation))
+        link = self.link.observe(replace(observations, last_sync=last), context.accumulation, self.times.settings)
+        planner = replace(planner, link=link)
         return planner._compare(observations, context)
 
     def _compare(self, observations: StepObservations, context: PlanContext) -> "PerfModelPlanner":
@@ -173,7 +184,7 @@ class PerfModelPlanner:
         if not rows.any():
             return self
         times = self._times(context)
-        bare = self._bare(times, context).accumulated(context.accumulation)
+        bare = self._bare(times, context)
         expected = 0.0
         for split, own in observations.splits():
             part = float(rows[own].mean()) * len(rows[own]) / float(rows.sum())
@@ -181,14 +192,11 @@ class PerfModelPlanner:
         single = observations.step_time[rows].max(axis=1)
         measured = pace(single)
         variance = float(np.var(single)) / max(measured, 1e-9) ** 2 / len(single)
-        return replace(
-            self,
-            residual=self.residual.observe(expected, measured, variance),
-        )
+        return replace(self, residual=self.residual.observe(expected, measured, variance))
 
     def _finish(self, times: Times, sizes: Array, context: PlanContext) -> tuple[Array, Array, Array]:
         """When each worker is done: seconds, their standard errors, and the deviation of single steps."""
-        n, gamma = context.accumulation, min(max(self.link.gamma.value, 0.0), 1.0)
+        n, gamma = context.accumulation, self._gamma
         t_o, t_u = self.link.at(len(context.identities))
         lines = []
         for share, after in ((1.0, t_u), (gamma, t_o + t_u)):
@@ -290,7 +298,7 @@ class PerfModelPlanner:
         free = ~(((sizes <= low) & (seconds > middle)) | ((sizes >= high) & (seconds < middle)))
         likely = seconds.copy()
         likely[free] = shrunk(seconds[free], errors[free], self.settings, times.moving)
-        bare = self._bare(times, context).accumulated(context.accumulation)
+        bare = self._bare(times, context)
         alpha_1, beta_1, alpha_2, beta_2 = bare.coefficients()
         t_o, t_u = bare.t_o, bare.t_u
         compute, send = alpha_1 * sizes + beta_1 - t_u, alpha_2 * sizes + beta_2 - t_o - t_u

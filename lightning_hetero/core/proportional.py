@@ -8,7 +8,7 @@ import numpy as np
 
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.optperf import static_sizes
-from lightning_hetero.core.pace import capped_columns
+from lightning_hetero.core.pace import capped
 from lightning_hetero.core.pid import ControllerState, control, smooth
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.proposal import Decision, PlanContext, Proposal
@@ -71,8 +71,7 @@ class ProportionalPlanner:
             state = ControllerState(current.local_batch_sizes)
         expected = np.maximum(np.asarray(current.local_batch_sizes), np.asarray(context.min_local))
         rows = (observations.local_batch_sizes == expected).all(axis=1)
-        seen = capped_columns(observations.compute[rows]) if rows.any() else observations.compute[rows]
-        for times in seen:
+        for times in capped(observations.compute[rows]):
             state = smooth(state, times, decay=self.decay)
         if state.times.count < FEWEST_STEPS:
             few = f"too few observations: {state.times.count} steps at these sizes, of {FEWEST_STEPS} that it takes"

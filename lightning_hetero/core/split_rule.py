@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lightning_hetero.core.times import BLOCK
+
 __all__ = ["RuleSettings", "horizon", "shrunk"]
 
 Array = npt.NDArray[np.float64]
@@ -22,11 +24,13 @@ class RuleSettings:
     """Settings of the decision rule; ``benchmarks/estimator.py`` sweeps each of them.
 
     Args:
-        change_steps: cost of a change in steps where it was neither given nor measured.
-        least_horizon: steps for which a split is taken to hold in a run that has just begun.
-        own_speed: logarithm of the speed by which a worker usually differs if it differs.
-        rounds: rounds of expectation maximisation.
-        soon: gain of a change above which the next look is to come early, since more is likely to follow.
+        change_steps: steps that a change costs in any case, ``>= 0``, for what is not known right after it; a cost in
+            seconds that is given or measured comes on top.
+        least_horizon: steps for which a split is taken to hold in a run that has just begun, ``>= 8``.
+        own_speed: standard deviation of the logarithm of a worker's speed about that of the others, if it differs.
+        rounds: rounds of expectation maximisation, ``>= 1``.
+        soon: gain of a change, as a share of the step, above which the next look is to come as early as it can, since
+            more is likely to follow.
 
     Example:
         >>> RuleSettings().change_steps
@@ -64,11 +68,8 @@ def shrunk(seconds: Array, errors: Array, settings: RuleSettings = RuleSettings(
     if len(x) < 2:
         return seconds
     level, width, share = float(np.median(x)), float(x.var()) + settings.own_speed**2, 0.5
-    own = np.full(len(x), 0.5)
     for _ in range(settings.rounds):
-        off = (x - level) ** 2
-        spike = np.log1p(-share) - 0.5 * (off / variance + np.log(variance))
-        slab = np.log(share) - 0.5 * (off / (variance + width) + np.log(variance + width))
+        spike, slab = _parts(x, variance, level, width, share)
         own = 1.0 / (1.0 + np.exp(np.clip(spike - slab, -500.0, 500.0)))
         share = (own.sum() + 0.5) / (len(x) + 1.0)
         weight = (1.0 - own) / variance + own / (variance + width)
@@ -80,13 +81,18 @@ def shrunk(seconds: Array, errors: Array, settings: RuleSettings = RuleSettings(
     return np.asarray(np.exp(level + own * width / (width + variance) * (x - level)))
 
 
+def _parts(x: Array, variance: Array, level: float, width: float, share: float) -> tuple[Array, Array]:
+    """Logarithms of the densities of the spike and of the slab, with their shares, up to one constant."""
+    off, wide = (x - level) ** 2, variance + width
+    spike = np.log1p(-share) - 0.5 * (off / variance + np.log(variance))
+    return spike, np.log(share) - 0.5 * (off / wide + np.log(wide))
+
+
 def _differ(x: Array, variance: Array, level: float, width: float, share: float) -> float:
     """Probability that any worker has a speed of its own, by the Bayes factor of the mixture (BIC, two parameters)."""
     together = float((x / variance).sum() / (1.0 / variance).sum())
     alone = -0.5 * ((x - together) ** 2 / variance + np.log(variance))
-    spike = np.log1p(-share) - 0.5 * ((x - level) ** 2 / variance + np.log(variance))
-    slab = np.log(share) - 0.5 * ((x - level) ** 2 / (variance + width) + np.log(variance + width))
-    evidence = float((np.logaddexp(spike, slab) - alone).sum()) - np.log(len(x))
+    evidence = float((np.logaddexp(*_parts(x, variance, level, width, share)) - alone).sum()) - np.log(len(x))
     return float(1.0 / (1.0 + np.exp(-np.clip(evidence, -500.0, 500.0))))
 
 
@@ -99,15 +105,18 @@ def horizon(
     take to walk as far as the gain.
 
     Args:
-        gain: share of the step time that it saves.
+        gain: share of the step time that it saves, up to 1; nothing is gained below 0.
         walks: standard deviations of the logarithm of a speed's walk over eight steps, one of which is the true one.
         probability: of each of these.
         steps: steps since the run began.
         settings: of the rule.
+
+    Returns:
+        Steps, at least eight: no look comes earlier.
 
     Example:
         >>> horizon(0.1, np.array([0.0005, 0.05]), np.array([0.5, 0.5]), 500)
         266.0
     """
     longest = max(float(steps), settings.least_horizon)
-    return float(probability @ np.clip(8.0 * (gain / walks) ** 2, 8.0, longest))
+    return float(probability @ np.clip(BLOCK * (gain / walks) ** 2, BLOCK, longest))

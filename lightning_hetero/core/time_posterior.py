@@ -14,7 +14,6 @@ would make one so is unlikely by as much. What no longer fits is forgotten by it
 ever rescaled.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,8 +23,8 @@ import numpy.typing as npt
 
 from lightning_hetero.core.kalman import gain_of, mixed, non_negative, possible, surprise, update
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.pace import RARE, capped_columns
-from lightning_hetero.core.times import EstimatorSettings, Times
+from lightning_hetero.core.pace import RARE, capped, rare_steps
+from lightning_hetero.core.times import BLOCK, EstimatorSettings, Times
 
 __all__ = ["TimePosterior"]
 
@@ -137,7 +136,7 @@ class TimePosterior:
         """With the steps of a round at one split."""
         y, variance, scatter = self._summary(self.scatter[rows], forward, backward)
         single = np.sqrt((self._scatter(scatter) * y**2).sum(axis=1)) / y.sum(axis=1)
-        rounds = np.array(self.settings.rounds)[:, None] * single + 0.001
+        rounds = np.array(self.settings.rounds)[:, None] * single + 0.001  # clocks
         seen = self.seen[rows]
         new = seen[:, 1] == 0
         mean, covariance = self.mean[:, rows].copy(), self.covariance[:, rows].copy()
@@ -191,20 +190,19 @@ class TimePosterior:
         """Mean times, their relative variance, and the scatter of single steps with this round."""
         count = len(forward)
         usual = np.sqrt(self._scatter(scatter))
-        rare = (scatter[:, 2] >= 8.0) & (scatter[:, 3] <= RARE * scatter[:, 4])
+        rare = (scatter[:, 2] >= self.settings.own_scatter_steps) & (scatter[:, 3] <= RARE * scatter[:, 4])
         limits = [
             np.where(rare, (1.0 + self.settings.odd * usual[:, i]) * np.median(x, axis=0), np.inf)
             for i, x in enumerate((forward, backward))
         ]
         odd = ((forward > limits[0]) | (backward > limits[1])).sum(axis=0)
-        a, p = capped_columns(np.minimum(forward, limits[0])), capped_columns(np.minimum(backward, limits[1]))
+        a, p = capped(np.minimum(forward, limits[0])), capped(np.minimum(backward, limits[1]))
         y = np.stack([a.mean(axis=0), p.mean(axis=0)], axis=1)
         y = np.maximum(y, np.maximum(LEAST * y.sum(axis=1, keepdims=True), 1e-9))
-        capped = math.ceil(RARE * count) if count > 2 else 0
-        free = max(count - 1 - 1.5 * capped, 0.0)  # degrees of freedom: what is capped scatters less
+        free = max(count - 1 - 1.5 * rare_steps(count), 0.0)  # degrees of freedom: what is capped scatters less
         squares = np.stack([((x - x.mean(axis=0)) ** 2).sum(axis=0) for x in (a, p)], axis=1) / y**2
         others = np.median(squares, axis=0) / max(free, 0.5)
-        before = np.where(scatter[:, 2:3] >= 8.0, usual**2, others)
+        before = np.where(scatter[:, 2:3] >= self.settings.own_scatter_steps, usual**2, others)
         squares = np.minimum(squares, 9.0 * np.maximum(before, others) * max(free, 0.5))
         steps = np.stack([np.full(len(y), free), odd, np.full(len(y), float(count))], axis=1)
         fade = np.minimum(1.0, self.settings.scatter_memory / np.maximum(scatter[:, 4:] + count, 1.0))
@@ -220,7 +218,8 @@ class TimePosterior:
         usual = np.minimum(own, 4.0 * np.median(own, axis=0) + 1e-12)
         prior = self.settings.scatter_steps
         shared = ((usual * steps).sum(axis=0) + prior * self.settings.scatter**2) / (steps.sum() + prior)
-        return np.asarray((squares + 8.0 * shared) / (steps + 8.0))
+        count = self.settings.own_scatter_steps
+        return np.asarray((squares + count * shared) / (steps + count))
 
     def _first(self, b: Array, y: Array, variance: Array, rounds: Array) -> tuple[Array, Array]:
         """Workers seen for the first time: all of their time in proportion, give or take the fixed share."""
@@ -246,11 +245,11 @@ class TimePosterior:
         """One step of each filter: mean, covariance, logarithm of the likelihood, and probability of a jump before."""
         walks = np.array(self.settings.walks)[:, None]
         theta = np.maximum(mean, 0.0)
-        spread = (walks**2 * (elapsed / 8.0))[..., None, None]
+        spread = (walks**2 * (elapsed / BLOCK))[..., None, None]
         covariance = covariance + spread * (theta[..., :, None] * theta[..., None, :])
         diagonal = np.einsum("fnii->fni", covariance)
         size = np.stack([y[:, 0] / b, y[:, 0], y[:, 1] / b, y[:, 1]], axis=1)  # of a coefficient that is all there is
-        diagonal += (0.1 * walks[..., None] * size) ** 2 * (elapsed / 8.0)
+        diagonal += (self.settings.shape_walk * walks[..., None] * size) ** 2 * (elapsed / BLOCK)
         gain = gain_of(covariance, b)  # P H^T, (filters, workers, 4, 2)
         expected = np.stack([mean[..., 0] * b + mean[..., 1], mean[..., 2] * b + mean[..., 3]], axis=-1)
         scale = np.clip(expected, y / 2.0, y * 2.0)
@@ -260,7 +259,7 @@ class TimePosterior:
         off = y - expected
         stayed = update(mean, covariance, gain, noise, off, b)
         level = stayed[2] + possible(stayed[0], stayed[1]) - possible(mean, covariance)
-        odd = surprise(gain, noise, off, b) - 2.0 * possible(stayed[0], stayed[1]) > 6.0
+        odd = surprise(gain, noise, off, b) - 2.0 * possible(stayed[0], stayed[1]) > self.settings.gate
         chance, jump = self.settings.jump_probability, np.zeros(odd.shape)
         if not odd.any():
             return stayed[0], stayed[1], level + np.log1p(-chance), jump

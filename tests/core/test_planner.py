@@ -10,7 +10,7 @@ import pytest
 from lightning_hetero.core.link_times import Level
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.optperf import solve_optperf
-from lightning_hetero.core.pace import capped_columns
+from lightning_hetero.core.pace import capped
 from lightning_hetero.core.plan import BatchPlan, even_sizes
 from lightning_hetero.core.planner import (
     PLANNERS,
@@ -497,7 +497,7 @@ def test_proportional_smooths_as_it_is_told_to():
     steps = measure(CLUSTER, (64, 64, 64), np.random.default_rng(0), steps=4, noise=0.2)
     plan, where = BatchPlan(192, (64, 64, 64)), context(192, 3)
     last = ProportionalPlanner(decay=0.0).decide(steps, plan, where).planner
-    assert last.state.times.smoothed == pytest.approx(capped_columns(steps.compute)[-1])
+    assert last.state.times.smoothed == pytest.approx(capped(steps.compute)[-1])
 
 
 def test_a_planner_that_returns_something_else_is_told():
