@@ -360,6 +360,17 @@ def asked_bytes(density, rate, **kwargs):
     return cluster.message_bytes(density), cluster.message_bytes(cluster.probes[-1])
 
 
+def test_what_is_decided_on_the_split_is_told_beside_the_density():
+    """The split with its gain, and how sure the prediction is; the density is for all micro-batches together."""
+    cluster = Cluster(planner()).run(10e6, 6)
+    context, plan = replace(cluster.window(10e6), accumulation=2), BatchPlan(40, (20, 20))
+    decision = cluster.planner.decide(StepObservations.empty(2), plan, context)
+    assert decision.density.total_batch_size == 80
+    assert decision.proposal.plan.local_batch_sizes != (20, 20)
+    assert decision.soon
+    assert decision.error == decision.planner.model.error(plan, context) > 0.0
+
+
 def test_messages_to_be_timed_grow_by_no_more_than_eight_times():
     """On a fat link the wish is ten times as much; on a thinner one a wish of less is timed as it is."""
     now, asked = asked_bytes(0.001, 300e6)
