@@ -154,6 +154,11 @@ def test_accelerates_own_test_script_passes(tmp_path):
     [
         (["--hetero_policy", "fastest"], "--hetero_policy fastest: policy='fastest' is unknown; allowed are"),
         (["--hetero_hysteresis", "7"], "--hetero_hysteresis 7: hysteresis=7"),
+        (["--hetero_change_cost", "few"], "--hetero_change_cost few: change_cost='few'"),
+        (["--hetero_max_total_batch_size", "0"], "--hetero_max_total_batch_size 0: max_total_batch_size=0"),
+        (["--hetero_min_total_batch_size", "8"], "--hetero_min_total_batch_size 8: min_total_batch_size=8"),
+        (["--hetero_lr_scaling", "cubic"], "--hetero_lr_scaling cubic: lr_scaling='cubic'"),
+        (["--hetero_noise_scale", "3"], "--hetero_noise_scale 3: noise_scale=3"),
         (["--hetero_compression", "block_topk(density=7)"], "--hetero_compression block_topk(density=7): "),
         (["--hetero_density", "7"], "--hetero_density 7: "),
         (["--config_file", "/nowhere.yaml"], "--config_file /nowhere.yaml cannot be read"),
