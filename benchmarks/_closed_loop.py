@@ -87,6 +87,10 @@ class Truth:
 
     def optimum(self, total: int) -> float:
         """Least seconds of a step over all integer splits, at least one sample each."""
+        return self.best(total)[0]
+
+    def best(self, total: int) -> tuple[float, Array]:
+        """Least seconds of a step over all integer splits, at least one sample each, and a split that takes them."""
 
         def finish(b: Array) -> Array:
             a, p = self.q * b + self.s, self.k * b + self.m
@@ -98,12 +102,17 @@ class Truth:
             return np.clip(np.floor(np.minimum(compute, send) + 1e-9), 1.0, total)
 
         low, high = float(finish(np.ones(self.workers)).max()), float(finish(np.full(self.workers, total)).max())
-        if room(low).sum() >= total:
-            return low
-        for _ in range(100):
+        for _ in range(100 if room(low).sum() < total else 0):
             middle = 0.5 * (low + high)
             low, high = (low, middle) if room(middle).sum() >= total else (middle, high)
-        return high
+        high = low if room(low).sum() >= total else high
+        sizes = room(high)
+        left = int(sizes.sum()) - total
+        for i in np.argsort(-finish(sizes), kind="stable"):  # what is too much goes from the slowest
+            less = min(left, int(sizes[i]) - 1)
+            sizes[i] -= less
+            left -= less
+        return high, sizes
 
 
 class Noise:
@@ -226,7 +235,7 @@ def totals(truth: Truth) -> dict[str, int]:
 # policies
 
 
-@dataclass(frozen=True)
+@dataclass
 class LBBSP:
     """LB-BSP as Cannikin describes it: the slowest worker hands five samples to the fastest, look by look."""
 
@@ -257,11 +266,24 @@ class LBBSP:
         return self
 
 
+@dataclass
+class Oracle(LBBSP):
+    """Knows all speeds at each look, and takes the exact optimum. No planner that looks as often can do better."""
+
+    truth: Truth | None = None
+
+    def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
+        assert self.truth is not None
+        sizes = self.truth.best(context.total_batch_size)[1].astype(int)
+        return Decision(self, Proposal(BatchPlan(context.total_batch_size, tuple(sizes.tolist())), "known"))
+
+
 POLICIES: dict[str, Callable[[], Planner | None]] = {
     "perf_model": PLANNERS["perf_model"],
     "pid": PLANNERS["pid"],
     "lb_bsp": LBBSP,
     "even": lambda: None,
+    "oracle": Oracle,
 }
 
 
@@ -354,6 +376,8 @@ class Loop:
         if rows:
             seen = StepObservations(**{name: np.concatenate([r[name] for r in rows])[-KEPT_ROWS:] for name in rows[0]})
         begin, changed, soon = time.process_time(), False, False
+        if isinstance(self.planner, Oracle):
+            self.planner.truth = self.truth if self.noise.drift is None else self.truth.slowed(self.noise.drift)
         if self.planner is not None and seen.num_steps:
             decision = Decision.of(self.planner.decide(seen, self.plan, self.context))
             self.planner, soon = decision.planner, decision.waits

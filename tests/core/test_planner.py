@@ -199,6 +199,23 @@ def test_no_change_gains_less_than_the_hysteresis(hysteresis):
             plan = proposal.plan
 
 
+def test_where_speeds_are_found_to_walk_workers_are_not_taken_to_finish_together():
+    """The same times move the split where they are thought to come from walks, and not where from noise."""
+    rng, ctx, plan = np.random.default_rng(0), context(512, 8), BatchPlan(512, (64,) * 8)
+    equal, learned = ClusterTimeModel((MIDDLE,) * 8, 0.2, 0.02, 0.004), PerfModelPlanner()
+    for _ in range(6):
+        learned = learned.observe(measure(equal, (64,) * 8, rng, noise=0.15), ctx)
+    moved = []
+    for weight in ((0.5, 0.3, 0.2, 0.0, 0.0), (0.0, 0.0, 0.0, 0.5, 0.5)):
+        planner = replace(learned, times=replace(learned.times, weight=np.repeat(np.array(weight)[:, None], 8, axis=1)))
+        known = planner.times.times(ctx.identities)
+        cluster = planner._cluster(known, ctx, np.full(8, 64.0))
+        likely = planner._likely(cluster, known, plan, ctx).finish_times((64,) * 8)
+        moved.append(float(np.ptp(likely) / likely.mean()))
+    assert moved[0] < 0.005
+    assert moved[1] > 0.03
+
+
 def test_what_pays_is_counted_over_all_steps_that_passed():
     """A small gain pays in a run of which a thousand steps have passed, though few of them were observed."""
     split, changed = BatchPlan(192, (109, 57, 26)), []
