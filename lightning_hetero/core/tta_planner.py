@@ -18,7 +18,7 @@ from lightning_hetero.core.goodput import Candidate, Window
 from lightning_hetero.core.late_choice import SAME_LINK, LateChoice
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.plan import BatchPlan
-from lightning_hetero.core.planner import Decision, PlanContext
+from lightning_hetero.core.planner import Decision, PlanContext, Proposal
 from lightning_hetero.core.surrogate import ProfilePenalty
 from lightning_hetero.core.tta import Change, DensityChoice, assumed_penalty, minimise_time_to_accuracy
 
@@ -147,8 +147,19 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         if link is None or cluster is None:
             return planner._decision(split)
         plan = current if proposal is None else proposal.plan
+        if proposal is not None:
+            split = replace(split, proposal=planner._whole_steps(proposal, current, context))
         seconds = cluster.accumulated(planner.accumulation).step_time(plan.local_batch_sizes)
         return planner._settle(plan.total_batch_size * planner.accumulation, seconds, link)._decision(split)
+
+    def _whole_steps(self, proposal: Proposal, current: BatchPlan, context: PlanContext) -> Proposal:
+        """The proposal whose predictions have the messages in them, which the split's do not."""
+        plan = proposal.plan
+        more = (self.predict(plan, context) or 0.0) - (super().predict(plan, context) or 0.0)
+        first, without = (x if x is None else x + more for x in (plan.step_time, plan.step_time_without))
+        plan = replace(plan, step_time=first, step_time_without=without)
+        apart = ", messages apart" if plan.total_batch_size == current.total_batch_size else ""
+        return Proposal(plan, proposal.reason + apart)
 
     def _decision(self, split: Decision) -> Decision:
         """What is decided on the split, and by now on messages."""

@@ -367,6 +367,10 @@ def test_what_is_decided_on_the_split_is_told_beside_the_density():
     decision = cluster.planner.decide(StepObservations.empty(2), plan, context)
     assert decision.density.total_batch_size == 80
     assert decision.proposal.plan.local_batch_sizes != (20, 20)
+    assert decision.proposal.reason.endswith("less), messages apart")
+    assert decision.proposal.plan.step_time == pytest.approx(
+        decision.planner.predict(decision.proposal.plan, context), rel=0.02
+    )
     assert decision.soon
     assert decision.error == decision.planner.model.error(plan, context) > 0.0
 
