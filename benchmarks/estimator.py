@@ -6,7 +6,6 @@ A setting whose figures hardly move is no tuning; one that moves them is at a go
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -18,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import closed_loop
 import numpy as np
+from hardware import write_record
 
 from lightning_hetero.core.planner import PerfModelPlanner
 from lightning_hetero.core.split_rule import RuleSettings
@@ -102,7 +102,8 @@ def main() -> None:
             sys.stdout.write(f"{name:<24} | {cells}\n")
             sys.stdout.flush()
     if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+        rows = [{"setting": name, **row} for name, row in found.items()]
+        write_record(rows, args.json, "means over the cases, of each setting at half and at twice its default")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe_hardware", "hardware_line", "write_table"]
+__all__ = ["describe_hardware", "hardware_line", "write_record", "write_table"]
 
 
 def describe_hardware() -> dict[str, Any]:
@@ -59,8 +59,13 @@ def write_table(rows: Sequence[Mapping[str, Any]], path_json: str | os.PathLike[
             hold are written as null (not finite) or as text.
         title: first line of the table.
     """
+    print(f"{title}\n{hardware_line(describe_hardware())}\n\n{_table(rows)}", flush=True)
+    write_record(rows, path_json, title)
+
+
+def write_record(rows: Sequence[Mapping[str, Any]], path_json: str | os.PathLike[str], title: str) -> None:
+    """Write rows as JSON with the hardware, as :func:`write_table` does, and print nothing."""
     hardware = describe_hardware()
-    print(f"{title}\n{hardware_line(hardware)}\n\n{_table(rows)}", flush=True)
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     record = {"title": title, "hardware": hardware, "date": date, "rows": [_plain(dict(row)) for row in rows]}
     path = Path(path_json)

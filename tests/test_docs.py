@@ -336,6 +336,7 @@ def test_what_follows_the_link_is_that_of_the_benchmark():
 
 CLUSTERS, EQUAL = ("A B C", "100"), tuple(f"equal {workers}" for workers in (2, 8, 16, 32, 100))
 MOVING = ("ramp 1.3", "ramp 2.2", "walk", "swing")
+TOTALS = ("total stands", "total jumps", "total walks")
 CLOSED_LOOP = (  # of each row: kinds and noises of its runs; then figure, which of them, and workers, number by number
     ("steady", "0 2 8", [("share", "median", CLUSTERS), ("share", "least", CLUSTERS)]),
     ("steady", "2", [(f"to {n} %", which, CLUSTERS) for n in (5, 1) for which in ("median", "most")]),
@@ -347,7 +348,7 @@ CLOSED_LOOP = (  # of each row: kinds and noises of its runs; then figure, which
     ("jump 3", "2 8", [("for good 5 %", which, CLUSTERS) for which in ("median", "most")]),
     ("steady", "2 8", [("decision ms", "median", (workers,)) for workers in ("100", "1000")]),
     ("prediction", "2", [("off", "median", CLUSTERS), ("worst off", "most", CLUSTERS)]),
-    ("total", "2 8", [("time", "median", CLUSTERS), ("time", "least", CLUSTERS)]),
+    (TOTALS, "2 8", [("time", "median", CLUSTERS), ("time", "least", CLUSTERS)]),
 )
 
 
