@@ -5,9 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_hetero.core.link_model import Computing
 from lightning_hetero.core.link_times import Level, LinkTimes
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.planner import PerfModelPlanner, PlanContext
 from lightning_hetero.core.sync_times import estimate_gamma, estimate_sync_times, steps_that_tell
+from lightning_hetero.core.time_model import ClusterTimeModel
+from lightning_hetero.core.time_posterior import TimePosterior
+from lightning_hetero.core.times import EstimatorSettings
 
 moderate = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -37,14 +42,11 @@ def test_network_times_are_those_of_whoever_waits_least():
 # which steps tell t_o
 
 
-def chain(rng, workers, buckets, noise, *, balance, accumulation=1):
+def chain(rng, workers, buckets, noise, *, balance, accumulation=1, seconds=(0.001, 0.2)):
     """A step, bucket by bucket: what workers measure, and what the link takes for all buckets but the last."""
-    n, gamma, wire = accumulation, rng.uniform(0.05, 0.4), rng.uniform(0.001, 0.2) / buckets
-    usual = np.ones(workers) if balance else rng.uniform(0.5, 1.5, workers)
-    a, p = (
-        usual * 0.3 * np.exp(noise * rng.standard_normal(workers)),
-        usual * np.exp(noise * rng.standard_normal(workers)),
-    )
+    n, gamma, wire = accumulation, rng.uniform(0.05, 0.4), rng.uniform(*seconds) / buckets
+    usual = np.ones((2, workers)) if balance else rng.uniform(0.5, 1.5, (2, workers))
+    a, p = usual * [[0.3], [1.0]] * np.exp(noise * rng.standard_normal((2, workers)))
     share = gamma + (1 - gamma) * np.arange(buckets) / (buckets - 1)
     ready = (n * a + (n - 1) * p)[:, None] + p[:, None] * share
     end, waits = -np.inf, np.empty((workers, buckets))
@@ -75,6 +77,75 @@ def test_steps_that_tell_have_the_links_own_time(balance, accumulation):
     assert told > 500
     assert max(more) > 2
     assert min(more) > 1 - 1e-9
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_link_that_is_busy_until_the_end_always_tells(accumulation):
+    """Whoever is the last with its first bucket, and with its last one."""
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        seen, t_o, _ = chain(rng, 6, 12, 0.1, balance=True, accumulation=accumulation, seconds=(9.0, 12.0))
+        assert steps_that_tell(seen, accumulation).all()
+        assert seen.overlapped_sync.min() == pytest.approx(t_o)
+
+
+def looks(tells, slower=1.0):
+    """Steps of two workers on a link that takes 0.2 s; where they do not tell, both wait for each other."""
+    steps = len(tells)
+    ones, busy = np.ones((steps, 2)), np.array(tells)[:, None]
+    late_first, late_last = np.tile([1.2, 1.0], (steps, 1)), np.tile([1.0, 1.5], (steps, 1))
+    waits = np.where(busy, [0.6, 0.2], [0.9, 0.8]) * slower
+    backward = np.where(busy, [1.0, 1.7], late_last)
+    return StepObservations(
+        ones, np.where(busy, [1.0, 1.1], late_first), backward, 0.2 * ones, waits, 0.1 * ones, 2 * ones
+    )
+
+
+def test_what_both_wait_is_a_bound_until_a_step_tells():
+    never, half = looks([False] * 8), looks([True, False] * 4)
+    assert steps_that_tell(half).tolist() == [True, False] * 4
+    link = LinkTimes().observe(never)
+    assert link.at(2)[0] == pytest.approx(0.8)
+    assert link.error(2) > 0.3
+    link = link.observe(half)
+    assert link.at(2)[0] == pytest.approx(0.2, rel=0.05)
+    assert link.error(2) < 0.02, "the scatter is that of the steps that tell"
+    assert link.observe(never).at(2)[0] == pytest.approx(0.2, rel=0.05)
+
+
+def test_one_step_is_no_jump_and_many_are():
+    link = LinkTimes()
+    for _ in range(8):
+        link = link.observe(looks([True] * 8))
+    assert link.observe(looks([True] + [False] * 7, slower=5.0)).at(2)[0] < 0.3
+    assert link.observe(looks([True] * 8, slower=5.0)).at(2)[0] == pytest.approx(1.0)
+    never_jumps = EstimatorSettings(link_jump=1e9)
+    assert link.observe(looks([True] * 8, slower=5.0), settings=never_jumps).at(2)[0] < 0.9
+    alone = LinkTimes().observe(looks([True] + [False] * 7))
+    assert alone.error(2) > 0.02, "one step says little"
+
+
+def test_all_that_estimates_a_link_goes_by_the_steps_that_tell():
+    seen = looks([True, False, False] * 4)
+    last = 0.1 / (0.1 + 0.2)
+    assert Computing.of(seen).last == pytest.approx(last)
+    assert ClusterTimeModel.fit(seen).t_o == pytest.approx(0.2)
+    context = PlanContext(2, ("a", "b"), (1, 1))
+    assert PerfModelPlanner().observe(seen, context).link.at(2)[0] == pytest.approx(0.2)
+
+
+def test_planners_count_the_micro_batches_of_a_step_and_have_the_settings_of_the_estimator():
+    rng, context = np.random.default_rng(0), PlanContext(6, tuple("abcdef"), (1,) * 6, accumulation=3)
+    found, slower = (
+        chain(rng, 6, 12, 0.1, balance=True, accumulation=3, seconds=at) for at in ((2.0, 2.0), (15.0, 15.0))
+    )
+    assert not steps_that_tell(found[0]).all()
+    planner = PerfModelPlanner(TimePosterior(settings=EstimatorSettings(link_jump=1e9))).observe(found[0], context)
+    assert planner.link.error(6) < 0.2 * found[1]
+    for _ in range(3):
+        planner = planner.observe(found[0], context)
+    assert planner.link.at(6)[0] == pytest.approx(found[1])
+    assert planner.observe(slower[0], context).link.at(6)[0] < 0.9 * slower[1]
 
 
 def test_where_no_step_tells_the_least_of_all_is_nearest():
