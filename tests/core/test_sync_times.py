@@ -145,7 +145,15 @@ def test_planners_count_the_micro_batches_of_a_step_and_have_the_settings_of_the
     for _ in range(3):
         planner = planner.observe(found[0], context)
     assert planner.link.at(6)[0] == pytest.approx(found[1])
-    assert planner.observe(slower[0], context).link.at(6)[0] < 0.9 * slower[1]
+    many = StepObservations(*(np.repeat(getattr(slower[0], name), 8, axis=0) for name in StepObservations.FIELDS))
+    assert planner.observe(many, context).link.at(6)[0] < 0.95 * slower[1]
+    assert PerfModelPlanner(link=planner.link).observe(many, context).link.at(6)[0] == pytest.approx(slower[1])
+
+
+def test_who_is_last_with_all_of_a_step_tells_though_its_backward_pass_is_short():
+    ones = np.ones((1, 2))
+    seen = StepObservations(ones, [[3.0, 1.0]] * ones, [[1.0, 1.5]] * ones, 0.2 * ones, [[0.2, 2.5]] * ones, ones, ones)
+    assert steps_that_tell(seen).all()
 
 
 def test_where_no_step_tells_the_least_of_all_is_nearest():
