@@ -114,8 +114,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         return {**case, "skipped": True}
     loop = Loop(POLICIES[case["policy"]](), truth, total, Noise(**NOISES[case["noise"]], seed=case["seed"]))
     found = MOVEMENTS[kind.split()[0]](loop, kind, SHARED[case["cluster"]] if known else 0, case["seed"])
-    decision = 1e3 * float(np.median(loop.costs)) if loop.costs else 0.0
-    return {**case, "total": total, **found, "decision ms": decision}
+    decision = {"decision ms": 1e3 * float(np.median(loop.costs))} if loop.costs else {}
+    return {**case, "total": total, **found, **decision}
 
 
 def steady(loop: Loop, kind: str, one: int, seed: int) -> dict[str, float]:
