@@ -1,8 +1,10 @@
 """Sweep each setting of the estimator and of the decision rule: half and twice its default, in closed loop.
 
-    estimator.py [--jobs 2] [--json FILE]
+    estimator.py [--only walks,rounds] [--jobs 2] [--json FILE]
 
 A setting whose figures hardly move is no tuning; one that moves them is at a good place if both neighbours are worse.
+The steps of a round share nothing here, so that half of ``rounds`` does better; on a measured trace it splits back and
+forth (``tests/core/test_measured_times.py``).
 """
 
 import argparse
@@ -52,9 +54,15 @@ def variants() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
         for field in fields(settings):
             value = getattr(settings, field.name)
             for factor in (0.5, 2.0):
-                scaled = tuple(factor * x for x in value) if isinstance(value, tuple) else type(value)(factor * value)
+                sign = "x"
+                if field.name == "prior":  # only ratios count: flatter, and steeper
+                    sign, scaled = "^", tuple(x**factor for x in value)
+                elif isinstance(value, tuple):
+                    scaled = tuple(factor * x for x in value)
+                else:
+                    scaled = type(value)(factor * value)
                 change = {field.name: scaled}
-                yield f"{field.name} x {factor}", *((change, {}) if which == 0 else ({}, change))
+                yield f"{field.name} {sign} {factor}", *((change, {}) if which == 0 else ({}, change))
 
 
 def run(task: tuple[dict[str, Any], dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
@@ -91,10 +99,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", default="")
+    parser.add_argument("--only", default="", help="settings, by commas")
     args = parser.parse_args()
     found = {}
     with ProcessPoolExecutor(args.jobs) as pool:
         for name, estimator, rule in variants():
+            if args.only and name.split()[0] not in args.only.split(","):
+                continue
             tasks = [(estimator, rule, case) for case in (*CASES, *EQUAL)]
             results = list(pool.map(run, tasks, chunksize=4))
             found[name] = figures(results[: len(CASES)], results[len(CASES) :])
