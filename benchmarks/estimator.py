@@ -50,7 +50,7 @@ EQUAL = [
 def variants() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Name, settings of the estimator, settings of the rule."""
     yield "defaults", {}, {}
-    for which, settings in enumerate((EstimatorSettings(), RuleSettings())):
+    for which, (whose, settings) in enumerate((("", EstimatorSettings()), ("rule: ", RuleSettings()))):
         for field in fields(settings):
             value = getattr(settings, field.name)
             for factor in (0.5, 2.0):
@@ -62,7 +62,7 @@ def variants() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
                 else:
                     scaled = type(value)(factor * value)
                 change = {field.name: scaled}
-                yield f"{field.name} {sign} {factor}", *((change, {}) if which == 0 else ({}, change))
+                yield f"{whose}{field.name} {sign} {factor}", *((change, {}) if which == 0 else ({}, change))
 
 
 def run(task: tuple[dict[str, Any], dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def main() -> None:
     found = {}
     with ProcessPoolExecutor(args.jobs) as pool:
         for name, estimator, rule in variants():
-            if args.only and name.split()[0] not in args.only.split(","):
+            if args.only and name.removeprefix("rule: ").split()[0] not in args.only.split(","):
                 continue
             tasks = [(estimator, rule, case) for case in (*CASES, *EQUAL)]
             results = list(pool.map(run, tasks, chunksize=4))
