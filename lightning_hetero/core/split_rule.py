@@ -34,13 +34,13 @@ class RuleSettings:
 
     Example:
         >>> RuleSettings().change_steps
-        0.5
+        1.0
     """
 
-    change_steps: float = 0.5
-    least_horizon: float = 64.0
+    change_steps: float = 1.0
+    least_horizon: float = 192.0
     own_speed: float = 0.2
-    rounds: int = 30
+    rounds: int = 15
     soon: float = 0.02
 
 
@@ -99,10 +99,12 @@ def _differ(x: Array, variance: Array, level: float, width: float, share: float)
 def horizon(
     gain: float, walks: Array, probability: Array, steps: float, settings: RuleSettings = RuleSettings()
 ) -> float:
-    """Steps for which a better split is expected to stay the better one.
+    """Steps for which a better split saves its gain: those in which it saves less count less.
 
-    As many as the run is old, since what has held so long is likely to hold as long again; but no more than speeds
-    take to walk as far as the gain.
+    A run is taken to last as long again, ``T`` steps. Until then a speed walks by a standard deviation of ``s(t) =
+    walk sqrt(t / 8)``. The better split is then off by ``E|N(0, s)|``, the other by ``E|gain + N(0, s)|``: more by
+    ``gain`` at first, and by ``gain^2 / (sqrt(2 pi) s)`` where ``s`` is far more than that. The smaller of these two,
+    over ``gain`` and summed over the steps, is ``T (2 r - r^2)`` with ``r = gain / (sqrt(2 pi) s(T))``, 1 at most.
 
     Args:
         gain: share of the step time that it saves, up to 1; nothing is gained below 0.
@@ -115,8 +117,10 @@ def horizon(
         Steps, at least eight: no look comes earlier.
 
     Example:
-        >>> horizon(0.1, np.array([0.0005, 0.05]), np.array([0.5, 0.5]), 500)
-        266.0
+        >>> round(horizon(0.1, np.array([0.0005, 0.05]), np.array([0.5, 0.5]), 500))
+        298
     """
     longest = max(float(steps), settings.least_horizon)
-    return float(probability @ np.clip(BLOCK * (gain / walks) ** 2, BLOCK, longest))
+    far = walks * np.sqrt(2.0 * np.pi * longest / BLOCK)
+    ratio = np.clip(gain / far, 0.0, 1.0)
+    return float(probability @ np.maximum(longest * ratio * (2.0 - ratio), BLOCK))

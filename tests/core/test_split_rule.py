@@ -1,5 +1,7 @@
 """The decision rule: equal workers stay equal whatever their number, and a change has to pay while it holds."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -64,9 +66,23 @@ def test_a_split_holds_as_long_as_the_run_is_old():
     assert horizon(0.1, WALKS, quiet, 5000) == 5000
 
 
-def test_a_gain_that_speeds_outrun_holds_for_few_steps():
+def test_a_gain_that_speeds_outrun_saves_in_fewer_steps():
     moving = np.array([0.0, 0.0, 1.0])
-    assert horizon(0.06, WALKS, moving, 5000) == pytest.approx(8 * 4)
-    assert horizon(0.001, WALKS, moving, 5000) == 8
+    for gain, steps in ((0.06, 5000), (0.01, 1000), (0.3, 200)):
+        ratio = min(gain / (0.03 * math.sqrt(steps / 8) * math.sqrt(2 * math.pi)), 1.0)
+        assert horizon(gain, WALKS, moving, steps) == pytest.approx(steps * ratio * (2 - ratio))
+    assert horizon(0.0001, WALKS, moving, 200) == 8
+    assert horizon(-0.1, WALKS, moving, 200) == 8
     both = np.array([0.5, 0.0, 0.5])
-    assert horizon(0.06, WALKS, both, 5000) == pytest.approx((5000 + 32) / 2)
+    assert horizon(0.06, WALKS, both, 5000) == pytest.approx((5000 + horizon(0.06, WALKS, moving, 5000)) / 2)
+
+
+@pytest.mark.parametrize("gain", [0.01, 0.05, 0.2])
+@pytest.mark.parametrize("walk", [0.003, 0.02, 0.06])
+def test_the_horizon_is_what_a_split_saves_while_speeds_walk(gain, walk):
+    """By simulation: a worker that is late by the gain, and one that is not, walk alike."""
+    steps, rng = 512, np.random.default_rng(0)
+    paths = np.cumsum(walk * rng.standard_normal((4000, steps // 8)), axis=1)
+    saved = np.abs(gain + paths).mean(axis=0) - np.abs(paths).mean(axis=0)
+    exact = 8 * saved.sum() / gain
+    assert 0.95 * exact <= horizon(gain, np.array([walk]), np.ones(1), steps) <= 1.35 * exact
