@@ -45,20 +45,23 @@ def expected_maximum(mean: Array, deviation: Array) -> tuple[float, float]:
     return low + first, math.sqrt(max(second, 0.0))
 
 
-def larger_error(x: Array, x_error: Array, y: Array, y_error: Array) -> Array:
-    """Standard deviation of the larger of two independent normal values (Clark, 1961), pair by pair.
+def larger_error(x: Array, x_error: Array, y: Array, y_error: Array, covariance: Array) -> Array:
+    """Standard deviation of the larger of two normal values (Clark, 1961), pair by pair.
 
     Args:
         x: means of the ones.
         x_error: their standard deviations, ``>= 0``.
         y: means of the others.
         y_error: their standard deviations, ``>= 0``.
+        covariance: of the two of a pair.
 
     Example:
-        >>> larger_error(np.array([0.0, 9.0]), np.ones(2), np.zeros(2), 2 * np.ones(2)).round(2).tolist()
-        [1.31, 1.0]
+        >>> x, y, ones = np.array([0.0, 9.0, 0.0]), np.zeros(3), np.ones(3)
+        >>> larger_error(x, ones, y, 2 * ones, np.array([0.0, 0.0, 2.0])).round(2).tolist()
+        [1.31, 1.0, 1.53]
     """
-    apart = np.maximum(np.hypot(x_error, y_error), 1e-300)
+    both = x_error**2 + y_error**2
+    apart = np.sqrt(np.maximum(both - 2.0 * covariance, 1e-12 * both + 1e-300))
     z = np.clip((x - y) / apart, -30.0, 30.0)
     share, density = _normal_cdf(z), np.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
     more = x - y  # moments about y, which loses no digits

@@ -21,7 +21,7 @@ from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.proportional import ProportionalPlanner, StaticPlanner
 from lightning_hetero.core.proposal import Decision, PlanContext, Planner, Proposal
 from lightning_hetero.core.residual import Residual
-from lightning_hetero.core.split_rule import RuleSettings, horizon, shrunk
+from lightning_hetero.core.split_rule import RuleSettings, horizon
 from lightning_hetero.core.time_model import ClusterTimeModel, NodeModels
 from lightning_hetero.core.time_posterior import TimePosterior
 from lightning_hetero.core.times import Times
@@ -206,7 +206,8 @@ class PerfModelPlanner:
             scatter = np.hypot(a * single[:, 0] * n**0.5, p * single[:, 1] * (n - 1 + share**2) ** 0.5)
             lines.append((seconds + after, errors, scatter))
         (compute, compute_error, _), (send, send_error, _) = lines
-        errors = larger_error(compute, compute_error, send, send_error)
+        both = 0.5 * (times.seconds(sizes, 2 * (n - 1) + 1 + gamma, 2 * n)[1] ** 2 - compute_error**2 - send_error**2)
+        errors = larger_error(compute, compute_error, send, send_error, both)
         seconds, _, scatter = (np.where(compute >= send, x, z) for x, z in zip(*lines, strict=True))
         return seconds, errors, scatter
 
@@ -235,11 +236,11 @@ class PerfModelPlanner:
 
     def _decide(self, times: Times, current: BatchPlan, context: PlanContext, *, first: bool) -> Decision:
         """The rule, for what is known by now."""
-        cluster = self._likely(self._cluster(times, context, _ran(current, context)), times, current, context)
+        cluster = self._cluster(times, context, _ran(current, context))
         now, plan = _step_time(cluster, current, context), _optimum(cluster, context)
         if plan.local_batch_sizes == current.local_batch_sizes:
             return Decision(self, kept=_why_optimal(plan, context))
-        gain = self._gain(cluster, times, plan, current, context)
+        gain, unknown = self._gain(cluster, times, plan, current, context)
         steps = horizon(gain, times.walks, times.probability, self.steps, self.settings)
         cost = self.settings.change_steps * now + (context.change_cost or 0.0)
         other = f"{'/'.join(map(str, plan.local_batch_sizes))} would take {max(gain, 0.0):.1%} less"
@@ -248,6 +249,8 @@ class PerfModelPlanner:
                 f"a change would cost more than it saves: {other} for {steps:.0f} steps, and costs {cost * 1e3:.1f} ms"
             )
             return Decision(self, kept=kept)
+        if gain < self.settings.doubt * unknown * (1.0 - times.moving):
+            return Decision(self, kept=f"{other}, and {unknown:.1%} is lost to what is not known of the workers yet")
         here = self._waits(times, _ran(current, context), context)
         then = self._waits(times, plan.local_batch_sizes, context) / here * (plan.step_time or now)
         if 1.0 - then / now < context.hysteresis:
@@ -267,43 +270,22 @@ class PerfModelPlanner:
 
     def _gain(
         self, cluster: ClusterTimeModel, times: Times, plan: BatchPlan, current: BatchPlan, context: PlanContext
-    ) -> float:
-        """Share of a step that a plan saves in expectation, when the slowest worker is as late as it may be.
+    ) -> tuple[float, float]:
+        """Share of a step that a plan saves in expectation, and the share that it loses to what is not known.
 
-        What is uncertain of workers at the running split stays so. What they take for other sizes than those that were
-        seen is uncertain as well, but the first look at them will tell, so that it does not speak against them.
+        The slowest worker is as late as it may be. What is uncertain of workers at the running split stays so. What
+        they take for other sizes than those that were seen is uncertain as well, but the first look at them will tell,
+        so that it does not speak against them.
         """
         here = _ran(current, context) * (context.total_batch_size / current.total_batch_size)
         seconds, errors, _ = self._finish(times, here, context)
 
-        def expected(sizes: Any) -> float:
-            finish = cluster.finish_times(sizes)
-            return expected_maximum(finish, finish * errors / seconds)[0]
+        def expected(finish: Array) -> tuple[float, float]:
+            return expected_maximum(finish, finish * errors / seconds)
 
-        return 1.0 - expected(plan.local_batch_sizes) / expected(here)
-
-    def _likely(
-        self, cluster: ClusterTimeModel, times: Times, current: BatchPlan, context: PlanContext
-    ) -> ClusterTimeModel:
-        """The model of workers that finish together at the present split, as far as their times do not speak against.
-
-        Bounds keep workers from finishing together: one that is late with its least, or early with its most, counts
-        with its own time.
-        """
-        sizes = _ran(current, context)
-        seconds, errors, _ = self._finish(times, sizes, context)
-        low = np.array(context.min_local)
-        high = np.array(context.max_local or (np.inf,) * len(sizes))
-        middle = np.median(seconds)
-        free = ~(((sizes <= low) & (seconds > middle)) | ((sizes >= high) & (seconds < middle)))
-        likely = seconds.copy()
-        likely[free] = shrunk(seconds[free], errors[free], self.settings, times.moving)
-        bare = self._bare(times, context)
-        alpha_1, beta_1, alpha_2, beta_2 = bare.coefficients()
-        t_o, t_u = bare.t_o, bare.t_u
-        compute, send = alpha_1 * sizes + beta_1 - t_u, alpha_2 * sizes + beta_2 - t_o - t_u
-        factor = np.minimum((likely - t_u) / np.maximum(compute, 1e-12), (likely - t_o - t_u) / np.maximum(send, 1e-12))
-        return cluster.scaled(np.clip(factor, 0.05, 20.0))
+        there = cluster.finish_times(plan.local_batch_sizes)
+        now, (then, spread) = expected(cluster.finish_times(here))[0], expected(there)
+        return 1.0 - then / now, 1.0 - float(there.max()) / (then + spread)
 
     # state
 

@@ -149,7 +149,7 @@ def test_a_change_of_the_total_has_to_pay_as_one_of_the_split_does():
     assert planner().decide(NOTHING, plan(30, 10), ctx).proposal is not None
     dear = replace(ctx, change_cost=1e6)
     assert planner().decide(NOTHING, plan(30, 10), dear).proposal is None
-    eager = planner(hysteresis=0.0)  # a run of 192 steps at most, in which a change costs one
+    eager = planner(hysteresis=0.0)  # a run of 256 steps at most, in which a change costs one
     for phi, changes in ((74.0, True), (90.0, False)):  # for gains of 1.2 and 0.4 %
         assert (eager.decide(NOTHING, plan(30, 10), context(40, phi)).proposal is not None) is changes
 

@@ -44,5 +44,9 @@ def test_the_larger_of_two_against_drawing_them(seed):
     rng = np.random.default_rng(seed)
     x, y = rng.normal(size=(2, 8))
     x_error, y_error = rng.uniform(0.05, 1.0, (2, 8))
-    drawn = np.maximum(x + x_error * rng.standard_normal((100_000, 8)), y + y_error * rng.standard_normal((100_000, 8)))
-    np.testing.assert_allclose(larger_error(x, x_error, y, y_error), drawn.std(axis=0), rtol=0.02)
+    shared, own = rng.standard_normal((2, 100_000, 8))
+    correlation = rng.uniform(-1.0, 1.0, 8)
+    other = correlation * shared + np.sqrt(1.0 - correlation**2) * own
+    drawn = np.maximum(x + x_error * shared, y + y_error * other)
+    found = larger_error(x, x_error, y, y_error, correlation * x_error * y_error)
+    np.testing.assert_allclose(found, drawn.std(axis=0), rtol=0.02, atol=1e-4)
