@@ -21,7 +21,7 @@ def expected_maximum(mean: Array, deviation: Array) -> tuple[float, float]:
         deviation: standard deviation of each, ``>= 0``.
 
     Returns:
-        Both in the unit of the values, to 0.2 % of the widest deviation.
+        Both in the unit of the values, to 0.3 % of the widest deviation.
 
     Example:
         >>> round(expected_maximum(np.zeros(2), np.ones(2))[0], 2)  # 1 / sqrt(pi)
@@ -33,6 +33,8 @@ def expected_maximum(mean: Array, deviation: Array) -> tuple[float, float]:
         return float(mean[top]), 0.0
     low = float((mean - 5.0 * deviation).max())
     near = mean + 6.0 * deviation > low
+    if not near.any():  # the largest is certain
+        return low, 0.0
     mean, deviation = mean[near], np.maximum(deviation[near], 1e-9 * widest)
     x = np.linspace(low, float((mean + 6.0 * deviation).max()), 33)
     below = _normal_cdf((x[:, None] - mean) / deviation).prod(axis=1)

@@ -33,6 +33,8 @@ Array = npt.NDArray[np.float64]
 _ARRAYS = ("mean", "covariance", "weight", "scatter", "seen")
 LEAST = 1e-4
 """Share of a step that each of its parts is taken to be at least; a covariance has no more digits than that."""
+NEVER = 1e-100
+"""Least probability of a filter: it may be as unlikely as one likes, but nothing divides by zero."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +186,7 @@ class TimePosterior:
             after = weight * factor[:, None] * likely
             after /= after.sum(axis=0)
             factor = (after.sum(axis=1) + count * weight.mean(axis=1)) / before
-        return np.asarray(after)
+        return np.asarray(np.maximum(after, NEVER))
 
     def _summary(self, scatter: Array, forward: Array, backward: Array) -> tuple[Array, Array, Array]:
         """Mean times, their relative variance, and the scatter of single steps with this round."""
@@ -282,8 +284,7 @@ class TimePosterior:
 
     def _usual(self, weight: Array) -> Array:
         """Probability of each filter for a worker, by what holds for the others, shape ``(filters,)``."""
-        prior = np.array(self.settings.prior)
-        count = self.settings.prior_workers
+        prior, count = np.maximum(self.settings.prior, NEVER), max(self.settings.prior_workers, 1e-9)
         return np.asarray((weight.sum(axis=1) + count * prior / prior.sum()) / (weight.shape[1] + count))
 
     def _switched(self, mean: Array, covariance: Array, weight: Array) -> tuple[Array, Array, Array]:

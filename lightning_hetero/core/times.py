@@ -30,13 +30,13 @@ class EstimatorSettings:
         jump: standard deviation of the logarithm of the speed in a jump, and of a worker nobody has seen, ``> 0``.
         reshape: standard deviation of each coefficient in a jump, as a share of the worker's time at that size.
         scatter: relative standard deviation of single steps that is assumed before any was measured.
-        scatter_steps: steps that this assumption counts for, all workers together.
+        scatter_steps: steps that this assumption counts for, all workers together, ``> 0``.
         wide: share of a round's own scatter below which its variance is never taken to be, 0 to 1; a round in which
             something else ran scatters more than others, and counts less.
         odd: multiples of the scatter above the round's median beyond which a step is odd (a snapshot, another process):
             it counts no more than that, as long as no more than a tenth of a worker's steps are odd.
         scatter_memory: steps on which the scatter, and the share of odd steps, look back.
-        own_scatter_steps: steps of its own from which on a worker's scatter counts more than that of all.
+        own_scatter_steps: steps of its own from which on a worker's scatter counts more than that of all, ``> 0``.
         shape_walk: walk of each coefficient by itself, as a share of a speed's walk; the shape of a line hardly moves.
         gate: squared standard errors, ``> 0``, above which a jump is considered at all; about 2 where nothing moves.
         link_walk: standard deviation of the walk of what averaging takes between two rounds, as a share of it.

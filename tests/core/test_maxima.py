@@ -39,6 +39,13 @@ def test_without_deviation_it_is_the_largest():
     assert expected_maximum(np.array([1.0, 3.0, 2.0]), np.zeros(3)) == (3.0, 0.0)
 
 
+@pytest.mark.parametrize("widest", [0.01, 1e-11, 1e-15])
+def test_a_value_that_is_certain_stands_above_uncertain_ones_far_below(widest):
+    mean, deviation = np.array([1.0, 0.5, 0.4]), np.array([0.0, widest, 0.5 * widest])
+    assert expected_maximum(mean, deviation) == (1.0, 0.0)
+    assert expected_maximum(mean, deviation + [1e-14, 0.0, 0.0])[0] == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_larger_of_two_against_drawing_them(seed):
     rng = np.random.default_rng(seed)

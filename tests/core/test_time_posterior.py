@@ -282,6 +282,26 @@ def test_coefficients_are_finite_and_never_negative(seed):
         np.testing.assert_allclose(posterior.weight.sum(axis=0), 1.0)
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"switch": 0.0, "jump_probability": 1e-9},
+        {"switch": 1.0},
+        {"prior_workers": 0.0},
+        {"prior": (1.0, 0.0, 0.0, 0.5, 0.0)},
+    ],
+)
+def test_settings_at_the_ends_of_their_ranges_leave_it_sound(chosen):
+    """A filter that predicts worse for hundreds of rounds, or that nobody expects, counts next to nothing."""
+    rng, posterior = np.random.default_rng(3), TimePosterior(settings=EstimatorSettings(**chosen))
+    for look in range(180):
+        moved = 1.1 ** np.sin(look / 3)
+        posterior = posterior.observe(steps(THETA, (30, 20, 10), 4, rng, 0.02, moved), NAMES)
+    np.testing.assert_allclose(posterior.weight.sum(axis=0), 1.0)
+    found = seconds(posterior.times(NAMES).mean, (30, 20, 10))
+    np.testing.assert_allclose(found, seconds(THETA, (30, 20, 10)) * moved, rtol=0.05)
+
+
 # who it is about
 
 
