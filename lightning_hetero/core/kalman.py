@@ -107,7 +107,7 @@ def non_negative(mean: Array, covariance: Array) -> tuple[Array, Array]:
     """
     mean, covariance = mean.copy(), covariance.copy()
     rounding = 1e-12 * np.abs(np.einsum("nii->ni", covariance))
-    for _ in range(2):
+    for _ in range(4):  # one that becomes zero may make another one negative
         for i in (1, 3, 0, 2):
             at = np.flatnonzero(mean[:, i] < 0.0)
             if len(at) == 0:

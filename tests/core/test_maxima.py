@@ -31,8 +31,17 @@ def test_values_of_very_unlike_deviations_against_a_fine_quadrature(seed):
     x = np.unique(x[(x >= low) & (x <= high)])
     below = np.array([[0.5 * math.erfc(-z / 2**0.5) for z in row] for row in (x[:, None] - mean) / deviation])
     above = 1 - below.prod(axis=1)
-    largest = low + float(np.diff(x) @ (above[1:] + above[:-1])) / 2
-    assert expected_maximum(mean, deviation)[0] == pytest.approx(largest, rel=1e-3)
+    first = float(np.diff(x) @ (above[1:] + above[:-1])) / 2
+    second = float(np.diff(x) @ (above[1:] * (x[1:] - low) + above[:-1] * (x[:-1] - low)))
+    expected, spread = expected_maximum(mean, deviation)
+    assert expected == pytest.approx(low + first, abs=0.003 * deviation.max())
+    assert spread == pytest.approx(math.sqrt(second - first**2), abs=0.003 * deviation.max())
+
+
+@pytest.mark.parametrize(("n", "expected", "spread"), [(1, 0.0, 1.0), (2, 1 / math.pi**0.5, (1 - 1 / math.pi) ** 0.5)])
+def test_the_largest_of_one_or_two_alike_is_known_exactly(n, expected, spread):
+    found = expected_maximum(np.full(n, 5.0), np.full(n, 2.0))
+    assert found == pytest.approx((5.0 + 2 * expected, 2 * spread), abs=0.003 * 2)
 
 
 def test_without_deviation_it_is_the_largest():

@@ -302,6 +302,19 @@ def test_settings_at_the_ends_of_their_ranges_leave_it_sound(chosen):
     np.testing.assert_allclose(found, seconds(THETA, (30, 20, 10)) * moved, rtol=0.05)
 
 
+def test_a_round_that_says_nothing_speaks_for_nothing():
+    """Neither against a filter whose coefficients are below zero already, nor for a jump."""
+    posterior, y = TimePosterior(settings=replace(plain(), jump_probability=0.01)), np.array([[0.3, 0.6]])
+    mean = np.array([[[0.03, -0.06, 0.06, 0.0]], [[0.03, 0.06, 0.06, 0.0]]])
+    covariance = np.broadcast_to(np.diag([1e-3, 0.015, 2e-3, 0.02]) ** 2, (2, 1, 4, 4)).copy()
+    vague, rounds = np.full((1, 2), 1e4), np.zeros((2, 1))
+    after, _, level, jump = posterior._update(mean, covariance, np.array([10.0]), y, vague, rounds, 0.0)
+    np.testing.assert_allclose(after, mean, atol=1e-4)
+    scale = np.clip(mean[..., 0] * 10 + mean[..., 1], 0.15, 0.6) * 0.6
+    np.testing.assert_allclose(level, -np.log(1e4 * scale), atol=0.02)
+    assert jump[:, 0] == pytest.approx([0.01, 0.0], rel=0.02)
+
+
 # who it is about
 
 
