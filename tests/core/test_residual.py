@@ -30,6 +30,16 @@ def test_steps_of_one_length_leave_it_open_and_say_so():
     assert residual.error(0.4) > 5 * residual.error(0.1)
 
 
+def test_steps_of_one_length_are_half_a_share_and_half_seconds():
+    residual = seen((0.1,) * 40, 0.0, 0.004)
+    assert residual.share * 0.1 == pytest.approx(residual.seconds, rel=0.01)
+
+
+def test_a_round_is_never_certain_and_nothing_is_before_the_first():
+    assert Residual().error(2.0) == pytest.approx(0.06)
+    assert Residual().observe(0.1, 0.104, 0.0).error(0.1) == pytest.approx(0.01 * 0.104, rel=0.05)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_errors_are_what_they_say(seed):
     rng = np.random.default_rng(seed)

@@ -26,6 +26,12 @@ def test_gamma_weighs_workers_by_inverse_variance():
     assert expected == pytest.approx(0.5115, abs=1e-3)
 
 
+def test_an_odd_step_does_not_move_gamma():
+    first = 0.3 + 0.01 * np.array([[-2.0], [-1.0], [-1.0], [0.0], [1.0], [1.0], [2.0]])
+    first[0] = 0.95
+    assert estimate_gamma(first, np.ones((7, 1))) == pytest.approx(0.3, abs=0.011)
+
+
 @moderate
 @given(st.integers(0, 2**32 - 1))
 def test_gamma_is_a_share(seed):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lightning_hetero.core.kalman import mixed
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.time_posterior import TimePosterior
 from lightning_hetero.core.times import EstimatorSettings
@@ -300,6 +301,20 @@ def test_settings_at_the_ends_of_their_ranges_leave_it_sound(chosen):
     np.testing.assert_allclose(posterior.weight.sum(axis=0), 1.0)
     found = seconds(posterior.times(NAMES).mean, (30, 20, 10))
     np.testing.assert_allclose(found, seconds(THETA, (30, 20, 10)) * moved, rtol=0.05)
+
+
+def test_what_switches_is_the_filter_and_not_what_is_known():
+    """A share of each worker's probability goes to what holds for the others; mean and covariance stay."""
+    rng = np.random.default_rng(4)
+    posterior = seen(*[steps(THETA, sizes, 8, rng, 0.05) for sizes in ((16, 16, 16), (48, 24, 8)) * 4])
+    weight = rng.dirichlet(np.ones(5), 3).T
+    mean, covariance, after = posterior._switched(posterior.mean, posterior.covariance, weight)
+    prior, share = np.array(posterior.settings.prior), posterior.settings.switch
+    others = (weight.sum(axis=1) + 8 * prior / prior.sum()) / (3 + 8)
+    np.testing.assert_allclose(after, (1 - share) * weight + share * others[:, None])
+    before = mixed(weight, posterior.mean, posterior.covariance)
+    for found, expected in zip(mixed(after, mean, covariance), before, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_a_round_that_says_nothing_speaks_for_nothing():
