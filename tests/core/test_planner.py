@@ -351,6 +351,17 @@ def test_prediction_is_the_true_time_after_two_sizes():
     assert plan.step_time == pytest.approx(true, rel=0.05)
 
 
+def test_a_plan_is_proposed_with_the_time_that_is_predicted_for_it():
+    """What workers wait for each other's scatter is in it once, before and after."""
+    nodes = tuple(NodeTimeModel(0.001 * speed, 0.0, 0.002 * speed, 0.0) for speed in (1, 1, 1, 2, 2, 2))
+    rng, ctx = np.random.default_rng(0), context(300, 6)
+    observed = measure(ClusterTimeModel(nodes, 0.2, 0.01, 0.004), (50,) * 6, rng, steps=200, noise=0.15)
+    planner, proposal = PerfModelPlanner().decide(observed, even_plan(ctx), ctx)
+    assert planner._waits(planner._times(ctx), np.full(6, 50.0), ctx) > 1.06
+    assert proposal.plan.step_time == pytest.approx(planner.predict(proposal.plan, ctx), rel=0.02)
+    assert proposal.plan.step_time_error == pytest.approx(planner.error(proposal.plan, ctx))
+
+
 def test_another_total_is_planned_from_what_is_known():
     rng, ctx = np.random.default_rng(0), context(192, 3)
     planner, plan, _ = drive(PerfModelPlanner(), CLUSTER, even_plan(ctx), ctx, 5, rng)

@@ -303,6 +303,20 @@ def test_settings_at_the_ends_of_their_ranges_leave_it_sound(chosen):
     np.testing.assert_allclose(found, seconds(THETA, (30, 20, 10)) * moved, rtol=0.05)
 
 
+def test_the_longer_ago_the_round_before_the_more_counts_the_newest():
+    """Speeds walk in all steps that passed, observed or not."""
+    rng, sizes = np.random.default_rng(5), (30, 20, 10)
+    looks = [steps(THETA, sizes, 8, rng, 0.02) for _ in range(10)]
+    known = seen(*looks, posterior=TimePosterior(settings=plain(shared=3.0)))
+    newest = steps(THETA, sizes, 8, rng, 0.02, factor=1.1)
+    found = [
+        (seconds(known.observe(newest, NAMES, elapsed).times(NAMES).mean, sizes) / seconds(THETA, sizes)).mean()
+        for elapsed in (None, 8, 80, 8000)
+    ]
+    assert found[0] == found[1] < found[2] - 0.01 < found[3] - 0.02
+    assert found[3] == pytest.approx(1.1, abs=0.015)
+
+
 def test_what_switches_is_the_filter_and_not_what_is_known():
     """A share of each worker's probability goes to what holds for the others; mean and covariance stay."""
     rng = np.random.default_rng(4)
