@@ -54,7 +54,7 @@ def steps_that_tell(seen: StepObservations, accumulation: int = 1) -> npt.NDArra
     """
     a, p, n = seen.outside_backward, seen.backward, accumulation
     begins = n * a + (n - 1) * p + seen.first_bucket
-    same = begins.argmax(axis=1) == (a + p).argmax(axis=1)
+    same = np.logical_and(*(x == x.max(axis=1, keepdims=True) for x in (begins, a + p))).any(axis=1)
     ends, least = begins + seen.overlapped_sync, seen.overlapped_sync.min(axis=1)
     return np.asarray(same | (np.ptp(ends, axis=1) <= TOGETHER * least))
 

@@ -162,6 +162,12 @@ def test_who_is_last_with_all_of_a_step_tells_though_its_backward_pass_is_short(
     assert steps_that_tell(seen).all()
 
 
+def test_who_is_last_along_with_others_is_last():
+    ones = np.ones((1, 3))
+    seen = StepObservations(ones, ones, [[1.0, 1.0, 1.2]] * ones, 0.2 * ones, [[0.5, 0.5, 0.3]] * ones, ones, ones)
+    assert steps_that_tell(seen).all()
+
+
 def test_where_no_step_tells_the_least_of_all_is_nearest():
     overlapped, last = (
         np.array([[0.9, 0.5], [0.4, 0.7], [0.6, 0.8]]),
