@@ -8,6 +8,7 @@ import pytest
 
 from lightning_hetero.core.kalman import mixed
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.pace import capped
 from lightning_hetero.core.time_posterior import TimePosterior
 from lightning_hetero.core.times import EstimatorSettings
 
@@ -315,6 +316,31 @@ def test_the_longer_ago_the_round_before_the_more_counts_the_newest():
     ]
     assert found[0] == found[1] < found[2] - 0.01 < found[3] - 0.02
     assert found[3] == pytest.approx(1.1, abs=0.015)
+
+
+@pytest.mark.parametrize("count", [4, 8, 32])
+def test_the_scatter_of_single_steps_is_found(count):
+    """Though the longest steps are capped."""
+    rng, names = np.random.default_rng(0), tuple(map(str, range(100)))
+    theta = np.repeat(THETA[:1], 100, axis=0)
+    posterior = seen(*[steps(theta, np.full(100, 20), count, rng, 0.08) for _ in range(8)], names=names)
+    assert np.sqrt((posterior.times(names).scatter ** 2).mean()) == pytest.approx(0.08, rel=0.05)
+
+
+def test_one_worker_that_scatters_does_not_make_others_uncertain():
+    rng, names, noise = np.random.default_rng(0), tuple("abcdef"), np.array([0.02] * 5 + [0.5])
+    looks = [steps(np.repeat(THETA[:1], 6, axis=0), np.full(6, 20), 8, rng, noise) for _ in range(6)]
+    scatter = seen(*looks, names=names).times(names).scatter
+    assert scatter[:5].max() < 0.06 < 0.15 < scatter[5].min()
+
+
+def test_a_round_that_scatters_more_than_others_counts_less():
+    rng = np.random.default_rng(0)
+    posterior = seen(*[steps(THETA, (30, 20, 10), 8, rng, 0.02) for _ in range(30)])
+    odd = steps(THETA, (30, 20, 10), 8, rng, 0.05)
+    _, variance, _ = posterior._summary(posterior.scatter, odd.forward, odd.backward)
+    own = np.stack([(capped(x) / capped(x).mean(axis=0)).var(axis=0) for x in (odd.forward, odd.backward)], axis=1)
+    assert (variance >= 0.4 * own / 8).all()
 
 
 def test_what_switches_is_the_filter_and_not_what_is_known():
