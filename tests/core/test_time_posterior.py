@@ -327,6 +327,15 @@ def test_the_scatter_of_single_steps_is_found(count):
     assert np.sqrt((posterior.times(names).scatter ** 2).mean()) == pytest.approx(0.08, rel=0.05)
 
 
+def test_scatter_is_that_of_the_last_steps_and_not_of_one_round():
+    rng, sizes = np.random.default_rng(0), (30, 20, 10)
+    posterior = seen(*[steps(THETA, sizes, 8, rng, 0.02) for _ in range(60)])
+    once = seen(steps(THETA, sizes, 8, rng, np.array([0.02, 0.5, 0.02])), posterior=posterior)
+    assert once.times(NAMES).scatter.max() < 0.03
+    later = seen(*[steps(THETA, sizes, 8, rng, 0.05) for _ in range(60)], posterior=once)
+    assert later.times(NAMES).scatter.min() > 0.042
+
+
 def test_one_worker_that_scatters_does_not_make_others_uncertain():
     rng, names, noise = np.random.default_rng(0), tuple("abcdef"), np.array([0.02] * 5 + [0.5])
     looks = [steps(np.repeat(THETA[:1], 6, axis=0), np.full(6, 20), 8, rng, noise) for _ in range(6)]
