@@ -312,6 +312,12 @@ def test_a_split_in_proportion_gains_nothing_at_another_total():
     assert gain(model, times, twice, BatchPlan(96, (32, 32, 32)), ctx) > 0.2
 
 
+def test_a_better_split_of_another_total_is_compared_at_that_total():
+    ctx = context(960, 3, hysteresis=0.01)
+    observed = measure(CLUSTER, (32, 32, 32), np.random.default_rng(0))
+    assert PerfModelPlanner().decide(observed, BatchPlan(96, (32, 32, 32)), ctx).proposal is not None
+
+
 def test_accumulation_counts_the_whole_window():
     """The micro-batches before the last one hide no communication, so the optimum moves."""
     rng, ctx = np.random.default_rng(0), context(192, 3, accumulation=8)
