@@ -1,10 +1,11 @@
 """Decide whether another split pays: what it saves while it will hold, against what a change costs.
 
-``saving * horizon > cost`` in expectation over the posterior of the workers' times, and ``saving >= doubt * unknown``,
-where ``unknown`` is what a step loses to what is not known of the workers. Who finishes late in the estimates of many
-workers is partly who had bad luck. Between equal workers luck promises ``sqrt(2) - 1`` times ``unknown``, however many
-there are: the slowest of them seems slower by the scatter of their means and by their errors, which are as large, and
-would be slower by the errors alone. Sums of errors fall as steps pass, so that what waits is decided later, by more.
+``saving * horizon > cost`` in expectation over the posterior of the workers' times, and ``saving >= doubt * unknown``.
+``unknown`` is what a step may lose to what is not known of the workers: by how much the slowest of them, in expectation
+and one standard deviation more, exceeds the slowest of their expected times. Who finishes late in the estimates of many
+workers is partly who had bad luck, and would be taken for slow. Between ``n`` equal workers luck promises about ``sqrt(2)
+- 1`` times what the errors cost, whatever ``n``: their expected times scatter by as much as the errors of these. So luck
+passes no such test, and a gain that waits is decided later, when less is unknown, by more at once.
 """
 
 from dataclasses import dataclass
