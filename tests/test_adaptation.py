@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.plugins.precision import Precision
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -31,20 +32,30 @@ INFINITE = RunningNoiseScale().update(trace=1.0, global_sq_norm=0.5 / 16, total_
 
 
 class Loop:
-    """A training loop of one rank: what a front end makes of a model, an optimizer and a loader, and what was seen."""
+    """A training loop of one rank: what a front end makes of a model, two optimizers and a loader, and what was seen.
+
+    Each optimizer has half of the parameters; with unequal rates the weights are not those of one process.
+    """
 
     ahead = {}  # how the loader fetches batches ahead
 
-    def __init__(self, settings, batch_size, *, dataset, accumulate=1, adam=False, lr=LR, shuffle=True, logs=None):
+    def __init__(
+        self, settings, batch_size, *, dataset, accumulate=1, adam=False, scaled=False, lr=LR, shuffle=True, logs=None
+    ):
         self.accumulate, self.dataset, self.batch_size, self.shuffle = accumulate, dataset, batch_size, shuffle
         self.metrics, self.seen, self.used, self.scheduled, self.logs = [], [], [], [], logs
         self.inner = network()
-        self.raw = (torch.optim.Adam if adam else torch.optim.SGD)(self.inner.parameters(), lr=lr)
-        self.raw.register_step_post_hook(lambda optimizer, *_: self.used.append(optimizer.param_groups[0]["lr"]))
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.raw, lambda step: 0.99**step)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
+        kind, parameters = torch.optim.Adam if adam else torch.optim.SGD, list(self.inner.parameters())
+        self.raw = [kind(half, lr=lr) for half in (parameters[:2], parameters[2:])]
+        self.raw[0].register_step_post_hook(lambda optimizer, *_: self.used.append(optimizer.param_groups[0]["lr"]))
+        self.schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: 0.99**step) for one in self.raw]
         self.first = 0
         self.set_up(settings)
         self.batches = self.loader
+
+    def rates(self):
+        return numbered("schedule", self.schedules)
 
     def data(self):
         return DataLoader(self.dataset, self.batch_size, shuffle=self.shuffle, **self.ahead)
@@ -63,10 +74,11 @@ class Loop:
                 self.seen.append((epoch, self.session.position[1] - 1, index[:own].tolist()))
                 self.pace(rank, len(x))
                 if self.step(x, y):
-                    self.scheduled.append(self.raw.param_groups[0]["lr"])
-                    self.optimizer.step()
-                    self.schedule.step()
-                    self.optimizer.zero_grad()
+                    self.scheduled.append(self.raw[0].param_groups[0]["lr"])
+                    for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
+                        optimizer.step()
+                        schedule.step()
+                        optimizer.zero_grad()
                 if save and len(self.used) in save:
                     self.save(save.pop(len(self.used)), epoch)
             self.batches = self.loader
@@ -82,20 +94,35 @@ class Loop:
             "steps": self.session.scale_invariant_steps,
             "gain": self.session.lr_gain,
             "candidates": [candidate.total_batch_size for candidate in self.session.candidates],
-            "rates": [group["lr"] for group in self.raw.state_dict()["param_groups"]],
+            "rates": [one.state_dict()["param_groups"][0]["lr"] for one in self.raw],
         }
         if not another:
             self.end()
         return result
 
 
+def numbered(name, parts):
+    return {f"{name}{number}": part for number, part in enumerate(parts)}
+
+
+class Scaled(Precision):
+    """Full precision with a gradient scaler, which Lightning has for GPUs only."""
+
+    def __init__(self, scaler):
+        self.scaler = scaler
+
+    def backward(self, tensor, model, *args, **kwargs):
+        super().backward(self.scaler.scale(tensor), model, *args, **kwargs)
+
+
 class FabricLoop(Loop):
     def set_up(self, settings):
         from lightning.fabric import Fabric
 
-        self.fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(**settings))
+        plugins = [Scaled(self.scaler)] if self.scaler else []
+        self.fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(**settings), plugins=plugins)
         self.fabric.launch()
-        self.model, self.optimizer = self.fabric.setup(self.inner, self.raw)
+        self.model, *self.optimizers = self.fabric.setup(self.inner, *self.raw)
         self.loader = self.fabric.setup_dataloaders(self.data())
         self.session = self.fabric.strategy.session
         self.session.on_metrics = self.metrics.append
@@ -108,7 +135,7 @@ class FabricLoop(Loop):
         return final
 
     def state(self):
-        return {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule, "loader": self.loader}
+        return {"model": self.model, "loader": self.loader} | numbered("optimizer", self.optimizers) | self.rates()
 
     def save(self, path, epoch):
         self.fabric.save(path, {**self.state(), "epoch": epoch})
@@ -133,8 +160,9 @@ class AccelerateLoop(Loop):
             cpu=True, hetero_plugin=HeteroPlugin(**settings), gradient_accumulation_steps=self.accumulate, **folder
         )
         set_seed(3)
-        self.accelerator.register_for_checkpointing(self.schedule)
-        self.model, self.optimizer, self.loader = self.accelerator.prepare(self.inner, self.raw, self.data())
+        self.accelerator.register_for_checkpointing(*self.schedules)
+        self.accelerator.scaler = self.scaler
+        self.model, self.loader, *self.optimizers = self.accelerator.prepare(self.inner, self.data(), *self.raw)
         self.session = self.accelerator.hetero_session
         self.session.on_metrics = self.metrics.append
 
@@ -170,8 +198,8 @@ class PlainLoop(Loop):
         self.inside = DataLoader(self.dataset, batch_sampler=self.session.shard(stream, self.batch_size), **self.ahead)
         self.model = DistributedDataParallel(self.inner)
         self.model.register_comm_hook(mechanism.hook_state, gradient_hook)
-        self.optimizer = self.raw
-        self.session.lead([self.raw])
+        self.optimizers = self.raw
+        self.session.lead(self.raw, scaler=self.scaler)
 
     @property
     def loader(self):
@@ -187,12 +215,15 @@ class PlainLoop(Loop):
         final = self.final()
         with nullcontext() if final else self.model.no_sync(), self.session.engine.backward():
             loss = nn.functional.mse_loss(self.model(x), y) / self.accumulate
-            self.session.engine.scale_loss(loss).backward()
+            loss = self.session.engine.scale_loss(loss)
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return final
 
+    def parts(self):
+        return {"model": self.inner} | numbered("optimizer", self.raw) | self.rates()
+
     def save(self, path, epoch):
-        parts = {"model": self.inner, "optimizer": self.raw, "schedule": self.schedule}
-        state = {name: part.state_dict() for name, part in parts.items()}
+        state = {name: part.state_dict() for name, part in self.parts().items()}
         session = {**self.session.interval(), **self.session.state_dict()}
         if self.session.engine.rank == 0:
             torch.save({**state, "session": session}, path)
@@ -200,7 +231,7 @@ class PlainLoop(Loop):
 
     def load(self, path):
         state = torch.load(path, weights_only=True)
-        for name, part in {"model": self.inner, "optimizer": self.raw, "schedule": self.schedule}.items():
+        for name, part in self.parts().items():
             part.load_state_dict(state[name])
         self.session.load_state_dict(state["session"])
         self.session.skip()
@@ -220,6 +251,7 @@ CASES = {
     "one batch a step": {"sizes": (9, 3)},
     "two batches a step": {"sizes": (4, 2), "accumulate": 2},
     "Adam": {"sizes": (2, 1), "adam": True},
+    "a loss scaler": {"sizes": (9, 3), "scaled": True},
 }
 
 
@@ -376,7 +408,7 @@ def test_a_decision_changes_the_next_total_and_the_rate(loop, count, moved):
     gains = [1.0] * (before // count) + [1.5] * (len(first["used"]) - before // count)
     assert first["scheduled"] == pytest.approx([LR * 0.99**k for k in range(len(gains))])
     assert first["used"] == pytest.approx([rate * gain for rate, gain in zip(first["scheduled"], gains, strict=True)])
-    assert first["rates"] == pytest.approx([LR * 0.99 ** len(gains)])
+    assert first["rates"] == pytest.approx([LR * 0.99 ** len(gains)] * 2)
     assert first["steps"] == pytest.approx(sum(gains))
     assert [result["gain"] for result in results] == [1.5, 1.5]
 
