@@ -253,11 +253,14 @@ class PerfModelPlanner:
             return Decision(self, kept=f"{other}, and {unknown:.1%} is lost to what is not known of the workers yet")
         here = self._waits(times, _ran(current, context), context)
         then = self._waits(times, plan.local_batch_sizes, context) / here * (plan.step_time or now)
-        if 1.0 - then / now < context.hysteresis:
+        saved = 1.0 - then / now
+        if saved < context.hysteresis:
+            other = f"{'/'.join(map(str, plan.local_batch_sizes))} would take {abs(saved):.1%}"
+            other += f" {'less' if saved > 0 else 'more'}, waiting in single steps included"
             return Decision(self, kept=f"the predicted gain is below hysteresis={context.hysteresis:g}: {other}")
         error = self._error(times, plan.local_batch_sizes, context)
         plan = replace(plan, step_time=then, step_time_error=error)
-        gained = f"step {now * 1e3:.1f} -> {then * 1e3:.1f} ms ({1.0 - then / now:.1%} less)"
+        gained = f"step {now * 1e3:.1f} -> {then * 1e3:.1f} ms ({saved:.1%} less)"
         proposal = Proposal(plan, f"{self._why(context, first=first)}: {gained}")
         return Decision(self, proposal, soon=gain > self.settings.soon)
 

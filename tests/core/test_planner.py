@@ -200,6 +200,20 @@ def test_no_change_gains_less_than_the_hysteresis(hysteresis):
             plan = proposal.plan
 
 
+@pytest.mark.parametrize("hysteresis", [0.0, 0.03])
+def test_a_gain_that_is_said_to_be_below_the_hysteresis_is(hysteresis):
+    rng, ctx = np.random.default_rng(0), context(18, 3, hysteresis=hysteresis)
+    planner, plan, said = PerfModelPlanner(), even_plan(ctx), []
+    for _ in range(20):
+        decision = planner.decide(measure(CLUSTER, plan.local_batch_sizes, rng, noise=0.2), plan, ctx)
+        planner, plan = decision.planner, plan if decision.proposal is None else decision.proposal.plan
+        said += [decision.kept] if "hysteresis" in (decision.kept or "") else []
+    assert said
+    for text in said:
+        percent, than = re.search(r"([\d.]+)% (less|more)", text).groups()
+        assert (float(percent) if than == "less" else -float(percent)) <= 100 * hysteresis + 0.1
+
+
 def test_where_speeds_are_found_to_walk_a_change_waits_for_nothing():
     """The same times move the split where they are thought to come from walks, and not where from noise."""
     rng, ctx, plan = np.random.default_rng(0), context(512, 8), BatchPlan(512, (64,) * 8)
