@@ -5,7 +5,7 @@ enough: a step begins when its batch is handed out and ends when the next one is
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +136,16 @@ class HeteroSession:
             optimizers: those that step on the gradients, in place of those given before.
             scaler: a gradient scaler, if there is one.
             divisor: gives what losses of micro-batches are divided by; else, that is the number of those in a window.
+
+        Raises:
+            TypeError: if these are no optimizers.
         """
-        self._adaptation.lead(optimizers, scaler, divisor)
+        held = list(optimizers) if isinstance(optimizers, Iterable) else None
+        others = sorted({type(one).__name__ for one in held or () if not isinstance(one, torch.optim.Optimizer)})
+        if held is None or others:
+            got = type(optimizers).__name__ if held is None else f"a list with {', '.join(others)}"
+            raise TypeError(f"session.lead() takes a list of optimizers; got {got}.")
+        self._adaptation.lead(held, scaler, divisor)
 
     @property
     def noise_scale(self) -> RunningNoiseScale | None:

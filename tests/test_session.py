@@ -1,5 +1,7 @@
 """``HeteroSession``: a plain loop of torch's under the engine; passes that end, are left early, skipped and resumed."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -191,3 +193,16 @@ def test_a_loop_of_plain_torch_equals_one_process():
     every_sample_once(results)
     for result in results:
         np.testing.assert_allclose(result["weights"], replay(results, schedule=0), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (lambda optimizer: optimizer, "takes a list of optimizers; got SGD"),
+        (lambda optimizer: [optimizer, 3], "takes a list of optimizers; got a list with int"),
+    ],
+)
+def test_what_is_no_list_of_optimizers_is_refused(given, says):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    with pytest.raises(TypeError, match=re.escape(says)):
+        session_of()[0].lead(given(optimizer))
