@@ -172,7 +172,8 @@ def _tracked(rank):
     for i, (x, y, _) in enumerate(loader):
         accelerator.backward(nn.functional.mse_loss(model(x), y))
         optimizer.step()
-        accelerator.log({"loss": 1.0}, step=i)
+        if i < 15:
+            accelerator.log({"loss": 1.0}, step=i)
     accelerator.end_training()
     return tracker.rows
 
@@ -182,7 +183,11 @@ def test_metrics_come_with_the_users_own_log():
     with_metrics = [(step, values) for step, values in rows if "hetero/step_time" in values]
     assert {"loss", "hetero/local_batch_size/rank1", "hetero/idle_fraction"} <= set(with_metrics[0][1])
     assert 4 <= with_metrics[0][0] <= 12
-    assert sum("loss" in values for _, values in rows) == 20
+    assert sum("loss" in values for _, values in rows) == 15
+    last_step, last = rows[-1]
+    assert last_step is None
+    assert "hetero/step_time" in last, "what came after the last log of the loop's own"
+    assert "loss" not in last
 
 
 def _evaluating(rank):
