@@ -249,6 +249,27 @@ def test_a_fall_that_is_less_than_the_rise_teaches_no_bound(seed):
     assert len(changes) <= 6
 
 
+@pytest.mark.parametrize(("scatter", "bound"), [(0.0, 20), (0.05, None)])
+def test_a_fall_within_the_noise_teaches_no_bound(scatter, bound):
+    """Worker 0 had grown from 20 to 25 samples, and has a fifth less throughput; that may be chance."""
+    state = ControllerState((25, 15), previous_sizes=(20, 20), previous_throughput=(200.0, 200.0))
+    for step in range(8):
+        state = smooth(state, [0.15625 * (1 + scatter * (-1) ** step), 0.075])
+    (learned, _) = control(state, 40, min_local=(1, 1))[0].bounds
+    assert (learned and learned.size) == bound
+
+
+def test_the_size_that_has_to_change_is_the_one_whose_time_tells():
+    """Worker 0 would change by a quarter and is all noise; the time of worker 1 tells, and it would change by 4 %."""
+    state = ControllerState((20,) + (100,) * 8)
+    for step in range(8):
+        times = [0.25 * (1 + 0.07 * (-1) ** step), 0.208, 0.192, *(0.2,) * 6]
+        state = smooth(state, times)
+    state, sizes = control(state, 820, min_local=(1,) * 9)
+    assert sizes is None
+    assert state.kept.startswith("differences are within the noise")
+
+
 def test_learned_bounds_never_make_the_total_impossible():
     bound = LearnedBound(40, 500.0, lifetime=20)
     state = ControllerState((50, 50), bounds=(bound, bound))
