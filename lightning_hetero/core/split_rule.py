@@ -3,9 +3,9 @@
 ``saving * horizon > cost`` in expectation over the posterior of the workers' times, and ``saving >= doubt * unknown``.
 ``unknown`` is what a step may lose to what is not known of the workers: by how much the slowest of them, in expectation
 and one standard deviation more, exceeds the slowest of their expected times. Who finishes late in the estimates of many
-workers is partly who had bad luck, and would be taken for slow. Between ``n`` equal workers luck promises about ``sqrt(2)
-- 1`` times what the errors cost, whatever ``n``: their expected times scatter by as much as the errors of these. So luck
-passes no such test, and a gain that waits is decided later, when less is unknown, by more at once.
+workers is partly who had bad luck, and would be taken for slow. Between ``n`` equal workers luck promises some 0.4 of
+what the errors cost, whatever ``n``: their expected times scatter by as much as the errors of these. So luck passes no
+such test, and a gain that waits is decided later, when less is unknown, by more at once.
 """
 
 from dataclasses import dataclass

@@ -203,8 +203,9 @@ def test_no_change_gains_less_than_the_hysteresis(hysteresis):
 @pytest.mark.parametrize("hysteresis", [0.0, 0.03])
 def test_a_gain_that_is_said_to_be_below_the_hysteresis_is(hysteresis):
     rng, ctx = np.random.default_rng(0), context(18, 3, hysteresis=hysteresis)
-    planner, plan, said = PerfModelPlanner(), even_plan(ctx), []
-    for _ in range(20):
+    eager = RuleSettings(doubt=0.0, change_steps=0.0)
+    planner, plan, said = PerfModelPlanner(settings=eager), even_plan(ctx), []
+    for _ in range(40):
         decision = planner.decide(measure(CLUSTER, plan.local_batch_sizes, rng, noise=0.2), plan, ctx)
         planner, plan = decision.planner, plan if decision.proposal is None else decision.proposal.plan
         said += [decision.kept] if "hysteresis" in (decision.kept or "") else []
