@@ -4,7 +4,6 @@
 on the next plan, on which the planners of :mod:`lightning_hetero.core.planner` decide.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,7 +18,7 @@ from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import DIRECT_BACKWARD, HookState
 from lightning_hetero.comm.group_lifetime import ended
 from lightning_hetero.comm.health import Health
-from lightning_hetero.comm.kept import KeptSplit
+from lightning_hetero.comm.kept import SplitLog
 from lightning_hetero.comm.look import look
 from lightning_hetero.comm.network_watch import NetworkWatch
 from lightning_hetero.comm.noise import NoiseCollector
@@ -41,7 +40,6 @@ from lightning_hetero.hardware import capacity, cpu_quota, identity
 
 __all__ = ["Exchange", "HeteroEngine"]
 
-log = logging.getLogger("lightning_hetero")
 Decide = Callable[[StepObservations], tuple[Decision, tuple[float | None, float | None]]]
 
 
@@ -104,7 +102,7 @@ class HeteroEngine:
         self._backwards, self._stepped, self._local_rank = 0, False, local_rank
         self.roster: Roster | None = None
         self._restored_workers: tuple[str, ...] = ()
-        self._kept, self.notices = KeptSplit(rank == 0 and world_size > 1), Notices(rank == 0)
+        self._plans, self.notices = SplitLog(rank == 0 and world_size > 1), Notices(rank == 0)
 
     @property
     def plan(self) -> BatchPlan | None:
@@ -113,7 +111,7 @@ class HeteroEngine:
 
     @property
     def plan_history(self) -> tuple[PlanEntry, ...]:
-        """All plans since training began, with the step from which each held and the reason."""
+        """All plans since training began or went on, with the step from which each held and the reason."""
         return tuple(self.log)
 
     def current_shares(self) -> tuple[float, ...]:
@@ -161,9 +159,12 @@ class HeteroEngine:
         )
         start = max(self._start, (epoch, 0))
         self._position = max(self._position, start)
-        self.history = self._known_history(start)
+        resumed, self.history = self._restored is not None, self._known_history(start)
         fixed = self.config.local_batch_sizes
         self._begin(sum(fixed) if fixed is not None else batch_size * self.world_size, planner, start)
+        if resumed and self.history is not None and self.history.last not in self.log:
+            self.log = [self.history.last]
+            self._plans.adopted(self.history.last, "plan of the checkpoint")
         self.sampler = UnevenBatchSampler(
             stream,
             lambda: self.history,  # type: ignore[arg-type, return-value]
@@ -200,8 +201,7 @@ class HeteroEngine:
     def _append(self, entry: PlanEntry) -> None:
         self.history = PlanHistory((entry,)) if self.history is None else self.history.extended(entry)
         self.log.append(entry)
-        if self.rank == 0 and self.world_size > 1:
-            log.info("plan from epoch %d step %d: %s", entry.epoch, entry.step, entry.describe())
+        self._plans.adopted(entry)
 
     # one step
 
@@ -370,7 +370,7 @@ class HeteroEngine:
         if self.compression is not None:
             self.compression.follow(*messages)
         self.observer.interrupt()
-        self._kept.see(done)
+        self._plans.see(done)
         return Exchange(done.planner, observations, entry, predicted, error, done.density is not None)
 
     def metrics(self, done: Exchange, plan: BatchPlan) -> dict[str, float]:

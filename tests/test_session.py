@@ -1,5 +1,6 @@
 """``HeteroSession``: a plain loop of torch's under the engine; passes that end, are left early, skipped and resumed."""
 
+import logging
 import re
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero.comm import gradient_hook
 from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PLANNERS, Decision, StaticPlanner
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine
@@ -206,3 +208,47 @@ def test_what_is_no_list_of_optimizers_is_refused(given, says):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     with pytest.raises(TypeError, match=re.escape(says)):
         session_of()[0].lead(given(optimizer))
+
+
+def _resumed_plan(rank, later):
+    """Adopts a plan, saves in the middle of a pass, and goes on in another session, loaded before or after its data."""
+    torch.distributed.init_process_group("gloo")
+
+    def begun():
+        engine = HeteroEngine(HeteroConfig(), rank=rank, world_size=2, device=torch.device("cpu"), local_rank=rank)
+        return HeteroSession(engine)
+
+    def sharded(session):
+        return session.shard(PermutationStream(40, shuffle=True, seed=0), batch_size=5)
+
+    first = begun()
+    batches = sharded(first)
+    first.engine.adopt(BatchPlan(10, (7, 3)), "by hand")
+    for number, _ in enumerate(first.steps(lambda: iter(batches))):
+        if number == 1:
+            state = first.state_dict()
+            break
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("lightning_hetero").addHandler(handler)
+    logging.getLogger("lightning_hetero").setLevel(logging.INFO)
+    again = begun()
+    batches = sharded(again) if later else None
+    again.load_state_dict(state)
+    batches = batches or sharded(again)
+    again.skip()
+    sizes = [len(batch) for batch in again.steps(lambda: iter(batches))]
+    found = lines, [entry.plan.local_batch_sizes for entry in again.engine.plan_history], sizes
+    torch.distributed.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_resumed_run_says_which_plan_it_goes_on_with(later):
+    (lines, history, sizes), (silent, _, _) = run_ranks(_resumed_plan, 2, later)
+    assert sizes == [7, 7]
+    assert history == [(7, 3)]
+    assert [line for line in lines if "of the checkpoint" in line] == [
+        "plan of the checkpoint from epoch 0 step 0: 7/3 of 10 samples (by hand)"
+    ]
+    assert not any("7/3" in line for line in silent)

@@ -1,16 +1,17 @@
-"""Says on rank 0 why a policy keeps the split: each reason once, so that nobody wonders whether it does anything."""
+"""Say on rank 0 which plan runs, and why a policy keeps it: each reason once, so that nobody wonders what it does."""
 
 import logging
 
+from lightning_hetero.core.plan import PlanEntry
 from lightning_hetero.core.proposal import Decision
 
-__all__ = ["KeptSplit"]
+__all__ = ["SplitLog"]
 
 log = logging.getLogger("lightning_hetero")
 
 
-class KeptSplit:
-    """Remembers which reasons were said.
+class SplitLog:
+    """Says which plan runs, and why the split stays; remembers which reasons were said.
 
     Args:
         speaks: whether this rank says them.
@@ -19,6 +20,11 @@ class KeptSplit:
     def __init__(self, speaks: bool) -> None:
         self.speaks = speaks
         self._said: set[str] = set()
+
+    def adopted(self, entry: PlanEntry, whose: str = "plan") -> None:
+        """Say which plan runs from which step."""
+        if self.speaks:
+            log.info("%s from epoch %d step %d: %s", whose, entry.epoch, entry.step, entry.describe())
 
     def see(self, decision: Decision) -> None:
         """Say why the split stays, if it does for a reason that is new: what stands before the first colon."""

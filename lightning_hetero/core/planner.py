@@ -250,7 +250,8 @@ class PerfModelPlanner:
             )
             return Decision(self, kept=kept)
         if gain < self.settings.doubt * unknown * (1.0 - times.moving):
-            return Decision(self, kept=f"{other}, and {unknown:.1%} is lost to what is not known of the workers yet")
+            kept = f"too little is known of the workers yet: {other}, and what is unknown costs up to {unknown:.1%}"
+            return Decision(self, kept=kept)
         here = self._waits(times, _ran(current, context), context)
         then = self._waits(times, plan.local_batch_sizes, context) / here * (plan.step_time or now)
         saved = 1.0 - then / now
