@@ -42,7 +42,7 @@ def test_steady_workers_get_the_optimum(cluster, regime):
     found = run("steady", cluster, regime=regime)
     assert found["share"] >= 0.99
     assert found["to 5 %"] <= 20
-    assert found["to 1 %"] <= 90
+    assert found["to 1 %"] <= 60
 
 
 @pytest.mark.parametrize("noise", ["0 %", "8 %", "15 %", "2 % spikes"])
@@ -50,10 +50,10 @@ def test_steady_workers_get_the_optimum(cluster, regime):
 def test_noise_costs_little_and_moves_little(cluster, noise):
     found = run("steady", cluster, noise)
     assert found["share"] >= 0.97
-    assert found["changes"] <= 10
+    assert found["changes"] <= (4 if noise in ("0 %", "8 %") else 8)
 
 
-@pytest.mark.parametrize("workers", [2, 8, 16, 32, 100])
+@pytest.mark.parametrize("workers", [2, 3, 4, 8, 16, 32, 100])
 @pytest.mark.parametrize("seed", range(3))
 def test_equal_workers_never_change(workers, seed):
     found = run("steady", (1.0,) * workers, "15 %", "equal", seed=seed, total=64 * workers)
@@ -65,7 +65,7 @@ def test_equal_workers_never_change(workers, seed):
 def test_speeds_that_move_are_followed_and_no_harm_is_left(cluster, kind):
     """The former estimator ended such runs at 0.1 to 0.6 of the optimum, and stayed there."""
     found = run(kind, cluster, seed=1)
-    assert found["moving share"] >= 0.92
+    assert found["moving share"] >= 0.93
     assert found["share"] >= 0.97
 
 
