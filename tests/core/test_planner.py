@@ -276,6 +276,25 @@ def test_what_is_not_known_is_what_a_step_may_lose_to_it():
     assert unknown == pytest.approx(1.0 - slowest / (there.mean() + there.std()), abs=0.003)
 
 
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("gamma", [0.2, 0.95])
+def test_the_error_of_a_finish_is_that_of_drawn_coefficients(gamma, accumulation):
+    """Computing and sending of one worker are late together: with one bucket they are almost the same time."""
+    rng, ctx = np.random.default_rng(0), context(192, 3, accumulation=accumulation)
+    wide = ClusterTimeModel(CLUSTER.nodes, gamma, t_o=0.002, t_u=0.004)
+    planner = PerfModelPlanner()
+    for sizes in ((64, 64, 64), (90, 60, 42)):
+        planner = planner.observe(measure(wide, sizes, rng, noise=0.2), ctx)
+    times, sizes = planner.times.times(ctx.identities), np.array([100.0, 60.0, 32.0])
+    _, errors, _ = planner._finish(times, sizes, ctx)
+    (t_o, t_u), gamma, n = planner.link.at(3), planner._gamma, accumulation
+    for worker in range(3):
+        q, s, k, m = rng.multivariate_normal(times.mean[worker], times.covariance[worker], 200_000).T
+        a, p = q * sizes[worker] + s, k * sizes[worker] + m
+        finish = np.maximum(n * a + n * p, n * a + (n - 1 + gamma) * p + t_o) + t_u
+        assert errors[worker] == pytest.approx(finish.std(), rel=0.02)
+
+
 def test_what_pays_is_counted_over_all_steps_that_passed():
     """A small gain pays in a run of which a thousand steps have passed, though few of them were observed."""
     split, changed = BatchPlan(192, (109, 57, 26)), []
