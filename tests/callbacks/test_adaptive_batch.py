@@ -617,11 +617,14 @@ def _broken_off(rank, folder, moments, options, kwargs):
     ids=["epoch", "auto", "loader workers"],
 )
 def test_decisions_after_a_resume_are_those_of_the_run_without(tmp_path, options, kwargs, breaks):
-    """Also if they come at once: after the same step, by what was measured before the break as well."""
+    """Also if they come at once: after the same step, by what was measured before the break as well.
+
+    The history of the rest begins with the plan that ran at the break.
+    """
     for rank, (whole, rests) in enumerate(run_ranks(_broken_off, 2, tmp_path, list(breaks), options, kwargs)):
         for rest, starts in zip(rests, breaks.values(), strict=True):
-            assert [entry[:2] for entry in rest["history"]] == starts
-            assert rest["history"] == whole["history"][-len(starts) :]
+            assert [entry[:2] for entry in rest["history"][1:]] == starts
+            assert rest["history"] == whole["history"][-len(starts) - 1 :]
             before = len(whole["seen"]) - len(rest["seen"])
             assert 0 < before < len(whole["seen"])
             assert rest["seen"] == whole["seen"][before:]
