@@ -11,7 +11,7 @@ log = logging.getLogger("lightning_hetero")
 
 
 class SplitLog:
-    """Says which plan runs, and why the split stays; remembers which reasons were said.
+    """Tell rank 0's log which plan runs, and why the split stays; each reason once.
 
     Args:
         speaks: whether this rank says them.

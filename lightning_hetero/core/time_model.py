@@ -204,16 +204,6 @@ class ClusterTimeModel:
         t_u = max(more * self.t_u + seconds, 0.0)
         return ClusterTimeModel(NodeModels(more * self.array), self.gamma, more * self.t_o, t_u)
 
-    def scaled(self, factors: Sequence[float] | Array) -> "ClusterTimeModel":
-        """Model of workers that compute by so many times longer, whatever their batch size.
-
-        Example:
-            >>> ClusterTimeModel((NodeTimeModel(1, 0, 2, 0),), t_u=1.0).scaled([0.5]).step_time([2])
-            4.0
-        """
-        factor = np.asarray(factors, dtype=float)[:, None]
-        return ClusterTimeModel(NodeModels(self.array * factor), self.gamma, self.t_o, self.t_u)
-
     @classmethod
     def fit(cls, observations: StepObservations) -> "ClusterTimeModel":
         """Learn all coefficients from observed steps (Cannikin, sec. 4.5, with the estimators of eq. 12).
