@@ -268,14 +268,20 @@ class LBBSP:
 
 @dataclass
 class Oracle(LBBSP):
-    """Knows all speeds at each look, and takes the exact optimum. No planner that looks as often can do better."""
+    """Knows all speeds at each look, and whether they move, and takes the exact optimum.
+
+    No planner that looks as often can do better.
+    """
 
     truth: Truth | None = None
+    before: Truth | None = None
 
     def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
         assert self.truth is not None
         sizes = self.truth.best(context.total_batch_size)[1].astype(int)
-        return Decision(self, Proposal(BatchPlan(context.total_batch_size, tuple(sizes.tolist())), "known"))
+        plan = BatchPlan(context.total_batch_size, tuple(sizes.tolist()))
+        moving, self.before = self.truth is not self.before and self.before is not None, self.truth
+        return Decision(self, None if plan == current else Proposal(plan, "known"), moving=moving)
 
 
 POLICIES: dict[str, Callable[[], Planner | None]] = {
@@ -375,20 +381,20 @@ class Loop:
         seen = StepObservations.empty(self.truth.workers)
         if rows:
             seen = StepObservations(**{name: np.concatenate([r[name] for r in rows])[-KEPT_ROWS:] for name in rows[0]})
-        begin, changed, soon = time.process_time(), False, False
+        begin, decision = time.process_time(), Decision(self.planner)
         if isinstance(self.planner, Oracle):
             self.planner.truth = self.truth if self.noise.drift is None else self.truth.slowed(self.noise.drift)
         if self.planner is not None and seen.num_steps:
             decision = Decision.of(self.planner.decide(seen, self.plan, self.context))
-            self.planner, soon = decision.planner, decision.waits
-            if decision.proposal is not None and decision.proposal.plan != self.plan:
-                changed, self.plan = True, decision.proposal.plan
+            self.planner = decision.planner
+            if decision.proposal is not None:
+                self.plan = decision.proposal.plan
                 self.changes.append(self.step)
                 self.skip = max(self.skip, 1)
         taken = time.process_time() - begin
         self.costs.append(taken)
         cost = EXCHANGE + (taken if self.cost is None else self.cost)
-        following = self.schedule.after(self.step, seen, cost, changed=changed, waits=soon)
+        following = self.schedule.after(self.step, seen, cost, decision)
         self.schedule.done(self.step, following)
 
 

@@ -357,7 +357,7 @@ class HeteroEngine:
                 roster.check_given(done.proposal.plan)
                 entry = PlanEntry(*start, done.proposal.plan, done.proposal.reason)
             cost, step = time.perf_counter() - begin, self.observer.synced_steps
-            following = self.schedule.after(step, observations, cost, changed=entry is not None, waits=done.waits)
+            following = self.schedule.after(step, observations, cost, done)
             return entry, predicted, following, (done.density, done.stale, done.probe)
 
         entry, (predicted, error), following, messages = self.control.decide(decision)

@@ -42,14 +42,14 @@ def test_steady_workers_get_the_optimum(cluster, regime):
     found = run("steady", cluster, regime=regime)
     assert found["share"] >= 0.99
     assert found["to 5 %"] <= 20
-    assert found["to 1 %"] <= 60
+    assert found["to 1 %"] <= 40
 
 
 @pytest.mark.parametrize("noise", ["0 %", "8 %", "15 %", "2 % spikes"])
 @pytest.mark.parametrize("cluster", ["A", "C", "100"])
 def test_noise_costs_little_and_moves_little(cluster, noise):
     found = run("steady", cluster, noise)
-    assert found["share"] >= 0.97
+    assert found["share"] >= (0.95 if noise == "15 %" else 0.97)
     assert found["changes"] <= (4 if noise in ("0 %", "8 %") else 8)
 
 
@@ -67,6 +67,32 @@ def test_speeds_that_move_are_followed_and_no_harm_is_left(cluster, kind):
     found = run(kind, cluster, seed=1)
     assert found["moving share"] >= 0.93
     assert found["share"] >= 0.97
+
+
+@pytest.mark.parametrize("kind", ["walk", "swing"])
+def test_a_hundred_workers_that_move_are_followed_as_well(kind):
+    """By looks every four steps, and only while they move."""
+    found = run(kind, "100")
+    assert found["moving share"] >= 0.93
+    assert found["share"] >= 0.98
+
+
+def test_looks_come_twice_as_often_while_speeds_walk(monkeypatch):
+    seen, after = [], loops.ExchangeSchedule.after
+
+    def noted(self, step, observations, cost, decision):
+        following = after(self, step, observations, cost, decision)
+        seen.append((step, decision.moving, following - step - (decision.proposal is not None)))
+        return following
+
+    monkeypatch.setattr(loops.ExchangeSchedule, "after", noted)
+    run("walk", "C")
+    steady = [(moving, steps) for step, moving, steps in seen if step < benchmark.WARM]
+    assert {moving for moving, _ in steady} == {False}
+    assert min(steps for _, steps in steady) == 8
+    found = [steps for step, moving, steps in seen if benchmark.WARM + 100 < step < benchmark.WARM + 1200 and moving]
+    assert len(found) > 150
+    assert np.median(found) == 4
 
 
 @pytest.mark.parametrize(("kind", "most"), [("jump 1.3", 40), ("jump 3", 60), ("link 3", 40)])

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.proposal import Decision
 
 __all__ = ["ExchangeSchedule"]
 
 FIRST = 8
+WALKING = 4
 BUDGET = 0.005
 LONGEST = 1000
 NEVER = 2**62
@@ -45,10 +47,12 @@ class ExchangeSchedule:
         """Whether enough steps have passed since the last exchange for one between two epochs."""
         return self.replan == "epoch" or step - self.last >= FIRST
 
-    def after(
-        self, step: int, observations: StepObservations, cost: float, *, changed: bool, waits: bool = False
-    ) -> int:
+    def after(self, step: int, observations: StepObservations, cost: float, decision: Decision) -> int:
         """Step of the next exchange: in ``"auto"``, as soon as exchanges cost 0.5 % of the time at most.
+
+        That is after eight steps at the earliest, and after four where speeds walk: a plan is as late as the look that
+        it is based on. One step more follows a change, since its first one is not observed. A decision that waits for
+        what the next steps show does so for eight steps, whatever that costs.
 
         The lower cost of the last two counts: a link that stalls in one exchange does not put off the next ones.
 
@@ -56,19 +60,18 @@ class ExchangeSchedule:
             step: this exchange's step.
             observations: what it gathered.
             cost: seconds that it took.
-            changed: whether the plan changed, so that the next rows come a little later.
-            waits: whether a decision waits for what the next steps show, so that it is worth an exchange soon.
+            decision: what was decided.
         """
         if self.replan == "epoch":
             return NEVER
         if isinstance(self.replan, int):
             return step + self.replan
-        times = observations.step_time[np.isfinite(observations.step_time)]
         cost, self.cost = min(cost, self.cost), cost
-        if times.size == 0 or waits:
-            return step + FIRST + 2 * changed
-        affordable = math.ceil(cost / BUDGET / max(float(np.median(times)), 1e-6))
-        return step + max(FIRST + 2 * changed, min(affordable, LONGEST))
+        changed = decision.proposal is not None
+        times = observations.step_time[np.isfinite(observations.step_time)]
+        steps = math.ceil(cost / BUDGET / max(float(np.median(times)), 1e-6)) if times.size else FIRST
+        steps = max(steps, WALKING if decision.moving else FIRST)
+        return step + min(steps, FIRST if decision.waits else LONGEST) + changed
 
     def done(self, step: int, following: int) -> None:
         """An exchange took place; all ranks take the following one from rank 0."""

@@ -131,7 +131,7 @@ class GoodputPlanner:
         why = "to learn the constant part of a step" if explores else f"goodput {gain:+.0%}"
         reason = f"total batch {total} -> {plan.total_batch_size * chosen.accumulation}: {why}, {self.ground(context)}"
         planner, soon = replace(planner, steps=0, accumulation=chosen.accumulation), gain > model.settings.soon
-        return Decision(planner, Proposal(plan, reason), soon=explores or soon, error=by_model.error)
+        return replace(by_model, planner=planner, proposal=Proposal(plan, reason), soon=explores or soon, kept=None)
 
     def _choose(self, total: int, context: PlanContext) -> Candidate:
         """The best total: nearby by what is known, farther away by what is certain."""

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import ndtr
 
 __all__ = ["expected_maximum", "larger_error"]
 
@@ -37,10 +38,10 @@ def expected_maximum(mean: Array, deviation: Array) -> tuple[float, float]:
         return low, 0.0
     mean, deviation = mean[near], np.maximum(deviation[near], 1e-9 * widest)
     x = np.linspace(low, float((mean + 6.0 * deviation).max()), 33)
-    below = _normal_cdf((x[:, None] - mean) / deviation).prod(axis=1)
+    below = ndtr((x[:, None] - mean) / deviation).prod(axis=1)
     way = below - below[0] + (x - low) / (x[-1] - low)  # finer where it rises: some deviations may be far smaller
     x = np.interp(np.linspace(0.0, way[-1], 65), way, x)
-    above = 1.0 - _normal_cdf((x[:, None] - mean) / deviation).prod(axis=1)
+    above = 1.0 - ndtr((x[:, None] - mean) / deviation).prod(axis=1)
     weight = np.convolve(np.diff(x), [0.5, 0.5])  # trapezoids
     first = float(weight @ above)
     second = 2.0 * float(weight @ (above * (x - low))) - first**2
@@ -65,17 +66,8 @@ def larger_error(x: Array, x_error: Array, y: Array, y_error: Array, covariance:
     both = x_error**2 + y_error**2
     apart = np.sqrt(np.maximum(both - 2.0 * covariance, 1e-12 * both + 1e-300))
     z = np.clip((x - y) / apart, -30.0, 30.0)
-    share, density = _normal_cdf(z), np.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
+    share, density = ndtr(z), np.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
     more = x - y  # moments about y, which loses no digits
     mean = more * share + apart * density
     square = (more**2 + x_error**2) * share + y_error**2 * (1.0 - share) + more * apart * density
-    return np.sqrt(np.maximum(square - mean**2, np.minimum(x_error, y_error) ** 2 / 4.0))
-
-
-def _normal_cdf(z: Array) -> Array:
-    """``Phi(z)`` to 1e-7 (Abramowitz and Stegun, 7.1.26)."""
-    x = np.abs(z) / math.sqrt(2.0)
-    t = 1.0 / (1.0 + 0.3275911 * x)
-    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    half = 0.5 * series * np.exp(-x * x)
-    return np.where(z < 0, half, 1.0 - half)
+    return np.asarray(np.sqrt(np.maximum(square - mean**2, np.minimum(x_error, y_error) ** 2 / 4.0)))

@@ -232,7 +232,8 @@ class PerfModelPlanner:
             return Decision(planner, kept="too few observations: not every worker's time is known")
         times = planner._times(context)
         decision = planner._decide(times, current, context, first=not self.times.knows(context.identities))
-        return replace(decision, error=planner._error(times, current.local_batch_sizes, context))
+        error = planner._error(times, current.local_batch_sizes, context)
+        return replace(decision, error=error, moving=times.moving > 0.0)
 
     def _decide(self, times: Times, current: BatchPlan, context: PlanContext, *, first: bool) -> Decision:
         """The rule, for what is known by now."""

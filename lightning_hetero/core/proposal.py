@@ -85,6 +85,7 @@ class Decision:
             is said once in a run.
         soon: whether the next look is worth more than it costs, so that it comes as early as it can.
         error: standard error in seconds of the step time that is predicted of the running plan, ``None`` if not known.
+        moving: whether speeds more likely walk than stand still, so that looks come more often if that is cheap.
 
     Example:
         >>> planner, proposal = Decision(None, kept="too few observations: 3 steps")
@@ -100,6 +101,7 @@ class Decision:
     kept: str | None = None
     soon: bool = False
     error: float | None = None
+    moving: bool = False
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.planner, self.proposal))

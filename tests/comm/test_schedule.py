@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_hetero import engine as module
-from lightning_hetero.comm.schedule import FIRST, LONGEST, ExchangeSchedule
+from lightning_hetero.comm.schedule import FIRST, LONGEST, WALKING, ExchangeSchedule
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.plan import BatchPlan
@@ -20,33 +20,47 @@ ZEROS = np.zeros((4, 2))
 STEPS_OF_ONE_SECOND = StepObservations(*[ZEROS] * 6, ZEROS + 1.0)
 
 
+OTHER = Proposal(BatchPlan(3, (3,)), "smaller")
+
+
 @pytest.mark.parametrize(
-    ("cost", "changed", "waits", "steps"),
+    ("cost", "decision", "steps"),
     [
-        (0.001, False, False, FIRST),
-        (0.001, True, False, FIRST + 2),
-        (0.2, False, False, 40),
-        (0.2, True, False, 40),
-        (99.0, False, False, LONGEST),
-        (0.2, False, True, FIRST),
-        (99.0, True, True, FIRST + 2),
+        (0.001, {}, FIRST),
+        (0.001, {"proposal": OTHER}, FIRST + 1),
+        (0.2, {}, 40),
+        (0.2, {"proposal": OTHER}, 41),
+        (99.0, {}, LONGEST),
+        (0.2, {"soon": True}, FIRST),
+        (99.0, {"probe": 0.1}, FIRST),
+        (99.0, {"soon": True, "proposal": OTHER}, FIRST + 1),
+        (0.001, {"moving": True}, WALKING),
+        (0.001, {"moving": True, "proposal": OTHER, "soon": True}, WALKING + 1),
+        (0.03, {"moving": True}, 6),
+        (0.2, {"moving": True}, 40),
+        (0.2, {"moving": True, "soon": True}, FIRST),
     ],
 )
-def test_looking_costs_half_a_percent_unless_a_decision_waits_for_it(cost, changed, waits, steps):
+def test_looking_costs_half_a_percent_unless_a_decision_waits_for_it(cost, decision, steps):
+    """Where speeds walk, looks come every four steps if they are as cheap as that."""
     schedule = ExchangeSchedule("auto")
-    assert schedule.after(100, STEPS_OF_ONE_SECOND, cost, changed=changed, waits=waits) == 100 + steps
+    assert schedule.after(100, STEPS_OF_ONE_SECOND, cost, Decision(None, **decision)) == 100 + steps
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_an_interval_of_the_users_is_kept(waits):
-    assert ExchangeSchedule(50).after(100, STEPS_OF_ONE_SECOND, 99.0, changed=True, waits=waits) == 150
-    assert ExchangeSchedule("epoch").after(100, STEPS_OF_ONE_SECOND, 99.0, changed=True, waits=waits) > 2**60
+def test_where_no_step_was_timed_the_next_look_comes_after_eight():
+    assert ExchangeSchedule("auto").after(100, StepObservations.empty(2), 99.0, Decision(None)) == 100 + FIRST
+
+
+@pytest.mark.parametrize("decision", [Decision(None), Decision(None, OTHER, soon=True, moving=True)])
+def test_an_interval_of_the_users_is_kept(decision):
+    assert ExchangeSchedule(50).after(100, STEPS_OF_ONE_SECOND, 99.0, decision) == 150
+    assert ExchangeSchedule("epoch").after(100, STEPS_OF_ONE_SECOND, 99.0, decision) > 2**60
 
 
 def test_a_link_that_stalls_in_one_look_does_not_put_off_the_next_ones():
     def steps_between(*costs):
         schedule = ExchangeSchedule("auto")
-        return [schedule.after(0, STEPS_OF_ONE_SECOND, cost, changed=False) for cost in costs]
+        return [schedule.after(0, STEPS_OF_ONE_SECOND, cost, Decision(None)) for cost in costs]
 
     assert steps_between(0.2, 99.0, 0.2, 0.2) == [40] * 4
     assert steps_between(0.2, 99.0, 99.0) == [40, 40, LONGEST], "a link that stays slow counts"
@@ -54,14 +68,15 @@ def test_a_link_that_stalls_in_one_look_does_not_put_off_the_next_ones():
 
 @dataclass(frozen=True)
 class Asks(StaticPlanner):
-    """Has nothing to decide; may have asked for messages of another size, or for a look as early as it can be."""
+    """Has nothing to decide; may have asked for messages of another size, for an early look, or for more of them."""
 
     probe: float | None = None
     soon: bool = False
+    moving: bool = False
     proposal: Proposal | None = None
 
     def decide(self, observations, current, context):
-        return Decision(self, self.proposal, probe=self.probe, soon=self.soon)
+        return Decision(self, self.proposal, probe=self.probe, soon=self.soon, moving=self.moving)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +85,10 @@ class Asks(StaticPlanner):
         (Asks(), LONGEST),
         (Asks(probe=0.01), FIRST),
         (Asks(soon=True), FIRST),
-        (Asks(soon=True, proposal=Proposal(BatchPlan(3, (3,)), "smaller")), FIRST + 2),
+        (Asks(soon=True, proposal=OTHER), FIRST + 1),
+        (Asks(moving=True), LONGEST),
     ],
-    ids=["nothing to be seen", "messages to be timed", "a better split may follow", "a split that is another"],
+    ids=["nothing to be seen", "messages to be timed", "a better split may follow", "another split", "too dear"],
 )
 def test_ranks_look_soon_at_what_a_decision_waits_for(monkeypatch, asks, steps):
     """A look takes a thousand counted seconds, too much for such steps, but not if a decision waits for it."""
@@ -88,6 +104,23 @@ def test_ranks_look_soon_at_what_a_decision_waits_for(monkeypatch, asks, steps):
     done = engine.exchange(asks, not_before=(0, 8))
     assert done.observations.num_steps > 1
     assert engine.schedule.next == 8 + steps
+
+
+@pytest.mark.parametrize("moving", [False, True])
+def test_ranks_look_twice_as_often_where_speeds_walk(monkeypatch, moving):
+    engine = module.HeteroEngine(HeteroConfig(), rank=0, world_size=1, device=torch.device("cpu"))
+    engine.shard(PermutationStream(400, shuffle=False, seed=0), batch_size=4)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    looks = []
+    for step in range(24):
+        engine.begin_step(0, step)
+        with engine.backward():
+            engine.observer.bucket_done(engine.observer.bucket_ready())
+        engine.end_step()
+        if engine.due:
+            engine.exchange(Asks(moving=moving), not_before=(0, step + 1))
+            looks.append(step + 1)
+    assert looks == ([8, 12, 16, 20, 24] if moving else [8, 16, 24])
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,22 @@ def test_a_change_of_the_total_says_how_sure_its_prediction_is():
     assert chosen.step_time_error == before.model.error(chosen, replace(ctx, total_batch_size=80)) > 0
 
 
+def test_a_change_of_the_total_keeps_what_the_time_model_found_and_not_why_the_split_would_stay(monkeypatch):
+    decide = PerfModelPlanner.decide
+
+    def found(self, observations, current, known):
+        return replace(decide(self, observations, current, known), proposal=None, moving=True, kept="no better split")
+
+    monkeypatch.setattr(PerfModelPlanner, "decide", found)
+    changes = planner().decide(NOTHING, plan(30, 10), context(40, 1e6))
+    assert changes.proposal.plan.total_batch_size == 80
+    assert changes.moving
+    assert changes.kept is None
+    stays = planner(steps=0).decide(NOTHING, plan(30, 10), context(40, 1e6))
+    assert stays.proposal is None
+    assert stays.kept == "no better split"
+
+
 def test_a_total_that_brings_much_is_looked_at_again_soon():
     """More is likely to follow, as where a split brings much."""
     assert planner().decide(NOTHING, plan(30, 10), context(40, 1e6)).soon
