@@ -1,6 +1,6 @@
 """Planners in closed loop with simulated clusters of exactly known speed, against the exact optimum of every step.
 
-    closed_loop.py [--quick] [--only steady,ramp] [--policies perf_model,pid] [--json FILE]
+    closed_loop.py [--quick] [--only steady,ramp] [--policies perf_model,pid] [--first-seed 0] [--json FILE]
 
 No processes and no clocks, but for the processor time of decisions, which delays the next look as in a run. Shares are
 of the exact optimum: the least time of any integer split, over the time of the split that ran.
@@ -184,7 +184,7 @@ MOVEMENTS = {
 }
 
 
-def cases(quick: bool, only: Sequence[str], policies: Sequence[str]) -> list[dict[str, Any]]:
+def cases(quick: bool, only: Sequence[str], policies: Sequence[str], first_seed: int = 0) -> list[dict[str, Any]]:
     """Every run."""
     found: list[dict[str, Any]] = []
 
@@ -193,7 +193,7 @@ def cases(quick: bool, only: Sequence[str], policies: Sequence[str]) -> list[dic
         if only and not any(kind.startswith(name) for name in only):
             return
         for policy, cluster, workload, regime, noise, seed in itertools.product(
-            policies, clusters, workloads, regimes, noises, range(1 if quick else seeds)
+            policies, clusters, workloads, regimes, noises, range(first_seed, first_seed + (1 if quick else seeds))
         ):
             found.append(
                 {"kind": kind, "policy": policy, "cluster": cluster, "workload": workload, "regime": regime,
@@ -288,11 +288,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed of each case")
     parser.add_argument("--only", default="", help="kinds of movement, by commas")
     parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--first-seed", type=int, default=0, help="other seeds than those of the record")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", default="", help="record; its rows of the former estimator are kept")
     parser.add_argument("--match", default="", help="key=value,...: only these cases")
     args = parser.parse_args()
-    todo = cases(args.quick, [x for x in args.only.split(",") if x], args.policies.split(","))
+    todo = cases(args.quick, [x for x in args.only.split(",") if x], args.policies.split(","), args.first_seed)
     for pair in filter(None, args.match.split(",")):
         name, value = pair.split("=")
         todo = [case for case in todo if str(case[name]) == value]
