@@ -33,7 +33,7 @@ from lightning_hetero.core.metrics import Exchange, exchange_metrics
 from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.plan import BatchPlan, PlanEntry, PlanHistory
-from lightning_hetero.core.planner import Decision, PlanContext, Planner, Proposal
+from lightning_hetero.core.proposal import Decision, PlanContext, Planner, Proposal, moves_total
 from lightning_hetero.data.sampler import UnevenBatchSampler
 from lightning_hetero.data.stream import IndexStream
 from lightning_hetero.hardware import capacity, cpu_quota, identity
@@ -185,8 +185,7 @@ class HeteroEngine:
         """Adopt the plan to begin with, decided by rank 0."""
         assert self.roster is not None
         running = None if self.history is None else self.history.at(*start).plan
-        if running is not None and planner is not None and planner.moves_total:
-            total = running.total_batch_size
+        total = running.total_batch_size if running is not None and moves_total(planner) else total
         same_workers = self._restored_workers in ((), self.roster.identities)
         roster, first = self.roster, start if self.history is not None else (0, 0)
 
@@ -291,10 +290,10 @@ class HeteroEngine:
         """Whether ranks agree on plans now; the same on all ranks."""
         return self.sampler is not None and self.schedule.due(self.observer.synced_steps)
 
-    @property
-    def due_at_epoch(self) -> bool:
+    def due_at_epoch(self, planner: Planner | None) -> bool:
         """Whether enough steps have passed since the last exchange to look at the plan between two epochs."""
-        return self.sampler is not None and self.schedule.due_at_epoch(self.observer.synced_steps)
+        step, move = self.observer.synced_steps, moves_total(planner) and not self.keeps_window
+        return self.sampler is not None and self.schedule.due_at_epoch(step, micro_batches_move=move)
 
     def exchange(self, planner: Planner | None, *, not_before: tuple[int, int] = (0, 0)) -> Exchange:
         """Gather observations, let rank 0 decide, adopt its plan from a step that no rank has drawn; collective.
@@ -309,11 +308,11 @@ class HeteroEngine:
         """
 
         def decide(observations: StepObservations) -> tuple[Decision, tuple[float | None, float | None]]:
-            current, few = self.plan, None if planner is None else "too few observations: no timed step"
-            if planner is None or current is None or observations.num_steps == 0:
-                return Decision(planner, kept=few), (None, None)
+            current, begins = self.plan, not_before[1] == 0 and not self.keeps_window
+            if planner is None or current is None or not (observations.num_steps or (begins and moves_total(planner))):
+                kept = None if planner is None else "too few observations: no timed step"
+                return Decision(planner, kept=kept), (None, None)
             upcoming = self.history.last.plan if self.history is not None else current
-            begins = not_before[1] == 0 and not self.keeps_window
             context = self._context(upcoming, noise=self.noise_scale(), epoch_begins=begins)
             decision = Decision.of(planner.decide(observations, upcoming, context))
             predicted = (decision.planner or planner).predict(current, self._context(current))
@@ -357,7 +356,8 @@ class HeteroEngine:
                 roster.check_given(done.proposal.plan)
                 entry = PlanEntry(*start, done.proposal.plan, done.proposal.reason)
             cost, step = time.perf_counter() - begin, self.observer.synced_steps
-            following = self.schedule.after(step, observations, cost, done)
+            ahead = start[1] - (self._position[1] + 1 if start[0] == self._position[0] else 0)
+            following = self.schedule.after(step, observations, cost, done, ahead=ahead // self.accumulation)
             return entry, predicted, following, (done.density, done.stale, done.probe)
 
         entry, (predicted, error), following, messages = self.control.decide(decision)
@@ -365,7 +365,7 @@ class HeteroEngine:
             self._append(entry)
         self.control.require_equal("the plan and the step of the next look", (self.history.digest(), following))
         self.history = self.history.since(self._position[0])
-        self.schedule.done(self.observer.synced_steps, following)
+        self.schedule.done(self.observer.synced_steps, following, between_epochs=not_before[1] == 0)
         self.hook_state.agree(self.control)
         if self.compression is not None:
             self.compression.follow(*messages)

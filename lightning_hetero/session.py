@@ -256,7 +256,7 @@ class HeteroSession:
         self.engine.observer.interrupt()
         self._went_on |= bool(interval)
         inside = interval and skip  # where the run without a break does not look
-        if (self._synced > 0 or self._went_on) and not inside and self.engine.due_at_epoch:
+        if (self._synced > 0 or self._went_on) and not inside and self.engine.due_at_epoch(self.planner):
             self._exchange()
         assert self.engine.sampler is not None
         self.engine.sampler.set_epoch(self._epoch)

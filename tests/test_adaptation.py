@@ -457,7 +457,7 @@ def test_resume_in_the_middle_of_an_epoch_goes_on_with_total_and_rate(loop, move
 
 
 TICK = 2.0**-12
-BREAKS = (17, 25, 27)
+BREAKS = (16, 24, 25)
 """Optimizer steps until a checkpoint: in the middle of an epoch, where ranks would and would not look at the plan if
 one began, and at the end of an epoch, where they do."""
 
@@ -470,7 +470,7 @@ def _scripted(rank, loop, folder, resume, breaks=BREAKS, **ahead):
     engine.cpu_quota = lambda: None
     settings = {"max_total_batch_size": 64}
     LOOPS[loop].ahead = ahead
-    training = LOOPS[loop](settings, 4, dataset=Points(280))
+    training = LOOPS[loop](settings, 4, dataset=Points(256 if loop == "accelerate" else 264))  # its loader is ahead
 
     def pace(rank, samples):
         now[0] += (16 + samples * (1, 4)[rank]) * TICK

@@ -36,7 +36,7 @@ TORCHRUN = [BIN / "torchrun", "--standalone", "--nproc_per_node=2"]
 LAUNCHED = {
     "accelerate_loop": ([BIN / "lightning-hetero", "launch", "--config_file", EXAMPLES / "accelerate_loop.yaml"], []),
     "cli": ([sys.executable], ["fit", "--config", EXAMPLES / "cli.yaml"]),
-    "torchrun": (TORCHRUN, ["{tmp}"]),
+    "torchrun": (TORCHRUN, ["{tmp}/{number}"]),
     "mixed_devices": (TORCHRUN, []),
 }
 
@@ -68,9 +68,13 @@ def test_every_example_is_tested():
 
 
 def first_that(shows, name, *arguments, tries=3, limit=120, launcher=(sys.executable,)):
-    """Output of a run of which ``shows`` holds: on a machine busy with other work, scatter may keep the first plan."""
-    for _ in range(tries):
-        output = output_of(name, *arguments, limit=limit, launcher=launcher)
+    """Output of a run of which ``shows`` holds: on a machine busy with other work, scatter may keep the first plan.
+
+    In arguments, ``{number}`` is that of the try, so that none goes on with what another has left.
+    """
+    for number in range(tries):
+        given = [str(argument).format(number=number) for argument in arguments]
+        output = output_of(name, *given, limit=limit, launcher=launcher)
         if shows(output):
             return output
     pytest.fail(f"{name} ran {tries} times and never showed it; it printed:\n{output}")
@@ -92,7 +96,7 @@ def test_example(name, tmp_path):
         pytest.importorskip("ray", reason="the ray extra is not installed")
     pattern, total = SHOWN[name]
     launcher, arguments = LAUNCHED.get(name, ([sys.executable], []))
-    arguments = [str(a).format(tmp=tmp_path) for a in arguments]
+    arguments = [str(a).replace("{tmp}", str(tmp_path)) for a in arguments]
     output = first_that(lambda output: re.search(pattern, output), name, *arguments, limit=180, launcher=launcher)
     assert sum(map(int, re.findall(pattern, output)[-1])) == total
 

@@ -161,6 +161,27 @@ def test_a_planner_is_told_that_the_number_of_micro_batches_is_the_loops_own():
     assert seen == [False, True]
 
 
+def test_a_loop_with_windows_of_its_own_gains_nothing_by_a_look_at_the_start_of_a_pass():
+    """Looks every eight of 40 steps; where the number of micro-batches may move between passes, also after 20."""
+    looks = []
+
+    class Moves(StaticPlanner):
+        moves_total = True
+
+        def decide(self, observations, current, context):
+            looks.append(context.epoch_begins)
+            return Decision(self)
+
+    for own in (True, False):
+        engine = HeteroEngine(HeteroConfig(replan=8), rank=0, world_size=1, device=torch.device("cpu"))
+        session = HeteroSession(engine, Moves())
+        engine.keeps_window &= own
+        batches = session.shard(PermutationStream(40, shuffle=True, seed=0), 2)
+        for _ in range(2):
+            counted(session, batches, lambda number: True)
+    assert looks == [False] * 5 + [False, False, True, False, False]
+
+
 def _plain_torch(rank):
     """The loop of somebody who uses no trainer at all."""
     torch.distributed.init_process_group("gloo")

@@ -11,7 +11,7 @@ from lightning_hetero.callbacks.idle_hooks import leave_out, put_back
 from lightning_hetero.callbacks.last_sums import apply_last_sums, check_staleness
 from lightning_hetero.callbacks.throughput import count_all_workers, count_own
 from lightning_hetero.core.planner import PLANNERS, PerfModelPlanner, Planner, ProportionalPlanner
-from lightning_hetero.core.proposal import check_planner
+from lightning_hetero.core.proposal import check_planner, moves_total
 from lightning_hetero.core.state import check_tensors, reading_state
 from lightning_hetero.core.validation import check_choice, check_number
 from lightning_hetero.cut_interval import cut_interval, of_same_workers, resume_looks, resume_plans
@@ -154,7 +154,7 @@ class PolicyCallback(Callback):
         assert self._engine is not None
         self._engine.observer.interrupt()
         if trainer.current_epoch > 0 and self._engine.sampler is not None:
-            if self._engine.due_at_epoch:
+            if self._engine.due_at_epoch(self.planner):
                 self._exchange(trainer, (trainer.current_epoch, 0))
             trainer.strategy.refresh_epoch_length()
 
@@ -216,8 +216,10 @@ class PolicyCallback(Callback):
         Only where the total moves, which is part of the mathematics. The split is not, and may be decided on a look
         later: for that no rank has to wait for others before it writes.
         """
-        engine, moves_total = self._engine, self.planner is not None and self.planner.moves_total
-        if engine is None or engine.sampler is None or engine.roster is None or not moves_total or trainer.interrupted:
+        engine = self._engine
+        if engine is None or engine.sampler is None or engine.roster is None or trainer.interrupted:
+            return
+        if not moves_total(self.planner):
             return
         at = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.processed
         interval = cut_interval(engine, at)

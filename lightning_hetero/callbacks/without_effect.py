@@ -10,6 +10,7 @@ from lightning_hetero.callbacks.policy import DynamicBatchPIDCallback, PolicyCal
 from lightning_hetero.callbacks.time_to_accuracy import TTACallback
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.no_effect import NoEffect
+from lightning_hetero.core.proposal import moves_total
 from lightning_hetero.without_effect import ALONE
 
 __all__ = ["callbacks_without_effect"]
@@ -73,5 +74,4 @@ def _moves_total(callback: Any) -> bool:
     """Whether a policy has something to decide on for one worker."""
     if isinstance(callback, TTACallback):
         return callback.tta_planner.moves_batch
-    planner = getattr(callback, "planner", None)
-    return planner is not None and planner.moves_total
+    return moves_total(getattr(callback, "planner", None))

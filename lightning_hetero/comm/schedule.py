@@ -34,6 +34,7 @@ class ExchangeSchedule:
     replan: str | int
     next: int = 0
     last: int = 0
+    begun: int = 0
     cost: float = math.inf
 
     def __post_init__(self) -> None:
@@ -43,16 +44,23 @@ class ExchangeSchedule:
         """Whether ranks exchange after this step."""
         return step >= self.next
 
-    def due_at_epoch(self, step: int) -> bool:
-        """Whether enough steps have passed since the last exchange for one between two epochs."""
-        return self.replan == "epoch" or step - self.last >= FIRST
+    def due_at_epoch(self, step: int, *, micro_batches_move: bool = False) -> bool:
+        """Whether enough steps have passed since the last exchange for one between two epochs.
 
-    def after(self, step: int, observations: StepObservations, cost: float, decision: Decision) -> int:
+        Where the number of micro-batches may move, those since the last one between two epochs count: it changes only
+        there, however often ranks exchange within an epoch.
+        """
+        return self.replan == "epoch" or step - (self.begun if micro_batches_move else self.last) >= FIRST
+
+    def after(
+        self, step: int, observations: StepObservations, cost: float, decision: Decision, *, ahead: int = 0
+    ) -> int:
         """Step of the next exchange: in ``"auto"``, as soon as exchanges cost 0.5 % of the time at most.
 
         That is after eight steps at the earliest, and after four where speeds walk: a plan is as late as the look that
-        it is based on. One step more follows a change, since its first one is not observed. A decision that waits for
-        what the next steps show does so for eight steps, whatever that costs.
+        it is based on; after a thousand at the latest. One step more follows a change, since its first one is not
+        observed. A decision that waits for what the next steps show waits for eight of them at most, whatever that
+        costs.
 
         The lower cost of the last two counts: a link that stalls in one exchange does not put off the next ones.
 
@@ -61,6 +69,7 @@ class ExchangeSchedule:
             observations: what it gathered.
             cost: seconds that it took.
             decision: what was decided.
+            ahead: steps that still run as before, since their batches were drawn already.
         """
         if self.replan == "epoch":
             return NEVER
@@ -71,17 +80,18 @@ class ExchangeSchedule:
         times = observations.step_time[np.isfinite(observations.step_time)]
         steps = math.ceil(cost / BUDGET / max(float(np.median(times)), 1e-6)) if times.size else FIRST
         steps = max(steps, WALKING if decision.moving else FIRST)
-        return step + min(steps, FIRST if decision.waits else LONGEST) + changed
+        return step + min(steps, FIRST + ahead * changed if decision.waits else LONGEST) + changed
 
-    def done(self, step: int, following: int) -> None:
+    def done(self, step: int, following: int, *, between_epochs: bool = False) -> None:
         """An exchange took place; all ranks take the following one from rank 0."""
-        self.last, self.next = step, following
+        self.last, self.next, self.begun = step, following, step if between_epochs else self.begun
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Steps since the last exchange and to the next one, as plain Python values."""
-        return {"replan": self.replan, "since": step - self.last, "to": self.next - step}
+        """Steps since the last exchanges and to the next one, as plain Python values."""
+        return {"replan": self.replan, "since": step - self.last, "begun": step - self.begun, "to": self.next - step}
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         """Go on between two exchanges, if it is the same schedule."""
         if state["replan"] == self.replan:
             self.last, self.next = step - int(state["since"]), step + int(state["to"])
+            self.begun = step - int(state.get("begun", state["since"]))

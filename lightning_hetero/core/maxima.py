@@ -22,7 +22,7 @@ def expected_maximum(mean: Array, deviation: Array) -> tuple[float, float]:
         deviation: standard deviation of each, ``>= 0``.
 
     Returns:
-        Both in the unit of the values, to 0.3 % of the widest deviation.
+        Both in the unit of the values, to 0.5 % of the widest deviation.
 
     Example:
         >>> round(expected_maximum(np.zeros(2), np.ones(2))[0], 2)  # 1 / sqrt(pi)

@@ -250,8 +250,9 @@ class PerfModelPlanner:
                 f"a change would cost more than it saves: {other} for {steps:.0f} steps, and costs {cost * 1e3:.1f} ms"
             )
             return Decision(self, kept=kept)
-        if gain < self.settings.doubt * unknown * (1.0 - times.moving):
-            kept = f"too little is known of the workers yet: {other}, and what is unknown costs up to {unknown:.1%}"
+        least = self.settings.doubt * unknown * (1.0 - times.moving)
+        if gain < least:
+            kept = f"too little is known of the workers yet: {other}, and only a gain of {least:.1%} is beyond luck"
             return Decision(self, kept=kept)
         here = self._waits(times, _ran(current, context), context)
         then = self._waits(times, plan.local_batch_sizes, context) / here * (plan.step_time or now)

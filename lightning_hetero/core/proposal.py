@@ -12,7 +12,7 @@ from lightning_hetero.core.plan import BatchPlan
 if TYPE_CHECKING:  # it takes scipy, which most runs have no need of
     from lightning_hetero.core.tta import DensityChoice
 
-__all__ = ["Decision", "PlanContext", "Planner", "Proposal", "check_planner"]
+__all__ = ["Decision", "PlanContext", "Planner", "Proposal", "check_planner", "moves_total"]
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,10 @@ class Planner(Protocol):
     def decide(
         self, observations: StepObservations, current: BatchPlan, context: PlanContext
     ) -> "Decision | tuple[Planner, Proposal | None]":
-        """The planner that has seen the observations, and a plan to change to, or ``None`` to keep the current one."""
+        """The planner that has seen the observations, and a plan to change to, or ``None`` to keep the current one.
+
+        There is at least one step, except between two epochs for a planner that moves the total.
+        """
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
         """Predicted seconds of a step under ``plan``, ``None`` where the policy has no model."""
@@ -156,6 +159,11 @@ class Planner(Protocol):
 
     def loaded(self, state: dict[str, Any]) -> "Planner":
         """The planner with what :meth:`state_dict` described."""
+
+
+def moves_total(planner: Planner | None) -> bool:
+    """Whether there is a planner that moves the total batch."""
+    return planner is not None and planner.moves_total
 
 
 OFFERED = ("moves_total", "initial", "decide", "predict", "state_dict", "loaded")

@@ -28,8 +28,8 @@ class RuleSettings:
         change_steps: steps that a change costs in any case, ``>= 0``, for what is not known right after it; a cost in
             seconds that is given or measured comes on top.
         least_horizon: steps for which a split is taken to hold in a run that has just begun, ``>= 8``.
-        doubt: times by which a gain has to exceed what a step loses to what is not known yet, ``>= 0``. Where speeds
-            move it does not have to: no later look would know more.
+        doubt: times by which a gain has to exceed what a step loses to what is not known yet, ``>= 0``; the less the
+            more certain it is that speeds walk, since then no later look knows more.
         soon: gain of a change, as a share of the step, above which the next look is to come as early as it can, since
             more is likely to follow.
 
@@ -62,7 +62,7 @@ def horizon(
         settings: of the rule.
 
     Returns:
-        Steps, at least eight: no look comes earlier.
+        Steps, at least eight: as often, ranks look again where speeds stand still.
 
     Example:
         >>> round(horizon(0.1, np.array([0.0005, 0.05]), np.array([0.5, 0.5]), 500))

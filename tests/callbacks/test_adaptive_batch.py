@@ -26,7 +26,7 @@ from lightning_hetero.callbacks import PolicyCallback
 from lightning_hetero.comm import clock, observer
 from lightning_hetero.core import BatchPlan
 from lightning_hetero.core.noise_scale import RunningNoiseScale
-from lightning_hetero.core.planner import Proposal, StaticPlanner
+from lightning_hetero.core.planner import Decision, Proposal, StaticPlanner
 from lightning_hetero.optim import LearningRateGain
 from tests.core.test_adaptive import context, seen
 from tests.core.test_adaptive import planner as learned
@@ -606,12 +606,12 @@ def _broken_off(rank, folder, moments, options, kwargs):
         (
             {"replan": "auto"},
             {"max_epochs": 1},
-            {("step", 15): [(0, 18), (0, 28)], ("step", 18): [(0, 28)], ("step", 25): [(0, 28)]},
+            {("step", 15): [(0, 17), (0, 26)], ("step", 17): [(0, 26)], ("step", 25): [(0, 26)]},
         ),
         (
             {"replan": "auto"},
             {"max_epochs": 1, "loader_kwargs": {"num_workers": 1, "prefetch_factor": 5}},
-            {("step", 20): [(0, 23), (0, 33)]},
+            {("step", 20): [(0, 22), (0, 31)]},
         ),
     ],
     ids=["epoch", "auto", "loader workers"],
@@ -680,6 +680,59 @@ def test_totals_beyond_memory_accumulate_from_an_epoch_on(accumulating):
     assert [r["state"]["planner"]["accumulation"] for r in results] == [2, 2]  # on all ranks, for another fit
 
 
+class Watches(StaticPlanner):
+    """Keeps whether an epoch began at each look, and the steps that it was shown."""
+
+    def __init__(self, moves_total=False):
+        super().__init__()
+        object.__setattr__(self, "moves_total", moves_total)
+        object.__setattr__(self, "looks", [])
+
+    def decide(self, observations, current, context):
+        self.looks.append((context.epoch_begins, observations.num_steps))
+        return Decision(self)
+
+
+def _watching(rank, replan, samples, moves_total, epochs):
+    planner = Watches(moves_total)
+    known = {"dataset": Points(samples), "callbacks": [PolicyCallback(planner)], "max_epochs": epochs}
+    fit(rank, {"replan": replan}, 2, 1, **known)
+    return planner.looks
+
+
+def test_planners_are_told_where_the_number_of_micro_batches_may_change():
+    """Looks after 12 and 24 of 33 steps, at the second epoch, and after 12 and 24 steps of that."""
+    looks = run_ranks(_watching, 2, 12, 66, False, 2)[0]
+    assert [begins for begins, _ in looks] == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize(("replan", "samples"), [(8, 48), (4, 42)], ids=["nothing new", "few steps"])
+def test_a_planner_of_the_total_is_asked_at_the_start_of_each_epoch_however_often_within(replan, samples):
+    """Of 24 and of 21 steps; another planner is not asked again so soon after the last look."""
+    for moves_total in (True, False):
+        looks = run_ranks(_watching, 2, replan, samples, moves_total, 3)[0]
+        steps = [steps for begins, steps in looks if begins]
+        assert len(steps) == (2 if moves_total else 0)
+        assert all(few < 2 for few in steps)
+
+
+def test_a_planner_of_the_total_is_not_asked_at_the_start_of_each_short_epoch():
+    """Of four steps each: every second one."""
+    looks = run_ranks(_watching, 2, 1000, 8, True, 6)[0]
+    assert [begins for begins, _ in looks] == [True, True]
+
+
+@pytest.mark.parametrize("replan", [1, 4])
+def test_micro_batches_move_however_often_ranks_look(replan):
+    options = {"max_local_batch_sizes": [8, 6], "ddp_comm_hook": slow_network, "replan": replan}
+    results = run(options=options, max_epochs=6, callback={"max_total_batch_size": 24})
+    first = results[0]
+    assert max(row["accumulation"] for row in first["epochs"]) == 2
+    for epoch in range(6):
+        assert covered(results, epoch) == list(range(N))
+    np.testing.assert_allclose(first["weights"], replay(results, windows=first["windows"])[0], rtol=0, atol=1e-13)
+
+
 def test_accumulated_gradients_are_those_of_one_process(accumulating):
     results, _, _ = accumulating
     weights, grads = replay(results, windows=results[0]["windows"])
@@ -715,29 +768,6 @@ class Alternates(StaticPlanner):
         self.asked.append(current.local_batch_sizes)
         size = 6 - current.local_batch_sizes[0]
         return self, Proposal(BatchPlan(2 * size, (size, size)), "as told")
-
-
-class Watches(StaticPlanner):
-    """Keeps whether an epoch began at each look."""
-
-    def __init__(self):
-        super().__init__()
-        object.__setattr__(self, "begins", [])
-
-    def decide(self, observations, current, context):
-        self.begins.append(context.epoch_begins)
-        return self, None
-
-
-def _watching(rank):
-    planner = Watches()
-    fit(rank, {"replan": 12}, 2, 1, dataset=Points(66), callbacks=[PolicyCallback(planner)], max_epochs=2)
-    return planner.begins
-
-
-def test_planners_are_told_where_the_number_of_micro_batches_may_change():
-    """Looks after 12 and 24 of 33 steps, at the second epoch, and after 12 and 24 steps of that."""
-    assert run_ranks(_watching, 2)[0] == [False, False, True, False, False]
 
 
 def _alternating(rank, prefetch):

@@ -47,8 +47,62 @@ def test_looking_costs_half_a_percent_unless_a_decision_waits_for_it(cost, decis
     assert schedule.after(100, STEPS_OF_ONE_SECOND, cost, Decision(None, **decision)) == 100 + steps
 
 
-def test_where_no_step_was_timed_the_next_look_comes_after_eight():
-    assert ExchangeSchedule("auto").after(100, StepObservations.empty(2), 99.0, Decision(None)) == 100 + FIRST
+@pytest.mark.parametrize("moving", [False, True])
+def test_where_no_step_was_timed_the_next_look_comes_after_eight(moving):
+    assert ExchangeSchedule("auto").after(100, StepObservations.empty(2), 99.0, Decision(None, moving=moving)) == 108
+
+
+def test_a_step_that_stalls_does_not_make_looks_cheap_and_parts_of_a_step_count():
+    times = np.array([[1.0, 1.0]] * 3 + [[90.0, 90.0]])
+    seen = StepObservations(*[ZEROS] * 6, times)
+    assert ExchangeSchedule("auto").after(100, seen, 0.2, Decision(None)) == 140
+    assert ExchangeSchedule("auto").after(100, seen, 0.201, Decision(None)) == 141
+
+
+@pytest.mark.parametrize(
+    ("cost", "decision", "steps"),
+    [
+        (99.0, {"soon": True, "proposal": OTHER}, FIRST + 6 + 1),
+        (99.0, {"soon": True}, FIRST),
+        (0.05, {"soon": True, "proposal": OTHER}, 11),
+        (0.001, {"soon": True, "proposal": OTHER}, FIRST + 1),
+        (0.001, {"moving": True, "proposal": OTHER}, WALKING + 1),
+        (99.0, {"proposal": OTHER}, LONGEST + 1),
+    ],
+)
+def test_a_dear_look_that_waits_for_a_new_plan_comes_when_eight_of_its_steps_have_run(cost, decision, steps):
+    """Loader workers have drawn six steps ahead; looks that pay for themselves come as often as otherwise."""
+    following = ExchangeSchedule("auto").after(100, STEPS_OF_ONE_SECOND, cost, Decision(None, **decision), ahead=6)
+    assert following == 100 + steps
+
+
+@pytest.mark.parametrize("replan", ["auto", 4])
+def test_an_epoch_begins_with_a_look_if_eight_steps_have_passed_since_the_last_one_that_may_do_as_much(replan):
+    """As much: change the number of micro-batches, which no look within an epoch may."""
+    schedule = ExchangeSchedule(replan)
+    assert [step for step in range(20) if schedule.due_at_epoch(step)] == list(range(8, 20))
+    for step in (8, 12, 16):
+        schedule.done(step, step + 4)
+    assert not schedule.due_at_epoch(23)
+    assert schedule.due_at_epoch(24)
+    assert schedule.due_at_epoch(16, micro_batches_move=True)
+    schedule.done(16, 20, between_epochs=True)
+    schedule.done(20, 24)
+    assert not schedule.due_at_epoch(23, micro_batches_move=True)
+    assert schedule.due_at_epoch(24, micro_batches_move=True)
+    assert ExchangeSchedule("epoch").due_at_epoch(0, micro_batches_move=True)
+
+
+def test_a_schedule_goes_on_in_another_process():
+    schedule = ExchangeSchedule("auto")
+    schedule.done(10, 18, between_epochs=True)
+    schedule.done(18, 26)
+    other = ExchangeSchedule("auto")
+    other.load_state_dict(schedule.state_dict(20), 3)
+    assert (other.begun, other.last, other.next) == (-7, 1, 9)
+    old = {name: value for name, value in schedule.state_dict(20).items() if name != "begun"}
+    other.load_state_dict(old, 3)
+    assert (other.begun, other.last, other.next) == (1, 1, 9)
 
 
 @pytest.mark.parametrize("decision", [Decision(None), Decision(None, OTHER, soon=True, moving=True)])
@@ -104,6 +158,25 @@ def test_ranks_look_soon_at_what_a_decision_waits_for(monkeypatch, asks, steps):
     done = engine.exchange(asks, not_before=(0, 8))
     assert done.observations.num_steps > 1
     assert engine.schedule.next == 8 + steps
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_ranks_wait_for_the_steps_of_a_plan_that_is_still_to_come(monkeypatch, accumulation):
+    """Sixteen micro-batches were drawn ahead when a look, too dear to come often, changed the split."""
+    engine = module.HeteroEngine(HeteroConfig(), rank=0, world_size=1, device=torch.device("cpu"))
+    engine.shard(PermutationStream(400, shuffle=False, seed=0), batch_size=4)
+    engine.accumulation = accumulation
+    for step in range(8):
+        engine.begin_step(0, step)
+        with engine.backward():
+            engine.observer.bucket_done(engine.observer.bucket_ready())
+        engine.end_step()
+    engine.sampler.drawn = (0, 24)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=itertools.count(step=1000.0).__next__))
+    same = Proposal(BatchPlan(4, (4,)), "as it is")
+    done = engine.exchange(Asks(soon=True, proposal=same), not_before=(0, 8))
+    assert done.entry.step == 24
+    assert engine.schedule.next == 8 + 16 // accumulation + FIRST + 1
 
 
 @pytest.mark.parametrize("moving", [False, True])

@@ -16,7 +16,7 @@ from lightning_hetero.core.noise_scale import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.optperf import solve_optperf
 from lightning_hetero.core.plan import BatchPlan
-from lightning_hetero.core.planner import PerfModelPlanner, PlanContext
+from lightning_hetero.core.planner import PerfModelPlanner, PlanContext, Proposal
 
 moderate = settings(max_examples=80, deadline=None, derandomize=True)
 FAST, SLOW = (0.01, 0.001), (0.01, 0.003)  # seconds of a step, seconds of a sample
@@ -179,6 +179,26 @@ def test_a_change_of_the_total_keeps_what_the_time_model_found_and_not_why_the_s
     stays = planner(steps=0).decide(NOTHING, plan(30, 10), context(40, 1e6))
     assert stays.proposal is None
     assert stays.kept == "no better split"
+
+
+@pytest.mark.parametrize(
+    ("known", "noise"),
+    [({}, None), ({"steps": 0}, 1e6), ({}, 74.0)],
+    ids=["noise not known", "too few steps", "no better total"],
+)
+def test_where_the_total_stays_all_is_as_the_time_model_decides(monkeypatch, known, noise):
+    decide, split = PerfModelPlanner.decide, Proposal(plan(29, 11), "another split")
+
+    def found(self, observations, current, context):
+        decision = decide(self, observations, current, context)
+        return replace(decision, proposal=split, moving=True, soon=True, error=0.25, kept=None)
+
+    monkeypatch.setattr(PerfModelPlanner, "decide", found)
+    told = context(40, noise) if noise is not None else replace(context(40, 1e6), noise=None)
+    decision = planner(**known).decide(NOTHING, plan(30, 10), told)
+    assert decision.proposal is split
+    assert (decision.moving, decision.soon, decision.error, decision.kept) == (True, True, 0.25, None)
+    assert isinstance(decision.planner, GoodputPlanner)
 
 
 def test_a_total_that_brings_much_is_looked_at_again_soon():

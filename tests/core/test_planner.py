@@ -158,9 +158,9 @@ def test_a_split_that_is_little_better_pays_once_the_run_is_old():
     assert plan.local_batch_sizes == (6, 4)
 
 
-@pytest.mark.parametrize(("times", "soon"), [(3.0, True), (1.215, False)])
+@pytest.mark.parametrize(("times", "soon"), [(3.0, True), (1.235, True), (1.215, False)])
 def test_a_change_that_brings_much_is_looked_at_again_soon(times, soon):
-    """Of 10 samples: where one worker is three times as slow, and where 6/4 takes 1.2 % less than 5/5."""
+    """Of 10 samples: where one worker is three times as slow, and where 6/4 takes 2.8 and 1.2 % less than 5/5."""
     nodes = NodeTimeModel(0.001, 0, 0, 0), NodeTimeModel(0.001 * times, 0, 0, 0)
     cluster, ctx = ClusterTimeModel(nodes), context(10, 2)
     seen = measure(cluster, (5, 5), np.random.default_rng(0), noise=0.0)
@@ -227,6 +227,29 @@ def test_where_speeds_are_found_to_walk_a_change_waits_for_nothing():
         decision = planner._decide(planner.times.times(ctx.identities), plan, ctx, first=False)
         moved.append("moved" if decision.proposal else decision.kept.partition(":")[0])
     assert moved == ["too little is known of the workers yet", "moved"]
+
+
+@pytest.mark.parametrize(("still", "moving"), [(0.9, 0.0), (0.52, 0.0), (0.4, 0.2), (0.0, 1.0)])
+def test_a_decision_says_whether_speeds_more_likely_walk_than_stand_still(still, moving):
+    rng, ctx = np.random.default_rng(0), context(192, 3)
+    learned = PerfModelPlanner().observe(measure(CLUSTER, (64,) * 3, rng), ctx)
+    walks = np.array(learned.times.settings.walks)
+    weight = np.where(walks == walks.min(), still / (walks == walks.min()).sum(), 0.0)
+    weight = np.where(walks == walks.max(), (1.0 - still) / (walks == walks.max()).sum(), weight)
+    times = replace(learned.times, weight=np.repeat(weight[:, None], 3, axis=1))
+    decision = replace(learned, times=times).decide(StepObservations.empty(3), BatchPlan(192, (64,) * 3), ctx)
+    assert times.times(ctx.identities).moving == pytest.approx(moving)
+    assert decision.moving is (moving > 0)
+
+
+def test_a_gain_that_waits_is_named_with_the_least_that_would_do():
+    rng, ctx = np.random.default_rng(3), context(192, 3)
+    planner = PerfModelPlanner(settings=RuleSettings(doubt=6.0))
+    planner = planner.observe(measure(CLUSTER, (64,) * 3, rng, noise=0.3), ctx)
+    decision = planner.decide(StepObservations.empty(3), BatchPlan(192, (64,) * 3), ctx)
+    found = re.search(r"would take ([\d.]+)% less, and only a gain of ([\d.]+)% is beyond luck", decision.kept)
+    gain, least = map(float, found.groups())
+    assert 0 < gain < least
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 16, 100])
