@@ -162,7 +162,13 @@ class Planner(Protocol):
 
 
 def moves_total(planner: Planner | None) -> bool:
-    """Whether there is a planner that moves the total batch."""
+    """Whether there is a planner that moves the total batch.
+
+    Example:
+        >>> from lightning_hetero.core.planner import StaticPlanner
+        >>> moves_total(None), moves_total(StaticPlanner())
+        (False, False)
+    """
     return planner is not None and planner.moves_total
 
 
