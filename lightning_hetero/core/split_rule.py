@@ -62,7 +62,7 @@ def horizon(
         settings: of the rule.
 
     Returns:
-        Steps, at least eight: as often, ranks look again where speeds stand still.
+        Steps, at least the eight after which ranks look again where speeds stand still.
 
     Example:
         >>> round(horizon(0.1, np.array([0.0005, 0.05]), np.array([0.5, 0.5]), 500))

@@ -120,6 +120,20 @@ def test_a_link_that_stalls_in_one_look_does_not_put_off_the_next_ones():
     assert steps_between(0.2, 99.0, 99.0) == [40, 40, LONGEST], "a link that stays slow counts"
 
 
+def alone(**config):
+    """An engine of one worker, at its first step."""
+    engine = module.HeteroEngine(HeteroConfig(**config), rank=0, world_size=1, device=torch.device("cpu"))
+    engine.shard(PermutationStream(800, shuffle=False, seed=0), batch_size=4)
+    return engine
+
+
+def train(engine, step):
+    engine.begin_step(0, step)
+    with engine.backward():
+        engine.observer.bucket_done(engine.observer.bucket_ready())
+    engine.end_step()
+
+
 @dataclass(frozen=True)
 class Asks(StaticPlanner):
     """Has nothing to decide; may have asked for messages of another size, for an early look, or for more of them."""
@@ -146,13 +160,9 @@ class Asks(StaticPlanner):
 )
 def test_ranks_look_soon_at_what_a_decision_waits_for(monkeypatch, asks, steps):
     """A look takes a thousand counted seconds, too much for such steps, but not if a decision waits for it."""
-    engine = module.HeteroEngine(HeteroConfig(), rank=0, world_size=1, device=torch.device("cpu"))
-    engine.shard(PermutationStream(400, shuffle=False, seed=0), batch_size=4)
+    engine = alone()
     for step in range(8):
-        engine.begin_step(0, step)
-        with engine.backward():
-            engine.observer.bucket_done(engine.observer.bucket_ready())
-        engine.end_step()
+        train(engine, step)
     assert engine.due
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=itertools.count(step=1000.0).__next__))
     done = engine.exchange(asks, not_before=(0, 8))
@@ -163,14 +173,10 @@ def test_ranks_look_soon_at_what_a_decision_waits_for(monkeypatch, asks, steps):
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_ranks_wait_for_the_steps_of_a_plan_that_is_still_to_come(monkeypatch, accumulation):
     """Sixteen micro-batches were drawn ahead when a look, too dear to come often, changed the split."""
-    engine = module.HeteroEngine(HeteroConfig(), rank=0, world_size=1, device=torch.device("cpu"))
-    engine.shard(PermutationStream(400, shuffle=False, seed=0), batch_size=4)
+    engine = alone()
     engine.accumulation = accumulation
     for step in range(8):
-        engine.begin_step(0, step)
-        with engine.backward():
-            engine.observer.bucket_done(engine.observer.bucket_ready())
-        engine.end_step()
+        train(engine, step)
     engine.sampler.drawn = (0, 24)
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=itertools.count(step=1000.0).__next__))
     same = Proposal(BatchPlan(4, (4,)), "as it is")
@@ -181,15 +187,11 @@ def test_ranks_wait_for_the_steps_of_a_plan_that_is_still_to_come(monkeypatch, a
 
 @pytest.mark.parametrize("moving", [False, True])
 def test_ranks_look_twice_as_often_where_speeds_walk(monkeypatch, moving):
-    engine = module.HeteroEngine(HeteroConfig(), rank=0, world_size=1, device=torch.device("cpu"))
-    engine.shard(PermutationStream(400, shuffle=False, seed=0), batch_size=4)
+    engine = alone()
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     looks = []
     for step in range(24):
-        engine.begin_step(0, step)
-        with engine.backward():
-            engine.observer.bucket_done(engine.observer.bucket_ready())
-        engine.end_step()
+        train(engine, step)
         if engine.due:
             engine.exchange(Asks(moving=moving), not_before=(0, step + 1))
             looks.append(step + 1)
@@ -207,14 +209,10 @@ class Ages(StaticPlanner):
 
 
 def test_a_planner_is_told_of_the_steps_that_have_passed_not_only_of_those_observed():
-    engine = module.HeteroEngine(HeteroConfig(replan=60), rank=0, world_size=1, device=torch.device("cpu"))
-    engine.shard(PermutationStream(800, shuffle=False, seed=0), batch_size=4)
+    engine = alone(replan=60)
     planner = Ages()
     for step in range(120):
-        engine.begin_step(0, step)
-        with engine.backward():
-            engine.observer.bucket_done(engine.observer.bucket_ready())
-        engine.end_step()
+        train(engine, step)
         if engine.due:
             planner = engine.exchange(planner, not_before=(0, step + 1)).planner
     assert planner.seen == ((32, 60), (32, 60))

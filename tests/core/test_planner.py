@@ -242,14 +242,20 @@ def test_a_decision_says_whether_speeds_more_likely_walk_than_stand_still(still,
     assert decision.moving is (moving > 0)
 
 
-def test_a_gain_that_waits_is_named_with_the_least_that_would_do():
-    rng, ctx = np.random.default_rng(3), context(192, 3)
-    planner = PerfModelPlanner(settings=RuleSettings(doubt=6.0))
+@pytest.mark.parametrize("moving", [0.0, 0.2, 0.4])
+def test_a_gain_that_waits_is_named_with_the_least_that_would_do(moving):
+    """The surer it is that speeds walk, the less."""
+    rng, ctx, plan = np.random.default_rng(3), context(192, 3), BatchPlan(192, (64,) * 3)
+    planner = PerfModelPlanner(settings=RuleSettings(doubt=12.0))
     planner = planner.observe(measure(CLUSTER, (64,) * 3, rng, noise=0.3), ctx)
-    decision = planner.decide(StepObservations.empty(3), BatchPlan(192, (64,) * 3), ctx)
-    found = re.search(r"would take ([\d.]+)% less, and only a gain of ([\d.]+)% is beyond luck", decision.kept)
-    gain, least = map(float, found.groups())
-    assert 0 < gain < least
+    times = replace(planner.times.times(ctx.identities), moving=moving)
+    cluster = planner._cluster(times, ctx, np.array((64, 64, 64)))
+    gain, unknown = planner._gain(cluster, times, solve_optperf(cluster, 192), plan, ctx)
+    kept = planner._decide(times, plan, ctx, first=False).kept
+    found = re.search(r"would take ([\d.]+)% less, and only a gain of ([\d.]+)% is beyond luck", kept)
+    least = 12.0 * unknown * (1.0 - moving)
+    assert [float(number) for number in found.groups()] == pytest.approx([100 * gain, 100 * least], abs=0.051)
+    assert gain < least
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 16, 100])
