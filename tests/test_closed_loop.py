@@ -45,6 +45,14 @@ def test_steady_workers_get_the_optimum(cluster, regime):
     assert found["to 1 %"] <= 40
 
 
+@pytest.mark.parametrize(("cluster", "seed"), [("B", 1), ("100", 0), ("100", 1)])
+def test_a_split_that_is_one_percent_off_is_mended_while_the_run_is_young(cluster, seed):
+    """These were 1.1 % off after two looks, and the better split, worth 0.3 %, was kept back for 24 to 40 steps."""
+    found = run("steady", cluster, regime="mixed", seed=seed)
+    assert found["to 1 %"] <= 40
+    assert found["changes"] <= 5
+
+
 @pytest.mark.parametrize("noise", ["0 %", "8 %", "15 %", "2 % spikes"])
 @pytest.mark.parametrize("cluster", ["A", "C", "100"])
 def test_noise_costs_little_and_moves_little(cluster, noise):

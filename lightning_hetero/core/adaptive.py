@@ -155,10 +155,10 @@ class GoodputPlanner:
 
     def _pays(self, chosen: Candidate, now: Candidate, model: PerfModelPlanner, context: PlanContext) -> bool:
         """Whether a total gains more while it holds than the change costs: the rule of the split."""
-        gain, settings = 1.0 - now.goodput / chosen.goodput, model.settings
+        gain = 1.0 - now.goodput / chosen.goodput
         times = model.times.times(context.identities, context.capacities)
-        steps = horizon(gain, times.walks, times.probability, model.steps, settings)
-        return gain * now.step_time * steps > settings.change_steps * now.step_time + (context.change_cost or 0.0)
+        steps = horizon(gain, times.walks, times.probability, model.steps, model.settings)
+        return gain * now.step_time * steps > model.cost(now.step_time, context)
 
     def _error(self, context: PlanContext) -> float:
         """Relative standard error of the noise scale."""

@@ -21,7 +21,7 @@ from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.proportional import ProportionalPlanner, StaticPlanner
 from lightning_hetero.core.proposal import Decision, PlanContext, Planner, Proposal
 from lightning_hetero.core.residual import Residual
-from lightning_hetero.core.split_rule import RuleSettings, horizon
+from lightning_hetero.core.split_rule import RuleSettings, cost, doubt, horizon
 from lightning_hetero.core.time_model import ClusterTimeModel, NodeModels
 from lightning_hetero.core.time_posterior import TimePosterior
 from lightning_hetero.core.times import Times
@@ -243,14 +243,14 @@ class PerfModelPlanner:
             return Decision(self, kept=_why_optimal(plan, context))
         gain, unknown = self._gain(cluster, times, plan, current, context)
         steps = horizon(gain, times.walks, times.probability, self.steps, self.settings)
-        cost = self.settings.change_steps * now + (context.change_cost or 0.0)
+        costs = self.cost(now, context)
         other = f"{'/'.join(map(str, plan.local_batch_sizes))} would take {max(gain, 0.0):.1%} less"
-        if gain * now * steps <= cost:
+        if gain * now * steps <= costs:
             kept = (
-                f"a change would cost more than it saves: {other} for {steps:.0f} steps, and costs {cost * 1e3:.1f} ms"
+                f"a change would cost more than it saves: {other} for {steps:.0f} steps, and costs {costs * 1e3:.1f} ms"
             )
             return Decision(self, kept=kept)
-        least = self.settings.doubt * unknown * (1.0 - times.moving)
+        least = doubt(times.scatter, times.moving, self.settings) * unknown
         if gain < least:
             kept = f"too little is known of the workers yet: {other}, and only a gain of {least:.1%} is beyond luck"
             return Decision(self, kept=kept)
@@ -266,6 +266,10 @@ class PerfModelPlanner:
         gained = f"step {now * 1e3:.1f} -> {then * 1e3:.1f} ms ({saved:.1%} less)"
         proposal = Proposal(plan, f"{self._why(context, first=first)}: {gained}")
         return Decision(self, proposal, soon=gain > self.settings.soon)
+
+    def cost(self, step_time: float, context: PlanContext) -> float:
+        """Seconds that a change costs: steps by the rule, and what is given or measured."""
+        return cost(self.steps, self.settings) * step_time + (context.change_cost or 0.0)
 
     def _why(self, context: PlanContext, *, first: bool) -> str:
         """What makes another split the optimum."""

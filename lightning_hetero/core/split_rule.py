@@ -5,7 +5,8 @@
 and one standard deviation more, exceeds the slowest of their expected times. Who finishes late in the estimates of many
 workers is partly who had bad luck, and would be taken for slow. Between ``n`` equal workers luck promises some 0.4 of
 what the errors cost, whatever ``n``: their expected times scatter by as much as the errors of these. So luck passes no
-such test, and a gain that waits is decided later, when less is unknown, by more at once.
+such test, and a gain that waits is decided later, when less is unknown, by more at once. Where single steps hardly
+scatter, a change by luck is as rare as it is small, and waiting costs more than it: doubt falls with their variance.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from lightning_hetero.core.times import BLOCK
 
-__all__ = ["RuleSettings", "horizon"]
+__all__ = ["RuleSettings", "cost", "doubt", "horizon"]
 
 Array = npt.NDArray[np.float64]
 
@@ -27,9 +28,13 @@ class RuleSettings:
     Args:
         change_steps: steps that a change costs in any case, ``>= 0``, for what is not known right after it; a cost in
             seconds that is given or measured comes on top.
+        young: steps before which a run is young, ``> 0``: a change costs it less, in proportion to the steps that it
+            has run, since what it knows comes from these alone and the next split teaches it more.
         least_horizon: steps for which a split is taken to hold in a run that has just begun, ``>= 8``.
         doubt: times by which a gain has to exceed what a step loses to what is not known yet, ``>= 0``; the less the
             more certain it is that speeds walk, since then no later look knows more.
+        noisy: relative scatter of single steps from which on doubt is whole, ``> 0``; with less it falls as their
+            variance does.
         soon: gain of a change, as a share of the step, above which the next look is to come as early as it can, since
             more is likely to follow.
 
@@ -39,8 +44,10 @@ class RuleSettings:
     """
 
     change_steps: float = 1.0
+    young: float = 128.0
     least_horizon: float = 256.0
     doubt: float = 1.5
+    noisy: float = 0.04
     soon: float = 0.02
 
 
@@ -72,3 +79,42 @@ def horizon(
     far = walks * np.sqrt(2.0 * np.pi * longest / BLOCK)
     ratio = np.clip(gain / far, 0.0, 1.0)
     return float(probability @ np.maximum(longest * ratio * (2.0 - ratio), BLOCK))
+
+
+def cost(steps: float, settings: RuleSettings = RuleSettings()) -> float:
+    """Steps that a change costs, ``change_steps * min(1, steps / young)``.
+
+    Args:
+        steps: steps since the run began.
+        settings: of the rule.
+
+    Returns:
+        Steps, 0 to ``change_steps``.
+
+    Example:
+        >>> [cost(steps) for steps in (32, 64, 1000)]
+        [0.25, 0.5, 1.0]
+    """
+    return settings.change_steps * min(1.0, steps / settings.young)
+
+
+def doubt(scatter: Array, moving: float, settings: RuleSettings = RuleSettings()) -> float:
+    """Times by which a gain has to exceed what a step may lose to what is not known.
+
+    ``doubt * min(1, scatter / noisy)^2 * (1 - moving)``, by the median of the workers' scatter: one odd worker makes
+    no noise of all.
+
+    Args:
+        scatter: relative standard deviations of single steps, outside of and in backward, shape ``(workers, 2)``.
+        moving: by how much more likely it is that speeds walk than that they stand still, 0 to 1.
+        settings: of the rule.
+
+    Returns:
+        A factor, 0 to ``settings.doubt``.
+
+    Example:
+        >>> [round(doubt(np.full((3, 2), scatter), 0.0), 2) for scatter in (0.02, 0.04, 0.15)]
+        [0.38, 1.5, 1.5]
+    """
+    calm = min(float(np.median(scatter)) / settings.noisy, 1.0)
+    return settings.doubt * calm**2 * (1.0 - moving)

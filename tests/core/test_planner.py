@@ -149,13 +149,41 @@ def test_slow_down_of_one_worker_is_followed_there_and_back(kind, near, bound, s
 def test_a_split_that_is_little_better_pays_once_the_run_is_old():
     """6/4 takes 0.3 % less than 5/5: what has held so long is likely to hold as long again."""
     cluster = ClusterTimeModel((NodeTimeModel(0.001, 0, 0, 0), NodeTimeModel(0.001204, 0, 0, 0)))
-    rng, ctx = np.random.default_rng(0), context(10, 2)
+    rng, ctx = np.random.default_rng(0), context(10, 2, change_cost=0.003)
     planner, plan, changes = drive(PerfModelPlanner(), cluster, even_plan(ctx), ctx, 8, rng, noise=0.0)
     assert changes == []
-    old = replace(planner, steps=1000.0)
+    old = replace(planner, steps=5000.0)
     _, plan, changes = drive(old, cluster, plan, ctx, 1, rng, noise=0.0)
     assert changes == [0]
     assert plan.local_batch_sizes == (6, 4)
+
+
+@pytest.mark.parametrize(("steps", "moves"), [(8, True), (56, True), (64, False), (300, False), (1000, True)])
+def test_a_young_run_changes_for_less(steps, moves):
+    """6/4 takes 0.33 % less than 5/5, which is worth 0.47 of a step in 256, and more in a run that is older."""
+    cluster = ClusterTimeModel((NodeTimeModel(0.001, 0, 0, 0), NodeTimeModel(0.001204, 0, 0, 0)))
+    rng, ctx = np.random.default_rng(0), context(10, 2)
+    planner = PerfModelPlanner().observe(measure(cluster, (5, 5), rng, noise=0.0), ctx)
+    planner, times = replace(planner, steps=float(steps)), planner.times.times(ctx.identities)
+    decision = planner._decide(times, BatchPlan(10, (5, 5)), ctx, first=False)
+    assert (decision.proposal is not None) is moves
+    if not moves:
+        assert decision.kept.startswith("a change would cost more than it saves")
+
+
+@pytest.mark.parametrize(("noise", "whole"), [(0.01, False), (0.02, False), (0.08, True), (0.3, True)])
+def test_doubt_is_whole_where_single_steps_scatter(noise, whole):
+    rng, ctx, plan = np.random.default_rng(1), context(192, 3), BatchPlan(192, (64,) * 3)
+    planner = PerfModelPlanner(settings=RuleSettings(doubt=1e4))
+    planner = planner.observe(measure(CLUSTER, (64,) * 3, rng, steps=40, noise=noise), ctx)
+    times = planner.times.times(ctx.identities)
+    cluster = planner._cluster(times, ctx, np.array((64, 64, 64)))
+    _, unknown = planner._gain(cluster, times, solve_optperf(cluster, 192), plan, ctx)
+    kept = planner._decide(times, plan, ctx, first=False).kept
+    least = float(re.search(r"only a gain of ([\d.]+)% is beyond luck", kept).group(1))
+    share = 1.0 if whole else (np.median(times.scatter) / 0.04) ** 2
+    assert least == pytest.approx(100 * 1e4 * unknown * share, abs=0.051)
+    assert share == 1.0 if whole else share < 0.5
 
 
 @pytest.mark.parametrize(("times", "soon"), [(3.0, True), (1.235, True), (1.215, False)])

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from lightning_hetero.core.split_rule import RuleSettings, horizon
+from lightning_hetero.core.split_rule import RuleSettings, cost, doubt, horizon
 
 WALKS = np.array([0.0005, 0.01, 0.03])
 
@@ -36,3 +36,26 @@ def test_the_horizon_is_what_a_split_saves_while_speeds_walk(gain, walk):
     saved = np.abs(gain + paths).mean(axis=0) - np.abs(paths).mean(axis=0)
     exact = 8 * saved.sum() / gain
     assert 0.95 * exact <= horizon(gain, np.array([walk]), np.ones(1), steps) <= 1.35 * exact
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(0, 0.0), (32, 0.25), (96, 0.75), (128, 1.0), (10_000, 1.0)])
+def test_a_change_costs_a_young_run_less(steps, expected):
+    assert cost(steps) == expected
+    assert cost(steps, RuleSettings(change_steps=3.0)) == 3.0 * expected
+    assert cost(steps, RuleSettings(young=2 * 128.0)) == min(1.0, steps / 256)
+
+
+@pytest.mark.parametrize(("scatter", "share"), [(0.0, 0.0), (0.01, 1 / 16), (0.02, 0.25), (0.04, 1.0), (0.5, 1.0)])
+def test_doubt_falls_with_the_variance_of_single_steps_and_where_speeds_walk(scatter, share):
+    settings = RuleSettings()
+    for workers, moving in ((1, 0.0), (5, 0.3), (4, 1.0)):
+        at = np.full((workers, 2), scatter)
+        assert doubt(at, moving) == pytest.approx(settings.doubt * share * (1.0 - moving))
+    assert doubt(at, 0.0, RuleSettings(doubt=4.0, noisy=0.08)) == pytest.approx(4.0 * min(1.0, scatter / 0.08) ** 2)
+
+
+def test_one_worker_that_scatters_casts_no_doubt_on_all():
+    quiet = np.full((5, 2), 0.02)
+    odd = quiet.copy()
+    odd[3] = 0.5
+    assert doubt(odd, 0.0) == doubt(quiet, 0.0)
