@@ -250,7 +250,8 @@ class PerfModelPlanner:
                 f"a change would cost more than it saves: {other} for {steps:.0f} steps, and costs {costs * 1e3:.1f} ms"
             )
             return Decision(self, kept=kept)
-        least = doubt(times.scatter, times.moving, self.settings) * unknown
+        equal = max(current.local_batch_sizes) - min(current.local_batch_sizes) <= 1
+        least = doubt(times.scatter, times.moving, equal, self.settings) * unknown
         if gain < least:
             kept = f"too little is known of the workers yet: {other}, and only a gain of {least:.1%} is beyond luck"
             return Decision(self, kept=kept)

@@ -1,12 +1,16 @@
 """Decide whether another split pays: what it saves while it will hold, against what a change costs.
 
 ``saving * horizon > cost`` in expectation over the posterior of the workers' times, and ``saving >= doubt * unknown``.
-``unknown`` is what a step may lose to what is not known of the workers: by how much the slowest of them, in expectation
-and one standard deviation more, exceeds the slowest of their expected times. Who finishes late in the estimates of many
-workers is partly who had bad luck, and would be taken for slow. Between ``n`` equal workers luck promises some 0.4 of
-what the errors cost, whatever ``n``: their expected times scatter by as much as the errors of these. So luck passes no
-such test, and a gain that waits is decided later, when less is unknown, by more at once. Where single steps hardly
-scatter, a change by luck is as rare as it is small, and waiting costs more than it: doubt falls with their variance.
+``saving`` and ``unknown`` are shares of a step, ``cost`` is in steps; seconds that are given become steps by the time
+that the running split is predicted to take.
+
+``unknown`` is what a step of the other split may lose to what is not known of the workers: by how much the slowest of
+them, in expectation and one standard deviation more, exceeds the slowest of their expected times. Who finishes late in
+the estimates of many workers is partly who had bad luck, and would be taken for slow. Between ``n`` equal workers luck
+promises some 0.4 of what the errors cost, whatever ``n``: their expected times scatter by as much as the errors of
+these. So luck passes no such test, and a gain that waits is decided later, when less is unknown, by more at once. Once
+sizes differ, and where single steps hardly scatter, doubt is less: then luck can mislead by little, and to wait for
+more steps would lose more than that.
 """
 
 from dataclasses import dataclass
@@ -26,15 +30,15 @@ class RuleSettings:
     """Settings of the decision rule; ``benchmarks/estimator.py`` sweeps each of them.
 
     Args:
-        change_steps: steps that a change costs in any case, ``>= 0``, for what is not known right after it; a cost in
-            seconds that is given or measured comes on top.
-        young: steps before which a run is young, ``> 0``: a change costs it less, in proportion to the steps that it
-            has run, since what it knows comes from these alone and the next split teaches it more.
+        change_steps: steps that a change costs, ``>= 0``, for what is not known right after it; a cost in seconds that
+            is given or measured comes on top.
+        young: steps before which a run is young, ``> 0``. A change then costs less of ``change_steps``, in proportion
+            to the steps so far, since a young run has learned little of its split that it could lose.
         least_horizon: steps for which a split is taken to hold in a run that has just begun, ``>= 8``.
-        doubt: times by which a gain has to exceed what a step loses to what is not known yet, ``>= 0``; the less the
-            more certain it is that speeds walk, since then no later look knows more.
+        doubt: times by which a gain has to exceed what a step loses to what is not known yet, ``>= 0``. It falls
+            where speeds walk, since then no later look knows more, and below ``noisy``.
         noisy: relative scatter of single steps from which on doubt is whole, ``> 0``; with less it falls as their
-            variance does.
+            variance does, unless sizes are equal.
         soon: gain of a change, as a share of the step, above which the next look is to come as early as it can, since
             more is likely to follow.
 
@@ -69,7 +73,7 @@ def horizon(
         settings: of the rule.
 
     Returns:
-        Steps, at least the eight after which ranks look again where speeds stand still.
+        Steps. Each walk counts for at least the eight after which ranks look again where speeds stand still.
 
     Example:
         >>> round(horizon(0.1, np.array([0.0005, 0.05]), np.array([0.5, 0.5]), 500))
@@ -85,7 +89,7 @@ def cost(steps: float, settings: RuleSettings = RuleSettings()) -> float:
     """Steps that a change costs, ``change_steps * min(1, steps / young)``.
 
     Args:
-        steps: steps since the run began.
+        steps: steps since the run began, or the first of those that it goes on with.
         settings: of the rule.
 
     Returns:
@@ -98,23 +102,24 @@ def cost(steps: float, settings: RuleSettings = RuleSettings()) -> float:
     return settings.change_steps * min(1.0, steps / settings.young)
 
 
-def doubt(scatter: Array, moving: float, settings: RuleSettings = RuleSettings()) -> float:
+def doubt(scatter: Array, moving: float, equal: bool, settings: RuleSettings = RuleSettings()) -> float:
     """Times by which a gain has to exceed what a step may lose to what is not known.
 
-    ``doubt * min(1, scatter / noisy)^2 * (1 - moving)``, by the median of the workers' scatter: one odd worker makes
-    no noise of all.
+    ``doubt * min(1, scatter / noisy)^2 * (1 - moving)``, by the median of all scatters; ``doubt * (1 - moving)`` where
+    sizes are equal, so that equal workers stay equal whatever their noise.
 
     Args:
         scatter: relative standard deviations of single steps, outside of and in backward, shape ``(workers, 2)``.
         moving: by how much more likely it is that speeds walk than that they stand still, 0 to 1.
+        equal: whether the running sizes are equal, to one sample.
         settings: of the rule.
 
     Returns:
         A factor, 0 to ``settings.doubt``.
 
     Example:
-        >>> [round(doubt(np.full((3, 2), scatter), 0.0), 2) for scatter in (0.02, 0.04, 0.15)]
+        >>> [round(doubt(np.full((3, 2), scatter), 0.0, False), 2) for scatter in (0.02, 0.04, 0.15)]
         [0.38, 1.5, 1.5]
     """
-    calm = min(float(np.median(scatter)) / settings.noisy, 1.0)
-    return settings.doubt * calm**2 * (1.0 - moving)
+    noise = 1.0 if equal else min(float(np.median(scatter)) / settings.noisy, 1.0)
+    return settings.doubt * noise**2 * (1.0 - moving)

@@ -151,8 +151,18 @@ def test_a_change_of_the_total_has_to_pay_as_one_of_the_split_does():
     assert planner().decide(NOTHING, plan(30, 10), dear).proposal is None
     eager = planner(hysteresis=0.0)
     older = replace(eager, model=replace(eager.model, steps=200.0))  # 256 steps are to come, and a change costs one
-    for run, phi, changes in ((older, 74.0, True), (older, 90.0, False), (eager, 90.0, True)):  # gains of 1.2 and 0.4 %
+    oldest = replace(eager, model=replace(eager.model, steps=5000.0))  # as many again, however new the total is
+    runs = (older, 74.0, True), (older, 90.0, False), (eager, 90.0, True), (oldest, 90.0, True)
+    for run, phi, changes in runs:  # gains of 1.2 and 0.4 %
         assert (run.decide(NOTHING, plan(30, 10), context(40, phi)).proposal is not None) is changes
+
+
+def test_a_total_pays_by_the_model_that_has_seen_the_newest_steps():
+    ctx, unseen = context(40, 90.0), planner(hysteresis=0.0)
+    after = unseen.decide(NOTHING, plan(30, 10), ctx).planner
+    now, chosen = after.current(after.table, 40), after.current(after.table, 35)
+    for steps, pays in ((8.0, True), (200.0, False)):
+        assert unseen._pays(chosen, now, replace(unseen.model, steps=steps), ctx) is pays
 
 
 def test_a_change_of_the_total_says_how_sure_its_prediction_is():

@@ -22,7 +22,7 @@ from lightning_hetero.core.planner import (
 )
 from lightning_hetero.core.proposal import Decision
 from lightning_hetero.core.residual import Residual
-from lightning_hetero.core.split_rule import RuleSettings
+from lightning_hetero.core.split_rule import RuleSettings, horizon
 from lightning_hetero.core.time_model import ClusterTimeModel, NodeTimeModel
 from tests.learned import knowing
 from tests.quota import QuotaCluster
@@ -163,7 +163,7 @@ def test_a_young_run_changes_for_less(steps, moves):
     """6/4 takes 0.33 % less than 5/5, which is worth 0.47 of a step in 256, and more in a run that is older."""
     cluster = ClusterTimeModel((NodeTimeModel(0.001, 0, 0, 0), NodeTimeModel(0.001204, 0, 0, 0)))
     rng, ctx = np.random.default_rng(0), context(10, 2)
-    planner = PerfModelPlanner().observe(measure(cluster, (5, 5), rng, noise=0.0), ctx)
+    planner = PerfModelPlanner(settings=RuleSettings(doubt=0.0)).observe(measure(cluster, (5, 5), rng, noise=0.0), ctx)
     planner, times = replace(planner, steps=float(steps)), planner.times.times(ctx.identities)
     decision = planner._decide(times, BatchPlan(10, (5, 5)), ctx, first=False)
     assert (decision.proposal is not None) is moves
@@ -173,17 +173,50 @@ def test_a_young_run_changes_for_less(steps, moves):
 
 @pytest.mark.parametrize(("noise", "whole"), [(0.01, False), (0.02, False), (0.08, True), (0.3, True)])
 def test_doubt_is_whole_where_single_steps_scatter(noise, whole):
-    rng, ctx, plan = np.random.default_rng(1), context(192, 3), BatchPlan(192, (64,) * 3)
+    """And where sizes are equal."""
+    rng, ctx, plan = np.random.default_rng(1), context(192, 3), BatchPlan(192, (66, 64, 62))
     planner = PerfModelPlanner(settings=RuleSettings(doubt=1e4))
     planner = planner.observe(measure(CLUSTER, (64,) * 3, rng, steps=40, noise=noise), ctx)
     times = planner.times.times(ctx.identities)
-    cluster = planner._cluster(times, ctx, np.array((64, 64, 64)))
-    _, unknown = planner._gain(cluster, times, solve_optperf(cluster, 192), plan, ctx)
-    kept = planner._decide(times, plan, ctx, first=False).kept
-    least = float(re.search(r"only a gain of ([\d.]+)% is beyond luck", kept).group(1))
     share = 1.0 if whole else (np.median(times.scatter) / 0.04) ** 2
-    assert least == pytest.approx(100 * 1e4 * unknown * share, abs=0.051)
     assert share == 1.0 if whole else share < 0.5
+    equal, nearly = BatchPlan(192, (64, 64, 64)), BatchPlan(191, (64, 64, 63))
+    for running, expected in ((plan, share), (BatchPlan(192, (65, 64, 63)), share), (equal, 1.0), (nearly, 1.0)):
+        cluster = planner._cluster(times, ctx, np.array(running.local_batch_sizes))
+        _, unknown = planner._gain(cluster, times, solve_optperf(cluster, 192), running, ctx)
+        kept = planner._decide(times, running, ctx, first=False).kept
+        least = float(re.search(r"only a gain of ([\d.]+)% is beyond luck", kept).group(1))
+        assert least == pytest.approx(100 * 1e4 * unknown * expected, abs=0.051)
+
+
+@pytest.mark.parametrize("noise", [0.007, 0.01, 0.015])
+@pytest.mark.parametrize("workers", [32, 100])
+def test_luck_moves_no_equal_workers_of_large_batches_in_quiet_steps(workers, noise):
+    """Where whole samples are too fine to hide it."""
+    equal, ctx = ClusterTimeModel((MIDDLE,) * workers, 0.2, 0.02, 0.004), context(1024 * workers, workers)
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        assert drive(PerfModelPlanner(), equal, even_plan(ctx), ctx, 15, rng, noise=noise)[2] == []
+
+
+def test_a_gain_that_equals_the_cost_is_left_and_one_that_equals_the_doubt_is_taken():
+    rng, ctx, plan = np.random.default_rng(3), context(192, 3), BatchPlan(192, (64,) * 3)
+    planner = PerfModelPlanner().observe(measure(CLUSTER, (64,) * 3, rng, noise=0.3), ctx)
+    times = replace(planner.times.times(ctx.identities), moving=0.0)
+    cluster = planner._cluster(times, ctx, np.array((64, 64, 64)))
+    now, other = cluster.step_time((64, 64, 64)), solve_optperf(cluster, 192)
+    gain, unknown = planner._gain(cluster, times, other, plan, ctx)
+    free = RuleSettings(change_steps=0.0, doubt=0.0)
+    saved = gain * now * horizon(gain, times.walks, times.probability, planner.steps, free)
+    for seconds, moves in ((saved, False), (np.nextafter(saved, 0.0), True)):
+        dear = replace(ctx, change_cost=float(seconds))
+        found = replace(planner, settings=free)._decide(times, plan, dear, first=False)
+        assert (found.proposal is not None) is moves
+    ratio = gain / unknown
+    just = next(x for x in (ratio, np.nextafter(ratio, 0.0), np.nextafter(ratio, 9e9)) if x * unknown == gain)
+    for factor, moves in ((just, True), (1.000001 * just, False)):
+        doubtful = replace(planner, settings=RuleSettings(change_steps=0.0, doubt=factor))
+        assert (doubtful._decide(times, plan, ctx, first=False).proposal is not None) is moves
 
 
 @pytest.mark.parametrize(("times", "soon"), [(3.0, True), (1.235, True), (1.215, False)])

@@ -27,6 +27,14 @@ def test_a_gain_that_speeds_outrun_saves_in_fewer_steps():
     assert horizon(0.06, WALKS, both, 5000) == pytest.approx((5000 + horizon(0.06, WALKS, moving, 5000)) / 2)
 
 
+def test_each_walk_counts_for_eight_steps_at_least():
+    far = np.array([1.0])
+    assert horizon(0.001, far, np.ones(1), 256) == 8
+    both, half = np.array([0.0005, 1.0]), np.array([0.5, 0.5])
+    assert horizon(0.1, both, half, 256) == (256 + horizon(0.1, far, np.ones(1), 256)) / 2
+    assert horizon(0.001, both, half, 256) == (horizon(0.001, both[:1], np.ones(1), 256) + 8) / 2
+
+
 @pytest.mark.parametrize("gain", [0.01, 0.05, 0.2])
 @pytest.mark.parametrize("walk", [0.003, 0.02, 0.06])
 def test_the_horizon_is_what_a_split_saves_while_speeds_walk(gain, walk):
@@ -50,12 +58,15 @@ def test_doubt_falls_with_the_variance_of_single_steps_and_where_speeds_walk(sca
     settings = RuleSettings()
     for workers, moving in ((1, 0.0), (5, 0.3), (4, 1.0)):
         at = np.full((workers, 2), scatter)
-        assert doubt(at, moving) == pytest.approx(settings.doubt * share * (1.0 - moving))
-    assert doubt(at, 0.0, RuleSettings(doubt=4.0, noisy=0.08)) == pytest.approx(4.0 * min(1.0, scatter / 0.08) ** 2)
+        assert doubt(at, moving, False) == pytest.approx(settings.doubt * share * (1.0 - moving))
+        assert doubt(at, moving, True) == pytest.approx(settings.doubt * (1.0 - moving))
+    assert doubt(at, 0.0, False, RuleSettings(doubt=4.0, noisy=0.08)) == pytest.approx(
+        4.0 * min(1.0, scatter / 0.08) ** 2
+    )
 
 
 def test_one_worker_that_scatters_casts_no_doubt_on_all():
     quiet = np.full((5, 2), 0.02)
     odd = quiet.copy()
     odd[3] = 0.5
-    assert doubt(odd, 0.0) == doubt(quiet, 0.0)
+    assert doubt(odd, 0.0, False) == doubt(quiet, 0.0, False)
