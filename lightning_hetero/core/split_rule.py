@@ -8,8 +8,8 @@ that the running split is predicted to take.
 them, in expectation and one standard deviation more, exceeds the slowest of their expected times. Who finishes late in
 the estimates of many workers is partly who had bad luck, and would be taken for slow. Between ``n`` equal workers luck
 promises some 0.4 of what the errors cost, whatever ``n``: their expected times scatter by as much as the errors of
-these. So luck passes no such test, and a gain that waits is decided later, when less is unknown, by more at once. Once
-sizes differ, and where single steps hardly scatter, doubt is less: then luck can mislead by little, and to wait for
+these. So luck passes no such test, and a gain that waits is decided later, when less is unknown, by more at once. Where
+sizes differ already and single steps hardly scatter, doubt is less: luck can then mislead by little, and to wait for
 more steps would lose more than that.
 """
 
