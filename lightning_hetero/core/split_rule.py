@@ -42,6 +42,9 @@ class RuleSettings:
         soon: gain of a change, as a share of the step, above which the next look is to come as early as it can, since
             more is likely to follow.
 
+    Raises:
+        ValueError: if a setting is out of its range.
+
     Example:
         >>> RuleSettings().change_steps
         1.0
@@ -53,6 +56,14 @@ class RuleSettings:
     doubt: float = 1.5
     noisy: float = 0.04
     soon: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name, least in (("change_steps", 0.0), ("least_horizon", float(BLOCK)), ("doubt", 0.0), ("soon", 0.0)):
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name}={getattr(self, name)!r} of the decision rule; give {least:g} or more.")
+        for name in ("young", "noisy"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} of the decision rule; give more than 0.")
 
 
 def horizon(

@@ -17,6 +17,7 @@ from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.optperf import solve_optperf
 from lightning_hetero.core.plan import BatchPlan
 from lightning_hetero.core.planner import PerfModelPlanner, PlanContext, Proposal
+from lightning_hetero.core.split_rule import RuleSettings, horizon
 
 moderate = settings(max_examples=80, deadline=None, derandomize=True)
 FAST, SLOW = (0.01, 0.001), (0.01, 0.003)  # seconds of a step, seconds of a sample
@@ -163,6 +164,17 @@ def test_a_total_pays_by_the_model_that_has_seen_the_newest_steps():
     now, chosen = after.current(after.table, 40), after.current(after.table, 35)
     for steps, pays in ((8.0, True), (200.0, False)):
         assert unseen._pays(chosen, now, replace(unseen.model, steps=steps), ctx) is pays
+
+
+def test_a_total_that_only_earns_what_it_costs_stays():
+    ctx, before = context(40, 90.0), planner(hysteresis=0.0)
+    after = before.decide(NOTHING, plan(30, 10), ctx).planner
+    now, chosen = after.current(after.table, 40), after.current(after.table, 35)
+    free = replace(before.model, settings=RuleSettings(change_steps=0.0))
+    times, gain = free.times.times(ctx.identities), 1.0 - now.goodput / chosen.goodput
+    saved = gain * now.step_time * horizon(gain, times.walks, times.probability, free.steps)
+    for seconds, pays in ((saved, False), (float(np.nextafter(saved, 0.0)), True)):
+        assert before._pays(chosen, now, free, replace(ctx, change_cost=seconds)) is pays
 
 
 def test_a_change_of_the_total_says_how_sure_its_prediction_is():

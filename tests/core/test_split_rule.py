@@ -70,3 +70,22 @@ def test_one_worker_that_scatters_casts_no_doubt_on_all():
     odd = quiet.copy()
     odd[3] = 0.5
     assert doubt(odd, 0.0, False) == doubt(quiet, 0.0, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "allowed"),
+    [
+        ("change_steps", -0.1, 0.0),
+        ("doubt", -1.0, 0.0),
+        ("soon", -0.1, 0.0),
+        ("least_horizon", 7.9, 8.0),
+        ("young", 0.0, 1.0),
+        ("noisy", 0.0, 0.001),
+        ("noisy", math.nan, 1.0),
+        ("doubt", math.nan, 1.0),
+    ],
+)
+def test_a_setting_out_of_range_is_refused(name, wrong, allowed):
+    with pytest.raises(ValueError, match=f"{name}=.* of the decision rule; give "):
+        RuleSettings(**{name: wrong})
+    assert getattr(RuleSettings(**{name: allowed}), name) == allowed
