@@ -14,9 +14,16 @@ import numpy.typing as npt
 
 from lightning_hetero.comm.observer import KEPT_ROWS, WARM_UP
 from lightning_hetero.comm.schedule import ExchangeSchedule
+from lightning_hetero.core.batching.plan import BatchPlan, even_sizes
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.plan import BatchPlan, even_sizes
-from lightning_hetero.core.planner import PLANNERS, Decision, PerfModelPlanner, PlanContext, Planner, Proposal
+from lightning_hetero.core.policies.perf_model import (
+    PLANNERS,
+    Decision,
+    PerfModelPlanner,
+    PlanContext,
+    Planner,
+    Proposal,
+)
 
 Array = npt.NDArray[np.float64]
 

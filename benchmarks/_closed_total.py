@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from _closed_loop import Loop, Noise, Truth, job, totals
 
-from lightning_hetero.core.adaptive import GoodputPlanner
-from lightning_hetero.core.noise_scale import RunningNoiseScale
+from lightning_hetero.core.noise.estimators import RunningNoiseScale
+from lightning_hetero.core.policies.goodput import GoodputPlanner
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from _sparse_mlp import SparseMLP
 
 from lightning_hetero import HeteroDDPStrategy, HeteroElasticStrategy
-from lightning_hetero.core.adaptive_sgd import MERGES
+from lightning_hetero.core.merging.rules import MERGES
 from lightning_hetero.data import AMAZON_670K, DELICIOUS_200K, sparse_loader, synthetic_multilabel
 
 torch.set_num_threads(1)

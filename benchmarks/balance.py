@@ -21,8 +21,8 @@ from hardware import write_table
 
 from lightning_hetero import BatchPlan, ClusterTimeModel
 from lightning_hetero.core import StepObservations
-from lightning_hetero.core.pace import pace
-from lightning_hetero.core.planner import PerfModelPlanner, PlanContext
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner, PlanContext
+from lightning_hetero.core.timing.winsorized_mean import pace
 
 HERE = Path(__file__).parent
 SHARES = (1.0, 0.5, 0.3)

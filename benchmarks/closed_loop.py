@@ -22,7 +22,7 @@ from _closed_loop import CLUSTERS, NOISES, POLICIES, Loop, Noise, first_within, 
 from _closed_total import Ramp, training
 from hardware import write_record
 
-from lightning_hetero.core.adaptive import GoodputPlanner
+from lightning_hetero.core.policies.goodput import GoodputPlanner
 
 FORMER = "perf_model before"
 """Policy of the rows of the record that no code here can make any more."""

@@ -6,11 +6,11 @@ import time
 import numpy as np
 
 from lightning_hetero.compression.wire import message_size
-from lightning_hetero.core.bandwidth import LinkEstimate, MessageLink
+from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.link.bandwidth import LinkEstimate, MessageLink
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.plan import BatchPlan
-from lightning_hetero.core.planner import PlanContext
-from lightning_hetero.core.tta_planner import TimeToAccuracyPlanner
+from lightning_hetero.core.policies.perf_model import PlanContext
+from lightning_hetero.core.policies.time_to_accuracy import TimeToAccuracyPlanner
 
 
 def main() -> None:

@@ -4,7 +4,7 @@
 
 A setting whose figures hardly move is no tuning; one that moves them is at a good place if both neighbours are worse.
 The steps of a round share nothing here, so that half of ``rounds`` does better; on a measured trace it splits back and
-forth (``tests/core/test_measured_times.py``).
+forth (``tests/core/policies/test_measured_times.py``).
 """
 
 import argparse
@@ -21,10 +21,10 @@ import closed_loop
 import numpy as np
 from hardware import write_record
 
-from lightning_hetero.core.planner import PerfModelPlanner
-from lightning_hetero.core.split_rule import RuleSettings
-from lightning_hetero.core.time_posterior import TimePosterior
-from lightning_hetero.core.times import EstimatorSettings
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
+from lightning_hetero.core.policies.split_rule import RuleSettings
+from lightning_hetero.core.timing.time_posterior import TimePosterior
+from lightning_hetero.core.timing.times import EstimatorSettings
 
 CASES = [
     {"kind": kind, "policy": "perf_model", "cluster": cluster, "workload": "ResNet50", "regime": regime}

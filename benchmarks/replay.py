@@ -35,7 +35,7 @@ from lightning_hetero.compression.encoder import cpu_encoder
 from lightning_hetero.compression.gradients import GradientParts
 from lightning_hetero.compression.layout import Layout
 from lightning_hetero.compression.wire import MessageFormat
-from lightning_hetero.core.compressors import BlockTopK, blocks_per_rank
+from lightning_hetero.core.compression.settings import BlockTopK, blocks_per_rank
 from lightning_hetero.data.stream import PermutationStream
 
 HERE = Path(__file__).parent

@@ -8,11 +8,11 @@ import torch
 
 from lightning_hetero.adaptive_total import AdaptiveTotal
 from lightning_hetero.comm.workers_noise import WorkersNoise
-from lightning_hetero.core.adaptive import GoodputPlanner
+from lightning_hetero.core.checkpoint_state import reading_state
 from lightning_hetero.core.metrics import noise_metrics
-from lightning_hetero.core.noise_scale import RunningNoiseScale
-from lightning_hetero.core.planner import Planner
-from lightning_hetero.core.state import reading_state
+from lightning_hetero.core.noise.estimators import RunningNoiseScale
+from lightning_hetero.core.policies.goodput import GoodputPlanner
+from lightning_hetero.core.policies.perf_model import Planner
 from lightning_hetero.cut_interval import cut_interval, of_same_workers, resume_looks, resume_plans
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.optim import common_preconditioner

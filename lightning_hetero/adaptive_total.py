@@ -1,6 +1,7 @@
 """Move learning rate, bounds and reports along with the total batch of an engine's plans, whatever trains under them.
 
-On the total itself :class:`~lightning_hetero.core.adaptive.GoodputPlanner` decides, when ranks look at their plan.
+On the total itself :class:`~lightning_hetero.core.policies.goodput.GoodputPlanner` decides, when ranks look at their
+plan.
 """
 
 import csv
@@ -11,9 +12,9 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.core.adaptive import GoodputPlanner
-from lightning_hetero.core.goodput import Candidate
-from lightning_hetero.core.lr_scaling import check_lr_scaling, lr_gain
+from lightning_hetero.core.batching.goodput import Candidate
+from lightning_hetero.core.batching.lr_scaling import check_lr_scaling, lr_gain
+from lightning_hetero.core.policies.goodput import GoodputPlanner
 from lightning_hetero.core.validation import check_totals
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.optim import LearningRateGain
@@ -27,12 +28,12 @@ class AdaptiveTotal:
     """Keeps the learning rate, the bounds and the reports of a total batch that a planner moves.
 
     The scheduled learning rate is multiplied by a factor while the optimizer steps, see
-    :mod:`lightning_hetero.core.lr_scaling`; the scheduler does not see it.
+    :mod:`lightning_hetero.core.batching.lr_scaling`; the scheduler does not see it.
 
     Args:
         max_total_batch_size: greatest total, ``>= 1``.
-        lr_scaling: a rule of :data:`~lightning_hetero.core.lr_scaling.LR_RULES`, a function, or ``"auto"``: AdaScale
-            for SGD, else the square root.
+        lr_scaling: a rule of :data:`~lightning_hetero.core.batching.lr_scaling.LR_RULES`, a function, or ``"auto"``:
+            AdaScale for SGD, else the square root.
         min_total_batch_size: least total, ``>= 1``; by default what the workers' bounds allow.
 
     Raises:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_hetero.core.clusters import check_clusters, check_hierarchy
-from lightning_hetero.core.compressors import (
+from lightning_hetero.core.batching.lr_scaling import check_lr_scaling
+from lightning_hetero.core.compression.settings import (
     Automatic,
     BlockTopK,
     Compressor,
@@ -14,8 +14,8 @@ from lightning_hetero.core.compressors import (
     LowRank,
     parse_compression,
 )
-from lightning_hetero.core.lr_scaling import check_lr_scaling
-from lightning_hetero.core.planner import PLANNERS
+from lightning_hetero.core.link.clusters import check_clusters, check_hierarchy
+from lightning_hetero.core.policies.perf_model import PLANNERS
 from lightning_hetero.core.validation import check_choice, check_int, check_number, check_sizes, check_totals
 
 __all__ = ["FOR_OWN_LOOPS", "POLICIES", "HeteroConfig"]
@@ -53,7 +53,7 @@ class HeteroConfig:
         balance_evaluation: split validation, test and predict data by speed, without repeating samples.
         probe_memory: find each rank's largest batch by trial before training (CUDA).
         compression: what is sent of gradients: ``None`` (all), settings such as ``BlockTopK(density=0.01)``, or a name
-            of :data:`~lightning_hetero.core.compressors.COMPRESSORS`.
+            of :data:`~lightning_hetero.core.compression.settings.COMPRESSORS`.
         hierarchy: clusters of ranks, close together inside and joined by a thin link: lists such as
             ``[[0, 1, 2], [3]]``, ``"nodes"`` (by host), ``"env"`` (by ``LIGHTNING_HETERO_CLUSTER`` of each process) or
             ``"auto"`` (by timing links). Gradients are summed inside a cluster; leaders exchange sums.
@@ -67,7 +67,7 @@ class HeteroConfig:
             loops of the user's own; Lightning's Trainer has callbacks for it.
         min_total_batch_size: least total batch, ``>= 1``; ``None`` for what the bounds of the ranks allow.
         lr_scaling: how the learning rate follows the total: ``"auto"`` (AdaScale for SGD, else the square root), a rule
-            of :data:`~lightning_hetero.core.lr_scaling.LR_RULES`, or a function
+            of :data:`~lightning_hetero.core.batching.lr_scaling.LR_RULES`, or a function
             ``(total, initial, trace, grad_sq_norm) -> factor``.
         noise_scale: measure the gradient noise scale, which a moving total needs and has anyway.
 

@@ -1,7 +1,7 @@
 """The mechanism of heterogeneous data parallelism, free of any trainer.
 
 :class:`HeteroEngine` holds the plan, shards by it, weights by it, observes each step, and agrees with the other ranks
-on the next plan, on which the planners of :mod:`lightning_hetero.core.planner` decide.
+on the next plan, on which the planners of :mod:`lightning_hetero.core.policies.perf_model` decide.
 """
 
 import time
@@ -29,11 +29,11 @@ from lightning_hetero.comm.schedule import ExchangeSchedule
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.weighting import LossWeighting
 from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry, PlanHistory
 from lightning_hetero.core.metrics import Exchange, exchange_metrics
-from lightning_hetero.core.noise_scale import RunningNoiseScale
+from lightning_hetero.core.noise.estimators import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.plan import BatchPlan, PlanEntry, PlanHistory
-from lightning_hetero.core.proposal import Decision, PlanContext, Planner, Proposal, moves_total
+from lightning_hetero.core.policies.base import Decision, PlanContext, Planner, Proposal, moves_total
 from lightning_hetero.data.sampler import UnevenBatchSampler
 from lightning_hetero.data.stream import IndexStream
 from lightning_hetero.hardware import capacity, cpu_quota, identity

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.core.peak_flops import cpu_peak_flops, gpu_peak_flops
+from lightning_hetero.core.batching.peak_flops import cpu_peak_flops, gpu_peak_flops
 
 __all__ = ["capacity", "cpu_quota", "cpu_share", "identity", "probe_largest_batch"]
 
@@ -75,7 +75,7 @@ def capacity(device: torch.device) -> float:
     """Peak half-precision FLOP/s of a worker, for the open-loop split (dynamic batching, sec. III-B).
 
     Of a GPU by its name, else by its clocks; of a CPU by cores (share of them, under a quota) and vector width, see
-    :mod:`lightning_hetero.core.peak_flops`. Only ratios count, and only where nothing was measured yet.
+    :mod:`lightning_hetero.core.batching.peak_flops`. Only ratios count, and only where nothing was measured yet.
 
     Example:
         >>> capacity(torch.device("cpu")) > 0

@@ -1,7 +1,7 @@
 """Read and change the plans of a run, the same through every front end."""
 
+from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.plan import BatchPlan, PlanEntry
 from lightning_hetero.engine import HeteroEngine
 
 __all__ = ["PlanAccess"]

@@ -14,12 +14,12 @@ import torch
 from lightning_hetero.adaptation import Adaptation
 from lightning_hetero.comm.control import let_threads_go
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.adaptive import GoodputPlanner
-from lightning_hetero.core.goodput import Candidate
-from lightning_hetero.core.noise_scale import RunningNoiseScale
-from lightning_hetero.core.plan import BatchPlan, PlanEntry
-from lightning_hetero.core.planner import PLANNERS, Planner
-from lightning_hetero.core.proposal import check_planner
+from lightning_hetero.core.batching.goodput import Candidate
+from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
+from lightning_hetero.core.noise.estimators import RunningNoiseScale
+from lightning_hetero.core.policies.base import check_planner
+from lightning_hetero.core.policies.goodput import GoodputPlanner
+from lightning_hetero.core.policies.perf_model import PLANNERS, Planner
 from lightning_hetero.data.stream import IndexStream
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session_batches import CopiedSession, SessionBatches

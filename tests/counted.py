@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm import sums
-from lightning_hetero.core.bandwidth import sum_bytes
+from lightning_hetero.core.link.bandwidth import sum_bytes
 
 LATENCY = 1e-4
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.planner import PerfModelPlanner, PlanContext
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner, PlanContext
 
 
 def knowing(models, *, t_o=0.0, t_u=0.0, gamma=1.0, sizes=(4, 8), steps=6):

@@ -18,8 +18,8 @@ from lightning_hetero import GNSCallback, HeteroDDPStrategy, engine
 from lightning_hetero.accelerate import HeteroPlugin
 from lightning_hetero.comm import clock, gradient_hook, observer
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.lr_scaling import lr_gain
-from lightning_hetero.core.noise_scale import RunningNoiseScale
+from lightning_hetero.core.batching.lr_scaling import lr_gain
+from lightning_hetero.core.noise.estimators import RunningNoiseScale
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import HeteroSession

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_hetero.core.planner import PerfModelPlanner
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 

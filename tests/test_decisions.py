@@ -12,9 +12,9 @@ import torch
 from lightning_hetero import engine as mechanism
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.plan import BatchPlan
-from lightning_hetero.core.planner import Decision, PerfModelPlanner, StaticPlanner
+from lightning_hetero.core.policies.perf_model import Decision, PerfModelPlanner, StaticPlanner
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.hardware import identity

@@ -20,11 +20,11 @@ from lightning_hetero.callbacks.elastic import merge_metrics
 from lightning_hetero.comm.compressed import GradientCompression
 from lightning_hetero.comm.staleness import Staleness
 from lightning_hetero.core import StepObservations
-from lightning_hetero.core.adaptive_sgd import MERGES
-from lightning_hetero.core.goodput import Candidate
+from lightning_hetero.core.batching.goodput import Candidate
+from lightning_hetero.core.merging.rules import MERGES
 from lightning_hetero.core.metrics import exchange_metrics
 from lightning_hetero.core.metrics import noise_metrics as noise_scale_metrics
-from lightning_hetero.core.noise_scale import RunningNoiseScale
+from lightning_hetero.core.noise.estimators import RunningNoiseScale
 from lightning_hetero.elastic import MergeRecord
 from lightning_hetero.strategies._hetero_ddp import HeteroDDPMixin
 from lightning_hetero.strategies._hetero_elastic import HeteroElasticMixin

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from lightning_hetero import AdaptiveBatchCallback, BlockTopK, GNSCallback
 from lightning_hetero.callbacks import PolicyCallback
-from lightning_hetero.core.planner import PerfModelPlanner
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from tests.helpers import Points, Regressor, covered, fit, run_ranks
 
 N, STEPS, REPLAN = 160, 20, 4

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero.comm import gradient_hook
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.plan import BatchPlan
-from lightning_hetero.core.planner import PLANNERS, Decision, StaticPlanner
+from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.policies.perf_model import PLANNERS, Decision, StaticPlanner
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import HeteroSession, planner_of

@@ -19,7 +19,7 @@ from lightning_hetero import (
 from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
 from lightning_hetero.callbacks.without_effect import callbacks_without_effect
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.planner import PerfModelPlanner, ProportionalPlanner, StaticPlanner
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner, ProportionalPlanner, StaticPlanner
 from lightning_hetero.elastic import ElasticConfig
 from lightning_hetero.elastic.without_effect import elastic_without_effect
 from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy

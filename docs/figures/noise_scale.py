@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from lightning_hetero.core.noise_scale import METHODS, estimate_noise_scale
+from lightning_hetero.core.noise.estimators import METHODS, estimate_noise_scale
 
 HERE = Path(__file__).parent
 SPLITS = ((4, 4, 4, 4), (8, 4, 2, 2), (16, 4, 2, 2), (64, 8, 4, 2), (125, 1, 1, 1))

@@ -7,8 +7,8 @@ from typing import Any, cast
 from lightning_hetero.adaptive_total import AdaptiveTotal
 from lightning_hetero.callbacks.noise_scale import GNSCallback
 from lightning_hetero.callbacks.policy import MisconfigurationException, PolicyCallback
-from lightning_hetero.core.adaptive import GoodputPlanner
-from lightning_hetero.core.state import reading_state
+from lightning_hetero.core.checkpoint_state import reading_state
+from lightning_hetero.core.policies.goodput import GoodputPlanner
 from lightning_hetero.core.validation import check_int, check_number
 
 __all__ = ["AdaptiveBatchCallback"]
@@ -24,8 +24,8 @@ class AdaptiveBatchCallback(PolicyCallback):
     long ones. One decision changes the total by a factor of two at most, or of 16 where the noise scale is certain.
 
     The scheduled learning rate is multiplied by a factor while the optimizer steps, see
-    :mod:`lightning_hetero.core.lr_scaling`; the scheduler does not see it. Logs ``hetero/goodput`` (samples per
-    second), ``hetero/efficiency``, ``hetero/lr_gain`` and, as ``hetero_candidates.csv`` in the logger's directory,
+    :mod:`lightning_hetero.core.batching.lr_scaling`; the scheduler does not see it. Logs ``hetero/goodput`` (samples
+    per second), ``hetero/efficiency``, ``hetero/lr_gain`` and, as ``hetero_candidates.csv`` in the logger's directory,
     every table of candidates.
 
     Args:

@@ -19,8 +19,8 @@ from lightning_hetero.comm.noise import PRECONDITIONED_AFTER, NoiseSums, merge_p
 from lightning_hetero.comm.norms import GradientNorms
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.comm.workers_noise import WorkersNoise
-from lightning_hetero.core.noise_scale import RunningNoiseScale
-from lightning_hetero.core.noise_window import window_estimator
+from lightning_hetero.core.noise.accumulation import window_estimator
+from lightning_hetero.core.noise.estimators import RunningNoiseScale
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.optim import AdamPreconditioner
 

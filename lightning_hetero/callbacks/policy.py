@@ -1,4 +1,4 @@
-"""The policies of :mod:`lightning_hetero.core.planner` as Lightning callbacks.
+"""The policies of :mod:`lightning_hetero.core.policies.perf_model` as Lightning callbacks.
 
 A callback only connects: at the end of a step that is due, and at the start of each epoch, it hands its planner to the
 engine, which gathers observations, lets rank 0 decide and adopts the plan on all ranks.
@@ -10,9 +10,9 @@ from typing import Any
 from lightning_hetero.callbacks.idle_hooks import leave_out, put_back
 from lightning_hetero.callbacks.last_sums import apply_last_sums, check_staleness
 from lightning_hetero.callbacks.throughput import count_all_workers, count_own
-from lightning_hetero.core.planner import PLANNERS, PerfModelPlanner, Planner, ProportionalPlanner
-from lightning_hetero.core.proposal import check_planner, moves_total
-from lightning_hetero.core.state import check_tensors, reading_state
+from lightning_hetero.core.checkpoint_state import check_tensors, reading_state
+from lightning_hetero.core.policies.base import check_planner, moves_total
+from lightning_hetero.core.policies.perf_model import PLANNERS, PerfModelPlanner, Planner, ProportionalPlanner
 from lightning_hetero.core.validation import check_choice, check_number
 from lightning_hetero.cut_interval import cut_interval, of_same_workers, resume_looks, resume_plans
 from lightning_hetero.engine import HeteroEngine
@@ -74,7 +74,7 @@ class PolicyCallback(Callback):
         planner: decides on plans.
 
     Raises:
-        TypeError: if the planner lacks something of :class:`~lightning_hetero.core.proposal.Planner`.
+        TypeError: if the planner lacks something of :class:`~lightning_hetero.core.policies.base.Planner`.
     """
 
     def __init__(self, planner: Planner | None = None) -> None:

@@ -9,9 +9,9 @@ from typing import Any, cast
 from lightning_hetero.callbacks.adaptive_batch import AdaptiveBatchCallback
 from lightning_hetero.callbacks.look_ahead import LookAheadCallback
 from lightning_hetero.callbacks.policy import MisconfigurationException
-from lightning_hetero.core.compressors import Automatic, BlockTopK
-from lightning_hetero.core.surrogate import ConvergenceProfile, ProfilePenalty
-from lightning_hetero.core.tta_planner import NO_LIMIT, TimeToAccuracyPlanner
+from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile, ProfilePenalty
+from lightning_hetero.core.compression.settings import Automatic, BlockTopK
+from lightning_hetero.core.policies.time_to_accuracy import NO_LIMIT, TimeToAccuracyPlanner
 from lightning_hetero.core.validation import check_choice, check_number
 
 __all__ = ["TTACallback"]
@@ -23,9 +23,9 @@ class TTACallback(AdaptiveBatchCallback):
     Minimises predicted time to accuracy, ``(1 + g(density, B)) T(density, B) / B`` in seconds per sample (StellaTrain,
     eq. 5): ``T`` by the time model of the workers and the measured rate of the link, ``g``, the extra samples that
     density and total cost, by a profile of the model, or else by 10 % for each factor of ten in density, by what a cut
-    costs a young training (:func:`~lightning_hetero.core.tta.cut_penalty`), and by the gradient noise scale for the
-    total. All ranks take the density that rank 0 has chosen in the same step. It changes only for a predicted gain of
-    2 %, the total for ``hysteresis``. Needs ``compression=BlockTopK(...)``.
+    costs a young training (:func:`~lightning_hetero.core.compression.objective.cut_penalty`), and by the gradient noise
+    scale for the total. All ranks take the density that rank 0 has chosen in the same step. It changes only for a
+    predicted gain of 2 %, the total for ``hysteresis``. Needs ``compression=BlockTopK(...)``.
 
     Where even the least density takes longer to send than computing takes, a warning says ``network-bound``, with the
     numbers. Logs ``hetero/time_to_accuracy``, seconds per sample of the prediction, besides what
@@ -34,8 +34,8 @@ class TTACallback(AdaptiveBatchCallback):
     Args:
         max_total_batch_size: greatest total, ``>= 1``; ``None`` leaves the total as it is, and then no noise scale is
             needed.
-        profile: file of a :class:`~lightning_hetero.core.surrogate.ConvergenceProfile`, or one; ``None`` for the rule
-            above.
+        profile: file of a :class:`~lightning_hetero.core.compression.convergence_profile.ConvergenceProfile`, or one;
+            ``None`` for the rule above.
         min_density: least density, above 0.
         max_density: greatest density, to 1.
         bandwidth: ``"measured"`` takes the link's rate from the messages' own times; ``"idle"`` moves it by the share

@@ -10,7 +10,7 @@ from lightning_hetero.callbacks.policy import DynamicBatchPIDCallback, PolicyCal
 from lightning_hetero.callbacks.time_to_accuracy import TTACallback
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.no_effect import NoEffect
-from lightning_hetero.core.proposal import moves_total
+from lightning_hetero.core.policies.base import moves_total
 from lightning_hetero.without_effect import ALONE
 
 __all__ = ["callbacks_without_effect"]

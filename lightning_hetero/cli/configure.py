@@ -11,7 +11,7 @@ import yaml
 from lightning_hetero.accelerate.plugin import SECTION, HeteroPlugin, parsed
 from lightning_hetero.cli.launch import devices
 from lightning_hetero.config import POLICIES
-from lightning_hetero.core.compressors import COMPRESSORS, BlockTopK
+from lightning_hetero.core.compression.settings import COMPRESSORS, BlockTopK
 from lightning_hetero.core.validation import check_choice
 
 __all__ = ["QUESTIONS", "ask_settings", "main"]

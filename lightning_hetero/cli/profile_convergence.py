@@ -1,7 +1,7 @@
 """``lightning-hetero profile-convergence``: probe trainings of a script, and the profile that a controller loads.
 
 Each probe is the script itself, started as always, with an order in its environment
-(:mod:`lightning_hetero.core.probe_order`) that the strategy in it obeys.
+(:mod:`lightning_hetero.probe_job`) that the strategy in it obeys.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from typing import IO
 
 import numpy as np
 
-from lightning_hetero.core.probe_order import VARIABLE, ProbeOrder, ProbeReport
-from lightning_hetero.core.surrogate import ConvergenceProfile, profile_convergence
+from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile, profile_convergence
+from lightning_hetero.probe_job import VARIABLE, ProbeOrder, ProbeReport
 
 __all__ = ["ProbeError", "ScriptProbes", "main", "ranges"]
 

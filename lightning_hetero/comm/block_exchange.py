@@ -22,8 +22,8 @@ from lightning_hetero.compression.gradients import BlockGradient, BlockMarks, Gr
 from lightning_hetero.compression.layout import Layout, Slot, split
 from lightning_hetero.compression.reference import Pack
 from lightning_hetero.compression.wire import MessageFormat, message_size
-from lightning_hetero.core.compressors import BlockTopK, blocks_per_rank
-from lightning_hetero.core.message_size import MessageSize
+from lightning_hetero.core.compression.settings import BlockTopK, blocks_per_rank
+from lightning_hetero.core.link.message_size import MessageSize
 from lightning_hetero.core.validation import check_number
 from lightning_hetero.optim.sparse_steps import SparseSteps
 from lightning_hetero.optim.warming import kernels_work
@@ -32,7 +32,7 @@ __all__ = ["BlockExchange"]
 
 
 class BlockExchange:
-    """The exchange of :class:`~lightning_hetero.core.compressors.BlockTopK`.
+    """The exchange of :class:`~lightning_hetero.core.compression.settings.BlockTopK`.
 
     Args:
         settings: density, block, values, selector, dense steps.
@@ -135,7 +135,8 @@ class BlockExchange:
     def probe(self, density: float) -> npt.NDArray[np.float64]:
         """Time messages as they are and as they would be at another density; all ranks have to call it together.
 
-        What comes back are the fields of :class:`~lightning_hetero.core.bandwidth.LinkProbe` as this rank saw them.
+        What comes back are the fields of :class:`~lightning_hetero.core.link.bandwidth.LinkProbe` as this rank saw
+        them.
         """
         self.settle()
         if self.late is not None:

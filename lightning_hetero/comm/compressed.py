@@ -24,10 +24,10 @@ from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.torch_hooks import HalfExchange, LowRankExchange
 from lightning_hetero.compression.gradients import BlockGradient
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.bandwidth import MessageLink
-from lightning_hetero.core.compressors import Automatic, BlockTopK, Compressor, HalfPrecision, LowRank
-from lightning_hetero.core.link_model import CompressionChoice
-from lightning_hetero.core.tta import DensityChoice
+from lightning_hetero.core.compression.auto import CompressionChoice
+from lightning_hetero.core.compression.objective import DensityChoice
+from lightning_hetero.core.compression.settings import Automatic, BlockTopK, Compressor, HalfPrecision, LowRank
+from lightning_hetero.core.link.bandwidth import MessageLink
 from lightning_hetero.optim.sparse import SparseAdamW, SparseSGD, sparse_steps
 from lightning_hetero.optim.sparse_steps import SparseSteps
 

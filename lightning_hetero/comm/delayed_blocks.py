@@ -18,7 +18,7 @@ from lightning_hetero.comm.sending import Sending
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.compression.layout import flat_view
 from lightning_hetero.compression.reference import Pack, merge_sparse
-from lightning_hetero.core.bandwidth import LinkEstimate
+from lightning_hetero.core.link.bandwidth import LinkEstimate
 
 __all__ = ["DelayedBlocks"]
 

@@ -1,7 +1,7 @@
 """What dense and compressed gradients that arrive a step later have in common: how rank 0 decides on the delay.
 
-The link is what transfers were measured to take, the decision is :func:`~lightning_hetero.core.delay.choose_fresh`, and
-all ranks follow it from the same step on.
+The link is what transfers were measured to take, the decision is
+:func:`~lightning_hetero.core.link.staleness.choose_fresh`, and all ranks follow it from the same step on.
 """
 
 import logging
@@ -18,8 +18,8 @@ from lightning_hetero.comm.clock import Clock
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.transfers import TransferLog, combine
-from lightning_hetero.core.bandwidth import LinkEstimate
-from lightning_hetero.core.delay import BucketTimes, DelayChoice, choose_fresh
+from lightning_hetero.core.link.bandwidth import LinkEstimate
+from lightning_hetero.core.link.staleness import BucketTimes, DelayChoice, choose_fresh
 
 __all__ = ["Delays", "Expected"]
 

@@ -2,8 +2,8 @@
 
 import logging
 
-from lightning_hetero.core.plan import PlanEntry
-from lightning_hetero.core.proposal import Decision
+from lightning_hetero.core.batching.plan import PlanEntry
+from lightning_hetero.core.policies.base import Decision
 
 __all__ = ["SplitLog"]
 

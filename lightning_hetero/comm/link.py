@@ -16,8 +16,8 @@ from lightning_hetero.comm.topology import Topology
 from lightning_hetero.compression.encoder import cpu_encoder
 from lightning_hetero.compression.layout import Layout
 from lightning_hetero.compression.wire import MessageFormat
-from lightning_hetero.core.compressors import Automatic, BlockTopK, blocks_per_rank
-from lightning_hetero.core.link_model import CompressionChoice, Computing, LinkMeasurement, choose_density
+from lightning_hetero.core.compression.auto import CompressionChoice, Computing, LinkMeasurement, choose_density
+from lightning_hetero.core.compression.settings import Automatic, BlockTopK, blocks_per_rank
 from lightning_hetero.core.observations import StepObservations
 
 __all__ = ["Undecided", "handling_seconds", "latency", "measure", "probe"]

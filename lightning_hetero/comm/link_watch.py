@@ -7,14 +7,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.comm.messages import MessageLog, message_seconds
-from lightning_hetero.core.bandwidth import LinkEstimate, LinkProbe, MessageLink, sending_rate
+from lightning_hetero.core.link.bandwidth import LinkEstimate, LinkProbe, MessageLink, sending_rate
 
 __all__ = ["LinkWatch"]
 
 Array = npt.NDArray[np.float64]
 
 PROBE = 7
-"""Values of a :class:`~lightning_hetero.core.bandwidth.LinkProbe`."""
+"""Values of a :class:`~lightning_hetero.core.link.bandwidth.LinkProbe`."""
 
 
 class LinkWatch:

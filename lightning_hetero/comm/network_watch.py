@@ -8,8 +8,8 @@ from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.comm.schedule import NEVER, ExchangeSchedule
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.bandwidth import sum_bytes
-from lightning_hetero.core.network_bound import AGAIN, OVER, THIN, NetworkBound, network_waits
+from lightning_hetero.core.link.bandwidth import sum_bytes
+from lightning_hetero.core.link.diagnosis import AGAIN, OVER, THIN, NetworkBound, network_waits
 from lightning_hetero.core.observations import StepObservations
 
 __all__ = ["NetworkWatch"]

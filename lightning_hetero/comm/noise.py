@@ -1,8 +1,8 @@
 """Collects what the gradient noise scale needs, on the device, with one small message an interval.
 
-The estimators of :mod:`lightning_hetero.core.noise_window` are linear in squared norms, so each rank adds up its own
-part, and the parts are summed over ranks when the interval ends. No gradient is kept or copied, and nothing waits for
-the device in between: a step costs its norms, and they are put together for many steps at once.
+The estimators of :mod:`lightning_hetero.core.noise.accumulation` are linear in squared norms, so each rank adds up its
+own part, and the parts are summed over ranks when the interval ends. No gradient is kept or copied, and nothing waits
+for the device in between: a step costs its norms, and they are put together for many steps at once.
 """
 
 import logging
@@ -17,8 +17,8 @@ import torch
 
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState
-from lightning_hetero.core.noise_scale import RunningNoiseScale
-from lightning_hetero.core.noise_window import WindowEstimator, window_estimator
+from lightning_hetero.core.noise.accumulation import WindowEstimator, window_estimator
+from lightning_hetero.core.noise.estimators import RunningNoiseScale
 
 __all__ = ["NOISE_FIELDS", "NoiseCollector", "NoiseSums", "merge_parts", "own_part"]
 
@@ -63,7 +63,7 @@ class NoiseSums:
         """Add a step.
 
         Args:
-            part: this rank's coefficients, of :class:`~lightning_hetero.core.noise_window.WindowEstimator`.
+            part: this rank's coefficients, of :class:`~lightning_hetero.core.noise.accumulation.WindowEstimator`.
             samples: samples that the step counts for.
             squares: squared norms of the first micro-batch, of the whole window, and of the average.
         """
@@ -179,7 +179,7 @@ class NoiseCollector:
     Args:
         hook: state of the gradient hook, which takes the norms.
         rank: this rank.
-        method: weights of the local estimates, a name of :data:`~lightning_hetero.core.noise_scale.METHODS`.
+        method: weights of the local estimates, a name of :data:`~lightning_hetero.core.noise.estimators.METHODS`.
         every_n_steps: take norms in every n-th step only.
         horizon: samples over which the running estimate looks back.
         summed: whether losses are sums over samples rather than means.

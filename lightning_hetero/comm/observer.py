@@ -27,7 +27,7 @@ from lightning_hetero.comm.step_rows import (
     sustain,
     waited,
 )
-from lightning_hetero.core.network_bound import LONG, LongWait
+from lightning_hetero.core.link.diagnosis import LONG, LongWait
 
 __all__ = ["StepObserver"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.plan import BatchPlan, proportional_sizes
-from lightning_hetero.core.planner import PlanContext, Planner, Proposal
+from lightning_hetero.core.batching.plan import BatchPlan, proportional_sizes
+from lightning_hetero.core.policies.perf_model import PlanContext, Planner, Proposal
 
 __all__ = ["Roster"]
 

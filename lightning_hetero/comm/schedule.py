@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.proposal import Decision
+from lightning_hetero.core.policies.base import Decision
 
 __all__ = ["ExchangeSchedule"]
 

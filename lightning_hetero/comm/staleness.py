@@ -19,7 +19,7 @@ from lightning_hetero.comm.delays import Delays, Expected
 from lightning_hetero.comm.sums import tensor_of
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.transfer_queue import TransferQueue
-from lightning_hetero.core.bandwidth import LinkEstimate, sum_bytes
+from lightning_hetero.core.link.bandwidth import LinkEstimate, sum_bytes
 
 __all__ = ["Staleness"]
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from lightning_hetero.comm.clock import Clock
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.pace import sustained
+from lightning_hetero.core.timing.winsorized_mean import sustained
 
 __all__ = [
     "BackwardMarks",

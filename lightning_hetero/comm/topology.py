@@ -29,7 +29,7 @@ from lightning_hetero.comm.backends import backend_of, new_group
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.group_lifetime import leave, on_end, run
 from lightning_hetero.comm.sums import pending
-from lightning_hetero.core.clusters import Clusters, check_clusters, clusters_by_name, clusters_by_time
+from lightning_hetero.core.link.clusters import Clusters, check_clusters, clusters_by_name, clusters_by_time
 
 __all__ = ["VARIABLE", "Topology", "link_seconds"]
 

@@ -16,7 +16,7 @@ from lightning_hetero.comm.dropped import DroppedSteps, all_finite, clear
 from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.comm.sending import StepReport
 from lightning_hetero.comm.sums import pending
-from lightning_hetero.core.compressors import HalfPrecision, LowRank
+from lightning_hetero.core.compression.settings import HalfPrecision, LowRank
 
 __all__ = ["HalfExchange", "LowRankExchange"]
 

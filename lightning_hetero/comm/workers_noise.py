@@ -5,7 +5,7 @@ from typing import Any
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.comm.noise import NoiseCollector, own_part
-from lightning_hetero.core.noise_scale import RunningNoiseScale
+from lightning_hetero.core.noise.estimators import RunningNoiseScale
 from lightning_hetero.optim.preconditioner import AdamPreconditioner
 
 __all__ = ["WorkersNoise"]

@@ -5,7 +5,7 @@ from lightning_hetero.compression.layout import Layout
 from lightning_hetero.compression.reference import Pack, block_scores, compress, merge, select_exact
 from lightning_hetero.compression.selectors import SELECT
 from lightning_hetero.compression.wire import MessageFormat
-from lightning_hetero.core.compressors import BlockTopK, parse_compression
+from lightning_hetero.core.compression.settings import BlockTopK, parse_compression
 
 __all__ = [
     "SELECT",

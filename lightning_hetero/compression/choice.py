@@ -14,7 +14,7 @@ import torch
 from lightning_hetero.compression.encoder import cpu_encoder
 from lightning_hetero.compression.layout import Layout
 from lightning_hetero.compression.wire import MessageFormat
-from lightning_hetero.core.compressors import BlockTopK
+from lightning_hetero.core.compression.settings import BlockTopK
 
 __all__ = ["encoder_for", "gpu_encoder", "reason_of"]
 

@@ -29,7 +29,7 @@ class ValueCodec:
     """One type of values.
 
     Args:
-        name: as in :data:`~lightning_hetero.core.compressors.VALUE_DTYPES`.
+        name: as in :data:`~lightning_hetero.core.compression.settings.VALUE_DTYPES`.
         parts: dtype of each part of the message, and whether it has one entry a block rather than one an element.
         encode: blocks, shape ``(k, block)``, to parts.
         decode: parts to float32 blocks.

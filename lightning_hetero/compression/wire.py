@@ -23,7 +23,7 @@ import torch
 
 from lightning_hetero.compression.reference import Pack
 from lightning_hetero.compression.values import CODECS, ValueCodec, aligned
-from lightning_hetero.core.message_size import MessageSize
+from lightning_hetero.core.link.message_size import MessageSize
 
 __all__ = ["NON_FINITE", "MessageFormat", "address", "checksum", "foreign", "message_size", "refusal"]
 

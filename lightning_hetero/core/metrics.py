@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_hetero.core.noise_scale import RunningNoiseScale
+from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
+from lightning_hetero.core.noise.estimators import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.plan import BatchPlan, PlanEntry
-from lightning_hetero.core.planner import Planner
+from lightning_hetero.core.policies.perf_model import Planner
 
 __all__ = ["Exchange", "exchange_metrics", "noise_metrics"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from torch.utils.data import Sampler
 
-from lightning_hetero.core.plan import PlanHistory
+from lightning_hetero.core.batching.plan import PlanHistory
 from lightning_hetero.data.stream import IndexStream
 
 __all__ = ["UnevenBatchSampler"]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_hetero.core.adaptive_sgd import MERGES, AdaptiveSettings, MergeRule
+from lightning_hetero.core.merging.rules import MERGES, AdaptiveSettings, MergeRule
 from lightning_hetero.core.validation import check_choice, check_int
 
 __all__ = ["OWN_LOOP", "ElasticConfig"]
@@ -23,10 +23,10 @@ class ElasticConfig:
     """Settings of :class:`ElasticEngine`, equal on all ranks.
 
     Args:
-        merge: merge rule, a name in :data:`~lightning_hetero.core.adaptive_sgd.MERGES`.
+        merge: merge rule, a name in :data:`~lightning_hetero.core.merging.rules.MERGES`.
         mega_batch_size: samples between two merges.
         mega_batch_batches: the same in batches of the DataLoader's size, of all ranks together; default 100.
-        settings: keywords of :class:`~lightning_hetero.core.adaptive_sgd.AdaptiveSettings` but for the largest batch;
+        settings: keywords of :class:`~lightning_hetero.core.merging.rules.AdaptiveSettings` but for the largest batch;
             with ``momentum`` left out or ``None`` the local optimizers decide on it.
 
     Raises:

@@ -2,7 +2,7 @@
 
 :class:`ElasticEngine` hands out the batches of a mega-batch one by one, and at its end scales the batch sizes and
 merges the replicas. Between two merges no rank waits for another: ranks do unequal numbers of updates, and nothing may
-be called that needs all of them. What is decided is in :mod:`lightning_hetero.core.adaptive_sgd`.
+be called that needs all of them. What is decided is in :mod:`lightning_hetero.core.merging.rules`.
 """
 
 import logging
@@ -24,7 +24,7 @@ from lightning_hetero.comm.clock import HostClock, clock_for
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.dispatch import BatchDispatcher, ElasticWorkerError, job_store
 from lightning_hetero.comm.notices import Notices
-from lightning_hetero.core.adaptive_sgd import AdaptiveSettings, merge_weights, scale_batch_sizes
+from lightning_hetero.core.merging.rules import AdaptiveSettings, merge_weights, scale_batch_sizes
 from lightning_hetero.data.claims import ClaimedBatchSampler, MegaBatch
 from lightning_hetero.data.stream import IndexStream
 from lightning_hetero.elastic.config import ElasticConfig

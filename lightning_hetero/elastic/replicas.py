@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hetero.comm.merging import synchronize, weighted_sums
-from lightning_hetero.core.adaptive_sgd import MergeRule
+from lightning_hetero.core.merging.rules import MergeRule
 
 __all__ = ["Replica"]
 
@@ -28,7 +28,7 @@ class Replica:
         world_size: number of ranks.
 
     Example:
-        >>> from lightning_hetero.core.adaptive_sgd import MERGES
+        >>> from lightning_hetero.core.merging.rules import MERGES
         >>> replica = Replica(nn.Linear(1, 1), MERGES["mean"], momentum=0.9, world_size=1)
         >>> replica.merge(1.0, share=1.0, diverged=False)
     """

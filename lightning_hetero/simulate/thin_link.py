@@ -12,7 +12,7 @@ import torch
 
 from lightning_hetero.comm import sums
 from lightning_hetero.comm.sums import hand_on
-from lightning_hetero.core.bandwidth import sum_bytes
+from lightning_hetero.core.link.bandwidth import sum_bytes
 from lightning_hetero.core.validation import check_number
 
 __all__ = ["ThinLink"]

@@ -18,8 +18,8 @@ from lightning_hetero.callbacks import PolicyCallback
 from lightning_hetero.comm.gathering import gather_rows, refuse_own_gather
 from lightning_hetero.comm.group_lifetime import go_on
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.compressors import Compressor
-from lightning_hetero.core.plan import BatchPlan, PlanEntry
+from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
+from lightning_hetero.core.compression.settings import Compressor
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.plan_access import PlanAccess
 from lightning_hetero.session import log, show_log

@@ -25,11 +25,11 @@ from lightning_hetero import AdaptiveBatchCallback, GNSCallback, TTACallback, en
 from lightning_hetero.callbacks import PolicyCallback
 from lightning_hetero.comm import clock, observer
 from lightning_hetero.core import BatchPlan
-from lightning_hetero.core.noise_scale import RunningNoiseScale
-from lightning_hetero.core.planner import Decision, Proposal, StaticPlanner
+from lightning_hetero.core.noise.estimators import RunningNoiseScale
+from lightning_hetero.core.policies.perf_model import Decision, Proposal, StaticPlanner
 from lightning_hetero.optim import LearningRateGain
-from tests.core.test_adaptive import context, seen
-from tests.core.test_adaptive import planner as learned
+from tests.core.policies.test_goodput import context, seen
+from tests.core.policies.test_goodput import planner as learned
 from tests.helpers import Points, RankError, Regressor, covered, fit, run_ranks
 
 N, BATCH, LR = 240, 4, 0.02

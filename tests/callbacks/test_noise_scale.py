@@ -22,7 +22,7 @@ from lightning_hetero import GNSCallback, HeteroDDPStrategy
 from lightning_hetero.callbacks.noise_sources import source_of
 from lightning_hetero.comm.control import ControlPlane
 from lightning_hetero.comm.noise import NOISE_FIELDS
-from lightning_hetero.core.noise_scale import RunningNoiseScale, estimate_from_two_sizes, estimate_noise_scale
+from lightning_hetero.core.noise.estimators import RunningNoiseScale, estimate_from_two_sizes, estimate_noise_scale
 from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
 
 N, STEPS = 48, 4

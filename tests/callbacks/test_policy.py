@@ -18,7 +18,7 @@ from lightning_hetero.config import POLICIES, HeteroConfig
 from lightning_hetero.core import BatchPlan
 from lightning_hetero.core.metrics import exchange_metrics
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.planner import Decision, PerfModelPlanner, PlanContext, Proposal, StaticPlanner
+from lightning_hetero.core.policies.perf_model import Decision, PerfModelPlanner, PlanContext, Proposal, StaticPlanner
 from lightning_hetero.engine import HeteroEngine
 from tests.helpers import Points, fit, run_ranks, trainer_of
 from tests.learned import knowing

@@ -12,8 +12,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_hetero import BlockTopK, LookAheadCallback, TTACallback
 from lightning_hetero.comm import block_exchange, compressed, link, link_watch
-from lightning_hetero.core.link_model import LinkMeasurement
-from lightning_hetero.core.surrogate import ConvergenceProfile
+from lightning_hetero.core.compression.auto import LinkMeasurement
+from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
 from tests.counted import LATENCY, CountedTime
 from tests.helpers import Points, Regressor, fit, run_ranks
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from lightning_hetero import cli
-from lightning_hetero.core.surrogate import ConvergenceProfile
+from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "compression.py"
 

@@ -18,8 +18,8 @@ from lightning_hetero.comm.gradient_hook import HookState, gradient_hook
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.compression import Layout, compress, merge
-from lightning_hetero.core.compressors import blocks_per_rank
-from lightning_hetero.core.tta import DensityChoice
+from lightning_hetero.core.compression.objective import DensityChoice
+from lightning_hetero.core.compression.settings import blocks_per_rank
 from tests.helpers import run_ranks
 
 STEPS, TINY = 9, 1e-5

@@ -1,8 +1,8 @@
 """Reasons for which a split stays: each kind is said once, on one rank."""
 
 from lightning_hetero.comm.kept import SplitLog
-from lightning_hetero.core.plan import BatchPlan
-from lightning_hetero.core.proposal import Decision, Proposal
+from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.policies.base import Decision, Proposal
 
 
 def test_each_kind_of_reason_is_said_once(caplog):

@@ -8,7 +8,7 @@ import torch
 
 from lightning_hetero.comm.link_watch import LinkWatch
 from lightning_hetero.comm.messages import KEPT_STEPS, MessageLog, message_seconds
-from lightning_hetero.core.bandwidth import LinkEstimate
+from lightning_hetero.core.link.bandwidth import LinkEstimate
 
 BYTES = 1000.0
 

@@ -11,7 +11,7 @@ from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.comm.network_watch import NetworkWatch
 from lightning_hetero.comm.schedule import ExchangeSchedule
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.network_bound import LongWait
+from lightning_hetero.core.link.diagnosis import LongWait
 from lightning_hetero.core.observations import StepObservations
 from tests import loops
 from tests.counted import CountedTime

@@ -9,7 +9,7 @@ import pytest
 from lightning_hetero.comm import observer as module
 from lightning_hetero.comm.clock import HostClock
 from lightning_hetero.comm.observer import KEPT_ROWS, WARM_UP, StepObserver
-from lightning_hetero.core.network_bound import LONG
+from lightning_hetero.core.link.diagnosis import LONG
 
 NAMES = ("step", "size", "forward", "P", "first", "t_o", "t_u", "step_time", "wait", "update")
 

@@ -4,8 +4,8 @@ import pytest
 
 from lightning_hetero.comm.roster import Roster
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.plan import BatchPlan
-from lightning_hetero.core.planner import PerfModelPlanner, Proposal, StaticPlanner
+from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner, Proposal, StaticPlanner
 
 
 class Fixed(StaticPlanner):

@@ -11,9 +11,9 @@ import torch
 from lightning_hetero import engine as module
 from lightning_hetero.comm.schedule import FIRST, LONGEST, WALKING, ExchangeSchedule
 from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.plan import BatchPlan
-from lightning_hetero.core.planner import Decision, Proposal, StaticPlanner
+from lightning_hetero.core.policies.perf_model import Decision, Proposal, StaticPlanner
 from lightning_hetero.data import PermutationStream
 
 ZEROS = np.zeros((4, 2))

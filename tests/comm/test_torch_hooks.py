@@ -10,7 +10,7 @@ from lightning_hetero.comm.clock import HostClock
 from lightning_hetero.comm.gradient_hook import HookState
 from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.comm.torch_hooks import LowRankExchange
-from lightning_hetero.core.compressors import LowRank
+from lightning_hetero.core.compression.settings import LowRank
 
 
 class SlowClock(HostClock):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_hetero.core import goodput
-from lightning_hetero.core.optperf import solve_step_times
+from lightning_hetero.core.batching import goodput
+from lightning_hetero.core.batching.optperf import solve_step_times
 
 
 @pytest.fixture

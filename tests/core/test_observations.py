@@ -5,10 +5,10 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from lightning_hetero.core.link_model import Computing
+from lightning_hetero.core.compression.auto import Computing
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.planner import PerfModelPlanner, PlanContext
-from lightning_hetero.core.time_model import ClusterTimeModel
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner, PlanContext
+from lightning_hetero.core.timing.step_time import ClusterTimeModel
 
 COUNT = len(StepObservations.FIELDS)
 

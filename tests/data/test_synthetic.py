@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from examples._sparse_mlp import SparseMLP
-from lightning_hetero.core.adaptive_sgd import MERGES
+from lightning_hetero.core.merging.rules import MERGES
 from lightning_hetero.data import AMAZON_670K, DELICIOUS_200K, SparseShape, sparse_loader, synthetic_multilabel
 from lightning_hetero.data.multilabel_loss import PrecisionAtOne
 from tests.helpers import run_ranks, trainer_of

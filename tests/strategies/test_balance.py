@@ -9,7 +9,7 @@ from lightning import Callback
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_hetero import BatchPlan, DynamicBatchPIDCallback, HeteroDDPStrategy, engine
-from lightning_hetero.core.planner import PLANNERS
+from lightning_hetero.core.policies.perf_model import PLANNERS
 from lightning_hetero.strategies._loaders import recount_batches
 from tests.counted import CountedTime
 from tests.helpers import Points, Regressor, collected, covered, fit, run_ranks
@@ -226,7 +226,7 @@ def test_rank_with_another_plan_is_found_before_the_next_collective():
 
 def _broken_planner(rank):
     from lightning_hetero.callbacks import PolicyCallback
-    from lightning_hetero.core.planner import StaticPlanner
+    from lightning_hetero.core.policies.perf_model import StaticPlanner
 
     class Broken(StaticPlanner):
         def decide(self, observations, current, context):
@@ -340,7 +340,7 @@ def test_an_evaluation_that_cannot_be_balanced_is_as_under_ddp_and_said_once(nam
 def _settings(rank, replan, hysteresis, steps):
     """A planner that swaps the split whenever it is asked, if it is told of the hysteresis that was set."""
     from lightning_hetero.callbacks import PolicyCallback
-    from lightning_hetero.core.planner import Proposal, StaticPlanner
+    from lightning_hetero.core.policies.perf_model import Proposal, StaticPlanner
 
     class Swaps(StaticPlanner):
         def initial(self, context):

@@ -28,8 +28,8 @@ from lightning_hetero.comm.observer import StepObserver
 from lightning_hetero.comm.topology import Topology
 from lightning_hetero.comm.torch_hooks import LowRankExchange
 from lightning_hetero.compression import MessageFormat
-from lightning_hetero.core.compressors import parse_compression
-from lightning_hetero.core.link_model import LinkMeasurement
+from lightning_hetero.core.compression.auto import LinkMeasurement
+from lightning_hetero.core.compression.settings import parse_compression
 from lightning_hetero.optim import SparseAdamW, SparseSGD, sparse_steps
 from lightning_hetero.simulate import ThinLink
 from tests.comm.test_gradient_hook import TINY, batches, build, loss_of

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_hetero import AdaptiveBatchCallback, HeteroDDPStrategy, LookAheadCallback, TTACallback
-from lightning_hetero.core.probe_order import VARIABLE, ProbeOrder, ProbeReport
+from lightning_hetero.probe_job import VARIABLE, ProbeOrder, ProbeReport
 from tests.helpers import Points, RankError, Regressor, run_ranks, trainer_of
 
 SAMPLES = 64

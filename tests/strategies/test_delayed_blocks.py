@@ -14,7 +14,7 @@ from lightning_hetero import BlockTopK, HeteroDDPStrategy
 from lightning_hetero.comm import link
 from lightning_hetero.comm.delayed_blocks import DelayedBlocks
 from lightning_hetero.comm.staleness import Staleness
-from lightning_hetero.core.link_model import LinkMeasurement
+from lightning_hetero.core.compression.auto import LinkMeasurement
 from lightning_hetero.optim import SparseSGD
 from lightning_hetero.simulate import ThinLink
 from tests.comm.test_delayed_blocks import Simulation

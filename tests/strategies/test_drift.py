@@ -6,7 +6,7 @@ import time
 import numpy as np
 import torch
 
-from lightning_hetero.core.planner import PerfModelPlanner
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from tests.helpers import Points, Regressor, fit, run_ranks
 
 TOTAL, STEPS, CALM = 120, 150, 80

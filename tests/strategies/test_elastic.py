@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_hetero import HeteroElasticStrategy
 from lightning_hetero.comm.dispatch import ElasticWorkerError, job_store
-from lightning_hetero.core.adaptive_sgd import MERGES, AdaptiveSettings, merge_weights, scale_batch_sizes
+from lightning_hetero.core.merging.rules import MERGES, AdaptiveSettings, merge_weights, scale_batch_sizes
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.elastic import ElasticEngine
 from lightning_hetero.simulate import Throttle

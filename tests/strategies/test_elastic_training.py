@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import GNSCallback, HeteroElasticStrategy, PerfModelCallback
-from lightning_hetero.core.adaptive_sgd import MERGES
+from lightning_hetero.core.merging.rules import MERGES
 from tests.helpers import Points, Regressor, covered, fit, run_ranks, trainer_of
 from tests.strategies.elastic_helpers import Clocked, elastic
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_hetero.callbacks import AdaptiveBatchCallback, PolicyCallback
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core import BatchPlan
-from lightning_hetero.core.planner import PerfModelPlanner, Proposal
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner, Proposal
 from lightning_hetero.hardware import identity
 from lightning_hetero.strategies import _hetero_ddp, _probe
 from lightning_hetero.strategies._probe import largest_training_batch, later_bytes, probe_module

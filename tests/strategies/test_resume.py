@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_hetero import BatchPlan, BlockTopK, GNSCallback, HeteroDDPStrategy, PerfModelCallback
-from lightning_hetero.core.planner import PerfModelPlanner
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
 from tests.learned import knowing
 

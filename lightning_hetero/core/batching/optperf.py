@@ -1,0 +1,352 @@
+"""The optimal split of a batch (OptPerf; Cannikin, sec. 3.3 and Algorithm 1), solved exactly.
+
+Each worker finishes at ``t_i(b) = max(alpha_1 b + beta_1, alpha_2 b + beta_2)``, increasing and convex. What it can
+take within a time ``T`` is ``b_i(T) = min(hi_i, (T - beta_1) / alpha_1, (T - beta_2) / alpha_2)``, increasing and
+concave, and so is the sum over workers. The optimum is the ``T`` at which that sum is the total: found by Newton
+steps on a concave function, which never overshoot. The paper's search over overlap states can give negative sizes and
+wrong boundaries.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_hetero.core.batching.plan import BatchPlan, proportional_sizes
+from lightning_hetero.core.timing.step_time import ClusterTimeModel
+from lightning_hetero.core.validation import check_int, check_sizes
+
+__all__ = ["bootstrap_sizes", "overlap_state", "solve_optperf", "solve_step_times", "static_sizes"]
+
+Array = npt.NDArray[np.float64]
+Bound = int | Sequence[int] | npt.NDArray[np.int64]
+
+
+class _Lines:
+    """The two lines of every worker and its bounds, as arrays."""
+
+    def __init__(self, cluster: ClusterTimeModel, low: Array, high: Array) -> None:
+        self.alpha_1, self.beta_1, self.alpha_2, self.beta_2 = cluster.coefficients()
+        self.low, self.high = low, high
+
+    def finish(self, b: Array) -> Array:
+        return np.maximum(self.alpha_1 * b + self.beta_1, self.alpha_2 * b + self.beta_2)
+
+    def capacity(self, time: float) -> tuple[Array, Array]:
+        """What each worker can take within ``time``, and the slope of that."""
+        compute = (time - self.beta_1) / self.alpha_1
+        communicate = (time - self.beta_2) / self.alpha_2
+        bound = np.minimum(compute, communicate)
+        slope = np.where(compute <= communicate, 1.0 / self.alpha_1, 1.0 / self.alpha_2)
+        free = bound < self.high
+        return np.where(free, bound, self.high), np.where(free, slope, 0.0)
+
+    def without(self, keep: npt.NDArray[np.bool_]) -> "_Lines":
+        part = object.__new__(_Lines)
+        for name in ("alpha_1", "beta_1", "alpha_2", "beta_2", "low", "high"):
+            setattr(part, name, getattr(self, name)[keep])
+        return part
+
+    def solve(self, total: int) -> tuple[float, Array, bool]:
+        """Least time, sizes (real numbers), and whether a lower bound alone sets the time."""
+        floor_time = time = float(self.finish(self.low).max())
+        for _ in range(2 * len(self.low) + 2):
+            sizes, slope = self.capacity(time)
+            gap = total - sizes.sum()
+            later = time + float(gap / slope.sum()) if gap > 1e-12 * total else time
+            if later <= time:
+                break
+            time = later
+        sizes = np.maximum(sizes, self.low)
+        bounded = time == floor_time and sizes.sum() > total
+        if bounded:
+            sizes -= (sizes - self.low) * (sizes.sum() - total) / (sizes - self.low).sum()
+        return time, sizes, bounded
+
+
+def _bounds(workers: int, total: int, min_local: Bound, max_local: Bound | None) -> tuple[Array, Array]:
+    def per_worker(name: str, bound: Bound) -> Array:
+        if isinstance(bound, Sequence | np.ndarray):
+            return np.array(check_sizes(name, bound, minimum=0, length=workers), dtype=float)
+        return np.full(workers, float(check_int(name, bound, minimum=0)))
+
+    low = per_worker("min_local", min_local)
+    high = np.full(workers, float(total)) if max_local is None else per_worker("max_local", max_local)
+    if np.any(low > high):
+        i = int(np.argmax(low > high))
+        raise ValueError(
+            f"worker {i} has a lower bound of {int(low[i])} above its upper bound of {int(high[i])}. "
+            "Lower min_local or raise max_local."
+        )
+    if low.sum() > total:
+        raise ValueError(
+            f"total_batch_size={total} cannot give each of {workers} workers its minimum (together {int(low.sum())}). "
+            f"Raise the total to {int(low.sum())} or lower min_local."
+        )
+    if high.sum() < total:
+        raise ValueError(
+            f"total_batch_size={total} does not fit: the upper bounds {[int(h) for h in high[:16]]} sum to "
+            f"{int(high.sum())}. Lower the total to {int(high.sum())}, raise max_local, or accumulate gradients."
+        )
+    return low, np.minimum(high, float(total))
+
+
+def solve_optperf(
+    cluster: ClusterTimeModel, total_batch_size: int, *, min_local: Bound = 1, max_local: Bound | None = None
+) -> BatchPlan:
+    """The split of a total batch of least step time (OptPerf; Cannikin, sec. 3.3), exact with bounds and integers.
+
+    Integers: the floor of the real optimum, then the samples left over go, one by one, to whoever stays earliest. Any
+    integer split contains at least as many increments, so its largest finish time is no smaller.
+
+    Args:
+        cluster: time model of all workers.
+        total_batch_size: ``B``, samples per step, ``>= 1``.
+        min_local: fewest samples of a worker, one number or one per worker, ``>= 0``.
+        max_local: most samples of a worker (memory), one number or one per worker; ``None`` for no limit.
+
+    Returns:
+        A plan whose sizes sum to ``B`` exactly, with predicted step time and the bottleneck of each worker.
+
+    Raises:
+        TypeError: if a size is not an integer.
+        ValueError: if the bounds cannot be met; the message names them.
+
+    Example:
+        >>> from lightning_hetero.core.timing.step_time import NodeTimeModel
+        >>> fast, slow = NodeTimeModel(0.001, 0.01, 0.002, 0.0), NodeTimeModel(0.003, 0.01, 0.006, 0.0)
+        >>> plan = solve_optperf(ClusterTimeModel((fast, slow), gamma=0.3, t_o=0.02, t_u=0.005), 40)
+        >>> plan.local_batch_sizes, round(plan.step_time, 3), plan.bottlenecks
+        ((30, 10), 0.105, ('compute', 'compute'))
+    """
+    total = check_int("total_batch_size", total_batch_size, minimum=1)
+    low, high = _bounds(len(cluster.nodes), total, min_local, max_local)
+    lines = _Lines(cluster, low, high)
+    _, sizes, bounded = lines.solve(total)
+    whole = _round(lines, sizes, total)
+    finish_compute = lines.alpha_1 * whole + lines.beta_1
+    communicates = lines.alpha_2 * whole + lines.beta_2 > finish_compute
+    step_time = float(lines.finish(whole).max())
+    leave_out, without = _leave_out(lines, total, step_time) if bounded else ((), None)
+    return BatchPlan(
+        total,
+        tuple(int(b) for b in whole),
+        step_time=step_time,
+        bottlenecks=tuple("communication" if c else "compute" for c in communicates),
+        leave_out=leave_out,
+        step_time_without=without,
+    )
+
+
+def _round(lines: _Lines, sizes: Array, total: int) -> Array:
+    """Integer sizes with the sum ``total`` and the least largest finish time."""
+    whole = np.floor(sizes + 1e-9)
+    while whole.sum() > total:  # a worker with next to no time per sample takes a sample more by rounding of the time
+        whole = np.maximum(whole - 1.0, lines.low)
+    rest = int(total - whole.sum())
+    if rest == 0:
+        return whole
+    room = np.minimum(lines.high - whole, rest)
+    first = np.where(room > 0, lines.finish(whole + 1), np.inf)
+    # the ``rest`` cheapest increments all end by ``limit``: list every increment up to there, second ones included
+    limit = float(np.partition(first, rest - 1)[rest - 1]) if rest <= (room > 0).sum() else np.inf
+    reach = lines.capacity(limit)[0] if np.isfinite(limit) else lines.high
+    count = np.clip(np.floor(reach + 1e-9) - whole, room > 0, room).astype(int)
+    owner = np.repeat(np.arange(len(whole)), count)
+    nth = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count) + 1
+    b = whole[owner] + nth
+    when = np.maximum(lines.alpha_1[owner] * b + lines.beta_1[owner], lines.alpha_2[owner] * b + lines.beta_2[owner])
+    chosen = np.argsort(when, kind="stable")[:rest]
+    return np.asarray(whole + np.bincount(owner[chosen], minlength=len(whole)))
+
+
+def _leave_out(lines: _Lines, total: int, step_time: float) -> tuple[tuple[int, ...], float | None]:
+    """Workers whose minimum alone takes longer than the others need for everything, and the time without them.
+
+    Of the workers, slowest minimum first, leave out ``k``: the longest minimum of the rest falls with ``k``, the time
+    that the rest needs for everything rises. The best ``k`` is where they cross, or one before; equally slow workers
+    go together.
+    """
+    slowest_first = np.argsort(-lines.finish(lines.low), kind="stable")
+
+    def rest(k: int) -> _Lines:
+        return lines.without(np.isin(np.arange(len(slowest_first)), slowest_first[:k], invert=True))
+
+    few, many = 0, len(slowest_first)  # with ``few`` left out a minimum sets the time, with ``many`` it does not
+    while many - few > 1:
+        k = (few + many) // 2
+        part = rest(k)
+        if part.high.sum() >= total and part.solve(total)[2]:
+            few = k
+        else:
+            many = k
+    best: tuple[int, float] = (0, step_time)
+    for k in (few, many):
+        part = rest(k)
+        if k > 0 and len(part.low) and part.high.sum() >= total:
+            shorter = float(part.finish(_round(part, part.solve(total)[1], total)).max())
+            best = (k, shorter) if shorter < best[1] else best
+    left_out = tuple(sorted(int(i) for i in slowest_first[: best[0]]))
+    return left_out, (best[1] if left_out else None)
+
+
+def solve_step_times(
+    cluster: ClusterTimeModel,
+    total_batch_sizes: Sequence[int] | npt.NDArray[np.int64],
+    *,
+    min_local: Bound = 1,
+    max_local: Bound | None = None,
+) -> Array:
+    """OptPerf of many totals at once: the least step time of each, sizes as real numbers (Cannikin, sec. 4.5).
+
+    The capacity of the cluster is a concave, piecewise linear function of the time with at most two breaks per
+    worker; it is tabulated once and inverted for every total.
+
+    Args:
+        cluster: time model of all workers.
+        total_batch_sizes: candidates for ``B``.
+        min_local: as in :func:`solve_optperf`.
+        max_local: as in :func:`solve_optperf`.
+
+    Returns:
+        Seconds, float64 of the shape of ``total_batch_sizes``.
+
+    Raises:
+        ValueError: if a total is outside what the bounds allow.
+
+    Example:
+        >>> from lightning_hetero.core.timing.step_time import NodeTimeModel
+        >>> cluster = ClusterTimeModel((NodeTimeModel(0.001, 0, 0, 0), NodeTimeModel(0.003, 0, 0, 0)))
+        >>> solve_step_times(cluster, [40, 80]).round(6).tolist()
+        [0.03, 0.06]
+    """
+    totals = np.asarray(total_batch_sizes, dtype=float)
+    if totals.size == 0:
+        return totals
+    workers = len(cluster.nodes)
+    low, _ = _bounds(workers, int(totals.min()), min_local, None)
+    _, high = _bounds(workers, int(totals.max()), min_local, max_local)
+    lines = _Lines(cluster, low, high)
+    start = float(lines.finish(low).max())
+    gap = lines.alpha_1 - lines.alpha_2
+    crossing = np.where(gap > 0, (lines.beta_2 - lines.beta_1) / np.where(gap > 0, gap, 1.0), -np.inf)
+    crossing_time = np.maximum(np.where(crossing > 0, lines.alpha_1 * crossing + lines.beta_1, start), start)
+    full_time = np.maximum(lines.finish(high), start)
+    times = np.unique(np.concatenate([[start], crossing_time[crossing < high], full_time]))
+    capacity = _capacity_table(lines, times, crossing_time, full_time, start)
+    return np.asarray(np.interp(totals, capacity, times))
+
+
+def _capacity_table(lines: _Lines, times: Array, crossing_time: Array, full_time: Array, start: float) -> Array:
+    """Sum of capacities at each of the sorted ``times``, by accumulating slopes between the breaks.
+
+    Workers with next to no time per sample are full right after ``start``, and their huge slopes would swallow all
+    others. So slopes are summed from the end, and the sizes are anchored at the first break that is clearly later.
+    """
+    _, slope = lines.capacity(start)
+    communicates = (crossing_time > start) & (crossing_time < full_time)
+    after = 1.0 / lines.alpha_1
+    crossed = (lines.alpha_1 > lines.alpha_2) & (crossing_time <= start)  # at the start itself both lines may be equal
+    slope = np.where((slope > 0) & crossed, after, slope)
+    open_at_start = slope > 0
+    change = np.zeros(len(times) + 1)
+    np.add.at(change, np.searchsorted(times, crossing_time[communicates]), (after - slope)[communicates])
+    closing = np.where(communicates, after, slope)
+    np.add.at(change, np.searchsorted(times, full_time[open_at_start]), -closing[open_at_start])
+    slopes = -np.cumsum(change[:0:-1])[::-1]
+    sizes = np.concatenate([[0.0], np.cumsum(np.diff(times) * slopes[:-1])])
+    anchor = min(int(np.searchsorted(times, start * (1.0 + 1e-6))), len(times) - 1)
+    return np.asarray(np.maximum.accumulate(sizes + (lines.capacity(float(times[anchor]))[0].sum() - sizes[anchor])))
+
+
+def overlap_state(cluster: ClusterTimeModel, step_times: Sequence[float] | Array) -> list[bytes]:
+    """Which workers are bound by computing at each of these OptPerfs: the overlap state (Cannikin, sec. 3.3).
+
+    Within a step time a worker is bound by computing or by communication, whichever leaves it fewer samples. It does
+    not matter whether its bounds leave it fewer still.
+
+    Args:
+        cluster: time model of all workers.
+        step_times: seconds, of :func:`solve_step_times`.
+
+    Returns:
+        One bit per worker, the first worker first, in whole bytes; the same for equal overlap states.
+
+    Example:
+        >>> from lightning_hetero.core.timing.step_time import NodeTimeModel
+        >>> nodes = NodeTimeModel(0, 0, 0.001, 0), NodeTimeModel(0, 0.1, 0.003, 0)
+        >>> cluster = ClusterTimeModel(nodes, gamma=0.5, t_o=0.05)
+        >>> [f"{state[0]:08b}" for state in overlap_state(cluster, [0.08, 0.12, 0.3])]
+        ['00000000', '10000000', '11000000']
+    """
+    alpha_1, beta_1, alpha_2, beta_2 = cluster.coefficients()
+    return [np.packbits((t - beta_1) / alpha_1 <= (t - beta_2) / alpha_2).tobytes() for t in np.asarray(step_times)]
+
+
+def bootstrap_sizes(
+    total_batch_size: int,
+    local_batch_sizes: Sequence[int],
+    compute_times: Sequence[float] | Array,
+    *,
+    min_local: Bound = 1,
+    max_local: Bound | None = None,
+) -> tuple[int, ...]:
+    """Next sizes while every worker was seen at one size only (Cannikin, eq. 8).
+
+    ``b_i' = B (1 / t_i) / sum_j (1 / t_j)`` with the time per sample ``t_i = compute_i / b_i``.
+
+    Args:
+        total_batch_size: ``B`` of the next steps.
+        local_batch_sizes: sizes at which the times were taken.
+        compute_times: ``a_i + P_i`` in seconds, ``> 0``.
+        min_local: fewest samples of a worker.
+        max_local: most samples of a worker.
+
+    Returns:
+        One size per worker, sum ``B``.
+
+    Raises:
+        TypeError: if a size is not an integer.
+        ValueError: if the bounds cannot be met, or there is not one time ``>= 0`` per worker.
+
+    Example:
+        >>> bootstrap_sizes(40, [20, 20], [0.1, 0.3])
+        (30, 10)
+    """
+    total = check_int("total_batch_size", total_batch_size, minimum=1)
+    sizes = check_sizes("local_batch_sizes", local_batch_sizes, minimum=0)
+    times = np.asarray(compute_times, dtype=float)
+    if times.shape != (len(sizes),) or not np.all(times >= 0):
+        raise ValueError(f"give one compute time in seconds, > 0, per worker ({len(sizes)}); got {compute_times!r}.")
+    low, high = _bounds(len(sizes), total, min_local, max_local)
+    speed = np.maximum(np.asarray(sizes, dtype=float), 1.0) / np.maximum(times, 1e-9)
+    return proportional_sizes(total, speed, min_local=low, max_local=high)
+
+
+def static_sizes(
+    total_batch_size: int, capacities: Sequence[float], *, min_local: Bound = 1, max_local: Bound | None = None
+) -> tuple[int, ...]:
+    """Open-loop split in proportion to a known capacity: CPU cores, or peak FLOPs (dynamic batching, sec. III-B).
+
+    Args:
+        total_batch_size: ``B``.
+        capacities: cores or FLOPs of each worker, ``> 0``, all in one unit.
+        min_local: fewest samples of a worker.
+        max_local: most samples of a worker.
+
+    Returns:
+        One size per worker, sum ``B``.
+
+    Raises:
+        TypeError: if a size is not an integer.
+        ValueError: if the bounds cannot be met, or the capacities are empty, negative, not finite, or all zero.
+
+    Example:
+        >>> static_sizes(64, [8, 4, 4])
+        (32, 16, 16)
+    """
+    total = check_int("total_batch_size", total_batch_size, minimum=1)
+    if len(capacities) == 0:
+        raise ValueError("capacities is empty; give one per worker: its CPU cores or peak FLOPs.")
+    low, high = _bounds(len(capacities), total, min_local, max_local)
+    return proportional_sizes(total, capacities, min_local=low, max_local=high)

@@ -1,0 +1,392 @@
+"""Batch plans: how many samples each worker takes, and from which step on.
+
+:class:`BatchPlan` is one split of one total batch. :class:`PlanHistory` says which plan holds at every step, so that
+each rank knows every rank's size at every step with no message. Neither knows how a plan was found: see
+:mod:`lightning_hetero.core.batching.optperf` and :mod:`lightning_hetero.core.policies.perf_model`.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from lightning_hetero.core.validation import check_int, check_number, check_sizes
+
+__all__ = ["BatchPlan", "PlanEntry", "PlanHistory", "even_sizes", "proportional_sizes", "tail_sizes"]
+
+
+def even_sizes(total: int, workers: int) -> tuple[int, ...]:
+    """Sizes that differ by one sample at most and sum to ``total``, the larger ones first.
+
+    Args:
+        total: samples to hand out, ``>= 0``.
+        workers: number of workers, ``>= 1``.
+
+    Returns:
+        One size per worker.
+
+    Example:
+        >>> even_sizes(10, 4)
+        (3, 3, 2, 2)
+    """
+    return tuple(total // workers + (i < total % workers) for i in range(workers))
+
+
+def proportional_sizes(
+    total: int,
+    shares: Sequence[float] | np.ndarray,
+    *,
+    min_local: Sequence[int] | np.ndarray | int = 0,
+    max_local: Sequence[int] | np.ndarray | None = None,
+) -> tuple[int, ...]:
+    """Integer sizes proportional to ``shares`` within bounds, by largest remainder; they sum to ``total`` exactly.
+
+    Workers that hit a bound are fixed there and the rest is shared by the others in proportion.
+
+    Args:
+        total: samples to hand out.
+        shares: non-negative weight of each worker, not all zero.
+        min_local: lower bound of each size.
+        max_local: upper bound of each size, ``None`` for none.
+
+    Returns:
+        One size per worker, sum ``total``.
+
+    Raises:
+        ValueError: if the bounds cannot give ``total``, or a share is negative or not finite.
+
+    Example:
+        >>> proportional_sizes(10, [1.0, 0.5, 0.3])
+        (5, 3, 2)
+        >>> proportional_sizes(12, [3, 1], max_local=[6, 100])
+        (6, 6)
+    """
+    weight = np.asarray(shares, dtype=float)
+    if not np.all(np.isfinite(weight)) or np.any(weight < 0) or weight.sum() <= 0:
+        raise ValueError(f"shares must be finite, non-negative and not all zero; got {list(weight)}.")
+    low = np.broadcast_to(np.asarray(min_local, dtype=float), weight.shape)
+    high = np.full(weight.shape, float(total)) if max_local is None else np.asarray(max_local, dtype=float)
+    high = np.maximum(high, low)
+    if low.sum() > total or high.sum() < total:
+        raise ValueError(
+            f"total={total} is outside what the bounds allow, {int(low.sum())} to {int(high.sum())}. "
+            "Change the total or the bounds."
+        )
+    weight = np.maximum(weight / weight.max(), 1e-12)
+    # sum of clip(level * weight, low, high) grows with the level: bisect to the level that gives the total
+    below, above = 0.0, float((high / weight).max())
+    for _ in range(200):
+        level = 0.5 * (below + above)
+        if np.clip(level * weight, low, high).sum() < total:
+            below = level
+        else:
+            above = level
+    exact = np.clip(above * weight, low, high)
+    sizes = np.floor(exact + 1e-9)
+    order = np.lexsort((np.arange(len(exact)), -(exact - sizes)))
+    for i in _cycle_until(order, sizes, high, total):
+        sizes[i] += 1
+    return tuple(int(size) for size in sizes)
+
+
+def _cycle_until(order: np.ndarray, sizes: np.ndarray, high: np.ndarray, total: int) -> Any:
+    while sizes.sum() < total:
+        for i in order:
+            if sizes.sum() >= total:
+                return
+            if sizes[i] < high[i]:
+                yield i
+
+
+def tail_sizes(remaining: int, sizes: Sequence[int], min_local: int = 1) -> tuple[int, ...]:
+    """Split of the ragged last batch of an epoch in the proportion of the full one.
+
+    A share between zero and ``min_local`` goes to workers with larger ones, because a module may not be able to run
+    such a batch (batch normalisation of a single sample); the worker that had it runs with weight 0. No worker gets
+    more than in a full batch, but for fewer than ``min_local`` samples that would otherwise be a batch of their own.
+
+    Args:
+        remaining: samples left, ``0 < remaining <= sum(sizes)``.
+        sizes: the split of the full batch.
+        min_local: smallest batch that a worker can run.
+
+    Returns:
+        One size per worker, sum ``remaining``; zeros are allowed.
+
+    Example:
+        >>> tail_sizes(5, (30, 10, 10))
+        (3, 1, 1)
+        >>> tail_sizes(5, (30, 10, 10), min_local=2)
+        (5, 0, 0)
+    """
+    shares = list(proportional_sizes(remaining, sizes))
+    order = sorted(range(len(shares)), key=lambda i: (-shares[i], -sizes[i], i))
+    spare = 0
+    for i in order[1:]:
+        if shares[i] < min_local:
+            spare, shares[i] = spare + shares[i], 0
+    for i in order:
+        taken = min(spare, sizes[i] - shares[i])
+        if shares[i] or taken >= min_local:
+            spare, shares[i] = spare - taken, shares[i] + taken
+    shares[order[0]] += spare
+    return tuple(shares)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """One split of one total batch over the workers (``b_i`` and ``B`` of Cannikin, sec. 3).
+
+    Args:
+        total_batch_size: ``B``, samples of one step over all workers.
+        local_batch_sizes: ``b_i``, samples of each worker; they sum to ``B``. A worker with 0 takes part in every
+            collective with weight 0.
+        step_time: predicted seconds of one step, ``None`` where there is no time model.
+        bottlenecks: what bounds each worker, ``"compute"`` or ``"communication"``; empty where unknown.
+        leave_out: ranks that only slow the job down: even their minimum takes longer than the others need.
+        step_time_without: predicted seconds of one step with the ranks in ``leave_out`` gone, else ``None``.
+        step_time_error: standard error of ``step_time`` in seconds, ``>= 0``, ``None`` where it is not known.
+
+    Raises:
+        ValueError: if the sizes do not sum to the total, or a field is out of range.
+        TypeError: if a size is not an integer.
+
+    Example:
+        >>> plan = BatchPlan(40, (30, 10))
+        >>> plan.shares
+        (0.75, 0.25)
+    """
+
+    total_batch_size: int
+    local_batch_sizes: tuple[int, ...]
+    step_time: float | None = None
+    bottlenecks: tuple[str, ...] = ()
+    leave_out: tuple[int, ...] = ()
+    step_time_without: float | None = None
+    step_time_error: float | None = None
+
+    def __post_init__(self) -> None:
+        check_int("total_batch_size", self.total_batch_size, minimum=1)
+        sizes = check_sizes("local_batch_sizes", self.local_batch_sizes, minimum=0)
+        object.__setattr__(self, "local_batch_sizes", sizes)
+        object.__setattr__(self, "total_batch_size", int(self.total_batch_size))
+        if sum(sizes) != self.total_batch_size:
+            raise ValueError(
+                f"local_batch_sizes={sizes} sum to {sum(sizes)}, not to total_batch_size={self.total_batch_size}. "
+                "Make them agree."
+            )
+        if self.bottlenecks and len(self.bottlenecks) != len(sizes):
+            raise ValueError(f"bottlenecks must name one per worker ({len(sizes)}); got {self.bottlenecks}.")
+        if self.step_time is not None and not (
+            isinstance(self.step_time, Real) and self.step_time > 0 and math.isfinite(self.step_time)
+        ):
+            raise ValueError(f"step_time must be positive seconds or None; got {self.step_time!r}.")
+        if self.step_time_error is not None:
+            check_number("step_time_error", self.step_time_error, low=0.0)
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return len(self.local_batch_sizes)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """``r_i = b_i / B``, the weight of each worker's mean gradient (Cannikin, eq. 9)."""
+        return tuple(size / self.total_batch_size for size in self.local_batch_sizes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain Python values of all fields, fit for any checkpoint."""
+        return {
+            "total_batch_size": self.total_batch_size,
+            "local_batch_sizes": list(self.local_batch_sizes),
+            "step_time": None if self.step_time is None else float(self.step_time),
+            "bottlenecks": list(self.bottlenecks),
+            "leave_out": [int(i) for i in self.leave_out],
+            "step_time_without": None if self.step_time_without is None else float(self.step_time_without),
+            "step_time_error": None if self.step_time_error is None else float(self.step_time_error),
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> "BatchPlan":
+        """The plan that :meth:`state_dict` described."""
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in state.items()}
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """A plan and the step of an epoch from which it holds.
+
+    Args:
+        epoch: epoch, counted from 0.
+        step: batch of that epoch, counted from 0; with gradient accumulation every micro-batch counts.
+        plan: the plan that holds from there on.
+        reason: why it was adopted, for people.
+
+    Raises:
+        TypeError: if epoch or step is not an integer.
+        ValueError: if epoch or step is negative.
+
+    Example:
+        >>> PlanEntry(0, 8, BatchPlan(8, (6, 2))).plan.shares
+        (0.75, 0.25)
+    """
+
+    epoch: int
+    step: int
+    plan: BatchPlan
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("epoch", "step"):
+            object.__setattr__(self, name, check_int(name, getattr(self, name), minimum=0))
+
+    def describe(self) -> str:
+        """The plan and its reason in one line for the log.
+
+        Example:
+            >>> PlanEntry(0, 0, BatchPlan(8, (6, 2)), "given split").describe()
+            '6/2 of 8 samples (given split)'
+        """
+        plan = self.plan
+        line = f"{'/'.join(map(str, plan.local_batch_sizes))} of {plan.total_batch_size} samples ({self.reason})"
+        if plan.step_time is not None and plan.step_time_error is not None:
+            line += f"; predicted step {plan.step_time * 1e3:.1f} +- {plan.step_time_error * 1e3:.1f} ms"
+        if plan.leave_out and plan.step_time and plan.step_time_without:
+            line += (
+                f"; rank {', '.join(map(str, plan.leave_out))} slows the job down even at its minimum: without it a "
+                f"step would take {plan.step_time_without * 1e3:.1f} instead of {plan.step_time * 1e3:.1f} ms"
+            )
+        return line
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain Python values of all fields, fit for any checkpoint."""
+        return {"epoch": self.epoch, "step": self.step, "plan": self.plan.state_dict(), "reason": self.reason}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> "PlanEntry":
+        """The entry that :meth:`state_dict` described."""
+        return cls(state["epoch"], state["step"], BatchPlan.from_state_dict(state["plan"]), state["reason"])
+
+
+@dataclass(frozen=True)
+class PlanHistory:
+    """Which plan holds at every step: the single source of sizes, offsets and epoch lengths.
+
+    A change holds from a step on that no rank has drawn yet, never in the past. All methods are pure functions of the
+    entries, so ranks that hold the same history agree on all of it with no message.
+
+    Args:
+        entries: in order of ``(epoch, step)``; the first one holds for everything before the second.
+
+    Example:
+        >>> history = PlanHistory((PlanEntry(0, 0, BatchPlan(8, (4, 4))),))
+        >>> history = history.extended(PlanEntry(0, 2, BatchPlan(8, (6, 2))))
+        >>> history.sizes_at(0, 1), history.sizes_at(0, 2), history.sizes_at(1, 0)
+        ((4, 4), (6, 2), (6, 2))
+        >>> history.num_batches(0, num_samples=20), history.sizes_at(0, 2, num_samples=20)
+        (3, (3, 1))
+    """
+
+    entries: tuple[PlanEntry, ...]
+
+    def __post_init__(self) -> None:
+        keys = [(entry.epoch, entry.step) for entry in self.entries]
+        if not keys or keys != sorted(set(keys)):
+            raise ValueError(f"entries of a plan history must be non-empty and strictly ordered in time; got {keys}.")
+
+    @property
+    def version(self) -> int:
+        """Number of plans so far."""
+        return len(self.entries)
+
+    @property
+    def last(self) -> PlanEntry:
+        """The newest entry, which may hold only from a later step on."""
+        return self.entries[-1]
+
+    def at(self, epoch: int, step: int) -> PlanEntry:
+        """The entry that holds at a step."""
+        for entry in reversed(self.entries):
+            if (entry.epoch, entry.step) <= (epoch, step):
+                return entry
+        return self.entries[0]
+
+    def extended(self, entry: PlanEntry) -> "PlanHistory":
+        """This history with one more entry; one that starts at the same step replaces the last.
+
+        Raises:
+            ValueError: if the entry starts before the last one.
+        """
+        kept = self.entries[:-1] if (entry.epoch, entry.step) == (self.last.epoch, self.last.step) else self.entries
+        return PlanHistory((*kept, entry))
+
+    def since(self, epoch: int) -> "PlanHistory":
+        """The part that is needed from the start of ``epoch`` on."""
+        first = self.at(epoch, 0)
+        return PlanHistory(self.entries[self.entries.index(first) :])
+
+    def _segments(self, epoch: int) -> list[tuple[int, BatchPlan]]:
+        """``(first step, plan)`` of each stretch of an epoch."""
+        later = [(entry.step, entry.plan) for entry in self.entries if entry.epoch == epoch and entry.step > 0]
+        return [(0, self.at(epoch, 0).plan), *later]
+
+    def offset(self, epoch: int, step: int) -> int:
+        """Samples of the epoch that the steps before ``step`` take."""
+        segments = self._segments(epoch)
+        ends = [start for start, _ in segments[1:]] + [step]
+        return sum(
+            max(0, min(end, step) - start) * plan.total_batch_size
+            for (start, plan), end in zip(segments, ends, strict=True)
+        )
+
+    def num_batches(self, epoch: int, num_samples: int, *, drop_last: bool = False) -> int:
+        """Steps of an epoch over ``num_samples`` samples, the same on every rank."""
+        segments = self._segments(epoch)
+        taken = 0
+        for (start, plan), (end, _) in zip(segments, segments[1:], strict=False):
+            stretch = (end - start) * plan.total_batch_size
+            if taken + stretch >= num_samples:
+                return start + _full_or_ragged(num_samples - taken, plan.total_batch_size, drop_last)
+            taken += stretch
+        start, plan = segments[-1]
+        return start + _full_or_ragged(num_samples - taken, plan.total_batch_size, drop_last)
+
+    def sizes_at(self, epoch: int, step: int, num_samples: int | None = None, *, min_local: int = 1) -> tuple[int, ...]:
+        """Size of every rank at a step; the ragged last step is split in the same proportion.
+
+        Args:
+            epoch: epoch.
+            step: batch of that epoch.
+            num_samples: samples of the epoch, ``None`` to ignore the ragged tail.
+            min_local: smallest batch that a rank can run, see :func:`tail_sizes`.
+        """
+        plan = self.at(epoch, step).plan
+        if num_samples is None:
+            return plan.local_batch_sizes
+        remaining = num_samples - self.offset(epoch, step)
+        if remaining >= plan.total_batch_size or remaining <= 0:
+            return plan.local_batch_sizes
+        return tail_sizes(remaining, plan.local_batch_sizes, min_local)
+
+    def digest(self) -> int:
+        """48-bit fingerprint of what ranks must agree on: when each plan holds and its sizes."""
+        text = repr([(e.epoch, e.step, e.plan.local_batch_sizes) for e in self.entries])
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain Python values, fit for any checkpoint."""
+        return {"entries": [entry.state_dict() for entry in self.entries]}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> "PlanHistory":
+        """The history that :meth:`state_dict` described."""
+        return cls(tuple(PlanEntry.from_state_dict(entry) for entry in state["entries"]))
+
+
+def _full_or_ragged(samples: int, total: int, drop_last: bool) -> int:
+    return samples // total if drop_last else -(-samples // total)

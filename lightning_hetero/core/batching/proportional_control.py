@@ -1,0 +1,277 @@
+"""Proportional control of batch sizes with no time model (dynamic batching, sec. III-C, eq. 4-5).
+
+``delta b_i = -X_i (mu_i - mean(mu))`` with the throughput ``X_i = b_i / mu_i`` and ``mu_i`` the smoothed compute time
+since the last change. Made stable by a dead band, smoothing, bounds, and an upper bound learned where throughput fell
+after a rise. The paper's rule does not keep the total; here sizes are re-normalised to it.
+
+The mean is that of the workers that can still change: one that is held by a bound takes longer or shorter than all
+others whatever these do, and would make every one of them look wrong. And the dead band knows the noise: what a change
+rests on has to exceed what times that scatter so much show by chance, see
+:mod:`lightning_hetero.core.timing.step_times`.
+
+What differs from the paper: a bound is learned only where throughput fell by as much as the size rose, because a
+smaller fall is answered by the proportional rule itself, while from there on it would swing for ever. And a bound is on
+trial, because one disturbed stretch of steps looks like a rise that went wrong: it lapses after two decisions, and
+holds four times as long each time that the fall comes back. A worker whose size turns round goes half as far as the
+rule says, and half of that at the next turn, because where times rise faster than sizes the whole way overshoots; with
+further steps in one direction, and slowly with decisions that change nothing, it comes back to the whole way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_hetero.core.batching.plan import proportional_sizes
+from lightning_hetero.core.timing.step_times import StepTimes
+
+__all__ = ["ControllerState", "LearnedBound", "control", "smooth"]
+
+Array = npt.NDArray[np.float64]
+
+NOTABLE = 0.1
+"""Share by which throughput has to differ at least before it says something of the worker."""
+FIRST_TRIAL = 2
+LONGER = 4
+SIGNIFICANT = 4.0
+"""Standard errors by which times have to differ before sizes change."""
+FINISHING = 0.5
+"""Share of the dead band that is left after a change that rested on few noisy steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedBound:
+    """Largest size of a worker, taken from a fall of its throughput after a rise.
+
+    Args:
+        size: samples before the rise.
+        throughput: ``X_i`` before the rise, in samples per second.
+        lifetime: decisions for which the bound holds.
+        age: decisions since the fall. A bound that has lapsed is kept until a rise goes well, so that a fall that
+            comes back makes it last longer.
+
+    Example:
+        >>> LearnedBound(60, 100.0, lifetime=2, age=1).holds, LearnedBound(60, 100.0, lifetime=2, age=2).holds
+        (True, False)
+    """
+
+    size: int
+    throughput: float
+    lifetime: int = FIRST_TRIAL
+    age: int = 0
+
+    @property
+    def holds(self) -> bool:
+        """Whether sizes have to stay below it."""
+        return self.age < self.lifetime
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerState:
+    """State of the proportional controller; replaced, never changed in place.
+
+    Args:
+        local_batch_sizes: sizes that run now.
+        times: what each worker takes for a step since the last change.
+        previous_sizes: sizes before the last change, empty if there was none.
+        previous_throughput: ``X_i`` in samples per second before the last change.
+        moves: by what each size last changed, in samples.
+        gains: share of the rule's step that each size takes, 0 to 1; empty before the first change.
+        bounds: upper bound learned for each worker, ``None`` for none; empty before the first decision.
+        previous_errors: standard errors of ``previous_throughput``, as shares.
+        coarse: whether noise left the last change less certain than the dead band, so that it may have to be finished.
+        kept: why the last decision changed nothing, ``None`` if it changed sizes.
+
+    Example:
+        >>> smooth(ControllerState((8, 8)), [0.5, 2.0]).throughput
+        (16.0, 4.0)
+    """
+
+    local_batch_sizes: tuple[int, ...]
+    times: StepTimes = StepTimes()
+    previous_sizes: tuple[int, ...] = ()
+    previous_throughput: tuple[float, ...] = ()
+    moves: tuple[int, ...] = ()
+    gains: tuple[float, ...] = ()
+    bounds: tuple[LearnedBound | None, ...] = ()
+    previous_errors: tuple[float, ...] = ()
+    coarse: bool = False
+    kept: str | None = None
+
+    @property
+    def throughput(self) -> tuple[float, ...]:
+        """``X_i = b_i / mu_i`` in samples per second."""
+        return tuple(b / max(mu, 1e-9) for b, mu in zip(self.local_batch_sizes, self.times.mean, strict=True))
+
+
+def smooth(state: ControllerState, compute_times: Sequence[float] | Array, *, decay: float = 0.9) -> ControllerState:
+    """Add the compute times of one step to the :class:`~lightning_hetero.core.timing.step_times.StepTimes`.
+
+    Args:
+        state: state so far.
+        compute_times: ``a_i + P_i`` of each worker in seconds.
+        decay: weight of the past, 0 to 1.
+
+    Example:
+        >>> smooth(smooth(ControllerState((8, 8)), [1.0, 2.0]), [2.0, 2.0], decay=0.5).times.smoothed
+        (1.5, 2.0)
+    """
+    return replace(state, times=state.times.observe(compute_times, decay=decay))
+
+
+def control(
+    state: ControllerState,
+    total_batch_size: int,
+    *,
+    min_local: Sequence[int],
+    max_local: Sequence[int] | None = None,
+    dead_band: float = 0.05,
+    bound_lifetime: int = 128,
+) -> tuple[ControllerState, tuple[int, ...] | None]:
+    """One decision of the controller: new sizes for all workers, or for none.
+
+    Args:
+        state: state with at least one smoothed observation.
+        total_batch_size: ``B``, which the sizes sum to.
+        min_local: fewest samples of each worker.
+        max_local: most samples of each worker.
+        dead_band: sizes change only if one of them would by more than this share.
+        bound_lifetime: most decisions for which a learned bound holds, since what caused it may be over.
+
+    Returns:
+        The new state, and the new sizes or ``None``.
+
+    Example:
+        >>> state, sizes = control(smooth(ControllerState((20, 20)), [0.1, 0.3]), 40, min_local=(1, 1))
+        >>> sizes
+        (30, 10)
+        >>> control(smooth(state, [0.15, 0.15]), 40, min_local=(1, 1))[1] is None
+        True
+    """
+    state = _learn_bounds(replace(state, times=state.times.current()), dead_band, bound_lifetime)
+    mu, b = state.times.best, np.asarray(state.local_batch_sizes, dtype=float)
+    given = np.full(len(b), total_batch_size) if max_local is None else np.asarray(max_local)
+    learned = [bound.size if bound is not None and bound.holds else total_batch_size for bound in state.bounds]
+    high = np.minimum(given, np.maximum(learned, min_local))
+    if high.sum() < total_batch_size:
+        high = given
+    error, free = _errors(mu, b, np.asarray(min_local), high)
+    noise = _noise(mu, state.times.errors, free)
+    gains = _gains(state, error, np.abs(error) > SIGNIFICANT * noise)
+    wanted = np.maximum(b - gains * np.asarray(state.throughput) * error, 1e-3)
+    sizes = proportional_sizes(total_batch_size, wanted, min_local=min_local, max_local=high)
+    change = np.abs(np.asarray(sizes) - b) / np.maximum(b, 1.0)
+    least = FINISHING * dead_band if state.coarse else dead_band
+    if not np.any((change > least) & (np.abs(error) > SIGNIFICANT * noise)):
+        kept = _why_kept(mu, error, free, change, noise, least)
+        return replace(state, gains=_rested(state), kept=kept), None
+    changed = replace(
+        state,
+        local_batch_sizes=sizes,
+        kept=None,
+        times=state.times.restarted(),
+        previous_sizes=state.local_batch_sizes,
+        previous_throughput=state.throughput,
+        previous_errors=tuple(float(share) for share in state.times.errors),
+        moves=tuple(int(new - old) for new, old in zip(sizes, state.local_batch_sizes, strict=True)),
+        gains=tuple(float(gain) for gain in gains),
+        coarse=not any(state.bounds) and bool(np.any(SIGNIFICANT * noise > dead_band * mu)),
+    )
+    return changed, sizes
+
+
+def _why_kept(mu: Array, error: Array, free: npt.NDArray[np.bool_], change: Array, noise: Array, least: float) -> str:
+    """Why no size changes."""
+    apart = mu[free].max() / max(mu[free].min(), 1e-12) - 1.0
+    if change.max() > least:
+        scatter = SIGNIFICANT * float((noise / np.maximum(mu, 1e-12)).max())
+        return f"differences are within the noise: {change.max():.1%} in sizes, where up to {scatter:.1%} is noise"
+    if not free.all():
+        held = ", ".join(str(rank) for rank in np.flatnonzero(~free))
+        return f"bounds hold: rank {held} at its minimum or maximum; compute times of the others differ by {apart:.1%}"
+    if np.abs(error).max() <= least * mu.mean():
+        return f"workers are equally fast at this split: compute times differ by {apart:.1%}"
+    return f"dead band: no size would change by more than {least:.1%}"
+
+
+def _errors(mu: Array, b: Array, low: npt.NDArray[Any], high: npt.NDArray[Any]) -> tuple[Array, npt.NDArray[np.bool_]]:
+    """``mu_i - mean(mu)``, and the workers that the mean is of: those that no bound keeps from what the rule wants.
+
+    A worker at its minimum whose time is above the mean stays there, and so does one at its maximum below the mean.
+    Without them the mean is another, by which further workers may be held: it is taken anew until none is.
+    """
+    free = np.ones(len(mu), dtype=bool)
+    for _ in range(len(mu)):
+        error = mu - mu[free].mean()
+        held = ((b <= low) & (error > 0)) | ((b >= high) & (error < 0))
+        if not np.any(held & free) or np.all(held | ~free):
+            break
+        free &= ~held
+    return mu - mu[free].mean(), free
+
+
+def _noise(mu: Array, errors: Array, free: npt.NDArray[np.bool_]) -> Array:
+    """Standard error in seconds of ``mu_i - mean(mu)``, from the relative ones of ``mu_i``."""
+    variance, share = (mu * errors) ** 2, free / free.sum()
+    return np.asarray(np.sqrt(variance * (1.0 - 2.0 * share) + (share**2 * variance).sum()))
+
+
+def _gains(state: ControllerState, error: Array, significant: npt.NDArray[np.bool_]) -> Array:
+    """Share of the rule's step for each size: half as much where it turns round, twice as much where it goes on."""
+    if not state.moves:
+        return np.ones(len(error))
+    turns = (np.asarray(state.moves) * error > 0) & significant
+    gains: Array = np.clip(np.asarray(state.gains) * np.where(turns, 0.5, 2.0), 2.0**-6, 1.0)
+    return gains
+
+
+def _rested(state: ControllerState) -> tuple[float, ...]:
+    """Shares of the rule's step after a decision that changed nothing; a size at its bound has not rested."""
+    return tuple(
+        gain if bound is not None and bound.holds else min(1.25 * gain, 1.0)
+        for gain, bound in zip(state.gains, state.bounds, strict=bool(state.gains))
+    )
+
+
+def _learn_bounds(state: ControllerState, dead_band: float, longest: int) -> ControllerState:
+    """The state with each worker's bound learned, grown older, or forgotten."""
+    count = len(state.local_batch_sizes)
+    old = state.previous_sizes or state.local_batch_sizes, state.previous_throughput or state.throughput
+    errors = state.times.errors
+    chance = SIGNIFICANT * np.hypot(errors, state.previous_errors if state.previous_errors else errors)
+    bounds = [
+        _learn_bound(bound, size, speed, old_size, old_speed, max(NOTABLE, float(share)), dead_band, longest)
+        for bound, size, speed, old_size, old_speed, share in zip(
+            state.bounds or (None,) * count, state.local_batch_sizes, state.throughput, *old, chance, strict=True
+        )
+    ]
+    return replace(state, bounds=tuple(bounds), previous_sizes=(), previous_throughput=(), previous_errors=())
+
+
+def _learn_bound(
+    bound: LearnedBound | None,
+    size: int,
+    speed: float,
+    old_size: int,
+    old_speed: float,
+    notable: float,
+    dead_band: float,
+    longest: int,
+) -> LearnedBound | None:
+    """A worker's bound after one more decision, at ``size`` and before its last change at ``old_size``.
+
+    It is learned if the size rose and the next size, ``b X / X_old``, would lie below the former one: from there on the
+    rule would swing. It is forgotten if a rise beyond it went well, or if throughput at the former size is not what it
+    was: then something else than the size had changed it. ``notable`` is the least difference that says so.
+    """
+    rise, fall = size / max(old_size, 1), old_speed / max(speed, 1e-12)
+    if size > old_size and fall > 1 / (1 - min(notable, 0.9)) and fall * (1 + dead_band) >= rise:
+        lifetime = FIRST_TRIAL if bound is None else min(LONGER * bound.lifetime, longest)
+        return LearnedBound(old_size, old_speed, lifetime)
+    if bound is None or size > max(bound.size, old_size):
+        return None
+    if size == bound.size and abs(speed / max(bound.throughput, 1e-12) - 1) > notable:
+        return None
+    return replace(bound, age=bound.age + 1)

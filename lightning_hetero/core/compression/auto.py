@@ -1,0 +1,222 @@
+"""Whether compression pays: the dense sum against block top-k at each density, by predicted time to accuracy.
+
+Steps are those of the time model (Cannikin, eq. 7). Of a dense sum, all buckets but the last can hide behind the
+backward pass; selection and messages of block top-k begin when that is over, and hide behind nothing. Where gradients
+may come a step late, sums and messages hide behind a whole step of computing, selection does not. A step counts with
+the samples that its density costs (StellaTrain, eq. 5).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_hetero.core.compression.objective import density_penalty, time_to_accuracy
+from lightning_hetero.core.compression.settings import VALUE_DTYPES
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.timing.fitting import estimate_gamma, estimate_sync_times, steps_that_tell
+
+__all__ = ["CompressionChoice", "Computing", "LinkMeasurement", "choose_density", "pack_bytes"]
+
+MARGIN = 1.05
+"""Predictions err: compression has to gain 5 %."""
+
+
+@dataclass(frozen=True)
+class Computing:
+    """What is known of a step apart from the link, the slowest worker's values; zeros if nothing is.
+
+    Args:
+        whole: seconds of load, forward, backward and update, ``a + P``.
+        begun: of these, seconds before the first gradients are ready, ``a + gamma P``.
+        last: share of a dense sum that begins only behind the backward pass, ``t_u / (t_o + t_u)``, 0 to 1.
+
+    Example:
+        >>> Computing.of(StepObservations.empty(2))
+        Computing(whole=0.0, begun=0.0, last=1.0)
+    """
+
+    whole: float = 0.0
+    begun: float = 0.0
+    last: float = 1.0
+
+    @classmethod
+    def of(cls, seen: StepObservations) -> "Computing":
+        """From observed steps with dense sums, medians over steps.
+
+        Example:
+            >>> ones = np.ones((3, 2))
+            >>> seen = StepObservations(8 * ones, 0.1 * ones, 0.4 * ones, 0.1 * ones, 0.3 * ones, 0.1 * ones, ones)
+            >>> found = Computing.of(seen)
+            >>> round(found.whole, 3), round(found.begun, 3), round(found.last, 3)
+            (0.5, 0.2, 0.25)
+        """
+        if seen.num_steps == 0:
+            return cls()
+        gamma = estimate_gamma(seen.first_bucket, seen.backward)
+        t_o, t_u = estimate_sync_times(seen.overlapped_sync, seen.last_sync, steps_that_tell(seen))
+        whole, begun = np.median(seen.compute, axis=0), np.median(seen.outside_backward + gamma * seen.backward, axis=0)
+        return cls(float(whole.max()), float(begun.max()), t_u / (t_o + t_u) if t_o + t_u > 0 else 1.0)
+
+
+@dataclass(frozen=True)
+class LinkMeasurement:
+    """What was measured before training, the slowest rank's values.
+
+    Args:
+        latency: seconds of an exchange of next to nothing, ``>= 0``.
+        rate: bytes per second that a rank can send in an exchange, above 0.
+        encode: seconds of error feedback, selection and merging for the whole model.
+        world_size: ranks.
+        numel: elements of the gradient.
+        element_size: bytes of an element.
+
+    Example:
+        >>> LinkMeasurement(latency=0.001, rate=1e6, encode=0.01, world_size=2, numel=1_000_000).dense_seconds
+        4.002
+    """
+
+    latency: float
+    rate: float
+    encode: float
+    world_size: int
+    numel: int
+    element_size: int = 4
+
+    @property
+    def dense_seconds(self) -> float:
+        """Seconds of the dense sum: ``2 (N - 1) / N`` times the gradient's bytes, in ``2 (N - 1)`` rounds."""
+        n = self.world_size
+        return 2 * (n - 1) * self.latency + 2 * (n - 1) / n * self.numel * self.element_size / self.rate
+
+    def message_seconds(self, density: float, value_dtype: str = "bfloat16") -> float:
+        """Seconds of one message of block top-k to each other rank."""
+        sent = (self.world_size - 1) * pack_bytes(self.numel, density, self.world_size, value_dtype)
+        return self.latency + sent / self.rate
+
+    def compressed_seconds(self, density: float, value_dtype: str = "bfloat16") -> float:
+        """Seconds of block top-k: selection and messages."""
+        return self.encode + self.message_seconds(density, value_dtype)
+
+    def dense_step(self, computing: Computing, *, hidden: bool = False) -> float:
+        """Seconds of a step with the dense sum: ``max(a + P + t_u, a + gamma P + t_o + t_u)``.
+
+        Args:
+            computing: of the step.
+            hidden: whether sums may come a step late: ``max(a + P, t_o + t_u)``.
+
+        Example:
+            >>> link = LinkMeasurement(latency=0.0, rate=1e6, encode=0.01, world_size=2, numel=1_000_000)
+            >>> link.dense_step(Computing(3.0, 1.0, 0.5)), link.dense_step(Computing(3.0, 1.0, 0.5), hidden=True)
+            (5.0, 4.0)
+        """
+        exchange = self.dense_seconds
+        if hidden:
+            return max(computing.whole, exchange)
+        return max(computing.whole + computing.last * exchange, computing.begun + exchange)
+
+    def compressed_step(self, density: float, value_dtype: str, computing: Computing, *, hidden: bool = False) -> float:
+        """Seconds of a step with block top-k.
+
+        Args:
+            density: share of all blocks that all ranks together send, above 0, to 1.
+            value_dtype: type of values on the wire.
+            computing: of the step.
+            hidden: whether messages may come a step late. They then travel while the next step computes and selects.
+
+        Example:
+            >>> link = LinkMeasurement(latency=0.0, rate=1e6, encode=0.01, world_size=2, numel=1_600_000)
+            >>> [link.compressed_step(0.01, "bfloat16", Computing(0.02), hidden=late) for late in (False, True)]
+            [0.047, 0.03]
+        """
+        if hidden:
+            return max(computing.whole + self.encode, self.message_seconds(density, value_dtype))
+        return computing.whole + self.compressed_seconds(density, value_dtype)
+
+
+@dataclass(frozen=True)
+class CompressionChoice:
+    """What to do, and the predictions that it rests on.
+
+    Args:
+        density: of block top-k, ``None`` for the dense sum.
+        dense_seconds: predicted seconds of a step with the dense sum.
+        seconds: predicted seconds of a step with block top-k at each density.
+        computing: of these, seconds of computing.
+        hidden: whether sums and messages may travel meanwhile.
+
+    Example:
+        >>> CompressionChoice(0.01, 0.4, ((0.01, 0.1),), 0.05).describe().partition(",")[0]
+        'block top-k at density 0.01'
+    """
+
+    density: float | None
+    dense_seconds: float
+    seconds: tuple[tuple[float, float], ...]
+    computing: float = 0.0
+    hidden: bool = False
+
+    def describe(self) -> str:
+        """One line for the log."""
+        chosen = "dense sums" if self.density is None else f"block top-k at density {self.density:g}"
+        listing = ", ".join(
+            f"{density:g}: {1e3 * seconds:.3g} ms x {1.0 + density_penalty(density):.3g}"
+            for density, seconds in self.seconds
+        )
+        meanwhile = " and hides what is sent" if self.hidden else ""
+        return (
+            f"{chosen}, because dense takes {1e3 * self.dense_seconds:.3g} ms a step and densities {listing}, of which "
+            f"computing{meanwhile} takes {1e3 * self.computing:.3g} ms"
+        )
+
+
+def pack_bytes(numel: int, density: float, world_size: int, value_dtype: str = "bfloat16") -> float:
+    """Bytes of one rank's message, blocks of 16: ``density / N`` of the blocks, values and 2 bytes of index each.
+
+    Example:
+        >>> pack_bytes(1_600_000, 0.01, 2)
+        17000.0
+    """
+    blocks = numel / 16 * density / (1 if density >= 1 else world_size)
+    return blocks * (VALUE_DTYPES[value_dtype] + 2)
+
+
+def choose_density(
+    measured: LinkMeasurement,
+    densities: Sequence[float],
+    value_dtype: str = "bfloat16",
+    computing: Computing = Computing(),  # noqa: B008 - a value that never changes
+    *,
+    hidden: bool = False,
+) -> CompressionChoice:
+    """The density of least ``(1 + g(density)) step(density)``; dense sums unless that gains 5 %.
+
+    ``g`` is :func:`~lightning_hetero.core.compression.objective.density_penalty`, what a density costs in all of a
+    training. What a cut costs early in it, :func:`~lightning_hetero.core.compression.objective.cut_penalty`, passes,
+    and this choice is made once. Nor do gradients count that may come late: that was the user's choice, and dense sums
+    may come late as well.
+
+    Args:
+        measured: of the link.
+        densities: candidates, each above 0, to 1.
+        value_dtype: type of values on the wire.
+        computing: of a step.
+        hidden: whether gradients may come a step late, so that sums and messages hide behind computing.
+
+    Example:
+        >>> thin = LinkMeasurement(1e-3, 12.5e6, 0.01, world_size=2, numel=10_000_000)
+        >>> choose_density(thin, [0.001, 0.01, 0.1]).density
+        0.001
+        >>> choose_density(thin, [0.001, 0.01, 0.1], computing=Computing(0.2, 0.1, 0.01), hidden=True).density
+        0.1
+        >>> choose_density(thin, [0.001, 0.01, 0.1], computing=Computing(10.0, 1.0, 0.01)).density is None
+        True
+        >>> thick = LinkMeasurement(1e-4, 5e9, 0.5, world_size=2, numel=10_000_000)
+        >>> choose_density(thick, [0.001, 0.01, 0.1]).density is None
+        True
+    """
+    seconds = tuple((d, measured.compressed_step(d, value_dtype, computing, hidden=hidden)) for d in sorted(densities))
+    dense = measured.dense_step(computing, hidden=hidden)
+    objective, density = min((time_to_accuracy(1, s, density_penalty(d)), -d) for d, s in seconds)
+    best = -density if MARGIN * objective <= dense else None
+    return CompressionChoice(best, dense, seconds, computing.whole, hidden)

@@ -1,0 +1,3 @@
+"""What gradients cross: bandwidth, messages, staleness, clusters."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""Elastic averaging: how replicas are merged and batches scaled."""
+
+__all__: list[str] = []

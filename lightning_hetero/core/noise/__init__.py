@@ -1,0 +1,3 @@
+"""Gradient noise scale, from unequal batches and over accumulation windows."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""Policies: one file each, from observations to the next plan."""
+
+__all__: list[str] = []

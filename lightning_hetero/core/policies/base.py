@@ -1,0 +1,195 @@
+"""What every policy is given and gives back: context, proposal, and the functions between them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.link.bandwidth import MessageLink
+from lightning_hetero.core.noise.estimators import RunningNoiseScale
+from lightning_hetero.core.observations import StepObservations
+
+if TYPE_CHECKING:  # it takes scipy, which most runs have no need of
+    from lightning_hetero.core.compression.objective import DensityChoice
+
+__all__ = ["Decision", "PlanContext", "Planner", "Proposal", "check_planner", "moves_total"]
+
+
+@dataclass(frozen=True)
+class PlanContext:
+    """What a planner has to respect.
+
+    Args:
+        total_batch_size: ``B`` of the next steps.
+        identities: hardware identity of each rank, the key of what was learned.
+        min_local: fewest samples of each rank.
+        max_local: most samples of each rank, ``None`` for no limit.
+        hysteresis: least predicted gain (share of the step time) for which a plan is changed.
+        accumulation: micro-batches of a step; only the last is synchronised.
+        capacities: open-loop capacity of each rank (peak FLOP/s).
+        noise: gradient noise so far, ``None`` if nobody measures it.
+        epoch_begins: whether the next plan begins with an epoch, so that ``accumulation`` may change with it.
+        link: what compressed gradients cross, ``None`` if there are none.
+        given: sizes to begin with that the user gave, ``None`` if the policy finds its own.
+        change_cost: seconds that a change of the plan costs, to compile or tune anew; ``None`` if that is unknown.
+        elapsed: steps since the last look, of which only the newest are observed; ``None`` for those that are.
+
+    Example:
+        >>> PlanContext(40, ("a", "b"), (1, 1)).hysteresis
+        0.0
+    """
+
+    total_batch_size: int
+    identities: tuple[str, ...]
+    min_local: tuple[int, ...]
+    max_local: tuple[int, ...] | None = None
+    hysteresis: float = 0.0
+    accumulation: int = 1
+    capacities: tuple[float, ...] = ()
+    noise: RunningNoiseScale | None = None
+    epoch_begins: bool = False
+    link: MessageLink | None = None
+    given: tuple[int, ...] | None = None
+    change_cost: float | None = None
+    elapsed: int | None = None
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan, and why.
+
+    Args:
+        plan: plan to adopt.
+        reason: one sentence for the log, with the expected gain.
+
+    Example:
+        >>> Proposal(BatchPlan(8, (6, 2)), "optimum of the time model").plan.local_batch_sizes
+        (6, 2)
+    """
+
+    plan: BatchPlan
+    reason: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Outcome of one look at the plan: all that the engine carries out. Unpacks to the planner and the proposal.
+
+    Args:
+        planner: the planner that has seen the observations, ``None`` where somebody else decided.
+        proposal: plan to change to, ``None`` to keep the current one.
+        density: share of the gradient to send from now on, with its predictions; ``None`` if nothing is decided on it.
+        stale: whether gradients are applied a step late from now on; ``None`` leaves that as it is.
+        probe: density whose messages the next steps are to time, ``None`` for none.
+        kept: why the plan stays, ``None`` if it changes or there is nothing to say. What stands before the first colon
+            is said once in a run.
+        soon: whether the next look is worth more than it costs, so that it comes as early as it can.
+        error: standard error in seconds of the step time that is predicted of the running plan, ``None`` if not known.
+        moving: whether speeds more likely walk than stand still, so that looks come more often if that is cheap.
+
+    Example:
+        >>> planner, proposal = Decision(None, kept="too few observations: 3 steps")
+        >>> planner is proposal is None
+        True
+    """
+
+    planner: "Planner | None"
+    proposal: Proposal | None = None
+    density: "DensityChoice | None" = None
+    stale: bool | None = None
+    probe: float | None = None
+    kept: str | None = None
+    soon: bool = False
+    error: float | None = None
+    moving: bool = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.planner, self.proposal))
+
+    @property
+    def waits(self) -> bool:
+        """Whether something is decided by what the next steps show, so that a look at them is due soon."""
+        return self.soon or self.probe is not None
+
+    @classmethod
+    def of(cls, outcome: Any) -> "Decision":
+        """The decision that a planner returned: one, or a pair of planner and proposal.
+
+        Raises:
+            TypeError: if it is neither.
+
+        Example:
+            >>> Decision.of((None, None)) == Decision(None)
+            True
+        """
+        if isinstance(outcome, cls):
+            return outcome
+        if isinstance(outcome, tuple) and len(outcome) == 2:
+            return cls(*outcome)
+        raise TypeError(
+            f"decide() of a planner returned {outcome!r}; return Decision(planner, proposal), or the pair of both with "
+            "None for no proposal."
+        )
+
+
+@runtime_checkable
+class Planner(Protocol):
+    """What every policy offers."""
+
+    @property
+    def moves_total(self) -> bool:
+        """Whether it moves the total batch: then a run goes on with the total that it had reached."""
+
+    def initial(self, context: PlanContext) -> Proposal | None:
+        """Plan before any step, from what is already known; ``None`` for equal sizes."""
+
+    def decide(
+        self, observations: StepObservations, current: BatchPlan, context: PlanContext
+    ) -> "Decision | tuple[Planner, Proposal | None]":
+        """The planner that has seen the observations, and a plan to change to, or ``None`` to keep the current one.
+
+        There is at least one step, except between two epochs for a planner that moves the total.
+        """
+
+    def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
+        """Predicted seconds of a step under ``plan``, ``None`` where the policy has no model."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain Python values, fit for any checkpoint."""
+
+    def loaded(self, state: dict[str, Any]) -> "Planner":
+        """The planner with what :meth:`state_dict` described."""
+
+
+def moves_total(planner: Planner | None) -> bool:
+    """Whether there is a planner that moves the total batch.
+
+    Example:
+        >>> from lightning_hetero.core.policies.perf_model import StaticPlanner
+        >>> moves_total(None), moves_total(StaticPlanner())
+        (False, False)
+    """
+    return planner is not None and planner.moves_total
+
+
+OFFERED = ("moves_total", "initial", "decide", "predict", "state_dict", "loaded")
+
+
+def check_planner(planner: Any) -> Planner:
+    """The planner, if it offers what :class:`Planner` asks for.
+
+    Raises:
+        TypeError: if it does not.
+
+    Example:
+        >>> from lightning_hetero.core.policies.perf_model import StaticPlanner
+        >>> check_planner(StaticPlanner()).moves_total
+        False
+    """
+    if isinstance(planner, Planner):
+        return planner
+    lacks = ", ".join(name for name in OFFERED if name not in dir(planner))
+    raise TypeError(
+        f"planner={planner!r} lacks {lacks}. See lightning_hetero.core.policies.base.Planner; moves_total = False says "
+        "that the total batch stays."
+    )

@@ -1,0 +1,302 @@
+"""Total batch size and split decided together, by goodput (Cannikin, sec. 4.1 and 4.5), as a planner."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from lightning_hetero.core.batching.goodput import (
+    Candidate,
+    SolvedTotals,
+    Window,
+    candidate_totals,
+    choose_total,
+    efficiency,
+    goodput_of,
+    windows_of,
+)
+from lightning_hetero.core.batching.optperf import solve_optperf
+from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.policies.perf_model import Decision, PerfModelPlanner, PlanContext, Proposal
+from lightning_hetero.core.policies.split_rule import horizon
+from lightning_hetero.core.timing.step_time import ClusterTimeModel
+
+__all__ = ["GoodputPlanner"]
+
+# None of these is a setting: they say in how many changes a total gets where goodput is highest, not where that is.
+# What says when a change pays stands in RuleSettings and in the arguments of the planner.
+GROWTH = 2.0
+"""Largest factor between two totals where the noise scale is not certain."""
+FARTHEST = 16.0
+"""Largest factor where it is: beyond ``GROWTH`` a total has to pay even if the noise scale is off by ``SURE``."""
+SURE = 2.0
+"""Standard errors of the noise scale, two for the usual 95 %."""
+
+PROBE = 1.5
+"""Factor to a total that is tried because only one size of a worker is known: far enough to tell its fixed time."""
+WASTE = 0.2
+"""Largest loss of efficiency for that, as a share; it lasts until the next look."""
+
+
+@dataclass(frozen=True)
+class GoodputPlanner:
+    """Splits by the time model, and moves the total to where goodput is highest.
+
+    A total that exceeds the memory of all workers runs as several micro-batches; their number changes only between
+    epochs, because a window must not be cut. While a worker was seen at one size only, its time model has no constant
+    part, and every total would promise the same throughput: then the next total is one that tells, half as large again
+    or, if that would waste more than a fifth of the samples, smaller by as much.
+
+    One decision changes the total by a factor of two at most, or of 16 where that pays even if the noise scale is off
+    by two standard errors. As for the split, a change has to gain more than it costs while it holds.
+
+    Args:
+        max_total_batch_size: greatest total, ``>= 1``.
+        min_total_batch_size: least total, ``>= 1``, ``None`` for the smallest that the workers' bounds allow.
+        hysteresis: least predicted gain in goodput for which the total is changed, as a share, 0 to 1.
+        min_steps: observed steps between two changes of the total, ``>= 1``.
+        model: planner of the split, with the time models.
+        initial_total: ``B_0``, the total against which efficiency counts; set when training begins.
+        micro_batch_limit: samples of all workers together in one micro-batch if no bounds are known, ``None`` for no
+            limit.
+        table: candidates of the last decision.
+        solved: their step times, kept from one decision to the next.
+        steps: observed steps since the total changed.
+        accumulation: micro-batches of the total in use.
+        moves_total: tells the engine that a run goes on with the total that it had reached.
+
+    Example:
+        >>> from lightning_hetero.core.noise.estimators import RunningNoiseScale
+        >>> import numpy as np
+        >>> noise = RunningNoiseScale().update(trace=900.0, global_sq_norm=1.0 + 900 / 40, total_batch_size=40)
+        >>> context = PlanContext(40, ("a", "b"), (1, 1), noise=noise)
+        >>> sizes = np.array([[20.0, 20.0], [30.0, 10.0]] * 20)
+        >>> zeros = np.zeros_like(sizes)
+        >>> seconds = 0.05 + sizes * [0.001, 0.003]
+        >>> obs = StepObservations(sizes, zeros, seconds, zeros, zeros, zeros, zeros)
+        >>> planner, proposal = GoodputPlanner(400, initial_total=40).decide(obs, BatchPlan(40, (30, 10)), context)
+        >>> proposal.plan.total_batch_size, proposal.plan.local_batch_sizes
+        (80, (60, 20))
+    """
+
+    max_total_batch_size: int
+    min_total_batch_size: int | None = None
+    hysteresis: float = 0.02
+    min_steps: int = 8
+    model: PerfModelPlanner = field(default_factory=PerfModelPlanner)
+    initial_total: int | None = None
+    micro_batch_limit: int | None = None
+    table: tuple[Candidate, ...] = ()
+    solved: SolvedTotals = SolvedTotals()
+    steps: int = 0
+    accumulation: int = 1
+    moves_total: bool = True
+
+    def initial(self, context: PlanContext) -> Proposal | None:
+        """As the time model's planner."""
+        return self.model.initial(context)
+
+    def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
+        """As the time model's planner."""
+        return self.model.predict(plan, context)
+
+    def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
+        """Learn from the observations; propose the best total with its optimal split, or a better split of this one."""
+        by_model = self.model.decide(observations, current, context)
+        model, split = by_model
+        planner = replace(
+            self, model=model, steps=self.steps + observations.num_steps, accumulation=context.accumulation
+        )
+        cluster = model.cluster(replace(context, accumulation=1))
+        if cluster is None or self.noise_scale(context) is None or self.initial_total is None:
+            return replace(by_model, planner=planner)
+        total = current.total_batch_size * context.accumulation
+        windows = planner.windows(total, context)
+        planner = replace(planner, solved=planner._solve(cluster, windows, total, context))
+        planner = replace(planner, table=planner.candidates(planner.solved.times(windows), context))
+        now = planner.current(planner.table, total)
+        if planner.steps < self.min_steps or now is None:
+            return replace(by_model, planner=planner)
+        probe = _probe(planner.table, now)
+        explores = _tells(model, _plan(cluster, probe, context), context)
+        chosen = probe if explores else planner._choose(total, context)
+        if chosen.total_batch_size == total or not (explores or planner._pays(chosen, now, model, context)):
+            return replace(by_model, planner=planner)
+        plan, gain = _plan(cluster, chosen, context), chosen.goodput / now.goodput - 1.0
+        there = replace(context, total_batch_size=plan.total_batch_size, accumulation=chosen.accumulation)
+        plan = replace(plan, step_time_error=model.error(plan, there))
+        why = "to learn the constant part of a step" if explores else f"goodput {gain:+.0%}"
+        reason = f"total batch {total} -> {plan.total_batch_size * chosen.accumulation}: {why}, {self.ground(context)}"
+        planner, soon = replace(planner, steps=0, accumulation=chosen.accumulation), gain > model.settings.soon
+        return replace(by_model, planner=planner, proposal=Proposal(plan, reason), soon=explores or soon, kept=None)
+
+    def _choose(self, total: int, context: PlanContext) -> Candidate:
+        """The best total: nearby by what is known, farther away by what is certain."""
+        near = [c for c in self.table if total / GROWTH <= c.total_batch_size <= total * GROWTH]
+        best = choose_total(near, total, hysteresis=self.hysteresis)
+        error = SURE * self._error(context)
+        if not error < 1.0 or len(near) == len(self.table):
+            return best
+
+        def cautious(candidate: Candidate) -> float:
+            """Goodput over that of the best one nearby, should the noise scale be off to the side against it."""
+            scale = self.noise_scale(context)
+            assert scale is not None
+            assert self.initial_total is not None
+            phi = scale * (1.0 - error if candidate.total_batch_size > total else 1.0 + error)
+            here, there = (efficiency(c.total_batch_size, phi, self.initial_total) for c in (best, candidate))
+            return candidate.throughput * there / (best.throughput * here)
+
+        far = max(self.table, key=cautious)
+        return far if cautious(far) > 1.0 + self.hysteresis else best
+
+    def _pays(self, chosen: Candidate, now: Candidate, model: PerfModelPlanner, context: PlanContext) -> bool:
+        """Whether a total gains more while it holds than the change costs: the rule of the split."""
+        gain = 1.0 - now.goodput / chosen.goodput
+        times = model.times.times(context.identities, context.capacities)
+        steps = horizon(gain, times.walks, times.probability, model.steps, model.settings)
+        return gain * now.step_time * steps > model.cost(now.step_time, context)
+
+    def _error(self, context: PlanContext) -> float:
+        """Relative standard error of the noise scale."""
+        return math.inf if context.noise is None else context.noise.relative_error
+
+    def noise_scale(self, context: PlanContext) -> float | None:
+        """Noise scale by which efficiency falls with the total, in samples; ``None`` keeps the total as it is."""
+        return None if context.noise is None else context.noise.noise_scale
+
+    def ground(self, context: PlanContext) -> str:
+        """What a change of the total rests on, for the log."""
+        return f"at a noise scale of {self.noise_scale(context):.3g} samples"
+
+    def windows(self, total: int, context: PlanContext) -> tuple[Window, ...]:
+        """Every total that may follow the current one, itself included, and the number of its micro-batches.
+
+        Args:
+            total: total that runs now.
+            context: bounds, and whether the number of micro-batches may change.
+        """
+        least = sum(context.min_local) * (1 if context.epoch_begins else context.accumulation)
+        farthest = FARTHEST if self._error(context) < 1.0 / SURE else GROWTH
+        low = max(least, self.min_total_batch_size or 1, round(total / farthest))
+        high = min(self.max_total_batch_size, round(total * farthest))
+        limit = self.micro_batch_limit if context.max_local is None else sum(context.max_local)
+        count = None if context.epoch_begins else context.accumulation
+        grid = () if high < low else candidate_totals(low, high)
+        full = () if limit is None else range(-(-low // limit) * limit, high + 1, limit)  # what just fits
+        parts = (_in_equal_parts(b, limit, count) for b in (*grid, *full))
+        return windows_of(
+            [total, *(b for b in parts if b >= low)],
+            min_local=context.min_local,
+            max_local=context.max_local,
+            micro_batch_limit=limit,
+            accumulation=count,
+        )
+
+    def _solve(
+        self, cluster: ClusterTimeModel, windows: Sequence[Window], total: int, context: PlanContext
+    ) -> SolvedTotals:
+        """Step times by which to choose: those that were kept, renewed where the choice rests on them, or all anew.
+
+        It rests on the current total and on the one that is chosen. The least and the greatest total are renewed as
+        well, because a worker's fixed time may turn out to be another with no change of its time at the current total.
+        """
+        solved, bounds = self.solved, (context.min_local, context.max_local)
+        if not solved.holds(windows, *bounds):
+            return SolvedTotals.solve(cluster, windows, *bounds)
+        asked = {*windows[:1], *windows[-1:], *(window for window in windows if window[0] == total)}
+        renewed: set[Window] = set()
+        while asked - renewed:
+            newest = solved.renewed(cluster, sorted(asked - renewed))
+            if newest is None:
+                return SolvedTotals.solve(cluster, windows, *bounds)
+            solved, renewed = newest, renewed | asked
+            table = self.candidates(solved.times(windows), context)
+            if self.current(table, total) is not None:
+                chosen = choose_total(table, total, hysteresis=self.hysteresis)
+                asked = {(chosen.total_batch_size, chosen.accumulation)}
+        return solved
+
+    def candidates(self, times: Mapping[Window, float], context: PlanContext) -> tuple[Candidate, ...]:
+        """Goodput of candidates whose step times are known.
+
+        Args:
+            times: seconds of an optimizer step, by total and number of micro-batches.
+            context: noise.
+        """
+        noise_scale = self.noise_scale(context)
+        assert noise_scale is not None
+        assert self.initial_total is not None
+        return goodput_of(times, noise_scale=noise_scale, initial_total=self.initial_total)
+
+    def current(self, table: Sequence[Candidate], total: int) -> Candidate | None:
+        """The candidate that runs now, ``None`` before there is a table."""
+        return next((candidate for candidate in table if candidate.total_batch_size == total), None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the time model learned, and where the total stands."""
+        return {
+            "model": self.model.state_dict(),
+            "initial_total": self.initial_total,
+            "micro_batch_limit": self.micro_batch_limit,
+            "steps": self.steps,
+            "accumulation": self.accumulation,
+            "solved": self.solved.state_dict(),
+        }
+
+    def loaded(self, state: dict[str, Any]) -> "GoodputPlanner":
+        """The planner with what :meth:`state_dict` described."""
+        return replace(
+            self,
+            model=self.model.loaded(state["model"]),
+            initial_total=state["initial_total"],
+            micro_batch_limit=state["micro_batch_limit"],
+            steps=int(state["steps"]),
+            accumulation=int(state["accumulation"]),
+            solved=SolvedTotals.from_state_dict(state["solved"]) if "solved" in state else SolvedTotals(),
+        )
+
+
+def _in_equal_parts(total: int, limit: int | None, count: int | None) -> int:
+    """The largest total up to ``total`` that its micro-batches, ``count`` or as few as ``limit`` allows, share evenly.
+
+    Example:
+        >>> _in_equal_parts(31, limit=10, count=None), _in_equal_parts(31, limit=None, count=2)
+        (27, 30)
+    """
+    while total % (parts := count or (1 if limit is None else -(-total // limit))):
+        total -= total % parts
+    return total
+
+
+def _plan(cluster: ClusterTimeModel, chosen: Candidate, context: PlanContext) -> BatchPlan:
+    """The best split of one micro-batch of a candidate."""
+    return solve_optperf(
+        cluster.accumulated(chosen.accumulation),
+        chosen.total_batch_size // chosen.accumulation,
+        min_local=context.min_local,
+        max_local=context.max_local,
+    )
+
+
+def _tells(model: PerfModelPlanner, plan: BatchPlan, context: PlanContext) -> bool:
+    """Whether a worker that was seen at one size only would be seen at a second one."""
+    low, high = model.times.sizes_seen(context.identities).T
+    return bool(np.any((low == high) & (low != np.array(plan.local_batch_sizes))))
+
+
+def _probe(table: Sequence[Candidate], now: Candidate) -> Candidate:
+    """The candidate nearest to half as much again; below the current total if that would waste too many samples."""
+
+    def distance(candidate: Candidate, factor: float) -> float:
+        return abs(candidate.total_batch_size / now.total_batch_size - factor)
+
+    larger = [c for c in table if c.total_batch_size > now.total_batch_size]
+    larger = [c for c in larger if c.efficiency >= (1 - WASTE) * now.efficiency]
+    smaller = [c for c in table if c.total_batch_size < now.total_batch_size and not math.isnan(c.efficiency)]
+    if larger:
+        return min(larger, key=lambda c: distance(c, PROBE))
+    return min(smaller, key=lambda c: distance(c, 1 / PROBE)) if smaller else now

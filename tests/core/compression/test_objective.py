@@ -1,0 +1,148 @@
+"""StellaTrain's throughput model on its own Table 2, its equations by hand, the search against trying everything."""
+
+import numpy as np
+import pytest
+
+from lightning_hetero.core.batching.optperf import solve_optperf
+from lightning_hetero.core.compression.objective import (
+    ThroughputModel,
+    largest_density,
+    minimise_time_to_accuracy,
+    time_to_accuracy,
+)
+from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
+
+TABLE_2 = {  # (alpha, beta): samples that saturate the GPU, images per second then
+    "ResNet152": {"RTX 2080 Ti": (32, 118), "RTX 3090": (48, 183), "RTX 4090": (64, 270)},
+    "ViT-B-16": {"RTX 2080 Ti": (20, 99), "RTX 3090": (32, 148), "RTX 4090": (28, 300)},
+    "Swin-B": {"RTX 2080 Ti": (16, 80), "RTX 3090": (36, 112), "RTX 4090": (40, 217)},
+}
+GPUS = [pytest.param(pair, id=f"{m}, {gpu}") for m, row in TABLE_2.items() for gpu, pair in row.items()]
+SIZES = [4, 8, 16, 24, 32, 48, 64, 96, 128]
+
+
+@pytest.mark.parametrize("pair", GPUS)
+def test_table_2_is_found_from_its_own_times(pair):
+    truth = ThroughputModel(*pair)
+    times = [truth.seconds(x) for x in SIZES]
+    found = ThroughputModel.fit(SIZES, times)
+    assert (found.alpha, found.beta) == pytest.approx(pair, rel=1e-3)
+    for x, seconds in zip(SIZES, times, strict=True):
+        assert x / truth.throughput(x) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("pair", GPUS)
+def test_table_2_is_found_in_noise(pair):
+    rng, truth, errors = np.random.default_rng(0), ThroughputModel(*pair), []
+    for _ in range(10):
+        times = [truth.seconds(x) * rng.normal(1.0, 0.02) for x in SIZES * 3]
+        found = ThroughputModel.fit(SIZES * 3, times)
+        errors.append([found.alpha / truth.alpha - 1, found.beta / truth.beta - 1])
+    assert np.abs(np.median(errors, axis=0)).max() < 0.03
+
+
+@pytest.mark.parametrize(("sizes", "seconds"), [([], []), ([1], [0.0]), ([0], [1.0]), ([1, 2], [1.0])])
+def test_nothing_to_fit_is_refused(sizes, seconds):
+    with pytest.raises(ValueError, match="one time above 0"):
+        ThroughputModel.fit(sizes, seconds)
+
+
+def test_bytes_are_compared_with_bytes():
+    """A model of 1 MB on 12.5 MB/s with steps of 40 ms: half of it fits; so says 1 - B / m x / f."""
+    budget = 12.5e6 * 0.04
+    assert largest_density(budget, lambda d: 1e6 * d, [0.1, 0.5, 0.6, 1.0]) == 0.5
+    assert pytest.approx(0.5) == 1 - 12.5e6 / 1e6 * 0.04
+    assert largest_density(1.0, lambda d: 1e6 * d, [0.1, 0.5]) == 0.1
+    with pytest.raises(ValueError, match="densities is empty"):
+        largest_density(1.0, lambda d: d, [])
+
+
+CLUSTER = ClusterTimeModel(
+    (NodeTimeModel(1e-4, 5e-3, 2e-4, 1e-3), NodeTimeModel(3e-4, 5e-3, 6e-4, 1e-3)), 0.2, 0.0, 1e-3
+)
+TOTALS, DENSITIES = [32, 64, 128, 256, 512], [0.001, 0.01, 0.1, 1.0]
+STEP_TIMES = {total: solve_optperf(CLUSTER, total, min_local=(1, 1)).step_time for total in TOTALS}
+
+
+def message(density):
+    return 4e6 * density
+
+
+def penalty(density, total):
+    return 0.1 * -np.log10(density) + total / 1000
+
+
+def search(bandwidth, step_times=STEP_TIMES, hidden=True, densities=DENSITIES):
+    return minimise_time_to_accuracy(
+        step_times, densities, transfer=lambda d: message(d) / bandwidth, penalty=penalty, hidden=hidden
+    )
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize("bandwidth", [1e5, 1e6, 1.25e7, 1.25e8, 1e10])
+def test_search_is_as_good_as_trying_every_split_and_density(bandwidth, hidden):
+    found = search(bandwidth, hidden=hidden)
+    best = np.inf
+    for total in TOTALS:
+        step = min(CLUSTER.step_time([first, total - first]) for first in range(1, total))
+        for density in np.geomspace(0.001, 1.0, 500):
+            seconds = message(density) / bandwidth
+            if not hidden:
+                best = min(best, time_to_accuracy(total, step + seconds, penalty(density, total)))
+            elif seconds <= step:
+                best = min(best, time_to_accuracy(total, step, penalty(density, total)))
+    if np.isfinite(best):
+        assert found.objective <= best * (1 + 2e-3)
+        assert not found.network_bound
+    assert found.objective == pytest.approx(
+        time_to_accuracy(found.total_batch_size, found.step_time, penalty(found.density, found.total_batch_size))
+    )
+
+
+def test_density_lies_between_those_that_are_given():
+    found = search(1e6, {128: 0.05})
+    assert found.density not in DENSITIES
+    assert found.transfer == pytest.approx(0.05, rel=0.01)
+    assert found.transfer <= 0.05
+
+
+def test_hidden_messages_fit_into_a_step_whatever_more_of_them_would_be_worth():
+    """Eq. 6 is a bound, no price; where every step waits for its messages, their time is one."""
+    found = {
+        hidden: minimise_time_to_accuracy(
+            {128: 0.05},
+            DENSITIES,
+            transfer=lambda d: message(d) / 1e6,
+            penalty=lambda density, total: 0.01 / density**2,
+            hidden=hidden,
+        )
+        for hidden in (True, False)
+    }
+    assert found[True].transfer == pytest.approx(0.05, rel=0.01)
+    assert found[True].transfer <= 0.05
+    assert found[False].transfer > 0.2
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_a_thinner_link_never_gets_a_higher_density_at_the_same_total(hidden):
+    found = [search(b, {128: STEP_TIMES[128]}, hidden).density for b in np.geomspace(1e4, 1e10, 30)]
+    assert (np.diff(found) >= -1e-3 * np.array(found[1:])).all()
+    assert found[0] == 0.001
+    assert found[-1] == 1.0
+
+
+def test_a_link_that_carries_nothing_in_time_is_said_to_be_the_bound():
+    found = search(1e4, {128: 0.05})
+    assert found.density == 0.001
+    assert found.network_bound
+    assert found.describe().endswith("network-bound: even the least density takes 400 ms on the link")
+    assert "network-bound" not in search(1e6, {128: 0.05}).describe()
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match="step_times is empty"):
+        search(1e6, {})
+    with pytest.raises(ValueError, match="densities is empty"):
+        search(1e6, densities=[])
+    with pytest.raises(ValueError, match="above -1"):
+        minimise_time_to_accuracy({32: 0.1}, DENSITIES, transfer=message, penalty=lambda d, x: -1.0)

@@ -1,0 +1,45 @@
+"""The paper's rule by idle time, and what a planner sees of a link; the estimate itself is tested with the delays."""
+
+import numpy as np
+import pytest
+
+from lightning_hetero.core.link.bandwidth import IDLE, MARGIN, LinkEstimate, MessageLink, without_messages
+from lightning_hetero.core.observations import StepObservations
+
+
+@pytest.mark.parametrize("truth", [2e5, 5e7])
+def test_the_idle_rule_finds_the_rate_from_either_side(truth):
+    """Workers idle for as long as the message takes beyond what was believed, of a step that computes for 0.1 s."""
+    link, believed = LinkEstimate(3e6), []
+    for _ in range(200):
+        num_bytes = 0.1 * link.rate  # what is believed to fit into the step
+        waiting = max(num_bytes / truth - 0.1, 0.0)
+        link = link.observe_idle(waiting / (0.1 + waiting))
+        believed.append(link.rate)
+    assert 0.7 * truth < np.median(believed[100:]) < 1.1 * truth
+    assert max(believed[100:]) < 1.2 * truth
+
+
+def test_the_idle_rule_moves_up_slowly_and_down_quickly():
+    link = LinkEstimate(100.0)
+    assert link.observe_idle(IDLE).rate < link.rate < link.observe_idle(0.99 * IDLE).rate
+    assert link.observe_idle(float("nan")) == link
+    assert LinkEstimate().observe_idle(0.5).rate is None
+
+
+def test_the_slowest_worker_counts():
+    link = MessageLink(0.1, lambda density: 1e6 * density, tuple(map(LinkEstimate, (3e6, 1e6, 2e6))))
+    assert link.slowest == 1
+    assert link.transfer(0.5) == pytest.approx(0.5 / MARGIN)
+    assert MessageLink(0.1, float, (LinkEstimate(1.0), LinkEstimate())).rates == ()
+
+
+def test_steps_that_hide_their_messages_say_nothing_of_waiting():
+    """Else a step that is as long as its messages would look shorter than its own computing."""
+    rows = np.full((4, 2), 0.1)
+    seen = StepObservations(rows, rows, rows, rows, rows, rows, 2 * rows)
+    for hidden, sync, step in [(False, 0.04, 0.14), (True, 0.0, np.nan)]:
+        bare = without_messages(seen, MessageLink(0.1, float, (), seconds=0.06, hidden=hidden))
+        np.testing.assert_allclose(bare.last_sync, sync)
+        np.testing.assert_allclose(bare.step_time, step)
+        np.testing.assert_array_equal(bare.compute, seen.compute)

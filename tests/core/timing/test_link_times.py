@@ -1,0 +1,106 @@
+"""What averaging takes: followed from round to round, and foretold for another number of workers."""
+
+import json
+
+import numpy as np
+import pytest
+from scipy.optimize import nnls
+
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.timing.link_times import Level, LinkTimes
+
+
+def round_of(workers, t_o, t_u, rng=None, steps=8, gamma=0.2, noise=0.0):
+    shape = (steps, workers)
+    late = np.zeros(shape)
+    late[:, 1:] = 0.5  # all but the first wait for it
+    scatter = 1.0 if rng is None else np.exp(noise * rng.standard_normal((steps, 1)))
+    ones = np.ones(shape)
+    return StepObservations(ones, ones, ones, gamma * ones, t_o * scatter + late, t_u * scatter + late, 3 * ones)
+
+
+def test_whoever_comes_last_sees_what_the_link_takes():
+    link = LinkTimes().observe(round_of(4, 0.3, 0.03))
+    assert link.at(4) == pytest.approx((0.3, 0.03))
+    assert link.gamma.value == pytest.approx(0.2)
+
+
+def test_noise_is_averaged_and_a_jump_is_followed_at_once():
+    rng = np.random.default_rng(0)
+    link = LinkTimes()
+    for _ in range(40):
+        link = link.observe(round_of(4, 0.3, 0.03, rng, noise=0.05))
+    assert link.at(4) == pytest.approx((0.3, 0.03), rel=0.02)
+    assert link.error(4) / 0.33 < 0.02
+    link = link.observe(round_of(4, 0.9, 0.09, rng, noise=0.05))
+    assert link.at(4) == pytest.approx((0.9, 0.09), rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_level_is_the_kalman_filter_of_one_state(seed):
+    rng = np.random.default_rng(seed)
+    level, value, variance = Level(), None, None
+    for x in 1.0 + 0.02 * rng.standard_normal(30):
+        noise = 0.03**2
+        level = level.observe(x, noise, 1.0)
+        if value is None:
+            value, variance = x, noise + 0.02**2
+            continue
+        before = variance + 0.01**2
+        gain = before / (before + noise + 0.02**2)
+        value, variance = value + gain * (x - value), (1 - gain) * before
+        assert (level.value, level.variance) == pytest.approx((value, variance))
+
+
+def test_nothing_was_seen():
+    with pytest.raises(ValueError, match="no synchronisation was seen"):
+        LinkTimes().at(3)
+    assert not LinkTimes()
+    assert LinkTimes().error(3) == np.inf
+
+
+def test_for_a_number_of_workers_that_was_not_seen_all_of_the_time_is_uncertain():
+    """And no more than that: a fast link makes no prediction uncertain."""
+    link = LinkTimes().observe(round_of(4, 0.3, 0.03))
+    assert link.error(2) == pytest.approx(sum(link.at(2)))
+    assert link.error(4) < 0.1 * link.error(2)
+
+
+@pytest.mark.parametrize("seen", [(4,), (2, 8), (3, 6, 12)])
+def test_another_number_of_workers_follows_the_ring(seen):
+    """``transfer (n - 1) / n``, and from two numbers of workers on ``latency (n - 1)`` as well."""
+    latency, transfer = (0.0 if len(seen) == 1 else 0.004), 0.2
+    link = LinkTimes()
+    for n in seen:
+        link = link.observe(round_of(n, latency * (n - 1) + transfer * (n - 1) / n, 0.01))
+    for n in (2, 5, 16):
+        assert link.at(n)[0] == pytest.approx(latency * (n - 1) + transfer * (n - 1) / n)
+    assert link.at(1)[0] == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_both_coefficients_are_the_non_negative_least_squares(seed):
+    rng = np.random.default_rng(seed)
+    seen = sorted(rng.choice(np.arange(2, 40), int(rng.integers(2, 5)), replace=False).tolist())
+    seconds = rng.uniform(0, 1, len(seen)) * np.array(seen) ** rng.choice([-1.0, 0.0, 1.0, 2.0])
+    link = LinkTimes(sync={n: (Level(t, 0.0), Level()) for n, t in zip(seen, seconds, strict=True)})
+    latency, transfer = nnls(np.array([[n - 1, (n - 1) / n] for n in seen]), seconds)[0]
+    assert link.at(41)[0] == pytest.approx(latency * 40 + transfer * 40 / 41)
+
+
+def test_a_worker_that_ran_alone_says_nothing_of_the_ring():
+    alone = LinkTimes().observe(round_of(1, 0.0, 0.0))
+    assert alone.at(4) == (0.0, 0.0)
+    assert alone.observe(round_of(4, 0.3, 0.03)).at(2) == pytest.approx((0.2, 0.02))
+
+
+def test_a_link_that_takes_less_with_more_workers_gives_no_negative_times():
+    link = LinkTimes().observe(round_of(2, 0.5, 0.05)).observe(round_of(8, 0.1, 0.01))
+    assert all(min(link.at(n)) >= 0 for n in range(1, 65))
+    only_latency = LinkTimes().observe(round_of(2, 0.01, 0.01)).observe(round_of(8, 0.2, 0.2))
+    assert all(min(only_latency.at(n)) >= 0 for n in range(1, 65))
+
+
+def test_state_goes_through_json():
+    link = LinkTimes().observe(round_of(2, 0.5, 0.05)).observe(round_of(8, 0.7, 0.07))
+    assert LinkTimes.from_state_dict(json.loads(json.dumps(link.state_dict()))) == link
