@@ -32,7 +32,7 @@ import torch.multiprocessing as mp
 from hardware import write_table
 from torch import nn
 
-from lightning_hetero.comm.sums import gather_over_ranks
+from lightning_hetero.comm.collectives.async_ops import gather_over_ranks
 from lightning_hetero.compression import BlockEncoder, Layout, MessageFormat, Pack, encoder
 from lightning_hetero.compression.gradients import BlockGradient, GradientParts
 from lightning_hetero.compression.layout import put_rows, take_rows

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lightning_hetero.adaptive_total import AdaptiveTotal
-from lightning_hetero.comm.workers_noise import WorkersNoise
+from lightning_hetero.comm.noise.workers_noise import WorkersNoise
 from lightning_hetero.core.checkpoint_state import reading_state
 from lightning_hetero.core.metrics import noise_metrics
 from lightning_hetero.core.noise.estimators import RunningNoiseScale

@@ -5,7 +5,7 @@ The run that goes on then looks after the same step, and sees the same steps, as
 
 from typing import Any
 
-from lightning_hetero.comm.interval import interval_state, resume_interval
+from lightning_hetero.comm.agreement.sync_checkpoint import interval_state, resume_interval
 from lightning_hetero.core.batching.plan import PlanEntry
 from lightning_hetero.core.checkpoint_state import reading_state
 from lightning_hetero.engine import HeteroEngine

@@ -12,22 +12,22 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.comm.clock import agreed_clock
-from lightning_hetero.comm.compressed import GradientCompression
-from lightning_hetero.comm.control import ControlPlane
-from lightning_hetero.comm.gradient_hook import DIRECT_BACKWARD, HookState
-from lightning_hetero.comm.group_lifetime import ended
-from lightning_hetero.comm.health import Health
-from lightning_hetero.comm.kept import SplitLog
-from lightning_hetero.comm.look import look
-from lightning_hetero.comm.network_watch import NetworkWatch
-from lightning_hetero.comm.noise import NoiseCollector
-from lightning_hetero.comm.notices import Notices
-from lightning_hetero.comm.observer import StepObserver
-from lightning_hetero.comm.roster import Roster
-from lightning_hetero.comm.schedule import ExchangeSchedule
-from lightning_hetero.comm.topology import Topology
-from lightning_hetero.comm.weighting import LossWeighting
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.comm.agreement.group_lifetime import ended
+from lightning_hetero.comm.agreement.notices import Notices
+from lightning_hetero.comm.agreement.plan_log import SplitLog
+from lightning_hetero.comm.agreement.sync_round import look
+from lightning_hetero.comm.agreement.sync_schedule import ExchangeSchedule
+from lightning_hetero.comm.agreement.workers import Roster
+from lightning_hetero.comm.collectives.topology import Topology
+from lightning_hetero.comm.compressors.manager import GradientCompression
+from lightning_hetero.comm.gradients.ddp_hook import DIRECT_BACKWARD, HookState
+from lightning_hetero.comm.gradients.health import Health
+from lightning_hetero.comm.gradients.loss_weighting import LossWeighting
+from lightning_hetero.comm.link_diagnosis import NetworkWatch
+from lightning_hetero.comm.noise.collector import NoiseCollector
+from lightning_hetero.comm.timing.clock import agreed_clock
+from lightning_hetero.comm.timing.step_timer import StepObserver
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry, PlanHistory
 from lightning_hetero.core.metrics import Exchange, exchange_metrics
@@ -233,7 +233,7 @@ class HeteroEngine:
         return None if self.sampler is None else self.sampler.sizes_at(*self._position)[self.rank]
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss with this rank's weight, see :class:`~lightning_hetero.comm.weighting.LossWeighting`."""
+        """Weight the loss: :class:`~lightning_hetero.comm.gradients.loss_weighting.LossWeighting`."""
         self.health.see(loss, self._position)
         with self.excluded() if self.weighting.waits else nullcontext():
             return self.weighting.scale(loss)

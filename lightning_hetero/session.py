@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_hetero.adaptation import Adaptation
-from lightning_hetero.comm.control import let_threads_go
+from lightning_hetero.comm.agreement.control_plane import let_threads_go
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.goodput import Candidate
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry

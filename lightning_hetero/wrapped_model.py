@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hetero.comm.block_exchange import BlockExchange
-from lightning_hetero.comm.compressible import check_rescaled, check_sparse_gradients
-from lightning_hetero.comm.gradient_hook import gradient_hook
+from lightning_hetero.comm.compressors.block_topk import BlockExchange
+from lightning_hetero.comm.compressors.requirements import check_rescaled, check_sparse_gradients
+from lightning_hetero.comm.gradients.ddp_hook import gradient_hook
 from lightning_hetero.engine import HeteroEngine
 
 __all__ = ["Unwatched", "WrappedModel"]

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.comm import sums
+from lightning_hetero.comm.collectives import async_ops as sums
 from lightning_hetero.core.link.bandwidth import sum_bytes
 
 LATENCY = 1e-4

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero import engine
-from lightning_hetero.comm import sums
-from lightning_hetero.comm.control import ControlPlane
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.comm.collectives import async_ops as sums
 
 LAUNCH = 1e-3
 SUM = 0.01

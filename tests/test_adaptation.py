@@ -16,7 +16,9 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import GNSCallback, HeteroDDPStrategy, engine
 from lightning_hetero.accelerate import HeteroPlugin
-from lightning_hetero.comm import clock, gradient_hook, observer
+from lightning_hetero.comm import gradient_hook
+from lightning_hetero.comm.timing import clock
+from lightning_hetero.comm.timing import step_timer as observer
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.lr_scaling import lr_gain
 from lightning_hetero.core.noise.estimators import RunningNoiseScale

@@ -23,7 +23,7 @@ from lightning_hetero.strategies._loaders import stream_of, with_batch_sampler
 from tests.helpers import Points, run_ranks
 
 STRATEGY, LOADERS = "strategies/_hetero_ddp.py", "strategies/_loaders.py"
-POLICY, PROBE, HOOK = "callbacks/policy.py", "strategies/_probe.py", "comm/gradient_hook.py"
+POLICY, PROBE, HOOK = "callbacks/policy.py", "strategies/_probe.py", "comm/gradients/ddp_hook.py"
 ELASTIC, RULES = "strategies/_hetero_elastic.py", "strategies/_elastic_rules.py"
 SIGNALS = "strategies/_signals.py"
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -142,7 +142,7 @@ def test_checkpoints_and_timers_say_when_they_act(pl):
 
 
 def test_the_jobs_store_counts():
-    assert run_ranks(_count, 2) == [[1, 3], [1, 3]], used("comm/dispatch.py", "to hand out batches")
+    assert run_ranks(_count, 2) == [[1, 3], [1, 3]], used("elastic/batch_queue.py", "to hand out batches")
 
 
 def _count(rank):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_hetero import engine as mechanism
-from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.comm.timing.step_timer import StepObserver
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations

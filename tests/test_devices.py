@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, GNSCallback, HeteroDDPStrategy
 from lightning_hetero.strategies._probe import largest_training_batch
-from tests.comm.block_steps import OPTIMIZERS, BlockSteps
+from tests.comm.compressors.block_steps import OPTIMIZERS, BlockSteps
 from tests.helpers import Points, Regressor, covered, run_ranks, trainer_of
 
 PAIRS = [("cpu", "cpu"), *(pytest.param(pair, marks=pytest.mark.gpu) for pair in (("cuda", "cpu"), ("cpu", "cuda")))]

@@ -17,8 +17,8 @@ import lightning_hetero
 from lightning_hetero import BatchPlan, HeteroDDPStrategy
 from lightning_hetero.adaptive_total import AdaptiveTotal
 from lightning_hetero.callbacks.elastic import merge_metrics
-from lightning_hetero.comm.compressed import GradientCompression
-from lightning_hetero.comm.staleness import Staleness
+from lightning_hetero.comm.compressors.manager import GradientCompression
+from lightning_hetero.comm.staleness.dense import Staleness
 from lightning_hetero.core import StepObservations
 from lightning_hetero.core.batching.goodput import Candidate
 from lightning_hetero.core.merging.rules import MERGES

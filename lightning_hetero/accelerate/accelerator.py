@@ -25,8 +25,8 @@ from lightning_hetero.accelerate.loaders import (
     why_not,
 )
 from lightning_hetero.accelerate.plugin import HeteroPlugin, check_accelerator, switched_on
-from lightning_hetero.comm.gathering import refuse_own_gather
-from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.comm.collectives.row_gather import refuse_own_gather
+from lightning_hetero.comm.timing.step_timer import StepObserver
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.plan_access import PlanAccess
 from lightning_hetero.session import HeteroSession, log

@@ -12,13 +12,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.callbacks.policy import MisconfigurationException
-from lightning_hetero.comm.clock import HostClock
-from lightning_hetero.comm.control import ControlPlane
-from lightning_hetero.comm.gradient_hook import HookState, gradient_hook
-from lightning_hetero.comm.noise import PRECONDITIONED_AFTER, NoiseSums, merge_parts, own_part
-from lightning_hetero.comm.norms import GradientNorms
-from lightning_hetero.comm.observer import StepObserver
-from lightning_hetero.comm.workers_noise import WorkersNoise
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
+from lightning_hetero.comm.gradients.squared_norms import GradientNorms
+from lightning_hetero.comm.noise.collector import PRECONDITIONED_AFTER, NoiseSums, merge_parts, own_part
+from lightning_hetero.comm.noise.workers_noise import WorkersNoise
+from lightning_hetero.comm.timing.clock import HostClock
+from lightning_hetero.comm.timing.step_timer import StepObserver
 from lightning_hetero.core.noise.accumulation import window_estimator
 from lightning_hetero.core.noise.estimators import RunningNoiseScale
 from lightning_hetero.engine import HeteroEngine

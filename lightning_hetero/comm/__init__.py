@@ -1,7 +1,7 @@
 """What ranks do together: gradient averaging with timing, step observation, agreement on plans."""
 
-from lightning_hetero.comm.control import ControlPlane, PlanMismatchError
-from lightning_hetero.comm.gradient_hook import HookState, gradient_hook
-from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.comm.agreement.control_plane import ControlPlane, PlanMismatchError
+from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
+from lightning_hetero.comm.timing.step_timer import StepObserver
 
 __all__ = ["ControlPlane", "HookState", "PlanMismatchError", "StepObserver", "gradient_hook"]

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hetero.comm.clock import HostClock, clock_for
-from lightning_hetero.comm.control import ControlPlane
-from lightning_hetero.comm.dispatch import BatchDispatcher, ElasticWorkerError, job_store
-from lightning_hetero.comm.notices import Notices
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.comm.agreement.notices import Notices
+from lightning_hetero.comm.timing.clock import HostClock, clock_for
 from lightning_hetero.core.merging.rules import AdaptiveSettings, merge_weights, scale_batch_sizes
 from lightning_hetero.data.claims import ClaimedBatchSampler, MegaBatch
 from lightning_hetero.data.stream import IndexStream
+from lightning_hetero.elastic.batch_queue import BatchDispatcher, ElasticWorkerError, job_store
 from lightning_hetero.elastic.config import ElasticConfig
 from lightning_hetero.elastic.optimizers import outer_momentum, why_not_merged
 from lightning_hetero.elastic.pace import DevicePace

@@ -3,7 +3,7 @@
 from collections import deque
 from typing import Any
 
-from lightning_hetero.comm.clock import Clock
+from lightning_hetero.comm.timing.clock import Clock
 
 __all__ = ["DevicePace"]
 
@@ -18,7 +18,7 @@ class DevicePace:
         clock: of the device.
 
     Example:
-        >>> from lightning_hetero.comm.clock import HostClock
+        >>> from lightning_hetero.comm.timing.clock import HostClock
         >>> DevicePace(HostClock()).end_batch()
     """
 

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hetero.comm.merging import synchronize, weighted_sums
 from lightning_hetero.core.merging.rules import MergeRule
+from lightning_hetero.elastic.weighted_average import synchronize, weighted_sums
 
 __all__ = ["Replica"]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_hetero.comm.control import ControlPlane, PlanMismatchError
+from lightning_hetero.comm.agreement.control_plane import ControlPlane, PlanMismatchError
 
 __all__ = ["require_same_model"]
 

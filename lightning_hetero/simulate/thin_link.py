@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.comm import sums
-from lightning_hetero.comm.sums import hand_on
+from lightning_hetero.comm.collectives import async_ops as sums
+from lightning_hetero.comm.collectives.async_ops import hand_on
 from lightning_hetero.core.link.bandwidth import sum_bytes
 from lightning_hetero.core.validation import check_number
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_hetero.comm.compressed import GradientCompression
+from lightning_hetero.comm.compressors.manager import GradientCompression
 
 __all__ = ["attach_compression", "clip_blocks", "lead_optimizers"]
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.comm.dispatch import job_store
-from lightning_hetero.comm.monitor import RankMonitor
+from lightning_hetero.comm.agreement.rank_monitor import RankMonitor
+from lightning_hetero.elastic.batch_queue import job_store
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.strategies._signals import SharedSignals
 

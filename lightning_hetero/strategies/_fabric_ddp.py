@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_hetero.comm.gathering import gather_rows, refuse_own_gather
+from lightning_hetero.comm.collectives.row_gather import gather_rows, refuse_own_gather
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.plan_access import PlanAccess

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_hetero.callbacks import PolicyCallback
-from lightning_hetero.comm.gathering import gather_rows, refuse_own_gather
-from lightning_hetero.comm.group_lifetime import go_on
+from lightning_hetero.comm.agreement.group_lifetime import go_on
+from lightning_hetero.comm.collectives.row_gather import gather_rows, refuse_own_gather
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.compression.settings import Compressor

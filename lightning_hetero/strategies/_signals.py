@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.comm.control import ControlPlane
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
 
 try:
     from lightning.pytorch.utilities.exceptions import SIGTERMException

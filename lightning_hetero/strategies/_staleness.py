@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from lightning_hetero.comm.block_exchange import BlockExchange
-from lightning_hetero.comm.delayed_blocks import DelayedBlocks
-from lightning_hetero.comm.delays import Delays
-from lightning_hetero.comm.staleness import Staleness
+from lightning_hetero.comm.compressors.block_topk import BlockExchange
+from lightning_hetero.comm.staleness.base import Delays
+from lightning_hetero.comm.staleness.block_topk import DelayedBlocks
+from lightning_hetero.comm.staleness.dense import Staleness
 from lightning_hetero.session import log
 from lightning_hetero.strategies._convergence_probe import probes
 

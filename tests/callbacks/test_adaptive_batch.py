@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import AdaptiveBatchCallback, GNSCallback, TTACallback, engine
 from lightning_hetero.callbacks import PolicyCallback
-from lightning_hetero.comm import clock, observer
+from lightning_hetero.comm.timing import clock
+from lightning_hetero.comm.timing import step_timer as observer
 from lightning_hetero.core import BatchPlan
 from lightning_hetero.core.noise.estimators import RunningNoiseScale
 from lightning_hetero.core.policies.perf_model import Decision, Proposal, StaticPlanner

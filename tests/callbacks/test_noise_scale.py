@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import GNSCallback, HeteroDDPStrategy
 from lightning_hetero.callbacks.noise_sources import source_of
-from lightning_hetero.comm.control import ControlPlane
-from lightning_hetero.comm.noise import NOISE_FIELDS
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.comm.noise.collector import NOISE_FIELDS
 from lightning_hetero.core.noise.estimators import RunningNoiseScale, estimate_from_two_sizes, estimate_noise_scale
 from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
 

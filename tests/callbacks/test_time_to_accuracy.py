@@ -11,7 +11,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_hetero import BlockTopK, LookAheadCallback, TTACallback
-from lightning_hetero.comm import block_exchange, compressed, link, link_watch
+from lightning_hetero.comm.compressors import block_topk as block_exchange
+from lightning_hetero.comm.compressors import manager as compressed
+from lightning_hetero.comm.link import link_benchmark as link
+from lightning_hetero.comm.link import link_state as link_watch
 from lightning_hetero.core.compression.auto import LinkMeasurement
 from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
 from tests.counted import LATENCY, CountedTime

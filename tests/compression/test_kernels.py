@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_hetero.comm.block_exchange import BlockExchange
-from tests.comm.block_steps import OPTIMIZERS, BlockSteps
+from lightning_hetero.comm.compressors.block_topk import BlockExchange
+from tests.comm.compressors.block_steps import OPTIMIZERS, BlockSteps
 from tests.helpers import run_ranks
 
 pytest.importorskip("triton")

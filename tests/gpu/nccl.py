@@ -17,7 +17,7 @@ def _timed_sum(rank):
     from torch.utils.data import DataLoader
 
     from lightning_hetero import HeteroDDPStrategy
-    from lightning_hetero.comm import sums
+    from lightning_hetero.comm.collectives import async_ops as sums
     from tests.helpers import Points, Regressor, trainer_of
 
     side, sum_over_ranks = torch.cuda.Stream(GPU), sums.sum_over_ranks

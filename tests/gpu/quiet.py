@@ -16,7 +16,7 @@ def _steps(figures):
 
     import torch.distributed as dist
 
-    from tests.comm.block_steps import OPTIMIZERS, BlockSteps
+    from tests.comm.compressors.block_steps import OPTIMIZERS, BlockSteps
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29533", RANK="0", WORLD_SIZE="1")
     dist.init_process_group("nccl", device_id=GPU)

@@ -56,7 +56,7 @@ def launches(figures):
     """Host and device time of a step of block top-k with a sparse optimizer, for the tensors of real models."""
     import torch.distributed as dist
 
-    from tests.comm.block_steps import BlockSteps
+    from tests.comm.compressors.block_steps import BlockSteps
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29534", RANK="0", WORLD_SIZE="1")
     dist.init_process_group("nccl", device_id=GPU)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lightning_hetero import BlockTopK
-from lightning_hetero.comm.block_exchange import BlockExchange
-from lightning_hetero.comm.clock import HostClock
-from lightning_hetero.comm.gradient_hook import HookState
-from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.comm.compressors.block_topk import BlockExchange
+from lightning_hetero.comm.gradients.ddp_hook import HookState
+from lightning_hetero.comm.timing.clock import HostClock
+from lightning_hetero.comm.timing.step_timer import StepObserver
 from lightning_hetero.compression import BlockEncoder
 from lightning_hetero.optim import SparseAdamW, warming
 

@@ -6,7 +6,7 @@ import lightning as L
 import torch
 
 from lightning_hetero import HeteroElasticStrategy
-from lightning_hetero.comm.dispatch import BatchDispatcher, job_store
+from lightning_hetero.elastic.batch_queue import BatchDispatcher, job_store
 from tests.helpers import Points, Regressor, fit, run_ranks
 
 

@@ -18,21 +18,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, GNSCallback, HeteroDDPStrategy, LookAheadCallback
-from lightning_hetero.comm import link, sums
-from lightning_hetero.comm.clock import HostClock
-from lightning_hetero.comm.compressed import GradientCompression
-from lightning_hetero.comm.control import ControlPlane
-from lightning_hetero.comm.dropped import DroppedSteps
-from lightning_hetero.comm.gradient_hook import HookState, gradient_hook
-from lightning_hetero.comm.observer import StepObserver
-from lightning_hetero.comm.topology import Topology
-from lightning_hetero.comm.torch_hooks import LowRankExchange
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.comm.collectives import async_ops as sums
+from lightning_hetero.comm.collectives.topology import Topology
+from lightning_hetero.comm.compressors.manager import GradientCompression
+from lightning_hetero.comm.compressors.powersgd import LowRankExchange
+from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
+from lightning_hetero.comm.gradients.nonfinite import DroppedSteps
+from lightning_hetero.comm.link import link_benchmark as link
+from lightning_hetero.comm.timing.clock import HostClock
+from lightning_hetero.comm.timing.step_timer import StepObserver
 from lightning_hetero.compression import MessageFormat
 from lightning_hetero.core.compression.auto import LinkMeasurement
 from lightning_hetero.core.compression.settings import parse_compression
 from lightning_hetero.optim import SparseAdamW, SparseSGD, sparse_steps
 from lightning_hetero.simulate import ThinLink
-from tests.comm.test_gradient_hook import TINY, batches, build, loss_of
+from tests.comm.gradients.test_ddp_hook import TINY, batches, build, loss_of
 from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
 
 N, FEATURES = 60, 40

@@ -11,13 +11,13 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
-from lightning_hetero.comm import link
-from lightning_hetero.comm.delayed_blocks import DelayedBlocks
-from lightning_hetero.comm.staleness import Staleness
+from lightning_hetero.comm.link import link_benchmark as link
+from lightning_hetero.comm.staleness.block_topk import DelayedBlocks
+from lightning_hetero.comm.staleness.dense import Staleness
 from lightning_hetero.core.compression.auto import LinkMeasurement
 from lightning_hetero.optim import SparseSGD
 from lightning_hetero.simulate import ThinLink
-from tests.comm.test_delayed_blocks import Simulation
+from tests.comm.staleness.test_block_topk import Simulation
 from tests.helpers import Points, RankError, Regressor, fit, run_ranks, trainer_of
 from tests.strategies.test_staleness import Dies
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hetero import HeteroElasticStrategy
-from lightning_hetero.comm.dispatch import ElasticWorkerError, job_store
 from lightning_hetero.core.merging.rules import MERGES, AdaptiveSettings, merge_weights, scale_batch_sizes
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.elastic import ElasticEngine
+from lightning_hetero.elastic.batch_queue import ElasticWorkerError, job_store
 from lightning_hetero.simulate import Throttle
 from tests.helpers import Points, Regressor, covered, fit, run_ranks
 from tests.strategies.elastic_helpers import elastic

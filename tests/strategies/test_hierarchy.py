@@ -11,11 +11,12 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
-from lightning_hetero.comm import sums, topology
-from lightning_hetero.comm.control import ControlPlane
-from lightning_hetero.comm.topology import Topology
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.comm.collectives import async_ops as sums
+from lightning_hetero.comm.collectives import topology
+from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
-from tests.comm.test_gradient_hook import TINY
+from tests.comm.gradients.test_ddp_hook import TINY
 from tests.helpers import fit, run_ranks
 from tests.strategies.test_compression import Wide, points, same_everywhere, saving
 from tests.strategies.test_delayed_blocks import Delays

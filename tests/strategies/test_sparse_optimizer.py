@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
-from lightning_hetero.comm.clock import HostClock
-from lightning_hetero.comm.compressed import GradientCompression
-from lightning_hetero.comm.control import ControlPlane
-from lightning_hetero.comm.gradient_hook import HookState
-from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.comm.compressors.manager import GradientCompression
+from lightning_hetero.comm.gradients.ddp_hook import HookState
+from lightning_hetero.comm.timing.clock import HostClock
+from lightning_hetero.comm.timing.step_timer import StepObserver
 from tests.helpers import Points, Regressor, run_ranks, trainer_of
 
 FEATURES, CLIP = 40, 0.2

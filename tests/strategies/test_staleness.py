@@ -14,8 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, GNSCallback, HeteroDDPStrategy
-from lightning_hetero.comm.noise import NoiseCollector
-from lightning_hetero.comm.transfers import TransferLog
+from lightning_hetero.comm.noise.collector import NoiseCollector
+from lightning_hetero.comm.timing.bucket_timer import TransferLog
 from lightning_hetero.simulate import ThinLink
 from tests.helpers import Points, RankError, Regressor, fit, run_ranks, trainer_of
 

@@ -1,7 +1,7 @@
 """What can be done to gradients on their way to other workers: the settings of each compressor, and one table of them.
 
 Settings are values; what they do is in :mod:`lightning_hetero.compression` (blocks, selection, messages) and
-:mod:`lightning_hetero.comm.compressed` (the exchange).
+:mod:`lightning_hetero.comm.compressors.manager` (the exchange).
 """
 
 import ast

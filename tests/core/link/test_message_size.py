@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hetero.comm.block_exchange import BlockExchange
-from lightning_hetero.comm.clock import HostClock
-from lightning_hetero.comm.gradient_hook import HookState
-from lightning_hetero.comm.observer import StepObserver
+from lightning_hetero.comm.compressors.block_topk import BlockExchange
+from lightning_hetero.comm.gradients.ddp_hook import HookState
+from lightning_hetero.comm.timing.clock import HostClock
+from lightning_hetero.comm.timing.step_timer import StepObserver
 from lightning_hetero.compression.layout import Layout
 from lightning_hetero.compression.values import CODECS
 from lightning_hetero.compression.wire import MessageFormat, message_size

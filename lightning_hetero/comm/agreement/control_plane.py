@@ -1,0 +1,165 @@
+"""Agreement between ranks over a host-side group of its own: gathering, broadcasting, finding disagreement."""
+
+import atexit
+import pickle
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.comm.agreement.backends import new_group
+from lightning_hetero.comm.agreement.group_lifetime import ended, leave, leave_ended, on_end, run
+
+__all__ = ["ControlPlane", "PlanMismatchError", "check_digests"]
+
+
+class PlanMismatchError(RuntimeError):
+    """Ranks hold different plans, or different settings that must be equal."""
+
+
+def check_digests(digests: npt.NDArray[np.float64]) -> None:
+    """Check that the plans of all ranks have one fingerprint.
+
+    Raises:
+        PlanMismatchError: naming the fingerprint of each rank.
+    """
+    if len(set(digests.tolist())) > 1:
+        listing = ", ".join(f"rank {rank}: {int(digest):012x}" for rank, digest in enumerate(digests))
+        raise PlanMismatchError(
+            f"ranks hold different plans ({listing}). Change plans by adopt() on all ranks together only."
+        )
+
+
+def let_threads_go(seconds: float = 0.1) -> None:
+    """Give the interpreter lock to the threads of gloo for ``seconds``, so that they can free what they hold.
+
+    A gloo thread frees the tensor of a finished collective a moment after the caller has gone on, and needs the lock
+    for that. If the interpreter ends in that moment, it aborts the process ("terminate called without an active
+    exception", after a training that went well; plain DDP is hit as well, with torch 2.13). So every process that has a
+    control plane waits that moment at exit.
+    """
+    time.sleep(seconds)
+
+
+def _portable(error: Exception) -> Exception:
+    """The exception, or one that says the same where it cannot be pickled, so that no rank waits for it in vain."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - pickling calls the exception's own code
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+class ControlPlane:
+    """Small host-side collectives on a gloo group, apart from the gradients' own.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks; with one, nothing is sent.
+        timeout: longest wait for another rank.
+    """
+
+    def __init__(self, rank: int, world_size: int, *, timeout: timedelta | None = None) -> None:
+        self.rank, self.world_size, self.timeout = rank, world_size, timeout
+        self._joined: Any = None
+        self._closers = on_end(self)
+        if world_size > 1:
+            self.open()
+            self._group.barrier().wait()  # no rank is busy any more with making or using what is left now
+            leave_ended()
+            atexit.unregister(let_threads_go)
+            atexit.register(let_threads_go)
+
+    def open(self) -> None:
+        """Make the group, or make it again behind :meth:`close`; a collective call."""
+        if self._joined is None and self.world_size > 1:
+            self._joined = new_group(backend="gloo", timeout=self.timeout)
+            self._closers.append(partial(leave, self._joined))
+
+    @property
+    def _group(self) -> Any:
+        """The group; ``None`` for one rank alone. Made again if it was left, as for a checkpoint behind the end."""
+        if self._joined is None and self.world_size > 1:
+            self.open()
+            ended(self)
+        return self._joined
+
+    def gather(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The arrays of all ranks, stacked; all must have one shape."""
+        if self._group is None:
+            return values[None]
+        mine = torch.from_numpy(np.ascontiguousarray(values))
+        everyone = torch.empty((self.world_size, *mine.shape), dtype=mine.dtype)
+        dist.all_gather(list(everyone), mine, group=self._group)
+        return everyone.numpy()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The objects of all ranks."""
+        if self._group is None:
+            return [value]
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, value, group=self._group)
+        return everyone
+
+    def gather_objects_at_zero(self, value: Any) -> list[Any]:
+        """The objects of all ranks on rank 0, nothing elsewhere."""
+        if self._group is None:
+            return [value]
+        everyone: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, everyone, dst=0, group=self._group)
+        return everyone or []
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's object; an exception that cannot be sent arrives as a ``RuntimeError`` of its name and text."""
+        if self._group is None:
+            return value
+        box = [_portable(value) if self.rank == 0 and isinstance(value, Exception) else value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return value if self.rank == 0 else box[0]
+
+    def decide(self, decision: Callable[[], Any]) -> Any:
+        """What rank 0 decides, on all ranks; what it raises, every rank raises, so that none waits for it in vain."""
+        value: Any = None
+        if self.rank == 0:
+            try:
+                value = decision()
+            except Exception as error:  # noqa: BLE001 - travels as a value, because every rank has to raise it
+                value = error
+        value = self.broadcast_object(value)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    def maximum_later(self, tensor: torch.Tensor) -> Any:
+        """Begin to put the greatest of all ranks' numbers into a tensor on the host; wait for what is returned."""
+        return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send a tensor on the host to one rank, which has to :meth:`receive` it."""
+        dist.send(tensor, to, group=self._group)
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """Fill a tensor on the host with what one rank sends."""
+        dist.recv(tensor, source, group=self._group)
+
+    def require_equal(self, what: str, value: Any) -> None:
+        """Raise on every rank if one rank's value differs from the others'.
+
+        Raises:
+            PlanMismatchError: naming the value of each rank.
+        """
+        everyone = self.gather_objects(value)
+        if any(other != everyone[0] for other in everyone):
+            listing = ", ".join(f"rank {rank}: {other!r}" for rank, other in enumerate(everyone))
+            raise PlanMismatchError(f"{what} must be equal on all ranks; got {listing}. Give every rank the same.")
+
+    def close(self) -> None:
+        """Leave the group; it is made again if ranks have to agree on something after all."""
+        self._joined = None
+        run(self._closers)

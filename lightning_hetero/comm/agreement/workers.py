@@ -1,0 +1,135 @@
+"""The workers of a run: who they are, what they could do, what fits; and the plan that such a run begins with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.batching.plan import BatchPlan, proportional_sizes
+from lightning_hetero.core.policies.perf_model import PlanContext, Planner, Proposal
+
+__all__ = ["Roster"]
+
+NO_LIMIT = 2**31
+
+
+@dataclass(frozen=True)
+class Roster:
+    """What all ranks know of each other.
+
+    Args:
+        identities: hardware identity of each rank.
+        capacities: open-loop capacity of each rank (peak FLOP/s).
+        min_local: smallest batch that every rank can run.
+        max_local: most samples of each rank, given or probed; ``None`` for no limit.
+    """
+
+    identities: tuple[str, ...]
+    capacities: tuple[float, ...]
+    min_local: int = 1
+    max_local: tuple[int, ...] | None = None
+
+    @classmethod
+    def meet(
+        cls, control: ControlPlane, name: str, capacity: float, *, min_local: int, bounds: Sequence[int | None]
+    ) -> "Roster":
+        """Tell all ranks of oneself and hear of them; collective. The least of this rank's ``bounds`` holds."""
+        bound = min((b for b in bounds if b is not None), default=NO_LIMIT)
+        names, capacities, minima, maxima = zip(
+            *control.gather_objects((name, capacity, min_local, bound)), strict=True
+        )
+        names = tuple(f"{name}#{names[:i].count(name)}" if name in names[:i] else name for i, name in enumerate(names))
+        return cls(names, capacities, max(minima), None if min(maxima) == NO_LIMIT else maxima)
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return len(self.identities)
+
+    def context(self, config: HeteroConfig, total: int, accumulation: int = 1, **known: Any) -> PlanContext:
+        """What a planner has to respect for a total batch, with further fields of the context."""
+        if config.change_cost is not None:
+            known["change_cost"] = config.change_cost
+        return PlanContext(
+            total,
+            self.identities,
+            (self.min_local,) * self.world_size,
+            self.max_local,
+            config.hysteresis or 0.0,
+            accumulation,
+            self.capacities,
+            given=config.local_batch_sizes,  # type: ignore[arg-type]
+            **known,
+        )
+
+    def check(self, plan: BatchPlan, min_local: int | None = None) -> None:
+        """Check that a plan is one for these workers.
+
+        Raises:
+            ValueError: if it has another number of workers, or a size outside the bounds.
+        """
+        sizes = plan.local_batch_sizes
+        low = self.min_local if min_local is None else min_local
+        high = self.max_local or (NO_LIMIT,) * self.world_size
+        if len(sizes) != self.world_size or any(not low <= b <= h for b, h in zip(sizes, high, strict=True)):
+            most = "no upper bound" if self.max_local is None else f"at most {list(self.max_local)}"
+            raise ValueError(
+                f"local batch sizes {list(sizes)} do not fit {self.world_size} workers with at least {low} and {most} "
+                "samples each. Change the sizes or the bounds."
+            )
+
+    def first_plan(
+        self, config: HeteroConfig, total: int, planner: Planner | None, running: BatchPlan | None
+    ) -> Proposal | None:
+        """Plan to begin or to go on with; ``None`` if the one that ran before still holds.
+
+        Args:
+            config: may fix the split.
+            total: total batch size.
+            planner: may know these workers from an earlier run.
+            running: plan that the run or its checkpoint had for the same workers.
+
+        Raises:
+            ValueError: if the bounds cannot give the total.
+        """
+        if config.fixes_split:
+            proposal = Proposal(BatchPlan(total, tuple(config.local_batch_sizes or ())), "given split")
+            self.check_given(proposal.plan)
+        elif running is not None and running.total_batch_size == total and planner is not None:
+            self.check(running)
+            return None
+        else:
+            known = planner.initial(self.context(config, total)) if planner is not None else None
+            proposal = known or Proposal(self._even(total), "equal sizes")
+            self.check(proposal.plan)
+        return None if proposal.plan.local_batch_sizes == getattr(running, "local_batch_sizes", None) else proposal
+
+    def check_given(self, plan: BatchPlan) -> None:
+        """Check a split that somebody gave: it may leave workers out, by a size of 0, but not run less than they can.
+
+        Raises:
+            ValueError: if it is none for these workers.
+        """
+        self.check(plan, min_local=0)
+        if any(0 < size < self.min_local for size in plan.local_batch_sizes):
+            raise ValueError(
+                f"local_batch_sizes={list(plan.local_batch_sizes)} has a size below min_local_batch_size="
+                f"{self.min_local}, which is 2 unless given if the model has batch normalisation. Raise the size, or "
+                "set min_local_batch_size=1 if the model can run a single sample."
+            )
+
+    def _even(self, total: int) -> BatchPlan:
+        if total < self.min_local * self.world_size:
+            raise ValueError(
+                f"a total batch of {total} samples cannot give each of {self.world_size} workers at least "
+                f"{self.min_local}. Raise the DataLoader's batch_size or lower min_local_batch_size."
+            )
+        if self.max_local is not None and sum(self.max_local) < total:
+            raise ValueError(
+                f"a total batch of {total} samples does not fit: the workers hold at most {list(self.max_local)}, "
+                f"together {sum(self.max_local)}. Lower the DataLoader's batch_size to "
+                f"{sum(self.max_local) // self.world_size} and use accumulate_grad_batches for the rest."
+            )
+        even = [1.0] * self.world_size
+        return BatchPlan(total, proportional_sizes(total, even, min_local=self.min_local, max_local=self.max_local))

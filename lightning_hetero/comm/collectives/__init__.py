@@ -1,0 +1,3 @@
+"""All-reduce and all-gather of gradients, flat or by clusters."""
+
+__all__: list[str] = []

@@ -1,0 +1,174 @@
+"""Where every sum of gradients and every message sets out: one place, so that a link can be made thin for tests."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.comm.agreement.backends import backend_of
+
+__all__ = ["Arrival", "gather_over_ranks", "hand_on", "num_bytes", "pending", "sum_over_ranks", "tensor_of"]
+
+
+def sum_over_ranks(buffer: torch.Tensor, group: Any = None) -> torch.futures.Future[Any]:
+    """Add a buffer up over all ranks, in place and while other things go on.
+
+    On a CPU the process group is asked itself, as DDP does: what ``dist.all_reduce`` looks up first takes as long again
+    as to begin the sum, in the middle of a backward pass, whose matrices have filled the caches.
+    """
+    if buffer.device.type != "cpu" or buffer.is_complex():
+        work = dist.all_reduce(buffer, group=group, async_op=True)
+    else:
+        group = group or dist.group.WORLD
+        assert group is not None
+        work = group.allreduce([buffer])
+    future: torch.futures.Future[Any] = work.get_future()
+    if buffer.is_cuda and backend_of(buffer.device, group) != "nccl":
+        return _on_streams(buffer, work, future)
+    return future
+
+
+def _on_streams(buffer: torch.Tensor, work: Any, future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
+    """A future that makes the stream of whoever waits for it wait for the sum, as NCCL's does.
+
+    A sum by gloo is copied back to the GPU on a stream of gloo's own. Its future says that the copy was begun, and
+    orders no stream behind it: who reads on another stream than the default one would read what was there before.
+    """
+    ordered: torch.futures.Future[Any] = pending(buffer)
+
+    def landed(done: torch.futures.Future[Any]) -> None:
+        try:
+            done.value()
+            work.synchronize()  # orders this thread's stream, which set_result then notes down
+            ordered.set_result(buffer)
+        except Exception as error:  # noqa: BLE001 - it belongs to whoever waits
+            ordered.set_exception(error)
+
+    future.then(landed)
+    return ordered
+
+
+def num_bytes(buffer: torch.Tensor) -> int:
+    """Bytes of a bucket; of a sparse gradient, those of the rows that it has and of their numbers.
+
+    Example:
+        >>> num_bytes(torch.zeros(3)), num_bytes(torch.eye(3).to_sparse(1))
+        (12, 60)
+    """
+    parts = (buffer._indices(), buffer._values()) if buffer.is_sparse else (buffer,)
+    return sum(part.nbytes for part in parts)
+
+
+class Arrival:
+    """Rows on their way by gloo. To wait for them costs no callback, which a thread would need the interpreter for.
+
+    Rows are waited for in turn. So that each is seen to arrive when it does, those that were waited for the longest
+    come last the next time.
+
+    Args:
+        works: of each row.
+        arrived: called with the number of each row that is there.
+        order: in which to wait, which is brought up to date.
+    """
+
+    def __init__(self, works: list[Any], arrived: Callable[[int], None] | None, order: list[int]) -> None:
+        self._works, self._arrived, self._order = works, arrived, order
+        self._everything: torch.futures.Future[Any] | None = None
+
+    def wait(self) -> None:
+        """Return when all rows are there.
+
+        Raises:
+            RuntimeError: if a row does not come.
+        """
+        if self._everything is not None:
+            self._everything.wait()
+            for work in self._works:  # there already; orders this stream behind copies to a GPU
+                work.wait()
+            return
+        blocked, before = {}, time.perf_counter()
+        for row in self._order:
+            self._works[row].wait()
+            if self._arrived is not None:
+                self._arrived(row)
+            now = time.perf_counter()
+            blocked[row], before = now - before, now
+        self._order.sort(key=blocked.__getitem__)
+
+    def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+        """Call back from a thread of the process group when all rows are there."""
+        if self._everything is None:
+            each = partial(_tell, self._arrived)
+            parts = [work.get_future().then(partial(each, [row])) for row, work in enumerate(self._works)]
+            self._everything = torch.futures.collect_all(parts).then(_all_of_them)
+        return self._everything.then(callback)
+
+
+def gather_over_ranks(
+    rows: torch.Tensor,
+    own: int,
+    sources: Sequence[int],
+    group: Any = None,
+    arrived: Callable[[int], None] | None = None,
+    order: list[int] | None = None,
+) -> Any:
+    """All-gather in place while other things go on: row ``i`` is that of rank ``sources[i]``; the own one is filled.
+
+    NCCL gathers in one call. On gloo, whose all-gather allocates in every call, a broadcast of each row into its place
+    is faster (``benchmarks/compression.py``).
+
+    Args:
+        rows: uint8, a row for each source.
+        own: number of this rank's row.
+        sources: ranks that send.
+        group: their process group, ``None`` for the default.
+        arrived: called with the number of each row that is there.
+        order: in which rows are waited for, see :class:`Arrival`.
+
+    Returns:
+        A future or an :class:`Arrival`: something to wait for.
+    """
+    if backend_of(rows.device, group) == "nccl":
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13
+        work = gather(rows.view(-1), rows[own], group=group, async_op=True)  # in place
+        return work.get_future().then(partial(partial(_tell, arrived), range(len(rows))))
+    works = [
+        dist.broadcast(row, src=source, group=group, async_op=True) for source, row in zip(sources, rows, strict=True)
+    ]
+    return Arrival(works, arrived, list(range(len(rows))) if order is None else order)
+
+
+def _tell(arrived: Callable[[int], None] | None, rows: Iterable[int], done: torch.futures.Future[Any]) -> None:
+    """Say that rows have arrived, or raise why they have not."""
+    done.value()
+    if arrived is not None:
+        for row in rows:
+            arrived(row)
+
+
+def _all_of_them(done: torch.futures.Future[Any]) -> None:
+    """Raise what any of them raised."""
+    for part in done.value():
+        part.value()
+
+
+def tensor_of(value: Any) -> torch.Tensor:
+    """The tensor of a finished collective, which some backends give in a list."""
+    result: torch.Tensor = value[0] if isinstance(value, list | tuple) else value
+    return result
+
+
+def pending(buffer: torch.Tensor) -> Any:
+    """A future that is set by hand, for a tensor on this device."""
+    return torch.futures.Future(devices=[buffer.device]) if buffer.is_cuda else torch.futures.Future()
+
+
+def hand_on(to: torch.futures.Future[Any], done: torch.futures.Future[Any]) -> None:
+    """Give what a finished future holds, a value or an error, to another one."""
+    try:
+        to.set_result(done.value())
+    except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the other
+        to.set_exception(error)

@@ -1,0 +1,289 @@
+"""The way of gradients between ranks: straight, or densely inside clusters and between their leaders (hierarchy).
+
+A thin link between clusters then carries what the leaders exchange, once per cluster. Each of the three parts of the
+way, up to the leader, across, and down to the members, has a process group of its own, and each is used in the order of
+the buckets: so collectives meet in the same order on all ranks, while one bucket crosses and the next is on its way up.
+NCCL needs more: one order over all groups, since collectives of two groups that start in another order on another rank
+can wait for each other. There everything sets out from the thread that hands buckets over, which waits for none of it.
+"""
+
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.comm.agreement.backends import backend_of, new_group
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.comm.agreement.group_lifetime import leave, on_end, run
+from lightning_hetero.comm.collectives import async_ops as sums
+from lightning_hetero.comm.collectives.async_ops import pending
+from lightning_hetero.core.link.clusters import Clusters, check_clusters, clusters_by_name, clusters_by_time
+
+__all__ = ["VARIABLE", "Topology", "link_seconds"]
+
+log = logging.getLogger("lightning_hetero")
+
+VARIABLE = "LIGHTNING_HETERO_CLUSTER"
+PROBE_BYTES = 262_144
+REPEATS = 3
+
+_Work: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
+
+
+class Topology:
+    """Sums and gathers over ranks, straight or by clusters.
+
+    Args:
+        rank: this rank.
+        clusters: ranks of each cluster, in the order of their leaders, the least rank of each. With one rank in each,
+            or all ranks in one, all exchanges are straight ones.
+        timeout: longest wait for another rank.
+        apart: whether to have process groups of its own also where all exchanges are straight.
+
+    Example:
+        >>> Topology(0, ((0,), (1,))).flat
+        True
+    """
+
+    def __init__(self, rank: int, clusters: Clusters, *, timeout: timedelta | None = None, apart: bool = False) -> None:
+        self.rank, self.given, self.world_size = rank, clusters, sum(map(len, clusters))
+        self.flat = len(clusters) in (1, self.world_size)
+        self.clusters = tuple((r,) for r in range(self.world_size)) if self.flat else clusters
+        self.cluster = next(i for i, members in enumerate(self.clusters) if rank in members)
+        self.leader = self.clusters[self.cluster][0]
+        self.timeout = timeout
+        self._order = list(range(self.size))
+        self._up: Any = None
+        self._down: Any = None
+        self._across: Any = None
+        self._work: _Work | None = None
+        self._stream: Any = None
+        self._apart, self._opened = apart, False
+        self._closers = on_end(self)
+        self.open()
+
+    def open(self) -> None:
+        """Make the process groups, or make them again behind :meth:`close`; a collective call."""
+        if self._opened:
+            return
+        self._opened = True
+        if self.flat:
+            self._across = self._join(None) if self._apart else None
+            return
+        for members in self.clusters:
+            if len(members) > 1:
+                up, down = self._join(members), self._join(members)
+                if self.rank in members:
+                    self._up, self._down = up, down
+        across = self._join([members[0] for members in self.clusters])
+        self._across = across if self.leads else None
+        self._work = queue.SimpleQueue()
+        # a daemon, so that a process that fails can end while an exchange waits for it
+        threading.Thread(target=_carry_on, args=(self._work,), name="lightning_hetero-across", daemon=True).start()
+        self._closers.append(partial(self._work.put, None))
+
+    def _join(self, ranks: Sequence[int] | None) -> Any:
+        group = new_group(None if ranks is None else list(ranks), timeout=self.timeout)
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            self._closers.append(partial(leave, group))
+        return group
+
+    def close(self) -> None:
+        """Leave the process groups, and end the thread behind what it still carries."""
+        self._up = self._down = self._across = self._work = None
+        self._opened = False
+        run(self._closers)
+
+    @classmethod
+    def straight(cls, rank: int, world_size: int) -> "Topology":
+        """Every rank for itself."""
+        return cls(rank, tuple((other,) for other in range(world_size)))
+
+    @classmethod
+    def form(cls, setting: Any, control: ControlPlane, timeout: timedelta | None) -> "Topology":
+        """The topology that a checked setting ``hierarchy`` asks for; a collective call.
+
+        Raises:
+            ValueError: on every rank, if clusters do not name all ranks, or a rank has no cluster in its environment.
+        """
+        clusters = _clusters(setting, control)
+        topology = cls(control.rank, clusters, timeout=timeout)
+        if setting is not None and control.rank == 0 and not topology.flat:
+            shown = [list(members) for members in clusters]
+            log.info("gradients are summed inside clusters, leaders exchange sums: clusters of ranks %s", shown)
+        return topology
+
+    def another(self) -> "Topology":
+        """The same clusters with groups of their own, so that two exchanges need not wait for each other; collective.
+
+        All ranks have to call it together.
+        """
+        return Topology(self.rank, self.clusters, timeout=self.timeout, apart=True)
+
+    @property
+    def size(self) -> int:
+        """Number of those that exchange: clusters, or ranks without any."""
+        return len(self.clusters)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for its cluster."""
+        return self.rank == self.leader
+
+    def members_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks of a rank's cluster."""
+        return next(members for members in self.clusters if rank in members)
+
+    def sum(self, buffer: torch.Tensor) -> torch.futures.Future[Any]:
+        """Add a buffer up over all ranks, in place and while other things go on."""
+        if self._work is None:
+            return sums.sum_over_ranks(buffer, self._across)
+        raised = self.collect(buffer)
+        return self._begin(buffer, raised, lambda: sums.sum_over_ranks(buffer, self._across))
+
+    def collect(self, buffer: torch.Tensor) -> Any:
+        """Begin to add a buffer up inside the cluster, in place on its leader; what is returned can be waited for.
+
+        On other ranks the buffer's content is undefined afterwards. ``None`` if there is nobody to add.
+        """
+        return None if self._up is None else dist.reduce(buffer, dst=self.leader, group=self._up, async_op=True)
+
+    def gather(self, rows: torch.Tensor, arrived: Callable[[int], None] | None = None) -> Any:
+        """Begin to fill ``rows`` on all ranks; row ``i`` is that of cluster ``i``, filled already on its leader.
+
+        What is returned has ``wait()``, and ``then(callback)`` for those who do not.
+
+        Args:
+            rows: uint8, a row for each cluster.
+            arrived: called with the number of each row that is there; on members, when all are.
+        """
+        if self._work is None:
+            return self._gather_across(rows, arrived)
+        done = self._begin(rows, None, lambda: self._gather_across(rows, arrived))
+        if arrived is not None and not self.leads:
+            done.then(lambda _: [arrived(row) for row in range(len(rows))])
+        return done
+
+    def _gather_across(self, rows: torch.Tensor, arrived: Callable[[int], None] | None) -> Any:
+        leaders = [members[0] for members in self.clusters]
+        return sums.gather_over_ranks(rows, self.cluster, leaders, self._across, arrived, self._order)
+
+    def _begin(self, buffer: torch.Tensor, raised: Any, cross: Callable[[], Any]) -> torch.futures.Future[Any]:
+        """Let the thread carry a buffer across, after those before it; on a GPU on a stream of its own.
+
+        With NCCL nobody waits on the host, so that no thread is needed.
+        """
+        assert self._work is not None
+        done: torch.futures.Future[Any] = pending(buffer)
+        if buffer.is_cuda and self._stream is None:
+            self._stream = torch.cuda.Stream(buffer.device)
+        filled = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
+
+        def carry() -> None:
+            with torch.cuda.stream(self._stream) if buffer.is_cuda else nullcontext():
+                if filled is not None:
+                    torch.cuda.current_stream().wait_event(filled)
+                self._carry(buffer, raised, done, cross)
+
+        if backend_of(buffer.device, self._across or self._down) == "nccl":
+            carry()
+        else:
+            self._work.put(carry)
+        return done
+
+    def _carry(self, buffer: torch.Tensor, raised: Any, done: Any, cross: Callable[[], Any]) -> None:
+        """Wait for what comes up from the cluster, cross, and send it down."""
+
+        def arrived(future: Any) -> None:
+            try:
+                future.value()
+                done.set_result(buffer)
+            except Exception as error:  # noqa: BLE001 - it belongs to whoever waits
+                done.set_exception(error)
+
+        try:
+            if raised is not None:
+                raised.wait()
+            if self.leads:
+                cross().wait()
+            if self._down is None:
+                done.set_result(buffer)
+            else:
+                work = dist.broadcast(buffer, src=self.leader, group=self._down, async_op=True)
+                work.get_future().then(arrived)
+        except Exception as error:  # noqa: BLE001 - it belongs to whoever waits
+            done.set_exception(error)
+
+
+def _carry_on(work: _Work) -> None:
+    """Carry one buffer across after the other, until there is ``None``."""
+    while (carry := work.get()) is not None:
+        carry()
+        del carry  # which holds a group
+
+
+def _clusters(setting: Any, control: ControlPlane) -> Clusters:
+    ranks = range(control.world_size)
+    if setting is None or control.world_size == 1:
+        return tuple((rank,) for rank in ranks)
+    if setting == "nodes":
+        return clusters_by_name(control.gather_objects(socket.gethostname()))
+    if setting == "env":
+        names = control.gather_objects(os.environ.get(VARIABLE))
+        missing = [rank for rank in ranks if not names[rank]]
+        if missing:
+            raise ValueError(
+                f"hierarchy='env' reads the cluster of each process from {VARIABLE}, which is not set on rank "
+                f"{', '.join(map(str, missing))}. Set it to a name that the processes of one cluster share."
+            )
+        return clusters_by_name(names)
+    if setting == "auto":
+        return clusters_by_time(link_seconds(control))
+    return check_clusters(setting, control.world_size)
+
+
+def link_seconds(control: ControlPlane) -> npt.NDArray[np.float64]:
+    """Seconds of a small transfer between each two ranks, the best of three, shape (N, N); a collective call.
+
+    Ranks meet in pairs, as in a tournament in which each plays once in a round, and send 256 KiB to and fro.
+    """
+    n = control.world_size
+    mine = np.zeros(n)
+    seats: list[int | None] = [*range(n), *([None] if n % 2 else [])]
+    probe = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        for one, other in zip(seats[:half], reversed(seats[half:]), strict=True):
+            if one is not None and other is not None and control.rank in (one, other):
+                mine[one + other - control.rank] = _ping(probe, min(one, other), max(one, other), control)
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    everyone = control.gather(mine)
+    seconds: npt.NDArray[np.float64] = np.maximum(everyone, everyone.T)
+    return seconds
+
+
+def _ping(probe: torch.Tensor, low: int, high: int, control: ControlPlane) -> float:
+    """Seconds to and fro between two ranks."""
+    best = float("inf")
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        if control.rank == low:
+            control.send(probe, high)
+            control.receive(probe, high)
+        else:
+            control.receive(probe, low)
+            control.send(probe, low)
+        best = min(best, time.perf_counter() - begin)
+    return best

@@ -1,0 +1,3 @@
+"""Compressors of gradients, one file each."""
+
+__all__: list[str] = []

@@ -1,0 +1,209 @@
+"""Torch's own compression hooks behind the same argument: 16-bit sums and PowerSGD."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from lightning_hetero.comm.agreement.backends import backend_of
+from lightning_hetero.comm.collectives.async_ops import pending
+from lightning_hetero.comm.compressors.in_flight import StepReport
+from lightning_hetero.comm.compressors.powersgd_state import BucketState, Matrices
+from lightning_hetero.comm.gradients.ddp_hook import HookState
+from lightning_hetero.comm.gradients.nonfinite import DroppedSteps, all_finite, clear
+from lightning_hetero.core.compression.settings import HalfPrecision, LowRank
+
+__all__ = ["HalfExchange", "LowRankExchange"]
+
+
+def _ring(world_size: int) -> float:
+    """Bytes that a rank sends for each byte of a ring all-reduce."""
+    return 2 * (world_size - 1) / world_size
+
+
+class HalfExchange:
+    """Sums in 16 bits: torch's ``fp16_compress_hook`` or ``bf16_compress_hook``.
+
+    It keeps no residual, so that a gradient which is not finite is only what it is under DDP: not finite on all ranks.
+    """
+
+    def __init__(self, settings: HalfPrecision, parameters: Mapping[str, torch.Tensor], hook: HookState) -> None:
+        self.hook, self.world_size, self.report = hook, hook.world_size, StepReport()
+        self.inner: Any = fp16_compress_hook if settings.dtype == "float16" else bf16_compress_hook
+        self._bytes = 2 * sum(p.numel() for p in parameters.values())
+
+    def __call__(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average one bucket."""
+        self.hook.exact_sum, self.hook.one_message = True, False
+        if bucket.is_last():
+            self.report.add(_ring(self.world_size) * self._bytes, 1.0)
+        future: torch.futures.Future[torch.Tensor] = self.inner(None, bucket)
+        return future
+
+    def hand_over(self) -> None:
+        """Nothing to do after backward."""
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """None: what rounding loses is lost."""
+        return {}
+
+    def load_residuals(self, residuals: dict[str, torch.Tensor]) -> None:
+        """Nothing to go on with."""
+
+    def extra_state(self) -> dict[str, Any]:
+        """None."""
+        return {}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Nothing to go on with."""
+
+
+class LowRankExchange:
+    """PowerSGD by torch's ``powerSGD_hook``, with state that survives a resume and no non-finite value in it.
+
+    Torch keeps residuals and matrices by DDP's buckets, which are others after the first step, in a resumed run, and
+    when other parameters are trained. Here they belong to parameters, and each bucket gets those of its own.
+
+    Args:
+        settings: rank and dense steps.
+        parameters: the module's parameters that need gradients, by name.
+        hook: state of the gradient hook.
+        grad_scale: factor that the gradients carry at present (a loss scaler's), or ``None``.
+    """
+
+    def __init__(
+        self,
+        settings: LowRank,
+        parameters: Mapping[str, torch.Tensor],
+        hook: HookState,
+        *,
+        grad_scale: Callable[[], float] | None = None,
+    ) -> None:
+        self.settings, self.hook, self.world_size, self.grad_scale = settings, hook, hook.world_size, grad_scale
+        self.names = {p: name for name, p in parameters.items()}
+        self.state = PowerSGDState(None, settings.rank, settings.start)
+        self.state.compression_stats_logging_frequency = 2**62
+        self.kept = BucketState(self.state, self.names)
+        self.report = StepReport()
+        device = next(iter(parameters.values())).device
+        self.deferred = device.type != "cpu"  # whether the host learns later what the device decided on a step
+        self._in_order = backend_of(device) == "nccl"
+        self._elements = sum(p.numel() for p in parameters.values())
+        self._element_size = next(iter(parameters.values())).element_size()
+        self._scale = 1.0
+        self._step, self._dense, self.dropped = 0, False, DroppedSteps()
+        self._flags: list[torch.Tensor] = []
+        self._verdicts: deque[tuple[int, torch.Tensor, Any]] = deque()
+        self._arrived = False
+
+    def __call__(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average one bucket. Gloo calls back from threads: its later collectives would come in another order."""
+        compressing = self.state.iter >= self.settings.start
+        if bucket.index() == 0:
+            self._flags, self._dense, self.hook.step_dropped = [], not compressing, False
+            self._report_verdicts()
+        if bucket.is_last():
+            self._step, self._arrived = self._step + 1, True
+        self.hook.exact_sum, self.hook.one_message = not compressing, False
+        buffer = bucket.buffer()
+        if compressing:
+            finite = torch.isfinite(buffer.sum(dtype=torch.float32)).to(torch.float32)
+            dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+            self._flags.append(finite)
+            if not self.deferred and float(finite) == 0.0:
+                return self._leave_out(bucket)
+            self._rescale(bucket)
+            self.kept.lay_out(bucket, finite if self.deferred else None)
+        future = powerSGD_hook(self.state, Matrices(bucket))  # type: ignore[arg-type]
+        if bucket.is_last():
+            self._count(compressing)
+        if not self._in_order:
+            future.wait()
+        return future
+
+    def _leave_out(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """A gradient is not finite: it is that on all ranks, and no residual takes part in it."""
+        buffer = bucket.buffer().fill_(float("nan"))
+        self.state.maybe_increase_iter(bucket)
+        future = pending(buffer)
+        future.set_result(buffer)
+        result: torch.futures.Future[torch.Tensor] = future
+        return result
+
+    def hand_over(self) -> None:
+        """After backward: leave a sum that is not finite out, all of it; a loss scaler sees it and does so itself."""
+        arrived, self._arrived = self._arrived, False
+        if not arrived:
+            return
+        if self._flags and self.deferred:
+            self._drop_on_device(torch.stack(self._flags).amin())
+            return
+        left_out = any(float(flag) == 0.0 for flag in self._flags)
+        if left_out or (self._dense and self.grad_scale is None and not all_finite(self.names)):
+            self.hook.step_dropped = True
+            if self.grad_scale is None:
+                clear(self.names)
+                self.dropped.add(self._step - 1, "on some rank")
+
+    def _drop_on_device(self, finite: torch.Tensor) -> None:
+        """Let the device leave the step out if it has to; the host reads later whether it did."""
+        self.hook.step_dropped = 1.0 - finite
+        if self.grad_scale is not None:
+            return
+        for p in self.names:
+            if p.grad is not None:
+                p.grad.masked_fill_(finite == 0.0, 0.0)
+        told = torch.empty_like(finite, device="cpu", pin_memory=finite.is_cuda).copy_(finite, non_blocking=True)
+        self._verdicts.append((self._step - 1, told, self.hook.observer.clock.mark()))
+
+    def _report_verdicts(self) -> None:
+        """Say which steps were left out, as far as the device has told."""
+        while self._verdicts and self.hook.observer.clock.ready(self._verdicts[0][2]):
+            step, finite, _ = self._verdicts.popleft()
+            if float(finite) == 0.0:
+                self.dropped.add(step, "on some rank")
+
+    def _rescale(self, bucket: dist.GradBucket) -> None:
+        """Follow a change of the loss scale."""
+        scale = 1.0 if self.grad_scale is None else self.grad_scale()
+        if bucket.index() == 0 and scale != self._scale:
+            self.kept.multiply(scale / self._scale)
+            self._scale = scale
+
+    def _count(self, compressing: bool) -> None:
+        sent, density = self._elements, 1.0
+        if compressing:
+            _, before, after = self.state.compression_stats()
+            sent = round(self._elements * after / max(before, 1))
+            density = sent / max(self._elements, 1)
+        self.report.add(_ring(self.world_size) * sent * self._element_size, density)
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """What this rank has not sent yet, by parameter: a part of the weighted sum over ranks."""
+        factor = self._scale * self.world_size
+        exact = math.frexp(factor)[0] == 0.5  # else a float64 brings the very float32 back
+        errors = self.kept.errors()
+        return {name: (e if exact else e.double()) / factor for name, e in errors.items()}
+
+    def load_residuals(self, residuals: dict[str, torch.Tensor]) -> None:
+        """Go on with these residuals once the dense steps are over; those of before are gone."""
+        factor = self._scale * self.world_size
+        self.kept.load({name: residual.flatten() * factor for name, residual in residuals.items()}, {})
+
+    def extra_state(self) -> dict[str, Any]:
+        """What else a run needs to go on identically: steps, and the matrices that the next step begins with."""
+        drawn: Any = self.state.rng.get_state(legacy=False)
+        seeds = {"words": torch.from_numpy(drawn["state"]["key"].astype("int64")), "place": drawn["state"]["pos"]}
+        return {"iter": self.state.iter, "step": self._step, "seeds": seeds, "matrices": self.kept.matrices()}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Go on as :meth:`extra_state` described."""
+        self.state.iter, self._step = int(state["iter"]), int(state["step"])
+        seeds = state["seeds"]
+        self.state.rng.set_state(("MT19937", seeds["words"].numpy().astype("uint32"), int(seeds["place"]), 0, 0.0))
+        self.kept.load(self.kept.errors(), state["matrices"])

@@ -1,0 +1,105 @@
+"""Residuals of an earlier run: split among the workers at hand, or paid where sums are dense now."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.comm.collectives.topology import Topology
+from lightning_hetero.compression.layout import flat_view
+from lightning_hetero.optim.sparse_steps import SparseSteps
+
+__all__ = ["Owed", "hand_over_waits", "left_alone", "own_share", "unpaid"]
+
+log = logging.getLogger("lightning_hetero")
+
+
+def own_share(state: dict[str, Any], topology: Topology, rank: int) -> dict[str, Any]:
+    """A rank's own state, or, among other workers, an equal share of the sum of all residuals.
+
+    In a hierarchy only the leaders of clusters hold residuals.
+
+    Args:
+        state: state of all ranks of the earlier run, which may be empty.
+        topology: the way of messages now.
+        rank: this rank.
+    """
+    if not state:
+        return {}
+    ranks = state["ranks"]
+    before = state.get("clusters", tuple((r,) for r in range(len(ranks))))
+    if before == topology.clusters:
+        own: dict[str, Any] = ranks[rank]
+        return own
+    total: dict[str, torch.Tensor] = {}
+    for one in ranks:
+        for name, residual in one.get("residuals", {}).items():
+            total[name] = total[name] + residual if name in total else residual.clone()
+    if rank == 0:
+        log.info("residuals of %d ranks were summed and split over %d", len(before), topology.size)
+    share = {name: residual / topology.size for name, residual in total.items()} if topology.leads else {}
+    return {**ranks[0], "residuals": share}
+
+
+def left_alone(own: dict[str, Any], control: ControlPlane) -> list[dict[str, Any]]:
+    """State of all ranks, on rank 0, where the others cannot be asked: they begin with residuals of 0 from it."""
+    return [] if control.rank else [own, *[{**own, "residuals": {}}] * (control.world_size - 1)]
+
+
+def hand_over_waits(waits: list[Any], steps: Iterable[SparseSteps | None]) -> list[Any]:
+    """Let sparse steps go on with the waits of an earlier run; what is left, if there are no optimizers yet."""
+    everyone = list(steps)
+    for one, notes in zip(everyone, waits, strict=False):
+        if one is not None:
+            one.loaded = notes
+    return [] if everyone else waits
+
+
+def unpaid(state: dict[str, Any]) -> dict[str, Any]:
+    """A rank's state with those of its residuals that are not 0; empty if there is none."""
+    residuals = {name: residual for name, residual in state.get("residuals", {}).items() if residual.any()}
+    return {**state, "residuals": residuals} if residuals else {}
+
+
+class Owed:
+    """What compression had not sent, added to this rank's part of the next dense sum: ``g_i + W r_i``.
+
+    Args:
+        residuals: by name; what is paid is taken out.
+        parameters: of the module, by name.
+        world_size: number of ranks in the average, ``W``.
+    """
+
+    def __init__(
+        self, residuals: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], world_size: int
+    ) -> None:
+        self.residuals, self.world_size = residuals, world_size
+        self._names = {p: name for name, p in parameters.items()}
+
+    @classmethod
+    def of(cls, state: dict[str, Any], module: nn.Module, world_size: int, *, scaled: bool) -> "Owed | None":
+        """For a rank's state; ``None`` under a loss scaler, which may skip the step that it would go into."""
+        if scaled:
+            log.warning(
+                "sums are dense: what compression has not sent yet waits, and rides in the checkpoint, because a loss "
+                'scaler may skip the step that it would go into; use precision="bf16-mixed" or go on compressing'
+            )
+            return None
+        log.info("sums are dense: what compression has not sent yet goes into the next one")
+        return cls(state["residuals"], dict(module.named_parameters()), world_size)
+
+    def __call__(self, bucket: dist.GradBucket) -> bool:
+        """Pay what is owed to a bucket before it is summed; whether all is paid.
+
+        A parameter whose gradient is 0 may be one that no rank has used: DDP would not hand it on, so it waits.
+        """
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            name = self._names.get(parameter, "")
+            if name in self.residuals and bool(gradient.any()):
+                flat = flat_view(gradient)
+                flat.add_(self.residuals.pop(name).to(flat), alpha=self.world_size)
+        return not self.residuals

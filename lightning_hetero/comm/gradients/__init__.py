@@ -1,0 +1,3 @@
+"""DDP's communication hook, and what it takes and gives."""
+
+__all__: list[str] = []

@@ -1,0 +1,147 @@
+"""Weight of each rank's loss: where the loss enters backward is the one place at which weighting is exact.
+
+Weighting gradient buckets instead is wrong as soon as an operation inside the model crosses ranks (synchronised batch
+normalisation, gathered contrastive losses) and for micro-batches of different sizes in one accumulation window.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.comm.gradients.batch_trace import BatchTrace, HandedOut, LoaderPass, tensors_in
+from lightning_hetero.config import HeteroConfig
+
+__all__ = ["LossWeighting"]
+
+COUNTED = "num_items_in_batch"  # the argument by which transformers' Trainer tells a model the global count
+
+
+class LossWeighting:
+    """Scales the loss by ``W b_i / B``, so that DDP's mean over ``W`` ranks is the mean over ``B`` samples (eq. 9).
+
+    With ``weight_fn`` the counts ``n_i`` of the batches (tokens, pixels) take the place of ``b_i``; they are summed
+    over ranks while the forward pass runs. A sum-reduced loss has weight 1. A rank whose share is 0 has weight 0. The
+    weight is that of the very batch that the loss came from, which a
+    :class:`~lightning_hetero.comm.gradients.batch_trace.BatchTrace` knows.
+
+    Args:
+        config: ``loss_reduction`` and ``weight_fn``.
+        world_size: number of ranks.
+        device: where counts are summed.
+
+    Example:
+        >>> weighting = LossWeighting(HeteroConfig(), world_size=2, device=torch.device("cpu"))
+        >>> weighting.begin(own=6, total=8, batch=None)
+        >>> float(weighting.scale(torch.tensor(1.0)))
+        1.5
+    """
+
+    def __init__(self, config: HeteroConfig, world_size: int, device: torch.device) -> None:
+        self.config, self.world_size, self.device = config, world_size, device
+        self.trace = BatchTrace(check=self._check_arguments if world_size > 1 else None)
+
+    def begin(self, own: int, total: int, batch: Any, sizes: Sequence[int] = ()) -> None:
+        """Take the weight of a batch of ``own`` out of ``total`` samples; a collective call with ``weight_fn``.
+
+        Args:
+            own: samples of this rank.
+            total: samples of all ranks.
+            batch: what the loop gets.
+            sizes: samples of each rank; equal ones by default.
+        """
+        weight: float | _Counts
+        key: Hashable = None
+        if self.config.weight_fn is not None:
+            weight = key = _Counts(self.config.weight_fn(batch) if own else 0.0, self)
+        elif self.config.loss_reduction == "sum":
+            weight, key = 1.0 if own else 0.0, tuple(size > 0 for size in sizes)
+        else:
+            weight, key = self.world_size * own / total, self._shares(sizes)
+        self.trace.hand_out(batch, HandedOut(weight, key, tuple(sizes)))
+
+    def beside(self, batches: Iterator[Any], evaluates: Callable[[], bool]) -> Iterator[Any]:
+        """The batches of a loader that is not split; the losses of those that are trained on have weight 1.
+
+        Args:
+            batches: of this rank, as many on every rank.
+            evaluates: whether what is run now cannot be training.
+        """
+        loader = LoaderPass()
+        try:
+            for batch in batches:
+                if not evaluates():
+                    self._begin_beside(batch, loader)
+                yield batch
+            self.trace.forget(loader)
+        finally:
+            loader.left = True
+
+    def _begin_beside(self, batch: Any, loader: LoaderPass) -> None:
+        rows = next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim), 0)
+        even = self._shares((1,) * self.world_size)
+        # While the split may move, a loss that joins both loaders is refused from the first step on.
+        key = even if self.config.policy == "even" else ("beside", self.config.loss_reduction)
+        self.trace.hand_out(batch, HandedOut(1.0, key, (rows,) * self.world_size, loader))
+
+    def _shares(self, sizes: Sequence[int]) -> Hashable:
+        return tuple(size / sum(sizes) for size in sizes)
+
+    @property
+    def waits(self) -> bool:
+        """Whether :meth:`scale` may have to wait for the counts of other ranks."""
+        return any(isinstance(handed.weight, _Counts) and handed.weight.pending for handed in self.trace.open)
+
+    def reset(self) -> None:
+        """Losses that come now belong to no batch: they have weight 1."""
+        self.trace.forget()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The weighted loss; the very same tensor where the weight is 1.
+
+        Raises:
+            RuntimeError: if the loss may belong to batches of different weights.
+        """
+        handed = self.trace.of(loss)
+        weight = 1.0 if handed is None else handed.weight
+        if isinstance(weight, _Counts):
+            weight = weight.weight().to(loss.dtype)
+        if isinstance(weight, float) and weight == 1.0:
+            return loss
+        return loss * weight
+
+    def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
+        if arguments.get(COUNTED) is None or self.config.loss_reduction == "sum" or self.config.policy == "even":
+            return
+        given = "weight_fn" if self.config.weight_fn is not None else f"loss_reduction={self.config.loss_reduction!r}"
+        raise ValueError(
+            f"the model was given {COUNTED}: a loss that is divided by it must not be weighted once more, as {given} "
+            "does. If the model divides by it and all ranks count together, as transformers' Trainer does by default "
+            "(average_tokens_across_devices=True), set loss_reduction='sum'. If the model does not use it, as some "
+            "with a head for classification, set model.accepts_loss_kwargs = False, so that Trainer leaves it out."
+        )
+
+
+class _Counts:
+    """What ``weight_fn`` counts in a batch, and the sum over ranks, which is needed only when backward begins."""
+
+    def __init__(self, count: Any, weighting: LossWeighting) -> None:
+        self._world_size = weighting.world_size
+        count = count.detach() if isinstance(count, torch.Tensor) else count
+        if isinstance(count, torch.Tensor) and count.device.type != "cpu":
+            self._own = count.to(weighting.device, torch.float64).reshape(())
+        else:  # a kernel fills it in its turn; a copy from the host would wait for all that the device has yet to do
+            self._own = torch.full((), float(count), dtype=torch.float64, device=weighting.device)
+        self._total = self._own.clone()
+        self._work: Any = dist.all_reduce(self._total, async_op=True) if self._world_size > 1 else None
+
+    @property
+    def pending(self) -> bool:
+        return self._work is not None
+
+    def weight(self) -> torch.Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._world_size * self._own / self._total.clamp(min=1e-300)  # 0 where nobody counts anything

@@ -1,0 +1,171 @@
+"""What is measured of a link before training: its latency; for ``compression="auto"``, which chooses here, its rate."""
+
+import logging
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.comm.collectives.topology import Topology
+from lightning_hetero.comm.timing.step_rows import FIELDS, match_rows
+from lightning_hetero.comm.timing.step_timer import KEPT_ROWS, StepObserver
+from lightning_hetero.compression.encoder import cpu_encoder
+from lightning_hetero.compression.layout import Layout
+from lightning_hetero.compression.wire import MessageFormat
+from lightning_hetero.core.compression.auto import CompressionChoice, Computing, LinkMeasurement, choose_density
+from lightning_hetero.core.compression.settings import Automatic, BlockTopK, blocks_per_rank
+from lightning_hetero.core.observations import StepObservations
+
+__all__ = ["Undecided", "handling_seconds", "latency", "measure", "probe"]
+
+log = logging.getLogger("lightning_hetero")
+
+PROBE_BYTES = 1_000_000
+REPEATS = 3
+PROBES = 2
+SAMPLE_ELEMENTS = 8_000_000
+HANDLED = 0.01, 0.1
+
+STEPS, FEW, LATEST = 8, 3, 32
+"""Synchronised steps before the first look, timed steps that are enough, and steps after which none need be timed."""
+
+
+class Undecided:
+    """``compression="auto"`` while the first steps run with dense sums and are timed.
+
+    Args:
+        settings: candidates.
+        parameters: the module's parameters that need gradients, by name.
+        control: for what ranks agree on.
+        topology: way of messages.
+    """
+
+    def __init__(
+        self, settings: Automatic, parameters: Mapping[str, torch.Tensor], control: ControlPlane, topology: Topology
+    ) -> None:
+        self.settings, self.control = settings, control
+        self.measured = measure(parameters, control, topology, settings)
+        self._rows: dict[float, npt.NDArray[np.float64]] = {}
+
+    @property
+    def meanwhile(self) -> BlockTopK:
+        """Block top-k that can be set to any of the candidates."""
+        return BlockTopK(density=self.settings.densities[0], value_dtype=self.settings.value_dtype)
+
+    def look(self, observer: StepObserver, *, hidden: bool = False) -> CompressionChoice | None:
+        """The choice, once steps enough were timed on all ranks: in the same step on all of them.
+
+        To be called at the end of each synchronised step; collective from the eighth on.
+
+        Args:
+            observer: has timed this rank's steps.
+            hidden: whether gradients may come a step late.
+        """
+        self._rows |= {row[0]: row[: FIELDS + 1] for row in observer.rows}
+        if observer.synced_steps < STEPS:
+            return None
+        table = np.full((KEPT_ROWS, FIELDS + 1), np.nan)
+        for place, row in enumerate(list(self._rows.values())[-KEPT_ROWS:]):
+            table[place] = row
+        seen = match_rows(self.control.gather(table))
+        observer.interrupt()
+        late = observer.synced_steps >= LATEST
+        return self._choose(seen, hidden) if seen.num_steps >= FEW or late else None
+
+    def _choose(self, seen: StepObservations, hidden: bool) -> CompressionChoice:
+        """Block top-k at the density that the measurements speak for, or dense sums; rank 0 says so and why."""
+        settings = self.settings
+        choice = choose_density(
+            self.measured, settings.densities, settings.value_dtype, Computing.of(seen), hidden=hidden
+        )
+        if self.control.rank == 0:
+            log.info("compression='auto': %s", choice.describe())
+        return choice
+
+
+def measure(
+    parameters: Mapping[str, torch.Tensor], control: ControlPlane, topology: Topology, settings: Automatic
+) -> LinkMeasurement:
+    """Latency and rate of the exchange and cost of selection: the best of three, of the slowest rank."""
+    device = next(iter(parameters.values())).device
+    numel = sum(p.numel() for p in parameters.values())
+    small, large = (_exchange_seconds(size, topology, device) for size in (64, PROBE_BYTES))
+    middle = settings.densities[len(settings.densities) // 2]
+    encode = _encode_seconds(numel, middle, settings.value_dtype) if device.type == "cpu" else 0.0
+    mine = np.array([small, max(large - small, 1e-9), encode])
+    latency, transfer, encode = control.gather(mine).max(axis=0)
+    rate = (topology.size - 1) * PROBE_BYTES / transfer
+    size = max(p.element_size() for p in parameters.values())
+    return LinkMeasurement(float(latency), float(rate), float(encode), topology.size, numel, size)
+
+
+def latency(control: ControlPlane, topology: Topology, device: torch.device) -> float:
+    """Seconds of an exchange of next to nothing: the best of three, of the slowest rank; a collective call."""
+    return float(control.gather(np.array([_exchange_seconds(64, topology, device)])).max())
+
+
+def probe(topology: Topology, device: torch.device, bytes_now: int, num_bytes: int) -> npt.NDArray[np.float64]:
+    """Time messages of next to nothing, of the present size, and of another one; all ranks call it together.
+
+    Args:
+        topology: the way that messages take.
+        device: where they are.
+        bytes_now: bytes of a message at present.
+        num_bytes: bytes of a message of the other size.
+
+    Returns:
+        ``(5,)``: seconds of the least one, bytes and shortest seconds of the present one, bytes and longest seconds of
+        the other, with bytes as a worker sends them to all others.
+    """
+    least, now = (_exchange_seconds(size, topology, device, repeats=PROBES) for size in (64, bytes_now))
+    longest = max(_exchange_times(num_bytes, topology, device, repeats=PROBES))
+    others = topology.size - 1
+    return np.array([least, others * bytes_now, now, others * num_bytes, longest], dtype=float)
+
+
+def _exchange_seconds(size: int, topology: Topology, device: torch.device, repeats: int = REPEATS) -> float:
+    return min(_exchange_times(size, topology, device, repeats))
+
+
+def _exchange_times(size: int, topology: Topology, device: torch.device, repeats: int) -> list[float]:
+    rows = torch.zeros((topology.size, size), dtype=torch.uint8, device=device)
+    seconds = []
+    for _ in range(repeats):
+        dist.barrier()
+        begin = time.perf_counter()
+        topology.gather(rows).wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def handling_seconds(layout: Layout, value_dtype: str) -> float:
+    """Seconds by which messages take longer to select, write, read and merge here for each unit of density."""
+    numel = layout.num_blocks * layout.block
+    sparse, denser = (_encode_seconds(numel, density, value_dtype) for density in HANDLED)
+    return max(denser - sparse, 0.0) / (HANDLED[1] - HANDLED[0])
+
+
+def _encode_seconds(numel: int, density: float, value_dtype: str) -> float:
+    """Error feedback, selection and merging on this processor at a density, from 8 million elements at most."""
+    sample = min(numel, SAMPLE_ELEMENTS)
+    layout = Layout.of([("probe", sample)], 16)
+    k = blocks_per_rank(layout.num_blocks, density, 2)
+    encoder = cpu_encoder(layout, MessageFormat(layout.num_blocks, k, 16, value_dtype))
+    gradient = torch.rand(sample, dtype=torch.float32)
+    message = torch.zeros(encoder.form.num_bytes, dtype=torch.uint8)
+    best = float("inf")
+    for step in range(REPEATS):
+        begin = time.perf_counter()
+        encoder.accumulate(layout.slots[0], gradient, 1.0)
+        encoder.encode(message, step=step)
+        encoder.merge(encoder.read(message[None], step=step) or [])
+        gradient.copy_(encoder.merged[:sample])
+        encoder.finish()
+        best = min(best, time.perf_counter() - begin)
+    return best * numel / sample

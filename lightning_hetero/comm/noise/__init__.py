@@ -1,0 +1,3 @@
+"""Sums from which the gradient noise scale is estimated."""
+
+__all__: list[str] = []

@@ -1,0 +1,347 @@
+"""Collects what the gradient noise scale needs, on the device, with one small message an interval.
+
+The estimators of :mod:`lightning_hetero.core.noise.accumulation` are linear in squared norms, so each rank adds up its
+own part, and the parts are summed over ranks when the interval ends. No gradient is kept or copied, and nothing waits
+for the device in between: a step costs its norms, and they are put together for many steps at once.
+"""
+
+import logging
+import math
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.comm.gradients.ddp_hook import HookState
+from lightning_hetero.core.noise.accumulation import WindowEstimator, window_estimator
+from lightning_hetero.core.noise.estimators import RunningNoiseScale
+
+__all__ = ["NOISE_FIELDS", "NoiseCollector", "NoiseSums", "merge_parts", "own_part"]
+
+NOISE_FIELDS = 6
+HELD = 512
+"""Squared norms that wait, as numbers on the device, until they are added up together: of a hundred steps or of one."""
+PRECONDITIONED_AFTER = 10
+"""Steps after which Adam's second moments are an average of some gradients, and not just the last one."""
+
+log = logging.getLogger("lightning_hetero")
+
+Squares = Sequence[torch.Tensor]
+"""Parts of a squared norm, to be added up: one for each bucket, say."""
+
+
+class NoiseSums:
+    """One rank's part of the sums over steps of ``S`` and of ``|g|^2``, each weighted by the samples of its step.
+
+    Steps with a norm that is not finite are left out. A rank may know the norm of a part of the averaged gradient only,
+    so ranks compare which steps these are, and leave out those of any of them (:meth:`agreed`).
+
+    Example:
+        >>> sums, estimator = NoiseSums(), window_estimator(((4,), (4,)), nested=True)
+        >>> whole = [torch.tensor(0.5), torch.tensor(0.5)]
+        >>> sums.add(estimator.parts[0], estimator.samples, [[torch.tensor(0.5625)], whole, whole])
+        >>> sums.take().tolist()  # B S, B |g|^2, steps and samples that are finite, steps
+        [80.0, 8.0, 1.0, 8.0, 1.0]
+    """
+
+    def __init__(self) -> None:
+        self._before, self._steps = np.zeros(5), 0
+        self._rows: list[torch.Tensor] = []
+        self._waiting: list[tuple[Sequence[Sequence[float]], float, Sequence[Squares]]] = []
+        self._held = 0
+
+    @property
+    def steps(self) -> int:
+        """Steps since the last :meth:`take`."""
+        return self._steps
+
+    def add(self, part: Sequence[Sequence[float]], samples: float, squares: Sequence[Squares]) -> None:
+        """Add a step.
+
+        Args:
+            part: this rank's coefficients, of :class:`~lightning_hetero.core.noise.accumulation.WindowEstimator`.
+            samples: samples that the step counts for.
+            squares: squared norms of the first micro-batch, of the whole window, and of the average.
+        """
+        self._waiting.append((part, samples, squares))
+        self._steps += 1
+        self._held += sum(map(len, squares))
+        if self._held >= HELD:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Add up the steps that wait."""
+        if not self._waiting:
+            return
+        parts, samples, norms_of = zip(*self._waiting, strict=True)
+        self._waiting, self._held = [], 0
+        kinds = [several for step in norms_of for several in step]
+        squares = torch.stack([value for several in kinds for value in several]).double()
+
+        def there(values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype).to(squares.device, non_blocking=True)
+
+        places = there([place for place, several in enumerate(kinds) for _ in several], torch.int64)
+        norms = squares.new_zeros(len(kinds)).index_add_(0, places, squares).view(-1, 3)
+        weights = there(samples, torch.float64)[:, None]
+        sums = (there(parts, torch.float64) @ norms[:, :, None])[:, :, 0] * weights
+        finite = norms.isfinite().all(dim=1, keepdim=True)
+        self._rows.append(torch.cat([sums, finite, weights], dim=1))
+
+    def _each(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each step: ``(B S, B |g|^2, 1, B, 1)``, and whether all norms that this rank knows are finite."""
+        self._settle()
+        rows = torch.cat(self._rows).cpu().numpy() if self._rows else np.zeros((0, 4))
+        self._rows = [torch.from_numpy(rows)] if self._rows else []
+        ones = np.ones(len(rows))
+        return np.column_stack([rows[:, :2], ones, rows[:, 3], ones]), rows[:, 2] > 0
+
+    def _sum(self, each: np.ndarray, finite: Any) -> np.ndarray:
+        total: np.ndarray = self._before + each[finite].sum(axis=0)
+        total[4] = self._before[4] + len(each)
+        return total
+
+    def peek(self) -> np.ndarray:
+        """``(sum of B S, of B |g|^2, finite steps, their samples, steps)`` since the last :meth:`take`.
+
+        A sixth number tells which steps are not finite on this rank, for :meth:`agreed`; 0 if there are none.
+        """
+        each, finite = self._each()
+        left_out = 0 if finite.all() else 1 + zlib.crc32(np.packbits(finite).tobytes())
+        return np.array([*self._sum(each, finite), left_out])
+
+    def agreed(self, parts: np.ndarray, control: ControlPlane) -> np.ndarray:
+        """The same parts of all ranks, shape ``(ranks, 5)``, with the same steps left out of each.
+
+        Args:
+            parts: :meth:`peek` of each rank.
+            control: sends two more messages, where ranks have left out different steps.
+        """
+        if (parts[:, 5] == parts[0, 5]).all():
+            return parts[:, :5]
+        each, finite = self._each()
+        everyone = control.gather(finite.astype(float)).all(axis=0)
+        return control.gather(self._sum(each, everyone))
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._before, self._steps, self._rows = np.zeros(5), 0, []
+
+    def take(self) -> np.ndarray:
+        """The first five numbers of :meth:`peek`, and begin anew."""
+        out = self.peek()[:5]
+        self.clear()
+        return out
+
+    def load(self, part: Sequence[float]) -> None:
+        """Go on from what :meth:`agreed` gave this rank."""
+        self._before, self._steps, self._rows = np.array(part, dtype=float), int(part[4]), []
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A step whose averaged gradient, or a part of it, arrives with the next step.
+
+    Args:
+        estimator: of its window.
+        first: squared norms of the first micro-batch.
+        local: of this rank's gradient.
+        whole: of what of the averaged one has come.
+        exact: whether the averaged gradient is the sum of all ranks', rather than a compressed one.
+        kind: names of what of it comes with the next step, if that delays the same.
+    """
+
+    estimator: WindowEstimator
+    first: Squares
+    local: Squares
+    whole: Squares
+    exact: bool
+    kind: frozenset[str]
+
+
+def _unless(dropped: bool | torch.Tensor, squares: Squares) -> Squares:
+    """Squared norms, not finite if the step was left out."""
+    if isinstance(dropped, torch.Tensor):
+        return [torch.where(dropped != 0, torch.nan, value) for value in squares]
+    return [torch.full_like(value, torch.nan) for value in squares] if dropped else squares
+
+
+class NoiseCollector:
+    """Adds up one rank's contributions to ``tr(Sigma)`` and ``|g|^2`` from the norms of a gradient hook.
+
+    Windows that cannot tell noise from signal are left out, on all ranks alike: those in which fewer than two ranks
+    have samples, and those whose micro-batches were split in too different ways.
+
+    Args:
+        hook: state of the gradient hook, which takes the norms.
+        rank: this rank.
+        method: weights of the local estimates, a name of :data:`~lightning_hetero.core.noise.estimators.METHODS`.
+        every_n_steps: take norms in every n-th step only.
+        horizon: samples over which the running estimate looks back.
+        summed: whether losses are sums over samples rather than means.
+    """
+
+    def __init__(
+        self,
+        hook: HookState,
+        rank: int,
+        *,
+        method: str = "pooled",
+        every_n_steps: int = 1,
+        horizon: float = 50_000.0,
+        summed: bool = False,
+    ) -> None:
+        self.hook, self.rank, self.method, self.every_n_steps = hook, rank, method, every_n_steps
+        hook.norms.rank, hook.norms.ranks = rank, hook.world_size
+        self.summed = summed
+        self.running = RunningNoiseScale(horizon=horizon)
+        self.sums = NoiseSums()
+        self.number = 0
+        """Optimizer steps so far, also of the run that this one resumes."""
+        self.news: Callable[[], None] = lambda: None
+        """Called when there is a new estimate."""
+        self._divisor: Callable[[], int | None] = lambda: None
+        self._parameters: Callable[[], Iterable[torch.Tensor]] = tuple
+        self._window: list[tuple[int, ...]] = []
+        self._first: list[torch.Tensor] = []
+        self._warned = False
+        self._held: _Held | None = None
+
+    def begin_step(self, sizes: tuple[int, ...]) -> None:
+        """A micro-batch of these sizes begins."""
+        known = self.hook.norms.preconditioner is None or self.number >= PRECONDITIONED_AFTER
+        due = self.number % self.every_n_steps == 0
+        self.hook.collect_norms = known and (due or self._held is not None)
+        self._window.append(sizes)
+
+    def accumulate(self, divisor: Callable[[], int | None], parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Use the first micro-batch of a window, too.
+
+        Args:
+            divisor: gives what losses of micro-batches are divided by; without, that is the number in the window.
+            parameters: gives the model's parameters.
+        """
+        self._divisor, self._parameters = divisor, parameters
+
+    def begin_anew(self) -> None:
+        """Leave steps out as at the beginning of a run: of parameters that join it Adam knows no gradients yet."""
+        self.number, self._held = 0, None
+
+    def after_backward(self) -> None:
+        """Take the norms of the first micro-batch of a window, whose gradients nobody has averaged."""
+        if self.hook.collect_norms and len(self._window) == 1 and not self.hook.local_squares:
+            self._first = self.hook.norms.of_parameters(self._parameters())
+
+    def end_step(self) -> None:
+        """The gradients of an optimizer step were averaged: take their norms."""
+        due = self.number % self.every_n_steps == 0
+        self.number += 1
+        squares, late = self.hook.take_squares(), self.hook.take_late_squares()
+        dropped, self.hook.step_dropped = self.hook.step_dropped, False
+        window, self._window = tuple(self._window), []
+        first, self._first = self._first, []
+        kind = frozenset() if self.hook.staleness is None else self.hook.staleness.step_kind
+        self._complete(kind, late, dropped)
+        if squares is None or not due or kind is None:
+            return
+        local = squares[0]
+        whole = squares[1] if kind else _unless(dropped, squares[1])
+        nested = bool(first) and len(window) > 1
+        known = self.running.noise_scale if nested else math.inf
+        estimator = window_estimator(
+            window,
+            divisor=self._divisor(),
+            summed=self.summed,
+            method=self.method,
+            nested=nested,
+            exact=self.hook.exact_sum,
+            noise_scale=math.inf if math.isnan(known) else known,
+        )
+        if estimator is not None and kind:
+            self._held = _Held(estimator, first if len(window) > 1 else [], local, whole, self.hook.exact_sum, kind)
+        elif estimator is not None:
+            self.add(estimator, first if len(window) > 1 else [], local, whole)
+        elif not self.hook.exact_sum and not self._warned:
+            self._warned = True
+            log.warning(
+                "the noise scale cannot be seen in compressed sums of equal batches (%s): it is estimated from dense "
+                "steps only, unless a delayed sum is in them. Use unequal batches, or set dense_every in BlockTopK and "
+                "staleness=0.",
+                "/".join(map(str, window[0])),
+            )
+
+    def settle(self) -> None:
+        """Wait for what of the last step is under way, so that a checkpoint has all of that step.
+
+        All ranks have to call it together.
+        """
+        if self._held is not None and self.hook.staleness is not None:
+            owed, dropped = self.hook.staleness.arrived()
+            late: list[torch.Tensor] = []
+            for flat, owners in owed:
+                late += self.hook.norms.of_average(flat, lambda owners=owners: owners)  # type: ignore[misc]
+            self._complete(self._held.kind, late, dropped)
+
+    def _complete(self, kind: frozenset[str] | None, late: Squares, dropped: bool | torch.Tensor) -> None:
+        """Add the step before, of which something came with this one."""
+        held, self._held = self._held, None
+        if held is not None and (held.kind == kind or not held.exact):
+            whole = _unless(dropped, [*held.whole, *late] if held.exact else held.whole)
+            self.add(held.estimator, held.first, held.local, whole)
+
+    def add(self, estimator: WindowEstimator, first: Squares, local: Squares, whole: Squares) -> None:
+        """Add a step, by the squared norms of this rank's weighted gradient and of the averaged one."""
+        part = estimator.part(self.rank, divided=self.hook.norms.in_parts)
+        self.sums.add(part, estimator.samples, (first, local, whole))
+
+    def absorb(self, parts: np.ndarray, control: ControlPlane) -> None:
+        """Take :meth:`NoiseSums.peek` of all ranks into the running estimate, the same on all ranks."""
+        agreed = self.sums.agreed(parts, control)
+        self.sums.clear()
+        self.running = merge_parts(self.running, agreed)
+        self.news()
+
+
+def merge_parts(
+    running: RunningNoiseScale, parts: np.ndarray, *, biased: bool = False, weight: float = 1.0
+) -> RunningNoiseScale:
+    """The running estimate with the parts of all ranks, shape ``(ranks, 5)``, of one interval.
+
+    Args:
+        running: estimate so far.
+        parts: :meth:`NoiseSums.take` of each rank.
+        biased: whether they rest on successive steps.
+        weight: steps that each of the steps counts as.
+
+    Example:
+        >>> parts = np.array([[48.0, 18.0, 3, 24, 3], [48.0, 18.0, 3, 24, 3]])
+        >>> round(merge_parts(RunningNoiseScale(), parts).noise_scale, 6)
+        4.0
+    """
+    finite, samples, steps = parts[0, 2:]
+    if finite:
+        running = running.update(
+            trace=float(parts[:, 0].sum() / samples),
+            global_sq_norm=float(parts[:, 1].sum() / samples),
+            total_batch_size=float(samples / finite),
+            steps=float(finite) * weight,
+            biased=biased,
+        )
+    return running.left_out(int(steps - finite))
+
+
+def own_part(parts: Sequence[Sequence[float]], rank: int, world_size: int) -> list[float]:
+    """This rank's part of an interval that was cut, by another number of ranks perhaps.
+
+    Example:
+        >>> own_part([[6.0, 2.0, 3.0, 18.0, 3.0], [2.0, 2.0, 3.0, 18.0, 3.0]], rank=0, world_size=4)
+        [2.0, 1.0, 3.0, 18.0, 3.0]
+    """
+    if len(parts) == world_size:
+        return [float(value) for value in parts[rank]]
+    sums = [sum(values) / world_size for values in zip(*parts, strict=True)]
+    return [*sums[:2], *map(float, parts[0][2:])]

@@ -1,0 +1,3 @@
+"""Gradients that are applied one step late."""
+
+__all__: list[str] = []

@@ -1,0 +1,74 @@
+"""Earliest deadline first on a thin link (StellaTrain, sec. 3.3): what a step awaits crosses it before what it delays.
+
+The sums that are awaited at the end of a backward pass have to be there a whole step before those that are delayed. If
+both crossed the link together, they would share it, and the step would wait for the slower ones. So delayed sums set
+out when all fresh ones of their step have arrived, in the order of the buckets, in which the next step takes them. That
+order is the same on all ranks, whenever each of them gets there.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_hetero.comm.collectives.async_ops import hand_on
+
+__all__ = ["TransferQueue"]
+
+Future = torch.futures.Future[Any]
+
+
+class TransferQueue:
+    """Holds transfers back until those with an earlier deadline are over.
+
+    On a GPU it holds nothing back: there the host does not see when a transfer is over, and waiting for it would stop
+    the backward pass.
+
+    Args:
+        running: whether it holds anything back.
+    """
+
+    def __init__(self, running: bool = True) -> None:
+        self.running = running
+        self._first: list[Future] = []
+        self._held: deque[tuple[list[Future], Callable[[], Future], Future]] = deque()
+        self._lock = threading.RLock()
+
+    def begin_step(self) -> None:
+        """The transfers of another step follow."""
+        self._first = []
+
+    def before(self, future: Future) -> None:
+        """This transfer of the running step is under way, and has to be over first."""
+        self._first.append(future)
+
+    def add(self, buffer: torch.Tensor, send: Callable[[], Future]) -> Future:
+        """Call ``send`` when it is its turn; what is returned is done when that transfer is.
+
+        Args:
+            buffer: what is sent.
+            send: begins the transfer.
+        """
+        if not self.running or buffer.is_cuda:
+            return send()
+        waiting = [future for future in self._first if not future.done()]
+        done: Future = torch.futures.Future()
+        with self._lock:
+            self._held.append((waiting, send, done))
+        for future in waiting:
+            future.then(lambda _: self._advance())
+        self._advance()
+        return done
+
+    def _advance(self) -> None:
+        """Send what need not wait any more, always the oldest first."""
+        with self._lock:
+            while self._held and all(future.done() for future in self._held[0][0]):
+                _, send, done = self._held.popleft()
+                try:
+                    send().then(partial(hand_on, done))
+                except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the sum
+                    done.set_exception(error)

@@ -1,0 +1,170 @@
+"""Times of gradient buckets: when each is ready, and how long the sums of a step keep the link busy."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_hetero.comm.timing.clock import Clock
+
+__all__ = ["TransferLog", "busy_seconds", "combine"]
+
+KEPT_STEPS = 32
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass
+class _Transfer:
+    """One sum on its way."""
+
+    bucket: int
+    start: Any
+    end: Any = None
+
+
+@dataclass
+class _Step:
+    """Marks of one backward pass."""
+
+    number: int
+    ready: list[Any] = field(default_factory=list)
+    released: list[Any] = field(default_factory=list)
+    transfers: list[_Transfer] = field(default_factory=list)
+
+    @property
+    def marks(self) -> list[Any]:
+        return [*self.released, *(transfer.end for transfer in self.transfers)]
+
+
+class TransferLog:
+    """Marks the buckets of each step and their transfers on one rank, with no synchronisation.
+
+    Args:
+        clock: marks moments on this rank's device.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._steps: deque[_Step] = deque(maxlen=KEPT_STEPS)
+        self._count = 0
+        self._reported = 0
+
+    def ready(self, index: int) -> Callable[[], None]:
+        """The bucket of this index is ready (0 begins a step); call what is returned when the optimizer may have it."""
+        if index == 0:
+            self._count += 1
+            self._steps.append(_Step(self._count))
+        step = self._steps[-1]
+        step.ready.append(self.clock.mark())
+        return lambda: step.released.append(self.clock.mark())
+
+    def gap(self) -> None:
+        """A step passes that is not measured."""
+        self._count += 1
+        self._steps.append(_Step(self._count))
+
+    def send(self) -> Callable[[], None]:
+        """The sum of the bucket that was ready last begins to travel; call what is returned when it has arrived."""
+        return self.sender()()
+
+    def sender(self) -> Callable[[], Callable[[], None]]:
+        """:meth:`send` for the bucket that was ready last, to be called when its sum begins to travel at last."""
+        step = self._steps[-1]
+        bucket = len(step.ready) - 1
+
+        def send() -> Callable[[], None]:
+            transfer = _Transfer(bucket, self.clock.mark())
+            step.transfers.append(transfer)
+
+            def arrived() -> None:
+                transfer.end = self.clock.mark()
+
+            return arrived
+
+        return send
+
+    def spans(self) -> list[tuple[int, int, float, float, float]]:
+        """Step, bucket, and seconds from the step's first gradient until it was ready, sent and there, on this rank.
+
+        Of all transfers of the newest 32 steps that have arrived, in the order in which they were sent.
+        """
+        found = []
+        for step in self._steps:
+            for transfer in step.transfers:
+                marks = (step.ready[0], step.ready[transfer.bucket], transfer.start, transfer.end)
+                if transfer.end is not None and all(map(self.clock.ready, marks)):
+                    ready, start, end = (self.clock.seconds(marks[0], mark) for mark in marks[1:])
+                    found.append((step.number, transfer.bucket, ready, start, end))
+        return found
+
+    def take(self, buckets: int) -> Array:
+        """Steps of so many buckets since the last call.
+
+        Returns:
+            shape ``(32, 2 + buckets)``: number of the step, seconds that the link was busy with its sums, seconds from
+            the end of the synchronisation before until each bucket was ready. Rows that are not used are NaN.
+        """
+        table = np.full((KEPT_STEPS, 2 + buckets), np.nan)
+        row = 0
+        for before, step in pairwise(self._steps):
+            if step.number > self._reported and self._whole(before, buckets) and self._whole(step, buckets):
+                table[row] = [step.number, self._busy(before, step), *self._ready(before, step)]
+                self._reported, row = step.number, row + 1
+        return table
+
+    def _whole(self, step: _Step, buckets: int) -> bool:
+        lengths = {len(step.ready), len(step.released), len(step.transfers)}
+        return lengths == {buckets} and all(mark is not None and self.clock.ready(mark) for mark in step.marks)
+
+    def _busy(self, before: _Step, step: _Step) -> float:
+        between, origin = self.clock.seconds, before.ready[0]
+        until = max(between(origin, transfer.end) for transfer in before.transfers)
+        return busy_seconds([(between(origin, t.start), between(origin, t.end)) for t in step.transfers], until)
+
+    def _ready(self, before: _Step, step: _Step) -> list[float]:
+        between, origin = self.clock.seconds, before.ready[0]
+        end = max(between(origin, mark) for mark in (*before.released, before.ready[-1]))
+        return [between(origin, mark) - end for mark in step.ready]
+
+
+def busy_seconds(spans: list[tuple[float, float]], until: float = -float("inf")) -> float:
+    """Seconds after ``until`` that are covered by at least one span.
+
+    Example:
+        >>> busy_seconds([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)])
+        4.0
+        >>> busy_seconds([(0.0, 2.0), (1.0, 3.0)], until=2.5)
+        0.5
+    """
+    total = 0.0
+    for start, end in sorted(spans):
+        total += max(end - max(start, until), 0.0)
+        until = max(until, end)
+    return total
+
+
+def combine(tables: Array) -> tuple[float, Array] | None:
+    """Medians over the steps that every rank has reported: busy seconds of the link, and when each bucket is ready.
+
+    In each step the link is busy for as long as the rank sees it that came last, because the others wait for that one
+    as well; a bucket is ready when it is on the slowest rank.
+
+    Args:
+        tables: :meth:`TransferLog.take` of every rank, shape ``(ranks, 32, 2 + buckets)``.
+
+    Returns:
+        Seconds, and seconds per bucket in increasing order; ``None`` if there is no common step.
+    """
+    steps = [set(table[np.isfinite(table[:, 0]), 0].tolist()) for table in tables]
+    common = sorted(set.intersection(*steps))
+    if not common:
+        return None
+    rows = np.array([[table[table[:, 0] == number][0, 1:] for table in tables] for number in common])
+    busy = float(np.median(rows[:, :, 0].min(axis=1)))
+    ready = np.median(rows[:, :, 1:].max(axis=1), axis=0)
+    return busy, np.maximum.accumulate(np.maximum(ready, 0.0))

@@ -1,0 +1,129 @@
+"""Clocks that mark moments without stopping the device: host time on CPU, CUDA events read later on GPU."""
+
+import logging
+import time
+from typing import Any, Protocol
+
+import torch
+
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+
+__all__ = ["Clock", "CudaClock", "HostClock", "agreed_clock", "clock_for"]
+
+log = logging.getLogger("lightning_hetero")
+
+
+class Clock(Protocol):
+    """Marks moments in the order of the device's work; marks of two clocks or ranks are never compared."""
+
+    def mark(self) -> Any:
+        """This moment."""
+
+    def ready(self, mark: Any) -> bool:
+        """Whether the device has reached the mark."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds between two marks that are ready."""
+
+    def wait(self) -> None:
+        """Until the device has reached all marks so far; for a checkpoint, which waits for the device anyway."""
+
+    def wait_for(self, mark: Any) -> None:
+        """Until the device has reached the mark."""
+
+
+class HostClock:
+    """Monotonic host time, for devices that compute in step with the host."""
+
+    def mark(self) -> float:
+        """This moment."""
+        return time.perf_counter()
+
+    def ready(self, mark: float) -> bool:
+        """Host time is always there."""
+        return True
+
+    def seconds(self, start: float, end: float) -> float:
+        """Seconds between two marks."""
+        return end - start
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def wait_for(self, mark: float) -> None:
+        """Nothing to wait for."""
+
+
+class CudaClock:
+    """CUDA events on the current stream of a device: cheap to record, and read later without waiting.
+
+    Args:
+        device: of this rank. The threads of a process group, which mark the ends of buckets, may have another one as
+            their current device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def mark(self) -> torch.cuda.Event:
+        """An event behind all work that is queued on the current stream of the device."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def ready(self, mark: torch.cuda.Event) -> bool:
+        """Whether the stream has passed the event."""
+        return bool(mark.query())
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Seconds between two events that are ready."""
+        return float(start.elapsed_time(end)) * 1e-3
+
+    def wait(self) -> None:
+        """Until the device has done all that was asked of it, on every stream."""
+        torch.cuda.synchronize(self.device)
+
+    def wait_for(self, mark: torch.cuda.Event) -> None:
+        """Until the stream has passed the event."""
+        mark.synchronize()
+
+
+def clock_for(device: torch.device) -> Clock:
+    """The clock of a device.
+
+    Raises:
+        ValueError: if it is neither a CPU nor a CUDA device.
+
+    Example:
+        >>> type(clock_for(torch.device("cpu"))).__name__
+        'HostClock'
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(_unknown(f"a worker computes on {device.type!r}"))
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+def _unknown(given: str) -> str:
+    return (
+        f"{given}; workers of unequal batches compute on 'cpu' and 'cuda' devices, the only ones whose work is timed "
+        "and whose gradients are exchanged in the right order. Choose accelerator='cpu' or 'gpu', or train with "
+        "strategy='ddp' (Accelerate: Accelerator)."
+    )
+
+
+def agreed_clock(device: torch.device, control: ControlPlane) -> Clock:
+    """The clock of this rank's device, once all ranks have one; a collective call.
+
+    A worker alone has nobody to share batches with: it may compute anywhere, by the host's clock.
+
+    Raises:
+        ValueError: on every rank, if one of several computes on a device that has no clock.
+    """
+    kinds = control.gather_objects(device.type)
+    without = [f"rank {rank} computes on {kind!r}" for rank, kind in enumerate(kinds) if kind not in ("cpu", "cuda")]
+    if without and len(kinds) > 1:
+        raise ValueError(_unknown(", ".join(without)))
+    if without:
+        log.info("times of steps on %r are those of the host, which may be ahead of the device.", device.type)
+        return HostClock()
+    return clock_for(device)

@@ -1,0 +1,97 @@
+"""Agreement between one and three ranks."""
+
+import atexit
+import time
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from lightning_hetero.comm.agreement.control_plane import ControlPlane, PlanMismatchError, check_digests
+from tests.helpers import run_ranks
+
+WORLDS = [1, 3]
+
+
+def _with_plane(rank, world_size, use):
+    dist.init_process_group("gloo")
+    plane = ControlPlane(rank, world_size, timeout=timedelta(seconds=30))
+    try:
+        return use(plane)
+    finally:
+        plane.close()
+        plane.close()
+        dist.destroy_process_group()
+
+
+def everywhere(world_size, use, **kwargs):
+    return run_ranks(_with_plane, world_size, world_size, use, timeout=45, **kwargs)
+
+
+def _gather(plane):
+    wide = np.asfortranarray(np.arange(12.0).reshape(3, 4).T + 100 * plane.rank)  # not contiguous
+    wide[0, 0] = np.nan
+    return plane.gather(wide), plane.gather(np.array([float(plane.rank)]))
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_gather_stacks_the_arrays_of_all_ranks(world_size):
+    expected = np.stack([np.arange(12.0).reshape(3, 4).T + 100 * rank for rank in range(world_size)])
+    expected[:, 0, 0] = np.nan
+    for wide, narrow in everywhere(world_size, _gather):
+        np.testing.assert_array_equal(wide, expected)
+        np.testing.assert_array_equal(narrow, np.arange(world_size)[:, None])
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_gather_objects(world_size):
+    found = everywhere(world_size, lambda plane: plane.gather_objects((plane.rank, "x" * plane.rank, None)))
+    assert found == [[(rank, "x" * rank, None) for rank in range(world_size)]] * world_size
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_broadcast_is_rank_0s(world_size):
+    assert (
+        everywhere(world_size, lambda plane: plane.broadcast_object({"from": plane.rank})) == [{"from": 0}] * world_size
+    )
+
+
+def test_an_error_travels_as_a_value():
+    found = everywhere(3, lambda plane: plane.broadcast_object(ValueError("no") if plane.rank == 0 else None))
+    assert [(type(error), str(error)) for error in found] == [(ValueError, "no")] * 3
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_equal_values_pass(world_size):
+    assert everywhere(world_size, lambda plane: plane.require_equal("the plan", (4, 2))) == [None] * world_size
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_different_values_are_named_on_every_rank(odd):
+    errors = everywhere(3, lambda plane: plane.require_equal("the plan", int(plane.rank == odd)), expect_errors=True)
+    assert [(rank, kind) for rank, kind, _ in errors] == [(rank, "PlanMismatchError") for rank in range(3)]
+    listing = ", ".join(f"rank {rank}: {int(rank == odd)}" for rank in range(3))
+    assert all(f"the plan must be equal on all ranks; got {listing}" in message for *_, message in errors)
+
+
+def test_digests():
+    check_digests(np.array([7.0, 7.0]))
+    with pytest.raises(PlanMismatchError, match="rank 0: 000000000007, rank 1: 000000000008"):
+        check_digests(np.array([7.0, 8.0]))
+
+
+def _exits(plane):
+    waits, sleep = [], time.sleep
+    ControlPlane(plane.rank, plane.world_size).close()  # a second plane does not make the exit slower
+    time.sleep = waits.append
+    try:
+        atexit._run_exitfuncs()
+    finally:
+        time.sleep = sleep
+    return waits
+
+
+def test_a_process_lets_the_threads_of_gloo_free_their_tensors_before_the_interpreter_ends():
+    assert everywhere(2, _exits) == [[0.1], [0.1]]
+    assert everywhere(1, _exits) == [[]]

@@ -1,0 +1,181 @@
+"""What trainings in one process leave behind: as much after many of them as after two."""
+
+import gc
+import os
+import time
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from lightning_hetero import BlockTopK, HeteroDDPStrategy
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.comm.agreement.group_lifetime import ended, go_on, leave_ended
+from lightning_hetero.comm.collectives.topology import Topology
+from tests.helpers import Points, Regressor, run_ranks, trainer_of
+
+COMPRESSED = {"compression": BlockTopK(density=0.3, block=8, warmup_steps=2), "staleness": 1}
+HIERARCHY = {"hierarchy": [[0, 1], [2]]}
+TRAININGS = 5
+
+
+def wait_until_gone(reference):
+    """A thread of gloo's may hold the last sum, and all that hangs on it, a moment longer than its caller does."""
+    until = time.monotonic() + 20
+    gc.collect()
+    while reference() is not None and time.monotonic() < until:
+        time.sleep(0.05)
+        gc.collect()
+
+
+def left():
+    """Process groups, threads and open files of this process."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text().split()
+    threads = int(status[status.index("Threads:") + 1])
+    return len(dist.distributed_c10d._world.pg_map), threads, len(os.listdir("/proc/self/fd"))
+
+
+class Owned:
+    """What has groups, as far as it can be asked."""
+
+    def __init__(self):
+        self.calls = []
+
+    def open(self):
+        self.calls.append("open")
+
+    def close(self):
+        self.calls.append("close")
+
+
+def test_groups_of_a_training_that_goes_on_are_not_left():
+    over, goes_on = Owned(), Owned()
+    ended(over, goes_on)
+    ended(over)
+    go_on(goes_on)
+    leave_ended()
+    leave_ended()
+    assert (over.calls, goes_on.calls) == (["close"], ["open"])
+
+
+def lightning(rank, world_size, settings, again=False, fails=False):
+    """With a trainer each, or one for all; every other one may end in an error."""
+    model, trainer, counts = Regressor(dtype=torch.float32), None, []
+    for i in range(TRAININGS):
+        if trainer is None or not again:
+            trainer = trainer_of(HeteroDDPStrategy(**settings), world_size, max_epochs=0)
+        trainer.fit_loop.max_epochs += 1
+        model.on_train_batch_end = lambda *_, bad=fails and i % 2: 1 // (not bad)
+        with suppress(ZeroDivisionError):
+            trainer.fit(model, DataLoader(Points(48, dtype=torch.float32), 4, shuffle=True))
+        counts.append(left())
+    return counts
+
+
+def fabric(rank, world_size, settings):
+    from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy
+
+    counts = []
+    for _ in range(TRAININGS):
+        fabric = L.Fabric(accelerator="cpu", devices=world_size, strategy=HeteroDDPStrategy(**settings))
+        fabric.launch()
+        model = torch.nn.Linear(5, 1)
+        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        for x, *_ in fabric.setup_dataloaders(DataLoader(Points(48, dtype=torch.float32), 4, shuffle=True)):
+            fabric.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        strategy = weakref.ref(fabric._strategy)
+        del fabric, model, optimizer
+        wait_until_gone(strategy)
+        counts.append(left())
+    return counts
+
+
+def accelerate(rank, world_size, settings):
+    """``end_training`` would end the process group, so that no other training could follow."""
+    from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
+
+    counts = []
+    for _ in range(TRAININGS):
+        accelerator = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(**settings))
+        model = torch.nn.Linear(5, 1)
+        loader = DataLoader(Points(48, dtype=torch.float32), 4, shuffle=True)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
+        for x, *_ in loader:
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.free_memory()
+        session = weakref.ref(accelerator.hetero_session)
+        del accelerator, model, optimizer, loader
+        wait_until_gone(session)
+        counts.append(left())
+    return counts
+
+
+def elastic(rank, world_size, settings):
+    from lightning_hetero import HeteroElasticStrategy
+
+    counts = []
+    for _ in range(TRAININGS):
+        trainer = trainer_of(HeteroElasticStrategy(mega_batch_batches=4, **settings), world_size, max_epochs=1)
+        trainer.fit(Regressor(dtype=torch.float32), DataLoader(Points(48, dtype=torch.float32), 4, shuffle=True))
+        counts.append(left())
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("train", "settings", "more"),
+    [
+        (lightning, {}, ()),
+        (lightning, COMPRESSED, ()),
+        (lightning, {**HIERARCHY, "staleness": 1}, ()),
+        (lightning, {**HIERARCHY, **COMPRESSED}, (True,)),
+        (lightning, {**HIERARCHY, **COMPRESSED}, (False, True)),
+        (fabric, HIERARCHY, ()),
+        (accelerate, HIERARCHY, ()),
+        (elastic, {}, ()),
+    ],
+    ids=["lightning", "compressed", "hierarchy", "again", "fails", "fabric", "accelerate", "elastic"],
+)
+def test_many_trainings_in_one_process_leave_as_much_as_two(train, settings, more):
+    """Sockets are closed a little later, by the other end."""
+    world_size = 3 if "hierarchy" in settings else 2
+    for counts in run_ranks(train, world_size, world_size, settings, *more):
+        assert len({count[:2] for count in counts[1:]}) == 1, counts
+        assert counts[-1][2] < counts[1][2] + 10, counts
+
+
+def _late(rank):
+    """A training goes on although another one was there meanwhile, and one saves something behind its end."""
+    dist.init_process_group("gloo")
+    first, hierarchy = ControlPlane(rank, 3), Topology(rank, ((0, 1), (2,)))
+    x = torch.ones(2)
+    hierarchy.sum(x).wait()
+    ended(first, hierarchy)
+    ended(first, hierarchy)
+    kept = left()[0]
+    other = ControlPlane(rank, 3)
+    alone = left()[0]
+    everyone = first.gather_objects(rank)
+    go_on(first, hierarchy)
+    hierarchy.sum(x).wait()
+    again = left()[0]
+    ControlPlane(rank, 3)
+    after = other.gather_objects(rank) == everyone == first.gather_objects(rank) == [0, 1, 2]
+    dist.destroy_process_group()
+    return kept, alone, again, after, x.tolist()
+
+
+def test_a_training_that_has_ended_can_go_on_and_agree_on_something():
+    first, second, third = run_ranks(_late, 3)
+    assert first == (5, 2, 6, True, [9.0, 9.0])
+    assert second == (4, 2, 5, True, [9.0, 9.0])
+    assert third == (3, 2, 4, True, [9.0, 9.0])

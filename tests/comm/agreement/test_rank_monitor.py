@@ -1,0 +1,245 @@
+"""A rank for which all others wait is named, and a lost one ends the job, with processes under a wall limit."""
+
+import logging
+import os
+import signal
+import subprocess
+import time
+from datetime import timedelta
+from multiprocessing import get_context
+
+import pytest
+import torch.distributed as dist
+
+from lightning_hetero.comm.agreement import rank_monitor as monitor
+from tests.helpers import Points, Regressor, covered, fit, run_ranks
+
+N, AT = 80, 4
+WALL = 45.0
+
+
+class Stands(Regressor):
+    """Stands still in one batch: stopped, for some seconds or for ever, or busy with something else."""
+
+    def __init__(self, rank, how, seconds):
+        super().__init__()
+        self.rank, self.how, self.seconds = rank, how, seconds
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == AT and self.trainer.global_rank == self.rank:
+            if self.seconds and self.how == "stopped":
+                subprocess.Popen(["sh", "-c", f"sleep {self.seconds}; kill -CONT {os.getpid()}"])
+            if self.how == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            else:
+                time.sleep(self.seconds)
+        if batch_idx > AT:
+            time.sleep(0.3)  # training does not end before the others have seen that the rank goes on
+        return super().training_step(batch, batch_idx)
+
+
+def _train(rank, stands, how, seconds, lost, timeout, folder):
+    monitor.PERIOD, monitor.QUIET, monitor.LOST = 0.2, 1.0, lost
+    logger = logging.getLogger("lightning_hetero")
+    logger.addHandler(logging.FileHandler(f"{folder}/{rank}.log"))
+    strategy = {"timeout": timedelta(seconds=timeout)} if timeout else {}
+    return fit(rank, strategy, 3, 4, model=Stands(stands, how, seconds), dataset=Points(N), max_epochs=1)
+
+
+def run(folder, stands, how="stopped", seconds=0.0, lost=60.0, timeout=None, **kwargs):
+    return run_ranks(_train, 3, stands, how, seconds, lost, timeout, str(folder), timeout=WALL, **kwargs)
+
+
+def said(folder, rank):
+    lines = (folder / f"{rank}.log").read_text().splitlines()
+    return [line for line in lines if "waits for rank" in line or "is lost" in line or "goes on" in line]
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("stopped", "it shows no sign of life"),
+        ("busy", f"it is in batch {AT} of epoch 0 and has not come to its backward"),
+    ],
+)
+def test_a_rank_that_stands_still_for_a_while_is_named_and_loses_nothing(tmp_path, how, what):
+    results = run(tmp_path, 1, how, 4.0)
+    assert covered(results, 0) == sorted([*range(N)])
+    lines = said(tmp_path, 0)
+    assert f"rank 0 waits for rank 1: {what}" in lines[0]
+    assert lines[-1] == "rank 1 goes on"
+    assert not [line for line in lines if "rank 2" in line]
+    assert said(tmp_path, 2) == []
+
+
+def test_the_first_rank_is_watched_by_all_others(tmp_path):
+    run(tmp_path, 0, "busy", 4.0)
+    for rank in (1, 2):
+        assert f"rank {rank} waits for rank 0: it is in batch {AT} of epoch 0" in said(tmp_path, rank)[0]
+
+
+@pytest.mark.parametrize("stands", [0, 1])
+def test_a_rank_that_is_stopped_for_ever_is_named_and_ends_the_job(tmp_path, stands):
+    """Rank 0 holds the store, which then does not answer. The stopped process is for the launcher to end."""
+    with pytest.raises(TimeoutError, match=f"rank {stands} of 3 was not done"):
+        run_ranks(_train, 3, stands, "stopped", 0.0, 3.0, None, str(tmp_path), timeout=20.0)
+    others = [rank for rank in range(3) if rank != stands]
+    lines = sum((said(tmp_path, rank) for rank in others), [])
+    assert any(f"waits for rank {stands}" in line for line in lines)
+    assert any(f"which cannot go on: rank {stands} is lost" in line for line in lines)
+
+
+def test_the_error_of_a_wait_that_is_too_long_names_the_rank(tmp_path):
+    errors = run(tmp_path, 1, seconds=12.0, timeout=4, expect_errors=True)
+    message = next(message for rank, _, message in errors if rank == 0)
+    assert "imed out" in message
+    assert "rank 1: it shows no sign of life" in message
+
+
+def test_a_job_that_was_stopped_as_a_whole_accuses_nobody(tmp_path):
+    """A scheduler may suspend all processes for longer than a rank may be silent."""
+    results = run_ranks(_suspended, 3, str(tmp_path), timeout=WALL)
+    assert covered(results, 0) == [*range(N)]
+    assert [said(tmp_path, rank) for rank in range(3)] == [[], [], []]
+
+
+class Suspended(Regressor):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == AT:
+            subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().training_step(batch, batch_idx)
+
+
+def _suspended(rank, folder):
+    monitor.PERIOD, monitor.QUIET, monitor.LOST = 0.2, 2.0, 3.0
+    logging.getLogger("lightning_hetero").addHandler(logging.FileHandler(f"{folder}/{rank}.log"))
+    return fit(rank, {}, 3, 4, model=Suspended(), dataset=Points(N), max_epochs=1)
+
+
+class LastsLonger(Regressor):
+    """Rank 0 has something to do when training is over; the others are silent then, and wait for it."""
+
+    def on_train_end(self):
+        if self.trainer.global_rank == 0:
+            time.sleep(4.0)
+
+    def on_train_start(self):
+        if self.trainer.global_rank == 1:
+            time.sleep(4.0)
+
+
+def _lasts_longer(rank, folder):
+    monitor.PERIOD, monitor.QUIET, monitor.LOST = 0.2, 1.0, 2.0
+    logging.getLogger("lightning_hetero").addHandler(logging.FileHandler(f"{folder}/{rank}.log"))
+    return fit(rank, {}, 3, 4, model=LastsLonger(), dataset=Points(N), max_epochs=1)["steps"]
+
+
+# in one process, with short periods
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """What is said, while ranks are named and lost soon."""
+    for name, seconds in (("PERIOD", 0.02), ("QUIET", 0.1), ("LOST", 1.5)):
+        monkeypatch.setattr(monitor, name, seconds)
+    logger, lines = logging.getLogger("lightning_hetero"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.setLevel(before)
+    logger.removeHandler(handler)
+
+
+def until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def of(lines, words):
+    return [line for line in list(lines) if words in line]
+
+
+def test_a_busy_rank_is_named_again_ever_later_until_it_goes_on_and_is_never_lost(lines):
+    store, busy, lost = dist.HashStore(), [True], []
+    progress = lambda: (0, 3, True), lambda: (0, 3, not busy[0])  # noqa: E731
+    watch = [monitor.RankMonitor(rank, 2, store, progress[rank], lost.append).start() for rank in range(2)]
+    began = time.monotonic()
+    until(lambda: "rank 1: it is in batch 3 of epoch 0 and has not come" in watch[0].suspects)
+    until(lambda: len(of(lines, "rank 0 waits for rank 1: it is in batch 3 of epoch 0")) >= 3)
+    until(lambda: time.monotonic() > began + 2.0)
+    assert len(of(lines, "rank 0 waits for rank 1: it is in batch")) < 40
+    busy[0] = False
+    until(lambda: of(lines, "rank 1 goes on"))
+    until(lambda: not watch[0].suspects)
+    time.sleep(0.3)
+    assert len(of(lines, "rank 1 goes on")) < 10, "it is said when it goes on, and not from then on"
+    assert not of(lost, "has not come")
+    for one in watch:
+        one.stop()
+
+
+def test_a_rank_is_not_waited_for_by_one_that_computes_itself(lines):
+    store = dist.HashStore()
+    watch = [monitor.RankMonitor(rank, 2, store, lambda: (0, 3, False)).start() for rank in range(2)]
+    began = time.monotonic()
+    until(lambda: time.monotonic() > began + 0.5)
+    assert not of(lines, "has not come to its backward pass")
+    for one in watch:
+        one.stop()
+
+
+def test_a_silent_rank_is_named_and_then_lost_once_and_those_that_have_not_begun_or_are_over_are_not(lines):
+    store, lost = dist.HashStore(), []
+    watch = monitor.RankMonitor(0, 4, store, lambda: (0, 3, True), lost.append)
+    store.set("lightning_hetero/monitor/1/2", "over")
+    store.set("lightning_hetero/monitor/1/3", "7 0 3 1")
+    watch.start()
+    until(lambda: of(lines, "rank 0 waits for rank 3: it shows no sign of life"))
+    assert lost == []
+    until(lambda: lost)
+    assert "rank 0 ends the training, which cannot go on: rank 3 is lost (it shows no sign of life" in lost[0]
+    time.sleep(0.2)
+    assert len(lost) == 1
+    assert not of(lines, "for rank 1") + of(lines, "for rank 2")
+    watch.stop()
+
+
+def _loses(path):
+    logging.getLogger("lightning_hetero").addHandler(logging.FileHandler(path))
+    monitor.PERIOD, monitor.QUIET, monitor.LOST = 0.02, 0.05, 0.1
+    store = dist.HashStore()
+    store.set("lightning_hetero/monitor/1/1", "7 0 3 1")
+    monitor.RankMonitor(0, 2, store, lambda: (0, 3, True)).start()
+    time.sleep(30.0)
+
+
+def test_who_has_lost_another_rank_ends_with_an_error_that_its_launcher_sees(tmp_path):
+    process = get_context("fork").Process(target=_loses, args=(str(tmp_path / "log"),))
+    process.start()
+    process.join(25.0)
+    assert process.exitcode == 1
+    assert "rank 1 is lost" in (tmp_path / "log").read_text()
+
+
+def test_a_rank_that_ends_says_so_and_is_not_missed():
+    """Its silence means nothing then; ranks that monitor again do so apart from the signs of before."""
+    store, signs = dist.HashStore(), []
+    for _ in range(2):
+        watch = [monitor.RankMonitor(rank, 2, store, lambda: (0, 3, True)).start() for rank in range(2)]
+        for one in watch:
+            one.stop()
+        run = len(signs) + 1
+        signs.append([store.get(f"lightning_hetero/monitor/{run}/{rank}") for rank in range(2)])
+        assert [one.suspects for one in watch] == ["", ""]
+    assert signs == [[b"over"] * 2] * 2
+
+
+def test_ranks_that_begin_later_or_end_earlier_are_not_lost(tmp_path):
+    assert len(set(run_ranks(_lasts_longer, 3, str(tmp_path), timeout=WALL))) == 1
+    assert [line for rank in range(3) for line in said(tmp_path, rank) if "no sign" in line or "lost" in line] == []

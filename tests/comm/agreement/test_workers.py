@@ -1,0 +1,121 @@
+"""Who takes part, within which bounds, and the plan that a run begins with."""
+
+import pytest
+
+from lightning_hetero.comm.agreement.workers import Roster
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner, Proposal, StaticPlanner
+
+
+class Fixed(StaticPlanner):
+    """Knows one split from an earlier run, whatever the bounds."""
+
+    def __init__(self, *sizes):
+        self.sizes = sizes
+
+    def initial(self, context):
+        return Proposal(BatchPlan(sum(self.sizes), self.sizes), "known")
+
+
+class Table:
+    """A control plane that has heard of the other ranks already."""
+
+    def __init__(self, *others):
+        self.others = others
+
+    def gather_objects(self, value):
+        return [value, *self.others]
+
+
+def roster(n=2, min_local=1, max_local=None, capacities=None):
+    return Roster(tuple("abcd"[:n]), capacities or (1.0,) * n, min_local, max_local)
+
+
+def first(roster, total, planner=None, running=None, **config):
+    proposal = roster.first_plan(HeteroConfig(**config), total, planner, running)
+    return None if proposal is None else (proposal.plan.local_batch_sizes, proposal.reason)
+
+
+def test_meeting_takes_the_largest_minimum_and_the_least_bound_of_each():
+    met = Roster.meet(Table(("b", 2.0, 2, 9)), "a", 1.0, min_local=1, bounds=(12, 7))
+    assert met == Roster(("a", "b"), (1.0, 2.0), 2, (7, 9))
+    assert met.world_size == 2
+
+
+def test_meeting_without_bounds():
+    assert Roster.meet(Table(), "a", 1.0, min_local=1, bounds=(None, None)).max_local is None
+
+
+def test_one_bound_is_enough_to_have_bounds():
+    met = Roster.meet(Table(("b", 1.0, 1, 9)), "a", 1.0, min_local=1, bounds=(None, None))
+    assert met.max_local[1] == 9
+    assert met.max_local[0] > 10**9
+
+
+def test_equal_names_are_told_apart():
+    """Two containers may have one host name and slot."""
+    others = [("a", 1.0, 1, 9), ("b", 1.0, 1, 9), ("a", 1.0, 1, 9)]
+    met = Roster.meet(Table(*others), "a", 1.0, min_local=1, bounds=())
+    assert met.identities == ("a", "a#1", "b", "a#2")
+
+
+def test_context_has_what_a_planner_must_respect():
+    context = roster(2, 2, (5, 6), (1.0, 3.0)).context(HeteroConfig(hysteresis=0.1), 8, accumulation=4)
+    assert (context.total_batch_size, context.min_local, context.max_local) == (8, (2, 2), (5, 6))
+    assert (context.hysteresis, context.accumulation, context.capacities) == (0.1, 4, (1.0, 3.0))
+
+
+@pytest.mark.parametrize("sizes", [(6, 1), (1, 7), (4, 3, 1), (8,)], ids=str)
+def test_plans_that_do_not_fit(sizes):
+    with pytest.raises(ValueError, match=r"do not fit 2 workers with at least 2 and at most \[5, 9\]"):
+        roster(2, 2, (5, 9)).check(BatchPlan(sum(sizes), sizes))
+
+
+def test_plan_that_fits():
+    roster(2, 2, (5, 9)).check(BatchPlan(11, (2, 9)))
+    roster(2).check(BatchPlan(10**6 + 1, (10**6, 1)))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "arguments", "expected"),
+    [
+        ({}, {"total": 9}, ((5, 4), "equal sizes")),
+        ({"max_local": (2, 100)}, {"total": 9}, ((2, 7), "equal sizes")),
+        ({"max_local": (2, 100)}, {"total": 9, "planner": PerfModelPlanner()}, ((2, 7), "equal sizes")),
+        (
+            {"capacities": (3.0, 1.0)},
+            {"total": 8, "planner": StaticPlanner()},
+            ((6, 2), "in proportion to cores or peak FLOPs"),
+        ),
+        ({}, {"total": 7, "local_batch_sizes": [7, 0]}, ((7, 0), "given split")),
+        ({}, {"total": 8, "planner": Fixed(7, 1), "running": BatchPlan(8, (5, 3))}, None),
+        ({}, {"total": 8, "planner": Fixed(7, 1), "running": BatchPlan(6, (5, 1))}, ((7, 1), "known")),
+        ({}, {"total": 8, "running": BatchPlan(8, (5, 3))}, ((4, 4), "equal sizes")),
+        ({}, {"total": 8, "running": BatchPlan(8, (4, 4))}, None),
+    ],
+    ids=str,
+)
+def test_first_plan(kwargs, arguments, expected):
+    assert first(roster(**kwargs), **arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "arguments", "says"),
+    [
+        ({"min_local": 4}, {"total": 7}, "7 samples cannot give each of 2 workers at least 4"),
+        ({"max_local": (2, 3)}, {"total": 8}, r"at most \[2, 3\], together 5.*batch_size to 2"),
+        ({"min_local": 2}, {"total": 5, "local_batch_sizes": [4, 1]}, "below min_local_batch_size=2"),
+        ({"max_local": (5, 5)}, {"total": 8, "local_batch_sizes": [6, 2]}, "do not fit"),
+        ({"max_local": (5, 5)}, {"total": 8, "planner": Fixed(7, 1)}, "do not fit"),
+        (
+            {"max_local": (5, 5)},
+            {"total": 8, "planner": PerfModelPlanner(), "running": BatchPlan(8, (6, 2))},
+            "do not fit",
+        ),
+    ],
+    ids=str,
+)
+def test_first_plan_refuses(kwargs, arguments, says):
+    with pytest.raises(ValueError, match=says):
+        first(roster(**kwargs), **arguments)

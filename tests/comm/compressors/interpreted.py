@@ -1,0 +1,142 @@
+"""Training where the device decides, against training where the host does; `test_kernels.py` runs this, interpreted.
+
+Two ranks with DDP: block top-k by Triton's kernels on CPU, and a sparse optimizer that gets marks instead of numbers.
+"""
+
+import os
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_hetero import BlockTopK
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.comm.collectives import async_ops as sums
+from lightning_hetero.comm.compressors.block_topk import BlockExchange
+from lightning_hetero.comm.compressors.manager import GradientCompression
+from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
+from lightning_hetero.comm.timing.clock import HostClock
+from lightning_hetero.comm.timing.step_timer import StepObserver
+from lightning_hetero.compression import triton_encoder
+from lightning_hetero.optim import SparseAdamW, SparseSGD, sparse_steps
+from tests.comm.gradients.test_ddp_hook import TINY, batches, loss_of
+from tests.helpers import run_ranks
+
+SETTINGS = BlockTopK(density=0.3, selector="histogram", warmup_steps=1)
+STEPS, POISONED, SPOILED = 6, 3, 4
+
+
+KINDS = {
+    "momentum": lambda p: SparseSGD(p, lr=0.05, momentum=0.5, weight_decay=0.01),
+    "nesterov, later": lambda p: SparseSGD(p, lr=0.05, momentum=0.8, weight_decay=0.05, nesterov=True, pay="later"),
+    "adamw": lambda p: SparseAdamW(p, lr=0.01, weight_decay=0.1),
+}
+FEW_STEPS = int(os.environ.get("MIXED_STEPS", "14"))  # 200 for all take three minutes
+"""In the interpreter a step takes a sixth of a second."""
+LONG = [
+    *((density, "momentum", FEW_STEPS) for density in (0.02, 0.3, 0.5)),
+    (0.2, "nesterov, later", FEW_STEPS),
+    (0.2, "momentum", 200),
+    (0.2, "adamw", 200),
+]
+"""Density, optimizer and steps of trainings on a GPU and without one."""
+
+
+def on_device(exchange, parameters):
+    """The encoder that a GPU would have."""
+    form = host_encoder(exchange, parameters).form
+    return triton_encoder.TritonEncoder(exchange.layout, form, torch.device("cpu"), 2)
+
+
+host_encoder = BlockExchange._encoder
+
+
+def train(rank, *, spoil, settings=SETTINGS, kind="momentum", steps=STEPS):
+    """Weights after each step, what ended it, and what was reported of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 1))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=TINY)
+    state = HookState(StepObserver(HostClock()), 2)
+    compression = GradientCompression(settings, ControlPlane(rank, 2), state)
+    compression.attach(model)
+    ddp.register_comm_hook(state, gradient_hook)
+    optimizer = KINDS[kind](model.parameters())
+    compression.lead([optimizer])
+    gather = sums.gather_over_ranks
+
+    def spoiled(rows, *args):
+        done = gather(rows, *args)
+        if spoil and compression.exchange.step == SPOILED:
+            done.wait()
+            rows[0, -1] ^= 4
+        return done
+
+    sums.gather_over_ranks = spoiled
+    weights, ended = [], None
+    try:
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = loss_of(ddp, batches(rank)[step % 3])
+            (loss * float("inf") if rank == 1 and step == POISONED else loss).backward()
+            compression.after_backward()
+            optimizer.step()
+            weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().copy())
+        report = compression.take_report()
+        return weights, ended, (report.steps, report.density, report.encode > 0, compression.exchange.dropped.count)
+    except ValueError as error:
+        return weights, str(error), None
+    finally:
+        sums.gather_over_ranks = gather
+
+
+def both_ways(rank):
+    dist.init_process_group("gloo")
+    triton_encoder.TILE = triton_encoder.SCORES = 128
+    triton_encoder.ITERS = 1
+    sparse_steps.SparseSteps.most = 1.0
+    on_host = train(rank, spoil=False)
+    BlockExchange._encoder = on_device
+    return on_host, train(rank, spoil=False), train(rank, spoil=True)
+
+
+def test_the_device_decides_as_the_host_does():
+    """Same weights, also around a gradient that is not finite; a spoiled message moves nothing and ends all ranks."""
+    results = run_ranks(both_ways, 2)
+    for (host, _, seen), (weights, ended, reported), (spoiled, error, _) in results:
+        np.testing.assert_allclose(weights, host, rtol=1e-5, atol=1e-6)
+        assert ended is None
+        assert (reported[0], reported[2:]) == (seen[0], seen[2:]) == (STEPS, (True, 1))
+        np.testing.assert_allclose(reported[1], seen[1])
+        moved = [not np.array_equal(a, b) for a, b in zip(weights[:-1], weights[1:], strict=True)]
+        assert moved == [step != POISONED for step in range(1, STEPS)]
+        assert "the gradient message of rank 0, bucket 0, step 4 is refused: checksum" in error
+        assert len(spoiled) == SPOILED + 1, "it is seen one step later"
+        np.testing.assert_array_equal(spoiled[SPOILED], spoiled[SPOILED - 1])
+    for one, other in zip(results[0], results[1], strict=True):
+        np.testing.assert_array_equal(one[0], other[0])
+
+
+def mixed(rank, long):
+    """Rank 1 has a GPU, rank 0 has none."""
+    dist.init_process_group("gloo")
+    triton_encoder.TILE = triton_encoder.SCORES = 128
+    triton_encoder.ITERS = 1
+    if rank == 1:
+        BlockExchange._encoder = on_device
+    found = []
+    for density, kind, steps in long:
+        settings = BlockTopK(density=density, selector="histogram", warmup_steps=1, dense_every=9)
+        found.append(train(rank, spoil=False, settings=settings, kind=kind, steps=steps)[0])
+    return found
+
+
+def test_replicas_with_and_without_a_gpu_stay_equal_bit_by_bit():
+    """Whether a step is sparse is what all ranks agreed on, and each operation of it rounds alike everywhere."""
+    host, device = run_ranks(mixed, 2, LONG, timeout=1200)
+    for (density, kind, steps), one, other in zip(LONG, host, device, strict=True):
+        assert len(one) == len(other) == steps
+        moved = np.count_nonzero(np.diff(one, axis=0), axis=1) / one[0].size
+        assert (np.median(moved) < 0.9) == (density <= 0.3), "sparse steps up to that density"
+        np.testing.assert_array_equal(one, other, err_msg=f"{density}, {kind}")

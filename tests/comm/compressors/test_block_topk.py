@@ -1,0 +1,143 @@
+"""Every setting of block top-k changes what the optimizer gets."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_hetero import BlockTopK
+from lightning_hetero.comm.compressors.block_topk import BlockExchange
+from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
+from lightning_hetero.comm.timing.clock import HostClock
+from lightning_hetero.comm.timing.step_timer import StepObserver
+from lightning_hetero.optim import SparseAdamW, SparseSGD
+from tests.comm.compressors.block_steps import Bucket
+from tests.helpers import run_ranks
+
+HALF, STEPS = 64, 9
+BASE = BlockTopK(density=0.125, block=8, value_dtype="float32", selector="exact", warmup_steps=1)
+"""Two of sixteen blocks a step, after one dense step."""
+
+
+def gradient(step):
+    """Of two parameters, the second a thousandth as large: equal blocks at first, so that selectors have to choose."""
+    generator = torch.Generator().manual_seed(step)
+    large = torch.full((HALF,), (1.1, 1.1, -0.5)[step]) if step < 3 else torch.randn(HALF, generator=generator)
+    return large, 1e-3 * torch.randn(HALF, generator=generator)
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.large, self.small = nn.Parameter(torch.zeros(HALF)), nn.Parameter(torch.zeros(HALF))
+
+    def forward(self, step):
+        return sum((p * g).sum() for p, g in zip(self.parameters(), gradient(step), strict=True))
+
+
+def _given(rank, cases):
+    dist.init_process_group("gloo")
+    found = []
+    for settings in cases:
+        model = Pair()
+        state = HookState(StepObserver(HostClock()), 1)
+        state.inner = exchange = BlockExchange(settings, dict(model.named_parameters()), state, rank)
+        ddp, given = DistributedDataParallel(model), []
+        ddp.register_comm_hook(state, gradient_hook)
+        for step in range(STEPS):
+            model.zero_grad()
+            ddp(step).backward()
+            exchange.hand_over()
+            given.append(torch.cat([p.grad for p in model.parameters()]).numpy().copy())
+        found.append(np.stack(given))
+    return found
+
+
+def sent(given):
+    """Elements that each step has sent."""
+    return [np.flatnonzero(step).tolist() for step in given]
+
+
+def blocks(given, step):
+    return sorted({i // 8 for i in sent(given)[step]})
+
+
+def dense_steps(given):
+    return [step for step, elements in enumerate(sent(given)) if len(elements) == 2 * HALF]
+
+
+def rounded(given, base):
+    return sent(given)[1] == sent(base)[1] and 0 < np.abs(given[1] - base[1]).max() < 0.01
+
+
+CASES = {
+    "density": {0.25: lambda given, base: len(blocks(given, 1)) == 4},
+    "block": {4: lambda given, base: max(len(blocks(given, step)) for step in range(3, STEPS)) > 2},
+    "value_dtype": {"bfloat16": rounded, "int8": rounded},
+    "selector": {
+        "histogram": lambda given, base: blocks(given, 1) == [3, 7],  # an even share of those that are equal
+        "sample": lambda given, base: blocks(given, 1) not in ([0, 1], [3, 7]) and len(blocks(given, 2)) == 2,
+        "aimd": lambda given, base: len(blocks(given, 1)) == 2 and not sent(given)[2],  # its threshold has gone up
+    },
+    "warmup_steps": {0: lambda given, base: not dense_steps(given), 3: lambda g, base: dense_steps(g) == [0, 1, 2]},
+    "dense_every": {4: lambda given, base: dense_steps(given) == [0, 4, 8]},
+    "scores": {"balanced": lambda given, base: given[2:, HALF:].any()},
+}
+
+
+@pytest.fixture(scope="module")
+def given():
+    cases = {(name, value): replace(BASE, **{name: value}) for name, values in CASES.items() for value in values}
+    (found,) = run_ranks(_given, 1, [BASE, *cases.values()])
+    return dict(zip([None, *cases], found, strict=True))
+
+
+def test_the_settings_to_compare_with(given):
+    base = given[None]
+    assert dense_steps(base) == [0]
+    assert blocks(base, 1) == [0, 1]
+    assert {len(elements) for elements in sent(base)[1:]} == {2 * 8}
+    assert not base[1:, HALF:].any(), "the small gradients are never the largest"
+
+
+def test_every_setting_is_looked_at():
+    assert set(CASES) == {field.name for field in fields(BlockTopK)}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in CASES.items() for value in values])
+def test_a_setting_changes_what_is_applied(name, value, given):
+    assert CASES[name][value](given[name, value], given[None])
+
+
+@pytest.mark.parametrize(
+    ("density", "sizes", "blocks"),
+    [(0.3, (16 * 40, 16 * 13), True), (0.31, (16 * 40, 16 * 13), False), (0.01, (8, 3), False), (0.01, (0,), True)],
+)
+@pytest.mark.parametrize("kind", [SparseSGD, SparseAdamW])
+def test_the_optimizer_gets_blocks_up_to_a_density_however_the_rank_reads_them(kind, density, sizes, blocks):
+    """Of a tiny model one block of each rank is most of it, and momentum that is paid ahead would be too much."""
+    parameters = {f"p{i}": nn.Parameter(torch.zeros(n)) for i, n in enumerate(sizes)}
+    exchange = BlockExchange(BlockTopK(density=density), parameters, HookState(StepObserver(HostClock()), 2), 0)
+    exchange.sparse_steps = kind(list(parameters.values()), lr=0.1).sparse.most
+    assert exchange.takes_blocks == blocks
+
+
+def _not_finite(rank, sizes):
+    dist.init_process_group("gloo")
+    parameters = {f"p{i}": nn.Parameter(torch.zeros(n)) for i, n in enumerate(sizes)}
+    settings, state = BlockTopK(density=0.25, warmup_steps=0), HookState(StepObserver(HostClock()), 1)
+    exchange = BlockExchange(settings, parameters, state, rank, grad_scale=lambda: 4.0)
+    exchange.sparse_steps = 1.0
+    bucket = Bucket(list(parameters.values()))
+    bucket.flat[5] = float("inf")
+    exchange(None, bucket)
+    exchange.hand_over()
+    return [p.grad.to_dense().isinf().sum().item() for p in parameters.values()], state.step_dropped
+
+
+def test_a_loss_scaler_sees_an_infinite_gradient_beside_parameters_without_elements():
+    assert run_ranks(_not_finite, 1, (64, 0, 160, 0)) == [([1, 0, 1, 0], True)]

@@ -1,0 +1,75 @@
+"""When PowerSGD waits for torch's hook, and when the host reads what the device has found."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_hetero.comm.compressors import powersgd as torch_hooks
+from lightning_hetero.comm.compressors.powersgd import LowRankExchange
+from lightning_hetero.comm.gradients.ddp_hook import HookState
+from lightning_hetero.comm.timing.clock import HostClock
+from lightning_hetero.comm.timing.step_timer import StepObserver
+from lightning_hetero.core.compression.settings import LowRank
+
+
+class SlowClock(HostClock):
+    """Of a device that reaches its marks when it is told to."""
+
+    reached = False
+
+    def ready(self, mark):
+        return self.reached
+
+
+@pytest.fixture
+def exchange(monkeypatch):
+    """PowerSGD on one rank, whose sums are what it gives."""
+
+    def made(backend="gloo", clock=None):
+        waited, p = [], torch.nn.Parameter(torch.zeros(8, 8))
+        monkeypatch.setattr(torch_hooks, "backend_of", lambda device: backend)
+        monkeypatch.setattr(torch_hooks, "powerSGD_hook", lambda s, b: SimpleNamespace(wait=lambda: waited.append(1)))
+        monkeypatch.setattr(torch_hooks.dist, "all_reduce", lambda tensor, op: None)
+        hook = HookState(StepObserver(clock or HostClock()), 1)
+        one = LowRankExchange(LowRank(rank=1, start=2), {"p": p}, hook)
+
+        def step(value=1.0):
+            flat = torch.full((64,), value)
+            bucket = SimpleNamespace(
+                buffer=lambda: flat,
+                gradients=lambda: [flat.view(8, 8)],
+                parameters=lambda: [p],
+                index=lambda: 0,
+                is_last=lambda: True,
+            )
+            one(None, bucket)
+            p.grad = flat.view(8, 8).clone()
+            one.hand_over()
+            return p.grad
+
+        return one, step, waited
+
+    return made
+
+
+@pytest.mark.parametrize(("backend", "waits"), [("gloo", 1), ("mpi", 1), ("nccl", 0)])
+def test_it_waits_unless_the_backend_orders_what_callbacks_begin(exchange, backend, waits):
+    _, step, waited = exchange(backend)
+    step()
+    assert len(waited) == waits
+
+
+def test_what_the_device_has_found_is_read_when_it_is_there(exchange):
+    clock, said = SlowClock(), []
+    one, step, _ = exchange(clock=clock)
+    one.deferred, one.state.iter = True, 5
+    one.dropped.add = lambda number, where: said.append(number)
+    assert (step(float("nan")) == 0.0).all(), "the device clears the gradient"
+    assert float(one.hook.step_dropped) == 1.0
+    assert (step() == 1.0).all()
+    assert float(one.hook.step_dropped) == 0.0
+    assert said == [], "the device has not come so far yet"
+    clock.reached = True
+    step()
+    assert said == [0]

@@ -1,0 +1,120 @@
+"""Times of messages: the link's own, whoever computes for longest, and whichever link is the thin one."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_hetero.comm.link.link_state import LinkWatch
+from lightning_hetero.comm.timing.message_timer import KEPT_STEPS, MessageLog, message_seconds
+from lightning_hetero.core.link.bandwidth import LinkEstimate
+
+BYTES = 1000.0
+
+
+class Marks:
+    """A clock whose marks are given, and which may not be ready yet."""
+
+    def __init__(self):
+        self.now, self.pending = 0.0, set()
+
+    def mark(self):
+        return self.now
+
+    def ready(self, mark):
+        return mark not in self.pending
+
+    def seconds(self, start, end):
+        return end - start
+
+
+def simulated(compute, uplink, steps=20):
+    """Tables of ranks that compute for ``compute[i]`` and whose message takes ``uplink[i]`` to every other rank."""
+    ranks = len(compute)
+    clocks = [Marks() for _ in range(ranks)]
+    logs = [MessageLog(clock, ranks) for clock in clocks]
+    for step in range(steps):
+        arrived = []
+        for rank, clock in enumerate(clocks):
+            clock.now += compute[rank]
+            arrived.append(logs[rank].send(step, BYTES))
+        starts = [clock.now for clock in clocks]
+        for rank, clock in enumerate(clocks):
+            for peer in sorted(range(ranks), key=lambda peer: peer != rank):
+                takes = 0.0 if peer == rank else uplink[peer]
+                clock.now = max(clock.now, max(starts[peer], starts[rank]) + takes)
+                arrived[rank](peer)
+    return np.stack([log.take() for log in logs])
+
+
+@pytest.mark.parametrize("compute", [(0.1, 0.1), (0.5, 0.1), (0.1, 0.5)], ids=str)
+@pytest.mark.parametrize("link", [1e-3, 0.2])
+def test_waiting_for_a_slow_worker_is_no_transfer(compute, link):
+    num_bytes, seconds = message_seconds(simulated(compute, (link, link)))
+    assert num_bytes == BYTES
+    assert seconds.max() == pytest.approx(link)
+
+
+@pytest.mark.parametrize("uplink", [(0.3, 0.01, 0.01), (0.01, 0.3, 0.01), (0.01, 0.01, 0.3)], ids=str)
+def test_a_thin_uplink_is_found_by_those_who_wait_for_it(uplink):
+    """Its rank goes on first, so that the others are ready last in the next step, and see it alone."""
+    _, seconds = message_seconds(simulated((0.1, 0.1, 0.1), uplink))
+    assert seconds.max() == pytest.approx(0.3)
+
+
+def test_messages_under_way_are_reported_later():
+    clock = Marks()
+    log = MessageLog(clock, 2)
+    arrived = log.send(0, BYTES)
+    arrived(0)
+    assert np.isnan(log.take()).all(), "one message has not arrived"
+    clock.now = 2.0
+    arrived(1)
+    clock.pending.add(2.0)
+    assert np.isnan(log.take()).all(), "the device has not reached the mark"
+    clock.pending.clear()
+    table = log.take()
+    assert table.shape == (KEPT_STEPS, 4)
+    assert table[0].tolist() == [0, BYTES, 0.0, 2.0]
+    assert np.isnan(log.take()).all(), "a step is reported twice"
+    assert message_seconds(np.stack([table, log.take()])) is None
+
+
+def test_a_checkpoint_has_the_messages_that_were_not_compared_yet():
+    """The run goes on as if nothing had been read, and so does one that resumes there."""
+    clock = Marks()
+    run, resumed, watch, later = MessageLog(clock, 2), MessageLog(clock, 2), LinkWatch(2), LinkWatch(2)
+    watch.latency, watch.timed = 1e-3, np.arange(7.0)
+    watch.links = (LinkEstimate(1e6), LinkEstimate(None))
+    for step in range(3):
+        _sent(run, clock, step)
+    file = io.BytesIO()
+    torch.save(watch.state_dict(run), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    later.load_state_dict(state, resumed)
+    for step in range(3, 5):
+        _sent(run, clock, step)
+    clock.now -= 2 * 0.75
+    for step in range(3, 5):
+        _sent(resumed, clock, step)
+    seen, again = watch.take(run), later.take(resumed)
+    np.testing.assert_array_equal(seen, again)
+    assert np.isfinite(seen[7:].reshape(-1, 4)[:, 0]).sum() == 5
+    assert (later.links, later.latency) == (watch.links, watch.latency)
+    assert np.isnan(resumed.take()).all()
+
+
+def _sent(log, clock, step):
+    arrived = log.send(step, BYTES)
+    for peer in range(2):
+        clock.now += 0.25 * (1 + peer)
+        arrived(peer)
+
+
+def test_links_of_other_workers_are_not_taken_over():
+    clock, watch = Marks(), LinkWatch(3)
+    two = LinkWatch(2).state_dict(MessageLog(clock, 2))
+    watch.load_state_dict({**two, "latency": 5.0}, MessageLog(clock, 3))
+    assert (len(watch.links), watch.latency) == (3, 0.0)

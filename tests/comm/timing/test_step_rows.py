@@ -1,0 +1,36 @@
+"""Rows of all ranks, matched by the number of their step."""
+
+import numpy as np
+import pytest
+
+from lightning_hetero.comm.timing.step_rows import FIELDS, match_rows
+from lightning_hetero.comm.timing.step_timer import KEPT_ROWS
+from lightning_hetero.core.observations import StepObservations
+
+WIDTH = 1 + FIELDS + 2
+"""The number of the step, the fields, two buckets."""
+
+
+def _table(steps):
+    table = np.full((KEPT_ROWS, WIDTH), np.nan)
+    for row, step in zip(table[KEPT_ROWS - len(steps) :], steps, strict=True):
+        row[:] = [step, *(step * 20 + np.arange(11))]
+    return table
+
+
+def test_rows_are_matched_by_step_number():
+    """The second rank's device has not reported step 6 yet, and its list begins earlier."""
+    tables = np.stack([_table([4, 5, 6]), _table([3, 4, 5]), _table([2, 4, 5])])
+    observations = match_rows(tables)
+    assert observations.num_steps == 2
+    for i, name in enumerate(StepObservations.FIELDS):
+        np.testing.assert_array_equal(getattr(observations, name), [[80.0 + i] * 3, [100.0 + i] * 3])
+    np.testing.assert_array_equal(observations.bucket_ends, [[[89.0, 90.0]] * 3, [[109.0, 110.0]] * 3])
+
+
+@pytest.mark.parametrize("steps", [((4,), (5,), (4, 5)), ((4,), (), (4,)), ((), (), ())], ids=str)
+def test_no_common_step_is_no_observation(steps):
+    observations = match_rows(np.stack([_table(list(s)) for s in steps]))
+    assert observations.num_steps == 0
+    assert observations.forward.shape == (0, 3)
+    assert observations.bucket_ends.shape == (0, 3, 2)
