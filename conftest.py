@@ -9,12 +9,16 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 KERNELS = {
     "triton": (
-        *("compression/kernels.py", "compression/receiving.py", "compression/applying.py"),
-        *("compression/triton_encoder.py", "optim/kernels.py", "optim/triton_step.py"),
+        *(
+            "compression/triton_gpu/encode_kernels.py",
+            "compression/triton_gpu/receive_kernels.py",
+            "compression/triton_gpu/apply_kernels.py",
+        ),
+        *("compression/triton_gpu/encoder.py", "optim/sparse/triton_kernels.py", "optim/sparse/triton_backend.py"),
     ),
     "numba": (
-        *("compression/numba_vectors.py", "compression/numba_kernels.py", "compression/numba_encoder.py"),
-        *("optim/numba_kernels.py", "optim/numba_step.py"),
+        *("compression/numba_jit/simd.py", "compression/numba_jit/kernels.py", "compression/numba_jit/encoder.py"),
+        *("optim/sparse/numba_kernels.py", "optim/sparse/numba_backend.py"),
     ),
 }
 collect_ignore = [

@@ -33,8 +33,9 @@ from hardware import write_table
 from torch import nn
 
 from lightning_hetero.comm.collectives.async_ops import gather_over_ranks
-from lightning_hetero.compression import BlockEncoder, Layout, MessageFormat, Pack, encoder
-from lightning_hetero.compression.gradients import BlockGradient, GradientParts
+from lightning_hetero.compression import BlockEncoder, Layout, MessageFormat, Pack
+from lightning_hetero.compression.block_gradient import BlockGradient, GradientParts
+from lightning_hetero.compression.host import encoder
 from lightning_hetero.compression.layout import put_rows, take_rows
 from lightning_hetero.compression.selectors import SELECT, SelectorState
 from lightning_hetero.optim import SparseAdamW, SparseSGD
@@ -42,7 +43,7 @@ from lightning_hetero.optim import SparseAdamW, SparseSGD
 try:
     from numba import njit
 
-    from lightning_hetero.compression.numba_encoder import NumbaEncoder
+    from lightning_hetero.compression.numba_jit.encoder import NumbaEncoder
 
     @njit(nogil=True)
     def count_upper_bits(keys, counts):

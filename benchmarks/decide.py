@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 
-from lightning_hetero.compression.wire import message_size
+from lightning_hetero.compression.wire_format import message_size
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.link.bandwidth import LinkEstimate, MessageLink
 from lightning_hetero.core.observations import StepObservations

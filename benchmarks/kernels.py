@@ -4,9 +4,10 @@ Of the hooks that is their arithmetic, without sums over ranks: two casts and a 
 products and the orthogonal basis (by QR) of one matrix for each parameter. Torch's own also start collectives and,
 PowerSGD's, wait for the device.
 
-First the kernels are checked natively: ``python -m pytest tests/compression/interpreted.py
-tests/optim/interpreted.py``. Each row is the median of rounds timed by CUDA events, candidates in turns; the bandwidth
-is that of ``copy_`` in the same run. ``--quick`` also runs without a GPU, in the interpreter, where times say nothing.
+First the kernels are checked natively: ``python -m pytest tests/compression/triton_gpu/interpreted.py
+tests/optim/sparse/interpreted.py``. Each row is the median of rounds timed by CUDA events, candidates in turns; the
+bandwidth is that of ``copy_`` in the same run. ``--quick`` also runs without a GPU, in the interpreter, where times say
+nothing.
 
 The share is that of the bytes which have to move: 8 for the residual, read and written, the gradient once, 0.75 for the
 scores, over the time, over the bandwidth of ``copy_``; for what comes after the exchange, 4 and the gradient once.
@@ -31,7 +32,7 @@ from hardware import write_table
 from torch import nn
 
 from lightning_hetero.compression import Layout, MessageFormat
-from lightning_hetero.compression.gradients import BlockMarks
+from lightning_hetero.compression.block_gradient import BlockMarks
 from lightning_hetero.optim import SparseAdamW, SparseSGD
 
 HERE = Path(__file__).parent
@@ -71,7 +72,7 @@ class Model:
     """``n`` elements in parameters of at most ``largest``, and one encoder for them."""
 
     def __init__(self, n, density, dtype, values, largest):
-        from lightning_hetero.compression.triton_encoder import TritonEncoder
+        from lightning_hetero.compression.triton_gpu.encoder import TritonEncoder
 
         count = -(-n // largest)
         self.layout = Layout.of([(f"p{i}", n // count) for i in range(count)], 16)

@@ -31,12 +31,12 @@ from sklearn.datasets import load_digits
 from torch import nn
 from wan import KEPT_OUT, MARKS, PASSES, SPLIT, Digits, by_step
 
-from lightning_hetero.compression.encoder import cpu_encoder
-from lightning_hetero.compression.gradients import GradientParts
+from lightning_hetero.compression.block_gradient import GradientParts
+from lightning_hetero.compression.host.encoder import cpu_encoder
 from lightning_hetero.compression.layout import Layout
-from lightning_hetero.compression.wire import MessageFormat
+from lightning_hetero.compression.wire_format import MessageFormat
 from lightning_hetero.core.compression.settings import BlockTopK, blocks_per_rank
-from lightning_hetero.data.stream import PermutationStream
+from lightning_hetero.data.index_stream import PermutationStream
 
 HERE = Path(__file__).parent
 DENSE, CONTROLLER = "dense", "controller"

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_hetero.data import SparseBatch
-from lightning_hetero.data.multilabel_loss import PrecisionAtOne, multilabel_cross_entropy
+from lightning_hetero.datasets.multilabel_loss import PrecisionAtOne, multilabel_cross_entropy
 
 
 class SparseMLP(L.LightningModule):

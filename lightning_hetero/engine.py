@@ -34,8 +34,8 @@ from lightning_hetero.core.metrics import Exchange, exchange_metrics
 from lightning_hetero.core.noise.estimators import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision, PlanContext, Planner, Proposal, moves_total
+from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.data.sampler import UnevenBatchSampler
-from lightning_hetero.data.stream import IndexStream
 from lightning_hetero.hardware import capacity, cpu_quota, identity
 
 __all__ = ["Exchange", "HeteroEngine"]

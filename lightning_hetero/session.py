@@ -4,14 +4,12 @@ Lightning tells its strategy when a step begins and ends. A loop of the user's o
 enough: a step begins when its batch is handed out and ends when the next one is asked for.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_hetero.adaptation import Adaptation
 from lightning_hetero.comm.agreement.control_plane import let_threads_go
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.goodput import Candidate
@@ -20,26 +18,13 @@ from lightning_hetero.core.noise.estimators import RunningNoiseScale
 from lightning_hetero.core.policies.base import check_planner
 from lightning_hetero.core.policies.goodput import GoodputPlanner
 from lightning_hetero.core.policies.perf_model import PLANNERS, Planner
-from lightning_hetero.data.stream import IndexStream
+from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.engine import HeteroEngine
-from lightning_hetero.session_batches import CopiedSession, SessionBatches
-from lightning_hetero.without_effect import tell
+from lightning_hetero.frontend.adaptation import Adaptation
+from lightning_hetero.frontend.session_batches import CopiedSession, SessionBatches
+from lightning_hetero.frontend.without_effect import tell
 
-__all__ = ["CopiedSession", "HeteroSession", "SessionBatches", "log", "planner_of", "show_log"]
-
-log = logging.getLogger("lightning_hetero")
-
-
-def show_log() -> None:
-    """Show our lines at level INFO unless logging is set up already, as Lightning does: nothing changes silently."""
-    if not logging.getLogger().hasHandlers() and not log.handlers:
-        log.addHandler(logging.StreamHandler())
-        log.propagate = False
-    if log.level == logging.NOTSET:
-        log.setLevel(logging.INFO)
-
-
-show_log()
+__all__ = ["CopiedSession", "HeteroSession", "SessionBatches", "planner_of"]
 
 
 def planner_of(config: HeteroConfig) -> Planner | None:

@@ -18,14 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_hetero.strategies._hetero_ddp import resume_position
-from lightning_hetero.strategies._loaders import stream_of, with_batch_sampler
+from lightning_hetero.frontend.loaders import stream_of, with_batch_sampler
+from lightning_hetero.strategies._lightning.ddp import resume_position
 from tests.helpers import Points, run_ranks
 
-STRATEGY, LOADERS = "strategies/_hetero_ddp.py", "strategies/_loaders.py"
-POLICY, PROBE, HOOK = "callbacks/policy.py", "strategies/_probe.py", "comm/gradients/ddp_hook.py"
-ELASTIC, RULES = "strategies/_hetero_elastic.py", "strategies/_elastic_rules.py"
-SIGNALS = "strategies/_signals.py"
+STRATEGY, LOADERS = "strategies/_lightning/ddp.py", "frontend/loaders.py"
+POLICY, PROBE, HOOK = "callbacks/base.py", "strategies/_lightning/memory_probe.py", "comm/gradients/ddp_hook.py"
+ELASTIC, RULES = "strategies/_lightning/elastic.py", "strategies/_lightning/elastic_requirements.py"
+SIGNALS = "strategies/_lightning/signals.py"
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 NAMESPACES = ["lightning.pytorch", "pytorch_lightning"]
 

@@ -15,8 +15,7 @@ import pytest
 
 import lightning_hetero
 from lightning_hetero import BatchPlan, HeteroDDPStrategy
-from lightning_hetero.adaptive_total import AdaptiveTotal
-from lightning_hetero.callbacks.elastic import merge_metrics
+from lightning_hetero.callbacks._elastic import merge_metrics
 from lightning_hetero.comm.compressors.manager import GradientCompression
 from lightning_hetero.comm.staleness.dense import Staleness
 from lightning_hetero.core import StepObservations
@@ -26,8 +25,9 @@ from lightning_hetero.core.metrics import exchange_metrics
 from lightning_hetero.core.metrics import noise_metrics as noise_scale_metrics
 from lightning_hetero.core.noise.estimators import RunningNoiseScale
 from lightning_hetero.elastic import MergeRecord
-from lightning_hetero.strategies._hetero_ddp import HeteroDDPMixin
-from lightning_hetero.strategies._hetero_elastic import HeteroElasticMixin
+from lightning_hetero.frontend.adaptive_total import AdaptiveTotal
+from lightning_hetero.strategies._lightning.ddp import HeteroDDPMixin
+from lightning_hetero.strategies._lightning.elastic import HeteroElasticMixin
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

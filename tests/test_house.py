@@ -17,11 +17,9 @@ ROOMS = (
     *("cli", "report", "simulate"),
     *("accelerate", "strategies", "callbacks"),
     "session",
-    *("session_batches", "plan_access", "adaptation"),
-    "wrapped_model",
-    *("without_effect", "adaptive_total", "cut_interval"),
+    "frontend",
     *("engine", "elastic"),
-    *("comm", "optim", "compression", "data", "config", "hardware", "probe_job"),
+    *("comm", "optim", "compression", "data", "datasets", "config", "hardware", "probe_job"),
     "core",
 )
 TRAINERS = ("lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "transformers")

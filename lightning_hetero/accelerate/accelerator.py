@@ -13,7 +13,6 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hetero.accelerate.gathering import gather_uneven
 from lightning_hetero.accelerate.hooks import HookedDDP
 from lightning_hetero.accelerate.loaders import (
     HeteroDataLoader,
@@ -25,13 +24,15 @@ from lightning_hetero.accelerate.loaders import (
     why_not,
 )
 from lightning_hetero.accelerate.plugin import HeteroPlugin, check_accelerator, switched_on
+from lightning_hetero.accelerate.uneven_gather import gather_uneven
 from lightning_hetero.comm.collectives.row_gather import refuse_own_gather
 from lightning_hetero.comm.timing.step_timer import StepObserver
 from lightning_hetero.engine import HeteroEngine
-from lightning_hetero.plan_access import PlanAccess
-from lightning_hetero.session import HeteroSession, log
-from lightning_hetero.strategies._restarts import warn_of_stale_addresses
-from lightning_hetero.without_effect import tell, tell_left
+from lightning_hetero.frontend.log import log
+from lightning_hetero.frontend.plan_access import PlanAccess
+from lightning_hetero.frontend.restart_check import warn_of_stale_addresses
+from lightning_hetero.frontend.without_effect import tell, tell_left
+from lightning_hetero.session import HeteroSession
 
 __all__ = ["HeteroAccelerator"]
 

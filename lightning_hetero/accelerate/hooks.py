@@ -8,7 +8,7 @@ from typing import Any
 from accelerate.utils import DistributedDataParallelKwargs
 
 from lightning_hetero.engine import HeteroEngine
-from lightning_hetero.wrapped_model import WrappedModel
+from lightning_hetero.frontend.wrap_model import WrappedModel
 
 __all__ = ["HookedDDP"]
 

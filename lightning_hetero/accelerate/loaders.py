@@ -8,8 +8,8 @@ from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import DataLoader, SequentialSampler
 
 from lightning_hetero.data import LiveStream
+from lightning_hetero.frontend.loaders import evaluates, why_not_uneven, with_batch_sampler
 from lightning_hetero.session import HeteroSession
-from lightning_hetero.strategies._loaders import evaluates, why_not_uneven, with_batch_sampler
 
 __all__ = [
     "HeteroDataLoader",

@@ -6,15 +6,15 @@ measures and decides nothing, ``LookAheadCallback`` computes delayed gradients w
 """
 
 from lightning_hetero.callbacks.adaptive_batch import AdaptiveBatchCallback
-from lightning_hetero.callbacks.look_ahead import LookAheadCallback
-from lightning_hetero.callbacks.noise_scale import GNSCallback
-from lightning_hetero.callbacks.policy import (
+from lightning_hetero.callbacks.base import (
     DynamicBatchPIDCallback,
     PerfModelCallback,
     PolicyCallback,
     policy_callback,
 )
+from lightning_hetero.callbacks.noise_scale import GNSCallback
 from lightning_hetero.callbacks.time_to_accuracy import TTACallback
+from lightning_hetero.callbacks.weight_prediction import LookAheadCallback
 
 __all__ = [
     "AdaptiveBatchCallback",

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from lightning_hetero.adaptive_total import AdaptiveTotal
+from lightning_hetero.callbacks.base import MisconfigurationException, PolicyCallback
 from lightning_hetero.callbacks.noise_scale import GNSCallback
-from lightning_hetero.callbacks.policy import MisconfigurationException, PolicyCallback
 from lightning_hetero.core.checkpoint_state import reading_state
 from lightning_hetero.core.policies.goodput import GoodputPlanner
 from lightning_hetero.core.validation import check_int, check_number
+from lightning_hetero.frontend.adaptive_total import AdaptiveTotal
 
 __all__ = ["AdaptiveBatchCallback"]
 

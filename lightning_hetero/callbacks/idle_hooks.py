@@ -23,7 +23,7 @@ def leave_out(callback: Any, idle_in: type) -> None:
         idle_in: a class that it is derived from.
 
     Example:
-        >>> from lightning_hetero.callbacks.policy import Callback
+        >>> from lightning_hetero.callbacks.base import Callback
         >>> class Watching(Callback):
         ...     def on_after_backward(self, trainer, pl_module): ...
         >>> watching = Watching()

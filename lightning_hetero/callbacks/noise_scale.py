@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from lightning_hetero.callbacks._gns.base import Source, source_of
+from lightning_hetero.callbacks.base import Callback, MisconfigurationException
 from lightning_hetero.callbacks.idle_hooks import leave_out, put_back
-from lightning_hetero.callbacks.noise_sources import Source, source_of
-from lightning_hetero.callbacks.policy import Callback, MisconfigurationException
 from lightning_hetero.core.checkpoint_state import reading_state
 from lightning_hetero.core.metrics import noise_metrics
 from lightning_hetero.core.noise.estimators import METHODS, RunningNoiseScale

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from lightning_hetero.callbacks.adaptive_batch import AdaptiveBatchCallback
-from lightning_hetero.callbacks.look_ahead import LookAheadCallback
-from lightning_hetero.callbacks.policy import MisconfigurationException
+from lightning_hetero.callbacks.base import MisconfigurationException
+from lightning_hetero.callbacks.weight_prediction import LookAheadCallback
 from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile, ProfilePenalty
 from lightning_hetero.core.compression.settings import Automatic, BlockTopK
 from lightning_hetero.core.policies.time_to_accuracy import NO_LIMIT, TimeToAccuracyPlanner

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_hetero.compression.values import CODECS
+from lightning_hetero.compression.value_codecs import CODECS
 
 __all__ = ["Pack", "block_scores", "compress", "merge", "merge_sparse", "select_exact"]
 

@@ -1,12 +1,12 @@
 """Which samples each rank sees: index streams, samplers, evaluation shards; and sparse multi-label data."""
 
-from lightning_hetero.data.claims import ClaimedBatchSampler, MegaBatch
+from lightning_hetero.data.broadcast_stream import LiveStream
 from lightning_hetero.data.evaluation import EvaluationBatchSampler
-from lightning_hetero.data.live import LiveStream
-from lightning_hetero.data.multilabel import SparseBatch, SparseMultiLabelDataset, load_libsvm, sparse_loader
+from lightning_hetero.data.index_stream import IndexStream, PermutationStream, SamplerStream
+from lightning_hetero.data.mega_batch import ClaimedBatchSampler, MegaBatch
 from lightning_hetero.data.sampler import UnevenBatchSampler
-from lightning_hetero.data.stream import IndexStream, PermutationStream, SamplerStream
-from lightning_hetero.data.synthetic import AMAZON_670K, DELICIOUS_200K, SparseShape, synthetic_multilabel
+from lightning_hetero.datasets.libsvm import SparseBatch, SparseMultiLabelDataset, load_libsvm, sparse_loader
+from lightning_hetero.datasets.synthetic import AMAZON_670K, DELICIOUS_200K, SparseShape, synthetic_multilabel
 
 __all__ = [
     "AMAZON_670K",

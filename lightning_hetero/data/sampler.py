@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from torch.utils.data import Sampler
 
 from lightning_hetero.core.batching.plan import PlanHistory
-from lightning_hetero.data.stream import IndexStream
+from lightning_hetero.data.index_stream import IndexStream
 
 __all__ = ["UnevenBatchSampler"]
 
@@ -31,7 +31,7 @@ class UnevenBatchSampler(Sampler[list[int]]):
 
     Example:
         >>> from lightning_hetero.core import BatchPlan, PlanEntry
-        >>> from lightning_hetero.data.stream import PermutationStream
+        >>> from lightning_hetero.data.index_stream import PermutationStream
         >>> history = PlanHistory((PlanEntry(0, 0, BatchPlan(4, (3, 1))),))
         >>> stream = PermutationStream(7, shuffle=False, seed=0)
         >>> list(UnevenBatchSampler(stream, lambda: history, rank=1))

@@ -24,14 +24,14 @@ from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.agreement.notices import Notices
 from lightning_hetero.comm.timing.clock import HostClock, clock_for
 from lightning_hetero.core.merging.rules import AdaptiveSettings, merge_weights, scale_batch_sizes
-from lightning_hetero.data.claims import ClaimedBatchSampler, MegaBatch
-from lightning_hetero.data.stream import IndexStream
+from lightning_hetero.data.index_stream import IndexStream
+from lightning_hetero.data.mega_batch import ClaimedBatchSampler, MegaBatch
 from lightning_hetero.elastic.batch_queue import BatchDispatcher, ElasticWorkerError, job_store
 from lightning_hetero.elastic.config import ElasticConfig
+from lightning_hetero.elastic.device_pace import DevicePace
+from lightning_hetero.elastic.merge_record import MergeRecord
 from lightning_hetero.elastic.optimizers import outer_momentum, why_not_merged
-from lightning_hetero.elastic.pace import DevicePace
-from lightning_hetero.elastic.record import MergeRecord
-from lightning_hetero.elastic.replicas import Replica
+from lightning_hetero.elastic.replica import Replica
 from lightning_hetero.elastic.same_model import require_same_model
 from lightning_hetero.elastic.without_effect import elastic_without_effect
 

@@ -1,4 +1,4 @@
-"""Which settings of elastic averaging do nothing in a run; see :mod:`lightning_hetero.without_effect`."""
+"""Which settings of elastic averaging do nothing in a run; see :mod:`lightning_hetero.frontend.without_effect`."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields

@@ -1,7 +1,7 @@
 """What acts on optimizers or reads them: rates of a total that moves, Adam's view of a gradient, sparse steps."""
 
-from lightning_hetero.optim.lr_gain import LearningRateGain
-from lightning_hetero.optim.preconditioner import AdamPreconditioner, common_preconditioner, is_adam
-from lightning_hetero.optim.sparse import SparseAdamW, SparseSGD
+from lightning_hetero.optim.adam_preconditioner import AdamPreconditioner, common_preconditioner, is_adam
+from lightning_hetero.optim.lr_multiplier import LearningRateGain
+from lightning_hetero.optim.sparse.rules import SparseAdamW, SparseSGD
 
 __all__ = ["AdamPreconditioner", "LearningRateGain", "SparseAdamW", "SparseSGD", "common_preconditioner", "is_adam"]

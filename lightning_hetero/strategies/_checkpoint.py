@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.callbacks.policy import policy_states
+from lightning_hetero.callbacks.base import policy_states
 from lightning_hetero.core.checkpoint_state import check_tensors, reading_state
 from lightning_hetero.engine import HeteroEngine
 

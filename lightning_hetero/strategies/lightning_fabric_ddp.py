@@ -2,7 +2,7 @@
 
 from lightning_fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 
-from lightning_hetero.strategies._fabric_ddp import HeteroFabricMixin
+from lightning_hetero.strategies._fabric.ddp import HeteroFabricMixin
 from lightning_hetero.strategies._registration import register
 
 __all__ = ["HeteroDDPStrategy"]

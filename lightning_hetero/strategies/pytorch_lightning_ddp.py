@@ -2,7 +2,7 @@
 
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
-from lightning_hetero.strategies._hetero_ddp import HeteroDDPMixin
+from lightning_hetero.strategies._lightning.ddp import HeteroDDPMixin
 from lightning_hetero.strategies._registration import register
 
 __all__ = ["HeteroDDPStrategy"]

@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from lightning_hetero.strategies._hetero_ddp import HeteroDDPMixin
+from lightning_hetero.strategies._lightning.ddp import HeteroDDPMixin
 
 __all__ = ["ray_strategy"]
 

@@ -148,7 +148,7 @@ def test_wrong_arguments():
 
 
 def test_a_start_that_may_meet_addresses_of_workers_that_are_gone_says_so(caplog, monkeypatch):
-    monkeypatch.setattr("lightning_hetero.session.log.propagate", True)
+    monkeypatch.setattr("lightning_hetero.frontend.log.log.propagate", True)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin())

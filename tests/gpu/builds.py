@@ -26,8 +26,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from lightning_hetero.compression.gradients import BlockMarks
-from lightning_hetero.compression.triton_warm import launch_all
+from lightning_hetero.compression.block_gradient import BlockMarks
+from lightning_hetero.compression.triton_gpu.warmup import launch_all
 from lightning_hetero.optim import SparseAdamW, SparseSGD
 
 TARGETS = {

@@ -43,7 +43,7 @@ def gpu():
     """Build for other targets, then warm up here and count what further settings compile."""
     from triton import knobs
 
-    from lightning_hetero.compression.triton_warm import warm
+    from lightning_hetero.compression.triton_gpu.warmup import warm
     from tests.gpu import builds
 
     figures = build_all(["sm_80", "sm_100", "gfx942"])
@@ -65,8 +65,8 @@ def gpu():
 def exchange(builds, sizes, k, dtypes):
     """One step of the kernels at another size and number of blocks."""
     from lightning_hetero.compression.layout import Layout
-    from lightning_hetero.compression.triton_encoder import TritonEncoder
-    from lightning_hetero.compression.wire import MessageFormat
+    from lightning_hetero.compression.triton_gpu.encoder import TritonEncoder
+    from lightning_hetero.compression.wire_format import MessageFormat
 
     layout = Layout.of([(f"p{i}", n) for i, n in enumerate(sizes)], 16)
     form = MessageFormat(layout.num_blocks, k, 16, "bfloat16")

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.gpu.common import pytest_passes
 from tests.gpu.outcome import NotHere, require
 
-FILES = ("tests/compression/interpreted.py", "tests/optim/interpreted.py")
+FILES = ("tests/compression/triton_gpu/interpreted.py", "tests/optim/sparse/interpreted.py")
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 

@@ -31,7 +31,8 @@ from lightning_hetero.comm.timing.step_timer import StepObserver
 from lightning_hetero.compression import MessageFormat
 from lightning_hetero.core.compression.auto import LinkMeasurement
 from lightning_hetero.core.compression.settings import parse_compression
-from lightning_hetero.optim import SparseAdamW, SparseSGD, sparse_steps
+from lightning_hetero.optim import SparseAdamW, SparseSGD
+from lightning_hetero.optim.sparse import lazy_update as sparse_steps
 from lightning_hetero.simulate import ThinLink
 from tests.comm.gradients.test_ddp_hook import TINY, batches, build, loss_of
 from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of

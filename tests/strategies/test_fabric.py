@@ -230,7 +230,7 @@ def test_what_is_set_up_before_the_processes_have_met_is_as_under_plain_ddp():
 def test_the_fabric_strategy_says_that_it_is_plain_before_the_processes_have_met(caplog, monkeypatch):
     from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy
 
-    monkeypatch.setattr("lightning_hetero.session.log.propagate", True)
+    monkeypatch.setattr("lightning_hetero.frontend.log.log.propagate", True)
     loader = DataLoader(Points(16), 4)
     assert HeteroDDPStrategy().process_dataloader(loader) is loader
     assert caplog.text.count("before the processes have met") == 1

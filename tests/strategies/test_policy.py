@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero import HeteroDDPStrategy, HeteroElasticStrategy
 from lightning_hetero.callbacks import PolicyCallback
-from lightning_hetero.callbacks.elastic import ElasticCallback
+from lightning_hetero.callbacks._elastic import ElasticCallback
 from tests.helpers import Points, Regressor, run_ranks, trainer_of
 
 CLASSES = (HeteroDDPStrategy, HeteroElasticStrategy)
@@ -139,7 +139,7 @@ def test_overfitting_leaves_the_order_of_the_samples(name):
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_a_train_loader_before_the_processes_have_met_is_left_even_and_said_so(cls, caplog, monkeypatch):
-    monkeypatch.setattr("lightning_hetero.session.log.propagate", True)
+    monkeypatch.setattr("lightning_hetero.frontend.log.log.propagate", True)
     trainer, model = connected(cls(), devices=2)
     trainer._data_connector.attach_data(model)
     trainer.state.fn, trainer.state.stage = TrainerFn.FITTING, RunningStage.TRAINING

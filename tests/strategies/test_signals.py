@@ -17,8 +17,8 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetero import AdaptiveBatchCallback, BlockTopK, GNSCallback
-from lightning_hetero.strategies._ending import EndingMixin
-from lightning_hetero.strategies._signals import SharedSignals, defer_sigterm
+from lightning_hetero.strategies._lightning.ending import EndingMixin
+from lightning_hetero.strategies._lightning.signals import SharedSignals, defer_sigterm
 from tests.helpers import Points, Regressor, fit, run_ranks
 
 N = 64

@@ -16,17 +16,17 @@ from lightning_hetero.comm.gradients.nonfinite import DroppedSteps, all_finite, 
 from lightning_hetero.comm.link.link_benchmark import handling_seconds, probe
 from lightning_hetero.comm.timing.clock import clock_for
 from lightning_hetero.comm.timing.message_timer import MessageLog
-from lightning_hetero.compression.choice import encoder_for
-from lightning_hetero.compression.encoder import cpu_encoder
-from lightning_hetero.compression.gradients import BlockGradient, BlockMarks, GradientParts
+from lightning_hetero.compression.block_gradient import BlockGradient, BlockMarks, GradientParts
+from lightning_hetero.compression.encoder_choice import encoder_for
+from lightning_hetero.compression.host.encoder import cpu_encoder
 from lightning_hetero.compression.layout import Layout, Slot, split
 from lightning_hetero.compression.reference import Pack
-from lightning_hetero.compression.wire import MessageFormat, message_size
+from lightning_hetero.compression.wire_format import MessageFormat, message_size
 from lightning_hetero.core.compression.settings import BlockTopK, blocks_per_rank
 from lightning_hetero.core.link.message_size import MessageSize
 from lightning_hetero.core.validation import check_number
-from lightning_hetero.optim.sparse_steps import SparseSteps
-from lightning_hetero.optim.warming import kernels_work
+from lightning_hetero.optim.sparse.lazy_update import SparseSteps
+from lightning_hetero.optim.sparse.warmup import kernels_work
 
 __all__ = ["BlockExchange"]
 

@@ -22,14 +22,14 @@ from lightning_hetero.comm.gradients.ddp_hook import HookState
 from lightning_hetero.comm.link.link_benchmark import Undecided, latency
 from lightning_hetero.comm.link.link_state import LinkWatch
 from lightning_hetero.comm.staleness.dense import Staleness
-from lightning_hetero.compression.gradients import BlockGradient
+from lightning_hetero.compression.block_gradient import BlockGradient
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.compression.auto import CompressionChoice
 from lightning_hetero.core.compression.objective import DensityChoice
 from lightning_hetero.core.compression.settings import Automatic, BlockTopK, Compressor, HalfPrecision, LowRank
 from lightning_hetero.core.link.bandwidth import MessageLink
-from lightning_hetero.optim.sparse import SparseAdamW, SparseSGD, sparse_steps
-from lightning_hetero.optim.sparse_steps import SparseSteps
+from lightning_hetero.optim.sparse.lazy_update import SparseSteps
+from lightning_hetero.optim.sparse.rules import SparseAdamW, SparseSGD, sparse_steps
 
 __all__ = ["GradientCompression"]
 

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.compression.layout import flat_view
-from lightning_hetero.optim.sparse_steps import SparseSteps
+from lightning_hetero.optim.sparse.lazy_update import SparseSteps
 
 __all__ = ["Owed", "hand_over_waits", "left_alone", "own_share", "unpaid"]
 

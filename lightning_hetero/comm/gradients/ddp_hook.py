@@ -64,7 +64,7 @@ class HookState:
         global_squares: the same after averaging.
         late_squares: the same of buckets that got the sum of the step before.
         put_back: makes weights what they were, where a step runs with predicted ones.
-        models: what watches over each model that has the hook, see :mod:`lightning_hetero.wrapped_model`.
+        models: what watches over each model that has the hook, see :mod:`lightning_hetero.frontend.wrap_model`.
     """
 
     observer: StepObserver

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_hetero.optim.preconditioner import AdamPreconditioner
+from lightning_hetero.optim.adam_preconditioner import AdamPreconditioner
 
 __all__ = ["GradientNorms", "square"]
 

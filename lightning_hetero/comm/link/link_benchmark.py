@@ -13,9 +13,9 @@ from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.timing.step_rows import FIELDS, match_rows
 from lightning_hetero.comm.timing.step_timer import KEPT_ROWS, StepObserver
-from lightning_hetero.compression.encoder import cpu_encoder
+from lightning_hetero.compression.host.encoder import cpu_encoder
 from lightning_hetero.compression.layout import Layout
-from lightning_hetero.compression.wire import MessageFormat
+from lightning_hetero.compression.wire_format import MessageFormat
 from lightning_hetero.core.compression.auto import CompressionChoice, Computing, LinkMeasurement, choose_density
 from lightning_hetero.core.compression.settings import Automatic, BlockTopK, blocks_per_rank
 from lightning_hetero.core.observations import StepObservations

@@ -6,7 +6,7 @@ from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.gradients.ddp_hook import HookState
 from lightning_hetero.comm.noise.collector import NoiseCollector, own_part
 from lightning_hetero.core.noise.estimators import RunningNoiseScale
-from lightning_hetero.optim.preconditioner import AdamPreconditioner
+from lightning_hetero.optim.adam_preconditioner import AdamPreconditioner
 
 __all__ = ["WorkersNoise"]
 

@@ -19,8 +19,9 @@ from lightning_hetero.comm.compressors.manager import GradientCompression
 from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
 from lightning_hetero.comm.timing.clock import HostClock
 from lightning_hetero.comm.timing.step_timer import StepObserver
-from lightning_hetero.compression import triton_encoder
-from lightning_hetero.optim import SparseAdamW, SparseSGD, sparse_steps
+from lightning_hetero.compression.triton_gpu import encoder as triton_encoder
+from lightning_hetero.optim import SparseAdamW, SparseSGD
+from lightning_hetero.optim.sparse import lazy_update as sparse_steps
 from tests.comm.gradients.test_ddp_hook import TINY, batches, loss_of
 from tests.helpers import run_ranks
 

@@ -226,7 +226,7 @@ def test_what_follows_from_a_bad_loss_is_said(said, mode, scaled, inner, follows
 
 def test_a_loss_scaler_leaves_nothing_to_do(said):
     both = Both(lambda: [nn.Linear(1, 1)], "drop", scaled=True)
-    assert both.health[0].scaled  # which is told when training begins, see tests/test_without_effect.py
+    assert both.health[0].scaled  # which is told when training begins, see tests/frontend/test_without_effect.py
     (model,) = both.models[0]
     model.weight.grad = torch.full_like(model.weight, NAN)
     both.hook.num_bytes = 8

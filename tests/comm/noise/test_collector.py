@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_hetero.callbacks.noise_sources import INTERVAL, source_of
+from lightning_hetero.callbacks._gns.base import INTERVAL, source_of
 from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
 from lightning_hetero.comm.noise import collector as noise
 from lightning_hetero.comm.noise.collector import NoiseCollector

@@ -12,8 +12,8 @@ from lightning_hetero.comm.gradients.ddp_hook import HookState
 from lightning_hetero.comm.timing.clock import HostClock
 from lightning_hetero.comm.timing.step_timer import StepObserver
 from lightning_hetero.compression.layout import Layout
-from lightning_hetero.compression.values import CODECS
-from lightning_hetero.compression.wire import MessageFormat, message_size
+from lightning_hetero.compression.value_codecs import CODECS
+from lightning_hetero.compression.wire_format import MessageFormat, message_size
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.compression.settings import BlockTopK, blocks_per_rank
 from lightning_hetero.core.link.bandwidth import LinkEstimate, MessageLink

@@ -1,0 +1,303 @@
+"""The policies of :mod:`lightning_hetero.core.policies.perf_model` as Lightning callbacks.
+
+A callback only connects: at the end of a step that is due, and at the start of each epoch, it hands its planner to the
+engine, which gathers observations, lets rank 0 decide and adopts the plan on all ranks.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_hetero.callbacks._flush_stale import apply_last_sums, check_staleness
+from lightning_hetero.callbacks._throughput import count_all_workers, count_own
+from lightning_hetero.callbacks.idle_hooks import leave_out, put_back
+from lightning_hetero.core.checkpoint_state import check_tensors, reading_state
+from lightning_hetero.core.policies.base import check_planner, moves_total
+from lightning_hetero.core.policies.perf_model import PLANNERS, PerfModelPlanner, Planner, ProportionalPlanner
+from lightning_hetero.core.validation import check_choice, check_number
+from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.frontend.cut_interval import cut_interval, of_same_workers, resume_looks, resume_plans
+
+try:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+except ImportError:  # only the standalone package is installed
+    from pytorch_lightning import Callback  # type: ignore[assignment]
+    from pytorch_lightning.utilities.exceptions import MisconfigurationException  # type: ignore[assignment]
+
+__all__ = [
+    "DynamicBatchPIDCallback",
+    "PerfModelCallback",
+    "PolicyCallback",
+    "engine_of",
+    "policy_callback",
+    "policy_states",
+]
+
+
+def policy_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """States of policies in a checkpoint of Lightning's; none in one of plain DDP's."""
+    states = checkpoint.get("callbacks", {}).values()
+    return [state for state in states if isinstance(state, dict) and {"policy", "engine"} <= set(state)]
+
+
+def engine_of(trainer: Any, needs: str, use: str) -> HeteroEngine:
+    """The engine of a trainer's strategy.
+
+    Args:
+        trainer: the trainer.
+        needs: who needs what, for the error.
+        use: what has it, for the error.
+
+    Raises:
+        MisconfigurationException: if the trainer runs with another strategy.
+    """
+    engine = getattr(trainer.strategy, "engine", None)
+    if not isinstance(engine, HeteroEngine):
+        raise MisconfigurationException(f"{needs}; got {type(trainer.strategy).__name__}. Use {use}.")
+    return engine
+
+
+def _lengthen_bar(trainer: Any) -> None:
+    """Show the running number of batches, where there is a bar: on rank 0, and not before a resumed epoch goes on."""
+    bar = trainer.progress_bar_callback
+    if bar is None or not bar.is_enabled or getattr(bar, "train_progress_bar_id", 0) is None:
+        return
+    shown = getattr(bar, "train_progress_bar", None)  # of tqdm or a task of rich; other bars follow by themselves
+    if shown is not None:
+        shown.total = trainer.fit_loop.max_batches
+
+
+class PolicyCallback(Callback):
+    """Runs one planner. ``planner=None`` keeps the split and only reports.
+
+    Args:
+        planner: decides on plans.
+
+    Raises:
+        TypeError: if the planner lacks something of :class:`~lightning_hetero.core.policies.base.Planner`.
+    """
+
+    def __init__(self, planner: Planner | None = None) -> None:
+        self.planner = None if planner is None else check_planner(planner)
+        self._first: tuple[Planner | None, ...] = ()
+        self._engine: HeteroEngine | None = None
+        self._bar: Any = None
+        self._interval: dict[str, Any] = {}
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy in the table of planners, of the class of another planner, ``"fixed"`` without one."""
+        if self.planner is None:
+            return "fixed"
+        cls = type(self.planner)
+        names: dict[Any, str] = {cls: name for name, cls in PLANNERS.items()}
+        return names.get(cls, f"{cls.__module__}.{cls.__qualname__}")
+
+    def companions(self, callbacks: list[Any]) -> list[Any]:
+        """Callbacks that this one needs and that are not among those given."""
+        return []
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Find the engine of the strategy.
+
+        Raises:
+            MisconfigurationException: if the trainer runs with another strategy.
+        """
+        needs = f"{type(self).__name__} needs a strategy that can split batches unevenly"
+        engine = self._engine = engine_of(trainer, needs, "Trainer(strategy='hetero_ddp')")
+        self._first = self._first or (self.planner,)
+        self._leave()  # Lightning calls no teardown after an exception
+        if stage == "fit":
+            engine.noise, engine.noise_scale = None, lambda: None  # who measures the noise of this fit comes after us
+            engine.hook_state.forget_squares()
+            self._show_in_progress_bar(trainer)
+            count_all_workers(trainer, engine)
+            leave_out(self, Callback)
+
+    def _show_in_progress_bar(self, trainer: Any) -> None:
+        bar = trainer.progress_bar_callback
+        if bar is None or self._bar is not None or trainer.world_size == 1:
+            return
+        original = bar.get_metrics
+
+        def get_metrics(trainer: Any, pl_module: Any) -> dict[str, Any]:
+            metrics = original(trainer, pl_module)
+            if self._engine is not None and self._engine.plan is not None:
+                metrics["split"] = "/".join(map(str, self._engine.plan.local_batch_sizes))
+            return metrics
+
+        bar.get_metrics = get_metrics
+        self._bar = bar
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Go on in the middle of an interval between two looks at the plan, if the run is a resumed one.
+
+        A delay of gradients that nobody would decide on, or that the optimizer could not take in the end, is refused.
+
+        Raises:
+            MisconfigurationException: if the loader is not split, or the optimizer needs a closure.
+        """
+        assert self._engine is not None
+        reason = check_staleness(trainer, self._engine)
+        if reason is not None:
+            raise MisconfigurationException(reason)
+        interval, self._interval = of_same_workers(self._engine, self._interval), {}
+        resume_looks(self._engine, interval)
+
+    def resume_plans(self) -> None:
+        """Go on with a plan of the checkpoint that was yet to come; before a batch is drawn, on all ranks alike."""
+        if self._engine is not None:
+            resume_plans(self._engine, of_same_workers(self._engine, self._interval))
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Reconsider the plan before the loader of this epoch is iterated."""
+        assert self._engine is not None
+        self._engine.observer.interrupt()
+        if trainer.current_epoch > 0 and self._engine.sampler is not None:
+            if self._engine.due_at_epoch(self.planner):
+                self._exchange(trainer, (trainer.current_epoch, 0))
+            trainer.strategy.refresh_epoch_length()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Close the step's observation; reconsider the plan if it is time."""
+        assert self._engine is not None
+        self._engine.end_step()
+        if self._engine.due:
+            self._exchange(trainer, (trainer.current_epoch, batch_idx + 1))
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Validation is no step."""
+        if self._engine is not None:
+            self._engine.observer.interrupt()
+
+    def _exchange(self, trainer: Any, not_before: tuple[int, int]) -> None:
+        assert self._engine is not None
+        self._engine.accumulation = trainer.accumulate_grad_batches
+        plan = self._engine.plan
+        done = self._engine.exchange(self.planner, not_before=not_before)
+        self.planner = done.planner if done.planner is not None else self.planner
+        if done.entry is not None:  # also one with the running total: it may replace another that was to come
+            trainer.strategy.refresh_epoch_length()
+            if not_before[1]:  # inside an epoch; at its start the bar takes the length by itself
+                _lengthen_bar(trainer)
+        if plan is not None and trainer.loggers:
+            metrics = self._engine.metrics(done, plan)
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Apply what gradients of the last step are still under way."""
+        assert self._engine is not None
+        apply_last_sums(trainer, pl_module, self._engine)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Take the split out of the progress bar."""
+        count_own(trainer)
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._bar is not None:
+            del self._bar.get_metrics
+            self._bar = None
+        put_back(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned, by hardware identity, and the plan; of rank 0, which decides."""
+        state: dict[str, Any] = {"policy": self.policy}
+        if self.planner is not None:
+            state["planner"] = self.planner.state_dict()
+        if self._engine is not None:
+            state["engine"] = self._engine.state_dict()
+        return state
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add what all ranks have seen since the last look; a collective call, except after an exception.
+
+        Only where the total moves, which is part of the mathematics. The split is not, and may be decided on a look
+        later: for that no rank has to wait for others before it writes.
+        """
+        engine = self._engine
+        if engine is None or engine.sampler is None or engine.roster is None or trainer.interrupted:
+            return
+        if not moves_total(self.planner):
+            return
+        at = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        interval = cut_interval(engine, at)
+        state = checkpoint["callbacks"].get(self.state_key)
+        if state is not None:  # else a subclass saves nothing
+            state["interval"] = interval
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Take the plan over from another policy's run."""
+        if self.state_key not in checkpoint.get("callbacks", {}):
+            self.load_state_dict(next(iter(policy_states(checkpoint)), {}))
+
+    @reading_state("what the policy has learned, and its plans")
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with what was learned; another policy takes over the plan only, and begins to learn anew."""
+        if self.planner is not None and state_dict.get("policy") == self.policy:
+            self.planner = self.planner.loaded(state_dict["planner"])
+        elif self._first:
+            (self.planner,) = self._first
+        self._interval = dict(state_dict.get("interval", {}))
+        if self._engine is not None:
+            state = state_dict.get("engine", {})
+            check_tensors("sums", state.get("staleness", {}).get("sums", {}))
+            self._engine.load_state_dict(state)
+
+
+class PerfModelCallback(PolicyCallback):
+    """Learn a time model of every worker and give each the exact optimum (Cannikin, sec. 3-4).
+
+    Starts with equal sizes, splits by measured speed after about eight steps (eq. 8), by the time model (OptPerf)
+    once each worker was seen at two sizes, and follows when a worker's speed drifts. Installed by default.
+
+    Example:
+        >>> PerfModelCallback().policy
+        'perf_model'
+    """
+
+    def __init__(self) -> None:
+        super().__init__(PerfModelPlanner())
+
+
+class DynamicBatchPIDCallback(PolicyCallback):
+    """Equalise compute times by proportional control, with no time model (dynamic batching, sec. III-C).
+
+    Args:
+        dead_band: sizes change only if one of them would by more than this share, 0 to 1.
+        decay: weight of the past in the moving average of compute times, 0 to 1.
+        start: sizes to begin with: ``"open_loop"``, in proportion to peak half-precision FLOP/s (cores, among equal
+            CPUs), or ``"equal"``. Sizes that the strategy's ``local_batch_sizes`` gives go first, and so does what an
+            earlier run has learned of the same hardware.
+
+    Raises:
+        TypeError: if a number is none.
+        ValueError: if an argument is out of range.
+
+    Example:
+        >>> DynamicBatchPIDCallback(dead_band=0.1).policy
+        'pid'
+    """
+
+    def __init__(self, dead_band: float = 0.05, decay: float = 0.9, start: str = "open_loop") -> None:
+        check_number("dead_band", dead_band, low=0.0, high=1.0)
+        check_number("decay", decay, low=0.0, high=1.0)
+        check_choice("start", start, ("open_loop", "equal"))
+        super().__init__(ProportionalPlanner(dead_band=dead_band, decay=decay, start=start))
+
+
+def policy_callback(policy: str | None) -> PolicyCallback:
+    """The callback of a policy by name; ``None`` is the default; ``"even"`` and ``"fixed"`` never change the split.
+
+    Example:
+        >>> type(policy_callback(None)).__name__
+        'PerfModelCallback'
+    """
+    if policy in ("even", "fixed"):
+        return PolicyCallback(None)
+    if policy in (None, "perf_model"):
+        return PerfModelCallback()
+    if policy == "pid":
+        return DynamicBatchPIDCallback()
+    return PolicyCallback(PLANNERS[policy]())  # type: ignore[index]

@@ -1,0 +1,174 @@
+"""Delayed gradients computed at the weights that they will meet, as a Lightning callback."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_hetero.callbacks.base import Callback, MisconfigurationException, engine_of
+from lightning_hetero.compression.layout import flat_view
+from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.optim.weight_prediction import expected_move, foresees
+
+__all__ = ["LookAheadCallback"]
+
+log = logging.getLogger("lightning_hetero")
+
+
+class LookAheadCallback(Callback):
+    """Computes gradients that arrive a step late at the weights that they will meet then.
+
+    With ``staleness=1`` one step of the optimizer lies between a delayed gradient and the weights it was computed at.
+    With momentum that costs much of the loss early in training. Here forward and backward run with what that step is
+    expected to change: momentum, and in place of the sum that is under way this worker's own part of it, divided by its
+    share of the batch. Before the optimizer steps the weights are exactly what they were, so that replicas stay
+    identical. In steps whose gradients are not delayed nothing happens.
+
+    It needs another copy of what is delayed, and reads and writes those weights twice a step; with sparse steps, of the
+    touched blocks alone. Of SGD, Adam and AdamW the next step can be foretold; with other optimizers, and
+    with ``staleness=0``, it says so and does nothing. :class:`~lightning_hetero.TTACallback` brings one by itself.
+
+    Args:
+        gain: factor on the scheduled learning rate in the running step, where something moves it; ``None`` for 1.
+
+    Raises:
+        TypeError: if ``gain`` is no function.
+
+    Example:
+        >>> from lightning_hetero import HeteroDDPStrategy
+        >>> strategy, callbacks = HeteroDDPStrategy(staleness=1), [LookAheadCallback()]
+    """
+
+    def __init__(self, gain: Callable[[], float] | None = None) -> None:
+        if gain is not None and not callable(gain):
+            raise TypeError(f"gain={gain!r} is not callable; give a function that returns the factor, or None for 1.")
+        self._gain = gain
+        self._engine: HeteroEngine | None = None
+        self._kept: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
+        self._copies: dict[torch.Tensor, torch.Tensor] = {}
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Find the engine of the strategy.
+
+        Raises:
+            MisconfigurationException: if the trainer runs with another strategy, or there is another callback of these.
+        """
+        needs = "LookAheadCallback needs a strategy that can delay gradients"
+        self._engine = engine_of(trainer, needs, "HeteroDDPStrategy(staleness=1)")
+        count = sum(isinstance(callback, LookAheadCallback) for callback in trainer.callbacks)
+        if count > 1:
+            raise MisconfigurationException(
+                f"{count} of LookAheadCallback would both move the weights and put them back. Keep one of them."
+            )
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Ask for this worker's own part of delayed sums."""
+        assert self._engine is not None
+        late = self._engine.hook_state.staleness
+        strange = [type(optimizer).__name__ for optimizer in trainer.optimizers if not foresees(optimizer)]
+        if late is None or late.limit == 0 or strange:
+            if late is not None and late.limit and self._engine.rank == 0:
+                log.info("delayed gradients: the next step of %s cannot be foretold, so that none is", strange[0])
+            self._engine = None
+            return
+        late.keeps_own = True
+        self._engine.hook_state.put_back = self._back
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Run this step with the weights that its delayed gradients will meet."""
+        self._back()
+        if self._engine is None or self._engine.hook_state.staleness is None or self._engine.plan is None:
+            return
+        late, plan, topology = self._engine.hook_state.staleness, self._engine.plan, self._engine.hook_state.topology
+        members = (self._engine.rank,) if topology is None else topology.members_of(self._engine.rank)
+        expected = late.expected([plan.shares[rank] for rank in members], plan.shares[self._engine.rank])
+        if expected is None:
+            return
+        factor = self._clip(trainer, expected)
+        with torch.no_grad():
+            for optimizer in trainer.optimizers:
+                self._move(optimizer, expected, factor)
+
+    def _clip(self, trainer: Any, expected: dict[torch.Tensor, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """How the trainer is going to clip the gradient that is expected."""
+        value = trainer.gradient_clip_val
+        if not value:
+            return lambda gradient: gradient
+        if getattr(trainer, "gradient_clip_algorithm", None) == "value":
+            return lambda gradient: gradient.clamp(-value, value)
+        norms = [values.norm() for _, values in expected.values() if values is not None]
+        norm = float(torch.stack(norms).norm()) if norms else 0.0
+        return lambda gradient: gradient * min(1.0, value / max(norm, 1e-12))
+
+    def _move(self, optimizer: Any, expected: dict[torch.Tensor, Any], clip: Callable[[Any], Any]) -> None:
+        assert self._engine is not None
+        compression = self._engine.compression
+        steps = None if compression is None else compression.steps_of(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                places, values = expected.get(parameter, (None, None))
+                if parameter not in expected or (steps is not None and values is None):
+                    continue
+                state = {
+                    name: flat_view(value) if value.shape == parameter.shape and name != "step" else value
+                    for name, value in optimizer.state.get(parameter, {}).items()
+                    if isinstance(value, torch.Tensor)
+                }
+                gradient = None if values is None else clip(values).to(parameter.dtype)
+                if steps is None and places is not None and gradient is not None:
+                    whole = torch.zeros_like(flat_view(parameter.data))
+                    gradient, places = whole.index_copy_(0, places, gradient), None
+                if places is not None:
+                    state = {name: v[places] if v.shape == (parameter.numel(),) else v for name, v in state.items()}
+                kept = None if steps is None else steps.kept(group, parameter, places)
+                move = expected_move(optimizer, group, state, gradient, kept=kept)
+                if move is not None:
+                    self._shift(parameter, places, move if self._gain is None else move.mul_(self._gain()))
+
+    def _shift(self, parameter: torch.Tensor, places: torch.Tensor | None, move: torch.Tensor) -> None:
+        """Move elements of a parameter, and keep what they were."""
+        flat = flat_view(parameter.data)
+        if places is None:
+            copy = self._copies.get(parameter)
+            if copy is None:
+                copy = self._copies[parameter] = torch.empty_like(flat)
+            self._kept.append((parameter, None, copy.copy_(flat)))
+            flat.sub_(move)
+        else:
+            before = flat[places]
+            self._kept.append((parameter, places, before))
+            flat.index_copy_(0, places, before - move)
+
+    def _back(self) -> None:
+        """Make weights exactly what they were."""
+        kept, self._kept = self._kept, []
+        for parameter, places, before in kept:
+            flat = flat_view(parameter.data)
+            if places is None:
+                flat.copy_(before)
+            else:
+                flat.index_copy_(0, places, before)
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        """The gradient is there: the optimizer gets the weights as they are."""
+        self._back()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Also if there was no backward pass."""
+        self._back()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Also if the module has skipped the rest of the epoch."""
+        self._back()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """A checkpoint that is saved now has the weights as they are."""
+        self._back()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Let copies go."""
+        self._back()
+        if self._engine is not None:
+            self._engine.hook_state.put_back = None
+        self._copies.clear()

@@ -1,0 +1,3 @@
+"""Block top-k on the host, in torch."""
+
+__all__: list[str] = []

@@ -1,0 +1,176 @@
+"""Residuals of one rank and what is done with them in a step, on CPU: accumulate, select, write, merge.
+
+Same results as :mod:`lightning_hetero.compression.reference`, in chunks that stay in the second-level cache, with every
+buffer of the model's size allocated once.
+"""
+
+import importlib
+import logging
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightning_hetero.compression.host.merger import BlockMerger
+from lightning_hetero.compression.layout import Layout, Slot, put_rows, split, take_rows
+from lightning_hetero.compression.score_scaling import ScoreBalance
+from lightning_hetero.compression.selectors import SELECT
+from lightning_hetero.compression.wire_format import NON_FINITE, MessageFormat
+
+__all__ = ["BlockEncoder", "cpu_encoder", "needing_numba"]
+
+log = logging.getLogger("lightning_hetero")
+
+CHUNK = 262_144
+
+WORTH_NUMBA = 1_000_000
+"""Elements of a model for which importing Numba, and compiling its loops once, is worth it."""
+
+
+class BlockEncoder(BlockMerger):
+    """Error feedback and block selection of one rank.
+
+    Args:
+        layout: where parameters lie.
+        form: format of its messages.
+        selector: a name of :data:`~lightning_hetero.compression.selectors.SELECT`.
+        dtype: of residuals, float32, or float64 for models in float64.
+        balance: factors of the scores of each parameter, ``None`` for plain magnitudes.
+
+    Example:
+        >>> layout = Layout.of([("weight", 40)], block=16)
+        >>> encoder = BlockEncoder(layout, MessageFormat(3, 1, 16, "float32"))
+        >>> encoder.accumulate(layout.slots[0], torch.arange(40.0), weight=0.5)
+        True
+        >>> message = torch.empty(encoder.form.num_bytes, dtype=torch.uint8)
+        >>> encoder.encode(message, step=0)
+        1
+        >>> encoder.residual[16:32].abs().sum()
+        tensor(0.)
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        form: MessageFormat,
+        selector: str = "exact",
+        dtype: torch.dtype = torch.float32,
+        balance: ScoreBalance | None = None,
+    ) -> None:
+        super().__init__(layout, form)
+        self.selector, self.balance = selector, balance
+        self.residual = torch.zeros(layout.numel, dtype=dtype)
+        self.scores = torch.zeros(layout.num_blocks, dtype=dtype)
+        self._ones = torch.ones(layout.block, dtype=dtype)
+        self._magnitudes = torch.empty(min(CHUNK, layout.numel), dtype=dtype)
+        self._added: list[tuple[torch.Tensor, torch.Tensor, float]] = []
+        self._sent: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    # one step
+
+    def accumulate(self, slot: Slot, gradient: torch.Tensor, weight: float, *, hold: bool = False) -> bool:
+        """``r += w g`` for one parameter, and its scores.
+
+        Args:
+            slot: the parameter's place.
+            gradient: flat; it must stay as it is until the step ends, because :meth:`undo` needs it.
+            weight: what the gradient is multiplied by.
+            hold: whether the parameter's residual waits for another step if its gradient is all 0.
+
+        Returns:
+            ``False`` if the gradient is not finite; it is then left out from there on.
+        """
+        block, largest = self.layout.block, 0.0
+        for begin in range(0, slot.padded, CHUNK):
+            size = min(CHUNK, slot.padded - begin)
+            start = slot.start + begin
+            residual, piece = self.residual[start : start + size], gradient[begin : begin + size]
+            total = float(piece.sum(dtype=None if piece.dtype == torch.float64 else torch.float32))
+            if not np.isfinite(total):
+                return False
+            residual[: len(piece)].add_(piece, alpha=weight)
+            self._added.append((residual[: len(piece)], piece, weight))
+            magnitudes = torch.abs(residual, out=self._magnitudes[:size]).view(-1, block)
+            torch.mv(magnitudes, self._ones, out=self.scores[start // block : (start + size) // block])
+            if hold:
+                largest = max(largest, float(piece.abs().max()))
+        if hold and largest == 0.0:
+            self.scores[slot.start // block : (slot.start + slot.padded) // block] = 0.0
+        return True
+
+    def accumulate_bucket(
+        self, slots: Sequence[Slot], flat: torch.Tensor, weight: float, *, hold: bool = False
+    ) -> bool:
+        """:meth:`accumulate` for the parameters of a bucket, whose gradients lie one after the other."""
+        return all(self.accumulate(slot, gradient, weight, hold=hold) for slot, gradient in split(flat, slots))
+
+    def _select(self, **faster: Any) -> npt.NDArray[np.int64]:
+        """The blocks of this step's message; ``faster`` is what the selector can make use of."""
+        if self.balance is not None:
+            for slot in self.layout.slots:
+                begin, end = slot.start // self.layout.block, (slot.start + slot.padded) // self.layout.block
+                self.scores[begin:end].mul_(self.balance.factors[slot.name])
+        return SELECT[self.selector](self.scores.numpy(), min(self.form.k, len(self.scores)), self.state, **faster)
+
+    def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> int:
+        """Write the message of this step and take what it holds out of the residual; returns its number of blocks."""
+        indices = self._select()
+        blocks = self.residual.view(-1, self.layout.block)
+        where = torch.from_numpy(indices)
+        chosen = take_rows(blocks, where)
+        sent = self.form.write(message, indices, chosen, bucket=bucket, step=step, rank=rank).to(chosen.dtype)
+        put_rows(blocks, where, chosen.sub_(sent))
+        self._sent = (where, sent)
+        if self.balance is not None:
+            self.balance.follow(indices, sent.numpy())
+        return len(indices)
+
+    def give_up(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> None:
+        """Write a message that says that this rank's gradient is not finite."""
+        nothing = torch.zeros(0, self.layout.block, dtype=torch.float32)
+        none = np.zeros(0, np.int64)
+        self.form.write(message, none, nothing, bucket=bucket, step=step, rank=rank, flags=NON_FINITE)
+
+    def undo(self) -> None:
+        """Leave the step out: take back what was sent, then the gradient, to one rounding."""
+        if self._sent is not None:
+            where, sent = self._sent
+            self.residual.view(-1, self.layout.block).index_add_(0, where, sent)
+        for residual, piece, weight in reversed(self._added):
+            residual.add_(piece, alpha=-weight)
+
+    def finish(self) -> None:
+        """The step is over: forget what :meth:`undo` would need, and clear the merged blocks."""
+        self._added, self._sent = [], None
+        super().finish()
+
+
+def needing_numba(module: str, numel: int) -> Any:
+    """A module that imports Numba, ``None`` where Numba is not, or is of no use, or the model has few elements."""
+    if numel < WORTH_NUMBA or not find_spec("numba"):
+        return None
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:  # a Numba that does not know this numpy, say
+        log.warning("Numba is installed and cannot be used, so compression goes without it: %s", error)
+        return None
+
+
+def cpu_encoder(
+    layout: Layout,
+    form: MessageFormat,
+    selector: str = "exact",
+    dtype: torch.dtype = torch.float32,
+    *,
+    balanced: bool = False,
+) -> BlockEncoder:
+    """The fastest encoder on CPU that is at hand: Numba's loops where it is installed and the model is large."""
+    balance = ScoreBalance(layout) if balanced else None
+    module = needing_numba("lightning_hetero.compression.numba_jit.encoder", layout.numel)
+    if module is not None and dtype == torch.float32:
+        encoder: BlockEncoder = module.NumbaEncoder(layout, form, selector, balance)
+        return encoder
+    return BlockEncoder(layout, form, selector, dtype, balance)

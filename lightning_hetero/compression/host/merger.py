@@ -1,0 +1,74 @@
+"""What comes after a message was sent, on CPU: read all ranks' messages, add them up, clear."""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from lightning_hetero.compression.layout import Layout
+from lightning_hetero.compression.reference import Pack, merge_sparse
+from lightning_hetero.compression.selectors import SelectorState
+from lightning_hetero.compression.wire_format import MessageFormat
+
+__all__ = ["BlockMerger"]
+
+
+class BlockMerger:
+    """Sum of all ranks' blocks, in a buffer of the model's size of which only touched blocks are ever written.
+
+    Args:
+        layout: where parameters lie.
+        form: format of the messages.
+    """
+
+    residual: torch.Tensor
+    deferred = False
+    """Whether the device decides what becomes of a step, and the host learns of it a step later."""
+
+    def __init__(self, layout: Layout, form: MessageFormat) -> None:
+        self.layout, self.form, self.state = layout, form, SelectorState()
+        self.touched: list[torch.Tensor] = []
+
+    @cached_property
+    def merged(self) -> torch.Tensor:
+        """The sum, 0 where nothing was sent; made when it is first asked for, which sparse steps never do."""
+        return torch.zeros(self.layout.numel, dtype=torch.float32)
+
+    def reform(self, form: MessageFormat) -> None:
+        """Send messages of another format from the next step on; what is in the residual stays there."""
+        self.form = form
+
+    def read(self, rows: torch.Tensor, *, step: int, bucket: int = 0) -> list[Pack] | None:
+        """Packs of all ranks' messages; ``None`` if a rank says that its gradient is not finite.
+
+        Raises:
+            ValueError: if a message is malformed; all are checked before any is applied.
+        """
+        packs = [self.form.read(row, rank=rank, bucket=bucket, step=step) for rank, row in enumerate(rows)]
+        return None if any(flags for _, flags in packs) else [pack for pack, _ in packs]
+
+    def merge(self, packs: list[Pack]) -> None:
+        """Add packs in the order of ranks to :attr:`merged`."""
+        blocks = self.merged.view(-1, self.layout.block)
+        for pack in packs:
+            blocks.index_add_(0, pack.indices, pack.values)
+            self.touched.append(pack.indices)
+
+    def merge_sparse(self, packs: list[Pack]) -> Pack:
+        """Sum of packs, in the order of ranks, as one pack."""
+        return merge_sparse(packs)
+
+    def take_back(self, message: torch.Tensor) -> None:
+        """Add what a message of this rank's held to the residual again, because nobody has applied it."""
+        pack = self.form.unpack(message)
+        self.residual.view(-1, self.layout.block).index_add_(0, pack.indices, pack.values.to(self.residual.dtype))
+
+    def finish(self) -> None:
+        """The step is over: clear the merged blocks."""
+        for where in self.touched:
+            self.merged.view(-1, self.layout.block).index_fill_(0, where, 0.0)
+        self.touched = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this rank."""
+        return {"residual": self.residual, "selector": self.state.state_dict()}

@@ -1,0 +1,3 @@
+"""Block top-k on the host, in Numba."""
+
+__all__: list[str] = []

@@ -1,0 +1,200 @@
+"""The encoder of :mod:`lightning_hetero.compression.host.encoder` with Numba's loops; same messages and residuals."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightning_hetero.compression.host.encoder import BlockEncoder
+from lightning_hetero.compression.layout import Layout, Slot, split
+from lightning_hetero.compression.numba_jit import kernels
+from lightning_hetero.compression.reference import Pack
+from lightning_hetero.compression.score_scaling import ScoreBalance
+from lightning_hetero.compression.selectors import Indices, Scores, at_least
+from lightning_hetero.compression.wire_format import HEADER, MAGIC, VERSION, MessageFormat, address
+
+__all__ = ["NumbaEncoder"]
+
+SHARE = 1_048_576
+"""Elements of a gradient for which a further thread is worth it."""
+
+KINDS = {"float32": kernels.FLOAT32, "bfloat16": kernels.BFLOAT16, "int8": kernels.INT8}
+
+
+class NumbaEncoder(BlockEncoder):
+    """Error feedback and block selection of one rank, one pass over memory for each gradient in float32.
+
+    Gradients of other types take torch's way. The loops are compiled when the first encoder is made, and kept on disk.
+    It uses as many threads as torch does (``torch.get_num_threads()``).
+
+    Args:
+        layout: where parameters lie.
+        form: format of its messages.
+        selector: a name of :data:`~lightning_hetero.compression.selectors.SELECT`.
+        balance: factors of the scores of each parameter, ``None`` for plain magnitudes.
+    """
+
+    def __init__(
+        self, layout: Layout, form: MessageFormat, selector: str = "exact", balance: ScoreBalance | None = None
+    ) -> None:
+        super().__init__(layout, form, selector, balance=balance)
+        self._message: torch.Tensor | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._found = np.zeros(0, np.int64)
+        self._arrays = self.residual.numpy(), self.scores.numpy()
+        self._parts: dict[tuple[object, ...], list[npt.NDArray[np.int64]]] = {}
+        self._reached: list[tuple[torch.Tensor, npt.NDArray[np.int64], npt.NDArray[np.int64], float]] = []
+        _warm(layout.block)
+
+    # one step
+
+    def accumulate(self, slot: Slot, gradient: torch.Tensor, weight: float, *, hold: bool = False) -> bool:
+        """``r += w g`` for one parameter, and its scores; see :meth:`BlockEncoder.accumulate`."""
+        if gradient.dtype != torch.float32:
+            return super().accumulate(slot, gradient, weight, hold=hold)
+        return self.accumulate_bucket((slot,), gradient, weight, hold=hold)
+
+    def accumulate_bucket(
+        self, slots: Sequence[Slot], flat: torch.Tensor, weight: float, *, hold: bool = False
+    ) -> bool:
+        """:meth:`accumulate` for the parameters of a bucket, in one call."""
+        if flat.dtype != torch.float32:
+            return super().accumulate_bucket(slots, flat, weight, hold=hold)
+        (r, scores), g, w, block = self._arrays, flat.numpy(), np.float32(weight), self.layout.block
+        shares = self._shares(slots, len(g))
+
+        def one(parts: npt.NDArray[np.int64]) -> bool:
+            reached = np.zeros(len(parts), np.int64)
+            self._reached.append((flat, parts, reached, weight))
+            return bool(kernels.accumulate(r, g, parts, w, scores, block, reached))
+
+        finite = one(shares[0]) if len(shares) == 1 else all(list(self._pool().map(one, shares)))
+        for slot, gradient in split(flat, slots) if finite and hold else ():
+            if not gradient.any():
+                self.scores[slot.start // block : (slot.start + slot.padded) // block] = 0.0
+        return finite
+
+    def _shares(self, slots: Sequence[Slot], size: int) -> list[npt.NDArray[np.int64]]:
+        """Each thread's parts of a bucket of so many elements, as :func:`numba_kernels.accumulate` takes them."""
+        threads = max(min(torch.get_num_threads(), size // SHARE), 1)
+        key = (threads, *[slot.name for slot in slots])
+        if key not in self._parts:
+            block, parts, at = self.layout.block, [], 0
+            most = max(-(-size // (threads * block)) * block, block)
+            for slot in slots:
+                parts += [
+                    (slot.start + begin, at + begin, min(most, slot.numel - begin))
+                    for begin in range(0, slot.numel, most)
+                ]
+                at += slot.numel
+            rows = np.array(parts, np.int64).reshape(-1, 3)
+            edges = np.searchsorted(rows[:, 1], most * np.arange(1, threads))
+            self._parts[key] = np.split(rows, edges)
+        return self._parts[key]
+
+    def _pool(self) -> ThreadPoolExecutor:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(torch.get_num_threads(), "lightning_hetero")
+        return self._threads
+
+    def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> int:
+        """Write the message of this step and take what it holds out of the residual; returns its number of blocks."""
+        form, data = self.form, message.numpy()
+        indices = self._select(**({"search": self._at_least} if self.selector == "exact" else {}))
+        if form.bitmap:
+            form.write_indices(message, indices)
+        else:
+            kernels.number(data, indices, HEADER + form.counts_bytes)
+        kernels.take(self._arrays[0], indices, form.block, KINDS[form.value_dtype], data, *form.parts_at)
+        form.write_header(message, len(indices), 0, place=address(rank, bucket), step=step, sums=_sums)
+        self._message = message
+        if self.balance is not None:
+            self.balance.follow(indices, form.unpack(message).values.numpy())
+        return len(indices)
+
+    def _at_least(self, scores: Scores, threshold: float, most: int) -> Indices | None:
+        """See :func:`~lightning_hetero.compression.selectors.at_least`."""
+        if threshold <= 0 or most >= len(scores):
+            return at_least(scores, threshold, most)
+        if len(self._found) != most + 1:
+            self._found = np.zeros(most + 1, np.int64)
+        count = kernels.at_least(scores, np.float32(threshold), self._found)
+        return None if count > most else self._found[:count].copy()
+
+    # after the exchange
+
+    def read(self, rows: torch.Tensor, *, step: int, bucket: int = 0) -> list[Pack] | None:
+        """Packs of all ranks' messages; what is not in order is left to :meth:`BlockEncoder.read` to judge."""
+        packs: list[Pack] = []
+        form = self.form
+        usual = not form.bitmap and rows.dtype == torch.uint8 and rows.shape[1] == form.num_bytes
+        for rank, row in enumerate(rows.numpy() if usual else ()):
+            indices, values = np.empty(form.k, np.int64), np.empty((form.k, form.block), np.float32)
+            count = kernels.read(
+                row, (MAGIC | VERSION, address(rank, bucket), step, form.fingerprint), form.segments,
+                HEADER + form.counts_bytes, *form.parts_at, form.num_blocks, KINDS[form.value_dtype], indices, values,
+            )  # fmt: skip
+            if count < 0:
+                break
+            packs.append(Pack(torch.from_numpy(indices[:count]), torch.from_numpy(values[:count])))
+        return packs if len(packs) == len(rows) else super().read(rows, step=step, bucket=bucket)
+
+    def merge(self, packs: list[Pack]) -> None:
+        """Add packs in the order of ranks to :attr:`merged`."""
+        for pack in packs:
+            kernels.add_blocks(self.merged.numpy(), pack.indices.numpy(), pack.values.view(-1).numpy())
+            self.touched.append(pack.indices)
+
+    def merge_sparse(self, packs: list[Pack]) -> Pack:
+        """Sum of packs as one pack, see :func:`~lightning_hetero.compression.reference.merge_sparse`."""
+        union = packs[0].indices.numpy()
+        for pack in packs[1:]:
+            both = np.empty(len(union) + len(pack.indices), np.int64)
+            union = both[: kernels.unite(union, pack.indices.numpy(), both)]
+        values = np.zeros((len(union), self.layout.block), np.float32)
+        for pack in packs:
+            kernels.fold(union, values, pack.indices.numpy(), pack.values.numpy())
+        return Pack(torch.from_numpy(union), torch.from_numpy(values))
+
+    def undo(self) -> None:
+        """Leave the step out: take back what was sent, then the gradient, to one rounding."""
+        if self._message is not None:
+            pack = self.form.unpack(self._message)
+            self._sent = pack.indices, pack.values
+        for flat, parts, reached, weight in self._reached:
+            for (to, at, _), size in zip(parts.tolist(), reached.tolist(), strict=True):
+                self._added.append((self.residual[to : to + size], flat[at : at + size], weight))
+        super().undo()
+
+    def finish(self) -> None:
+        """The step is over."""
+        self._message, self._reached = None, []
+        super().finish()
+
+
+def _sums(payload: npt.NDArray[np.uint8], _: Any) -> Any:
+    return kernels.checksum(payload)
+
+
+def _warm(block: int) -> None:
+    """Compile all loops, so that no step has to."""
+    layout = Layout.of([("p", 16 * block)], block)
+    r, g = np.zeros(16 * block, np.float32), np.zeros(16 * block, np.float32)
+    number = np.zeros((1, 3), np.int64)
+    kernels.accumulate(r, g, number, np.float32(1.0), np.zeros(16, np.float32), block, number[0])
+    kernels.at_least(r, np.float32(1.0), np.zeros(1, np.int64))
+    form = MessageFormat(layout.num_blocks, 1, block, "float32")
+    message, index = np.zeros(form.num_bytes, np.uint8), np.zeros(1, np.int64)
+    kernels.number(message, index, HEADER + form.counts_bytes)
+    kernels.take(r, index, block, kernels.FLOAT32, message, *form.parts_at)
+    values = np.zeros((1, block), np.float32)
+    due = MAGIC | VERSION, 0, 0, form.fingerprint
+    places_at = HEADER + form.counts_bytes
+    kernels.read(message, due, 1, places_at, *form.parts_at, 16, kernels.FLOAT32, index, values)
+    kernels.checksum(message[HEADER:])
+    kernels.unite(index, index, np.zeros(2, np.int64))
+    kernels.fold(index, values, index, values)
+    kernels.add_blocks(r, index, values.ravel())

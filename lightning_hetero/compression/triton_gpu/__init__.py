@@ -1,0 +1,3 @@
+"""Block top-k on GPU, in Triton."""
+
+__all__: list[str] = []

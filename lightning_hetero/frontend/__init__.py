@@ -1,0 +1,3 @@
+"""What all adapters to trainers share."""
+
+__all__: list[str] = []

@@ -1,0 +1,90 @@
+"""Give the loader of a session's training data its batches, and a copy of such a loader an error."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from lightning_hetero.data.broadcast_stream import LiveStream
+from lightning_hetero.data.index_stream import IndexStream
+from lightning_hetero.engine import HeteroEngine
+
+__all__ = ["CopiedSession", "Session", "SessionBatches"]
+
+
+class Session(Protocol):
+    """What the batches need of their session."""
+
+    engine: HeteroEngine
+
+    @property
+    def running(self) -> bool:
+        """Whether a pass over the data is under way."""
+
+    @property
+    def stream(self) -> IndexStream | None:
+        """Order of the samples."""
+
+
+class CopiedSession:
+    """What the copy or the unpickled form of a front end has in place of its session; all that it does is to refuse."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            "this is a copy of an accelerator, a strategy or a training loader, or was unpickled: it has settings, but "
+            "no process group and no plans. Use the original in its process, or make and prepare a new one."
+        )
+
+    def close(self) -> None:
+        """Leave the run to the original."""
+
+
+class SessionBatches:
+    """The session's batches of this rank, in the shape of a batch sampler; it stays when plans and positions change.
+
+    Args:
+        session: whose batches these are.
+    """
+
+    split_batches = True  # the batch size is the total, for Accelerate
+    even_batches = False
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler that the session draws from when a pass begins; frameworks put another in its place."""
+        stream = self.session.stream
+        return stream.sampler if isinstance(stream, LiveStream) else None
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        stream = self.session.stream
+        if isinstance(stream, LiveStream):
+            stream.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        assert self.session.engine.sampler is not None
+        if self.session.engine.world_size > 1 and not self.session.running:
+            raise RuntimeError(
+                "the training data is split unevenly and was iterated by a loader that does not weight its batches, "
+                "such as one of accelerate.skip_first_batches(). Iterate the prepared loader, or use the accelerator's "
+                "own skip_first_batches()."
+            )
+        return iter(self.session.engine.sampler)
+
+    def __len__(self) -> int:
+        assert self.session.engine.sampler is not None
+        return len(self.session.engine.sampler)
+
+    @property
+    def batch_size(self) -> int:
+        """Total batch size of the running plan."""
+        plan = self.session.engine.plan
+        return 0 if plan is None else plan.total_batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether the ragged last batch is dropped."""
+        return bool(self.session.engine.sampler is not None and self.session.engine.sampler.drop_last)

@@ -1,0 +1,3 @@
+"""The parts of the strategies for Lightning's Trainer."""
+
+__all__: list[str] = []

@@ -1,0 +1,137 @@
+"""How a training ends before its time: told by a signal, which all ranks obey together, or by an exception of one."""
+
+from typing import Any
+
+import torch
+
+from lightning_hetero.comm.agreement.rank_monitor import RankMonitor
+from lightning_hetero.elastic.batch_queue import job_store
+from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.strategies._lightning.signals import SharedSignals
+
+__all__ = ["AloneMixin", "EndingMixin"]
+
+
+def _ours(message: str) -> str:
+    """Lightning's advice on unused parameters, which would lead to the plain strategy."""
+    ours = message.replace("strategy='ddp_find_unused", "strategy='hetero_ddp_find_unused")
+    return ours.replace("strategy=DDPStrategy(find_unused", "strategy=HeteroDDPStrategy(find_unused")
+
+
+class AloneMixin:
+    """Lets a rank wait for nobody while it handles an exception of its own, in order to save a checkpoint say.
+
+    The others are somewhere else, and would not take part in what it asks them. What is a collective call in Lightning
+    then concerns this rank only.
+    """
+
+    @property
+    def _trainer_if_any(self) -> Any:
+        """The trainer, ``None`` for a strategy that was connected by hand and has none yet."""
+        return getattr(self.lightning_module, "_trainer", None)  # type: ignore[attr-defined]
+
+    @property
+    def _told_together(self) -> bool:
+        """Whether all ranks end at the same batch, because they were told to."""
+        return False
+
+    @property
+    def _alone(self) -> bool:
+        """Whether this rank handles an exception that the others may not have."""
+        trainer = self._trainer_if_any
+        return trainer is not None and bool(trainer.interrupted) and not self._told_together
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """As DDP, unless this rank is alone."""
+        if not self._alone:
+            super().barrier(*args, **kwargs)  # type: ignore[misc]
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """As DDP, unless this rank is alone."""
+        return obj if self._alone else super().broadcast(obj, src)  # type: ignore[misc]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As DDP, unless this rank is alone."""
+        return tensor if self._alone else super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
+
+    def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As DDP, unless this rank is alone."""
+        if self._alone:
+            return tensor[None]
+        return super().all_gather(tensor, *args, **kwargs)  # type: ignore[misc, no-any-return]
+
+
+class EndingMixin(AloneMixin):
+    """Lets all ranks end at the same batch if one is told to, and lets none wait for ranks that it has left."""
+
+    engine: HeteroEngine | None
+    _signals: SharedSignals | None = None
+    _monitor: RankMonitor | None = None
+    _at = (0, 0)
+
+    def _share_signals(self) -> None:
+        """Note signals from now on, before Lightning registers handlers."""
+        trainer = self._trainer_if_any
+        if self.engine is not None and trainer is not None:
+            self._signals = SharedSignals(trainer, self.engine.control).install()
+
+    def settle_signals(self) -> None:
+        """Wait for the last message about signals; a process that ends must not leave it under way."""
+        if self._signals is not None:
+            self._signals.settle()
+
+    @property
+    def _told_together(self) -> bool:
+        return self._signals is not None and self._signals.agreed
+
+    def on_train_start(self) -> None:
+        """Check for signals before each batch."""
+        super().on_train_start()  # type: ignore[misc]
+        if self._signals is not None:
+            self._signals.start()
+        self._watch_ranks()
+
+    def _watch_ranks(self) -> None:
+        self._stop_watching()
+        engine = self.engine
+        if engine is not None and engine.world_size > 1:
+            self._monitor = RankMonitor(
+                engine.rank, engine.world_size, job_store(), lambda: (*self._at, engine.hook_state.in_backward)
+            ).start()
+
+    def _stop_watching(self) -> None:
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            monitor.stop()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """As DDP, with cures of ours; an error of a call that has waited for others names the rank they wait for."""
+        super().on_exception(exception)  # type: ignore[misc]
+        exception.args = tuple(_ours(part) if isinstance(part, str) else part for part in exception.args)
+        suspects = "" if self._monitor is None else self._monitor.suspects
+        if suspects and isinstance(exception, RuntimeError):
+            exception.args = (f"{exception}\nRanks were waiting for others. {suspects}.",)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Check for signals, if nobody has before this batch."""
+        if self._signals is not None:
+            self._signals.check_again()
+        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
+        self._at = self._trainer_if_any.current_epoch, batch_idx
+
+    def on_train_end(self) -> None:
+        """Look at losses and weights once more, and obey a signal that came after the last check."""
+        super().on_train_end()  # type: ignore[misc]
+        if self.engine is not None:
+            self.engine.health.finish()
+        self._stop_watching()
+        if self._signals is not None:
+            self._signals.finish()
+
+    def teardown(self) -> None:
+        """Leave Lightning's handlers as they were."""
+        self._stop_watching()
+        signals, self._signals = self._signals, None
+        if signals is not None:
+            signals.remove()
+        super().teardown()  # type: ignore[misc]

@@ -1,0 +1,94 @@
+"""Connects delayed gradients to what Lightning's DDP strategy knows: module, precision, communication hook."""
+
+from typing import Any
+
+from lightning_hetero.comm.compressors.block_topk import BlockExchange
+from lightning_hetero.comm.staleness.base import Delays
+from lightning_hetero.comm.staleness.block_topk import DelayedBlocks
+from lightning_hetero.comm.staleness.dense import Staleness
+from lightning_hetero.frontend.log import log
+from lightning_hetero.strategies._lightning.convergence_probe import probes
+
+__all__ = ["attach_staleness"]
+
+
+def attach_staleness(strategy: Any) -> None:
+    """Let gradients of a strategy's module arrive late, if it was asked to; a collective call.
+
+    With ``staleness=0`` it takes over only what a run with delayed gradients left in its checkpoint. A probe training
+    goes without a delay that its script does not allow.
+
+    Raises:
+        MisconfigurationException: if a delayed gradient would be lost, or end up in another loss's step.
+    """
+    engine = strategy.engine
+    state, limit = engine.hook_state, engine.config.staleness
+    parameters = {name: p for name, p in strategy.lightning_module.named_parameters() if p.requires_grad}
+    restored, state.restored = state.restored, {}
+    before, state.staleness = state.staleness, None
+    topology = None if before is None else before.topology
+    earlier = None  # delays of this module: of a training that was interrupted, or other parameters are trained
+    if before is not None and not restored and _of_module(before, strategy.lightning_module):
+        earlier, restored = before, before.state_dict()
+    if not restored.get("sums") and (limit == 0 or engine.world_size == 1):
+        return
+    reason = _why_not(strategy)
+    if reason is not None and probes(strategy):
+        log.info("no gradient of this probe training is delayed: %s", reason)
+        return
+    if reason is not None:
+        cure = "or set staleness=0" if limit else "or end the run that saved this checkpoint as it was begun"
+        raise strategy._misconfiguration(f"{reason}, {cure}.")
+    if limit and engine.world_size > 1 and topology is None:
+        topology = state.topology.another()
+    limit = limit if engine.world_size > 1 else 0
+    settings: dict[str, Any] = {
+        "clock": engine.observer.clock,
+        "hysteresis": 0.03 if engine.config.hysteresis is None else engine.config.hysteresis,
+        "topology": topology,
+        "restored": restored,
+        "running": state._running,
+    }
+    late: Delays
+    if isinstance(state.inner, BlockExchange):
+        late = DelayedBlocks(limit, state.inner, parameters, **settings)
+    else:
+        late = Staleness(limit, parameters, world_size=engine.world_size, fresh=state.topology, **settings)
+    if earlier is not None and earlier.parameters.keys() != parameters.keys():
+        late.follow(earlier)
+    state.staleness = late
+
+
+def _of_module(before: Delays, module: Any) -> bool:
+    """Whether delays were those of this module, be it of others of its parameters."""
+    there = dict(module.named_parameters())
+    return all(there.get(name) is p for name, p in before.parameters.items())
+
+
+def _why_not(strategy: Any) -> str | None:
+    """What a delayed gradient cannot go with."""
+    module, state = strategy.lightning_module, strategy.engine.hook_state
+    if not module.automatic_optimization:
+        return (
+            "staleness=1 and manual optimization: a delayed gradient could reach the step of another loss. Use "
+            "automatic optimization"
+        )
+    if state.inner is not None and not isinstance(state.inner, BlockExchange):
+        return (
+            "staleness=1 sends gradients by itself, and so does the communication hook or compressor that is given as "
+            "well. Of compressors, only block_topk can arrive late: use compression='block_topk', keep one of them"
+        )
+    if strategy._ddp_kwargs.get("find_unused_parameters", False):
+        return (
+            "staleness=1 and find_unused_parameters=True: the delayed gradient of a parameter that is left out in the "
+            "next step would be lost. Use all parameters in every step"
+        )
+    complex_ones = [name for name, p in module.named_parameters() if p.requires_grad and p.is_complex()]
+    if complex_ones:
+        return (
+            f"staleness=1 and complex parameters ({complex_ones[0]}): sums of theirs are kept as real numbers. Make "
+            "them real, with torch.view_as_complex where they are used"
+        )
+    if getattr(strategy.precision_plugin, "scaler", None) is not None:
+        return "staleness=1 and a loss scaler: a delayed gradient carries the scale of the step before. Use bf16-mixed"
+    return None

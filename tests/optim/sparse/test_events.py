@@ -1,0 +1,459 @@
+"""Sparse optimizers through what happens to optimizers in a training, beside torch's dense ones."""
+
+import copy
+import logging
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_hetero.compression.block_gradient import BlockGradient
+from lightning_hetero.optim import SparseAdamW, SparseSGD
+from lightning_hetero.optim.sparse.rules import sparse_steps
+
+KINDS = {
+    "sgd": (SparseSGD, torch.optim.SGD, {"lr": 0.05}),
+    "sgd decay": (SparseSGD, torch.optim.SGD, {"lr": 0.05, "weight_decay": 0.1}),
+    "momentum": (SparseSGD, torch.optim.SGD, {"lr": 0.02, "momentum": 0.9}),
+    "momentum decay": (SparseSGD, torch.optim.SGD, {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}),
+    "nesterov": (SparseSGD, torch.optim.SGD, {"lr": 0.02, "momentum": 0.8, "weight_decay": 0.1, "nesterov": True}),
+    "adamw": (SparseAdamW, torch.optim.AdamW, {"lr": 0.003, "weight_decay": 0.1, "eps": 1e-13}),
+}
+BLOCK = 8
+SHAPES = {
+    "vector": (40,),
+    "tail": (29,),
+    "scalar": (),
+    "one": (1,),
+    "empty": (0,),
+    "no row": (0, 5),
+    "image": (3, 4, 5, 3),
+}
+
+
+@dataclass
+class Pair:
+    """A sparse optimizer and torch's own, on the same parameters and gradients, in float64."""
+
+    kind: str
+    pay: str = "later"
+    shapes: tuple = ("vector", "tail", "scalar")
+    ours: list = field(default_factory=list)
+    theirs: list = field(default_factory=list)
+    step_number: int = 0
+
+    def __post_init__(self):
+        sparse, dense, settings = KINDS[self.kind]
+        self.generator, self.given = torch.Generator().manual_seed(0), None
+        pairs = [self.parameter(SHAPES[name]) for name in self.shapes]
+        self.sparse = sparse([p for p, _ in pairs], pay=self.pay, **settings)
+        self.dense = dense([p for _, p in pairs], **settings)
+        self.sparse.sparse.follow(lambda: self.given, BLOCK)
+
+    def parameter(self, shape):
+        value = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        if value.dim() == 4:
+            value = value.to(memory_format=torch.channels_last)
+        self.ours.append(nn.Parameter(value))
+        self.theirs.append(nn.Parameter(value.clone()))
+        return self.ours[-1], self.theirs[-1]
+
+    def groups(self):
+        return zip(self.sparse.param_groups, self.dense.param_groups, strict=True)
+
+    def set(self, **values):
+        for groups in self.groups():
+            for group in groups:
+                group.update({name: value for name, value in values.items() if name in group})
+
+    def add_group(self, shape, **values):
+        one, other = self.parameter(shape)
+        self.sparse.add_param_group({"params": [one], **values})
+        self.dense.add_param_group({"params": [other], **values})
+
+    def step(self, share=0.2, dense=False):
+        """The same gradient for both; parameters that are frozen get none."""
+        self.given = None if dense else {}
+        for p, twin in zip(self.ours, self.theirs, strict=True):
+            rows = -(-p.numel() // BLOCK)
+            values = torch.randn(rows, BLOCK, generator=self.generator, dtype=torch.float64)
+            values.view(-1)[p.numel() :] = 0
+            few = (torch.rand(rows, generator=self.generator) < (1.0 if dense else share)).nonzero().view(-1)
+            if not p.requires_grad:
+                p.grad = twin.grad = None
+                continue
+            one = BlockGradient.of(p, few, values[few])
+            whole = one.grad.to_dense() if one.grad.is_sparse else one.grad.clone()
+            twin.grad = torch.empty_like(twin).copy_(whole)
+            p.grad = twin.grad.clone() if dense else one.grad
+            if not dense:
+                self.given[p] = one
+        self.sparse.step()
+        self.dense.step()
+        self.step_number += 1
+
+    def same(self, tolerance=1e-9):
+        for p, twin in zip(self.ours, self.theirs, strict=True):
+            torch.testing.assert_close(p.detach(), twin.detach(), rtol=tolerance, atol=tolerance)
+            state, expected = self.sparse.state.get(p, {}), self.dense.state.get(twin, {})
+            for name in expected:
+                torch.testing.assert_close(state[name], expected[name], rtol=tolerance, atol=tolerance)
+
+
+def tolerance_of(kind):
+    return 1e-6 if kind == "adamw" else 1e-9
+
+
+# layers that are frozen
+
+
+@pytest.mark.parametrize("pay", ["later", "ahead"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frozen_layer_takes_what_it_is_owed_and_then_stays_as_it_is(kind, pay):
+    """Through saves too; unfrozen it goes on as under the dense optimizer, and so do the others all the time."""
+    pair = Pair(kind, pay)
+    for step in range(12):
+        pair.step(dense=step == 0)
+    for p in (pair.ours[1], pair.theirs[1]):
+        p.requires_grad_(False)
+    pair.step()
+    still = pair.ours[1].detach().clone()
+    if pay == "later":
+        torch.testing.assert_close(still, pair.theirs[1].detach(), rtol=tolerance_of(kind), atol=tolerance_of(kind))
+    for step in range(20):
+        pair.step(dense=step == 13)
+        if step % 5 == 4:
+            pair.sparse.state_dict()
+        assert torch.equal(pair.ours[1], still)
+    for p in (pair.ours[1], pair.theirs[1]):
+        p.requires_grad_(True)
+    for _ in range(12):
+        pair.step()
+    assert not torch.equal(pair.ours[1], still)
+    pair.sparse.sparse.settle()
+    if pay == "later":
+        pair.same(tolerance_of(kind))
+
+
+def test_a_layer_that_comes_back_takes_sparse_steps_again():
+    """AdamW counts a parameter's steps, and they then differ within the group."""
+    pair = Pair("adamw", shapes=("vector", "vector"))
+    pair.step(dense=True)
+    pair.ours[1].requires_grad_(False)
+    for _ in range(3):
+        pair.step()
+    pair.ours[1].requires_grad_(True)
+    for _ in range(2):
+        before = [p.detach().clone() for p in pair.ours]
+        pair.step(share=0.3)
+        for p, was in zip(pair.ours, before, strict=True):
+            moved = (p.detach() != was).view(-1, BLOCK).any(1).nonzero().view(-1)
+            assert set(moved.tolist()) <= set(pair.given[p].rows.tolist())
+
+
+# groups that are added
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_may_be_added(kind):
+    pair = Pair(kind)
+    for step in range(6):
+        pair.step(dense=step == 0)
+    pair.add_group(SHAPES["tail"], lr=0.01)
+    before = pair.ours[0].detach().clone()
+    pair.step()
+    moved = (pair.ours[0].detach() != before).view(-1, BLOCK).any(1).nonzero().view(-1)
+    assert set(moved.tolist()) <= set(pair.given[pair.ours[0]].rows.tolist()), "the others' step was dense"
+    for _ in range(8):
+        pair.step()
+    pair.sparse.sparse.settle()
+    pair.same(tolerance_of(kind))
+
+
+def test_a_parameter_that_is_not_compressed_takes_dense_steps_beside_the_others():
+    """One that was unfrozen after the set-up, say: it has a plain gradient."""
+    pair = Pair("momentum decay")
+    for step in range(8):
+        if step == 3:
+            pair.add_group(SHAPES["vector"])
+        pair.step(dense=step == 0)
+    late = pair.ours[-1]
+    for _ in range(4):
+        pair.given, before = {}, pair.ours[0].detach().clone()
+        for p, other in zip(pair.ours, pair.theirs, strict=True):
+            if p is late:
+                p.grad = torch.ones_like(p)
+                other.grad = torch.ones_like(p)
+            else:
+                one = BlockGradient.of(p, torch.zeros(1, dtype=torch.int64), torch.ones(1, BLOCK, dtype=p.dtype))
+                pair.given[p], p.grad = one, one.grad
+                other.grad = torch.zeros_like(p)
+                other.grad.view(-1)[:BLOCK] = 1.0
+        pair.sparse.step()
+        pair.dense.step()
+        assert (pair.ours[0].detach() != before).sum() == BLOCK
+        assert not late.grad.is_sparse
+    pair.sparse.sparse.settle()
+    pair.same()
+
+
+def test_state_may_be_cleared():
+    """What was owed is gone with it, and the next step is dense."""
+    for kind in KINDS:
+        pair = Pair(kind)
+        for step in range(4):
+            pair.step(dense=step == 0)
+        pair.sparse.state.clear()
+        for _ in range(3):
+            pair.step()
+        pair.sparse.sparse.settle()
+        assert all(torch.isfinite(p).all() for p in pair.ours)
+
+
+# saving
+
+
+@pytest.mark.parametrize("pay", ["later", "ahead"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_saving_changes_nothing(kind, pay):
+    """But for rounding: what is owed may be paid in two parts, and how long blocks wait is not forgotten."""
+    pairs = [Pair(kind, pay) for _ in range(2)]
+    for step in range(60):
+        for pair, saves in zip(pairs, (False, True), strict=True):
+            pair.step(dense=step in (0, 25), share=0.1)
+            if saves and step % 5 == 4:
+                copy.deepcopy(pair.sparse.state_dict())
+    for pair in pairs:
+        pair.sparse.sparse.settle()
+    for one, other in zip(pairs[0].ours, pairs[1].ours, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance_of(kind) / 10, atol=tolerance_of(kind) / 10)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_from_its_notes_as_it_would_have(kind, dense):
+    """The waits of blocks ride along, also where something is owed, which is paid before they are saved.
+
+    A dense step forgets them in either case.
+    """
+    whole = Pair(kind, "ahead")
+    for step in range(20):
+        whole.step(dense=step == 0, share=0.3)
+    state, notes = copy.deepcopy(whole.sparse.state_dict()), copy.deepcopy(whole.sparse.sparse.notes())
+    rest = Pair(kind, "ahead")
+    for p, saved in zip(rest.ours, whole.ours, strict=True):
+        p.data.copy_(saved.data)
+    rest.sparse.load_state_dict(state)
+    rest.sparse.sparse.loaded = notes
+    rest.generator.set_state(whole.generator.get_state())
+    for step in range(12):
+        for pair in (whole, rest):
+            pair.step(dense=dense and step == 0, share=0.3)
+        assert all(torch.equal(a, b) for a, b in zip(whole.ours, rest.ours, strict=True))
+
+
+def test_notes_of_other_blocks_say_nothing():
+    found = []
+    for loaded in ({"steps": 6, "block": 2 * BLOCK, "shift": 32, "noted": {0: torch.full((3,), 3 + (257 << 32))}}, {}):
+        pair = Pair("momentum", "ahead", shapes=("vector",))
+        pair.step(dense=True)
+        pair.sparse.sparse.loaded = loaded
+        for _ in range(3):
+            pair.step(share=1.0)
+        found.append(pair.ours[0].detach())
+    assert torch.equal(*found)
+
+
+def test_notes_of_older_checkpoints_are_read():
+    """They had the step in 16 bits, the wait above."""
+    found = []
+    for shift in (16, 32):
+        pair = Pair("momentum", "ahead", shapes=("vector",))
+        pair.step(dense=True)
+        noted = torch.tensor([3 + (257 << shift), 0, 5 + (700 << shift), 1, 0])
+        pair.sparse.sparse.loaded = {"steps": 6, "block": BLOCK, "noted": {0: noted}}
+        if shift != 16:
+            pair.sparse.sparse.loaded["shift"] = shift
+        pair.step(share=1.0)
+        found.append(pair.ours[0].detach())
+    assert torch.equal(*found)
+
+
+# rates that change
+
+
+@pytest.mark.parametrize("kind", ["momentum decay", "nesterov", "adamw"])
+def test_under_one_cycle_it_is_exact(kind):
+    """Momentum and the first beta change in each step."""
+    pair, steps = Pair(kind), 400
+    pair.step(dense=True)
+    schedules = [
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, KINDS[kind][2]["lr"], steps + 2)
+        for optimizer in (pair.sparse, pair.dense)
+    ]
+    cycled, worst = set(), 0.0
+    for step in range(steps):
+        pair.step(share=0.03)
+        for schedule in schedules:
+            schedule.step()
+        group = pair.sparse.param_groups[0]
+        cycled.add(group["betas"][0] if "betas" in group else group["momentum"])
+        if step % 100 == 99:
+            pair.sparse.sparse.settle()
+            apart = [(a - b).detach().abs().max() for a, b in zip(pair.ours, pair.theirs, strict=True)]
+            worst = max(worst, *map(float, apart))
+    assert len(cycled) > 300
+    assert worst < (1e-8 if kind == "adamw" else 1e-11)
+
+
+def test_betas_of_a_short_second_memory_stay_finite():
+    """Factors beyond float32 times a moment of 0 are 0."""
+    p = nn.Parameter(torch.ones(16))
+    optimizer, given = SparseAdamW([p], lr=1e-3, betas=(0.9, 0.3)), {}
+    optimizer.sparse.follow(lambda: given or None, 8)
+    p.grad = torch.ones(16)
+    for step in range(400):
+        optimizer.step()
+        rows = torch.tensor([0] if step < 399 else [0, 1])
+        given[p] = BlockGradient.of(p, rows, torch.zeros(len(rows), 8))
+        p.grad = given[p].grad
+    optimizer.sparse.settle()
+    assert torch.isfinite(p).all()
+
+
+# options that are refused, or said
+
+
+@pytest.mark.parametrize("kind", [SparseSGD, SparseAdamW])
+def test_fused_steps_are_refused_at_construction(kind):
+    """Torch leaves unscaling to a fused step, which would not see blocks."""
+    p = nn.Parameter(torch.zeros(3))
+    for arguments in (([p],), ([{"params": [p], "fused": True}],)):
+        fused = {} if isinstance(arguments[0][0], dict) else {"fused": True}
+        with pytest.raises(ValueError, match=f"{kind.__name__} cannot go with fused=True: .* Leave fused out"):
+            kind(*arguments, lr=0.1, **fused)
+    optimizer = kind([p], lr=0.1, foreach=True)
+    with pytest.raises(ValueError, match="fused=True"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "fused": True})
+    with pytest.raises(ValueError, match="cannot go with fused=True"):
+        sparse_steps(torch.optim.SGD([p], lr=0.1, fused=True))
+
+
+def test_an_option_without_a_sparse_form_is_said_once_and_steps_are_dense(caplog):
+    pair = Pair("momentum")
+    pair.step(dense=True)
+    pair.step()
+    pair.set(maximize=True)
+    with caplog.at_level(logging.WARNING, "lightning_hetero"):
+        for _ in range(3):
+            pair.step()
+    pair.same(1e-9)
+    said = [record.getMessage() for record in caplog.records if "no form for maximize=True" in record.getMessage()]
+    assert len(said) == 1
+
+
+# any of it, in any order
+
+RATES = st.sampled_from([0.01, 0.02, 0.05])
+EVENTS = st.one_of(
+    st.tuples(st.just("steps"), st.integers(1, 6)),
+    st.tuples(st.just("dense"), st.just(0)),
+    st.tuples(st.just("all blocks"), st.just(0)),
+    st.tuples(st.just("freeze"), st.integers(0, 8)),
+    st.tuples(st.just("unfreeze"), st.integers(0, 8)),
+    st.tuples(st.just("add"), st.sampled_from(list(SHAPES))),
+    st.tuples(st.just("save"), st.just(0)),
+    st.tuples(st.just("load"), st.just(0)),
+    st.tuples(st.just("through torch"), st.just(0)),
+    st.tuples(st.just("lr"), RATES),
+    st.tuples(st.just("weight_decay"), st.sampled_from([0.0, 0.05, 0.2])),
+    st.tuples(st.just("momentum"), st.sampled_from([0.0, 0.5, 0.9])),
+    st.tuples(st.just("betas"), st.sampled_from([(0.9, 0.999), (0.85, 0.99), (0.0, 0.95)])),
+    st.tuples(st.just("replaced"), st.just(0)),
+)
+
+
+def replaced(pair):
+    """A gradient of the user's own in place of the merged one."""
+    for p, twin in zip(pair.ours, pair.theirs, strict=True):
+        if p.requires_grad:
+            p.grad, twin.grad = torch.ones_like(p), torch.ones_like(p)
+    pair.sparse.step()
+    pair.dense.step()
+
+
+def through_torch(pair):
+    """Torch's optimizer goes on from ours, and ours from its state."""
+    pair.dense.load_state_dict(copy.deepcopy(pair.sparse.state_dict()))
+    pair.sparse.load_state_dict(copy.deepcopy(pair.dense.state_dict()))
+
+
+def frozen(pair, number, trained):
+    for p in (pair.ours[number % len(pair.ours)], pair.theirs[number % len(pair.ours)]):
+        p.requires_grad_(trained)
+
+
+HAPPENINGS = {
+    "steps": lambda pair, value: [pair.step() for _ in range(value)],
+    "dense": lambda pair, _: pair.step(dense=True),
+    "all blocks": lambda pair, _: pair.step(share=1.0),
+    "freeze": lambda pair, value: frozen(pair, value, False),
+    "unfreeze": lambda pair, value: frozen(pair, value, True),
+    "add": lambda pair, value: pair.add_group(SHAPES[value]),
+    "save": lambda pair, _: copy.deepcopy(pair.sparse.state_dict()),
+    "load": lambda pair, _: pair.sparse.load_state_dict(copy.deepcopy(pair.sparse.state_dict())),
+    "through torch": lambda pair, _: through_torch(pair),
+    "replaced": lambda pair, _: replaced(pair),
+    "momentum": lambda pair, value: pair.set(momentum=value or 0.9 * (pair.kind == "nesterov")),
+}
+
+
+def happen(pair, event, value):
+    if event in HAPPENINGS:
+        HAPPENINGS[event](pair, value)
+    else:
+        pair.set(**{event: value})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    shapes=st.lists(st.sampled_from(list(SHAPES)), min_size=1, max_size=4),
+    events=st.lists(EVENTS, min_size=4, max_size=14),
+)
+def test_whatever_happens_settled_it_is_the_dense_optimizer(kind, shapes, events):
+    """Paid later, what blocks owe is what the dense optimizer did to them in the meantime."""
+    pair = Pair(kind, shapes=tuple(shapes))
+    pair.step(dense=True)
+    for event, value in events:
+        happen(pair, event, value)
+    pair.sparse.sparse.settle()
+    pair.same(2e-6 if kind == "adamw" else 1e-8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    shapes=st.lists(st.sampled_from(list(SHAPES)), min_size=1, max_size=4),
+    events=st.lists(EVENTS, min_size=4, max_size=14),
+)
+def test_whatever_happens_only_touched_blocks_move_and_frozen_parameters_stay(kind, shapes, events):
+    """The lazy rule, with momentum that is paid ahead: between two settlements nothing else is written."""
+    pair = Pair(kind, "ahead", shapes=tuple(shapes))
+    pair.step(dense=True)
+    for event, value in events:
+        happen(pair, event, value)
+        pair.step()  # new parameters get their state, those that were frozen now are paid
+        before = [p.detach().clone() for p in pair.ours]
+        pair.step()
+        for p, was in zip(pair.ours, before, strict=True):
+            assert torch.isfinite(p).all()
+            if not p.requires_grad:
+                assert torch.equal(p, was)
+            elif p in pair.given and p.numel():
+                flat, old = (t.detach().permute(0, 2, 3, 1) if t.dim() == 4 else t.detach() for t in (p, was))
+                moved = nn.functional.pad((flat != old).reshape(-1), (0, -p.numel() % BLOCK)).view(-1, BLOCK).any(1)
+                assert set(moved.nonzero().view(-1).tolist()) <= set(pair.given[p].rows.tolist())
