@@ -21,6 +21,7 @@ from lightning_hetero.core.policies.perf_model import PLANNERS, Planner
 from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.adaptation import Adaptation
+from lightning_hetero.frontend.log import show_log
 from lightning_hetero.frontend.session_batches import CopiedSession, SessionBatches
 from lightning_hetero.frontend.without_effect import tell
 
@@ -72,6 +73,7 @@ class HeteroSession:
     ) -> None:
         self.engine = engine
         # the loop is the user's: it may fetch several batches before a backward, and accumulates as it does
+        show_log()
         engine.weighting.trace.several = engine.keeps_window = True
         if planner is not None and engine.config.max_total_batch_size is not None:
             raise ValueError(

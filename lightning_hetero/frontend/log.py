@@ -15,6 +15,3 @@ def show_log() -> None:
         log.propagate = False
     if log.level == logging.NOTSET:
         log.setLevel(logging.INFO)
-
-
-show_log()
