@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from lightning_hetero.comm.agreement.sync_schedule import ExchangeSchedule
 from lightning_hetero.comm.timing.step_timer import KEPT_ROWS, WARM_UP
-from lightning_hetero.core.batching.plan import BatchPlan, even_sizes
+from lightning_hetero.core.batching.integer_split import even_sizes
+from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.perf_model import (
     PLANNERS,

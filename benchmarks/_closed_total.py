@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from _closed_loop import Loop, Noise, Truth, job, totals
 
-from lightning_hetero.core.noise.estimators import RunningNoiseScale
+from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.policies.goodput import GoodputPlanner
 
 

@@ -7,7 +7,8 @@ import numpy as np
 
 from lightning_hetero.compression.wire_format import message_size
 from lightning_hetero.core.batching.plan import BatchPlan
-from lightning_hetero.core.link.bandwidth import LinkEstimate, MessageLink
+from lightning_hetero.core.link.bandwidth import LinkEstimate
+from lightning_hetero.core.link.message_link import MessageLink
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.perf_model import PlanContext
 from lightning_hetero.core.policies.time_to_accuracy import TimeToAccuracyPlanner

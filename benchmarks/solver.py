@@ -21,8 +21,8 @@ from hardware import write_table
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
-from lightning_hetero.core.batching.goodput import SolvedTotals
 from lightning_hetero.core.batching.optperf import solve_optperf, solve_step_times
+from lightning_hetero.core.batching.optperf_cache import SolvedTotals
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
 
 RESULTS = Path(__file__).parent / "results" / "solver.json"

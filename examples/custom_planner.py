@@ -13,7 +13,7 @@ from _model import Classifier, SlowSecondWorker, report, train_loader
 
 from lightning_hetero import BatchPlan
 from lightning_hetero.callbacks import PolicyCallback
-from lightning_hetero.core.batching.plan import proportional_sizes
+from lightning_hetero.core.batching.integer_split import proportional_sizes
 from lightning_hetero.core.policies.perf_model import Decision, PlanContext, Proposal
 
 

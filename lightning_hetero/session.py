@@ -14,7 +14,7 @@ from lightning_hetero.comm.agreement.control_plane import let_threads_go
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.goodput import Candidate
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
-from lightning_hetero.core.noise.estimators import RunningNoiseScale
+from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.policies.base import check_planner
 from lightning_hetero.core.policies.goodput import GoodputPlanner
 from lightning_hetero.core.policies.perf_model import PLANNERS, Planner

@@ -8,7 +8,7 @@ single steps lie far apart, and only their mean follows the share.
 import numpy as np
 
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.timing.winsorized_mean import sustained
+from lightning_hetero.core.timing.cpu_quota import sustained
 
 
 class QuotaWorker:

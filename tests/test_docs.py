@@ -23,7 +23,7 @@ from lightning_hetero.core.batching.goodput import Candidate
 from lightning_hetero.core.merging.rules import MERGES
 from lightning_hetero.core.metrics import exchange_metrics
 from lightning_hetero.core.metrics import noise_metrics as noise_scale_metrics
-from lightning_hetero.core.noise.estimators import RunningNoiseScale
+from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.elastic import MergeRecord
 from lightning_hetero.frontend.adaptive_total import AdaptiveTotal
 from lightning_hetero.strategies._lightning.ddp import HeteroDDPMixin

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from lightning_hetero import ClusterTimeModel, NodeTimeModel, solve_optperf
-from lightning_hetero.core.batching.plan import even_sizes
+from lightning_hetero.core.batching.integer_split import even_sizes
 
 HERE = Path(__file__).parent
 SPEEDS = (1.0, 0.5, 0.3)

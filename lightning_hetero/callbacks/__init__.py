@@ -6,13 +6,11 @@ measures and decides nothing, ``LookAheadCallback`` computes delayed gradients w
 """
 
 from lightning_hetero.callbacks.adaptive_batch import AdaptiveBatchCallback
-from lightning_hetero.callbacks.base import (
-    DynamicBatchPIDCallback,
-    PerfModelCallback,
-    PolicyCallback,
-    policy_callback,
-)
+from lightning_hetero.callbacks.base import PolicyCallback
 from lightning_hetero.callbacks.noise_scale import GNSCallback
+from lightning_hetero.callbacks.perf_model import PerfModelCallback
+from lightning_hetero.callbacks.pid import DynamicBatchPIDCallback
+from lightning_hetero.callbacks.table import policy_callback
 from lightning_hetero.callbacks.time_to_accuracy import TTACallback
 from lightning_hetero.callbacks.weight_prediction import LookAheadCallback
 

@@ -4,8 +4,9 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lightning_hetero.callbacks.base import DynamicBatchPIDCallback, PolicyCallback
+from lightning_hetero.callbacks.base import PolicyCallback
 from lightning_hetero.callbacks.noise_scale import GNSCallback
+from lightning_hetero.callbacks.pid import DynamicBatchPIDCallback
 from lightning_hetero.callbacks.time_to_accuracy import TTACallback
 from lightning_hetero.callbacks.weight_prediction import LookAheadCallback
 from lightning_hetero.config import HeteroConfig

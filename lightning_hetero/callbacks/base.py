@@ -12,8 +12,7 @@ from lightning_hetero.callbacks._throughput import count_all_workers, count_own
 from lightning_hetero.callbacks.idle_hooks import leave_out, put_back
 from lightning_hetero.core.checkpoint_state import check_tensors, reading_state
 from lightning_hetero.core.policies.base import check_planner, moves_total
-from lightning_hetero.core.policies.perf_model import PLANNERS, PerfModelPlanner, Planner, ProportionalPlanner
-from lightning_hetero.core.validation import check_choice, check_number
+from lightning_hetero.core.policies.perf_model import PLANNERS, Planner
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.cut_interval import cut_interval, of_same_workers, resume_looks, resume_plans
 
@@ -24,14 +23,7 @@ except ImportError:  # only the standalone package is installed
     from pytorch_lightning import Callback  # type: ignore[assignment]
     from pytorch_lightning.utilities.exceptions import MisconfigurationException  # type: ignore[assignment]
 
-__all__ = [
-    "DynamicBatchPIDCallback",
-    "PerfModelCallback",
-    "PolicyCallback",
-    "engine_of",
-    "policy_callback",
-    "policy_states",
-]
+__all__ = ["PolicyCallback", "engine_of", "policy_states"]
 
 
 def policy_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -244,60 +236,3 @@ class PolicyCallback(Callback):
             state = state_dict.get("engine", {})
             check_tensors("sums", state.get("staleness", {}).get("sums", {}))
             self._engine.load_state_dict(state)
-
-
-class PerfModelCallback(PolicyCallback):
-    """Learn a time model of every worker and give each the exact optimum (Cannikin, sec. 3-4).
-
-    Starts with equal sizes, splits by measured speed after about eight steps (eq. 8), by the time model (OptPerf)
-    once each worker was seen at two sizes, and follows when a worker's speed drifts. Installed by default.
-
-    Example:
-        >>> PerfModelCallback().policy
-        'perf_model'
-    """
-
-    def __init__(self) -> None:
-        super().__init__(PerfModelPlanner())
-
-
-class DynamicBatchPIDCallback(PolicyCallback):
-    """Equalise compute times by proportional control, with no time model (dynamic batching, sec. III-C).
-
-    Args:
-        dead_band: sizes change only if one of them would by more than this share, 0 to 1.
-        decay: weight of the past in the moving average of compute times, 0 to 1.
-        start: sizes to begin with: ``"open_loop"``, in proportion to peak half-precision FLOP/s (cores, among equal
-            CPUs), or ``"equal"``. Sizes that the strategy's ``local_batch_sizes`` gives go first, and so does what an
-            earlier run has learned of the same hardware.
-
-    Raises:
-        TypeError: if a number is none.
-        ValueError: if an argument is out of range.
-
-    Example:
-        >>> DynamicBatchPIDCallback(dead_band=0.1).policy
-        'pid'
-    """
-
-    def __init__(self, dead_band: float = 0.05, decay: float = 0.9, start: str = "open_loop") -> None:
-        check_number("dead_band", dead_band, low=0.0, high=1.0)
-        check_number("decay", decay, low=0.0, high=1.0)
-        check_choice("start", start, ("open_loop", "equal"))
-        super().__init__(ProportionalPlanner(dead_band=dead_band, decay=decay, start=start))
-
-
-def policy_callback(policy: str | None) -> PolicyCallback:
-    """The callback of a policy by name; ``None`` is the default; ``"even"`` and ``"fixed"`` never change the split.
-
-    Example:
-        >>> type(policy_callback(None)).__name__
-        'PerfModelCallback'
-    """
-    if policy in ("even", "fixed"):
-        return PolicyCallback(None)
-    if policy in (None, "perf_model"):
-        return PerfModelCallback()
-    if policy == "pid":
-        return DynamicBatchPIDCallback()
-    return PolicyCallback(PLANNERS[policy]())  # type: ignore[index]

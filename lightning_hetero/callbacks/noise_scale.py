@@ -4,12 +4,14 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.callbacks._gns.base import Source, source_of
+from lightning_hetero.callbacks._gns.base import Source
+from lightning_hetero.callbacks._gns.sources import source_of
 from lightning_hetero.callbacks.base import Callback, MisconfigurationException
 from lightning_hetero.callbacks.idle_hooks import leave_out, put_back
 from lightning_hetero.core.checkpoint_state import reading_state
 from lightning_hetero.core.metrics import noise_metrics
-from lightning_hetero.core.noise.estimators import METHODS, RunningNoiseScale
+from lightning_hetero.core.noise.estimators import METHODS
+from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.validation import check_choice, check_int, check_number
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.optim import common_preconditioner, is_adam

@@ -21,7 +21,8 @@ from typing import IO
 
 import numpy as np
 
-from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile, profile_convergence
+from lightning_hetero.core.compression.bayesian_search import profile_convergence
+from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
 from lightning_hetero.probe_job import VARIABLE, ProbeOrder, ProbeReport
 
 __all__ = ["ProbeError", "ScriptProbes", "main", "ranges"]

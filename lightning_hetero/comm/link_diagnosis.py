@@ -2,6 +2,7 @@
 
 import logging
 
+from lightning_hetero.comm.agreement.rank_monitor import OVER
 from lightning_hetero.comm.agreement.sync_schedule import NEVER, ExchangeSchedule
 from lightning_hetero.comm.compressors.block_topk import BlockExchange
 from lightning_hetero.comm.compressors.manager import GradientCompression
@@ -9,7 +10,7 @@ from lightning_hetero.comm.gradients.ddp_hook import HookState
 from lightning_hetero.comm.timing.step_timer import StepObserver
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.link.bandwidth import sum_bytes
-from lightning_hetero.core.link.diagnosis import AGAIN, OVER, THIN, NetworkBound, network_waits
+from lightning_hetero.core.link.diagnosis import AGAIN, THIN, NetworkBound, network_waits
 from lightning_hetero.core.observations import StepObservations
 
 __all__ = ["NetworkWatch"]

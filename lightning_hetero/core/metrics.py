@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
-from lightning_hetero.core.noise.estimators import RunningNoiseScale
+from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.perf_model import Planner
 

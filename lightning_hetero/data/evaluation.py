@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch.utils.data import Sampler
 
-from lightning_hetero.core.batching.plan import proportional_sizes
+from lightning_hetero.core.batching.integer_split import proportional_sizes
 
 __all__ = ["EvaluationBatchSampler"]
 

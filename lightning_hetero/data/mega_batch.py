@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch.utils.data import Sampler
 
-from lightning_hetero.core.batching.plan import proportional_sizes
+from lightning_hetero.core.batching.integer_split import proportional_sizes
 from lightning_hetero.data.index_stream import IndexStream
 
 __all__ = ["ClaimedBatchSampler", "MegaBatch"]

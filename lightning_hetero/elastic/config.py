@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_hetero.core.merging.rules import MERGES, AdaptiveSettings, MergeRule
+from lightning_hetero.core.merging.rules import MERGES, MergeRule
+from lightning_hetero.core.merging.settings import AdaptiveSettings
 from lightning_hetero.core.validation import check_choice, check_int
 
 __all__ = ["OWN_LOOP", "ElasticConfig"]
@@ -26,8 +27,8 @@ class ElasticConfig:
         merge: merge rule, a name in :data:`~lightning_hetero.core.merging.rules.MERGES`.
         mega_batch_size: samples between two merges.
         mega_batch_batches: the same in batches of the DataLoader's size, of all ranks together; default 100.
-        settings: keywords of :class:`~lightning_hetero.core.merging.rules.AdaptiveSettings` but for the largest batch;
-            with ``momentum`` left out or ``None`` the local optimizers decide on it.
+        settings: keywords of :class:`~lightning_hetero.core.merging.settings.AdaptiveSettings` but for the largest
+            batch; with ``momentum`` left out or ``None`` the local optimizers decide on it.
 
     Raises:
         TypeError: if a value has the wrong type.

@@ -23,7 +23,9 @@ from torch import nn
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.agreement.notices import Notices
 from lightning_hetero.comm.timing.clock import HostClock, clock_for
-from lightning_hetero.core.merging.rules import AdaptiveSettings, merge_weights, scale_batch_sizes
+from lightning_hetero.core.merging.batch_scaling import scale_batch_sizes
+from lightning_hetero.core.merging.rules import merge_weights
+from lightning_hetero.core.merging.settings import AdaptiveSettings
 from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.data.mega_batch import ClaimedBatchSampler, MegaBatch
 from lightning_hetero.elastic.batch_queue import BatchDispatcher, ElasticWorkerError, job_store

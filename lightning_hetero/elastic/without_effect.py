@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 
-from lightning_hetero.core.merging.rules import AdaptiveSettings
+from lightning_hetero.core.merging.settings import AdaptiveSettings
 from lightning_hetero.core.no_effect import NoEffect
 from lightning_hetero.elastic.config import ElasticConfig
 

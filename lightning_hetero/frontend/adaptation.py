@@ -9,7 +9,7 @@ import torch
 from lightning_hetero.comm.noise.workers_noise import WorkersNoise
 from lightning_hetero.core.checkpoint_state import reading_state
 from lightning_hetero.core.metrics import noise_metrics
-from lightning_hetero.core.noise.estimators import RunningNoiseScale
+from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.policies.goodput import GoodputPlanner
 from lightning_hetero.core.policies.perf_model import Planner
 from lightning_hetero.engine import HeteroEngine

@@ -1,7 +1,6 @@
 """Connect DataLoaders to the engine: which loaders can be split unevenly, and how their batch sampler is replaced."""
 
 import copy
-import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,7 +17,6 @@ __all__ = [
     "balanced_evaluation_loader",
     "evaluates",
     "iterated_by",
-    "recount_batches",
     "stream_of",
     "timed_loader",
     "why_not_uneven",
@@ -191,30 +189,3 @@ def balanced_evaluation_loader(loader: Any, engine: HeteroEngine) -> Any:
         max_local=engine.roster.max_local if engine.roster else None,
     )
     return with_batch_sampler(loader, batches if inner is captured else type(captured)(batches))
-
-
-def recount_batches(trainer: Any, namespace: str) -> None:
-    """Let a trainer count the batches of its running epoch anew.
-
-    Lightning counts them once, when it sets the loaders up; an epoch that got longer would be cut, one that got shorter
-    would skip its validation, both in silence.
-
-    Args:
-        trainer: Lightning's.
-        namespace: ``lightning.pytorch`` or ``pytorch_lightning``.
-    """
-    loop = trainer.fit_loop
-    combined = loop._combined_loader
-    if combined is None:
-        return
-    connector = importlib.import_module(f"{namespace}.trainer.connectors.data_connector")
-    combined.limits = [
-        connector._parse_num_batches(trainer.state.stage, len(loader), trainer.limit_train_batches)
-        for loader in combined.flattened
-    ]
-    loop.max_batches = combined.limits[0]
-    if combined._iterator is not None:
-        combined._iterator.limits = combined.limits
-        loop._data_fetcher.length = loop.max_batches
-    if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
-        trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))

@@ -26,7 +26,7 @@ from lightning_hetero.callbacks import PolicyCallback
 from lightning_hetero.comm.timing import clock
 from lightning_hetero.comm.timing import step_timer as observer
 from lightning_hetero.core import BatchPlan
-from lightning_hetero.core.noise.estimators import RunningNoiseScale
+from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.policies.perf_model import Decision, Proposal, StaticPlanner
 from lightning_hetero.optim import LearningRateGain
 from tests.core.policies.test_goodput import context, seen

@@ -19,10 +19,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.utils.data import DataLoader
 
 from lightning_hetero import GNSCallback, HeteroDDPStrategy
-from lightning_hetero.callbacks._gns.base import source_of
+from lightning_hetero.callbacks._gns.sources import source_of
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
-from lightning_hetero.comm.noise.collector import NOISE_FIELDS
-from lightning_hetero.core.noise.estimators import RunningNoiseScale, estimate_from_two_sizes, estimate_noise_scale
+from lightning_hetero.comm.noise.window_sums import NOISE_FIELDS
+from lightning_hetero.core.noise.estimators import estimate_from_two_sizes, estimate_noise_scale
+from lightning_hetero.core.noise.running import RunningNoiseScale
 from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
 
 N, STEPS = 48, 4

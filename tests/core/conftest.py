@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_hetero.core.batching import goodput
+from lightning_hetero.core.batching import optperf_cache
 from lightning_hetero.core.batching.optperf import solve_step_times
 
 
@@ -15,5 +15,5 @@ def solves(monkeypatch):
         calls.append(len(totals) - 1)
         return solve_step_times(cluster, totals, **bounds)
 
-    monkeypatch.setattr(goodput, "solve_step_times", solve)
+    monkeypatch.setattr(optperf_cache, "solve_step_times", solve)
     return calls

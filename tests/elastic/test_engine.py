@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero.comm import PlanMismatchError
-from lightning_hetero.core.merging.rules import MERGES, AdaptiveSettings, merge_weights
+from lightning_hetero.core.merging.rules import MERGES, merge_weights
+from lightning_hetero.core.merging.settings import AdaptiveSettings
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.elastic import ElasticConfig, ElasticEngine, Replica
 from lightning_hetero.elastic import engine as module

@@ -21,7 +21,7 @@ from lightning_hetero.comm.timing import clock
 from lightning_hetero.comm.timing import step_timer as observer
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.lr_scaling import lr_gain
-from lightning_hetero.core.noise.estimators import RunningNoiseScale
+from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import HeteroSession

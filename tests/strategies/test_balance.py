@@ -10,7 +10,7 @@ from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_hetero import BatchPlan, DynamicBatchPIDCallback, HeteroDDPStrategy, engine
 from lightning_hetero.core.policies.perf_model import PLANNERS
-from lightning_hetero.frontend.loaders import recount_batches
+from lightning_hetero.strategies._lightning.epoch_length import recount_batches
 from tests.counted import CountedTime
 from tests.helpers import Points, Regressor, collected, covered, fit, run_ranks
 

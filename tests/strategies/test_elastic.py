@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hetero import HeteroElasticStrategy
-from lightning_hetero.core.merging.rules import MERGES, AdaptiveSettings, merge_weights, scale_batch_sizes
+from lightning_hetero.core.merging.batch_scaling import scale_batch_sizes
+from lightning_hetero.core.merging.rules import MERGES, merge_weights
+from lightning_hetero.core.merging.settings import AdaptiveSettings
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.elastic import ElasticEngine
 from lightning_hetero.elastic.batch_queue import ElasticWorkerError, job_store

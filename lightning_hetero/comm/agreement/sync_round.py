@@ -6,7 +6,8 @@ import numpy.typing as npt
 from lightning_hetero.comm.agreement.control_plane import ControlPlane, check_digests
 from lightning_hetero.comm.compressors.manager import GradientCompression
 from lightning_hetero.comm.gradients.health import Health
-from lightning_hetero.comm.noise.collector import NOISE_FIELDS, NoiseCollector
+from lightning_hetero.comm.noise.collector import NoiseCollector
+from lightning_hetero.comm.noise.window_sums import NOISE_FIELDS
 from lightning_hetero.comm.timing.step_rows import common_steps, match_rows
 from lightning_hetero.comm.timing.step_timer import StepObserver
 from lightning_hetero.core.observations import StepObservations

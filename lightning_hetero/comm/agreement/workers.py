@@ -6,7 +6,8 @@ from typing import Any
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.batching.plan import BatchPlan, proportional_sizes
+from lightning_hetero.core.batching.integer_split import proportional_sizes
+from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.policies.perf_model import PlanContext, Planner, Proposal
 
 __all__ = ["Roster"]

@@ -8,19 +8,14 @@ can wait for each other. There everything sets out from the thread that hands bu
 """
 
 import logging
-import os
 import queue
-import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -29,15 +24,13 @@ from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.agreement.group_lifetime import leave, on_end, run
 from lightning_hetero.comm.collectives import async_ops as sums
 from lightning_hetero.comm.collectives.async_ops import pending
-from lightning_hetero.core.link.clusters import Clusters, check_clusters, clusters_by_name, clusters_by_time
+from lightning_hetero.comm.collectives.cluster_discovery import discover_clusters
+from lightning_hetero.core.link.clusters import Clusters
 
-__all__ = ["VARIABLE", "Topology", "link_seconds"]
+__all__ = ["Topology"]
 
 log = logging.getLogger("lightning_hetero")
 
-VARIABLE = "LIGHTNING_HETERO_CLUSTER"
-PROBE_BYTES = 262_144
-REPEATS = 3
 
 _Work: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
 
@@ -118,7 +111,7 @@ class Topology:
         Raises:
             ValueError: on every rank, if clusters do not name all ranks, or a rank has no cluster in its environment.
         """
-        clusters = _clusters(setting, control)
+        clusters = discover_clusters(setting, control)
         topology = cls(control.rank, clusters, timeout=timeout)
         if setting is not None and control.rank == 0 and not topology.flat:
             shown = [list(members) for members in clusters]
@@ -232,58 +225,3 @@ def _carry_on(work: _Work) -> None:
     while (carry := work.get()) is not None:
         carry()
         del carry  # which holds a group
-
-
-def _clusters(setting: Any, control: ControlPlane) -> Clusters:
-    ranks = range(control.world_size)
-    if setting is None or control.world_size == 1:
-        return tuple((rank,) for rank in ranks)
-    if setting == "nodes":
-        return clusters_by_name(control.gather_objects(socket.gethostname()))
-    if setting == "env":
-        names = control.gather_objects(os.environ.get(VARIABLE))
-        missing = [rank for rank in ranks if not names[rank]]
-        if missing:
-            raise ValueError(
-                f"hierarchy='env' reads the cluster of each process from {VARIABLE}, which is not set on rank "
-                f"{', '.join(map(str, missing))}. Set it to a name that the processes of one cluster share."
-            )
-        return clusters_by_name(names)
-    if setting == "auto":
-        return clusters_by_time(link_seconds(control))
-    return check_clusters(setting, control.world_size)
-
-
-def link_seconds(control: ControlPlane) -> npt.NDArray[np.float64]:
-    """Seconds of a small transfer between each two ranks, the best of three, shape (N, N); a collective call.
-
-    Ranks meet in pairs, as in a tournament in which each plays once in a round, and send 256 KiB to and fro.
-    """
-    n = control.world_size
-    mine = np.zeros(n)
-    seats: list[int | None] = [*range(n), *([None] if n % 2 else [])]
-    probe = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
-    for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        for one, other in zip(seats[:half], reversed(seats[half:]), strict=True):
-            if one is not None and other is not None and control.rank in (one, other):
-                mine[one + other - control.rank] = _ping(probe, min(one, other), max(one, other), control)
-        seats = [seats[0], seats[-1], *seats[1:-1]]
-    everyone = control.gather(mine)
-    seconds: npt.NDArray[np.float64] = np.maximum(everyone, everyone.T)
-    return seconds
-
-
-def _ping(probe: torch.Tensor, low: int, high: int, control: ControlPlane) -> float:
-    """Seconds to and fro between two ranks."""
-    best = float("inf")
-    for _ in range(REPEATS):
-        begin = time.perf_counter()
-        if control.rank == low:
-            control.send(probe, high)
-            control.receive(probe, high)
-        else:
-            control.receive(probe, low)
-            control.send(probe, low)
-        best = min(best, time.perf_counter() - begin)
-    return best

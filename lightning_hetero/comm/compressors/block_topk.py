@@ -135,7 +135,7 @@ class BlockExchange:
     def probe(self, density: float) -> npt.NDArray[np.float64]:
         """Time messages as they are and as they would be at another density; all ranks have to call it together.
 
-        What comes back are the fields of :class:`~lightning_hetero.core.link.bandwidth.LinkProbe` as this rank saw
+        What comes back are the fields of :class:`~lightning_hetero.core.link.message_link.LinkProbe` as this rank saw
         them.
         """
         self.settle()

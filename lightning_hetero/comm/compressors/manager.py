@@ -13,13 +13,15 @@ from torch import nn
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.collectives.topology import Topology
+from lightning_hetero.comm.compressors.auto import Undecided
 from lightning_hetero.comm.compressors.block_topk import BlockExchange
+from lightning_hetero.comm.compressors.half import HalfExchange
 from lightning_hetero.comm.compressors.in_flight import StepReport
-from lightning_hetero.comm.compressors.powersgd import HalfExchange, LowRankExchange
+from lightning_hetero.comm.compressors.powersgd import LowRankExchange
 from lightning_hetero.comm.compressors.requirements import check_parameters, check_trained, warn_of_untrained
 from lightning_hetero.comm.compressors.residuals import Owed, hand_over_waits, left_alone, own_share, unpaid
 from lightning_hetero.comm.gradients.ddp_hook import HookState
-from lightning_hetero.comm.link.link_benchmark import Undecided, latency
+from lightning_hetero.comm.link.link_benchmark import latency
 from lightning_hetero.comm.link.link_state import LinkWatch
 from lightning_hetero.comm.staleness.dense import Staleness
 from lightning_hetero.compression.block_gradient import BlockGradient
@@ -27,7 +29,7 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.compression.auto import CompressionChoice
 from lightning_hetero.core.compression.objective import DensityChoice
 from lightning_hetero.core.compression.settings import Automatic, BlockTopK, Compressor, HalfPrecision, LowRank
-from lightning_hetero.core.link.bandwidth import MessageLink
+from lightning_hetero.core.link.message_link import MessageLink
 from lightning_hetero.optim.sparse.lazy_update import SparseSteps
 from lightning_hetero.optim.sparse.rules import SparseAdamW, SparseSGD, sparse_steps
 

@@ -7,14 +7,15 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.comm.timing.message_timer import MessageLog, message_seconds
-from lightning_hetero.core.link.bandwidth import LinkEstimate, LinkProbe, MessageLink, sending_rate
+from lightning_hetero.core.link.bandwidth import LinkEstimate, sending_rate
+from lightning_hetero.core.link.message_link import LinkProbe, MessageLink
 
 __all__ = ["LinkWatch"]
 
 Array = npt.NDArray[np.float64]
 
 PROBE = 7
-"""Values of a :class:`~lightning_hetero.core.link.bandwidth.LinkProbe`."""
+"""Values of a :class:`~lightning_hetero.core.link.message_link.LinkProbe`."""
 
 
 class LinkWatch:

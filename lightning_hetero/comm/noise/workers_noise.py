@@ -4,8 +4,9 @@ from typing import Any
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.gradients.ddp_hook import HookState
-from lightning_hetero.comm.noise.collector import NoiseCollector, own_part
-from lightning_hetero.core.noise.estimators import RunningNoiseScale
+from lightning_hetero.comm.noise.collector import NoiseCollector
+from lightning_hetero.comm.noise.window_sums import own_part
+from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.optim.adam_preconditioner import AdamPreconditioner
 
 __all__ = ["WorkersNoise"]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from lightning_hetero.comm.timing.clock import Clock
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.timing.winsorized_mean import sustained
+from lightning_hetero.core.timing.cpu_quota import sustained
 
 __all__ = [
     "BackwardMarks",

@@ -6,30 +6,15 @@ OptPerf does not depend on the progress of training, so that what was solved is 
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_hetero.core.batching.optperf import overlap_state, solve_step_times
-from lightning_hetero.core.timing.step_time import ClusterTimeModel
 from lightning_hetero.core.validation import check_int, check_number
 
-__all__ = [
-    "Candidate",
-    "SolvedTotals",
-    "Window",
-    "candidate_totals",
-    "choose_total",
-    "efficiency",
-    "goodput_of",
-    "goodput_table",
-    "windows_of",
-]
+__all__ = ["Candidate", "Window", "candidate_totals", "choose_total", "efficiency", "goodput_of", "windows_of"]
 
-DRIFT = 0.01
-"""Largest relative change of a step time for which the times of other candidates are kept."""
 
 Window = tuple[int, int]
 """A total, and the number of micro-batches in which it runs."""
@@ -141,129 +126,6 @@ def windows_of(
     return tuple(windows)
 
 
-@dataclass(frozen=True, slots=True)
-class _Solved:
-    """OptPerf of one candidate.
-
-    Args:
-        seconds: step time by the newest model that it was solved for.
-        initial: step time when all candidates were solved together.
-        overlap: overlap state then, see :func:`~lightning_hetero.core.batching.optperf.overlap_state`.
-    """
-
-    seconds: float
-    initial: float
-    overlap: bytes
-
-
-@dataclass(frozen=True)
-class SolvedTotals:
-    """OptPerf of all candidates, kept from one choice of the total to the next (Cannikin, sec. 4.5).
-
-    All are solved together once. A later choice is made by these times and the newest noise scale, and only what was
-    chosen is solved for the newest time model. While its overlap state (which workers are bound by computing) is the
-    one that it had, its time is renewed and the others are kept; else all are solved anew.
-
-    A worker whose speed changes may leave every overlap state as it was, and then a total that is renewed would compete
-    with times of the past. So the times that are kept also have to hold: that of no candidate that is renewed may have
-    changed by more than 1 % since all were solved.
-
-    Args:
-        min_local: fewest samples of each worker and micro-batch for which they were solved.
-        max_local: most samples of each worker and micro-batch, ``None`` for no limit.
-        solved: what is known of each total and number of micro-batches.
-
-    Example:
-        >>> from lightning_hetero.core.timing.step_time import NodeTimeModel
-        >>> cluster = ClusterTimeModel((NodeTimeModel(0.001, 0.1, 0, 0),) * 2)
-        >>> known = SolvedTotals.solve(cluster, [(100, 1), (200, 1)], (1, 1), None)
-        >>> [round(seconds, 3) for seconds in known.times([(100, 1), (200, 1)]).values()]
-        [0.15, 0.2]
-        >>> slower = ClusterTimeModel((NodeTimeModel(0.00101, 0.1, 0, 0),) * 2)
-        >>> [round(seconds, 4) for seconds in known.renewed(slower, [(200, 1)]).times([(100, 1), (200, 1)]).values()]
-        [0.15, 0.201]
-        >>> known.renewed(ClusterTimeModel((NodeTimeModel(0.002, 0.1, 0, 0),) * 2), [(200, 1)]) is None
-        True
-    """
-
-    min_local: tuple[int, ...] = ()
-    max_local: tuple[int, ...] | None = None
-    solved: Mapping[Window, _Solved] = field(default_factory=dict)
-
-    @classmethod
-    def solve(
-        cls,
-        cluster: ClusterTimeModel,
-        windows: Iterable[Window],
-        min_local: Sequence[int],
-        max_local: Sequence[int] | None,
-    ) -> "SolvedTotals":
-        """All candidates, solved together.
-
-        Args:
-            cluster: time model of one micro-batch.
-            windows: each total with the number of its micro-batches.
-            min_local: fewest samples of each worker and micro-batch.
-            max_local: most samples of each worker and micro-batch.
-        """
-        known = cls(tuple(min_local), None if max_local is None else tuple(max_local))
-        return replace(known, solved=known._solve(cluster, windows))
-
-    def _solve(self, cluster: ClusterTimeModel, windows: Iterable[Window]) -> dict[Window, _Solved]:
-        groups: dict[int, list[int]] = {}
-        for total, count in windows:
-            groups.setdefault(count, []).append(total)
-        solved = {}
-        for count, totals in groups.items():
-            whole = cluster.accumulated(count)
-            # Micro-batches whose mean is no whole number differ by one sample; the bounds have to hold the larger ones.
-            sizes = np.append(np.asarray(totals) / count, -(-max(totals) // count))
-            times = solve_step_times(whole, sizes, min_local=self.min_local, max_local=self.max_local)[:-1]
-            for total, seconds, overlap in zip(totals, times.tolist(), overlap_state(whole, times), strict=True):
-                solved[total, count] = _Solved(seconds, seconds, overlap)
-        return solved
-
-    def holds(self, windows: Iterable[Window], min_local: Sequence[int], max_local: Sequence[int] | None) -> bool:
-        """Whether these candidates are known, for these bounds."""
-        bounds = tuple(min_local), None if max_local is None else tuple(max_local)
-        return (self.min_local, self.max_local) == bounds and self.solved.keys() >= {*windows}
-
-    def times(self, windows: Iterable[Window]) -> dict[Window, float]:
-        """Seconds of an optimizer step at the optimal split of each of these candidates."""
-        return {window: self.solved[window].seconds for window in windows}
-
-    def renewed(self, cluster: ClusterTimeModel, windows: Iterable[Window]) -> "SolvedTotals | None":
-        """With these candidates solved for the newest model; ``None`` if with that no candidate is known any more.
-
-        Args:
-            cluster: time model of one micro-batch.
-            windows: candidates whose times a choice rests on.
-        """
-        solved = dict(self.solved)
-        for window, newest in self._solve(cluster, windows).items():
-            before = solved[window]
-            if newest.overlap != before.overlap or abs(newest.seconds - before.initial) > DRIFT * before.initial:
-                return None
-            solved[window] = replace(before, seconds=newest.seconds)
-        return replace(self, solved=solved)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain Python values, fit for any checkpoint."""
-        rows = [[*window, s.seconds, s.initial, s.overlap.hex()] for window, s in self.solved.items()]
-        bounds = None if self.max_local is None else list(self.max_local)
-        return {"min_local": list(self.min_local), "max_local": bounds, "solved": rows}
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> "SolvedTotals":
-        """What :meth:`state_dict` described."""
-        solved = {
-            (int(total), int(count)): _Solved(float(seconds), float(initial), bytes.fromhex(overlap))
-            for total, count, seconds, initial, overlap in state["solved"]
-        }
-        bounds = state["max_local"]
-        return cls(tuple(map(int, state["min_local"])), None if bounds is None else tuple(map(int, bounds)), solved)
-
-
 def goodput_of(times: Mapping[Window, float], *, noise_scale: float, initial_total: int) -> tuple[Candidate, ...]:
     """Goodput of candidates whose step times are known, sorted by total.
 
@@ -281,49 +143,6 @@ def goodput_of(times: Mapping[Window, float], *, noise_scale: float, initial_tot
         share = efficiency(total, noise_scale, initial_total)
         table.append(Candidate(total, count, seconds, total / seconds, share, total / seconds * share))
     return tuple(sorted(table, key=lambda candidate: candidate.total_batch_size))
-
-
-def goodput_table(
-    cluster: ClusterTimeModel,
-    totals: Sequence[int],
-    *,
-    noise_scale: float,
-    initial_total: int,
-    min_local: Sequence[int],
-    max_local: Sequence[int] | None = None,
-    micro_batch_limit: int | None = None,
-    accumulation: int | None = None,
-) -> tuple[Candidate, ...]:
-    """Goodput of every candidate; totals beyond the memory of all workers run as equal micro-batches.
-
-    Totals that the bounds do not allow, in any number of micro-batches, are left out.
-
-    Args:
-        cluster: time model of one micro-batch.
-        totals: candidates for ``B``.
-        noise_scale: ``phi``, as in :func:`efficiency`.
-        initial_total: ``B_0``.
-        min_local: fewest samples of each worker and micro-batch.
-        max_local: most samples of each worker and micro-batch.
-        micro_batch_limit: most samples of all workers in a micro-batch; by default the sum of ``max_local``.
-        accumulation: number of micro-batches; by default as few as the limit allows.
-
-    Example:
-        >>> from lightning_hetero.core.timing.step_time import NodeTimeModel
-        >>> cluster = ClusterTimeModel((NodeTimeModel(0.001, 0.1, 0, 0),) * 2)
-        >>> table = goodput_table(cluster, [100, 200], noise_scale=100, initial_total=100, min_local=(1, 1))
-        >>> [round(c.throughput) for c in table], [round(c.efficiency, 3) for c in table]
-        ([667, 1000], [1.0, 0.667])
-    """
-    windows = windows_of(
-        totals,
-        min_local=min_local,
-        max_local=max_local,
-        micro_batch_limit=micro_batch_limit,
-        accumulation=accumulation,
-    )
-    solved = SolvedTotals.solve(cluster, windows, min_local, max_local)
-    return goodput_of(solved.times(windows), noise_scale=noise_scale, initial_total=initial_total)
 
 
 def choose_total(table: Sequence[Candidate], current: int, *, hysteresis: float = 0.02) -> Candidate:

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetero.core.batching.plan import BatchPlan, proportional_sizes
+from lightning_hetero.core.batching.integer_split import proportional_sizes
+from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
 from lightning_hetero.core.validation import check_int, check_sizes
 
-__all__ = ["bootstrap_sizes", "overlap_state", "solve_optperf", "solve_step_times", "static_sizes"]
+__all__ = ["overlap_state", "solve_optperf", "solve_step_times", "static_sizes"]
 
 Array = npt.NDArray[np.float64]
 Bound = int | Sequence[int] | npt.NDArray[np.int64]
@@ -281,46 +282,6 @@ def overlap_state(cluster: ClusterTimeModel, step_times: Sequence[float] | Array
     """
     alpha_1, beta_1, alpha_2, beta_2 = cluster.coefficients()
     return [np.packbits((t - beta_1) / alpha_1 <= (t - beta_2) / alpha_2).tobytes() for t in np.asarray(step_times)]
-
-
-def bootstrap_sizes(
-    total_batch_size: int,
-    local_batch_sizes: Sequence[int],
-    compute_times: Sequence[float] | Array,
-    *,
-    min_local: Bound = 1,
-    max_local: Bound | None = None,
-) -> tuple[int, ...]:
-    """Next sizes while every worker was seen at one size only (Cannikin, eq. 8).
-
-    ``b_i' = B (1 / t_i) / sum_j (1 / t_j)`` with the time per sample ``t_i = compute_i / b_i``.
-
-    Args:
-        total_batch_size: ``B`` of the next steps.
-        local_batch_sizes: sizes at which the times were taken.
-        compute_times: ``a_i + P_i`` in seconds, ``> 0``.
-        min_local: fewest samples of a worker.
-        max_local: most samples of a worker.
-
-    Returns:
-        One size per worker, sum ``B``.
-
-    Raises:
-        TypeError: if a size is not an integer.
-        ValueError: if the bounds cannot be met, or there is not one time ``>= 0`` per worker.
-
-    Example:
-        >>> bootstrap_sizes(40, [20, 20], [0.1, 0.3])
-        (30, 10)
-    """
-    total = check_int("total_batch_size", total_batch_size, minimum=1)
-    sizes = check_sizes("local_batch_sizes", local_batch_sizes, minimum=0)
-    times = np.asarray(compute_times, dtype=float)
-    if times.shape != (len(sizes),) or not np.all(times >= 0):
-        raise ValueError(f"give one compute time in seconds, > 0, per worker ({len(sizes)}); got {compute_times!r}.")
-    low, high = _bounds(len(sizes), total, min_local, max_local)
-    speed = np.maximum(np.asarray(sizes, dtype=float), 1.0) / np.maximum(times, 1e-9)
-    return proportional_sizes(total, speed, min_local=low, max_local=high)
 
 
 def static_sizes(

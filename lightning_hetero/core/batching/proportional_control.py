@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetero.core.batching.plan import proportional_sizes
+from lightning_hetero.core.batching.integer_split import proportional_sizes
 from lightning_hetero.core.timing.step_times import StepTimes
 
 __all__ = ["ControllerState", "LearnedBound", "control", "smooth"]

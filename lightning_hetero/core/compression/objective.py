@@ -14,13 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetero.core.validation import check_number
-
 __all__ = [
-    "LATE_PENALTY",
     "Change",
     "DensityChoice",
-    "ThroughputModel",
+    "LATE_PENALTY",
     "assumed_penalty",
     "cut_penalty",
     "density_penalty",
@@ -45,71 +42,6 @@ by about a third."""
 
 FORBIDDEN = 1e30
 """Seconds per sample of what must not be chosen."""
-
-
-@dataclass(frozen=True)
-class ThroughputModel:
-    """Samples per second of one worker: linear up to ``alpha`` samples, constant above (StellaTrain, eq. 2, Table 2).
-
-    Args:
-        alpha: samples from which the worker is busy all the time, above 0.
-        beta: samples per second from there on, above 0.
-
-    Raises:
-        TypeError: if a value is no number.
-        ValueError: if it is not above 0.
-
-    Example:
-        >>> rtx_2080_ti_vit = ThroughputModel(alpha=20, beta=99)
-        >>> rtx_2080_ti_vit.throughput(10), rtx_2080_ti_vit.throughput(40)
-        (49.5, 99.0)
-    """
-
-    alpha: float
-    beta: float
-
-    def __post_init__(self) -> None:
-        check_number("alpha", self.alpha, low=0.0, include_low=False)
-        check_number("beta", self.beta, low=0.0, include_low=False)
-
-    def throughput(self, x: float) -> float:
-        """Samples per second at a batch of ``x``."""
-        return float(min(self.beta / self.alpha * x, self.beta))
-
-    def seconds(self, x: float) -> float:
-        """Seconds of an iteration, ``x / f(x)``: constant up to ``alpha`` samples.
-
-        Example:
-            >>> ThroughputModel(20, 100).seconds(5), ThroughputModel(20, 100).seconds(40)
-            (0.2, 0.4)
-        """
-        return max(x, self.alpha) / self.beta
-
-    @classmethod
-    def fit(cls, sizes: Sequence[float], seconds: Sequence[float]) -> "ThroughputModel":
-        """Least squares of the relative error of iteration times, by Nelder-Mead (StellaTrain, sec. 4.1).
-
-        Raises:
-            ValueError: if there is no measurement, or one is not above 0.
-
-        Example:
-            >>> model = ThroughputModel.fit([4, 8, 16, 32, 64], [0.1, 0.1, 0.1, 0.16, 0.32])
-            >>> round(model.alpha, 2), round(model.beta, 1)
-            (20.0, 200.0)
-        """
-        x, t = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
-        if x.size == 0 or x.shape != t.shape or not ((x > 0) & (t > 0)).all():
-            raise ValueError("give one time above 0 for each batch size above 0, and at least one of them.")
-
-        def error(logs: Array) -> float:
-            alpha, beta = np.exp(logs)
-            return float(np.square(np.maximum(x, alpha) / beta / t - 1.0).sum())
-
-        beta = float((x / t).max())
-        starts = [np.log([alpha, beta]) for alpha in (beta * t.min(), x.min(), x.max())]
-        found = [_minimize(error, s, {"xatol": 1e-9, "fatol": 1e-15}) for s in starts]
-        alpha, beta = np.exp(min(found, key=lambda result: float(result.fun)).x)
-        return cls(float(alpha), float(beta))
 
 
 def largest_density(budget: float, message_bytes: Callable[[float], float], densities: Sequence[float]) -> float:

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetero.core.validation import check_choice, check_int, check_number, check_sizes
+from lightning_hetero.core.merging.settings import AdaptiveSettings
+from lightning_hetero.core.validation import check_sizes
 
-__all__ = ["MERGES", "AdaptiveSettings", "MergeRule", "MergeWeights", "merge_weights", "scale_batch_sizes"]
+__all__ = ["MERGES", "MergeRule", "MergeWeights", "merge_weights"]
 
 Array = npt.NDArray[np.float64]
 
@@ -65,100 +66,6 @@ MERGES = {
 }
 """Merge rules by name: Adaptive SGD; elastic averaging with momentum; synchronous model averaging (CROSSBOW), in which
 ``w_i -= (w_i - w) / W`` and ``w += sum_i (w_i - w) / W + gamma (w - w_p)``; the plain mean."""
-
-
-@dataclass(frozen=True)
-class AdaptiveSettings:
-    """Constants of Adaptive SGD, with the paper's defaults but for the last two.
-
-    Args:
-        max_batch_size: ``b_max``, with which every worker begins.
-        min_batch_size: ``b_min``; default ``b_max / 8``, at least 1.
-        beta: samples by which a size changes per update of deviation; default ``b_min / 2``.
-        perturbation: ``delta``, 0 to 1.
-        perturbation_threshold: ``pert_thr``: largest ``||w_i||_2 / |w|`` of a replica that counts as regular.
-        momentum: ``gamma``, 0 to below 1.
-        renormalize: whether weights sum to 1 after the perturbation too.
-        damped: whether a size stops where the worker would have done ``mean(u)`` updates, and the largest is ``b_max``.
-
-    Raises:
-        TypeError: if a value has the wrong type.
-        ValueError: if a value is out of range.
-
-    Example:
-        >>> settings = AdaptiveSettings(64)
-        >>> settings.min_batch_size, settings.beta
-        (8, 4.0)
-    """
-
-    max_batch_size: int
-    min_batch_size: int | None = None
-    beta: float | None = None
-    perturbation: float = 0.1
-    perturbation_threshold: float = 0.1
-    momentum: float = 0.9
-    renormalize: bool = True
-    damped: bool = True
-
-    def __post_init__(self) -> None:
-        check_int("max_batch_size", self.max_batch_size, minimum=1)
-        least = max(1, self.max_batch_size // 8) if self.min_batch_size is None else self.min_batch_size
-        object.__setattr__(self, "min_batch_size", check_int("min_batch_size", least, minimum=1))
-        if least > self.max_batch_size:
-            raise ValueError(
-                f"min_batch_size={least} is above the largest batch, {self.max_batch_size} samples (the DataLoader's "
-                "batch_size). Lower the one or raise the other."
-            )
-        beta = least / 2 if self.beta is None else self.beta
-        object.__setattr__(self, "beta", check_number("beta", beta, low=0.0, include_low=False))
-        check_number("perturbation", self.perturbation, low=0.0, high=1.0)
-        check_number("perturbation_threshold", self.perturbation_threshold, low=0.0)
-        if check_number("momentum", self.momentum, low=0.0) >= 1:
-            raise ValueError(f"momentum={self.momentum} would let the model grow for ever; give a number below 1.")
-        for name in ("renormalize", "damped"):
-            check_choice(name, getattr(self, name), (True, False))
-
-
-def scale_batch_sizes(
-    batch_sizes: Sequence[int], updates: Sequence[int], settings: AdaptiveSettings
-) -> tuple[int, ...]:
-    """Batch sizes for the next mega-batch: ``b_i + beta (u_i - mean(u))``, in whole samples (Algorithm 1).
-
-    The learning rate follows the rounded size: ``lr_i b_i' / b_i``, so ``lr_i`` is ``b_i / b_max`` times the user's.
-
-    Args:
-        batch_sizes: ``b_i`` of each worker, between the bounds.
-        updates: ``u_i``, updates that each worker did in the mega-batch.
-        settings: bounds and ``beta``. With ``damped`` the step is ``min(beta, b_i / mean(u))`` per update and ends at
-            a bound, and then all sizes grow alike until the largest is ``b_max``; without, a step that would cross a
-            bound is left out, as printed.
-
-    Raises:
-        ValueError: if the lists differ in length, or no worker did an update.
-
-    Example:
-        >>> scale_batch_sizes([64, 64], [18, 6], AdaptiveSettings(64))
-        (64, 40)
-        >>> scale_batch_sizes([64, 64], [75, 25], AdaptiveSettings(64))
-        (64, 32)
-        >>> scale_batch_sizes([64, 64], [75, 25], AdaptiveSettings(64, damped=False))
-        (64, 64)
-    """
-    sizes = np.asarray(check_sizes("batch_sizes", batch_sizes, minimum=1), dtype=float)
-    u = np.asarray(check_sizes("updates", updates, minimum=0, length=len(sizes)), dtype=float)
-    mean = u.mean()
-    if mean == 0:
-        raise ValueError("no worker did an update in this mega-batch, so that there is nothing to scale sizes by.")
-    assert settings.beta is not None
-    assert settings.min_batch_size is not None
-    low, high = settings.min_batch_size, settings.max_batch_size
-    if settings.damped:
-        scaled = np.clip(sizes + np.minimum(settings.beta, sizes / mean) * (u - mean), low, high)
-        scaled *= high / scaled.max()
-    else:
-        printed = sizes + settings.beta * (u - mean)
-        scaled = np.where((printed >= low) & (printed <= high), printed, sizes)
-    return tuple(int(size) for size in np.floor(scaled + 0.5))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lightning_hetero.core.batching.plan import BatchPlan
-from lightning_hetero.core.link.bandwidth import MessageLink
-from lightning_hetero.core.noise.estimators import RunningNoiseScale
+from lightning_hetero.core.link.message_link import MessageLink
+from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
 
 if TYPE_CHECKING:  # it takes scipy, which most runs have no need of

@@ -9,7 +9,6 @@ import numpy as np
 
 from lightning_hetero.core.batching.goodput import (
     Candidate,
-    SolvedTotals,
     Window,
     candidate_totals,
     choose_total,
@@ -18,6 +17,7 @@ from lightning_hetero.core.batching.goodput import (
     windows_of,
 )
 from lightning_hetero.core.batching.optperf import solve_optperf
+from lightning_hetero.core.batching.optperf_cache import SolvedTotals
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.perf_model import Decision, PerfModelPlanner, PlanContext, Proposal
@@ -69,7 +69,7 @@ class GoodputPlanner:
         moves_total: tells the engine that a run goes on with the total that it had reached.
 
     Example:
-        >>> from lightning_hetero.core.noise.estimators import RunningNoiseScale
+        >>> from lightning_hetero.core.noise.running import RunningNoiseScale
         >>> import numpy as np
         >>> noise = RunningNoiseScale().update(trace=900.0, global_sq_norm=1.0 + 900 / 40, total_batch_size=40)
         >>> context = PlanContext(40, ("a", "b"), (1, 1), noise=noise)

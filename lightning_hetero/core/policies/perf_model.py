@@ -15,8 +15,9 @@ from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision, PlanContext, Planner, Proposal
-from lightning_hetero.core.policies.proportional import ProportionalPlanner, StaticPlanner
+from lightning_hetero.core.policies.proportional import ProportionalPlanner
 from lightning_hetero.core.policies.split_rule import RuleSettings, cost, doubt, horizon
+from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.core.timing.expected_maximum import expected_maximum, larger_error
 from lightning_hetero.core.timing.link_times import LinkTimes
 from lightning_hetero.core.timing.residual_time import Residual

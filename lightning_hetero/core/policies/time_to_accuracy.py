@@ -14,15 +14,16 @@ import numpy as np
 
 from lightning_hetero.core.batching.goodput import Candidate, Window
 from lightning_hetero.core.batching.plan import BatchPlan
-from lightning_hetero.core.compression.convergence_profile import ProfilePenalty
+from lightning_hetero.core.compression.bayesian_search import ProfilePenalty
 from lightning_hetero.core.compression.objective import (
     Change,
     DensityChoice,
     assumed_penalty,
     minimise_time_to_accuracy,
 )
-from lightning_hetero.core.link.bandwidth import LinkEstimate, LinkProbe, MessageLink, sending_rate, without_messages
+from lightning_hetero.core.link.bandwidth import LinkEstimate, sending_rate
 from lightning_hetero.core.link.late_choice import SAME_LINK, LateChoice
+from lightning_hetero.core.link.message_link import LinkProbe, MessageLink, without_messages
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.goodput import GoodputPlanner
 from lightning_hetero.core.policies.perf_model import Decision, PlanContext, Proposal

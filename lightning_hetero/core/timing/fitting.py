@@ -1,11 +1,13 @@
 """Estimate ``gamma``, ``t_o`` and ``t_u`` from the steps of one round (Cannikin, eq. 12)."""
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.observations import StepObservations
 
-__all__ = ["estimate_gamma", "estimate_sync_times", "steps_that_tell"]
+__all__ = ["estimate_gamma", "estimate_sync_times", "fit_line", "steps_that_tell"]
 
 Array = npt.NDArray[np.float64]
 
@@ -81,3 +83,55 @@ def estimate_sync_times(
         t_o = t_o if tells is None else t_o[tells]
         return float(np.median(t_o)), float(np.median(last.min(axis=1)))
     return float(t_o.min()), float(np.median(last.min(axis=1)))
+
+
+def fit_line(x: Array, y: Array, weight: Array | None = None, *, iterations: int = 20) -> tuple[float, float]:
+    """Robust line ``y = slope x + intercept`` with both coefficients ``>= 0``.
+
+    Minimises the Huber loss of the *relative* residuals (timings scatter in proportion to their length) by iteratively
+    re-weighted least squares; each round is solved exactly over the non-negative quadrant.
+
+    Args:
+        x: positions, shape ``(n,)``.
+        y: values, shape ``(n,)``, ``>= 0``.
+        weight: weight of each point, e.g. its number of repetitions or its age.
+        iterations: most rounds of re-weighting.
+
+    Returns:
+        ``(slope, intercept)``; through the origin if all ``x`` are equal.
+
+    Example:
+        >>> slope, intercept = fit_line(np.array([1.0, 2, 3, 4]), np.array([3.0, 5, 7, 90]))
+        >>> round(slope, 3), round(intercept, 3)
+        (2.0, 1.0)
+    """
+    w = np.ones_like(y) if weight is None else np.asarray(weight, dtype=float)
+    scale = np.maximum(y, 1e-3 * max(float(y.max()), 1e-12))
+    base = w / scale**2
+    robust = np.ones_like(y)
+    line = (0.0, 0.0)
+    for _ in range(iterations):
+        previous, line = line, _non_negative_line(x, y, base * robust)
+        if len(y) <= 2 or all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(line, previous, strict=True)):
+            break
+        residual = np.abs(y - line[0] * x - line[1]) / scale
+        spread = 1.4826 * float(np.median(residual))
+        cut = 1.345 * max(spread, 1e-9)
+        robust = np.minimum(1.0, cut / np.maximum(residual, 1e-300))
+    return line
+
+
+def _non_negative_line(x: Array, y: Array, w: Array) -> tuple[float, float]:
+    """Weighted least squares over ``slope, intercept >= 0``: the optimum inside, else the better of the two edges."""
+    total = w.sum()
+    x_mean, y_mean = (w * x).sum() / total, (w * y).sum() / total
+    spread = (w * (x - x_mean) ** 2).sum()
+    through_origin = (float((w * x * y).sum() / max((w * x * x).sum(), 1e-300)), 0.0)
+    if spread <= 1e-12 * total * max(x_mean, 1e-12) ** 2:
+        return through_origin
+    slope = float((w * (x - x_mean) * (y - y_mean)).sum() / spread)
+    intercept = float(y_mean - slope * x_mean)
+    if slope >= 0 and intercept >= 0:
+        return slope, intercept
+    flat = (0.0, float(y_mean))
+    return min(through_origin, flat, key=lambda line: float((w * (y - line[0] * x - line[1]) ** 2).sum()))

@@ -6,7 +6,6 @@ and ``t_u`` the synchronisation of all buckets but the last, and of the last. Al
 for others: the fit takes what a worker did, not how long it stood.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,17 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.timing.fitting import estimate_gamma, estimate_sync_times, steps_that_tell
+from lightning_hetero.core.timing.fitting import estimate_gamma, estimate_sync_times, fit_line, steps_that_tell
 from lightning_hetero.core.timing.winsorized_mean import pace
 from lightning_hetero.core.validation import check_number
 
-__all__ = [
-    "ClusterTimeModel",
-    "NodeModels",
-    "NodeTimeModel",
-    "fit_line",
-    "fit_node",
-]
+__all__ = ["ClusterTimeModel", "NodeModels", "NodeTimeModel", "fit_node"]
 
 Array = npt.NDArray[np.float64]
 
@@ -242,58 +235,6 @@ def _paces(sizes: Array, forward: Array, backward: Array) -> tuple[Array, Array,
     windows = [which.ravel() == i for i in range(len(distinct))]
     forward, backward = (np.array([pace(y[window]) for window in windows]) for y in (forward, backward))
     return distinct, forward, backward, count.astype(float)
-
-
-def fit_line(x: Array, y: Array, weight: Array | None = None, *, iterations: int = 20) -> tuple[float, float]:
-    """Robust line ``y = slope x + intercept`` with both coefficients ``>= 0``.
-
-    Minimises the Huber loss of the *relative* residuals (timings scatter in proportion to their length) by iteratively
-    re-weighted least squares; each round is solved exactly over the non-negative quadrant.
-
-    Args:
-        x: positions, shape ``(n,)``.
-        y: values, shape ``(n,)``, ``>= 0``.
-        weight: weight of each point, e.g. its number of repetitions or its age.
-        iterations: most rounds of re-weighting.
-
-    Returns:
-        ``(slope, intercept)``; through the origin if all ``x`` are equal.
-
-    Example:
-        >>> slope, intercept = fit_line(np.array([1.0, 2, 3, 4]), np.array([3.0, 5, 7, 90]))
-        >>> round(slope, 3), round(intercept, 3)
-        (2.0, 1.0)
-    """
-    w = np.ones_like(y) if weight is None else np.asarray(weight, dtype=float)
-    scale = np.maximum(y, 1e-3 * max(float(y.max()), 1e-12))
-    base = w / scale**2
-    robust = np.ones_like(y)
-    line = (0.0, 0.0)
-    for _ in range(iterations):
-        previous, line = line, _non_negative_line(x, y, base * robust)
-        if len(y) <= 2 or all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(line, previous, strict=True)):
-            break
-        residual = np.abs(y - line[0] * x - line[1]) / scale
-        spread = 1.4826 * float(np.median(residual))
-        cut = 1.345 * max(spread, 1e-9)
-        robust = np.minimum(1.0, cut / np.maximum(residual, 1e-300))
-    return line
-
-
-def _non_negative_line(x: Array, y: Array, w: Array) -> tuple[float, float]:
-    """Weighted least squares over ``slope, intercept >= 0``: the optimum inside, else the better of the two edges."""
-    total = w.sum()
-    x_mean, y_mean = (w * x).sum() / total, (w * y).sum() / total
-    spread = (w * (x - x_mean) ** 2).sum()
-    through_origin = (float((w * x * y).sum() / max((w * x * x).sum(), 1e-300)), 0.0)
-    if spread <= 1e-12 * total * max(x_mean, 1e-12) ** 2:
-        return through_origin
-    slope = float((w * (x - x_mean) * (y - y_mean)).sum() / spread)
-    intercept = float(y_mean - slope * x_mean)
-    if slope >= 0 and intercept >= 0:
-        return slope, intercept
-    flat = (0.0, float(y_mean))
-    return min(through_origin, flat, key=lambda line: float((w * (y - line[0] * x - line[1]) ** 2).sum()))
 
 
 def fit_node(

@@ -13,7 +13,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_hetero.callbacks import GNSCallback, LookAheadCallback, PolicyCallback
-from lightning_hetero.core.batching.plan import BatchPlan, even_sizes
+from lightning_hetero.core.batching.integer_split import even_sizes
+from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.compression.settings import BlockTopK
 from lightning_hetero.core.policies.perf_model import PlanContext, Proposal, StaticPlanner
 from lightning_hetero.probe_job import VARIABLE, ProbeOrder, ProbeReport

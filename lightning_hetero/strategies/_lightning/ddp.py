@@ -25,7 +25,6 @@ from lightning_hetero.frontend.compression import attach_compression, lead_optim
 from lightning_hetero.frontend.loaders import (
     NOT_MET,
     balanced_evaluation_loader,
-    recount_batches,
     stream_of,
     timed_loader,
     why_not_uneven,
@@ -38,6 +37,7 @@ from lightning_hetero.frontend.wrap_model import WrappedModel
 from lightning_hetero.strategies._arguments import check_arguments, refuse_for_own_loops
 from lightning_hetero.strategies._checkpoint import CheckpointMixin, resume_position
 from lightning_hetero.strategies._lightning.ending import EndingMixin
+from lightning_hetero.strategies._lightning.epoch_length import recount_batches
 from lightning_hetero.strategies._lightning.memory_probe import probe_module
 from lightning_hetero.strategies._lightning.policy import attach_policy, tell_settings
 from lightning_hetero.strategies._lightning.staleness import attach_staleness

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_hetero.callbacks._gns.base import INTERVAL, source_of
+from lightning_hetero.callbacks._gns.base import INTERVAL
+from lightning_hetero.callbacks._gns.sources import source_of
 from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
-from lightning_hetero.comm.noise import collector as noise
+from lightning_hetero.comm.noise import window_sums
 from lightning_hetero.comm.noise.collector import NoiseCollector
 from lightning_hetero.comm.timing.clock import HostClock
 from lightning_hetero.comm.timing.step_timer import StepObserver
@@ -57,7 +58,7 @@ def at_once(state, bucket):
 @pytest.mark.parametrize("micro", [1, 2], ids=["one batch", "two micro-batches"])
 def test_no_step_of_an_interval_reads_the_device(micro, adam, monkeypatch):
     """More steps than norms may wait, so that they are added up in between; only the message reads them."""
-    monkeypatch.setattr(noise, "HELD", 12)
+    monkeypatch.setattr(window_sums, "HELD", 12)
     weights = parameters()
     hook = HookState(StepObserver(HostClock()), 2, inner=at_once)
     hook.norms.preconditioner = adam_of(weights) if adam else None

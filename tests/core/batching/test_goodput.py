@@ -10,16 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.core.batching import goodput
-from lightning_hetero.core.batching.goodput import (
-    Candidate,
-    SolvedTotals,
-    candidate_totals,
-    choose_total,
-    efficiency,
-    goodput_table,
-)
+from lightning_hetero.core.batching import optperf_cache
+from lightning_hetero.core.batching.goodput import Candidate, candidate_totals, choose_total, efficiency
 from lightning_hetero.core.batching.optperf import solve_optperf, solve_step_times
+from lightning_hetero.core.batching.optperf_cache import SolvedTotals, goodput_table
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
 
 moderate = settings(max_examples=60, deadline=None, derandomize=True)
@@ -172,7 +166,7 @@ def asked(monkeypatch):
         calls.append([round(total) for total in totals][:-1])  # the last one stands for the bounds
         return solve_step_times(cluster, totals, **bounds)
 
-    monkeypatch.setattr(goodput, "solve_step_times", solve)
+    monkeypatch.setattr(optperf_cache, "solve_step_times", solve)
     return calls
 
 

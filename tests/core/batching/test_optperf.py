@@ -8,13 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
-from lightning_hetero.core.batching.optperf import (
-    bootstrap_sizes,
-    overlap_state,
-    solve_optperf,
-    solve_step_times,
-    static_sizes,
-)
+from lightning_hetero.core.as_published import bootstrap_sizes
+from lightning_hetero.core.batching.optperf import overlap_state, solve_optperf, solve_step_times, static_sizes
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
 
 moderate = settings(max_examples=200, deadline=None, derandomize=True)

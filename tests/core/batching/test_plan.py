@@ -8,14 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.core.batching.plan import (
-    BatchPlan,
-    PlanEntry,
-    PlanHistory,
-    even_sizes,
-    proportional_sizes,
-    tail_sizes,
-)
+from lightning_hetero.core.batching.integer_split import even_sizes, proportional_sizes, tail_sizes
+from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry, PlanHistory
 
 moderate = settings(max_examples=200, deadline=None, derandomize=True)
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.core.batching.plan import even_sizes, proportional_sizes
+from lightning_hetero.core.batching.integer_split import even_sizes, proportional_sizes
 from lightning_hetero.core.batching.proportional_control import ControllerState, LearnedBound, control, smooth
 from tests.core.batching.paper_controller import PaperController
 from tests.quota import QuotaCluster

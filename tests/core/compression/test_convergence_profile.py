@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from lightning_hetero.core.compression.convergence_profile import (
-    ConvergenceProfile,
+from lightning_hetero.core.compression.bayesian_search import (
     ConvergenceSurrogate,
     expected_improvement,
     profile_convergence,
 )
+from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
 
 
 def truth(rate, total):

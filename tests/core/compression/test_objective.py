@@ -3,13 +3,9 @@
 import numpy as np
 import pytest
 
+from lightning_hetero.core.as_published import ThroughputModel
 from lightning_hetero.core.batching.optperf import solve_optperf
-from lightning_hetero.core.compression.objective import (
-    ThroughputModel,
-    largest_density,
-    minimise_time_to_accuracy,
-    time_to_accuracy,
-)
+from lightning_hetero.core.compression.objective import largest_density, minimise_time_to_accuracy, time_to_accuracy
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
 
 TABLE_2 = {  # (alpha, beta): samples that saturate the GPU, images per second then

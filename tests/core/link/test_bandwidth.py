@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from lightning_hetero.core.link.bandwidth import IDLE, MARGIN, LinkEstimate, MessageLink, without_messages
+from lightning_hetero.core.link.bandwidth import IDLE, MARGIN, LinkEstimate
+from lightning_hetero.core.link.message_link import MessageLink, without_messages
 from lightning_hetero.core.observations import StepObservations
 
 

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.core.merging.rules import MERGES, AdaptiveSettings, merge_weights, scale_batch_sizes
+from lightning_hetero.core.merging.batch_scaling import scale_batch_sizes
+from lightning_hetero.core.merging.rules import MERGES, merge_weights
+from lightning_hetero.core.merging.settings import AdaptiveSettings
 
 PRINTED = AdaptiveSettings(64, damped=False, renormalize=False)
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from lightning_hetero.core.noise.estimators import (
     METHODS,
     NoiseScaleEstimate,
-    RunningNoiseScale,
     estimate_from_local_norms,
     estimate_from_two_sizes,
     estimate_noise_scale,
     local_estimates,
 )
+from lightning_hetero.core.noise.running import RunningNoiseScale
 
 TRIALS = 20_000
 DIMENSION = 12

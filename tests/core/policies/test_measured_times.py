@@ -9,7 +9,8 @@ import pytest
 
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.compression.auto import pack_bytes
-from lightning_hetero.core.link.bandwidth import LinkEstimate, LinkProbe, MessageLink, sending_rate
+from lightning_hetero.core.link.bandwidth import LinkEstimate, sending_rate
+from lightning_hetero.core.link.message_link import LinkProbe, MessageLink
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner, PlanContext
 from lightning_hetero.core.policies.time_to_accuracy import TimeToAccuracyPlanner

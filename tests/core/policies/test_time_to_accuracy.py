@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from lightning_hetero.core.batching.plan import BatchPlan
-from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile, ProfilePenalty
+from lightning_hetero.core.compression.bayesian_search import ProfilePenalty
+from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
 from lightning_hetero.core.compression.objective import density_penalty
-from lightning_hetero.core.link.bandwidth import LinkEstimate, LinkProbe, MessageLink, sending_rate, without_messages
+from lightning_hetero.core.link.bandwidth import LinkEstimate, sending_rate
 from lightning_hetero.core.link.late_choice import LOOKS
-from lightning_hetero.core.noise.estimators import RunningNoiseScale
+from lightning_hetero.core.link.message_link import LinkProbe, MessageLink, without_messages
+from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.perf_model import PlanContext
 from lightning_hetero.core.policies.time_to_accuracy import TimeToAccuracyPlanner

@@ -9,12 +9,8 @@ from hypothesis import strategies as st
 from scipy.optimize import least_squares
 
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.timing.step_time import (
-    ClusterTimeModel,
-    NodeTimeModel,
-    fit_line,
-    fit_node,
-)
+from lightning_hetero.core.timing.fitting import fit_line
+from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel, fit_node
 
 moderate = settings(max_examples=150, deadline=None, derandomize=True)
 seconds = st.floats(0, 10)

@@ -1,0 +1,32 @@
+"""Choose where the norms come from, by what runs the training."""
+
+from typing import Any
+
+from lightning_hetero.callbacks._gns.base import Source
+from lightning_hetero.callbacks._gns.hetero_ddp import EngineSource
+from lightning_hetero.callbacks._gns.plain_ddp import PlainDDPSource
+from lightning_hetero.callbacks._gns.single_worker import SingleWorkerSource
+from lightning_hetero.callbacks.base import MisconfigurationException
+from lightning_hetero.engine import HeteroEngine
+
+__all__ = ["source_of"]
+
+
+def source_of(trainer: Any, *, method: str, every_n_steps: int, horizon: float) -> Source:
+    """The source of this trainer's gradients.
+
+    Raises:
+        MisconfigurationException: if the strategy shards the model or gives no access to its gradients.
+    """
+    settings: dict[str, Any] = {"every_n_steps": every_n_steps, "horizon": horizon}
+    engine = getattr(trainer.strategy, "engine", None)
+    if trainer.world_size == 1:
+        return SingleWorkerSource(**settings)
+    if isinstance(engine, HeteroEngine):
+        return EngineSource(engine, method=method, **settings)
+    if any(cls.__name__ == "DDPStrategy" for cls in type(trainer.strategy).__mro__):
+        return PlainDDPSource(trainer.global_rank, trainer.world_size, method=method, **settings)
+    raise MisconfigurationException(
+        f"GNSCallback reads gradients from DDP's communication hook; {type(trainer.strategy).__name__} has "
+        "none. Use strategy='hetero_ddp' or 'ddp'."
+    )

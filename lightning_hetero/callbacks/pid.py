@@ -1,0 +1,33 @@
+"""Proportional control of batch sizes as a Lightning callback (dynamic batching, sec. III-C)."""
+
+from lightning_hetero.callbacks.base import PolicyCallback
+from lightning_hetero.core.policies.perf_model import ProportionalPlanner
+from lightning_hetero.core.validation import check_choice, check_number
+
+__all__ = ["DynamicBatchPIDCallback"]
+
+
+class DynamicBatchPIDCallback(PolicyCallback):
+    """Equalise compute times by proportional control, with no time model (dynamic batching, sec. III-C).
+
+    Args:
+        dead_band: sizes change only if one of them would by more than this share, 0 to 1.
+        decay: weight of the past in the moving average of compute times, 0 to 1.
+        start: sizes to begin with: ``"open_loop"``, in proportion to peak half-precision FLOP/s (cores, among equal
+            CPUs), or ``"equal"``. Sizes that the strategy's ``local_batch_sizes`` gives go first, and so does what an
+            earlier run has learned of the same hardware.
+
+    Raises:
+        TypeError: if a number is none.
+        ValueError: if an argument is out of range.
+
+    Example:
+        >>> DynamicBatchPIDCallback(dead_band=0.1).policy
+        'pid'
+    """
+
+    def __init__(self, dead_band: float = 0.05, decay: float = 0.9, start: str = "open_loop") -> None:
+        check_number("dead_band", dead_band, low=0.0, high=1.0)
+        check_number("decay", decay, low=0.0, high=1.0)
+        check_choice("start", start, ("open_loop", "equal"))
+        super().__init__(ProportionalPlanner(dead_band=dead_band, decay=decay, start=start))

@@ -1,0 +1,79 @@
+"""Find out which ranks share a fast link: by names that are given, or by timing messages."""
+
+import os
+import socket
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.core.link.clusters import Clusters, check_clusters, clusters_by_name, clusters_by_time
+
+__all__ = ["VARIABLE", "link_seconds"]
+
+
+VARIABLE = "LIGHTNING_HETERO_CLUSTER"
+
+
+PROBE_BYTES = 262_144
+
+
+REPEATS = 3
+
+
+def discover_clusters(setting: Any, control: ControlPlane) -> Clusters:
+    ranks = range(control.world_size)
+    if setting is None or control.world_size == 1:
+        return tuple((rank,) for rank in ranks)
+    if setting == "nodes":
+        return clusters_by_name(control.gather_objects(socket.gethostname()))
+    if setting == "env":
+        names = control.gather_objects(os.environ.get(VARIABLE))
+        missing = [rank for rank in ranks if not names[rank]]
+        if missing:
+            raise ValueError(
+                f"hierarchy='env' reads the cluster of each process from {VARIABLE}, which is not set on rank "
+                f"{', '.join(map(str, missing))}. Set it to a name that the processes of one cluster share."
+            )
+        return clusters_by_name(names)
+    if setting == "auto":
+        return clusters_by_time(link_seconds(control))
+    return check_clusters(setting, control.world_size)
+
+
+def link_seconds(control: ControlPlane) -> npt.NDArray[np.float64]:
+    """Seconds of a small transfer between each two ranks, the best of three, shape (N, N); a collective call.
+
+    Ranks meet in pairs, as in a tournament in which each plays once in a round, and send 256 KiB to and fro.
+    """
+    n = control.world_size
+    mine = np.zeros(n)
+    seats: list[int | None] = [*range(n), *([None] if n % 2 else [])]
+    probe = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        for one, other in zip(seats[:half], reversed(seats[half:]), strict=True):
+            if one is not None and other is not None and control.rank in (one, other):
+                mine[one + other - control.rank] = _ping(probe, min(one, other), max(one, other), control)
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    everyone = control.gather(mine)
+    seconds: npt.NDArray[np.float64] = np.maximum(everyone, everyone.T)
+    return seconds
+
+
+def _ping(probe: torch.Tensor, low: int, high: int, control: ControlPlane) -> float:
+    """Seconds to and fro between two ranks."""
+    best = float("inf")
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        if control.rank == low:
+            control.send(probe, high)
+            control.receive(probe, high)
+        else:
+            control.receive(probe, low)
+            control.send(probe, low)
+        best = min(best, time.perf_counter() - begin)
+    return best

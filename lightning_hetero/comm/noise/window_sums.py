@@ -1,0 +1,173 @@
+"""Sums of squared norms over accumulation windows, of one rank and of all ranks together."""
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.core.noise.running import RunningNoiseScale
+
+__all__ = ["NOISE_FIELDS", "NoiseSums", "merge_parts", "own_part"]
+
+
+NOISE_FIELDS = 6
+
+
+HELD = 512
+"""Squared norms that wait, as numbers on the device, until they are added up together: of a hundred steps or of one."""
+
+
+Squares = Sequence[torch.Tensor]
+"""Parts of a squared norm, to be added up: one for each bucket, say."""
+
+
+class NoiseSums:
+    """One rank's part of the sums over steps of ``S`` and of ``|g|^2``, each weighted by the samples of its step.
+
+    Steps with a norm that is not finite are left out. A rank may know the norm of a part of the averaged gradient only,
+    so ranks compare which steps these are, and leave out those of any of them (:meth:`agreed`).
+
+    Example:
+        >>> sums, estimator = NoiseSums(), window_estimator(((4,), (4,)), nested=True)
+        >>> whole = [torch.tensor(0.5), torch.tensor(0.5)]
+        >>> sums.add(estimator.parts[0], estimator.samples, [[torch.tensor(0.5625)], whole, whole])
+        >>> sums.take().tolist()  # B S, B |g|^2, steps and samples that are finite, steps
+        [80.0, 8.0, 1.0, 8.0, 1.0]
+    """
+
+    def __init__(self) -> None:
+        self._before, self._steps = np.zeros(5), 0
+        self._rows: list[torch.Tensor] = []
+        self._waiting: list[tuple[Sequence[Sequence[float]], float, Sequence[Squares]]] = []
+        self._held = 0
+
+    @property
+    def steps(self) -> int:
+        """Steps since the last :meth:`take`."""
+        return self._steps
+
+    def add(self, part: Sequence[Sequence[float]], samples: float, squares: Sequence[Squares]) -> None:
+        """Add a step.
+
+        Args:
+            part: this rank's coefficients, of :class:`~lightning_hetero.core.noise.accumulation.WindowEstimator`.
+            samples: samples that the step counts for.
+            squares: squared norms of the first micro-batch, of the whole window, and of the average.
+        """
+        self._waiting.append((part, samples, squares))
+        self._steps += 1
+        self._held += sum(map(len, squares))
+        if self._held >= HELD:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Add up the steps that wait."""
+        if not self._waiting:
+            return
+        parts, samples, norms_of = zip(*self._waiting, strict=True)
+        self._waiting, self._held = [], 0
+        kinds = [several for step in norms_of for several in step]
+        squares = torch.stack([value for several in kinds for value in several]).double()
+
+        def there(values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype).to(squares.device, non_blocking=True)
+
+        places = there([place for place, several in enumerate(kinds) for _ in several], torch.int64)
+        norms = squares.new_zeros(len(kinds)).index_add_(0, places, squares).view(-1, 3)
+        weights = there(samples, torch.float64)[:, None]
+        sums = (there(parts, torch.float64) @ norms[:, :, None])[:, :, 0] * weights
+        finite = norms.isfinite().all(dim=1, keepdim=True)
+        self._rows.append(torch.cat([sums, finite, weights], dim=1))
+
+    def _each(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each step: ``(B S, B |g|^2, 1, B, 1)``, and whether all norms that this rank knows are finite."""
+        self._settle()
+        rows = torch.cat(self._rows).cpu().numpy() if self._rows else np.zeros((0, 4))
+        self._rows = [torch.from_numpy(rows)] if self._rows else []
+        ones = np.ones(len(rows))
+        return np.column_stack([rows[:, :2], ones, rows[:, 3], ones]), rows[:, 2] > 0
+
+    def _sum(self, each: np.ndarray, finite: Any) -> np.ndarray:
+        total: np.ndarray = self._before + each[finite].sum(axis=0)
+        total[4] = self._before[4] + len(each)
+        return total
+
+    def peek(self) -> np.ndarray:
+        """``(sum of B S, of B |g|^2, finite steps, their samples, steps)`` since the last :meth:`take`.
+
+        A sixth number tells which steps are not finite on this rank, for :meth:`agreed`; 0 if there are none.
+        """
+        each, finite = self._each()
+        left_out = 0 if finite.all() else 1 + zlib.crc32(np.packbits(finite).tobytes())
+        return np.array([*self._sum(each, finite), left_out])
+
+    def agreed(self, parts: np.ndarray, control: ControlPlane) -> np.ndarray:
+        """The same parts of all ranks, shape ``(ranks, 5)``, with the same steps left out of each.
+
+        Args:
+            parts: :meth:`peek` of each rank.
+            control: sends two more messages, where ranks have left out different steps.
+        """
+        if (parts[:, 5] == parts[0, 5]).all():
+            return parts[:, :5]
+        each, finite = self._each()
+        everyone = control.gather(finite.astype(float)).all(axis=0)
+        return control.gather(self._sum(each, everyone))
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._before, self._steps, self._rows = np.zeros(5), 0, []
+
+    def take(self) -> np.ndarray:
+        """The first five numbers of :meth:`peek`, and begin anew."""
+        out = self.peek()[:5]
+        self.clear()
+        return out
+
+    def load(self, part: Sequence[float]) -> None:
+        """Go on from what :meth:`agreed` gave this rank."""
+        self._before, self._steps, self._rows = np.array(part, dtype=float), int(part[4]), []
+
+
+def merge_parts(
+    running: RunningNoiseScale, parts: np.ndarray, *, biased: bool = False, weight: float = 1.0
+) -> RunningNoiseScale:
+    """The running estimate with the parts of all ranks, shape ``(ranks, 5)``, of one interval.
+
+    Args:
+        running: estimate so far.
+        parts: :meth:`NoiseSums.take` of each rank.
+        biased: whether they rest on successive steps.
+        weight: steps that each of the steps counts as.
+
+    Example:
+        >>> parts = np.array([[48.0, 18.0, 3, 24, 3], [48.0, 18.0, 3, 24, 3]])
+        >>> round(merge_parts(RunningNoiseScale(), parts).noise_scale, 6)
+        4.0
+    """
+    finite, samples, steps = parts[0, 2:]
+    if finite:
+        running = running.update(
+            trace=float(parts[:, 0].sum() / samples),
+            global_sq_norm=float(parts[:, 1].sum() / samples),
+            total_batch_size=float(samples / finite),
+            steps=float(finite) * weight,
+            biased=biased,
+        )
+    return running.left_out(int(steps - finite))
+
+
+def own_part(parts: Sequence[Sequence[float]], rank: int, world_size: int) -> list[float]:
+    """This rank's part of an interval that was cut, by another number of ranks perhaps.
+
+    Example:
+        >>> own_part([[6.0, 2.0, 3.0, 18.0, 3.0], [2.0, 2.0, 3.0, 18.0, 3.0]], rank=0, world_size=4)
+        [2.0, 1.0, 3.0, 18.0, 3.0]
+    """
+    if len(parts) == world_size:
+        return [float(value) for value in parts[rank]]
+    sums = [sum(values) / world_size for values in zip(*parts, strict=True)]
+    return [*sums[:2], *map(float, parts[0][2:])]

@@ -1,0 +1,126 @@
+"""Split a batch into whole samples: evenly, in proportion, and the ragged last batch of an epoch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["even_sizes", "proportional_sizes", "tail_sizes"]
+
+
+def even_sizes(total: int, workers: int) -> tuple[int, ...]:
+    """Sizes that differ by one sample at most and sum to ``total``, the larger ones first.
+
+    Args:
+        total: samples to hand out, ``>= 0``.
+        workers: number of workers, ``>= 1``.
+
+    Returns:
+        One size per worker.
+
+    Example:
+        >>> even_sizes(10, 4)
+        (3, 3, 2, 2)
+    """
+    return tuple(total // workers + (i < total % workers) for i in range(workers))
+
+
+def proportional_sizes(
+    total: int,
+    shares: Sequence[float] | np.ndarray,
+    *,
+    min_local: Sequence[int] | np.ndarray | int = 0,
+    max_local: Sequence[int] | np.ndarray | None = None,
+) -> tuple[int, ...]:
+    """Integer sizes proportional to ``shares`` within bounds, by largest remainder; they sum to ``total`` exactly.
+
+    Workers that hit a bound are fixed there and the rest is shared by the others in proportion.
+
+    Args:
+        total: samples to hand out.
+        shares: non-negative weight of each worker, not all zero.
+        min_local: lower bound of each size.
+        max_local: upper bound of each size, ``None`` for none.
+
+    Returns:
+        One size per worker, sum ``total``.
+
+    Raises:
+        ValueError: if the bounds cannot give ``total``, or a share is negative or not finite.
+
+    Example:
+        >>> proportional_sizes(10, [1.0, 0.5, 0.3])
+        (5, 3, 2)
+        >>> proportional_sizes(12, [3, 1], max_local=[6, 100])
+        (6, 6)
+    """
+    weight = np.asarray(shares, dtype=float)
+    if not np.all(np.isfinite(weight)) or np.any(weight < 0) or weight.sum() <= 0:
+        raise ValueError(f"shares must be finite, non-negative and not all zero; got {list(weight)}.")
+    low = np.broadcast_to(np.asarray(min_local, dtype=float), weight.shape)
+    high = np.full(weight.shape, float(total)) if max_local is None else np.asarray(max_local, dtype=float)
+    high = np.maximum(high, low)
+    if low.sum() > total or high.sum() < total:
+        raise ValueError(
+            f"total={total} is outside what the bounds allow, {int(low.sum())} to {int(high.sum())}. "
+            "Change the total or the bounds."
+        )
+    weight = np.maximum(weight / weight.max(), 1e-12)
+    # sum of clip(level * weight, low, high) grows with the level: bisect to the level that gives the total
+    below, above = 0.0, float((high / weight).max())
+    for _ in range(200):
+        level = 0.5 * (below + above)
+        if np.clip(level * weight, low, high).sum() < total:
+            below = level
+        else:
+            above = level
+    exact = np.clip(above * weight, low, high)
+    sizes = np.floor(exact + 1e-9)
+    order = np.lexsort((np.arange(len(exact)), -(exact - sizes)))
+    for i in _cycle_until(order, sizes, high, total):
+        sizes[i] += 1
+    return tuple(int(size) for size in sizes)
+
+
+def _cycle_until(order: np.ndarray, sizes: np.ndarray, high: np.ndarray, total: int) -> Any:
+    while sizes.sum() < total:
+        for i in order:
+            if sizes.sum() >= total:
+                return
+            if sizes[i] < high[i]:
+                yield i
+
+
+def tail_sizes(remaining: int, sizes: Sequence[int], min_local: int = 1) -> tuple[int, ...]:
+    """Split of the ragged last batch of an epoch in the proportion of the full one.
+
+    A share between zero and ``min_local`` goes to workers with larger ones, because a module may not be able to run
+    such a batch (batch normalisation of a single sample); the worker that had it runs with weight 0. No worker gets
+    more than in a full batch, but for fewer than ``min_local`` samples that would otherwise be a batch of their own.
+
+    Args:
+        remaining: samples left, ``0 < remaining <= sum(sizes)``.
+        sizes: the split of the full batch.
+        min_local: smallest batch that a worker can run.
+
+    Returns:
+        One size per worker, sum ``remaining``; zeros are allowed.
+
+    Example:
+        >>> tail_sizes(5, (30, 10, 10))
+        (3, 1, 1)
+        >>> tail_sizes(5, (30, 10, 10), min_local=2)
+        (5, 0, 0)
+    """
+    shares = list(proportional_sizes(remaining, sizes))
+    order = sorted(range(len(shares)), key=lambda i: (-shares[i], -sizes[i], i))
+    spare = 0
+    for i in order[1:]:
+        if shares[i] < min_local:
+            spare, shares[i] = spare + shares[i], 0
+    for i in order:
+        taken = min(spare, sizes[i] - shares[i])
+        if shares[i] or taken >= min_local:
+            spare, shares[i] = spare - taken, shares[i] + taken
+    shares[order[0]] += spare
+    return tuple(shares)

@@ -1,0 +1,187 @@
+"""Search the convergence profile of a model with few probe trainings (StellaTrain, Alg. 1)."""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from lightning_hetero.core.compression.convergence_profile import CANDIDATES, MAX_RATE, Array, ConvergenceProfile
+from lightning_hetero.core.validation import check_int, check_number
+
+__all__ = ["ConvergenceSurrogate", "ProfilePenalty", "expected_improvement", "profile_convergence"]
+
+
+class ConvergenceSurrogate:
+    """Gaussian process over a profile: extra loss, and how uncertain it is, at any compression rate and total batch.
+
+    Rates are compared by ``log10(1 - r + 0.001)`` and batches by their logarithm: from 0.99 to 0.999 it is as far as
+    from 0.9 to 0.99.
+
+    Args:
+        profile: probe trainings.
+
+    Raises:
+        ImportError: if scikit-learn is missing.
+
+    Example:
+        >>> profile = ConvergenceProfile(16, 256, 1.0, ((0.0, 64, 0.0), (0.9, 64, 0.2), (0.99, 64, 0.4)))
+        >>> surrogate = ConvergenceSurrogate(profile)
+        >>> bool(0.0 < surrogate.extra_loss(0.7, 64) < surrogate.extra_loss(0.97, 64) < 0.4)
+        True
+    """
+
+    def __init__(self, profile: ConvergenceProfile) -> None:
+        try:
+            from sklearn.gaussian_process import GaussianProcessRegressor
+            from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
+        except ImportError as error:
+            raise ImportError("convergence profiles need scikit-learn; install lightning-hetero[demo].") from error
+        self.profile = profile
+        rates, totals, extra = np.array(profile.points).T
+        kernel = ConstantKernel(1.0, (1e-2, 1e2)) * Matern([1.0, 1.0], (0.2, 10.0), nu=2.5) + WhiteKernel(
+            1e-2, (1e-4, 1.0)
+        )
+        self._process = GaussianProcessRegressor(kernel, normalize_y=True, random_state=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a scale at its bound, as few points may put it
+            self._process.fit(self._features(rates, totals), extra)
+
+    def _features(self, rates: Any, totals: Any) -> Array:
+        rates, totals = np.broadcast_arrays(np.asarray(rates, dtype=float), np.asarray(totals, dtype=float))
+        low, high = math.log(self.profile.min_total), math.log(self.profile.max_total)
+        batches = (np.log(totals) - low) / max(high - low, 1e-9)
+        return np.stack([-np.log10(1.0 - rates + 1e-3) / 3.0, batches], axis=-1)
+
+    def predict(self, rate: float, totals: Any) -> tuple[Array, Array]:
+        """Mean and standard deviation of the relative extra loss at a compression rate and total batches."""
+        features = self._features(rate, np.atleast_1d(totals))
+        mean, deviation = self._process.predict(features, return_std=True)
+        return mean, deviation
+
+    def extra_loss(self, rate: float, total: float) -> float:
+        """``g(r, x)``: relative extra loss at compression rate ``r``, 0 to 1, and total batch ``x``."""
+        return float(self.predict(check_number("rate", rate, low=0.0, high=1.0), total)[0][0])
+
+
+class ProfilePenalty:
+    """``g(density, total)`` of a profile, looked up: the surrogate on a grid, linear in the logarithms in between.
+
+    A controller asks for hundreds of values at a time, for which the Gaussian process itself would take too long.
+    Outside the totals that were tried, the nearest one counts.
+
+    Args:
+        profile: probe trainings.
+
+    Raises:
+        ImportError: if scikit-learn is missing.
+
+    Example:
+        >>> profile = ConvergenceProfile(16, 256, 1.0, ((0.0, 64, 0.0), (0.9, 64, 0.2), (0.99, 64, 0.4)))
+        >>> penalty = ProfilePenalty(profile)
+        >>> abs(penalty(0.1, 64) - ConvergenceSurrogate(profile).extra_loss(0.9, 64)) < 0.01
+        True
+    """
+
+    def __init__(self, profile: ConvergenceProfile) -> None:
+        self.profile = profile
+        surrogate = ConvergenceSurrogate(profile)
+        self._densities = np.linspace(math.log(1.0 - MAX_RATE), 0.0, 32)
+        self._totals = np.linspace(
+            math.log(profile.min_total), math.log(max(profile.max_total, profile.min_total + 1)), 17
+        )
+        totals = np.exp(self._totals)
+        table = [surrogate.predict(1.0 - math.exp(density), totals)[0] for density in self._densities]
+        self._extra = np.maximum(np.array(table), -0.9)
+
+    def __call__(self, density: float, total: float) -> float:
+        """Extra samples, as a share, at a density above 0, to 1, and a total batch."""
+        columns = [np.interp(math.log(total), self._totals, row) for row in self._extra]
+        return float(np.interp(math.log(density), self._densities, columns))
+
+
+def expected_improvement(mean: Array, deviation: Array, best: float) -> Array:
+    """Expected decrease below the best value so far, of normally distributed values (minimisation).
+
+    Example:
+        >>> expected_improvement(np.array([1.0, 1.0]), np.array([0.0, 1.0]), best=1.5).round(3).tolist()
+        [0.5, 0.698]
+    """
+    from scipy.stats import norm  # not above: it takes a second, and is for this search alone
+
+    spread = np.maximum(deviation, 1e-12)
+    z = (best - mean) / spread
+    improvement: Array = (best - mean) * norm.cdf(z) + spread * norm.pdf(z)
+    return improvement
+
+
+def profile_convergence(
+    probe: Callable[[float, int, int], float],
+    *,
+    min_total: int,
+    max_total: int,
+    probes: int = 30,
+    rng: np.random.Generator | None = None,
+    on_profile: Callable[[ConvergenceProfile], None] | None = None,
+) -> ConvergenceProfile:
+    """Choose and run probe trainings (StellaTrain, Alg. 1).
+
+    Args:
+        probe: ``(compression rate, total batch, staleness) -> smoothed loss`` of a short training on some of the data.
+        min_total: least total batch.
+        max_total: greatest total batch.
+        probes: trainings besides the one that others are compared with, ``>= 1``.
+        rng: source of the random rates.
+        on_profile: called after each probe training with the profile so far, to keep what was paid for.
+
+    Raises:
+        ImportError: if scikit-learn is missing.
+        ValueError: if an argument is out of range, or the first probe's loss is not above 0.
+
+    Example:
+        >>> def probe(rate, total, staleness):
+        ...     return 1.0 + 0.2 * rate + 0.1 * abs(np.log2(total / 64))
+        >>> profile = profile_convergence(probe, min_total=16, max_total=256, probes=4)
+        >>> len(profile.points)
+        4
+    """
+    check_int("min_total", min_total, minimum=1)
+    check_int("max_total", max_total, minimum=min_total)
+    check_int("probes", probes, minimum=1)
+    rng = np.random.default_rng(0) if rng is None else rng
+    baseline = float(probe(0.0, (min_total + max_total) // 2, 0))
+    if not (math.isfinite(baseline) and baseline > 0):
+        raise ValueError(f"the probe without compression ended with a loss of {baseline}; it must be finite, above 0.")
+    points: list[tuple[float, float, float]] = []
+    for _ in range(probes):
+        rate = float(rng.uniform(0.0, MAX_RATE))
+        total = _next_total(rate, points, min_total, max_total, baseline, rng)
+        loss = float(probe(rate, total, 1))
+        points.append((rate, total, _extra(loss, baseline)))
+        profile = ConvergenceProfile(min_total, max_total, baseline, tuple(points))
+        if on_profile is not None:
+            on_profile(profile)
+    return profile
+
+
+def _extra(loss: float, baseline: float) -> float:
+    """Relative extra loss; a training that diverged counts as ten times the loss."""
+    return min(loss / baseline - 1.0, 9.0) if math.isfinite(loss) else 9.0
+
+
+def _next_total(
+    rate: float,
+    points: list[tuple[float, float, float]],
+    min_total: int,
+    max_total: int,
+    baseline: float,
+    rng: np.random.Generator,
+) -> int:
+    """Total batch of the greatest expected improvement at this rate; a random one while there are too few points."""
+    totals = np.unique(np.geomspace(min_total, max_total, CANDIDATES).round().astype(int))
+    if len(points) < 3:
+        return int(rng.choice(totals))
+    surrogate = ConvergenceSurrogate(ConvergenceProfile(min_total, max_total, baseline, tuple(points)))
+    mean, deviation = surrogate.predict(rate, totals)
+    return int(totals[int(np.argmax(expected_improvement(mean, deviation, best=float(mean.min()))))])

@@ -1,0 +1,44 @@
+"""Keep the split of the workers' open-loop capacities (dynamic batching, sec. III-B)."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
+from lightning_hetero.core.policies.proportional import BY_CAPACITY, _in_proportion
+
+__all__ = ["StaticPlanner"]
+
+
+@dataclass(frozen=True)
+class StaticPlanner:
+    """Open-loop split by peak half-precision FLOP/s, taken once (dynamic batching, sec. III-B).
+
+    Example:
+        >>> context = PlanContext(9, ("a", "b"), (1, 1), capacities=(2.0, 1.0))
+        >>> StaticPlanner().initial(context).plan.local_batch_sizes
+        (6, 3)
+    """
+
+    moves_total: ClassVar[bool] = False
+
+    def initial(self, context: PlanContext) -> Proposal | None:
+        """Sizes in proportion to the capacities."""
+        return _in_proportion(context.capacities, context, BY_CAPACITY)
+
+    def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
+        """Never changes the split."""
+        return Decision(self)
+
+    def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
+        """No model of time."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is learned."""
+        return {}
+
+    def loaded(self, state: dict[str, Any]) -> "StaticPlanner":
+        """Nothing to load."""
+        return self

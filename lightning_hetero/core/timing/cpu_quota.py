@@ -1,0 +1,41 @@
+"""Correct step times of a worker whose share of the CPU is limited by a quota."""
+
+from lightning_hetero.core.timing.winsorized_mean import Array
+
+__all__ = ["sustained"]
+
+
+PERIOD = 0.1
+"""Seconds in which Linux hands out a processor quota."""
+
+
+def sustained(
+    forward: Array, backward: Array, processor_forward: Array, processor_backward: Array, cores: float
+) -> tuple[Array, Array]:
+    """Times of the steps of a window as a processor quota allows them in the long run.
+
+    ``cores`` seconds of processor time come with each second. Where the steps took about as long as what they used
+    needs to come back, or less, the quota is what bounds the worker, and processor time, which does not scatter, takes
+    the place of the observed times, scaled to what the window took or needs to come back, whichever is longer. Else the
+    observed times stay, since something else bounds the worker.
+
+    Args:
+        forward: ``a`` of each step in seconds.
+        backward: ``P`` of each step in seconds.
+        processor_forward: seconds of processor time of each step outside of the backward pass.
+        processor_backward: seconds of processor time of each step in the backward pass.
+        cores: quota of the worker.
+
+    Example:
+        >>> used = np.array([0.01, 0.01]), np.array([0.02, 0.02])
+        >>> [times.tolist() for times in sustained(np.array([0.01, 0.01]), np.array([0.02, 0.09]), *used, 0.25)]
+        [[0.04, 0.04], [0.08, 0.08]]
+        >>> [times.tolist() for times in sustained(np.array([0.1, 0.1]), np.array([0.2, 0.2]), *used, 0.25)]
+        [[0.1, 0.1], [0.2, 0.2]]
+    """
+    used, took = float((processor_forward + processor_backward).sum()), float((forward + backward).sum())
+    earned = used / cores
+    if used == 0.0 or took > earned + min(PERIOD, 0.1 * earned):
+        return forward, backward
+    rate = max(took, earned) / used
+    return processor_forward * rate, processor_backward * rate

@@ -1,0 +1,33 @@
+"""Tell Lightning's loop how many batches an epoch has under a plan."""
+
+import importlib
+from typing import Any
+
+__all__ = ["recount_batches"]
+
+
+def recount_batches(trainer: Any, namespace: str) -> None:
+    """Let a trainer count the batches of its running epoch anew.
+
+    Lightning counts them once, when it sets the loaders up; an epoch that got longer would be cut, one that got shorter
+    would skip its validation, both in silence.
+
+    Args:
+        trainer: Lightning's.
+        namespace: ``lightning.pytorch`` or ``pytorch_lightning``.
+    """
+    loop = trainer.fit_loop
+    combined = loop._combined_loader
+    if combined is None:
+        return
+    connector = importlib.import_module(f"{namespace}.trainer.connectors.data_connector")
+    combined.limits = [
+        connector._parse_num_batches(trainer.state.stage, len(loader), trainer.limit_train_batches)
+        for loader in combined.flattened
+    ]
+    loop.max_batches = combined.limits[0]
+    if combined._iterator is not None:
+        combined._iterator.limits = combined.limits
+        loop._data_fetcher.length = loop.max_batches
+    if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
+        trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
