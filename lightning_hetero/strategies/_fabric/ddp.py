@@ -34,9 +34,9 @@ from lightning_hetero.frontend.without_effect import tell, tell_left
 from lightning_hetero.frontend.wrap_model import WrappedModel
 from lightning_hetero.session import HeteroSession
 from lightning_hetero.strategies._arguments import check_arguments
-from lightning_hetero.strategies._checkpoint import KEY as RESIDUALS
-from lightning_hetero.strategies._checkpoint import add_residuals, take_residuals
 from lightning_hetero.strategies._registration import register
+from lightning_hetero.strategies._residuals import KEY as RESIDUALS
+from lightning_hetero.strategies._residuals import add_residuals, take_residuals
 from lightning_hetero.strategies._whole_files import WholeFilesMixin
 
 __all__ = ["HeteroFabricMixin"]
