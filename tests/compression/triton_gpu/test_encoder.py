@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_hetero.comm.compressors.block_topk import BlockExchange
+from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
 from tests.comm.compressors.block_steps import OPTIMIZERS, BlockSteps
 from tests.helpers import run_ranks
 
@@ -101,8 +101,8 @@ class Operations(TorchDispatchMode):
 
 def on_this_host(world_size=1):
     """Let exchanges have the encoder of a GPU."""
-    BlockExchange._encoder = lambda exchange, parameters: triton_encoder.TritonEncoder(
-        exchange.layout, exchange._form(exchange.density), torch.device("cpu"), world_size
+    BlockTopKAverager._encoder = lambda exchange, parameters, hold_unused: triton_encoder.TritonEncoder(
+        exchange.model.layout, exchange._form(exchange.density), torch.device("cpu"), world_size
     )
 
 
