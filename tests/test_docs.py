@@ -380,7 +380,7 @@ def test_what_can_be_had_at_all_is_that_of_the_benchmark():
     record = json.loads((ROOT / "benchmarks/results/closed_loop.json").read_text())["rows"]
     figures = {(r["kind"], r["noise"], r["workers"], r["policy"]): r["figures"] for r in record}
     page = TEXTS[ROOT / "docs" / "how-it-works.md"].replace("\n", " ")
-    said = page[page.index("What can be had at all is less") : page.index("Half or twice of any one")]
+    said = page[page.index("no planner can reach a share of 1") : page.index("Halving or doubling any one")]
     walks = [
         figures["walk", "2 %", workers, policy]["moving share"][1]
         for workers in CLUSTERS
