@@ -9,7 +9,6 @@ from typing import Any
 
 from lightning_hetero.callbacks._flush_stale import apply_last_sums, check_staleness
 from lightning_hetero.callbacks._throughput import count_all_workers, count_own
-from lightning_hetero.callbacks.idle_hooks import leave_out, put_back
 from lightning_hetero.core.checkpoint_state import check_tensors, reading_state
 from lightning_hetero.core.policies.base import check_planner, moves_total
 from lightning_hetero.core.policies.perf_model import PLANNERS, Planner
@@ -104,7 +103,6 @@ class PolicyCallback(Callback):
             engine.hook_state.forget_squares()
             self._show_in_progress_bar(trainer)
             count_all_workers(trainer, engine)
-            leave_out(self, Callback)
 
     def _show_in_progress_bar(self, trainer: Any) -> None:
         bar = trainer.progress_bar_callback
@@ -191,7 +189,6 @@ class PolicyCallback(Callback):
         if self._bar is not None:
             del self._bar.get_metrics
             self._bar = None
-        put_back(self)
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, by hardware identity, and the plan; of rank 0, which decides."""
