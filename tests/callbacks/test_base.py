@@ -10,10 +10,11 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from lightning_hetero import DynamicBatchPIDCallback, HeteroDDPStrategy, PerfModelCallback
 from lightning_hetero.callbacks import PolicyCallback, policy_callback
-from lightning_hetero.config import POLICIES, HeteroConfig
+from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core import BatchPlan
 from lightning_hetero.core.metrics import exchange_metrics
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.policies import NAMED
 from lightning_hetero.core.policies.perf_model import Decision, PerfModelPlanner, PlanContext, Proposal, StaticPlanner
 from lightning_hetero.engine import HeteroEngine
 from tests.helpers import Points, fit, run_ranks, trainer_of
@@ -123,7 +124,7 @@ def test_idle_fraction_is_a_share():
 # names
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMED)
 def test_policies_by_name(name):
     assert policy_callback(name).policy == ("fixed" if name == "even" else name)
 

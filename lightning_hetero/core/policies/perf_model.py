@@ -1,10 +1,6 @@
-"""Policies: from observations to the next plan, as pure values.
+"""The planner of the time model: the exact optimum of what was learned of every worker (Cannikin, sec. 3-4)."""
 
-A planner is replaced, never changed in place: ``decide(observations, current, context) -> (planner, proposal)``. It
-can be replayed, checkpointed and tested with no process and no clock. The table :data:`PLANNERS` lists all of them.
-"""
-
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -29,7 +25,6 @@ from lightning_hetero.core.timing.winsorized_mean import pace
 
 __all__ = [
     "Decision",
-    "PLANNERS",
     "PerfModelPlanner",
     "PlanContext",
     "Planner",
@@ -350,10 +345,3 @@ def _step_time(cluster: ClusterTimeModel, current: BatchPlan, context: PlanConte
     """Predicted time under the current split, scaled to the total of the next steps if that is another one."""
     scale = context.total_batch_size / current.total_batch_size
     return max(cluster.step_time(np.asarray(current.local_batch_sizes) * scale), 1e-12)
-
-
-PLANNERS: dict[str, Callable[[], Planner]] = {
-    "perf_model": PerfModelPlanner,
-    "pid": ProportionalPlanner,
-    "static": StaticPlanner,
-}

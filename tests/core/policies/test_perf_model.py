@@ -11,9 +11,9 @@ from lightning_hetero.core.batching.integer_split import even_sizes
 from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.policies import NAMED, POLICIES
 from lightning_hetero.core.policies.base import Decision
 from lightning_hetero.core.policies.perf_model import (
-    PLANNERS,
     PerfModelPlanner,
     PlanContext,
     ProportionalPlanner,
@@ -126,7 +126,7 @@ def test_optimum_is_within_three_percent_with_little_hysteresis(seed):
 def test_equal_workers_keep_the_even_split(kind, seed):
     cluster = ClusterTimeModel((MIDDLE,) * 4, 0.2, 0.02, 0.004)
     ctx = context(256, 4)
-    _, plan, changes = drive(PLANNERS[kind](), cluster, even_plan(ctx), ctx, 20, np.random.default_rng(seed))
+    _, plan, changes = drive(POLICIES[kind].factory(), cluster, even_plan(ctx), ctx, 20, np.random.default_rng(seed))
     assert changes == []
     assert plan == even_plan(ctx)
 
@@ -135,7 +135,7 @@ def test_equal_workers_keep_the_even_split(kind, seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_slow_down_of_one_worker_is_followed_there_and_back(kind, near, bound, seed):
     rng, ctx = np.random.default_rng(seed), context(192, 3)
-    planner, plan, changes = drive(PLANNERS[kind](), CLUSTER, even_plan(ctx), ctx, 8, rng)
+    planner, plan, changes = drive(POLICIES[kind].factory(), CLUSTER, even_plan(ctx), ctx, 8, rng)
     assert excess(CLUSTER, plan) <= near
     hindered = slowed(CLUSTER, 1, 10.0)
     planner, plan, during = drive(planner, hindered, plan, ctx, 8, rng)
@@ -524,23 +524,23 @@ def test_a_decision_leaves_the_planner_as_it_was():
 # -- what every policy promises
 
 
-@pytest.fixture(params=PLANNERS)
+@pytest.fixture(params=[name for name in NAMED if POLICIES[name].planner is not None])
 def kind(request):
     return request.param
 
 
 def learned(kind, ctx):
-    return drive(PLANNERS[kind](), CLUSTER, even_plan(ctx), ctx, 6, np.random.default_rng(0))[0]
+    return drive(POLICIES[kind].factory(), CLUSTER, even_plan(ctx), ctx, 6, np.random.default_rng(0))[0]
 
 
 def test_state_is_plain_python_and_comes_back(kind):
     ctx = context(192, 3)
     planner = learned(kind, ctx)
     state = planner.state_dict()
-    back = PLANNERS[kind]().loaded(json.loads(json.dumps(state, allow_nan=False)))
+    back = POLICIES[kind].factory().loaded(json.loads(json.dumps(state, allow_nan=False)))
     assert back.state_dict() == state
     assert back.initial(ctx) == planner.initial(ctx)
-    nothing = PLANNERS[kind]()
+    nothing = POLICIES[kind].factory()
     assert nothing.loaded(json.loads(json.dumps(nothing.state_dict(), allow_nan=False))) == nothing
 
 
@@ -551,7 +551,7 @@ def test_what_an_earlier_estimator_wrote_is_learned_anew():
 
 def test_state_follows_the_hardware_not_the_rank(kind):
     ctx = context(192, 3, capacities=(4.0, 2.0, 1.0))
-    planner = PLANNERS[kind]().loaded(learned(kind, ctx).state_dict())
+    planner = POLICIES[kind].factory().loaded(learned(kind, ctx).state_dict())
     turned = replace(ctx, identities=ctx.identities[::-1], capacities=ctx.capacities[::-1])
     here, there = planner.initial(ctx), planner.initial(turned)
     assert there.plan.local_batch_sizes == here.plan.local_batch_sizes[::-1]
@@ -560,7 +560,7 @@ def test_state_follows_the_hardware_not_the_rank(kind):
 
 def test_fewer_workers_are_planned_from_what_is_known(kind):
     ctx = context(192, 3)
-    planner = PLANNERS[kind]().loaded(learned(kind, ctx).state_dict())
+    planner = POLICIES[kind].factory().loaded(learned(kind, ctx).state_dict())
     two = replace(context(100, 2), identities=("host-2", "host-0"))
     proposal = planner.initial(two)
     assert isinstance(proposal, Proposal)
@@ -571,7 +571,7 @@ def test_fewer_workers_are_planned_from_what_is_known(kind):
 
 
 def test_hardware_that_is_all_new_starts_even():
-    assert PLANNERS["perf_model"]().initial(context(192, 3)) is None
+    assert POLICIES["perf_model"].factory().initial(context(192, 3)) is None
     planner = learned("perf_model", context(192, 3))
     assert planner.initial(replace(context(192, 3), identities=("x", "y", "z"))) is None
 
@@ -607,23 +607,23 @@ def test_a_new_worker_of_which_nothing_is_known_is_taken_for_the_mean_of_the_oth
 def test_proportional_control_starts_unknown_hardware_by_its_capacity():
     """Dynamic mini-batching starts open-loop: shares by cores or peak figures until it knows the workers."""
     planner = learned("pid", context(192, 3))
-    for unknown in (planner, PLANNERS["pid"]()):
+    for unknown in (planner, POLICIES["pid"].factory()):
         new = replace(context(192, 3), identities=("host-0", "host-1", "new"), capacities=(2.0, 1.0, 1.0))
         assert unknown.initial(new).plan.local_batch_sizes == (96, 48, 48)
 
 
 def test_no_observation_no_change(kind):
     ctx = context(192, 3)
-    planner, proposal = PLANNERS[kind]().decide(StepObservations.empty(3), even_plan(ctx), ctx)
+    planner, proposal = POLICIES[kind].factory().decide(StepObservations.empty(3), even_plan(ctx), ctx)
     assert proposal is None
-    assert planner.state_dict() == PLANNERS[kind]().state_dict()
+    assert planner.state_dict() == POLICIES[kind].factory().state_dict()
 
 
 def test_sizes_sum_to_the_total_from_the_first_to_the_last(kind):
     rng = np.random.default_rng(3)
     for total in (3, 7, 192, 1001):
         ctx = context(total, 3)
-        _, plan, _ = drive(PLANNERS[kind](), CLUSTER, even_plan(ctx), ctx, 4, rng, noise=0.2)
+        _, plan, _ = drive(POLICIES[kind].factory(), CLUSTER, even_plan(ctx), ctx, 4, rng, noise=0.2)
         assert sum(plan.local_batch_sizes) == total
         assert min(plan.local_batch_sizes) >= 1
 
@@ -842,7 +842,7 @@ def test_a_link_that_fluctuates_does_not_move_the_split(seed):
 def test_workers_under_a_quota_come_near_the_best_split(kind, seed):
     """1.0, 0.5 and 0.3 of a core: single steps are bursts and waits, and those who wait for others look faster."""
     cluster, ctx, predicted = QuotaCluster(seed=seed), context(192, 3), None
-    planner, plan = PLANNERS[kind](), BatchPlan(192, (64, 64, 64))
+    planner, plan = POLICIES[kind].factory(), BatchPlan(192, (64, 64, 64))
     for _ in range(12):
         planner, proposal = planner.decide(cluster.steps(plan.local_batch_sizes, 8), plan, ctx)
         predicted = planner.predict(plan, ctx)
