@@ -18,10 +18,10 @@ from lightning_hetero.core.timing.expected_maximum import expected_maximum, larg
 from lightning_hetero.core.timing.link_times import LinkTimes
 from lightning_hetero.core.timing.residual_time import Residual
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeModels
-from lightning_hetero.core.timing.sync_skew import arrival_differences, likely_arrivals, own_arrivals
+from lightning_hetero.core.timing.sync_skew import last_bucket_differences, likely_offsets, per_worker_offsets
 from lightning_hetero.core.timing.time_posterior import TimePosterior
 from lightning_hetero.core.timing.times import Times
-from lightning_hetero.core.timing.winsorized_mean import pace
+from lightning_hetero.core.timing.winsorized_mean import winsorized_mean
 
 __all__ = [
     "Decision",
@@ -35,12 +35,6 @@ __all__ = [
 
 
 Array = npt.NDArray[np.float64]
-
-WAITING = 0.2
-"""Relative standard error of what the slowest worker of single steps takes longer: their times are no normal values.
-
-No setting: it widens the errors of predictions, and decides nothing.
-"""
 
 
 @dataclass(frozen=True)
@@ -103,7 +97,7 @@ class PerfModelPlanner:
         """Each worker's own seconds of averaging, above the least of all workers at hand, and their variance."""
         known, workers = self._known_arrivals(context), len(context.identities)
         scale = self.link.at(workers)[1] if known and self.link else 0.0
-        return likely_arrivals(known, workers, scale)
+        return likely_offsets(known, workers, scale, self.times.settings)
 
     def _known_arrivals(self, context: PlanContext) -> dict[int, tuple[float, float]]:
         """Seconds and variance by rank, of hardware that was seen to come last."""
@@ -150,8 +144,9 @@ class PerfModelPlanner:
         seconds, errors, _ = self._finish(times, np.maximum(sizes, context.min_local).astype(float), context)
         step, spread = expected_maximum(seconds, errors)
         scale, link = self._waits(times, sizes, context), self.link.error(len(context.identities))
-        waits = WAITING * (scale - 1.0) * step
-        parts = (scale * spread, self.residual.error(scale * step), min(link, step), waits)
+        waits = self.times.settings.waiting_error * (scale - 1.0) * step
+        residual = self.residual.error(scale * step, self.times.settings)
+        parts = (scale * spread, residual, min(link, step), waits)
         return float(np.sqrt(sum(part**2 for part in parts)))
 
     # what is learned
@@ -160,9 +155,11 @@ class PerfModelPlanner:
         """The planner that has seen the observations."""
         if observations.num_steps == 0:
             return self
-        names, elapsed = context.identities, float(max(context.elapsed or 0, observations.num_steps))
+        names, settings = context.identities, self.times.settings
+        elapsed = float(max(context.elapsed or 0, observations.num_steps))
         takes = float(np.median(np.nan_to_num(observations.last_sync).min(axis=1)))
-        found = own_arrivals(self._known_arrivals(context), arrival_differences(observations.last_sync), takes)
+        differences = last_bucket_differences(observations.last_sync, settings)
+        found = per_worker_offsets(self._known_arrivals(context), differences, takes, settings)
         planner = replace(
             self,
             times=self.times.observe(observations, names, elapsed),
@@ -170,7 +167,7 @@ class PerfModelPlanner:
             arrivals={**self.arrivals, **{names[rank]: own for rank, own in found.items()}},
         )
         last = np.maximum(observations.last_sync - planner._own_arrivals(context)[0], 0.0)
-        link = self.link.observe(replace(observations, last_sync=last), context.accumulation, self.times.settings)
+        link = self.link.observe(replace(observations, last_sync=last), context.accumulation, settings)
         planner = replace(planner, link=link)
         return planner._compare(observations, context)
 
@@ -186,9 +183,9 @@ class PerfModelPlanner:
             part = float(rows[own].mean()) * len(rows[own]) / float(rows.sum())
             expected += self._waits(times, split, context) * bare.step_time(split) * part
         single = observations.step_time[rows].max(axis=1)
-        measured = pace(single)
+        measured = winsorized_mean(single)
         variance = float(np.var(single)) / max(measured, 1e-9) ** 2 / len(single)
-        return replace(self, residual=self.residual.observe(expected, measured, variance))
+        return replace(self, residual=self.residual.observe(expected, measured, variance, self.times.settings))
 
     def _finish(self, times: Times, sizes: Array, context: PlanContext) -> tuple[Array, Array, Array]:
         """When each worker is done: seconds, their standard errors, and the deviation of single steps."""

@@ -11,7 +11,7 @@ from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.batching.proportional_control import ControllerState, control, smooth
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
-from lightning_hetero.core.timing.winsorized_mean import capped
+from lightning_hetero.core.timing.winsorized_mean import winsorize_top
 
 __all__ = ["ProportionalPlanner"]
 
@@ -73,7 +73,7 @@ class ProportionalPlanner:
             state = ControllerState(current.local_batch_sizes)
         expected = np.maximum(np.asarray(current.local_batch_sizes), np.asarray(context.min_local))
         rows = (observations.local_batch_sizes == expected).all(axis=1)
-        for times in capped(observations.compute[rows]):
+        for times in winsorize_top(observations.compute[rows]):
             state = smooth(state, times, decay=self.decay)
         if state.times.count < FEWEST_STEPS:
             few = f"too few observations: {state.times.count} steps at these sizes, of {FEWEST_STEPS} that it takes"

@@ -23,17 +23,15 @@ import numpy.typing as npt
 
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.timing.kalman import gain_of, mixed, non_negative, possible, surprise, update
-from lightning_hetero.core.timing.times import BLOCK, EstimatorSettings, Times
-from lightning_hetero.core.timing.winsorized_mean import RARE, capped, rare_steps
+from lightning_hetero.core.timing.times import WALK_STEPS, EstimatorSettings, Times
+from lightning_hetero.core.timing.winsorized_mean import WINSORIZED_SHARE, num_winsorized, winsorize_top
 
 __all__ = ["TimePosterior"]
 
 Array = npt.NDArray[np.float64]
 
 _ARRAYS = ("mean", "covariance", "weight", "scatter", "seen")
-LEAST = 1e-4
-"""Share of a step that each of its parts is taken to be at least; a covariance has no more digits than that."""
-NEVER = 1e-100
+MIN_PROBABILITY = 1e-100
 """Least probability of a filter: it may be as unlikely as one likes, but nothing divides by zero."""
 
 
@@ -186,22 +184,22 @@ class TimePosterior:
             after = weight * factor[:, None] * likely
             after /= after.sum(axis=0)
             factor = (after.sum(axis=1) + count * weight.mean(axis=1)) / before
-        return np.asarray(np.maximum(after, NEVER))
+        return np.asarray(np.maximum(after, MIN_PROBABILITY))
 
     def _summary(self, scatter: Array, forward: Array, backward: Array) -> tuple[Array, Array, Array]:
         """Mean times, their relative variance, and the scatter of single steps with this round."""
         count = len(forward)
         usual = np.sqrt(self._scatter(scatter))
-        rare = (scatter[:, 2] >= self.settings.own_scatter_steps) & (scatter[:, 3] <= RARE * scatter[:, 4])
+        rare = (scatter[:, 2] >= self.settings.own_scatter_steps) & (scatter[:, 3] <= WINSORIZED_SHARE * scatter[:, 4])
         limits = [
             np.where(rare, (1.0 + self.settings.odd * usual[:, i]) * np.median(x, axis=0), np.inf)
             for i, x in enumerate((forward, backward))
         ]
         odd = ((forward > limits[0]) | (backward > limits[1])).sum(axis=0)
-        a, p = capped(np.minimum(forward, limits[0])), capped(np.minimum(backward, limits[1]))
+        a, p = winsorize_top(np.minimum(forward, limits[0])), winsorize_top(np.minimum(backward, limits[1]))
         y = np.stack([a.mean(axis=0), p.mean(axis=0)], axis=1)
-        y = np.maximum(y, np.maximum(LEAST * y.sum(axis=1, keepdims=True), 1e-9))
-        free = max(count - 1 - 1.5 * rare_steps(count), 0.0)  # degrees of freedom: what is capped scatters less
+        y = np.maximum(y, np.maximum(self.settings.least_part * y.sum(axis=1, keepdims=True), 1e-9))
+        free = max(count - 1 - 1.5 * num_winsorized(count), 0.0)  # degrees of freedom: what is capped scatters less
         squares = np.stack([((x - x.mean(axis=0)) ** 2).sum(axis=0) for x in (a, p)], axis=1) / y**2
         others = np.median(squares, axis=0) / max(free, 0.5)
         before = np.where(scatter[:, 2:3] >= self.settings.own_scatter_steps, usual**2, others)
@@ -247,11 +245,11 @@ class TimePosterior:
         """One step of each filter: mean, covariance, logarithm of the likelihood, and probability of a jump before."""
         walks = np.array(self.settings.walks)[:, None]
         theta = np.maximum(mean, 0.0)
-        spread = (walks**2 * (elapsed / BLOCK))[..., None, None]
+        spread = (walks**2 * (elapsed / WALK_STEPS))[..., None, None]
         covariance = covariance + spread * (theta[..., :, None] * theta[..., None, :])
         diagonal = np.einsum("fnii->fni", covariance)
         size = np.stack([y[:, 0] / b, y[:, 0], y[:, 1] / b, y[:, 1]], axis=1)  # of a coefficient that is all there is
-        diagonal += (self.settings.shape_walk * walks[..., None] * size) ** 2 * (elapsed / BLOCK)
+        diagonal += (self.settings.shape_walk * walks[..., None] * size) ** 2 * (elapsed / WALK_STEPS)
         gain = gain_of(covariance, b)  # P H^T, (filters, workers, 4, 2)
         expected = np.stack([mean[..., 0] * b + mean[..., 1], mean[..., 2] * b + mean[..., 3]], axis=-1)
         scale = np.clip(expected, y / 2.0, y * 2.0)
@@ -284,7 +282,7 @@ class TimePosterior:
 
     def _usual(self, weight: Array) -> Array:
         """Probability of each filter for a worker, by what holds for the others, shape ``(filters,)``."""
-        prior, count = np.maximum(self.settings.prior, NEVER), max(self.settings.prior_workers, 1e-9)
+        prior, count = np.maximum(self.settings.prior, MIN_PROBABILITY), max(self.settings.prior_workers, 1e-9)
         return np.asarray((weight.sum(axis=1) + count * prior / prior.sum()) / (weight.shape[1] + count))
 
     def _switched(self, mean: Array, covariance: Array, weight: Array) -> tuple[Array, Array, Array]:

@@ -24,7 +24,7 @@ from lightning_hetero.core.policies.split_rule import RuleSettings, horizon
 from lightning_hetero.core.timing.link_times import Level
 from lightning_hetero.core.timing.residual_time import Residual
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
-from lightning_hetero.core.timing.winsorized_mean import capped
+from lightning_hetero.core.timing.winsorized_mean import winsorize_top
 from tests.learned import knowing
 from tests.quota import QuotaCluster
 
@@ -714,7 +714,7 @@ def test_proportional_smooths_as_it_is_told_to():
     steps = measure(CLUSTER, (64, 64, 64), np.random.default_rng(0), steps=4, noise=0.2)
     plan, where = BatchPlan(192, (64, 64, 64)), context(192, 3)
     last = ProportionalPlanner(decay=0.0).decide(steps, plan, where).planner
-    assert last.state.times.smoothed == pytest.approx(capped(steps.compute)[-1])
+    assert last.state.times.smoothed == pytest.approx(winsorize_top(steps.compute)[-1])
 
 
 def test_a_planner_that_returns_something_else_is_told():

@@ -10,7 +10,7 @@ from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.timing.kalman import mixed
 from lightning_hetero.core.timing.time_posterior import TimePosterior
 from lightning_hetero.core.timing.times import EstimatorSettings
-from lightning_hetero.core.timing.winsorized_mean import capped
+from lightning_hetero.core.timing.winsorized_mean import winsorize_top
 
 THETA = np.array([[0.0004, 0.004, 0.0008, 0.003], [0.0008, 0.008, 0.0016, 0.003], [0.002, 0.005, 0.004, 0.006]])
 NAMES = ("a", "b", "c")
@@ -348,7 +348,9 @@ def test_a_round_that_scatters_more_than_others_counts_less():
     posterior = seen(*[steps(THETA, (30, 20, 10), 8, rng, 0.02) for _ in range(30)])
     odd = steps(THETA, (30, 20, 10), 8, rng, 0.05)
     _, variance, _ = posterior._summary(posterior.scatter, odd.forward, odd.backward)
-    own = np.stack([(capped(x) / capped(x).mean(axis=0)).var(axis=0) for x in (odd.forward, odd.backward)], axis=1)
+    own = np.stack(
+        [(winsorize_top(x) / winsorize_top(x).mean(axis=0)).var(axis=0) for x in (odd.forward, odd.backward)], axis=1
+    )
     assert (variance >= 0.4 * own / 8).all()
 
 
