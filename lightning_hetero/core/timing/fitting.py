@@ -6,13 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.timing.times import EstimatorSettings
+from lightning_hetero.core.timing.times import ESTIMATOR_DEFAULTS, EstimatorSettings
 
 __all__ = ["estimate_gamma", "estimate_sync_times", "fit_line", "steps_that_tell"]
 
 Array = npt.NDArray[np.float64]
-
-DEFAULTS = EstimatorSettings()
 
 
 def estimate_gamma(first_bucket: Array, backward: Array) -> float:
@@ -36,7 +34,7 @@ def estimate_gamma(first_bucket: Array, backward: Array) -> float:
 
 
 def steps_that_tell(
-    seen: StepObservations, accumulation: int = 1, settings: EstimatorSettings = DEFAULTS
+    seen: StepObservations, accumulation: int = 1, settings: EstimatorSettings = ESTIMATOR_DEFAULTS
 ) -> npt.NDArray[np.bool_]:
     """Steps in which the smallest time of averaging is the link's own, and not some worker's waiting as well.
 

@@ -9,13 +9,11 @@ import numpy.typing as npt
 
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.timing.fitting import estimate_gamma, estimate_sync_times, steps_that_tell
-from lightning_hetero.core.timing.times import EstimatorSettings
+from lightning_hetero.core.timing.times import ESTIMATOR_DEFAULTS, EstimatorSettings
 
 __all__ = ["Level", "LinkTimes"]
 
 Array = npt.NDArray[np.float64]
-
-DEFAULTS = EstimatorSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ class Level:
         scale: float | None = None,
         *,
         jumps: bool = True,
-        settings: EstimatorSettings = DEFAULTS,
+        settings: EstimatorSettings = ESTIMATOR_DEFAULTS,
     ) -> "Level":
         """The level after one more round.
 
@@ -61,7 +59,7 @@ class Level:
         gain = before / (before + noise)
         return Level(float(self.value + gain * off * scale), float((1.0 - gain) * before))
 
-    def below(self, bound: float, settings: EstimatorSettings = DEFAULTS) -> "Level":
+    def below(self, bound: float, settings: EstimatorSettings = ESTIMATOR_DEFAULTS) -> "Level":
         """The level after a round that showed no more than that it is below a bound."""
         if not np.isfinite(self.variance):
             return Level(bound, settings.link_bound_error**2)
@@ -101,7 +99,7 @@ class LinkTimes:
         return bool(self.sync)
 
     def observe(
-        self, seen: StepObservations, accumulation: int = 1, settings: EstimatorSettings = DEFAULTS
+        self, seen: StepObservations, accumulation: int = 1, settings: EstimatorSettings = ESTIMATOR_DEFAULTS
     ) -> "LinkTimes":
         """With the steps of one more sync round, of so many micro-batches each."""
         steps, workers = seen.forward.shape

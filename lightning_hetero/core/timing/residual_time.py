@@ -6,13 +6,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetero.core.timing.times import EstimatorSettings
+from lightning_hetero.core.timing.times import ESTIMATOR_DEFAULTS, EstimatorSettings
 
 __all__ = ["Residual"]
 
 Array = npt.NDArray[np.float64]
-
-DEFAULTS = EstimatorSettings()
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Residual:
     covariance: tuple[float, ...] = ()
 
     def observe(
-        self, predicted: float, measured: float, variance: float, settings: EstimatorSettings = DEFAULTS
+        self, predicted: float, measured: float, variance: float, settings: EstimatorSettings = ESTIMATOR_DEFAULTS
     ) -> "Residual":
         """The residual after one more round.
 
@@ -68,7 +66,7 @@ class Residual:
         after = left @ before @ left.T + noise * np.outer(gain, gain)
         return Residual(float(share), float(seconds), (float(after[0, 0]), float(after[0, 1]), float(after[1, 1])))
 
-    def error(self, predicted: float, settings: EstimatorSettings = DEFAULTS) -> float:
+    def error(self, predicted: float, settings: EstimatorSettings = ESTIMATOR_DEFAULTS) -> float:
         """Standard error in seconds of what it adds to a predicted step."""
         if not self.covariance:
             return settings.residual_prior * predicted

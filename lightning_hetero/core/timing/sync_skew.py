@@ -7,17 +7,15 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetero.core.timing.times import EstimatorSettings
+from lightning_hetero.core.timing.times import ESTIMATOR_DEFAULTS, EstimatorSettings
 
 __all__ = ["last_bucket_differences", "likely_offsets", "per_worker_offsets"]
 
 Array = npt.NDArray[np.float64]
 
-DEFAULTS = EstimatorSettings()
-
 
 def last_bucket_differences(
-    last: Array, settings: EstimatorSettings = DEFAULTS
+    last: Array, settings: EstimatorSettings = ESTIMATOR_DEFAULTS
 ) -> dict[tuple[int, int], tuple[float, float]]:
     """Seconds by which the last bucket's averaging takes longer when one worker came last than when another did.
 
@@ -69,7 +67,7 @@ def per_worker_offsets(
     known: Mapping[int, tuple[float, float]],
     differences: Mapping[tuple[int, int], tuple[float, float]],
     scale: float,
-    settings: EstimatorSettings = DEFAULTS,
+    settings: EstimatorSettings = ESTIMATOR_DEFAULTS,
 ) -> dict[int, tuple[float, float]]:
     """Each worker's own seconds of the last bucket's averaging, by what was known of it and by differences of pairs.
 
@@ -113,7 +111,10 @@ def per_worker_offsets(
 
 
 def likely_offsets(
-    known: Mapping[int, tuple[float, float]], workers: int, scale: float, settings: EstimatorSettings = DEFAULTS
+    known: Mapping[int, tuple[float, float]],
+    workers: int,
+    scale: float,
+    settings: EstimatorSettings = ESTIMATOR_DEFAULTS,
 ) -> tuple[Array, Array]:
     """Each worker's own seconds above the least of all, and their variance, as far as it is likely to have any.
 

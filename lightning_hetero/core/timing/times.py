@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from lightning_hetero.core.validation import check_fields, check_number
 
-__all__ = ["WALK_STEPS", "EstimatorSettings", "Times"]
+__all__ = ["ESTIMATOR_DEFAULTS", "WALK_STEPS", "EstimatorSettings", "Times"]
 
 Array = npt.NDArray[np.float64]
 
@@ -144,6 +144,9 @@ class EstimatorSettings:
         check_fields(self, above, include_low=False)
         tuples_and_above = {"walks", "rounds", "prior", *above, *probabilities}
         check_fields(self, [field.name for field in fields(self) if field.name not in tuples_and_above])
+
+
+ESTIMATOR_DEFAULTS = EstimatorSettings()
 
 
 @dataclass(frozen=True)
