@@ -85,12 +85,9 @@ def learn_bound(
     """
     rise, fall = now.size / max(before.size, 1), before.throughput / max(now.throughput, 1e-12)
     if now.size > before.size and fall > 1 / (1 - min(notable, 0.9)) and fall * (1 + dead_band) >= rise:
-        grown = (
-            None
-            if bound is None
-            else min(settings.bound_lifetime_growth * bound.lifetime, settings.longest_bound_lifetime)
-        )
-        lifetime = settings.first_bound_lifetime if grown is None else grown
+        lifetime = settings.first_bound_lifetime
+        if bound is not None:  # the fall came back
+            lifetime = min(settings.bound_lifetime_growth * bound.lifetime, settings.longest_bound_lifetime)
         return LearnedBound(before.size, before.throughput, lifetime)
     if bound is None or now.size > max(bound.size, before.size):
         return None
