@@ -88,18 +88,18 @@ class PerfModelPlanner:
     def _times(self, context: PlanContext) -> Times:
         """Time models of the workers at hand, each with its own part of averaging."""
         times = self.times.times(context.identities, context.capacities)
-        own, variance = self._own_arrivals(context)
+        own, variance = self._own_offsets(context)
         times.mean[:, 1] += own
         times.covariance[:, 1, 1] += variance
         return times
 
-    def _own_arrivals(self, context: PlanContext) -> tuple[Array, Array]:
+    def _own_offsets(self, context: PlanContext) -> tuple[Array, Array]:
         """Each worker's own seconds of averaging, above the least of all workers at hand, and their variance."""
-        known, workers = self._known_arrivals(context), len(context.identities)
+        known, workers = self._known_offsets(context), len(context.identities)
         scale = self.link.at(workers)[1] if known and self.link else 0.0
         return likely_offsets(known, workers, scale, self.times.settings)
 
-    def _known_arrivals(self, context: PlanContext) -> dict[int, tuple[float, float]]:
+    def _known_offsets(self, context: PlanContext) -> dict[int, tuple[float, float]]:
         """Seconds and variance by rank, of hardware that was seen to come last."""
         return {rank: self.arrivals[n] for rank, n in enumerate(context.identities) if n in self.arrivals}
 
@@ -132,14 +132,14 @@ class PerfModelPlanner:
         elapsed = float(max(context.elapsed or 0, observations.num_steps))
         takes = float(np.median(np.nan_to_num(observations.last_sync).min(axis=1)))
         differences = last_bucket_differences(observations.last_sync, settings)
-        found = per_worker_offsets(self._known_arrivals(context), differences, takes, settings)
+        found = per_worker_offsets(self._known_offsets(context), differences, takes, settings)
         planner = replace(
             self,
             times=self.times.observe(observations, names, elapsed),
             steps=self.steps + elapsed,
             arrivals={**self.arrivals, **{names[rank]: own for rank, own in found.items()}},
         )
-        last = np.maximum(observations.last_sync - planner._own_arrivals(context)[0], 0.0)
+        last = np.maximum(observations.last_sync - planner._own_offsets(context)[0], 0.0)
         link = self.link.observe(replace(observations, last_sync=last), context.accumulation, settings)
         planner = replace(planner, link=link)
         return planner._update_residual(observations, context)

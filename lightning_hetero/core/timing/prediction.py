@@ -40,7 +40,8 @@ class StepPrediction:
         >>> from lightning_hetero.core.timing.link_times import Level
         >>> mean, sure = np.array([[0.001, 0.0, 0.002, 0.0]] * 2), np.zeros((2, 4, 4))
         >>> times = Times(mean, sure, np.full((2, 2), 0.1), np.ones(1), np.ones(1))
-        >>> predicted = StepPrediction(times, LinkTimes(sync={2: (Level(0.0, 0.0), Level(0.01, 0.0))}), Residual(), (1, 1))
+        >>> link = LinkTimes(sync={2: (Level(0.0, 0.0), Level(0.01, 0.0))})
+        >>> predicted = StepPrediction(times, link, Residual(), (1, 1))
         >>> round(predicted.bare.step_time([20, 20]), 3), round(predicted.model([20, 20]).step_time([20, 20]), 4)
         (0.07, 0.0725)
     """
