@@ -18,7 +18,7 @@ from lightning_hetero.compression.block_gradient import BlockGradient, BlockMark
 from lightning_hetero.compression.host.encoder import needing_numba
 from lightning_hetero.compression.layout import put_rows, take_rows
 from lightning_hetero.core.validation import check_choice
-from lightning_hetero.optim.sparse.block_state import BlockNotes, Cohort, recalled, waits_in
+from lightning_hetero.optim.sparse.block_history import BlockNotes, Cohort, recalled, waits_in
 from lightning_hetero.optim.sparse.block_views import flat, is_plain, parts, wide
 from lightning_hetero.optim.sparse.deferred_updates import Debts, Kind
 from lightning_hetero.optim.sparse.kernel_interface import FINE, LONGEST, SHIFT, UNDER, waits
@@ -111,7 +111,9 @@ class SparseSteps(ABC):
         self.forget()
         self._source, self.block, self._triton = source, block, None
         numel = sum(p.numel() for p in self._parameters() if p.requires_grad and is_plain(p))
-        self._loops = None if source is None else needing_numba("lightning_hetero.optim.sparse.numba_backend", numel)
+        self._loops = (
+            None if source is None else needing_numba("lightning_hetero.optim.sparse.numba_jit.backend", numel)
+        )
         if self._loops is not None:
             self._loops.warm()
 
@@ -257,7 +259,7 @@ class SparseSteps(ABC):
     def _kernels(self) -> Any:
         """Triton's kernels, made for the first marks."""
         if self._triton is None:
-            from lightning_hetero.optim.sparse.triton_backend import TritonSteps
+            from lightning_hetero.optim.sparse.triton_gpu.backend import TritonSteps
 
             self._triton = TritonSteps(self.block)
         return self._triton

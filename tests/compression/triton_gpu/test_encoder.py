@@ -19,8 +19,8 @@ pytest.importorskip("triton")
 
 from lightning_hetero.compression.triton_gpu import encoder as triton_encoder
 from lightning_hetero.compression.triton_gpu import warmup as triton_warm  # noqa: E402
-from lightning_hetero.optim.sparse import triton_backend as triton_step
 from lightning_hetero.optim.sparse import warmup as warming  # noqa: E402
+from lightning_hetero.optim.sparse.triton_gpu import backend as triton_step
 from tests.gpu.builds import recording  # noqa: E402
 
 HERE = Path(__file__).parent

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from lightning_hetero.compression.block_gradient import BlockGradient, BlockMarks
-from lightning_hetero.optim.sparse import triton_backend as triton_step
 from lightning_hetero.optim.sparse import warmup as warming
+from lightning_hetero.optim.sparse.triton_gpu import backend as triton_step
 from tests.optim.sparse.kinds import KINDS
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")

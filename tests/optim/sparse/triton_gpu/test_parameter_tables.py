@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from lightning_hetero.optim.sparse.parameter_tables import TURNS, UNIT, Owners, Upload, chunk_rows
+from lightning_hetero.optim.sparse.triton_gpu.parameter_tables import TURNS, UNIT, Owners, Upload, chunk_rows
 
 
 class Event:

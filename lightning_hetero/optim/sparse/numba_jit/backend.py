@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from lightning_hetero.optim.sparse import numba_kernels as kernels
 from lightning_hetero.optim.sparse.kernel_interface import KernelStep
+from lightning_hetero.optim.sparse.numba_jit import kernels
 
 __all__ = ["Numbered", "warm"]
 

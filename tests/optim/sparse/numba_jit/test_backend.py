@@ -11,7 +11,7 @@ from tests.optim.sparse.kinds import KINDS as ALIKE
 
 pytest.importorskip("numba", exc_type=ImportError)
 
-from lightning_hetero.optim.sparse import numba_backend as numba_step
+from lightning_hetero.optim.sparse.numba_jit import backend as numba_step
 
 SHAPES = ((16 * 40,), (30, 27), (3, 8, 5, 5), (3,), (1,))
 KINDS = {**ALIKE, "adamw, short memory": (SparseAdamW, {"lr": 0.01, "betas": (0.3, 0.5), "eps": 1e-3})}

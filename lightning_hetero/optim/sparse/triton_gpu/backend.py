@@ -8,9 +8,9 @@ import numpy as np
 import torch
 import triton.language as tl
 
-from lightning_hetero.optim.sparse import triton_kernels as kernels
 from lightning_hetero.optim.sparse.kernel_interface import KernelStep
-from lightning_hetero.optim.sparse.parameter_tables import Owners, Upload
+from lightning_hetero.optim.sparse.triton_gpu import kernels
+from lightning_hetero.optim.sparse.triton_gpu.parameter_tables import Owners, Upload
 
 __all__ = ["Marked", "TritonSteps"]
 
@@ -66,7 +66,7 @@ class TritonSteps:
     """Tables of owed steps on the device, copied once a step through pinned buffers that take turns.
 
     Each table has its own buffers, so that the host waits for a copy of some steps ago, and for no later one
-    (:data:`~lightning_hetero.optim.sparse.parameter_tables.TURNS`).
+    (:data:`~lightning_hetero.optim.sparse.triton_gpu.parameter_tables.TURNS`).
 
     Args:
         block: elements of a block.
