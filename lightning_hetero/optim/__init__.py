@@ -2,6 +2,6 @@
 
 from lightning_hetero.optim.adam_preconditioner import AdamPreconditioner, common_preconditioner, is_adam
 from lightning_hetero.optim.lr_multiplier import LearningRateGain
-from lightning_hetero.optim.sparse.rules import SparseAdamW, SparseSGD
+from lightning_hetero.optim.sparse.optimizers import SparseAdamW, SparseSGD
 
 __all__ = ["AdamPreconditioner", "LearningRateGain", "SparseAdamW", "SparseSGD", "common_preconditioner", "is_adam"]

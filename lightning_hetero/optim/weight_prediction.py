@@ -44,7 +44,7 @@ def expected_move(
         state: what the optimizer keeps of these elements.
         gradient: what is expected of these elements' gradient, ``None`` where nothing is known of it.
         kept: share of their momentum that elements keep where sparse steps pay it ahead, ``None`` if they do not
-            (:meth:`~lightning_hetero.optim.sparse.lazy_update.SparseSteps.kept`).
+            (:meth:`~lightning_hetero.optim.sparse.lazy_update.LazyUpdate.kept`).
 
     Returns:
         A new tensor, ``None`` if nothing moves.

@@ -32,7 +32,7 @@ from lightning_hetero.compression import MessageFormat
 from lightning_hetero.core.compression.auto import LinkMeasurement
 from lightning_hetero.core.compression.settings import parse_compression
 from lightning_hetero.optim import SparseAdamW, SparseSGD
-from lightning_hetero.optim.sparse import lazy_update as sparse_steps
+from lightning_hetero.optim.sparse import lazy_update
 from lightning_hetero.simulate import ThinLink
 from tests.comm.gradients.test_ddp_hook import TINY, batches, build, loss_of
 from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
@@ -768,7 +768,7 @@ class WithSparse(Wide):
 
 def _fit_sparse(rank, optimizer, settings, kwargs):
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-    sparse_steps.SparseSteps.most = 0.5  # of a model of 20 blocks, one is a lot
+    lazy_update.LazyUpdate.max_sparse_density = 0.5  # of a model of 20 blocks, one is a lot
     model = WithSparse(optimizer)
     out = _fit(rank, [3, 1], settings, {"model": model, **kwargs})
     return {**out, "written": model.written}

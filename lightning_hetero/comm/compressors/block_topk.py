@@ -25,7 +25,7 @@ from lightning_hetero.compression.wire_format import MessageFormat, message_size
 from lightning_hetero.core.compression.settings import BlockTopK, blocks_per_rank
 from lightning_hetero.core.link.message_size import MessageSize
 from lightning_hetero.core.validation import check_number
-from lightning_hetero.optim.sparse.lazy_update import SparseSteps
+from lightning_hetero.optim.sparse.lazy_update import LazyUpdate
 from lightning_hetero.optim.sparse.warmup import kernels_work
 
 __all__ = ["BlockTopKAverager"]
@@ -118,12 +118,12 @@ class BlockTopKAverager(GradientAverager):
         """Send all steps densely, or compress again."""
         self.paused = paused
 
-    def bind(self, steps: Sequence[SparseSteps]) -> None:
+    def bind(self, steps: Sequence[LazyUpdate]) -> None:
         """Hand blocks to these optimizers, if any; messages are read on the host where kernels of one of them fail."""
         block, device = self.model.layout.block, self.path.rows.device
         if self.path.deferred and not all(kernels_work(one, block, device) for one in steps):
             self.read_on_host()
-        self.sparse_steps = min((one.most for one in steps), default=0.0)
+        self.sparse_steps = min((one.max_sparse_density for one in steps), default=0.0)
 
     @property
     def takes_blocks(self) -> bool:

@@ -27,7 +27,7 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.compression.objective import DensityChoice
 from lightning_hetero.core.compression.settings import Compressor
 from lightning_hetero.core.link.message_link import MessageLink
-from lightning_hetero.optim.sparse.lazy_update import SparseSteps
+from lightning_hetero.optim.sparse.lazy_update import LazyUpdate
 
 __all__ = ["GradientCompression"]
 
@@ -174,7 +174,7 @@ class GradientCompression:
     def _connect(self) -> None:
         self.optimizers.connect(self.blocks)
 
-    def steps_of(self, optimizer: torch.optim.Optimizer) -> SparseSteps | None:
+    def steps_of(self, optimizer: torch.optim.Optimizer) -> LazyUpdate | None:
         """Return the sparse steps of an optimizer, ``None`` if its steps are dense."""
         return None if self.blocks is None or not self.blocks.takes_blocks else self.optimizers.steps_of(optimizer)
 

@@ -8,8 +8,8 @@ import torch
 
 from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
 from lightning_hetero.comm.gradients.requirements import check_trained
-from lightning_hetero.optim.sparse.lazy_update import SparseSteps
-from lightning_hetero.optim.sparse.rules import SparseAdamW, SparseSGD, sparse_steps
+from lightning_hetero.optim.sparse.lazy_update import LazyUpdate
+from lightning_hetero.optim.sparse.optimizers import SparseAdamW, SparseSGD, attach_lazy_update
 
 __all__ = ["OptimizerLink"]
 
@@ -25,7 +25,7 @@ class OptimizerLink:
     def __init__(self, sparse: bool | str) -> None:
         self.sparse = sparse
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, SparseSteps] = weakref.WeakKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, LazyUpdate] = weakref.WeakKeyDictionary()
         self._restored: list[Any] = []
 
     def forget(self) -> None:
@@ -65,25 +65,26 @@ class OptimizerLink:
         if self.sparse and blocks is not None:
             check_trained(self.optimizers, blocks.model.slots)
 
-    def steps_of(self, optimizer: torch.optim.Optimizer) -> SparseSteps | None:
+    def steps_of(self, optimizer: torch.optim.Optimizer) -> LazyUpdate | None:
         """Return the sparse steps of an optimizer, ``None`` if it has none."""
         if isinstance(optimizer, SparseSGD | SparseAdamW):
             return optimizer.sparse
         if self.sparse and optimizer not in self._steps:
-            self._steps[optimizer] = sparse_steps(optimizer, self.sparse if isinstance(self.sparse, str) else "ahead")
+            mode = self.sparse if isinstance(self.sparse, str) else "ahead"
+            self._steps[optimizer] = attach_lazy_update(optimizer, mode)
         return self._steps.get(optimizer)
 
-    def _all_steps(self) -> list[SparseSteps]:
+    def _all_steps(self) -> list[LazyUpdate]:
         return list(filter(None, map(self.steps_of, self.optimizers)))
 
     def flush(self) -> None:
         """Apply all deferred updates, so that weights are final."""
         for steps in self._all_steps():
-            steps.settle()
+            steps.flush()
 
     def state(self) -> list[Any]:
         """Return what sparse steps need to go on."""
-        return [steps.notes() for steps in self._all_steps()]
+        return [steps.state_dict() for steps in self._all_steps()]
 
     def load_state(self, state: list[Any]) -> None:
         """Go on from :meth:`state`, once there are optimizers or at once."""
@@ -94,7 +95,7 @@ class OptimizerLink:
         everyone = [self.steps_of(optimizer) for optimizer in self.optimizers]
         for one, state in zip(everyone, self._restored, strict=False):
             if one is not None:
-                one.loaded = state
+                one.load_state_dict(state)
         self._restored = [] if everyone else self._restored
 
 

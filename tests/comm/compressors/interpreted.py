@@ -21,7 +21,7 @@ from lightning_hetero.comm.timing.clock import HostClock
 from lightning_hetero.comm.timing.step_timer import StepObserver
 from lightning_hetero.compression.triton_gpu import encoder as triton_encoder
 from lightning_hetero.optim import SparseAdamW, SparseSGD
-from lightning_hetero.optim.sparse import lazy_update as sparse_steps
+from lightning_hetero.optim.sparse import lazy_update
 from tests.comm.gradients.test_ddp_hook import TINY, batches, loss_of
 from tests.helpers import run_ranks
 
@@ -96,7 +96,7 @@ def both_ways(rank):
     dist.init_process_group("gloo")
     triton_encoder.TILE = triton_encoder.SCORES = 128
     triton_encoder.ITERS = 1
-    sparse_steps.SparseSteps.most = 1.0
+    lazy_update.LazyUpdate.max_sparse_density = 1.0
     on_host = train(rank, spoil=False)
     BlockTopKAverager._encoder = on_device
     return on_host, train(rank, spoil=False), train(rank, spoil=True)

@@ -124,7 +124,7 @@ def test_the_optimizer_gets_blocks_up_to_a_density_however_the_rank_reads_them(k
     """Of a tiny model one block of each rank is most of it, and momentum that is paid ahead would be too much."""
     parameters = {f"p{i}": nn.Parameter(torch.zeros(n)) for i, n in enumerate(sizes)}
     exchange = BlockTopKAverager(BlockTopK(density=density), context_of(parameters, 2))
-    exchange.sparse_steps = kind(list(parameters.values()), lr=0.1).sparse.most
+    exchange.sparse_steps = kind(list(parameters.values()), lr=0.1).sparse.max_sparse_density
     assert exchange.takes_blocks == blocks
 
 

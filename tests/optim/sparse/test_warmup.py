@@ -38,7 +38,7 @@ def test_where_kernels_of_the_optimizer_fail_messages_are_read_on_the_host_and_t
     assert exchange.encoder.residual[3] == 5.0
     (record,) = caplog.records
     assert "block top-k works on the host: kernels of SparseAdamW fail on cpu: " in record.getMessage()
-    assert exchange.sparse_steps == optimizer.sparse.most
+    assert exchange.sparse_steps == optimizer.sparse.max_sparse_density
 
 
 def test_what_takes_dense_steps_needs_no_kernels(caplog):
