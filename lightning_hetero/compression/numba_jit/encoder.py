@@ -10,11 +10,12 @@ import torch
 
 from lightning_hetero.compression.host.encoder import BlockEncoder
 from lightning_hetero.compression.layout import Layout, Slot, split
+from lightning_hetero.compression.message_header import HEADER_BYTES, MESSAGE_KIND, address
 from lightning_hetero.compression.numba_jit import kernels
 from lightning_hetero.compression.reference import Pack
 from lightning_hetero.compression.score_scaling import ScoreBalance
 from lightning_hetero.compression.selectors import Indices, Scores, at_least
-from lightning_hetero.compression.wire_format import HEADER, MAGIC, VERSION, MessageFormat, address
+from lightning_hetero.compression.wire_format import MessageFormat
 
 __all__ = ["NumbaEncoder"]
 
@@ -107,7 +108,7 @@ class NumbaEncoder(BlockEncoder):
         if form.bitmap:
             form.write_indices(message, indices)
         else:
-            kernels.number(data, indices, HEADER + form.counts_bytes)
+            kernels.number(data, indices, form.places_at)
         kernels.take(self._arrays[0], indices, form.block, KINDS[form.value_dtype], data, *form.parts_at)
         form.write_header(message, len(indices), 0, place=address(rank, bucket), step=step, sums=_sums)
         self._message = message
@@ -134,8 +135,8 @@ class NumbaEncoder(BlockEncoder):
         for rank, row in enumerate(rows.numpy() if usual else ()):
             indices, values = np.empty(form.k, np.int64), np.empty((form.k, form.block), np.float32)
             count = kernels.read(
-                row, (MAGIC | VERSION, address(rank, bucket), step, form.fingerprint), form.segments,
-                HEADER + form.counts_bytes, *form.parts_at, form.num_blocks, KINDS[form.value_dtype], indices, values,
+                row, (MESSAGE_KIND, address(rank, bucket), step, form.fingerprint), form.segments,
+                form.places_at, *form.parts_at, form.num_blocks, KINDS[form.value_dtype], indices, values,
             )  # fmt: skip
             if count < 0:
                 break
@@ -188,13 +189,13 @@ def _warm(block: int) -> None:
     kernels.at_least(r, np.float32(1.0), np.zeros(1, np.int64))
     form = MessageFormat(layout.num_blocks, 1, block, "float32")
     message, index = np.zeros(form.num_bytes, np.uint8), np.zeros(1, np.int64)
-    kernels.number(message, index, HEADER + form.counts_bytes)
+    kernels.number(message, index, form.places_at)
     kernels.take(r, index, block, kernels.FLOAT32, message, *form.parts_at)
     values = np.zeros((1, block), np.float32)
-    due = MAGIC | VERSION, 0, 0, form.fingerprint
-    places_at = HEADER + form.counts_bytes
+    due = MESSAGE_KIND, 0, 0, form.fingerprint
+    places_at = form.places_at
     kernels.read(message, due, 1, places_at, *form.parts_at, 16, kernels.FLOAT32, index, values)
-    kernels.checksum(message[HEADER:])
+    kernels.checksum(message[HEADER_BYTES:])
     kernels.unite(index, index, np.zeros(2, np.int64))
     kernels.fold(index, values, index, values)
     kernels.add_blocks(r, index, values.ravel())

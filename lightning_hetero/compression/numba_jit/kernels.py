@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from lightning_hetero.compression.message_header import HEADER_BYTES, HEADER_WEIGHTS
 from lightning_hetero.compression.numba_jit.simd import (
     WIDTH,
     absolute,
@@ -41,7 +42,7 @@ from lightning_hetero.compression.numba_jit.simd import (
     sub,
     total,
 )
-from lightning_hetero.compression.wire_format import HEADER, SEALS, SEGMENT
+from lightning_hetero.compression.wire_format import SEGMENT_BLOCKS
 
 __all__ = [
     "BFLOAT16",
@@ -65,7 +66,7 @@ ZERO, MOST = np.float32(0.0), np.float32(127.0)
 SOON = 16
 """Blocks that are fetched ahead where they lie far apart."""
 
-SEAL_0, SEAL_1, SEAL_2, SEAL_3 = (np.int64(seal) for seal in SEALS)
+WEIGHT_0, WEIGHT_1, WEIGHT_2, WEIGHT_3 = map(np.int64, HEADER_WEIGHTS)
 
 
 @njit(nogil=True, cache=True)
@@ -147,11 +148,11 @@ def at_least(scores: Any, threshold: Any, found: Any) -> int:
 def number(message: Any, indices: Any, places_at: int) -> None:
     """Clear a message and write the table of segments and the indices, as ``MessageFormat.write_indices`` does."""
     message[:] = 0
-    counts = message[HEADER:places_at].view(np.int32)
+    counts = message[HEADER_BYTES:places_at].view(np.int32)
     places = message[places_at : places_at + 2 * len(indices)].view(np.uint16)
     for n in range(len(indices)):
-        counts[indices[n] // SEGMENT] += 1
-        places[n] = indices[n] % SEGMENT
+        counts[indices[n] // SEGMENT_BLOCKS] += 1
+        places[n] = indices[n] % SEGMENT_BLOCKS
 
 
 @njit(nogil=True, cache=True)
@@ -256,15 +257,15 @@ def read(
     Returns:
         Blocks of the message; -1 if anything is wrong with it, or its sender's gradient was not finite.
     """
-    header = message[:HEADER].view(np.int64)
-    first, second = checksum(message[HEADER:])
+    header = message[:HEADER_BYTES].view(np.int64)
+    first, second = checksum(message[HEADER_BYTES:])
     count = header[4]
-    first += SEAL_0 * header[1] + SEAL_1 * header[2] + SEAL_2 * header[3] + SEAL_3 * count
+    first += WEIGHT_0 * header[1] + WEIGHT_1 * header[2] + WEIGHT_2 * header[3] + WEIGHT_3 * count
     if header[0] != due[0] or header[1] != due[1] or header[2] != due[2] or header[7] != due[3]:
         return -1
     if header[3] != 0 or header[5] != first or header[6] != second or not 0 <= count <= len(indices):
         return -1
-    counts = message[HEADER : HEADER + 4 * segments].view(np.int32)
+    counts = message[HEADER_BYTES : HEADER_BYTES + 4 * segments].view(np.int32)
     places = message[places_at : places_at + 2 * len(indices)].view(np.uint16)
     right = _numbers(counts, places, count, num_blocks, indices) and _values(
         message, values_at, scales_at, kind, values.reshape(-1)[: count * values.shape[1]], values.shape[1]
@@ -280,7 +281,7 @@ def _numbers(counts: Any, places: Any, count: int, num_blocks: int, indices: Any
         if counts[segment] < 0 or n + counts[segment] > count:
             return False
         for _ in range(counts[segment]):
-            index = segment * SEGMENT + np.int64(places[n])
+            index = segment * SEGMENT_BLOCKS + np.int64(places[n])
             if index <= last or index >= num_blocks:
                 return False
             indices[n], last = index, index
