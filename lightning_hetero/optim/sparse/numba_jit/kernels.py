@@ -6,13 +6,14 @@ the same bits whatever its steps are made with. Blocks lie far apart in memory, 
 ahead. Import this module only where Numba is.
 """
 
-from typing import Any
-
 import numpy as np
+import numpy.typing as npt
 from numba import njit
 
 from lightning_hetero.compression.numba_jit.simd import (
+    PREFETCH_BLOCKS,
     WIDTH,
+    Value,
     add,
     div,
     floats,
@@ -29,14 +30,16 @@ from lightning_hetero.optim.sparse.kernel_interface import FRACTION_BITS, INTERV
 
 __all__ = ["sparse_adamw", "sparse_sgd"]
 
-SOON = 16
-"""Blocks that are fetched ahead."""
+Floats = npt.NDArray[np.float32]
+Integers = npt.NDArray[np.int64]
+Coefficients = tuple[np.float32, np.float32, np.float32, np.float32]
 
+# Loops read globals as constants, and keep their types: with Python's floats they would calculate in float64.
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
 
 @njit(nogil=True, cache=True)
-def _found(place: Any, block: int) -> Any:
+def _found(place: Integers, block: int) -> tuple[Integers, Integers, Floats, Floats, Floats, Floats, int]:
     """Return what a row of places says, as arrays over memory that somebody else keeps alive.
 
     Args:
@@ -58,8 +61,17 @@ def _found(place: Any, block: int) -> Any:
 
 @njit(forceinline=True)
 def _sgd(
-    p: Any, b: Any, g: Any, c: Any, lr: Any, decay: Any, momentum: Any, ahead: Any, kept: Any, nesterov: bool
-) -> Any:
+    p: Value,
+    b: Value,
+    g: Value,
+    c: Coefficients,
+    lr: np.float32,
+    decay: np.float32,
+    momentum: np.float32,
+    ahead: np.float32,
+    kept: np.float32,
+    nesterov: bool,
+) -> tuple[Value, Value]:
     """Return parameter and momentum after the step, numbers or vectors; without momentum the latter is of no use."""
     before = p
     p = add(mul(p, c[0]), mul(b, c[1]))
@@ -71,7 +83,7 @@ def _sgd(
 
 
 @njit(forceinline=True)
-def _kept(history: Any, skipped: Any, step: Any, table: Any, ahead: bool) -> Any:
+def _kept(history: int, skipped: int, step: int, table: Floats, ahead: bool) -> tuple[int, np.float32, np.float32]:
     """Return a touched block's mean interval, the share of momentum it keeps, and the coefficient of it."""
     if not ahead:
         return 0, ONE, table[skipped, 1]
@@ -84,7 +96,7 @@ def _kept(history: Any, skipped: Any, step: Any, table: Any, ahead: bool) -> Any
 
 
 @njit(forceinline=True)
-def _fetch(row: Any, block: int, p: Any, b: Any, history: Any) -> None:
+def _fetch(row: int, block: int, p: Floats, b: Floats, history: Integers) -> None:
     """Fetch a block that is touched soon into the cache."""
     prefetch(p, row * block)
     if len(b):
@@ -95,9 +107,17 @@ def _fetch(row: Any, block: int, p: Any, b: Any, history: Any) -> None:
 
 @njit(nogil=True, cache=True)
 def sparse_sgd(
-    places: Any, table: Any, step: int, block: int, lr: Any, decay: Any, momentum: Any, remaining: Any, nesterov: bool,
+    places: Integers,
+    table: Floats,
+    step: int,
+    block: int,
+    lr: np.float32,
+    decay: np.float32,
+    momentum: np.float32,
+    remaining: np.float32,
+    nesterov: bool,
     ahead: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Step with momentum SGD on touched blocks; all numbers are float32.
 
     Args:
@@ -118,8 +138,8 @@ def sparse_sgd(
         rows, history, p, g, b, _, flushed_at = _found(place, block)
         for n in range(len(rows)):
             begin, end = rows[n] * block, min((rows[n] + 1) * block, len(p))
-            if n + SOON < len(rows):
-                _fetch(rows[n + SOON], block, p, b, history)
+            if n + PREFETCH_BLOCKS < len(rows):
+                _fetch(rows[n + PREFETCH_BLOCKS], block, p, b, history)
             if len(table):
                 skipped = step - max(history[rows[n]] & LAST_TOUCH_MASK, flushed_at)
                 interval, kept, second = _kept(history[rows[n]], skipped, step, table, ahead)
@@ -144,7 +164,9 @@ def sparse_sgd(
 
 
 @njit(forceinline=True)
-def _adamw(p: Any, m: Any, v: Any, g: Any, c: Any, rates: Any) -> Any:
+def _adamw(
+    p: Value, m: Value, v: Value, g: Value, c: Coefficients, rates: tuple[np.float32, ...]
+) -> tuple[Value, Value, Value]:
     """Return parameter and both moments after the step, numbers or vectors."""
     shrink, weight, beta2, square, root, size, eps, deferred_eps = rates
     pull = div(mul(m, c[1]), add(sqrt(v), deferred_eps))
@@ -156,7 +178,9 @@ def _adamw(p: Any, m: Any, v: Any, g: Any, c: Any, rates: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def sparse_adamw(places: Any, table: Any, step: int, block: int, rates: Any, ahead: bool) -> None:
+def sparse_adamw(
+    places: Integers, table: Floats, step: int, block: int, rates: tuple[np.float32, ...], ahead: bool
+) -> None:
     """Step with AdamW on touched blocks; all numbers are float32.
 
     Args:
@@ -174,10 +198,10 @@ def sparse_adamw(places: Any, table: Any, step: int, block: int, rates: Any, ahe
         rows, history, p, g, m, v, flushed_at = _found(place, block)
         for n in range(len(rows)):
             begin, end = rows[n] * block, min((rows[n] + 1) * block, len(p))
-            if n + SOON < len(rows):
-                prefetch(p, rows[n + SOON] * block)
-                prefetch(m, rows[n + SOON] * block)
-                prefetch(v, rows[n + SOON] * block)
+            if n + PREFETCH_BLOCKS < len(rows):
+                prefetch(p, rows[n + PREFETCH_BLOCKS] * block)
+                prefetch(m, rows[n + PREFETCH_BLOCKS] * block)
+                prefetch(v, rows[n + PREFETCH_BLOCKS] * block)
             skipped = step - max(history[rows[n]], flushed_at)
             c = (table[skipped, 0], table[skipped, 1], table[skipped, 2], table[skipped, 3])
             history[rows[n]] = step + 1
