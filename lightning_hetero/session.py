@@ -260,7 +260,7 @@ class HeteroSession:
         """
         self.engine.observer.discard()
         if self._pass is None:
-            self.engine.hook_state.weighted = False
+            self.engine.hook_state.require_weighting(False)
             self.engine.weighting.reset()
 
     def beside(self, batches: Iterator[Any], evaluates: Callable[[], bool]) -> Iterator[Any]:

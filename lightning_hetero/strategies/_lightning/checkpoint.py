@@ -76,9 +76,9 @@ def forget_without_state(checkpoint: Mapping[str, Any], engine: HeteroEngine) ->
         )
     engine.history = None
     engine.log.clear()
-    engine.hook_state.load_delayed_state({})
+    engine.hook_state.load_stale_state({})
     if engine.compression is not None:
-        engine.compression.forget()
+        engine.compression.reset()
 
 
 def describe(checkpoint: Mapping[str, Any]) -> str:

@@ -225,7 +225,7 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
         hook = self._ddp_comm_hook
         if hook is not None and self._ddp_comm_wrapper is not None:
             hook = self._ddp_comm_wrapper(hook)
-        state.inner, state.inner_state = hook, self._ddp_comm_state
+        state.use_hook(hook, self._ddp_comm_state)
         attach_module(self.engine, model, loss_scaler(self.precision_plugin))
         attach_staleness(self)
 

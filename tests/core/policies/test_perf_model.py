@@ -24,7 +24,7 @@ from lightning_hetero.core.policies.split_rule import RuleSettings, horizon
 from lightning_hetero.core.timing.link_times import Level
 from lightning_hetero.core.timing.residual_time import Residual
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
-from lightning_hetero.core.timing.winsorized_mean import capped
+from lightning_hetero.core.timing.winsorized_mean import winsorize_top
 from tests.learned import knowing
 from tests.quota import QuotaCluster
 
@@ -39,6 +39,12 @@ CLUSTER = ClusterTimeModel((FAST, MIDDLE, SLOW), gamma=0.2, t_o=0.02, t_u=0.004)
 def context(total, workers, **changes):
     names = tuple(f"host-{i}" for i in range(workers))
     return PlanContext(total, names, **{"min_local": (1,) * workers, "capacities": (1.0,) * workers, **changes})
+
+
+def saving(planner, cluster, times, plan, running, ctx):
+    """Share of a step that a plan saves in expectation, and the share that it loses to what is not known."""
+    here = np.array(running.local_batch_sizes) * (ctx.total_batch_size / running.total_batch_size)
+    return planner._prediction(times, ctx).saving(cluster, plan.local_batch_sizes, here)
 
 
 def slowed(cluster, rank, factor):
@@ -183,8 +189,8 @@ def test_doubt_is_whole_where_single_steps_scatter(noise, whole):
     assert share == 1.0 if whole else share < 0.5
     equal, nearly = BatchPlan(192, (64, 64, 64)), BatchPlan(191, (64, 64, 63))
     for running, expected in ((plan, share), (BatchPlan(192, (65, 64, 63)), share), (equal, 1.0), (nearly, 1.0)):
-        cluster = planner._cluster(times, ctx, np.array(running.local_batch_sizes))
-        _, unknown = planner._gain(cluster, times, solve_optperf(cluster, 192), running, ctx)
+        cluster = planner._prediction(times, ctx).model(np.array(running.local_batch_sizes))
+        _, unknown = saving(planner, cluster, times, solve_optperf(cluster, 192), running, ctx)
         kept = planner._decide(times, running, ctx, first=False).kept
         least = float(re.search(r"only a gain of ([\d.]+)% is beyond luck", kept).group(1))
         assert least == pytest.approx(100 * 1e4 * unknown * expected, abs=0.051)
@@ -204,9 +210,9 @@ def test_a_gain_that_equals_the_cost_is_left_and_one_that_equals_the_doubt_is_ta
     rng, ctx, plan = np.random.default_rng(3), context(192, 3), BatchPlan(192, (64,) * 3)
     planner = PerfModelPlanner().observe(measure(CLUSTER, (64,) * 3, rng, noise=0.3), ctx)
     times = replace(planner.times.times(ctx.identities), moving=0.0)
-    cluster = planner._cluster(times, ctx, np.array((64, 64, 64)))
+    cluster = planner._prediction(times, ctx).model(np.array((64, 64, 64)))
     now, other = cluster.step_time((64, 64, 64)), solve_optperf(cluster, 192)
-    gain, unknown = planner._gain(cluster, times, other, plan, ctx)
+    gain, unknown = saving(planner, cluster, times, other, plan, ctx)
     free = RuleSettings(change_steps=0.0, doubt=0.0)
     saved = gain * now * horizon(gain, times.walks, times.probability, planner.steps, free)
     for seconds, moves in ((saved, False), (np.nextafter(saved, 0.0), True)):
@@ -311,8 +317,8 @@ def test_a_gain_that_waits_is_named_with_the_least_that_would_do(moving):
     planner = PerfModelPlanner(settings=RuleSettings(doubt=12.0))
     planner = planner.observe(measure(CLUSTER, (64,) * 3, rng, noise=0.3), ctx)
     times = replace(planner.times.times(ctx.identities), moving=moving)
-    cluster = planner._cluster(times, ctx, np.array((64, 64, 64)))
-    gain, unknown = planner._gain(cluster, times, solve_optperf(cluster, 192), plan, ctx)
+    cluster = planner._prediction(times, ctx).model(np.array((64, 64, 64)))
+    gain, unknown = saving(planner, cluster, times, solve_optperf(cluster, 192), plan, ctx)
     kept = planner._decide(times, plan, ctx, first=False).kept
     found = re.search(r"would take ([\d.]+)% less, and only a gain of ([\d.]+)% is beyond luck", kept)
     least = 12.0 * unknown * (1.0 - moving)
@@ -342,9 +348,9 @@ def test_a_gain_has_to_exceed_what_is_not_known_by_the_doubt(doubt):
     sizes = (64, 64, 64)
     planner = planner.observe(measure(CLUSTER, sizes, rng, noise=0.3), ctx)
     plan, times = BatchPlan(192, sizes), planner.times.times(ctx.identities)
-    cluster = planner._cluster(times, ctx, np.array(sizes))
+    cluster = planner._prediction(times, ctx).model(np.array(sizes))
     other = solve_optperf(cluster, 192)
-    gain, unknown = planner._gain(cluster, times, other, plan, ctx)
+    gain, unknown = saving(planner, cluster, times, other, plan, ctx)
     assert 1.5 * unknown < gain < 6.0 * unknown
     decision = planner._decide(times, plan, ctx, first=False)
     assert (decision.proposal is not None) is (gain >= doubt * unknown * (1 - times.moving))
@@ -356,10 +362,10 @@ def test_what_is_not_known_is_what_a_step_may_lose_to_it():
     rng, ctx = np.random.default_rng(3), context(192, 3)
     planner = PerfModelPlanner().observe(measure(CLUSTER, (64, 64, 64), rng, noise=0.3), ctx)
     plan, times = BatchPlan(192, (64, 64, 64)), planner.times.times(ctx.identities)
-    cluster = planner._cluster(times, ctx, np.array(plan.local_batch_sizes))
+    cluster = planner._prediction(times, ctx).model(np.array(plan.local_batch_sizes))
     other = BatchPlan(192, (100, 60, 32))
-    gain, unknown = planner._gain(cluster, times, other, plan, ctx)
-    seconds, errors, _ = planner._finish(times, np.full(3, 64.0), ctx)
+    gain, unknown = saving(planner, cluster, times, other, plan, ctx)
+    seconds, errors, _ = planner._prediction(times, ctx).finish(np.full(3, 64.0))
     factors = 1.0 + errors / seconds * rng.standard_normal((400_000, 3))
     here, there = ((cluster.finish_times(p.local_batch_sizes) * factors).max(axis=1) for p in (plan, other))
     assert gain == pytest.approx(1.0 - there.mean() / here.mean(), abs=0.003)
@@ -377,8 +383,8 @@ def test_the_error_of_a_finish_is_that_of_drawn_coefficients(gamma, accumulation
     for sizes in ((64, 64, 64), (90, 60, 42)):
         planner = planner.observe(measure(wide, sizes, rng, noise=0.2), ctx)
     times, sizes = planner.times.times(ctx.identities), np.array([100.0, 60.0, 32.0])
-    _, errors, _ = planner._finish(times, sizes, ctx)
-    (t_o, t_u), gamma, n = planner.link.at(3), planner._gamma, accumulation
+    _, errors, _ = planner._prediction(times, ctx).finish(sizes)
+    (t_o, t_u), gamma, n = planner.link.at(3), planner._prediction(times, ctx).gamma, accumulation
     for worker in range(3):
         q, s, k, m = rng.multivariate_normal(times.mean[worker], times.covariance[worker], 200_000).T
         a, p = q * sizes[worker] + s, k * sizes[worker] + m
@@ -411,10 +417,10 @@ def test_a_split_in_proportion_gains_nothing_at_another_total():
     rng, sizes = np.random.default_rng(0), (60, 30, 6)
     planner = PerfModelPlanner().observe(measure(CLUSTER, sizes, rng), context(96, 3))
     times, ctx, twice = planner._times(context(96, 3)), context(192, 3), BatchPlan(192, (120, 60, 12))
-    model = planner._bare(times, ctx)
+    model = planner._prediction(times, ctx).bare
 
     def gain(running):
-        return planner._gain(model, times, twice, running, ctx)[0]
+        return saving(planner, model, times, twice, running, ctx)[0]
 
     assert gain(BatchPlan(96, sizes)) == pytest.approx(0.0, abs=1e-9)
     assert gain(BatchPlan(96, (32, 32, 32))) > 0.2
@@ -501,7 +507,7 @@ def test_a_plan_is_proposed_with_the_time_that_is_predicted_for_it():
     rng, ctx = np.random.default_rng(0), context(300, 6)
     observed = measure(ClusterTimeModel(nodes, 0.2, 0.01, 0.004), (50,) * 6, rng, steps=200, noise=0.15)
     planner, proposal = PerfModelPlanner().decide(observed, even_plan(ctx), ctx)
-    assert planner._waits(planner._times(ctx), np.full(6, 50.0), ctx) > 1.06
+    assert planner._prediction(planner._times(ctx), ctx).waiting_factor(np.full(6, 50.0)) > 1.06
     assert proposal.plan.step_time == pytest.approx(planner.predict(proposal.plan, ctx), rel=0.02)
     assert proposal.plan.step_time_error == pytest.approx(planner.error(proposal.plan, ctx))
 
@@ -714,7 +720,7 @@ def test_proportional_smooths_as_it_is_told_to():
     steps = measure(CLUSTER, (64, 64, 64), np.random.default_rng(0), steps=4, noise=0.2)
     plan, where = BatchPlan(192, (64, 64, 64)), context(192, 3)
     last = ProportionalPlanner(decay=0.0).decide(steps, plan, where).planner
-    assert last.state.times.smoothed == pytest.approx(capped(steps.compute)[-1])
+    assert last.state.times.smoothed == pytest.approx(winsorize_top(steps.compute)[-1])
 
 
 def test_a_planner_that_returns_something_else_is_told():
