@@ -15,6 +15,7 @@ from lightning_hetero.engine import HeteroEngine
 __all__ = [
     "NOT_MET",
     "balanced_evaluation_loader",
+    "batches_of",
     "evaluates",
     "iterated_by",
     "stream_of",
@@ -58,6 +59,18 @@ def why_not_uneven(loader: Any, world_size: int) -> str | None:
             "known. Give the DataLoader a sampler that is not distributed; it is distributed for you"
         )
     return None
+
+
+def batches_of(loader: DataLoader) -> BatchSampler:
+    """Return the batch sampler of a loader that can be split, see :func:`why_not_uneven`.
+
+    Raises:
+        TypeError: if its batches are not torch's own.
+    """
+    batches = loader.batch_sampler
+    if not isinstance(batches, BatchSampler):
+        raise TypeError(f"the loader has a {type(batches).__name__}; give a DataLoader with a batch_size.")
+    return batches
 
 
 def stream_of(loader: DataLoader) -> IndexStream | None:

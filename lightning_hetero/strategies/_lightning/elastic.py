@@ -14,7 +14,7 @@ from lightning_hetero.callbacks._elastic import ElasticCallback
 from lightning_hetero.callbacks._lightning import callbacks_of
 from lightning_hetero.core.validation import check_names
 from lightning_hetero.elastic import ElasticConfig, ElasticEngine, MergeRecord
-from lightning_hetero.frontend.loaders import NOT_MET, stream_of, why_not_uneven, with_batch_sampler
+from lightning_hetero.frontend.loaders import NOT_MET, batches_of, stream_of, why_not_uneven, with_batch_sampler
 from lightning_hetero.frontend.log import log
 from lightning_hetero.frontend.model_setup import has_batch_norm
 from lightning_hetero.strategies._arguments import arguments_of
@@ -191,7 +191,7 @@ class HeteroElasticMixin(ElasticStepsMixin, ElasticCheckpointMixin, WholeFilesMi
                 "this rank can train on them. Set num_workers=0, or use strategy='ddp'."
             )
         stream, limit = stream_of(loader), self._trainer.limit_train_batches
-        batches: Any = loader.batch_sampler
+        batches = batches_of(loader)
         assert stream is not None
         sampler = engine.shard(
             stream,

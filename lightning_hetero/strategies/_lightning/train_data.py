@@ -10,6 +10,7 @@ from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.loaders import (
     NOT_MET,
     balanced_evaluation_loader,
+    batches_of,
     stream_of,
     timed_loader,
     why_not_uneven,
@@ -57,7 +58,7 @@ class TrainDataMixin(LightningMixin):
         assert self._callback is not None
         stream = stream_of(loader)
         assert stream is not None
-        batches: Any = loader.batch_sampler
+        batches = batches_of(loader)
         sampler = self.engine.shard(
             stream,
             batches.batch_size,
