@@ -113,7 +113,7 @@ class HeteroFabricMixin(FabricCheckpointMixin, WholeFilesMixin):
         attach_module(self._running().engine, model, loss_scaler(self.precision))
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Let the rate of an optimizer follow the total, and its sparse steps take the blocks of a compressed gradient."""
+        """Let an optimizer's rate follow the total, and its sparse steps take the blocks of a compressed gradient."""
         optimizer = super().setup_optimizer(optimizer)
         self._optimizers.append(optimizer)
         compression = None if self.engine is None else self.engine.compression
