@@ -1,13 +1,9 @@
-"""What elastic averaging has to do at the end of each batch and epoch, and the metrics of a merge."""
+"""End batches and epochs of elastic averaging, and log the metrics of a merge."""
 
-from typing import Any
+from typing import Any, Protocol
 
-from lightning_hetero.elastic import MergeRecord
-
-try:
-    from lightning.pytorch import Callback
-except ImportError:  # only the standalone package is installed
-    from pytorch_lightning import Callback  # type: ignore[assignment]
+from lightning_hetero.callbacks._lightning import Callback, LightningModule, Trainer, log_metrics
+from lightning_hetero.elastic import ElasticEngine, MergeRecord
 
 __all__ = ["ElasticCallback", "merge_metrics"]
 
@@ -37,22 +33,37 @@ def merge_metrics(record: MergeRecord, batch_sizes: tuple[int, ...]) -> dict[str
     return metrics
 
 
+class ElasticStrategy(Protocol):
+    """A strategy whose ranks train on batches that they claim, and merge."""
+
+    engine: ElasticEngine
+
+    def end_batch(self) -> MergeRecord | None:
+        """Claim the next batch, or merge."""
+
+
+def _strategy(trainer: Trainer) -> ElasticStrategy:
+    strategy: Any = trainer.strategy
+    found: ElasticStrategy = strategy
+    return found
+
+
 class ElasticCallback(Callback):
     """Installed by ``hetero_elastic`` before all other callbacks, which then see the merged model."""
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         """Claim the next batch, or merge."""
-        strategy = trainer.strategy
+        strategy = _strategy(trainer)
         record = strategy.end_batch()
         if record is not None and trainer.world_size > 1:
-            metrics = merge_metrics(record, strategy.engine.batch_sizes)
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            log_metrics(trainer, merge_metrics(record, strategy.engine.batch_sizes))
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make sure that this rank did not leave the others behind.
 
         Raises:
             RuntimeError: if it left the epoch inside a mega-batch.
         """
-        trainer.strategy.engine.require_merged("leaving an epoch (a skipped batch, trainer.should_stop)")
+        _strategy(trainer).engine.require_merged("leaving an epoch (a skipped batch, trainer.should_stop)")

@@ -2,10 +2,10 @@
 
 import inspect
 import logging
-from typing import Any
 
 import torch
 
+from lightning_hetero.callbacks._lightning import LightningModule, Trainer
 from lightning_hetero.engine import HeteroEngine
 
 __all__ = ["apply_last_sums", "check_staleness"]
@@ -13,7 +13,7 @@ __all__ = ["apply_last_sums", "check_staleness"]
 log = logging.getLogger("lightning_hetero")
 
 
-def check_staleness(trainer: Any, engine: HeteroEngine) -> str | None:
+def check_staleness(trainer: Trainer, engine: HeteroEngine) -> str | None:
     """Why this training cannot delay gradients, ``None`` if it can or does not."""
     if engine.config.staleness == 0:
         return None
@@ -32,7 +32,7 @@ def check_staleness(trainer: Any, engine: HeteroEngine) -> str | None:
     return None
 
 
-def apply_last_sums(trainer: Any, pl_module: Any, engine: HeteroEngine) -> None:
+def apply_last_sums(trainer: Trainer, pl_module: LightningModule, engine: HeteroEngine) -> None:
     """One more step of the optimizer with the sums that are still under way, on their parameters only.
 
     It is clipped as the module clips, and counts neither as a step of the trainer nor of a scheduler.

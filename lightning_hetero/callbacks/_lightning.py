@@ -13,13 +13,37 @@ else:
         from pytorch_lightning import Callback, LightningModule, Trainer
         from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-__all__ = ["Callback", "LightningModule", "MisconfigurationException", "Trainer", "callbacks_of", "log_metrics"]
+__all__ = [
+    "Callback",
+    "LightningModule",
+    "MisconfigurationException",
+    "Trainer",
+    "callbacks_of",
+    "is_named",
+    "log_metrics",
+    "processed",
+]
 
 
 def callbacks_of(trainer: Any) -> list[Callback]:
     """Return the callbacks of a trainer, the list itself; Lightning's class does not declare it."""
     every: list[Callback] = trainer.callbacks
     return every
+
+
+def is_named(plugin: object, name: str) -> bool:
+    """Return whether something of Lightning's has a class of that name, in whichever of its two packages.
+
+    Example:
+        >>> is_named(Callback(), "Callback"), is_named(Callback(), "Timer")
+        (True, False)
+    """
+    return any(cls.__name__ == name for cls in type(plugin).__mro__)
+
+
+def processed(progress: Any) -> int:
+    """Return how many batches, or epochs, a progress of Lightning's has behind it in the running loop."""
+    return int(progress.current.processed)
 
 
 def log_metrics(trainer: Trainer, metrics: dict[str, float]) -> None:

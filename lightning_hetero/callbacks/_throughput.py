@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from lightning_hetero.callbacks._lightning import Trainer, callbacks_of, is_named
 from lightning_hetero.engine import HeteroEngine
 
 __all__ = ["count_all_workers", "count_own"]
@@ -22,7 +23,7 @@ class _Mean:
     """
 
     def __init__(
-        self, count: Callable[[Any], float], samples: Callable[[Any], float], trainer: Any, engine: HeteroEngine
+        self, count: Callable[[Any], float], samples: Callable[[Any], float], trainer: Trainer, engine: HeteroEngine
     ) -> None:
         self.count, self.samples, self.trainer, self.engine = count, samples, trainer, engine
 
@@ -35,10 +36,10 @@ class _Mean:
         return own * total / (self.engine.world_size * max(self.samples(batch), 1))
 
 
-def count_all_workers(trainer: Any, engine: HeteroEngine) -> None:
+def count_all_workers(trainer: Trainer, engine: HeteroEngine) -> None:
     """Let the throughput monitors of a trainer count the samples of all workers, and say so once."""
     count_own(trainer)
-    monitors = [callback for callback in trainer.callbacks if _monitors(callback)]
+    monitors = _monitors(trainer)
     if not monitors or engine.world_size == 1:
         return
     for monitor in monitors:
@@ -53,14 +54,14 @@ def count_all_workers(trainer: Any, engine: HeteroEngine) -> None:
         )
 
 
-def count_own(trainer: Any) -> None:
+def count_own(trainer: Trainer) -> None:
     """Give the monitors back what they counted before."""
-    for monitor in filter(_monitors, trainer.callbacks):
-        for name in ("batch_size_fn", "length_fn"):
-            counted = getattr(monitor, name)
-            if isinstance(counted, _Mean):
-                setattr(monitor, name, counted.count)
+    for monitor in _monitors(trainer):
+        if isinstance(monitor.batch_size_fn, _Mean):
+            monitor.batch_size_fn = monitor.batch_size_fn.count
+        if isinstance(monitor.length_fn, _Mean):
+            monitor.length_fn = monitor.length_fn.count
 
 
-def _monitors(callback: Any) -> bool:
-    return any(cls.__name__ == "ThroughputMonitor" for cls in type(callback).__mro__)
+def _monitors(trainer: Trainer) -> list[Any]:
+    return [callback for callback in callbacks_of(trainer) if is_named(callback, "ThroughputMonitor")]

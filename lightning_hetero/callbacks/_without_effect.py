@@ -2,8 +2,8 @@
 
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+from lightning_hetero.callbacks._lightning import Callback
 from lightning_hetero.callbacks.base import PolicyCallback
 from lightning_hetero.callbacks.noise_scale import GNSCallback
 from lightning_hetero.callbacks.pid import DynamicBatchPIDCallback
@@ -17,7 +17,7 @@ from lightning_hetero.frontend.without_effect import ALONE
 __all__ = ["callbacks_without_effect"]
 
 
-def callbacks_without_effect(callbacks: Sequence[Any], config: HeteroConfig, world_size: int) -> list[NoEffect]:
+def callbacks_without_effect(callbacks: Sequence[Callback], config: HeteroConfig, world_size: int) -> list[NoEffect]:
     """The settings of a user's callbacks that do nothing.
 
     Args:
@@ -32,7 +32,7 @@ def callbacks_without_effect(callbacks: Sequence[Any], config: HeteroConfig, wor
     return [one for callback in callbacks for one in _of(callback, callbacks, config, world_size)]
 
 
-def _of(callback: Any, callbacks: Sequence[Any], config: HeteroConfig, world_size: int) -> Iterator[NoEffect]:
+def _of(callback: Callback, callbacks: Sequence[Callback], config: HeteroConfig, world_size: int) -> Iterator[NoEffect]:
     name = (type(callback).__name__,)
     if isinstance(callback, TTACallback) and not callback.tta_planner.moves_batch:
         idle = tuple(f"TTACallback({text})" for text in _of_total(callback))
@@ -67,11 +67,11 @@ def _of_total(callback: TTACallback) -> Iterator[str]:
             yield f"{name}={getattr(planner, name)}"
 
 
-def _starts_equal(callback: Any) -> bool:
+def _starts_equal(callback: Callback) -> bool:
     return isinstance(callback, DynamicBatchPIDCallback) and getattr(callback.planner, "start", None) == "equal"
 
 
-def _moves_total(callback: Any) -> bool:
+def _moves_total(callback: Callback) -> bool:
     """Whether a policy has something to decide on for one worker."""
     if isinstance(callback, TTACallback):
         return callback.tta_planner.moves_batch

@@ -4,7 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from lightning_hetero.callbacks.base import MisconfigurationException, PolicyCallback
+from lightning_hetero.callbacks._lightning import (
+    Callback,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    callbacks_of,
+    is_named,
+)
+from lightning_hetero.callbacks.base import PolicyCallback
 from lightning_hetero.callbacks.noise_scale import GNSCallback
 from lightning_hetero.core.checkpoint_state import reading_state
 from lightning_hetero.core.policies.goodput import GoodputPlanner
@@ -94,24 +102,24 @@ class AdaptiveBatchCallback(PolicyCallback):
         """
         return self._total.scale_invariant_steps
 
-    def companions(self, callbacks: list[Any]) -> list[Any]:
+    def companions(self, callbacks: list[Callback]) -> list[Callback]:
         """A noise scale callback, unless there is one."""
         return [] if any(isinstance(c, GNSCallback) for c in callbacks) else [GNSCallback()]
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the engine of the strategy.
 
         Raises:
             MisconfigurationException: if the trainer has another strategy, or a schedule of accumulation of its own.
         """
         super().setup(trainer, pl_module, stage)
-        if any(cls.__name__ == "GradientAccumulationScheduler" for c in trainer.callbacks for cls in type(c).__mro__):
+        if any(is_named(callback, "GradientAccumulationScheduler") for callback in callbacks_of(trainer)):
             raise MisconfigurationException(
                 "AdaptiveBatchCallback and GradientAccumulationScheduler would both set accumulate_grad_batches. "
                 "Keep one of them."
             )
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the initial total, and take hold of the optimizers.
 
         Raises:
@@ -142,7 +150,7 @@ class AdaptiveBatchCallback(PolicyCallback):
         directory = trainer.log_dir if trainer.loggers else None  # collective
         self._directory = Path(directory) if directory and trainer.is_global_zero else None
 
-    def _exchange(self, trainer: Any, not_before: tuple[int, int]) -> None:
+    def _exchange(self, trainer: Trainer, not_before: tuple[int, int]) -> None:
         """Reconsider the plan; then all ranks take the learning rates and micro-batches of rank 0."""
         super()._exchange(trainer, not_before)
         assert self._engine is not None
@@ -156,11 +164,11 @@ class AdaptiveBatchCallback(PolicyCallback):
         if self._directory is not None:
             self._total.write(planner.table, running, self._directory, step)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Let go of the optimizers, whose rates a checkpoint of the exception is to have as scheduled."""
         self._total.let_go()
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let go of the optimizers."""
         self._total.let_go()
         super().teardown(trainer, pl_module, stage)

@@ -5,22 +5,24 @@ engine, which gathers observations, lets rank 0 decide and adopts the plan on al
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from lightning_hetero.callbacks._flush_stale import apply_last_sums, check_staleness
+from lightning_hetero.callbacks._lightning import (
+    Callback,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    log_metrics,
+    processed,
+)
+from lightning_hetero.callbacks._progress_bar import SplitInBar, lengthen_bar
 from lightning_hetero.callbacks._throughput import count_all_workers, count_own
 from lightning_hetero.core.checkpoint_state import check_tensors, reading_state
 from lightning_hetero.core.policies import policy_name
 from lightning_hetero.core.policies.base import Planner, check_planner, moves_total
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.cut_interval import cut_interval, of_same_workers, resume_looks, resume_plans
-
-try:
-    from lightning.pytorch import Callback
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
-except ImportError:  # only the standalone package is installed
-    from pytorch_lightning import Callback  # type: ignore[assignment]
-    from pytorch_lightning.utilities.exceptions import MisconfigurationException  # type: ignore[assignment]
 
 __all__ = ["PolicyCallback", "engine_of", "policy_states"]
 
@@ -31,7 +33,7 @@ def policy_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [state for state in states if isinstance(state, dict) and {"policy", "engine"} <= set(state)]
 
 
-def engine_of(trainer: Any, needs: str, use: str) -> HeteroEngine:
+def engine_of(trainer: Trainer, needs: str, use: str) -> HeteroEngine:
     """The engine of a trainer's strategy.
 
     Args:
@@ -48,14 +50,17 @@ def engine_of(trainer: Any, needs: str, use: str) -> HeteroEngine:
     return engine
 
 
-def _lengthen_bar(trainer: Any) -> None:
-    """Show the running number of batches, where there is a bar: on rank 0, and not before a resumed epoch goes on."""
-    bar = trainer.progress_bar_callback
-    if bar is None or not bar.is_enabled or getattr(bar, "train_progress_bar_id", 0) is None:
-        return
-    shown = getattr(bar, "train_progress_bar", None)  # of tqdm or a task of rich; other bars follow by themselves
-    if shown is not None:
-        shown.total = trainer.fit_loop.max_batches
+class UnevenStrategy(Protocol):
+    """A strategy whose epochs change their length with the plan."""
+
+    def refresh_epoch_length(self) -> None:
+        """Make Lightning's counters follow an epoch of another length."""
+
+
+def _strategy(trainer: Trainer) -> UnevenStrategy:
+    strategy: Any = trainer.strategy
+    found: UnevenStrategy = strategy
+    return found
 
 
 class PolicyCallback(Callback):
@@ -72,7 +77,7 @@ class PolicyCallback(Callback):
         self.planner = None if planner is None else check_planner(planner)
         self._first: tuple[Planner | None, ...] = ()
         self._engine: HeteroEngine | None = None
-        self._bar: Any = None
+        self._shown: SplitInBar | None = None
         self._interval: dict[str, Any] = {}
 
     @property
@@ -80,11 +85,11 @@ class PolicyCallback(Callback):
         """Name of the policy in the table of policies, of the class of another planner, ``"fixed"`` without one."""
         return policy_name(self.planner)
 
-    def companions(self, callbacks: list[Any]) -> list[Any]:
+    def companions(self, callbacks: list[Callback]) -> list[Callback]:
         """Callbacks that this one needs and that are not among those given."""
         return []
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the engine of the strategy.
 
         Raises:
@@ -97,25 +102,10 @@ class PolicyCallback(Callback):
         if stage == "fit":
             engine.noise, engine.noise_scale = None, lambda: None  # who measures the noise of this fit comes after us
             engine.hook_state.forget_squares()
-            self._show_in_progress_bar(trainer)
+            self._shown = SplitInBar(trainer, engine)
             count_all_workers(trainer, engine)
 
-    def _show_in_progress_bar(self, trainer: Any) -> None:
-        bar = trainer.progress_bar_callback
-        if bar is None or self._bar is not None or trainer.world_size == 1:
-            return
-        original = bar.get_metrics
-
-        def get_metrics(trainer: Any, pl_module: Any) -> dict[str, Any]:
-            metrics = original(trainer, pl_module)
-            if self._engine is not None and self._engine.plan is not None:
-                metrics["split"] = "/".join(map(str, self._engine.plan.local_batch_sizes))
-            return metrics
-
-        bar.get_metrics = get_metrics
-        self._bar = bar
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on in the middle of an interval between two looks at the plan, if the run is a resumed one.
 
         A delay of gradients that nobody would decide on, or that the optimizer could not take in the end, is refused.
@@ -135,56 +125,56 @@ class PolicyCallback(Callback):
         if self._engine is not None:
             resume_plans(self._engine, of_same_workers(self._engine, self._interval))
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reconsider the plan before the loader of this epoch is iterated."""
         assert self._engine is not None
         self._engine.observer.interrupt()
         if trainer.current_epoch > 0 and self._engine.sampler is not None:
             if self._engine.due_at_epoch(self.planner):
                 self._exchange(trainer, (trainer.current_epoch, 0))
-            trainer.strategy.refresh_epoch_length()
+            _strategy(trainer).refresh_epoch_length()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         """Close the step's observation; reconsider the plan if it is time."""
         assert self._engine is not None
         self._engine.end_step()
         if self._engine.due:
             self._exchange(trainer, (trainer.current_epoch, batch_idx + 1))
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Validation is no step."""
         if self._engine is not None:
             self._engine.observer.interrupt()
 
-    def _exchange(self, trainer: Any, not_before: tuple[int, int]) -> None:
+    def _exchange(self, trainer: Trainer, not_before: tuple[int, int]) -> None:
         assert self._engine is not None
         self._engine.accumulation = trainer.accumulate_grad_batches
         plan = self._engine.plan
         done = self._engine.exchange(self.planner, not_before=not_before)
         self.planner = done.planner if done.planner is not None else self.planner
         if done.entry is not None:  # also one with the running total: it may replace another that was to come
-            trainer.strategy.refresh_epoch_length()
+            _strategy(trainer).refresh_epoch_length()
             if not_before[1]:  # inside an epoch; at its start the bar takes the length by itself
-                _lengthen_bar(trainer)
+                lengthen_bar(trainer)
         if plan is not None and trainer.loggers:
-            metrics = self._engine.metrics(done, plan)
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            log_metrics(trainer, self._engine.metrics(done, plan))
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Apply what gradients of the last step are still under way."""
         assert self._engine is not None
         apply_last_sums(trainer, pl_module, self._engine)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take the split out of the progress bar."""
         count_own(trainer)
         self._leave()
 
     def _leave(self) -> None:
-        if self._bar is not None:
-            del self._bar.get_metrics
-            self._bar = None
+        shown, self._shown = self._shown, None
+        if shown is not None:
+            shown.remove()
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, by hardware identity, and the plan; of rank 0, which decides."""
@@ -195,7 +185,7 @@ class PolicyCallback(Callback):
             state["engine"] = self._engine.state_dict()
         return state
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add what all ranks have seen since the last look; a collective call, except after an exception.
 
         Only where the total moves, which is part of the mathematics. The split is not, and may be decided on a look
@@ -206,13 +196,13 @@ class PolicyCallback(Callback):
             return
         if not moves_total(self.planner):
             return
-        at = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        at = trainer.current_epoch, processed(trainer.fit_loop.epoch_loop.batch_progress)
         interval = cut_interval(engine, at)
         state = checkpoint["callbacks"].get(self.state_key)
         if state is not None:  # else a subclass saves nothing
             state["interval"] = interval
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take the plan over from another policy's run."""
         if self.state_key not in checkpoint.get("callbacks", {}):
             self.load_state_dict(next(iter(policy_states(checkpoint)), {}))

@@ -6,7 +6,13 @@ import torch
 
 from lightning_hetero.callbacks._gns.base import Source
 from lightning_hetero.callbacks._gns.sources import source_of
-from lightning_hetero.callbacks.base import Callback, MisconfigurationException
+from lightning_hetero.callbacks._lightning import (
+    Callback,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    log_metrics,
+)
 from lightning_hetero.core.checkpoint_state import reading_state
 from lightning_hetero.core.metrics import noise_metrics
 from lightning_hetero.core.noise.estimators import METHODS
@@ -64,7 +70,7 @@ class GNSCallback(Callback):
         """The running estimate, the same on all ranks."""
         return self._saved if self._source is None else self._source.running
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find where gradients come from.
 
         Raises:
@@ -81,7 +87,7 @@ class GNSCallback(Callback):
         if isinstance(engine, HeteroEngine):
             engine.noise_scale = lambda: self.estimate
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to observe.
 
         Raises:
@@ -97,67 +103,69 @@ class GNSCallback(Callback):
         self._source.precondition(None if self.preconditioner is None else common_preconditioner(trainer.optimizers))
         self._source.start(trainer)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Count the samples of the batch."""
         assert self._source is not None
         given = getattr(trainer.train_dataloader, "batch_size", None)
         seen = _first_dimension(batch) or given or 1
         self._source.begin(trainer, min(seen, given or seen))  # more would be no samples: non-zeros, time steps
 
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the norm of the first micro-batch of a window."""
         assert self._source is not None
         self._source.backward(trainer)
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
         """Take the norm of the gradient before it is clipped."""
         assert self._source is not None
         self._source.before_step(optimizer)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         """Log what is new."""
         assert self._source is not None
         self._source.end(trainer)
         self._log(trainer)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what is new."""
         assert self._source is not None
         self._source.finish()
         self._log(trainer)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave nothing running."""
         if self._source is not None:
             self._source.stop()
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what is new."""
         assert self._source is not None
         self._source.flush()
         self._log(trainer)
 
-    def _log(self, trainer: Any) -> None:
+    def _log(self, trainer: Trainer) -> None:
         estimate = self.estimate
         if estimate.samples == self._logged:
             return
         self._logged = estimate.samples
-        metrics = noise_metrics(estimate)
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        log_metrics(trainer, noise_metrics(estimate))
 
     def state_dict(self) -> dict[str, Any]:
         """The running estimate."""
         return self.estimate.state_dict()
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add what all ranks have seen since their last message; a collective call, except after an exception."""
         if self._source is not None and not trainer.interrupted:
             interval, state = self._source.interval(), checkpoint["callbacks"].get(self.state_key)
             if state is not None:  # else a subclass saves nothing
                 state["interval"] = interval
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Begin anew if the checkpoint knows of no estimate: that of an earlier fit belongs to other weights."""
         if self.state_key not in checkpoint.get("callbacks", {}):
             self.load_state_dict(RunningNoiseScale(horizon=self.horizon).state_dict())

@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.callbacks.base import Callback, MisconfigurationException, engine_of
+from lightning_hetero.callbacks._lightning import (
+    Callback,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    callbacks_of,
+)
+from lightning_hetero.callbacks.base import engine_of
 from lightning_hetero.compression.layout import flat_view
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.optim.weight_prediction import expected_move, foresees
@@ -48,7 +55,7 @@ class LookAheadCallback(Callback):
         self._kept: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
         self._copies: dict[torch.Tensor, torch.Tensor] = {}
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the engine of the strategy.
 
         Raises:
@@ -56,13 +63,13 @@ class LookAheadCallback(Callback):
         """
         needs = "LookAheadCallback needs a strategy that can delay gradients"
         self._engine = engine_of(trainer, needs, "HeteroDDPStrategy(staleness=1)")
-        count = sum(isinstance(callback, LookAheadCallback) for callback in trainer.callbacks)
+        count = sum(isinstance(callback, LookAheadCallback) for callback in callbacks_of(trainer))
         if count > 1:
             raise MisconfigurationException(
                 f"{count} of LookAheadCallback would both move the weights and put them back. Keep one of them."
             )
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ask for this worker's own part of delayed sums."""
         assert self._engine is not None
         late = self._engine.hook_state.staleness
@@ -75,7 +82,7 @@ class LookAheadCallback(Callback):
         late.keep_own()
         self._engine.restore_weights_by(self._back)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Run this step with the weights that its delayed gradients will meet."""
         self._back()
         if self._engine is None or self._engine.hook_state.staleness is None or self._engine.plan is None:
@@ -90,7 +97,7 @@ class LookAheadCallback(Callback):
             for optimizer in trainer.optimizers:
                 self._move(optimizer, expected, factor)
 
-    def _clip(self, trainer: Any, expected: dict[torch.Tensor, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _clip(self, trainer: Trainer, expected: dict[torch.Tensor, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
         """How the trainer is going to clip the gradient that is expected."""
         value = trainer.gradient_clip_val
         if not value:
@@ -101,7 +108,9 @@ class LookAheadCallback(Callback):
         norm = float(torch.stack(norms).norm()) if norms else 0.0
         return lambda gradient: gradient * min(1.0, value / max(norm, 1e-12))
 
-    def _move(self, optimizer: Any, expected: dict[torch.Tensor, Any], clip: Callable[[Any], Any]) -> None:
+    def _move(
+        self, optimizer: torch.optim.Optimizer, expected: dict[torch.Tensor, Any], clip: Callable[[Any], Any]
+    ) -> None:
         assert self._engine is not None
         compression = self._engine.compression
         steps = None if compression is None else compression.steps_of(optimizer)
@@ -150,23 +159,25 @@ class LookAheadCallback(Callback):
             else:
                 flat.index_copy_(0, places, before)
 
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The gradient is there: the optimizer gets the weights as they are."""
         self._back()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         """Also if there was no backward pass."""
         self._back()
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Also if the module has skipped the rest of the epoch."""
         self._back()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """A checkpoint that is saved now has the weights as they are."""
         self._back()
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let copies go."""
         self._back()
         if self._engine is not None:

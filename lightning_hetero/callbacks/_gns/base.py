@@ -8,6 +8,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from lightning_hetero.callbacks._lightning import Trainer
 from lightning_hetero.comm.noise.workers_noise import WorkersNoise
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.optim import AdamPreconditioner
@@ -28,19 +31,19 @@ class Source:
     def precondition(self, preconditioner: AdamPreconditioner | None) -> None:
         """Take norms of gradients as Adam scales them."""
 
-    def start(self, trainer: Any) -> None:
+    def start(self, trainer: Trainer) -> None:
         """Training begins."""
 
-    def begin(self, trainer: Any, batch_size: int) -> None:
+    def begin(self, trainer: Trainer, batch_size: int) -> None:
         """A batch begins."""
 
-    def backward(self, trainer: Any) -> None:
+    def backward(self, trainer: Trainer) -> None:
         """A backward pass is over."""
 
-    def before_step(self, optimizer: Any) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
 
-    def end(self, trainer: Any) -> None:
+    def end(self, trainer: Trainer) -> None:
         """The batch is over."""
 
     def flush(self) -> None:
@@ -66,7 +69,7 @@ class WorkersSource(WorkersNoise, Source):
     def listen(self, news: Callable[[], None]) -> None:
         self.collector.news = news
 
-    def start(self, trainer: Any) -> None:
+    def start(self, trainer: Trainer) -> None:
         self.scaled_by(scaler_of(trainer))
         module = trainer.lightning_module
         if module.automatic_optimization:
@@ -84,5 +87,5 @@ INTERVAL = 50
 """Observed steps between two messages or readings of the device, where the engine does not set the pace."""
 
 
-def scaler_of(trainer: Any) -> Any:
+def scaler_of(trainer: Trainer) -> Any:
     return getattr(trainer.precision_plugin, "scaler", None)

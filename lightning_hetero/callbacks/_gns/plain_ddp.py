@@ -5,7 +5,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.callbacks._gns.base import INTERVAL, WorkersSource, log
-from lightning_hetero.callbacks.base import MisconfigurationException
+from lightning_hetero.callbacks._lightning import MisconfigurationException, Trainer
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
 from lightning_hetero.comm.noise.window_sums import merge_parts
@@ -24,7 +24,7 @@ class PlainDDPSource(WorkersSource):
         super().__init__(self.hook, ControlPlane(rank, world_size), **settings)
         self.warned = False
 
-    def start(self, trainer: Any) -> None:
+    def start(self, trainer: Trainer) -> None:
         super().start(trainer)
         model = trainer.strategy.model
         if (
@@ -37,13 +37,13 @@ class PlainDDPSource(WorkersSource):
             )
         model.register_comm_hook(self.hook, gradient_hook)
 
-    def begin(self, trainer: Any, batch_size: int) -> None:
+    def begin(self, trainer: Trainer, batch_size: int) -> None:
         self.collector.begin_step((batch_size,) * self.world_size)
 
-    def backward(self, trainer: Any) -> None:
+    def backward(self, trainer: Trainer) -> None:
         self.collector.after_backward()
 
-    def end(self, trainer: Any) -> None:
+    def end(self, trainer: Trainer) -> None:
         if not self.hook.take_fired():
             return
         self.collector.end_step()

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from lightning_hetero.callbacks._gns.base import INTERVAL, Source, log, scaler_of
+from lightning_hetero.callbacks._lightning import Trainer
 from lightning_hetero.comm.gradients.squared_norms import GradientNorms
 from lightning_hetero.comm.noise.collector import PRECONDITIONED_AFTER
 from lightning_hetero.comm.noise.window_sums import NoiseSums, merge_parts, own_part
@@ -43,19 +44,19 @@ class SingleWorkerSource(Source):
     def observed(self) -> bool:
         return self.known and self.number % self.every_n_steps == 0
 
-    def begin(self, trainer: Any, batch_size: int) -> None:
+    def begin(self, trainer: Trainer, batch_size: int) -> None:
         self.sizes.append((batch_size,))
         if trainer.lightning_module.automatic_optimization:
             self.window = trainer.accumulate_grad_batches  # else, the module's own loop: as many as the last time
 
-    def backward(self, trainer: Any) -> None:
+    def backward(self, trainer: Trainer) -> None:
         if self.observed and len(self.sizes) == 1 and self.window > 1 and len(trainer.optimizers) == 1:
             scaler = scaler_of(trainer)
             self.norms.loss_scale = None if scaler is None else scaler._get_scale_async
             self.first = self.norms.of_parameters(_parameters(trainer.optimizers[0]))
             self.norms.loss_scale = None  # gradients are unscaled before a step
 
-    def before_step(self, optimizer: Any) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the norms of the gradients of one optimizer; there may be several that step on a batch."""
         parameters = [p for p in _parameters(optimizer) if p.grad is not None]
         if id(optimizer) in self.whole or not parameters:
@@ -64,7 +65,7 @@ class SingleWorkerSource(Source):
         if len(self.sizes) == self.window == 1:
             self._compare(optimizer, parameters)
 
-    def _compare(self, optimizer: Any, parameters: list[torch.Tensor]) -> None:
+    def _compare(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
         """The gradient of this step with that of the step before, which belongs to other parameters."""
         ((size,),) = self.sizes
         before = self.previous.pop(id(optimizer), None)
@@ -79,7 +80,7 @@ class SingleWorkerSource(Source):
         if (self.number + 1) % self.every_n_steps == 0:
             self.previous[id(optimizer)] = size, [gradient.clone() for gradient in gradients]
 
-    def end(self, trainer: Any) -> None:
+    def end(self, trainer: Trainer) -> None:
         automatic = trainer.lightning_module.automatic_optimization
         if not self.whole:
             if automatic and len(self.sizes) >= trainer.accumulate_grad_batches:
@@ -133,7 +134,7 @@ class SingleWorkerSource(Source):
             self.pairs.load(interval["pairs"])
 
 
-def _parameters(optimizer: Any) -> list[torch.Tensor]:
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

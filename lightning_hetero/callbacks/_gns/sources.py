@@ -6,13 +6,13 @@ from lightning_hetero.callbacks._gns.base import Source
 from lightning_hetero.callbacks._gns.hetero_ddp import EngineSource
 from lightning_hetero.callbacks._gns.plain_ddp import PlainDDPSource
 from lightning_hetero.callbacks._gns.single_worker import SingleWorkerSource
-from lightning_hetero.callbacks.base import MisconfigurationException
+from lightning_hetero.callbacks._lightning import MisconfigurationException, Trainer
 from lightning_hetero.engine import HeteroEngine
 
 __all__ = ["source_of"]
 
 
-def source_of(trainer: Any, *, method: str, every_n_steps: int, horizon: float) -> Source:
+def source_of(trainer: Trainer, *, method: str, every_n_steps: int, horizon: float) -> Source:
     """The source of this trainer's gradients.
 
     Raises:

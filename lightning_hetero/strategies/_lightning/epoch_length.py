@@ -1,17 +1,12 @@
-"""Tell Lightning's loop how many batches an epoch has under a plan, and ask it how many are behind it."""
+"""Tell Lightning's loop how many batches an epoch has under a plan."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["processed", "recount_batches"]
-
-
-def processed(progress: Any) -> int:
-    """Return how many batches, or epochs, a progress of Lightning's has behind it in the running loop."""
-    return int(progress.current.processed)
+__all__ = ["recount_batches"]
 
 
 def recount_batches(trainer: "Trainer", namespace: str) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_hetero.callbacks import PolicyCallback
+from lightning_hetero.callbacks._lightning import processed
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.loaders import (
@@ -18,7 +19,7 @@ from lightning_hetero.frontend.loaders import (
 )
 from lightning_hetero.frontend.log import log
 from lightning_hetero.strategies._lightning.base import LightningMixin
-from lightning_hetero.strategies._lightning.epoch_length import processed, recount_batches
+from lightning_hetero.strategies._lightning.epoch_length import recount_batches
 
 __all__ = ["TrainDataMixin"]
 
