@@ -9,11 +9,29 @@ import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO
+
+    class Strategy:
+        """What strategies of the Trainer and of Fabric have in common here."""
+
+        _checkpoint_io: CheckpointIO | None
+
+        @property
+        def checkpoint_io(self) -> CheckpointIO: ...  # noqa: D102
+
+        @checkpoint_io.setter
+        def checkpoint_io(self, io: CheckpointIO) -> None: ...
+else:
+    Strategy = object
+
+T = TypeVar("T")
 
 __all__ = ["DamagedCheckpointError", "WholeFilesMixin", "read_or_fall_back", "write_whole"]
 
@@ -28,67 +46,69 @@ class DamagedCheckpointError(RuntimeError):
     """A checkpoint file is not whole."""
 
 
-class WholeFilesMixin:
-    """Has a strategy write local files to a sibling and rename that, where Lightning's own plugin would write them.
+class WholeFilesMixin(Strategy):
+    """Write local files to a sibling and rename that, where Lightning's own plugin would write them.
 
     Lightning writes to the folder for temporary files and moves the result. From one file system to another a move is
     a copy, which a kill or a full disk leaves truncated under the final name. Plugins of the user's stay as they are.
     """
 
-    _checkpoint_io: Any
-
     @property
-    def checkpoint_io(self) -> Any:
+    def checkpoint_io(self) -> "CheckpointIO":
         """The plugin that reads and writes files."""
         given: Any = self._checkpoint_io
         if hasattr(given, "checkpoint_io") and given.checkpoint_io is None:  # it wraps another, as AsyncCheckpointIO
             given.checkpoint_io = _whole(_plain(given))()
-        plugin: Any = super().checkpoint_io  # type: ignore[misc]
+        plugin = super().checkpoint_io
         if given is None:
-            kind: Any = type(plugin)
-            self.checkpoint_io = plugin = _whole(kind)()
+            self.checkpoint_io = plugin = _whole(type(plugin))()
         return plugin
 
     @checkpoint_io.setter
-    def checkpoint_io(self, plugin: Any) -> None:
-        super(WholeFilesMixin, type(self)).checkpoint_io.fset(self, plugin)  # type: ignore[misc]
+    def checkpoint_io(self, plugin: "CheckpointIO") -> None:
+        self._checkpoint_io = plugin
 
 
-def _plain(plugin: Any) -> Any:
-    """Lightning's plugin for files of torch, of the namespace of another plugin."""
+def _plain(plugin: "CheckpointIO") -> "type[CheckpointIO]":
+    """Return Lightning's plugin for files of torch, of the namespace of another plugin."""
     base = next(cls for cls in type(plugin).__mro__ if cls.__name__ == "CheckpointIO")
-    module: Any = importlib.import_module(base.__module__.replace("checkpoint_io", "torch_io"))
-    return module.TorchCheckpointIO
+    module = importlib.import_module(base.__module__.replace("checkpoint_io", "torch_io"))
+    plain: type[CheckpointIO] = module.TorchCheckpointIO
+    return plain
 
 
 @functools.cache
-def _whole(base: Any) -> Any:
-    class TorchCheckpointIO(base):  # type: ignore[misc]
+def _whole(base: "type[CheckpointIO]") -> "type[CheckpointIO]":
+    kind: Any = base
+
+    class TorchCheckpointIO(kind):
         """Lightning's plugin, with whole files."""
 
-        def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        def save_checkpoint(
+            self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+        ) -> None:
             local = local_path(path)
             if local is None or storage_options is not None:
                 super().save_checkpoint(checkpoint, path, storage_options)
             else:
                 write_whole(checkpoint, local)
 
-        def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        def load_checkpoint(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
             plain = super().load_checkpoint
             return read_or_fall_back(lambda one: plain(one, *args, **kwargs), path)
 
-        def __reduce__(self) -> Any:
+        def __reduce__(self) -> "tuple[Callable[..., CheckpointIO], tuple[type[CheckpointIO]]]":
             return _new, (base,)
 
     return TorchCheckpointIO
 
 
-def _new(base: Any) -> Any:
+def _new(base: "type[CheckpointIO]") -> "CheckpointIO":
     return _whole(base)()
 
 
-def local_path(path: Any) -> Path | None:
-    """The path in the local file system, ``None`` if it is in another.
+def local_path(path: str | os.PathLike[str]) -> Path | None:
+    """Return the path in the local file system, ``None`` if it is in another.
 
     Example:
         >>> str(local_path("/a/b.ckpt")), local_path("memory://b.ckpt")
@@ -126,7 +146,7 @@ def write_whole(checkpoint: dict[str, Any], path: Path) -> None:
             os.close(folder)
 
 
-def read_or_fall_back(load: Callable[[Any], Any], path: Any) -> Any:
+def read_or_fall_back(load: Callable[[str | os.PathLike[str]], T], path: str | os.PathLike[str]) -> T:
     """Read a checkpoint; in place of a ``last`` one that is not whole, the newest beside it that is.
 
     Args:

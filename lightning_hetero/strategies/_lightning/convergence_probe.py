@@ -7,39 +7,44 @@ would outlive the probe or stop it: no checkpoint, log, validation, early stoppi
 import importlib
 import os
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_hetero.callbacks import GNSCallback, LookAheadCallback, PolicyCallback
+from lightning_hetero.callbacks._lightning import Callback, LightningModule, Trainer, callbacks_of, replace_callbacks
+from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.integer_split import even_sizes
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.compression.settings import BlockTopK
 from lightning_hetero.core.policies.perf_model import PlanContext, Proposal, StaticPlanner
+from lightning_hetero.frontend.model_setup import loss_scaler
 from lightning_hetero.probe_job import VARIABLE, ProbeOrder, ProbeReport
 
-__all__ = ["ConvergenceProbe", "begin_probe", "probes"]
+if TYPE_CHECKING:
+    from lightning_hetero.strategies._lightning.ddp import HeteroDDPMixin
+    from lightning_hetero.strategies._lightning.policy import PolicyMixin
+
+__all__ = ["ConvergenceProbe", "begin_probe"]
 
 SMOOTHED = 0.25
 """Share of the samples, the last ones, over which the loss is averaged: the same samples for every batch size."""
 
 
-def probes(strategy: Any) -> bool:
-    """Whether the strategy runs a probe training."""
-    return isinstance(strategy._callback, ConvergenceProbe)
-
-
-def begin_probe(strategy: Any) -> None:
+def begin_probe(strategy: "PolicyMixin") -> HeteroConfig:
     """Have the strategy run the probe training that the environment orders, if it orders one.
+
+    Returns:
+        The settings of the probe training; those of the strategy without one.
 
     Raises:
         MisconfigurationException: if the script cannot be probed.
         ValueError: if the order cannot be read.
     """
     order, trainer = ProbeOrder.from_environment(os.environ), strategy._trainer
-    if order is None or probes(strategy):
-        return
+    if order is None or strategy._probes:
+        return strategy.config
     left_over = order.why_left_over(answers=getattr(rank_zero_only, "rank", 0) == 0)
     if left_over is not None:
         raise strategy._misconfiguration(
@@ -53,25 +58,32 @@ def begin_probe(strategy: Any) -> None:
         )
     config, sizes = strategy.config, strategy.config.local_batch_sizes
     total = sum(sizes) if order.total is None and sizes else order.total
-    given = config.compression if isinstance(config.compression, BlockTopK) else BlockTopK()
-    strategy.config = replace(
+    loggers = importlib.import_module(f"{strategy._namespace}.loggers.logger")
+    trainer.loggers = [loggers.DummyLogger() for _ in trainer.loggers]
+    trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
+    given = callbacks_of(trainer)
+    kept = [callback for callback in given if not isinstance(callback, PolicyCallback | GNSCallback)]
+    replace_callbacks(trainer, [ConvergenceProbe(order, total), *_ahead(given), *kept])
+    topk = config.compression if isinstance(config.compression, BlockTopK) else BlockTopK()
+    return replace(
         config,
         policy=None,
         local_batch_sizes=None,
         balance_evaluation=False,
         probe_memory=False,
-        compression=replace(given, density=1.0 - order.rate) if order.rate > 0 else None,
+        compression=replace(topk, density=1.0 - order.rate) if order.rate > 0 else None,
         sparse_optimizer=config.sparse_optimizer if order.rate > 0 else False,
         staleness=order.staleness,
     )
-    loggers = importlib.import_module(f"{strategy._namespace}.loggers.logger")
-    trainer.loggers = [loggers.DummyLogger() for _ in trainer.loggers]
-    trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
-    kept = [callback for callback in trainer.callbacks if not isinstance(callback, PolicyCallback | GNSCallback)]
-    trainer.callbacks = [ConvergenceProbe(order, total), *_ahead(trainer.callbacks), *kept]
 
 
-def _ahead(callbacks: list[Any]) -> list[Any]:
+def _strategy(trainer: Trainer) -> "HeteroDDPMixin":
+    strategy: Any = trainer.strategy
+    found: HeteroDDPMixin = strategy
+    return found
+
+
+def _ahead(callbacks: list[Callback]) -> list[Callback]:
     """The callback that a policy brings to look ahead: late gradients cost what they will cost with that policy."""
     policies = [callback for callback in callbacks if isinstance(callback, PolicyCallback)]
     brought = [callback for policy in policies for callback in policy.companions(callbacks)]
@@ -104,25 +116,25 @@ class ConvergenceProbe(PolicyCallback):
         self._seen, self._loss = 0, torch.zeros(())
         self._losses: list[tuple[int, torch.Tensor]] = []
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave out the callbacks that save or stop, those of the module as well."""
         super().setup(trainer, pl_module, stage)
-        callbacks = importlib.import_module(f"{trainer.strategy._namespace}.callbacks")
+        callbacks = importlib.import_module(f"{_strategy(trainer)._namespace}.callbacks")
         stopping = (callbacks.Checkpoint, callbacks.EarlyStopping, GNSCallback)
-        trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, stopping)]
+        replace_callbacks(trainer, [one for one in callbacks_of(trainer) if not isinstance(one, stopping)])
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Refuse to go on from somewhere.
 
         Raises:
             MisconfigurationException: always.
         """
-        raise trainer.strategy._misconfiguration(
+        raise _strategy(trainer)._misconfiguration(
             f"{VARIABLE} is set: a probe training begins with a new model, and this script loads a checkpoint. Leave "
             "ckpt_path out where the variable is set, or move the checkpoint away while profiling."
         )
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Delay gradients if that is ordered; without a training, answer at once.
 
         Raises:
@@ -131,7 +143,7 @@ class ConvergenceProbe(PolicyCallback):
         super().on_train_start(trainer, pl_module)
         assert self._engine is not None
         if self._engine.world_size == 1:
-            raise trainer.strategy._misconfiguration(
+            raise _strategy(trainer)._misconfiguration(
                 "a probe training with one worker sends no gradients, so that compression would cost nothing. Profile "
                 "with two workers at least; they may share a CPU."
             )
@@ -144,21 +156,23 @@ class ConvergenceProbe(PolicyCallback):
         for config in trainer.lr_scheduler_configs:
             config.strict = False  # a metric of validation that a schedule follows is never there
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """No look at the plan, which is that of the order."""
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Take the loss with this rank's weight in it, so that the mean over ranks is that of the total batch."""
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaler = loss_scaler(trainer.precision_plugin)
         self._loss = self._loss + loss.detach() / (1.0 if scaler is None else scaler.get_scale())
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         """Note the loss, and end after the samples of the order."""
         assert self._engine is not None
         assert self._engine.sampler is not None
         self._engine.end_step()
         size = sum(self._engine.sampler.sizes_at(trainer.current_epoch, batch_idx))
-        scale = trainer.accumulate_grad_batches  # Lightning has divided by it
+        scale = float(trainer.accumulate_grad_batches)  # Lightning has divided by it
         if self._engine.config.loss_reduction == "sum":
             scale *= self._engine.world_size / size
         self._seen += size
@@ -167,9 +181,9 @@ class ConvergenceProbe(PolicyCallback):
         if self._seen >= self.order.samples:
             self._end(trainer)
 
-    def _end(self, trainer: Any) -> None:
+    def _end(self, trainer: Trainer) -> None:
         """Answer, and end the script's process with success, on all ranks at the same batch."""
-        engine, strategy = self._engine, trainer.strategy
+        engine, strategy = self._engine, _strategy(trainer)
         assert engine is not None
         assert engine.sampler is not None
         assert engine.plan is not None

@@ -9,7 +9,6 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hetero.callbacks import PolicyCallback
 from lightning_hetero.comm.agreement.group_lifetime import go_on
 from lightning_hetero.comm.collectives.row_gather import refuse_own_gather
 from lightning_hetero.config import HeteroConfig
@@ -27,7 +26,6 @@ from lightning_hetero.strategies._lightning.checkpoint import CheckpointMixin
 from lightning_hetero.strategies._lightning.collectives import CollectivesMixin
 from lightning_hetero.strategies._lightning.ending import EndingMixin
 from lightning_hetero.strategies._lightning.memory_probe import probe_module
-from lightning_hetero.strategies._lightning.policy import attach_policy, tell_settings
 from lightning_hetero.strategies._lightning.resumption import resume_position
 from lightning_hetero.strategies._lightning.staleness import attach_staleness
 from lightning_hetero.strategies._lightning.train_data import TrainDataMixin
@@ -35,7 +33,7 @@ from lightning_hetero.strategies._registration import register
 from lightning_hetero.strategies._whole_files import WholeFilesMixin
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["HeteroDDPMixin", "resume_position"]
 
@@ -137,8 +135,6 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
             )
         super().__init__(**kwargs)
         self.engine: HeteroEngine | None = None
-        self._callback: PolicyCallback | None = None
-        self._brought: list[Callback] = []
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -162,7 +158,7 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
             MisconfigurationException: if two policies were given.
         """
         super().connect(model)
-        attach_policy(self)
+        self._attach_policy()
 
     def setup_environment(self) -> None:
         """Join the process group, then meet the other ranks."""
@@ -171,7 +167,7 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
         self.set_world_ranks()
         self.config.check_world_size(self.world_size)  # before anybody waits for anybody
         super().setup_environment()
-        attach_policy(self)  # a module may get its trainer after `connect`
+        self._attach_policy()  # a module may get its trainer after `connect`
         if self.engine is None:
             self.engine = HeteroEngine(
                 self.config,
@@ -243,7 +239,7 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
         super().on_train_start()
         self._require_one_loader()
         self._go_on_counting()
-        tell_settings(self)
+        self._tell_settings()
 
     # one step
 

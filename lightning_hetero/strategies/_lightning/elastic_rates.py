@@ -4,11 +4,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 __all__ = ["scaled_rates"]
 
 
 @contextmanager
-def scaled_rates(optimizer: Any, factor: float, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+def scaled_rates(
+    optimizer: torch.optim.Optimizer, factor: float, closure: Callable[[], Any]
+) -> Iterator[Callable[[], Any]]:
     """Multiply the learning rates for a while; yields the closure, which sees them as they are given.
 
     A learning rate that the closure sets, since it runs the user's ``training_step``, is scaled as well, and stays.
@@ -29,13 +33,13 @@ def scaled_rates(optimizer: Any, factor: float, closure: Callable[[], Any]) -> I
         _set(optimizer, given)
 
 
-def _scale(optimizer: Any, factor: float) -> list[Any]:
+def _scale(optimizer: torch.optim.Optimizer, factor: float) -> list[float | torch.Tensor]:
     """Multiply the learning rates; returns those before."""
     given = [group["lr"] for group in optimizer.param_groups]
     _set(optimizer, [lr * factor for lr in given])
     return given
 
 
-def _set(optimizer: Any, rates: list[Any]) -> None:
+def _set(optimizer: torch.optim.Optimizer, rates: list[float | torch.Tensor]) -> None:
     for group, lr in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = lr

@@ -1,13 +1,15 @@
-"""Which settings of a trainer need all ranks at every batch, and would hang where ranks do unequal numbers of them."""
+"""Refuse settings of a trainer that need all ranks at every batch, where ranks do unequal numbers of them."""
 
 import inspect
 from typing import Any
 
+from lightning_hetero.callbacks._lightning import is_named
+
 __all__ = ["why_not_elastic"]
 
 
-def why_not_elastic(trainer: Any, layer_sync: Any = None) -> str | None:
-    """Why a trainer cannot fit with elastic averaging, with advice; ``None`` if it can.
+def why_not_elastic(trainer: Any, layer_sync: object = None) -> str | None:
+    """Return why a trainer cannot fit with elastic averaging, with advice; ``None`` if it can.
 
     Args:
         trainer: with module and callbacks.
@@ -19,7 +21,7 @@ def why_not_elastic(trainer: Any, layer_sync: Any = None) -> str | None:
     return None
 
 
-def _of_trainer(trainer: Any, layer_sync: Any) -> list[tuple[bool, str]]:
+def _of_trainer(trainer: Any, layer_sync: object) -> list[tuple[bool, str]]:
     interval, parameters = trainer.val_check_interval, inspect.signature(trainer.lightning_module.training_step)
     timed = getattr(trainer, "_val_check_time_interval", None) is not None
     return [
@@ -53,25 +55,24 @@ def _of_trainer(trainer: Any, layer_sync: Any) -> list[tuple[bool, str]]:
 def _of_callbacks(trainer: Any) -> list[tuple[bool, str]]:
     found = []
     for callback in trainer.callbacks:
-        kinds = {cls.__name__ for cls in type(callback).__mro__}
         in_steps = getattr(callback, "_every_n_train_steps", 0) or getattr(callback, "_train_time_interval", None)
         found.append(
             (
-                "ModelCheckpoint" in kinds and bool(in_steps),
+                is_named(callback, "ModelCheckpoint") and bool(in_steps),
                 "ModelCheckpoint can save only after a merge, not at a number of steps or a time, which ranks reach at "
                 "different batches. Use every_n_epochs, or val_check_interval as a share of the epoch.",
             )
         )
         found.append(
             (
-                "Timer" in kinds and str(getattr(callback, "_interval", "")).endswith("step"),
+                is_named(callback, "Timer") and str(getattr(callback, "_interval", "")).endswith("step"),
                 "max_time and Timer(interval='step') ask rank 0 after every batch. Use callbacks=[Timer(duration, "
                 "interval='epoch')].",
             )
         )
         found.append(
             (
-                bool(kinds & {"WeightAveraging", "EMAWeightAveraging"}),
+                is_named(callback, "WeightAveraging"),
                 f"{type(callback).__name__} averages the weights of each worker's own replica after each of its own "
                 "steps, so that workers would end with different models. Leave it out: a merge is an average of "
                 "replicas already. Or use strategy='hetero_ddp'.",
@@ -79,7 +80,7 @@ def _of_callbacks(trainer: Any) -> list[tuple[bool, str]]:
         )
         found.append(
             (
-                "GradientAccumulationScheduler" in kinds,
+                is_named(callback, "GradientAccumulationScheduler"),
                 "GradientAccumulationScheduler has no use with hetero_elastic, where every batch is a local update.",
             )
         )

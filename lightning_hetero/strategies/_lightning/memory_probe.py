@@ -13,7 +13,7 @@ import random
 import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,9 +22,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_hetero.callbacks import AdaptiveBatchCallback
+from lightning_hetero.callbacks._lightning import LightningModule, Trainer, callbacks_of
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.frontend.loaders import sample_count
 from lightning_hetero.hardware import probe_largest_batch
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins.precision import Precision
 
 __all__ = ["probe_module"]
 
@@ -43,7 +47,7 @@ OUT_OF_MEMORY = (
 """What libraries say that found no memory for their own work space."""
 
 
-def probe_module(trainer: Any, module: Any, device: torch.device, config: HeteroConfig) -> int | None:
+def probe_module(trainer: Trainer, module: LightningModule, device: torch.device, config: HeteroConfig) -> int | None:
     """Samples that fit on this device at a time, with 15 % headroom, beside what training allocates later.
 
     Args:
@@ -71,7 +75,7 @@ def probe_module(trainer: Any, module: Any, device: torch.device, config: Hetero
             "probe_memory=True cannot try a training_step that runs its own optimizers, because it would train; give "
             "max_local_batch_sizes."
         )
-    moves_total = any(isinstance(callback, AdaptiveBatchCallback) for callback in trainer.callbacks)
+    moves_total = any(isinstance(callback, AdaptiveBatchCallback) for callback in callbacks_of(trainer))
     total = MOST if moves_total or loader.batch_size is None else loader.batch_size * trainer.world_size
     limit = max(1, min(total, sample_count(loader), MOST))
     reserved = later_bytes(module, config)
@@ -119,12 +123,12 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def largest_training_batch(
-    module: Any,
+    module: LightningModule,
     loader: DataLoader,
     device: torch.device,
     *,
     limit: int,
-    precision: Any = None,
+    precision: "Precision | None" = None,
     reserved: int = 0,
     world_size: int = 1,
 ) -> int:
@@ -151,7 +155,7 @@ def largest_training_batch(
             batch = module.on_after_batch_transfer(module.transfer_batch_to_device(batch, device, 0), 0)
             with nullcontext() if precision is None else precision.train_step_context():
                 output = module.training_step(*(batch, 0)[:arguments])
-            loss = output["loss"] if isinstance(output, dict) else output
+            loss: Any = output["loss"] if isinstance(output, dict) else output
             loss.backward()
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -175,7 +179,7 @@ def largest_training_batch(
 
 
 @contextmanager
-def _dry(module: Any, device: torch.device, world_size: int) -> Iterator[None]:
+def _dry(module: torch.nn.Module, device: torch.device, world_size: int) -> Iterator[None]:
     """Put buffers, mode and random state back; let the module log into the void, and wait for no other worker."""
     buffers = {name: copy.deepcopy(buffer) for name, buffer in module.named_buffers()}
     modes = [m.training for m in module.modules()]
@@ -195,13 +199,13 @@ def _dry(module: Any, device: torch.device, world_size: int) -> Iterator[None]:
             buffer.data.copy_(buffers[name])
 
 
-def _stand_ins(module: Any, world_size: int) -> Iterator[tuple[Any, str, Any]]:
+def _stand_ins(module: torch.nn.Module, world_size: int) -> Iterator[tuple[Any, str, Any]]:
     """What the module calls in a dry run in place of its own methods, with their owners and names."""
 
-    def nothing(*args: Any, **kwargs: Any) -> None:
+    def nothing(*args: object, **kwargs: object) -> None:
         """Log into the void."""
 
-    def all_gather(data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+    def all_gather(data: Any, group: object = None, sync_grads: bool = False) -> Any:
         return apply_to_collection(data, torch.Tensor, lambda mine: torch.stack([mine] * world_size))
 
     yield module, "log", nothing

@@ -1,57 +1,71 @@
-"""Which callback decides on the split of a strategy: that of the user, or the one that its settings name.
+"""Attach the callback that decides on the split of a strategy: that of the user, or the one that its settings name."""
 
-And what of settings and callbacks does nothing in a run.
-"""
-
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lightning_hetero.callbacks import PolicyCallback, policy_callback
+from lightning_hetero.callbacks._lightning import callbacks_of
 from lightning_hetero.callbacks._without_effect import callbacks_without_effect
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.without_effect import tell
-from lightning_hetero.strategies._lightning.convergence_probe import begin_probe, probes
+from lightning_hetero.strategies._lightning.base import LightningMixin
+from lightning_hetero.strategies._lightning.convergence_probe import ConvergenceProbe, begin_probe
 
-__all__ = ["attach_policy", "tell_settings"]
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback
 
-
-def attach_policy(strategy: Any) -> None:
-    """Put the callback of the policy before all others, once the strategy's module has a trainer.
-
-    Lightning's own trainer gives the module its trainer before the strategy gets the module; who connects a strategy by
-    hand may do it later.
-
-    Raises:
-        MisconfigurationException: if two policies were given.
-    """
-    module = strategy.lightning_module
-    if getattr(module, "_trainer", None) is None:
-        return
-    begin_probe(strategy)
-    callbacks = strategy._trainer.callbacks
-    given = [callback for callback in callbacks if isinstance(callback, PolicyCallback)]
-    if strategy._callback in given:
-        return
-    sizes = strategy.config.local_batch_sizes if strategy.config.fixes_split else None
-    named = f"local_batch_sizes={sizes}" if sizes else strategy.config.policy
-    if len(given) > 1 or (given and named is not None and named != given[0].policy):
-        names = [type(callback).__name__ for callback in given] + ([str(named)] if named is not None else [])
-        raise strategy._misconfiguration(
-            f"several policies would decide on the same split: {', '.join(names)}. Keep one of them."
-        )
-    if given:
-        strategy._callback = given[0]
-        callbacks.remove(given[0])
-    else:
-        strategy._callback = policy_callback("fixed" if sizes else strategy.config.policy)
-    companions = strategy._callback.companions(callbacks)
-    strategy._brought = companions if given else [strategy._callback, *companions]
-    callbacks[:0] = [strategy._callback, *companions]
+__all__ = ["PolicyMixin"]
 
 
-def tell_settings(strategy: Any) -> None:
-    """Say which settings of a strategy, and of the user's callbacks, do nothing; training begins, data is known."""
-    if probes(strategy):
-        return
-    engine = strategy.engine
-    given = [callback for callback in strategy._trainer.callbacks if callback not in strategy._brought]
-    others = callbacks_without_effect(given, strategy.config, engine.world_size)
-    tell(engine, strategy._callback.planner, others, split=engine.sampler is not None)
+class PolicyMixin(LightningMixin):
+    """Hold the callback of the policy, and the callbacks that came with it."""
+
+    config: HeteroConfig
+    engine: HeteroEngine | None
+    _callback: PolicyCallback | None = None
+    _brought: "tuple[Callback, ...]" = ()
+
+    @property
+    def _probes(self) -> bool:
+        """Whether the strategy runs a probe training."""
+        return isinstance(self._callback, ConvergenceProbe)
+
+    def _attach_policy(self) -> None:
+        """Put the callback of the policy before all others, once the strategy's module has a trainer.
+
+        Lightning's own trainer gives the module its trainer before the strategy gets the module; who connects a
+        strategy by hand may do it later.
+
+        Raises:
+            MisconfigurationException: if two policies were given.
+        """
+        if self._trainer_if_any is None:
+            return
+        self.config = begin_probe(self)
+        callbacks = callbacks_of(self._trainer)
+        given = [callback for callback in callbacks if isinstance(callback, PolicyCallback)]
+        if self._callback in given:
+            return
+        sizes = self.config.local_batch_sizes if self.config.fixes_split else None
+        named = f"local_batch_sizes={sizes}" if sizes else self.config.policy
+        if len(given) > 1 or (given and named is not None and named != given[0].policy):
+            names = [type(callback).__name__ for callback in given] + ([str(named)] if named is not None else [])
+            raise self._misconfiguration(
+                f"several policies would decide on the same split: {', '.join(names)}. Keep one of them."
+            )
+        if given:
+            callbacks.remove(given[0])
+        callback = self._callback = given[0] if given else policy_callback("fixed" if sizes else self.config.policy)
+        companions = callback.companions(callbacks)
+        self._brought = tuple(companions) if given else (callback, *companions)
+        callbacks[:0] = [callback, *companions]
+
+    def _tell_settings(self) -> None:
+        """Tell which settings, and which of the user's callbacks, do nothing; training begins, data is known."""
+        if self._probes:
+            return
+        assert self.engine is not None
+        assert self._callback is not None
+        given = [callback for callback in callbacks_of(self._trainer) if callback not in self._brought]
+        others = callbacks_without_effect(given, self.config, self.engine.world_size)
+        tell(self.engine, self._callback.planner, others, split=self.engine.sampler is not None)

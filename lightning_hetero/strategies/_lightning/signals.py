@@ -7,13 +7,16 @@ another collective then waits for ever, or ends without its checkpoint.
 import logging
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 else:
     try:
@@ -31,7 +34,7 @@ NOTIFIER, REQUEUE = "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
 TERM, AGAIN = 0, 1
 
 
-def defer_sigterm(trainer: Any, note: Callable[[], None]) -> None:
+def defer_sigterm(trainer: "Trainer", note: Callable[[], None]) -> None:
     """Put ``note`` in the place of Lightning's handler, which broadcasts to all ranks from within the signal.
 
     Handlers besides Lightning's stay, and so does the forwarding to processes that Lightning started.
@@ -42,7 +45,7 @@ def defer_sigterm(trainer: Any, note: Callable[[], None]) -> None:
     """
     handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
 
-    def handler(signum: int, frame: Any) -> None:
+    def handler(signum: int, frame: FrameType | None) -> None:
         launcher = trainer.strategy.launcher
         if launcher is not None:
             launcher.kill(signum)
@@ -65,11 +68,11 @@ class SharedSignals:
         control: of the ranks.
     """
 
-    def __init__(self, trainer: Any, control: ControlPlane) -> None:
+    def __init__(self, trainer: "Trainer", control: ControlPlane) -> None:
         self._trainer, self._control = trainer, control
         self._noted: list[int | None] = [None, None]  # numbers of the signals that came
-        self._sent: tuple[torch.Tensor, Any] | None = None
-        self._requeue: Callable[[int, Any], None] | None = None
+        self._sent: tuple[torch.Tensor, dist.Work] | None = None
+        self._requeue: Callable[[int, FrameType | None], None] | None = None
         self.agreed = False
 
     def install(self) -> "SharedSignals":
@@ -81,7 +84,7 @@ class SharedSignals:
             setattr(connector, REQUEUE, self._again)
         return self
 
-    def _term(self, signum: int, frame: Any) -> None:
+    def _term(self, signum: int, frame: FrameType | None) -> None:
         trainer = self._trainer
         log.info("rank %d received SIGTERM; training ends before the next batch but one", self._control.rank)
         if self._noted[TERM] is None and trainer.strategy.launcher is not None:
@@ -90,7 +93,7 @@ class SharedSignals:
         if self._control.world_size == 1:
             trainer._signal_connector.received_sigterm = True
 
-    def _again(self, signum: int, frame: Any) -> None:
+    def _again(self, signum: int, frame: FrameType | None) -> None:
         self._noted[AGAIN] = signum
         if self._control.world_size == 1 and self._requeue is not None:
             self._requeue(signum, frame)

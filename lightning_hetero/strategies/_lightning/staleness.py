@@ -1,18 +1,24 @@
-"""Connects delayed gradients to what Lightning's DDP strategy knows: module, precision, communication hook."""
+"""Connect stale gradients to what Lightning's DDP strategy knows: module, precision, communication hook."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from lightning_hetero.comm.gradients.ddp_hook import HookState
 from lightning_hetero.comm.gradients.stale_averager import StaleAverager
 from lightning_hetero.comm.staleness.base import MeasuredStaleness
 from lightning_hetero.comm.staleness.block_topk import BlockTopKStaleAverager
 from lightning_hetero.comm.staleness.dense import DenseStaleAverager
 from lightning_hetero.frontend.log import log
-from lightning_hetero.strategies._lightning.convergence_probe import probes
+from lightning_hetero.frontend.model_setup import loss_scaler
+
+if TYPE_CHECKING:
+    from lightning_hetero.strategies._lightning.ddp import HeteroDDPMixin
 
 __all__ = ["attach_staleness"]
 
 
-def attach_staleness(strategy: Any) -> None:
+def attach_staleness(strategy: "HeteroDDPMixin") -> None:
     """Let gradients of a strategy's module arrive late, if it was asked to; a collective call.
 
     With ``staleness=0`` it takes over only what a run with delayed gradients left in its checkpoint. A probe training
@@ -22,24 +28,28 @@ def attach_staleness(strategy: Any) -> None:
         MisconfigurationException: if a delayed gradient would be lost, or end up in another loss's step.
     """
     engine = strategy.engine
+    assert engine is not None
     state, limit = engine.hook_state, engine.config.staleness
-    parameters = {name: p for name, p in strategy.lightning_module.named_parameters() if p.requires_grad}
+    parameters: dict[str, torch.Tensor] = {
+        name: p for name, p in strategy._pl_module.named_parameters() if p.requires_grad
+    }
     restored, before = state.take_restored(), state.staleness
     state.delay_by(None)
     topology = None if before is None else before.topology
     earlier = None  # delays of this module: of a training that was interrupted, or other parameters are trained
-    if before is not None and not restored and _of_module(before, strategy.lightning_module):
+    if before is not None and not restored and _of_module(before, strategy._pl_module):
         earlier, restored = before, before.state_dict()
     if not restored.get("sums") and (limit == 0 or engine.world_size == 1):
         return
-    reason = _why_not(strategy)
-    if reason is not None and probes(strategy):
+    reason = _why_not(strategy, state)
+    if reason is not None and strategy._probes:
         log.info("no gradient of this probe training is delayed: %s", reason)
         return
     if reason is not None:
         cure = "or set staleness=0" if limit else "or end the run that saved this checkpoint as it was begun"
         raise strategy._misconfiguration(f"{reason}, {cure}.")
     if limit and engine.world_size > 1 and topology is None:
+        assert state.topology is not None
         topology = state.topology.another()
     limit = limit if engine.world_size > 1 else 0
     settings: dict[str, Any] = {
@@ -62,15 +72,15 @@ def attach_staleness(strategy: Any) -> None:
     state.delay_by(late)
 
 
-def _of_module(before: StaleAverager, module: Any) -> bool:
+def _of_module(before: StaleAverager, module: torch.nn.Module) -> bool:
     """Whether delays were those of this module, be it of others of its parameters."""
     there = dict(module.named_parameters())
     return all(there.get(name) is p for name, p in before.parameters.items())
 
 
-def _why_not(strategy: Any) -> str | None:
-    """What a delayed gradient cannot go with."""
-    module, state = strategy.lightning_module, strategy.engine.hook_state
+def _why_not(strategy: "HeteroDDPMixin", state: HookState) -> str | None:
+    """Return what a stale gradient cannot go with."""
+    module = strategy._pl_module
     if not module.automatic_optimization:
         return (
             "staleness=1 and manual optimization: a delayed gradient could reach the step of another loss. Use "
@@ -92,6 +102,6 @@ def _why_not(strategy: Any) -> str | None:
             f"staleness=1 and complex parameters ({complex_ones[0]}): sums of theirs are kept as real numbers. Make "
             "them real, with torch.view_as_complex where they are used"
         )
-    if getattr(strategy.precision_plugin, "scaler", None) is not None:
+    if loss_scaler(strategy.precision_plugin) is not None:
         return "staleness=1 and a loss scaler: a delayed gradient carries the scale of the step before. Use bf16-mixed"
     return None

@@ -4,10 +4,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_hetero.callbacks import PolicyCallback
 from lightning_hetero.callbacks._lightning import processed
-from lightning_hetero.config import HeteroConfig
-from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.loaders import (
     NOT_MET,
     balanced_evaluation_loader,
@@ -18,18 +15,14 @@ from lightning_hetero.frontend.loaders import (
     with_batch_sampler,
 )
 from lightning_hetero.frontend.log import log
-from lightning_hetero.strategies._lightning.base import LightningMixin
 from lightning_hetero.strategies._lightning.epoch_length import recount_batches
+from lightning_hetero.strategies._lightning.policy import PolicyMixin
 
 __all__ = ["TrainDataMixin"]
 
 
-class TrainDataMixin(LightningMixin):
+class TrainDataMixin(PolicyMixin):
     """Give the train loader the batch sampler of the engine; leave other loaders alone by default."""
-
-    config: HeteroConfig
-    engine: HeteroEngine | None
-    _callback: PolicyCallback | None
 
     def process_dataloader(self, dataloader: object) -> object:
         """Replace the batch sampler of the train loader by the uneven one; leave other loaders alone by default.
