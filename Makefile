@@ -22,7 +22,7 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) setuptools torch==2.13.0
-	$(INSTALL) --no-build-isolation -e '.[test,demo,report,accelerate]'
+	$(INSTALL) --no-build-isolation -e '.[test,demo,accelerate]'
 	@touch $@
 
 demo: venv

@@ -8,19 +8,9 @@ from importlib.util import find_spec
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 KERNELS = {
-    "triton": (
-        *(
-            "compression/triton_gpu/encode_kernels.py",
-            "compression/triton_gpu/receive_kernels.py",
-            "compression/triton_gpu/apply_kernels.py",
-        ),
-        *("compression/triton_gpu/encoder.py", "optim/sparse/triton_kernels.py", "optim/sparse/triton_backend.py"),
-    ),
-    "numba": (
-        *("compression/numba_jit/simd.py", "compression/numba_jit/kernels.py", "compression/numba_jit/encoder.py"),
-        *("optim/sparse/numba_kernels.py", "optim/sparse/numba_backend.py"),
-    ),
+    "triton": ("compression/triton_gpu", "optim/sparse/triton_gpu"),
+    "numba": ("compression/numba_jit", "optim/sparse/numba_jit"),
 }
 collect_ignore = [
-    f"lightning_hetero/{file}" for needed, files in KERNELS.items() if not find_spec(needed) for file in files
+    f"lightning_hetero/{folder}" for needed, folders in KERNELS.items() if not find_spec(needed) for folder in folders
 ]

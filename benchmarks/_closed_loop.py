@@ -18,11 +18,11 @@ from lightning_hetero.core.batching.integer_split import even_sizes
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.perf_model import (
-    PLANNERS,
     Decision,
     PerfModelPlanner,
     PlanContext,
     Planner,
+    ProportionalPlanner,
     Proposal,
 )
 
@@ -293,8 +293,8 @@ class Oracle(LBBSP):
 
 
 POLICIES: dict[str, Callable[[], Planner | None]] = {
-    "perf_model": PLANNERS["perf_model"],
-    "pid": PLANNERS["pid"],
+    "perf_model": PerfModelPlanner,
+    "pid": ProportionalPlanner,
     "lb_bsp": LBBSP,
     "even": lambda: None,
     "oracle": Oracle,

@@ -22,7 +22,7 @@ from hardware import write_table
 from lightning_hetero import BatchPlan, ClusterTimeModel
 from lightning_hetero.core import StepObservations
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner, PlanContext
-from lightning_hetero.core.timing.winsorized_mean import pace
+from lightning_hetero.core.timing.winsorized_mean import winsorized_mean
 
 HERE = Path(__file__).parent
 SHARES = (1.0, 0.5, 0.3)
@@ -55,12 +55,12 @@ def times_of_splits(cluster, splits, *, cycles, stretch=8):
     found = {split: [] for split in splits}
     for i, split in enumerate(order):
         found[split] += seconds[i * stretch + 3 : (i + 1) * stretch].tolist()
-    return {split: pace(np.array(values)) for split, values in found.items()}
+    return {split: winsorized_mean(np.array(values)) for split, values in found.items()}
 
 
 def settled(seconds):
     """Mean of the second half."""
-    return pace(np.array(seconds[len(seconds) // 2 :]))
+    return winsorized_mean(np.array(seconds[len(seconds) // 2 :]))
 
 
 def steps_until_near(history, optimum, time_of_split, tolerance=0.05):
@@ -132,7 +132,7 @@ def prediction(cluster, *, cycles=3, stretch=24):
     measured = {t: [] for t in totals}
     for i, t in enumerate(order):
         measured[t] += seconds[i * stretch + 3 : (i + 1) * stretch].tolist()
-    measured = {t: pace(np.array(values)) for t, values in measured.items()}
+    measured = {t: winsorized_mean(np.array(values)) for t, values in measured.items()}
     planner, learned, fields = PerfModelPlanner(), totals[::2], StepObservations.FIELDS
     ran = rows.local_batch_sizes.sum(axis=1)
     for window in np.split(np.arange(len(ran)), np.flatnonzero(np.diff(ran)) + 1):

@@ -148,7 +148,7 @@ class Digits(L.LightningModule):
         self.ends.append(time.time() - self.paused)
         self.spent.append(time.process_time())
         engine = getattr(self.trainer.strategy, "engine", None)
-        exchange = None if engine is None or engine.compression is None else engine.compression.exchange
+        exchange = None if engine is None or engine.compression is None else engine.compression.averager
         self.densities.append(getattr(exchange, "density", None))
         self.splits.append(None if engine is None else engine.plan.local_batch_sizes)
         if self.trainer.global_step in MARKS:

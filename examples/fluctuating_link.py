@@ -17,7 +17,7 @@ class Weather(L.Callback):
         self.link.rate = 1e6 if trainer.current_epoch == 1 else 1e9
 
     def on_train_epoch_end(self, trainer, pl_module):
-        density = trainer.strategy.engine.compression.exchange.density
+        density = trainer.strategy.engine.compression.averager.density
         if trainer.is_global_zero:
             print(f"epoch {trainer.current_epoch}: {self.link.rate / 1e6:g} MB/s, density {density:.3g}")
 

@@ -9,40 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 from _lightning_hetero_autoload import boot
 
-if TYPE_CHECKING:
-    from lightning_hetero.callbacks import (
-        AdaptiveBatchCallback,
-        DynamicBatchPIDCallback,
-        GNSCallback,
-        LookAheadCallback,
-        PerfModelCallback,
-        TTACallback,
-    )
-    from lightning_hetero.compression import BlockTopK
-    from lightning_hetero.core import BatchPlan, ClusterTimeModel, NodeTimeModel, solve_optperf
-    from lightning_hetero.strategies.lightning_ddp import HeteroDDPStrategy
-    from lightning_hetero.strategies.lightning_elastic import HeteroElasticStrategy
+if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
+    from lightning_hetero.callbacks import AdaptiveBatchCallback as AdaptiveBatchCallback
+    from lightning_hetero.callbacks import DynamicBatchPIDCallback as DynamicBatchPIDCallback
+    from lightning_hetero.callbacks import GNSCallback as GNSCallback
+    from lightning_hetero.callbacks import LookAheadCallback as LookAheadCallback
+    from lightning_hetero.callbacks import PerfModelCallback as PerfModelCallback
+    from lightning_hetero.callbacks import TTACallback as TTACallback
+    from lightning_hetero.compression import BlockTopK as BlockTopK
+    from lightning_hetero.core import BatchPlan as BatchPlan
+    from lightning_hetero.core import ClusterTimeModel as ClusterTimeModel
+    from lightning_hetero.core import NodeTimeModel as NodeTimeModel
+    from lightning_hetero.core import solve_optperf as solve_optperf
+    from lightning_hetero.strategies.lightning_ddp import HeteroDDPStrategy as HeteroDDPStrategy
+    from lightning_hetero.strategies.lightning_elastic import HeteroElasticStrategy as HeteroElasticStrategy
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AdaptiveBatchCallback",
-    "BatchPlan",
-    "BlockTopK",
-    "ClusterTimeModel",
-    "DynamicBatchPIDCallback",
-    "GNSCallback",
-    "HeteroDDPStrategy",
-    "HeteroElasticStrategy",
-    "LookAheadCallback",
-    "NodeTimeModel",
-    "PerfModelCallback",
-    "TTACallback",
-    "__version__",
-    "solve_optperf",
-]
-
-_HOMES = {
+_EXPORTS = {
     "AdaptiveBatchCallback": "lightning_hetero.callbacks",
     "BatchPlan": "lightning_hetero.core",
     "BlockTopK": "lightning_hetero.compression",
@@ -57,12 +41,15 @@ _HOMES = {
     "TTACallback": "lightning_hetero.callbacks",
     "solve_optperf": "lightning_hetero.core",
 }
+"""Public names, and the modules that they are imported from."""
+
+__all__ = ["__version__", *_EXPORTS]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
     globals()[name] = value
     return value
 

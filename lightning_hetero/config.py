@@ -15,12 +15,10 @@ from lightning_hetero.core.compression.settings import (
     parse_compression,
 )
 from lightning_hetero.core.link.clusters import check_clusters, check_hierarchy
-from lightning_hetero.core.policies.perf_model import PLANNERS
+from lightning_hetero.core.policies import DEFAULT, NAMED
 from lightning_hetero.core.validation import check_choice, check_int, check_number, check_sizes, check_totals
 
-__all__ = ["FOR_OWN_LOOPS", "POLICIES", "HeteroConfig"]
-
-POLICIES = (*PLANNERS, "even")
+__all__ = ["FOR_OWN_LOOPS", "HeteroConfig"]
 
 FOR_OWN_LOOPS = {
     "max_total_batch_size": "AdaptiveBatchCallback(max_total_batch_size=...)",
@@ -103,7 +101,7 @@ class HeteroConfig:
 
     def __post_init__(self) -> None:
         if self.policy is not None:
-            check_choice("policy", self.policy, POLICIES)
+            check_choice("policy", self.policy, NAMED)
         object.__setattr__(self, "compression", parse_compression(self.compression))
         self._check_sparse_optimizer()
         check_choice("nonfinite", self.nonfinite, ("warn", "drop", "stop"))
@@ -155,7 +153,7 @@ class HeteroConfig:
         if self.max_total_batch_size is not None:
             check_totals(self.max_total_batch_size, self.min_total_batch_size)
             fixed = self.local_batch_sizes is not None
-            if fixed or self.policy not in (None, "perf_model"):
+            if fixed or self.policy not in (None, DEFAULT):
                 other = f"local_batch_sizes={self.local_batch_sizes}" if fixed else f"policy={self.policy!r}"
                 raise ValueError(
                     f"max_total_batch_size={self.max_total_batch_size} moves the total batch together with the split, "

@@ -5,6 +5,7 @@ on the next plan, on which the planners of :mod:`lightning_hetero.core.policies.
 """
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -82,13 +83,15 @@ class HeteroEngine:
         self.control.require_equal("the settings of the strategy", config.fingerprint())
         cores = cpu_quota() if device.type == "cpu" else None
         self.observer = StepObserver(agreed_clock(device, self.control), cores=cores)
-        self.hook_state = HookState(self.observer, world_size)
-        self.hook_state.topology = Topology.form(config.hierarchy, self.control, timeout)
+        topology = Topology.form(config.hierarchy, self.control, timeout)
+        self.hook_state = HookState(self.observer, world_size, topology=topology)
         self.compression = GradientCompression.of(config, self.control, self.hook_state)
         self.network = NetworkWatch(config, rank, self.hook_state, self.compression)
         self.weighting, self.schedule = LossWeighting(config, world_size, device), ExchangeSchedule(config.replan)
         self.health = Health(config.nonfinite, self.control, self.hook_state, self.observer.clock)
         self.noise: NoiseCollector | None = None
+        self.models: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.put_back: Callable[[], None] | None = None
         self.noise_scale: Callable[[], RunningNoiseScale | None] = lambda: None
         self.sampler: UnevenBatchSampler | None = None
         self.history: PlanHistory | None = None
@@ -103,6 +106,10 @@ class HeteroEngine:
         self.roster: Roster | None = None
         self._restored_workers: tuple[str, ...] = ()
         self._plans, self.notices = SplitLog(rank == 0 and world_size > 1), Notices(rank == 0)
+
+    def restore_weights_by(self, put_back: Callable[[], None] | None) -> None:
+        """Restore weights by this where a step runs with predicted ones; ``None`` if none does."""
+        self.put_back = put_back
 
     @property
     def plan(self) -> BatchPlan | None:
@@ -213,7 +220,7 @@ class HeteroEngine:
         self._position = (epoch, step)
         if self._stepped:
             self._backwards, self._stepped = 0, False
-        self.hook_state.weighted = self.sampler is not None or self.config.weight_fn is not None
+        self.hook_state.require_weighting(self.sampler is not None or self.config.weight_fn is not None)
         if self.sampler is None:
             self.observer.begin_step(0, regular=False)
             self.weighting.begin(1, self.world_size, batch)
@@ -242,14 +249,11 @@ class HeteroEngine:
     def backward(self) -> Iterator[None]:
         """Around every backward pass."""
         self._backwards += 1
-        self.hook_state.in_backward = True
-        try:
+        with self.hook_state.backward():
             self.observer.begin_backward()
             yield
             self.observer.end_backward()
-        finally:
-            self.hook_state.in_backward = False
-        for part in (*self.hook_state.models.values(), self.noise, self.compression, self.health):
+        for part in (*self.models.values(), self.noise, self.compression, self.health):
             if part is not None:
                 part.after_backward()
 
@@ -366,9 +370,10 @@ class HeteroEngine:
         self.control.require_equal("the plan and the step of the next look", (self.history.digest(), following))
         self.history = self.history.since(self._position[0])
         self.schedule.done(self.observer.synced_steps, following, between_epochs=not_before[1] == 0)
-        self.hook_state.agree(self.control)
+        if self.hook_state.staleness is not None:
+            self.hook_state.staleness.agree(self.control)
         if self.compression is not None:
-            self.compression.follow(*messages)
+            self.compression.apply_choice(*messages)
         self.observer.interrupt()
         self._plans.see(done)
         return Exchange(done.planner, observations, entry, predicted, error, done.density is not None)
@@ -382,7 +387,7 @@ class HeteroEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """Plan history of the running epoch, and gradients that are under way, as plain Python values."""
-        late = {"staleness": self.hook_state.delayed_state()}
+        late = {"staleness": self.hook_state.stale_state()}
         if self.history is None or self.roster is None:
             return late
         history = self.history.since(self._position[0]).state_dict()
@@ -390,7 +395,7 @@ class HeteroEngine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the plans of an earlier run, and with the gradients that were under way, be it none."""
-        self.hook_state.load_delayed_state(state.get("staleness", {}))
+        self.hook_state.load_stale_state(state.get("staleness", {}))
         if "history" in state:
             self._restored = PlanHistory.from_state_dict(state["history"])
             self._restored_workers = tuple(state["workers"])

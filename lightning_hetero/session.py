@@ -15,9 +15,9 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.goodput import Candidate
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.noise.running import RunningNoiseScale
-from lightning_hetero.core.policies.base import check_planner
+from lightning_hetero.core.policies import DEFAULT, POLICIES
+from lightning_hetero.core.policies.base import Planner, check_planner
 from lightning_hetero.core.policies.goodput import GoodputPlanner
-from lightning_hetero.core.policies.perf_model import PLANNERS, Planner
 from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.adaptation import Adaptation
@@ -36,10 +36,8 @@ def planner_of(config: HeteroConfig) -> Planner | None:
         ('PerfModelPlanner', None)
     """
     if config.max_total_batch_size is not None:
-        return GoodputPlanner(config.max_total_batch_size, config.min_total_batch_size)
-    if config.fixes_split or config.policy == "even":
-        return None
-    return PLANNERS[config.policy or "perf_model"]()
+        return POLICIES["goodput"].factory(config.max_total_batch_size, config.min_total_batch_size)
+    return None if config.fixes_split else POLICIES[config.policy or DEFAULT].factory()
 
 
 class HeteroSession:
@@ -262,7 +260,7 @@ class HeteroSession:
         """
         self.engine.observer.discard()
         if self._pass is None:
-            self.engine.hook_state.weighted = False
+            self.engine.hook_state.require_weighting(False)
             self.engine.weighting.reset()
 
     def beside(self, batches: Iterator[Any], evaluates: Callable[[], bool]) -> Iterator[Any]:

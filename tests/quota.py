@@ -8,7 +8,7 @@ single steps lie far apart, and only their mean follows the share.
 import numpy as np
 
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.timing.cpu_quota import sustained
+from lightning_hetero.core.timing.cpu_quota import quota_limited_times
 
 
 class QuotaWorker:
@@ -72,7 +72,7 @@ class QuotaCluster:
         rows, used = (np.array(values) for values in zip(*(self._step(sizes) for _ in range(count)), strict=True))
         for i, worker in enumerate(self.workers):
             if self.corrected:
-                rows[:, i, 1:3] = np.stack(sustained(*rows[:, i, 1:3].T, *used[:, i].T, worker.share), axis=1)
+                rows[:, i, 1:3] = np.stack(quota_limited_times(*rows[:, i, 1:3].T, *used[:, i].T, worker.share), axis=1)
         return StepObservations.from_array(rows)
 
     def step_time(self, sizes, count=200):

@@ -17,7 +17,7 @@ import lightning_hetero
 from lightning_hetero import BatchPlan, HeteroDDPStrategy
 from lightning_hetero.callbacks._elastic import merge_metrics
 from lightning_hetero.comm.compressors.manager import GradientCompression
-from lightning_hetero.comm.staleness.dense import Staleness
+from lightning_hetero.comm.staleness.dense import DenseStaleAverager
 from lightning_hetero.core import StepObservations
 from lightning_hetero.core.batching.goodput import Candidate
 from lightning_hetero.core.merging.rules import MERGES
@@ -149,7 +149,7 @@ def metrics_written():
     seen = StepObservations.from_array(np.ones((3, 2, len(StepObservations.FIELDS))))
     metrics = exchange_metrics(seen, BatchPlan(8, (6, 2)), 0.5, error=0.01)
     names = {re.sub(r"rank\d+", "rank{i}", name) for name in metrics}
-    return names | set(METRIC.findall(inspect.getsource(Staleness.metrics)))
+    return names | set(METRIC.findall(inspect.getsource(DenseStaleAverager.metrics)))
 
 
 def adaptive_metrics():
@@ -380,7 +380,7 @@ def test_what_can_be_had_at_all_is_that_of_the_benchmark():
     record = json.loads((ROOT / "benchmarks/results/closed_loop.json").read_text())["rows"]
     figures = {(r["kind"], r["noise"], r["workers"], r["policy"]): r["figures"] for r in record}
     page = TEXTS[ROOT / "docs" / "how-it-works.md"].replace("\n", " ")
-    said = page[page.index("What can be had at all is less") : page.index("Half or twice of any one")]
+    said = page[page.index("no planner can reach a share of 1") : page.index("Halving or doubling any one")]
     walks = [
         figures["walk", "2 %", workers, policy]["moving share"][1]
         for workers in CLUSTERS

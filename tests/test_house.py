@@ -14,7 +14,7 @@ FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
 # A room may import the rooms on its right, never one on its left.
 ROOMS = (
-    *("cli", "report", "simulate"),
+    *("cli", "simulate"),
     *("accelerate", "strategies", "callbacks"),
     "session",
     "frontend",

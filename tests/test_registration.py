@@ -1,5 +1,6 @@
 """The names of the strategy are known to Lightning, whatever is imported first, and never at the cost of an import."""
 
+import ast
 import importlib
 import json
 import os
@@ -139,8 +140,17 @@ def test_an_import_system_that_refuses_the_hook_breaks_no_import_of_torch(tmp_pa
 
 
 def test_public_names_and_their_homes_agree():
-    assert set(lightning_hetero.__all__) == {*lightning_hetero._HOMES, "__version__"}
+    assert set(lightning_hetero.__all__) == {*lightning_hetero._EXPORTS, "__version__"}
     assert set(lightning_hetero.__all__) <= set(dir(lightning_hetero))
+
+
+def test_type_checkers_see_the_public_names():
+    """They read imports only, and take those under another name, be it the same one, for public."""
+    tree = ast.parse(Path(lightning_hetero.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    assert all(isinstance(node, ast.ImportFrom) for node in block.body)
+    seen = {(alias.name, alias.asname): node.module for node in block.body for alias in node.names}
+    assert seen == {(name, name): home for name, home in lightning_hetero._EXPORTS.items()}
 
 
 @pytest.mark.parametrize("name", lightning_hetero.__all__)

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 from lightning_hetero.comm import gradient_hook
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan
-from lightning_hetero.core.policies.perf_model import PLANNERS, Decision, StaticPlanner
+from lightning_hetero.core.policies import NAMED, POLICIES
+from lightning_hetero.core.policies.perf_model import Decision, StaticPlanner
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import HeteroSession, planner_of
@@ -97,8 +98,8 @@ def test_state_may_be_loaded_before_the_data_is_there():
 
 
 def test_planners_of_settings():
-    for name, planner in PLANNERS.items():
-        assert type(planner_of(HeteroConfig(policy=name))) is planner
+    for name in NAMED:
+        assert type(planner_of(HeteroConfig(policy=name))) is type(POLICIES[name].factory())
     assert planner_of(HeteroConfig(local_batch_sizes=(3, 1))) is None
     moves = planner_of(HeteroConfig(max_total_batch_size=64, min_total_batch_size=8))
     assert (moves.max_total_batch_size, moves.min_total_batch_size) == (64, 8)
@@ -107,7 +108,7 @@ def test_planners_of_settings():
 def test_a_planner_beside_a_moving_total_is_refused():
     engine = HeteroEngine(HeteroConfig(max_total_batch_size=64), rank=0, world_size=1, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="planner=StaticPlanner and max_total_batch_size=64 both"):
-        HeteroSession(engine, planner=PLANNERS["static"]())
+        HeteroSession(engine, planner=StaticPlanner())
 
 
 def test_one_worker_trains_at_its_total():

@@ -140,7 +140,7 @@ class HeteroAccelerator(PlanAccess, Accelerator):
         finally:
             self._chosen = None
         if self.engine is not None and self.engine.compression is not None:
-            self.engine.compression.lead(wrapped.optimizer for wrapped in self._optimizers)
+            self.engine.compression.bind_optimizers(wrapped.optimizer for wrapped in self._optimizers)
         return prepared
 
     def prepare_data_loader(
@@ -243,7 +243,7 @@ class HeteroAccelerator(PlanAccess, Accelerator):
         compression = None if self.engine is None else self.engine.compression
         if compression is None:
             return parameters
-        return compression.stand_ins([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+        return compression.clip_targets([parameters] if isinstance(parameters, torch.Tensor) else parameters)
 
     @property
     def _in_pass(self) -> bool:

@@ -44,7 +44,7 @@ class HookedDDP(DistributedDataParallelKwargs):
         self.given.register_comm_hook(taken)
         if taken.hook is not None and compression is not None:
             raise ValueError("compression= and a comm_hook both say what is sent of gradients. Give one of them.")
-        state.inner, state.inner_state = taken.hook, taken.state
+        state.use_hook(taken.hook, taken.state)
         scaler = getattr(self.accelerator(), "scaler", None)
         self.engine.health.attach(model.module, scaled=scaler is not None)
         if compression is not None:

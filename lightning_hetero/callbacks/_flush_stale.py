@@ -38,7 +38,7 @@ def apply_last_sums(trainer: Any, pl_module: Any, engine: HeteroEngine) -> None:
     It is clipped as the module clips, and counts neither as a step of the trainer nor of a scheduler.
     """
     staleness = engine.hook_state.staleness
-    sums = {} if staleness is None else staleness.take_sums()
+    sums = {} if staleness is None else staleness.drain()
     if not sums:
         return
     for name, parameter in pl_module.named_parameters():

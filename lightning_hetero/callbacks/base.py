@@ -1,4 +1,4 @@
-"""The policies of :mod:`lightning_hetero.core.policies.perf_model` as Lightning callbacks.
+"""The policies of :mod:`lightning_hetero.core.policies` as Lightning callbacks.
 
 A callback only connects: at the end of a step that is due, and at the start of each epoch, it hands its planner to the
 engine, which gathers observations, lets rank 0 decide and adopts the plan on all ranks.
@@ -9,10 +9,9 @@ from typing import Any
 
 from lightning_hetero.callbacks._flush_stale import apply_last_sums, check_staleness
 from lightning_hetero.callbacks._throughput import count_all_workers, count_own
-from lightning_hetero.callbacks.idle_hooks import leave_out, put_back
 from lightning_hetero.core.checkpoint_state import check_tensors, reading_state
-from lightning_hetero.core.policies.base import check_planner, moves_total
-from lightning_hetero.core.policies.perf_model import PLANNERS, Planner
+from lightning_hetero.core.policies import policy_name
+from lightning_hetero.core.policies.base import Planner, check_planner, moves_total
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.cut_interval import cut_interval, of_same_workers, resume_looks, resume_plans
 
@@ -78,12 +77,8 @@ class PolicyCallback(Callback):
 
     @property
     def policy(self) -> str:
-        """Name of the policy in the table of planners, of the class of another planner, ``"fixed"`` without one."""
-        if self.planner is None:
-            return "fixed"
-        cls = type(self.planner)
-        names: dict[Any, str] = {cls: name for name, cls in PLANNERS.items()}
-        return names.get(cls, f"{cls.__module__}.{cls.__qualname__}")
+        """Name of the policy in the table of policies, of the class of another planner, ``"fixed"`` without one."""
+        return policy_name(self.planner)
 
     def companions(self, callbacks: list[Any]) -> list[Any]:
         """Callbacks that this one needs and that are not among those given."""
@@ -104,7 +99,6 @@ class PolicyCallback(Callback):
             engine.hook_state.forget_squares()
             self._show_in_progress_bar(trainer)
             count_all_workers(trainer, engine)
-            leave_out(self, Callback)
 
     def _show_in_progress_bar(self, trainer: Any) -> None:
         bar = trainer.progress_bar_callback
@@ -191,7 +185,6 @@ class PolicyCallback(Callback):
         if self._bar is not None:
             del self._bar.get_metrics
             self._bar = None
-        put_back(self)
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, by hardware identity, and the plan; of rank 0, which decides."""

@@ -7,7 +7,6 @@ import torch
 from lightning_hetero.callbacks._gns.base import Source
 from lightning_hetero.callbacks._gns.sources import source_of
 from lightning_hetero.callbacks.base import Callback, MisconfigurationException
-from lightning_hetero.callbacks.idle_hooks import leave_out, put_back
 from lightning_hetero.core.checkpoint_state import reading_state
 from lightning_hetero.core.metrics import noise_metrics
 from lightning_hetero.core.noise.estimators import METHODS
@@ -73,14 +72,11 @@ class GNSCallback(Callback):
         """
         if stage != "fit":
             return
-        put_back(self)  # Lightning calls no teardown after an exception
         saved = self.estimate
         self._source = source_of(trainer, method=self.method, every_n_steps=self.every_n_steps, horizon=self.horizon)
         self._source.running = saved
         self._resume()
         self._source.listen(lambda: self._log(trainer))
-        if not self._source.each_step:
-            leave_out(self, GNSCallback)
         engine = getattr(trainer.strategy, "engine", None)
         if isinstance(engine, HeteroEngine):
             engine.noise_scale = lambda: self.estimate
@@ -132,7 +128,6 @@ class GNSCallback(Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leave nothing running."""
-        put_back(self)
         if self._source is not None:
             self._source.stop()
 

@@ -1,24 +1,30 @@
 """The callback of each policy, by the name that settings give it."""
 
+from collections.abc import Callable
+
 from lightning_hetero.callbacks.base import PolicyCallback
 from lightning_hetero.callbacks.perf_model import PerfModelCallback
 from lightning_hetero.callbacks.pid import DynamicBatchPIDCallback
-from lightning_hetero.core.policies.perf_model import PLANNERS
+from lightning_hetero.core.policies import DEFAULT, NAMED, POLICIES
+from lightning_hetero.core.validation import check_choice
 
 __all__ = ["policy_callback"]
 
+OWN: dict[str, Callable[[], PolicyCallback]] = {"perf_model": PerfModelCallback, "pid": DynamicBatchPIDCallback}
+"""Policies whose callback has a class of its own; the planner of any other one runs in the class that they share."""
+
 
 def policy_callback(policy: str | None) -> PolicyCallback:
-    """The callback of a policy by name; ``None`` is the default; ``"even"`` and ``"fixed"`` never change the split.
+    """Return the callback of a policy by name; ``None`` is the default, ``"fixed"`` a split that never changes.
+
+    Raises:
+        ValueError: if no policy has the name, or one that needs more than its name.
 
     Example:
         >>> type(policy_callback(None)).__name__
         'PerfModelCallback'
     """
-    if policy in ("even", "fixed"):
-        return PolicyCallback(None)
-    if policy in (None, "perf_model"):
-        return PerfModelCallback()
-    if policy == "pid":
-        return DynamicBatchPIDCallback()
-    return PolicyCallback(PLANNERS[policy]())  # type: ignore[index]
+    name = check_choice("policy", DEFAULT if policy is None else policy, (*NAMED, "fixed"))
+    if name in OWN:
+        return OWN[name]()
+    return PolicyCallback(None if name == "fixed" else POLICIES[name].factory())

@@ -145,4 +145,4 @@ class TTACallback(AdaptiveBatchCallback):
         self.planner = replace(self.tta_planner, density=density)
         self._engine.compression.set_density(density)
         if self._engine.hook_state.staleness is not None:  # until "auto" chooses dense sums, which go by their rule
-            self._engine.hook_state.staleness.led = self._engine.compression.link() is not None
+            self._engine.hook_state.staleness.control_externally(self._engine.compression.link() is not None)

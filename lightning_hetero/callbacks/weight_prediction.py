@@ -72,8 +72,8 @@ class LookAheadCallback(Callback):
                 log.info("delayed gradients: the next step of %s cannot be foretold, so that none is", strange[0])
             self._engine = None
             return
-        late.keeps_own = True
-        self._engine.hook_state.put_back = self._back
+        late.keep_own()
+        self._engine.restore_weights_by(self._back)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Run this step with the weights that its delayed gradients will meet."""
@@ -82,7 +82,7 @@ class LookAheadCallback(Callback):
             return
         late, plan, topology = self._engine.hook_state.staleness, self._engine.plan, self._engine.hook_state.topology
         members = (self._engine.rank,) if topology is None else topology.members_of(self._engine.rank)
-        expected = late.expected([plan.shares[rank] for rank in members], plan.shares[self._engine.rank])
+        expected = late.predicted_sums([plan.shares[rank] for rank in members], plan.shares[self._engine.rank])
         if expected is None:
             return
         factor = self._clip(trainer, expected)
@@ -170,5 +170,5 @@ class LookAheadCallback(Callback):
         """Let copies go."""
         self._back()
         if self._engine is not None:
-            self._engine.hook_state.put_back = None
+            self._engine.restore_weights_by(None)
         self._copies.clear()

@@ -10,14 +10,14 @@ import yaml
 
 from lightning_hetero.accelerate.plugin import SECTION, HeteroPlugin, parsed
 from lightning_hetero.cli.launch import devices
-from lightning_hetero.config import POLICIES
 from lightning_hetero.core.compression.settings import COMPRESSORS, BlockTopK
+from lightning_hetero.core.policies import DEFAULT, NAMED
 from lightning_hetero.core.validation import check_choice
 
 __all__ = ["QUESTIONS", "ask_settings", "main"]
 
 QUESTIONS: tuple[tuple[str, str, str], ...] = (
-    ("policy", f"Who splits the batch ({', '.join(POLICIES)}, or none for a fixed split)", "perf_model"),
+    ("policy", f"Who splits the batch ({', '.join(NAMED)}, or none for a fixed split)", DEFAULT),
     ("local_batch_sizes", "Fixed split, one size per worker such as 24,12,16 (none: the policy splits)", "none"),
     ("max_local_batch_sizes", "Most samples of a worker, one number or one per worker (none: no limit)", "none"),
     ("loss_reduction", "Is the loss a mean over the samples or their sum (mean, sum)", "mean"),

@@ -28,11 +28,12 @@ from lightning_hetero.accelerate.plugin import (
     with_density,
 )
 from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.policies import NAMED
 
 __all__ = ["devices", "hetero_environment", "main", "read_config"]
 
 HELP = {
-    "policy": "perf_model, pid, static or even",
+    "policy": f"{', '.join(NAMED[:-1])} or {NAMED[-1]}",
     "loss_reduction": "mean or sum",
     "local_batch_sizes": "a fixed split such as 24,12,16",
     "min_local_batch_size": "fewest samples of a worker",

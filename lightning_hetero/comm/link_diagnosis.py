@@ -4,7 +4,6 @@ import logging
 
 from lightning_hetero.comm.agreement.rank_monitor import OVER
 from lightning_hetero.comm.agreement.sync_schedule import NEVER, ExchangeSchedule
-from lightning_hetero.comm.compressors.block_topk import BlockExchange
 from lightning_hetero.comm.compressors.manager import GradientCompression
 from lightning_hetero.comm.gradients.ddp_hook import HookState
 from lightning_hetero.comm.timing.step_timer import StepObserver
@@ -80,7 +79,7 @@ class NetworkWatch:
 
     def _sent_bytes(self) -> float:
         """Bytes that a worker sends in a step, the mean since the last look."""
-        exchange = None if self.compression is None else self.compression.exchange
+        exchange = None if self.compression is None else self.compression.averager
         if exchange is not None and exchange.report.steps:
             return exchange.report.sent / exchange.report.steps
         num_bytes, steps = self.hook.num_bytes - self._looked[0], self.hook.observer.synced_steps - self._looked[1]
@@ -89,8 +88,8 @@ class NetworkWatch:
 
     def _advice(self) -> str:
         """What would help and is not done yet."""
-        exchange = None if self.compression is None else self.compression.exchange
-        sends_blocks = isinstance(exchange, BlockExchange) and not exchange.paused
+        exchange = None if self.compression is None else self.compression.averager
+        sends_blocks = exchange is not None and exchange.blocks is not None and not exchange.blocks.paused
         less = "a lower density" if sends_blocks else 'compression="block_topk(density=0.01)"'
         text = (
             f"To wait less, send less ({less}; under Lightning, TTACallback finds it), or less often (larger "

@@ -59,19 +59,23 @@ class ValueCodec:
         return spans
 
 
-LARGEST_BF16 = float(torch.finfo(torch.bfloat16).max)
+LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+LARGEST_BFLOAT16 = torch.finfo(torch.bfloat16).max
+LARGEST_INT8 = torch.iinfo(torch.int8).max
+ROUNDING_TERM = 1.5 * 2**23
+"""Adding it to a float32 and subtracting it again rounds to the nearest even integer."""
 
 
 def _to_bf16(blocks: torch.Tensor) -> Parts:
     """Nearest bfloat16, never infinite: what exceeds its range stays in the residual."""
-    return (blocks.clamp(-LARGEST_BF16, LARGEST_BF16).to(torch.bfloat16),)
+    return (blocks.clamp(-LARGEST_BFLOAT16, LARGEST_BFLOAT16).to(torch.bfloat16),)
 
 
 def _to_int8(blocks: torch.Tensor) -> Parts:
     """``q = round(v / scale)`` with ``scale = max |v| / 127`` in bfloat16; blocks too small for a scale are 0."""
-    scale = (blocks.abs().amax(dim=1) / 127.0).to(torch.bfloat16)
+    scale = (blocks.abs().amax(dim=1) / LARGEST_INT8).to(torch.bfloat16)
     divisor = torch.where(scale > 0, scale, torch.ones_like(scale)).to(blocks.dtype)
-    q = (blocks / divisor[:, None]).round_().clamp_(-127, 127)
+    q = (blocks / divisor[:, None]).round_().clamp_(-LARGEST_INT8, LARGEST_INT8)
     return torch.where(scale[:, None] > 0, q, torch.zeros_like(q)).to(torch.int8), scale
 
 

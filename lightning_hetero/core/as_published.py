@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_hetero.core.batching.finish_lines import Bound, check_bounds
 from lightning_hetero.core.batching.integer_split import proportional_sizes
-from lightning_hetero.core.batching.optperf import Bound, _bounds
 from lightning_hetero.core.compression.objective import Array, _minimize
 from lightning_hetero.core.validation import check_int, check_number, check_sizes
 
@@ -113,6 +113,6 @@ def bootstrap_sizes(
     times = np.asarray(compute_times, dtype=float)
     if times.shape != (len(sizes),) or not np.all(times >= 0):
         raise ValueError(f"give one compute time in seconds, > 0, per worker ({len(sizes)}); got {compute_times!r}.")
-    low, high = _bounds(len(sizes), total, min_local, max_local)
+    low, high = check_bounds(len(sizes), total, min_local, max_local)
     speed = np.maximum(np.asarray(sizes, dtype=float), 1.0) / np.maximum(times, 1e-9)
     return proportional_sizes(total, speed, min_local=low, max_local=high)

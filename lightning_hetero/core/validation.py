@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["check_choice", "check_int", "check_names", "check_number", "check_sizes", "check_totals"]
+__all__ = ["check_choice", "check_fields", "check_int", "check_names", "check_number", "check_sizes", "check_totals"]
 
 
 def check_int(name: str, value: Any, *, minimum: int) -> int:
@@ -50,6 +50,31 @@ def check_number(name: str, value: Any, *, low: float, high: float = math.inf, i
     if not math.isfinite(number) or number < low or number > high or (number == low and not include_low):
         raise ValueError(f"{name}={value!r} is out of range; give {allowed}.")
     return number
+
+
+def check_fields(
+    settings: object, names: Iterable[str], *, low: float = 0.0, high: float = math.inf, include_low: bool = True
+) -> None:
+    """Check fields of a settings object that share one range.
+
+    Args:
+        settings: the object.
+        names: its fields, each a number.
+        low: least value.
+        high: greatest value.
+        include_low: whether the least value itself is allowed.
+
+    Raises:
+        TypeError: if a field is not a real number.
+        ValueError: if a field is not finite or out of the range; it names the class of the settings.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> check_fields(SimpleNamespace(decay=0.9), ["decay"], high=1.0)
+    """
+    for name in names:
+        where, value = f"{type(settings).__name__}.{name}", getattr(settings, name)
+        check_number(where, value, low=low, high=high, include_low=include_low)
 
 
 def check_sizes(name: str, values: Any, *, minimum: int, length: int | None = None) -> tuple[int, ...]:

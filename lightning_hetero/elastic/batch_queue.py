@@ -10,22 +10,45 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-__all__ = ["BatchDispatcher", "ElasticWorkerError", "job_store"]
+from lightning_hetero.core.validation import check_fields
+
+__all__ = ["BatchDispatcher", "ElasticWorkerError", "StorePatience", "job_store"]
 
 
 log = logging.getLogger("lightning_hetero")
 
-ANSWER = timedelta(minutes=5)
-"""Longest wait for the store, unless a timeout is given. It answers within a millisecond."""
-NOTICE = 30.0
-"""Seconds after which a worker says that it waits for the store."""
-GRACE = 3.0
-"""Seconds within which workers that are alive notice that a merge failed; those that do not are named."""
+
+@dataclass(frozen=True)
+class StorePatience:
+    """How long a worker waits for the job's store, which answers within a millisecond.
+
+    Args:
+        answer_seconds: longest wait, unless a timeout is given, above 0.
+        notice_seconds: wait after which the worker says that it waits, above 0.
+        grace_seconds: within which workers that are alive notice that a merge failed, ``>= 0``; those that do not are
+            named.
+
+    Raises:
+        TypeError: if a value is no number.
+        ValueError: if a value is out of its range.
+    """
+
+    answer_seconds: float = 300.0
+    notice_seconds: float = 30.0
+    grace_seconds: float = 3.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, ("answer_seconds", "notice_seconds"), include_low=False)
+        check_fields(self, ("grace_seconds",))
+
+
+PATIENCE = StorePatience()
 
 
 class ElasticWorkerError(RuntimeError):
@@ -49,8 +72,8 @@ class _Calls:
     A client of torch's store waits without bound for a server that stands still.
     """
 
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
+    def __init__(self, timeout: float, notice: float) -> None:
+        self.timeout, self.notice = timeout, min(notice, timeout)
         self._work: _Work | None = None
 
     def __call__(self, call: Callable[[], Any]) -> Any:
@@ -66,20 +89,20 @@ class _Calls:
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._work.put((call, answer))
         try:
-            value = answer.get(timeout=min(NOTICE, self.timeout))
+            value = answer.get(timeout=self.notice)
         except queue.Empty:
-            value = self._late(answer)
+            value = self._wait_on(answer)
         if isinstance(value, Exception):
             raise value
         return value
 
-    def _late(self, answer: "queue.SimpleQueue[Any]") -> Any:
-        rest = self.timeout - min(NOTICE, self.timeout)
+    def _wait_on(self, answer: "queue.SimpleQueue[Any]") -> Any:
+        rest = self.timeout - self.notice
         if rest > 0:
             log.warning(
                 "the job's store has not answered for %.0f s: the process that holds it (rank 0, or the launcher) "
                 "stands still. This worker waits for another %.0f s, then ends.",
-                *(NOTICE, rest),
+                *(self.notice, rest),
             )
             try:
                 return answer.get(timeout=rest)
@@ -110,7 +133,8 @@ class BatchDispatcher:
         store: shared by all ranks.
         rank: this rank.
         world_size: number of ranks.
-        timeout: longest wait for an answer of the store, 5 minutes by default.
+        timeout: longest wait for an answer of the store; that of ``patience`` by default.
+        patience: how long to wait for what.
 
     Example:
         >>> dispatcher = BatchDispatcher(dist.HashStore(), rank=0, world_size=1)
@@ -121,9 +145,18 @@ class BatchDispatcher:
         (None, [])
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, *, timeout: timedelta | None = None) -> None:
-        self.rank, self.world_size = rank, world_size
-        self._calls = _Calls((timeout or ANSWER).total_seconds()) if world_size > 1 else None
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        *,
+        timeout: timedelta | None = None,
+        patience: StorePatience = PATIENCE,
+    ) -> None:
+        self.rank, self.world_size, self.patience = rank, world_size, patience
+        longest = timeout.total_seconds() if timeout else patience.answer_seconds
+        self._calls = _Calls(longest, patience.notice_seconds) if world_size > 1 else None
         # Every rank makes its dispatchers in the same order, so its own count tells runs in one job apart.
         run = self._ask(lambda: store.add(f"lightning_hetero/elastic/runs/{rank}", 1))
         self._store = dist.PrefixStore(f"lightning_hetero/elastic/{run}", store)
@@ -176,7 +209,7 @@ class BatchDispatcher:
         Raises:
             ElasticWorkerError: if the store does not answer at all.
         """
-        deadline = time.monotonic() + (GRACE if grace is None else grace)
+        deadline = time.monotonic() + (self.patience.grace_seconds if grace is None else grace)
         silent: list[int] | None = None
         try:
             self._ask(self._store.set, f"{self._key}/failed/{self.rank}", "")

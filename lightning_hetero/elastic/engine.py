@@ -24,7 +24,6 @@ from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.agreement.notices import Notices
 from lightning_hetero.comm.timing.clock import HostClock, clock_for
 from lightning_hetero.core.merging.batch_scaling import scale_batch_sizes
-from lightning_hetero.core.merging.rules import merge_weights
 from lightning_hetero.core.merging.settings import AdaptiveSettings
 from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.data.mega_batch import ClaimedBatchSampler, MegaBatch
@@ -138,7 +137,7 @@ class ElasticEngine:
             return
         momentum, why = outer_momentum(given)
         self.control.require_equal("the momentum of the global model", momentum)
-        self._replica.momentum = momentum
+        self._replica.use_momentum(momentum)
         if self.rank == 0 and self.world_size > 1:
             log.info("momentum=%g of the global model: %s; momentum= chooses another", momentum, why)
 
@@ -302,7 +301,7 @@ class ElasticEngine:
             rows = self.control.gather(np.array(header, dtype=float))
         self._check(rows, mega)
         updates, samples = (tuple(int(v) for v in rows[:, column]) for column in (1, 2))
-        found = merge_weights(self.config.rule, self.batch_sizes, updates, rows[:, 3].tolist(), self._settings)
+        found = self.config.rule.weights(self.batch_sizes, updates, rows[:, 3].tolist(), self._settings)
         lost = [rank for rank in range(self.world_size) if not math.isfinite(rows[rank, 3])]
         if lost and self.rank == 0:
             log.warning("replicas of rank %s are not finite: left out of the merge and replaced", lost)

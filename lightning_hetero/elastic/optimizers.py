@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["outer_momentum", "why_not_merged"]
+from lightning_hetero.core.merging.settings import AdaptiveSettings
 
-PAPERS = 0.9
+__all__ = ["outer_momentum", "why_not_merged"]
 
 
 def outer_momentum(optimizers: Iterable[Any]) -> tuple[float, str]:
@@ -36,7 +36,7 @@ def outer_momentum(optimizers: Iterable[Any]) -> tuple[float, str]:
         plain = type(optimizer).__name__ == "SGD" and not any(g.get("momentum") for g in optimizer.param_groups)
         if not plain:
             return 0.0, f"{type(optimizer).__name__} has momentum of its own or adapts its steps"
-    return PAPERS, "SGD has no momentum of its own"
+    return AdaptiveSettings.momentum, "SGD has no momentum of its own"
 
 
 def why_not_merged(optimizer: Any) -> str | None:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hetero.core.merging.rules import MergeRule
+from lightning_hetero.core.merging.rules import GlobalModel, MergeRule
 from lightning_hetero.elastic.weighted_average import synchronize, weighted_sums
 
 __all__ = ["Replica"]
@@ -69,16 +69,25 @@ class Replica:
             return
         parameters = self.parameters
         for name, merged in weighted_sums(parameters, weight, world_size=self.world_size):
-            parameter, before = parameters[name], self._current.get(name)
-            if self.rule.elastic and before is not None:
-                own = before if diverged else parameter
-                self._own[name] = own - self.rule.pull(self.world_size) * (own - before)
-            if self.rule.momentum and before is not None:
-                merged = merged + self.momentum * (before - self._previous[name])
-                self._previous[name] = before
+            parameter, now = parameters[name], self._current.get(name)
+            if now is not None:
+                merged = self._update(name, now if diverged else parameter, merged, now)
             parameter.copy_(merged)
         self._merge_buffers(share)
         self._remember()
+
+    def _update(self, name: str, local: torch.Tensor, merged: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+        """The new global parameter, by the rule; what the replica keeps of its own is noted."""
+        previous = GlobalModel(now, self._previous[name])
+        merged, own = self.rule.update(local, merged, previous, momentum=self.momentum, world_size=self.world_size)
+        if own is not None:
+            self._own[name] = own
+        self._previous[name] = now
+        return merged
+
+    def use_momentum(self, momentum: float) -> None:
+        """Merge with this momentum from now on."""
+        self.momentum = momentum
 
     def _merge_buffers(self, share: float) -> None:
         named = dict(self.module.named_buffers())

@@ -1,4 +1,4 @@
-"""Weighted sums of the ranks' tensors in flat buckets, several of which are under way while the next is packed."""
+"""Weighted sums of the ranks' tensors in flat buckets, several of which are in flight while the next is packed."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,6 @@ import torch.distributed as dist
 __all__ = ["buckets", "synchronize", "weighted_sums"]
 
 BUCKET_BYTES = 16 * 2**20
-IN_FLIGHT = 3
 
 
 def buckets(tensors: Mapping[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES) -> list[list[str]]:
@@ -37,7 +36,7 @@ def weighted_sums(
     *,
     world_size: int,
     bucket_bytes: int = BUCKET_BYTES,
-    in_flight: int = IN_FLIGHT,
+    in_flight: int = 3,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """``sum_i weight_i tensor_i`` over the ranks for each tensor; a collective that must be run to its end.
 
@@ -48,7 +47,7 @@ def weighted_sums(
         weight: this rank's.
         world_size: number of ranks; with one, nothing is sent.
         bucket_bytes: size of a message.
-        in_flight: messages under way at a time.
+        in_flight: messages in flight at a time.
 
     Example:
         >>> dict(weighted_sums({"w": torch.tensor([2.0, 4.0])}, 0.5, world_size=1))

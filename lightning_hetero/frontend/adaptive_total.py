@@ -17,7 +17,7 @@ from lightning_hetero.core.batching.lr_scaling import check_lr_scaling, lr_gain
 from lightning_hetero.core.policies.goodput import GoodputPlanner
 from lightning_hetero.core.validation import check_totals
 from lightning_hetero.engine import HeteroEngine
-from lightning_hetero.optim import LearningRateGain
+from lightning_hetero.optim import LearningRateMultiplier
 
 __all__ = ["TABLE", "AdaptiveTotal"]
 
@@ -59,7 +59,7 @@ class AdaptiveTotal:
         self._most, self._least = max_total_batch_size, min_total_batch_size or 1
         self._engine: HeteroEngine | None = None
         self._gains: dict[int, float] = {}
-        self._lr: LearningRateGain | None = None
+        self._lr: LearningRateMultiplier | None = None
         self._steps_before = 0.0
 
     @property
@@ -173,7 +173,7 @@ class AdaptiveTotal:
             plain = all(isinstance(optimizer, torch.optim.SGD) for optimizer in optimizers)
             self.lr_scaling = "adascale" if plain else "sqrt"
         if optimizers:
-            self._lr = LearningRateGain(optimizers, lambda: self.lr_gain)
+            self._lr = LearningRateMultiplier(optimizers, lambda: self.lr_gain)
 
     @property
     def rates_follow(self) -> bool:

@@ -35,11 +35,11 @@ def lead_optimizers(strategy: Any) -> None:
             "sparse_optimizer and manual optimization: a step that takes another gradient than that of the backward "
             "pass before it would miss the blocks. Use automatic optimization, or set sparse_optimizer=False."
         )
-    compression.lead(strategy.optimizers)
+    compression.bind_optimizers(strategy.optimizers)
     clip_blocks(strategy.precision_plugin, compression)
 
 
 def clip_blocks(precision: Any, compression: GradientCompression) -> None:
     """Let a precision plugin clip sparse gradients by their values; torch's clipping has no form for them."""
     plain = type(precision).main_params
-    precision.main_params = lambda optimizer: compression.stand_ins(plain(precision, optimizer))
+    precision.main_params = lambda optimizer: compression.clip_targets(plain(precision, optimizer))

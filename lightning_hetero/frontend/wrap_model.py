@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hetero.comm.compressors.block_topk import BlockExchange
-from lightning_hetero.comm.compressors.requirements import check_rescaled, check_sparse_gradients
 from lightning_hetero.comm.gradients.ddp_hook import gradient_hook
+from lightning_hetero.comm.gradients.requirements import check_rescaled, check_sparse_gradients
 from lightning_hetero.engine import HeteroEngine
 
 __all__ = ["Unwatched", "WrappedModel"]
@@ -57,7 +55,7 @@ class WrappedModel:
         self._follow = torch.compiler.disable(self._wrap_anew)  # the forward pass may be a compiled one
         self._connect(model)
         model.register_forward_pre_hook(self)
-        engine.hook_state.models[model.module] = self
+        engine.models[model.module] = self
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Leave nothing of this run in a copy or a pickle of the model."""
@@ -68,7 +66,7 @@ class WrappedModel:
         self.attach(model)
         if self.engine.world_size > 1:
             check_rescaled(model.module)
-        check_sparse_gradients(model.module, self.engine.config, self.engine.hook_state.inner)
+        check_sparse_gradients(model.module, self.engine.config, self.engine.hook_state.averager.user_hook)
         model.register_comm_hook(self.engine.hook_state, gradient_hook)
         self._parameters = list(model.module.parameters())
         self._flags = self._flags_now()
@@ -104,19 +102,18 @@ class WrappedModel:
         engine = self.engine
         names = zlib.crc32("\n".join(trained).encode())
         engine.control.require_equal("what is trained", f"{len(trained)} parameters, names {names:08x}")
-        if isinstance(engine.hook_state.inner_state, PowerSGDState):
+        reason = engine.hook_state.averager.unsupported_reason()
+        if reason is not None:
             raise ValueError(
-                f"{len(new)} parameters were unfrozen and {len(frozen)} frozen in the training, and the PowerSGDState "
-                "that was given as state of the communication hook knows gradients by DDP's buckets, which change. "
-                "Use compression='powersgd', or freeze and unfreeze between two trainings."
+                f"{len(new)} parameters were unfrozen and {len(frozen)} frozen in the training, and {reason}"
             )
-        if engine.hook_state.put_back is not None:  # what optimizers owe is paid to the weights as they are
-            engine.hook_state.put_back()
+        if engine.put_back is not None:  # deferred updates go to the weights as they are
+            engine.put_back()
         for name in new:
             dist.broadcast(trained[name].detach(), 0, group=model.process_group)
         self._average(model, frozen)
-        exchange = None if engine.compression is None else engine.compression.exchange
-        density = exchange.density if isinstance(exchange, BlockExchange) else None
+        blocks = None if engine.compression is None else engine.compression.blocks
+        density = None if blocks is None else blocks.density
         _lay_out_anew(model)
         self._connect(model)
         if engine.compression is not None:

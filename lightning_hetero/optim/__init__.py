@@ -1,7 +1,15 @@
-"""What acts on optimizers or reads them: rates of a total that moves, Adam's view of a gradient, sparse steps."""
+"""Tools around optimizers: learning rates of a total that moves, Adam's view of a gradient, sparse steps."""
 
 from lightning_hetero.optim.adam_preconditioner import AdamPreconditioner, common_preconditioner, is_adam
-from lightning_hetero.optim.lr_multiplier import LearningRateGain
-from lightning_hetero.optim.sparse.rules import SparseAdamW, SparseSGD
+from lightning_hetero.optim.lr_multiplier import LearningRateGain, LearningRateMultiplier
+from lightning_hetero.optim.sparse.optimizers import SparseAdamW, SparseSGD
 
-__all__ = ["AdamPreconditioner", "LearningRateGain", "SparseAdamW", "SparseSGD", "common_preconditioner", "is_adam"]
+__all__ = [
+    "AdamPreconditioner",
+    "LearningRateGain",
+    "LearningRateMultiplier",
+    "SparseAdamW",
+    "SparseSGD",
+    "common_preconditioner",
+    "is_adam",
+]

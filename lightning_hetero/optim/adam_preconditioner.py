@@ -1,17 +1,30 @@
 """The gradient as an adaptive optimizer sees it, for the noise scale (Pollux, sec. 3.1)."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 __all__ = ["AdamPreconditioner", "common_preconditioner", "is_adam"]
 
-PIECE = 2**17
-"""Elements of a piece on a CPU, half a megabyte in float32, which stays in a processor's cache."""
-DEVICE_PIECE = 2**20
-"""Elements of a piece elsewhere. Callbacks of gradients take turns on 32 streams, and each keeps the memory of its own
-temporaries: with whole parameters that was up to 32 times the largest one."""
+
+@dataclass(frozen=True)
+class PieceSizes:
+    """Elements that are worked on at a time.
+
+    Args:
+        host: on a CPU: half a megabyte in float32, which stays in a processor's cache.
+        device: elsewhere. Callbacks of gradients take turns on 32 streams, and each keeps the memory of its own
+            temporaries: with whole parameters that was up to 32 times the largest one.
+    """
+
+    host: int = 2**17
+    device: int = 2**20
+
+
+PIECES = PieceSizes()
+
 FORMATS = {
     4: (torch.contiguous_format, torch.channels_last),
     5: (torch.contiguous_format, torch.channels_last_3d),
@@ -19,8 +32,8 @@ FORMATS = {
 """Orders in which a tensor of so many dimensions can lie in memory without gaps."""
 
 
-def is_adam(optimizer: Any) -> bool:
-    """Whether an optimizer keeps the second moments of Adam.
+def is_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer keeps the second moments of Adam.
 
     Example:
         >>> weights = [torch.nn.Parameter(torch.zeros(1))]
@@ -32,7 +45,7 @@ def is_adam(optimizer: Any) -> bool:
 
 
 class AdamPreconditioner:
-    """Divides a gradient by ``sqrt(v / (1 - beta_2^t)) + eps``, with Adam's second moment ``v`` before this step.
+    """Divide a gradient by ``sqrt(v / (1 - beta_2^t)) + eps``, with Adam's second moment ``v`` before this step.
 
     What Adam does with noise is not what SGD does with it: coordinates of small gradients are scaled up. The noise
     scale that counts is that of the preconditioned gradient, ``tr(P Sigma P) / |P G|^2`` with ``P`` the diagonal matrix
@@ -53,12 +66,12 @@ class AdamPreconditioner:
         [4.0]
     """
 
-    def __init__(self, optimizers: Iterable[Any]) -> None:
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._optimizers = tuple(optimizers)
-        self._homes: dict[torch.Tensor, tuple[Any, int]] = {}
+        self._homes: dict[torch.Tensor, tuple[torch.optim.Optimizer, int]] = {}
 
-    def _home(self, parameter: torch.Tensor) -> tuple[Any, int] | None:
-        """Optimizer of a parameter and the number of its group; groups may be added while training goes on."""
+    def _home(self, parameter: torch.Tensor) -> tuple[torch.optim.Optimizer, int] | None:
+        """Return the optimizer of a parameter and the number of its group; groups may be added during training."""
         if parameter not in self._homes:
             self._homes = {
                 parameter: (optimizer, number)
@@ -69,7 +82,7 @@ class AdamPreconditioner:
         return self._homes.get(parameter)
 
     def _moment(self, parameter: torch.Tensor) -> tuple[torch.Tensor, Any, float] | None:
-        """``v``, ``1 - beta_2^t`` and ``eps``."""
+        """Return ``v``, ``1 - beta_2^t`` and ``eps``; ``None`` before the first step."""
         home = self._home(parameter)
         known = {} if home is None else home[0].state.get(parameter, {})
         if home is None or "exp_avg_sq" not in known:
@@ -79,7 +92,7 @@ class AdamPreconditioner:
         return used, 1 - group["betas"][1] ** known["step"], group["eps"]
 
     def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """The preconditioned gradient, of the shape of ``gradient``."""
+        """Return the preconditioned gradient, of the shape of ``gradient``."""
         known = self._moment(parameter)
         if known is None:
             return torch.zeros_like(gradient)
@@ -87,7 +100,7 @@ class AdamPreconditioner:
         return gradient / (used / bias).sqrt().add_(eps).view_as(gradient)
 
     def squares(self, parameter: torch.Tensor, gradient: torch.Tensor) -> list[torch.Tensor]:
-        """Squared norm of the preconditioned gradient, taken in pieces, so that temporaries are small.
+        """Return the squared norm of the preconditioned gradient, taken in pieces, so that temporaries are small.
 
         Sums of 16-bit values are in float32; a parameter without a second moment yet gives nothing.
         """
@@ -104,8 +117,8 @@ class AdamPreconditioner:
         return [torch.stack(out).sum() * bias]
 
 
-def common_preconditioner(optimizers: Iterable[Any]) -> AdamPreconditioner | None:
-    """The preconditioner of optimizers that are all of the Adam family; ``None`` if one is not, or there is none.
+def common_preconditioner(optimizers: Iterable[torch.optim.Optimizer]) -> AdamPreconditioner | None:
+    """Return the preconditioner of optimizers of the Adam family; ``None`` if one is not, or there is none.
 
     Example:
         >>> common_preconditioner([torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)]) is None
@@ -116,10 +129,10 @@ def common_preconditioner(optimizers: Iterable[Any]) -> AdamPreconditioner | Non
 
 
 def _pieces(moment: torch.Tensor, gradient: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Both in flat pieces, if they lie in memory without gaps and in one order; else as they are."""
+    """Return both in flat pieces, if they lie in memory without gaps and in one order; else as they are."""
     dense = any(moment.is_contiguous(memory_format=f) for f in FORMATS.get(moment.ndim, (torch.contiguous_format,)))
     if not dense or moment.stride() != gradient.stride():
         return [(moment, gradient)]
-    size = PIECE if moment.device.type == "cpu" else DEVICE_PIECE
+    size = PIECES.host if moment.device.type == "cpu" else PIECES.device
     flat = (tensor.as_strided((tensor.numel(),), (1,)) for tensor in (moment, gradient))
     return zip(*(tensor.split(size) for tensor in flat), strict=True)

@@ -1,15 +1,19 @@
 """A factor on the scheduled learning rate, for the duration of each optimizer step."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
-__all__ = ["LearningRateGain"]
+__all__ = ["LearningRateGain", "LearningRateMultiplier"]
+
+Closure = Callable[[], Any]
 
 
-class LearningRateGain:
-    """Multiplies the learning rate of every parameter group while the optimizer steps, and puts it back after.
+class LearningRateMultiplier:
+    """Multiply the learning rate of every parameter group while the optimizer steps, and restore it after.
 
     The scheduled rate itself is never touched, so the factor goes with any scheduler, with warm-up, with several
     groups, with gradient scalers, and is in no checkpoint of the optimizer. A closure, in which Lightning runs
@@ -22,10 +26,10 @@ class LearningRateGain:
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1))
         >>> optimizer = torch.optim.SGD([weight], lr=0.1)
-        >>> gain = LearningRateGain([optimizer], lambda: 2.0)
+        >>> multiplier = LearningRateMultiplier([optimizer], lambda: 2.0)
         >>> weight.grad = torch.ones(1)
         >>> optimizer.step()
-        >>> round(weight.item(), 6), optimizer.param_groups[0]["lr"], gain.steps
+        >>> round(weight.item(), 6), optimizer.param_groups[0]["lr"], multiplier.steps
         (-0.2, 0.1, 2.0)
     """
 
@@ -34,12 +38,13 @@ class LearningRateGain:
         """Sum of the factors over the steps of the first optimizer: AdaScale's scale-invariant step count."""
         self._gain = gain
         self._scheduled: dict[int, list[Any]] = {}
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self._optimizers = list(optimizers)
         for number, optimizer in enumerate(self._optimizers):
             before = optimizer.register_step_pre_hook(self._before)
-            # the first: what others put behind the user's closure, such as sparse steps, is to have the factor
-            optimizer._optimizer_step_pre_hooks.move_to_end(before.id, last=False)  # type: ignore[attr-defined]
+            # First of all: what others put behind the user's closure, such as sparse steps, is to have the factor.
+            hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
+            hooks.move_to_end(before.id, last=False)
             self._handles.append(before)
             self._handles.append(optimizer.register_step_post_hook(self._after if number else self._after_first))
 
@@ -60,14 +65,16 @@ class LearningRateGain:
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * gain
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    def _before(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._restore(optimizer)  # a step that raised has left its factor
         gain = self._gain()
         if gain == 1.0:
             return None
         self._multiply(optimizer, gain)
 
-        def unseen(closure: Callable[[], Any]) -> Callable[[], Any]:
+        def with_scheduled_rates(closure: Closure) -> Closure:
             def evaluate() -> Any:
                 self._restore(optimizer)
                 result = closure()
@@ -76,14 +83,18 @@ class LearningRateGain:
 
             return evaluate
 
-        # the optimizer comes first among the arguments, then its closure, if there is one
-        args = (*args[:1], *(unseen(value) if callable(value) else value for value in args[1:]))
+        # The optimizer comes first among the arguments, then its closure, if there is one.
+        args = (*args[:1], *(with_scheduled_rates(value) if callable(value) else value for value in args[1:]))
         given = kwargs.get("closure")
-        return args, {**kwargs, "closure": unseen(given)} if given is not None else kwargs
+        return args, {**kwargs, "closure": with_scheduled_rates(given)} if given is not None else kwargs
 
-    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._restore(optimizer)
 
-    def _after_first(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_first(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._restore(optimizer)
         self.steps += self._gain()
+
+
+LearningRateGain = LearningRateMultiplier
+"""The name of earlier versions."""

@@ -1,19 +1,20 @@
-"""What the next step of an optimizer is going to take from a parameter, for gradients that are applied a step late.
+"""Predicted move of a parameter in the next optimizer step, for stale gradients.
 
 The gradient that is computed now meets other weights than those it was computed at: in between lies one step of the
-optimizer, with momentum and with the sum that is still under way. Both are nearly known, so that the gradient can be
-computed at the weights that it will meet (weight prediction, as for pipelines: Chen et al., SpecTrain, 2018).
+optimizer, with momentum and with the all-reduced gradient that is still in flight. Both are nearly known, so that the
+gradient can be computed at the weights that it will meet (weight prediction, as for pipelines: Chen et al., SpecTrain,
+2018).
 """
 
-from typing import Any
-
 import torch
+
+from lightning_hetero.optim.sparse.kernel_interface import Group
 
 __all__ = ["expected_move", "foresees"]
 
 
 def foresees(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the next step of this optimizer can be foretold: that of SGD, Adam and AdamW, and what derives from them.
+    """Return whether the next step of this optimizer can be predicted: that of SGD, Adam and AdamW, and subclasses.
 
     Example:
         >>> p = torch.nn.Parameter(torch.zeros(2))
@@ -25,26 +26,26 @@ def foresees(optimizer: torch.optim.Optimizer) -> bool:
 
 def expected_move(
     optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
+    group: Group,
     state: dict[str, torch.Tensor],
     gradient: torch.Tensor | None,
     *,
     kept: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """What the next step subtracts from elements of a parameter; weight decay is left out.
+    """Return what the next step subtracts from elements of a parameter; weight decay is left out.
 
-    SGD: ``l b'`` with ``b' = m b + g``, with Nesterov's ``l (g + m b')``; if momentum is paid ahead and a share ``k``
-    of it kept, ``(1 - k) l m / (1 - m) b'`` besides, ``m`` times that with Nesterov's.
+    SGD: ``l b'`` with ``b' = m b + g``, with Nesterov's ``l (g + m b')``; if momentum is applied ahead and a share
+    ``k`` of it kept, ``(1 - k) l m / (1 - m) b'`` besides, ``m`` times that with Nesterov's.
     AdamW: ``l m' / (sqrt(v') + eps)`` with both moments after the gradient, corrected for their bias, times ``1 / (1 -
-    beta_1 / sqrt(beta_2))`` if paid ahead.
+    beta_1 / sqrt(beta_2))`` if applied ahead.
 
     Args:
         optimizer: one that :func:`foresees`.
         group: the parameter's group of settings.
         state: what the optimizer keeps of these elements.
         gradient: what is expected of these elements' gradient, ``None`` where nothing is known of it.
-        kept: share of their momentum that elements keep where sparse steps pay it ahead, ``None`` if they do not
-            (:meth:`~lightning_hetero.optim.sparse.lazy_update.SparseSteps.kept`).
+        kept: share of their momentum that elements keep where sparse steps apply it ahead, ``None`` if they do not
+            (:meth:`~lightning_hetero.optim.sparse.lazy_update.LazyUpdate.kept`).
 
     Returns:
         A new tensor, ``None`` if nothing moves.
@@ -76,7 +77,7 @@ def expected_move(
 
 
 def _sgd(
-    group: dict[str, Any],
+    group: Group,
     buffer: torch.Tensor | None,
     gradient: torch.Tensor | None,
     lr: float,
@@ -88,8 +89,8 @@ def _sgd(
         move = gradient.clone() if move is None else move.add_(gradient, alpha=damped)
     if move is None:
         return None
-    soon = 0.0 if kept is None else (1 - kept.to(move.dtype)) * (momentum / (1 - momentum))
+    ahead = 0.0 if kept is None else (1 - kept.to(move.dtype)) * (momentum / (1 - momentum))
     if group["nesterov"]:
-        move = move * (1 + soon) * momentum
+        move = move * (1 + ahead) * momentum
         return (move if gradient is None else move.add_(gradient)).mul_(lr)
-    return (move * (1 + soon)).mul_(lr)
+    return (move * (1 + ahead)).mul_(lr)

@@ -82,9 +82,9 @@ def forget_without_state(checkpoint: Mapping[str, Any], engine: HeteroEngine) ->
         )
     engine.history = None
     engine.log.clear()
-    engine.hook_state.load_delayed_state({})
+    engine.hook_state.load_stale_state({})
     if engine.compression is not None:
-        engine.compression.forget()
+        engine.compression.reset()
 
 
 def resume_position(checkpoint: Mapping[str, Any]) -> tuple[int, int] | None:

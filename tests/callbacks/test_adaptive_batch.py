@@ -28,7 +28,7 @@ from lightning_hetero.comm.timing import step_timer as observer
 from lightning_hetero.core import BatchPlan
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.policies.perf_model import Decision, Proposal, StaticPlanner
-from lightning_hetero.optim import LearningRateGain
+from lightning_hetero.optim import LearningRateMultiplier
 from tests.core.policies.test_goodput import context, seen
 from tests.core.policies.test_goodput import planner as learned
 from tests.helpers import Points, RankError, Regressor, covered, fit, run_ranks
@@ -893,7 +893,7 @@ def test_an_exception_inside_an_optimizer_leaves_the_scheduled_rate():
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=LR)
     callback = AdaptiveBatchCallback(64)
-    callback._total._lr = LearningRateGain([optimizer], lambda: 3.0)
+    callback._total._lr = LearningRateMultiplier([optimizer], lambda: 3.0)
     optimizer.register_step_pre_hook(rule_that_raises(RuntimeError, "out of coffee"))
     with pytest.raises(RuntimeError, match="coffee"):
         optimizer.step()

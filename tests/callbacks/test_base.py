@@ -2,22 +2,19 @@
 
 import logging
 import re
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
-from lightning.pytorch.trainer.call import _call_callback_hooks
 
-from lightning_hetero import DynamicBatchPIDCallback, GNSCallback, HeteroDDPStrategy, PerfModelCallback
+from lightning_hetero import DynamicBatchPIDCallback, HeteroDDPStrategy, PerfModelCallback
 from lightning_hetero.callbacks import PolicyCallback, policy_callback
-from lightning_hetero.config import POLICIES, HeteroConfig
+from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core import BatchPlan
 from lightning_hetero.core.metrics import exchange_metrics
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.policies import NAMED
 from lightning_hetero.core.policies.perf_model import Decision, PerfModelPlanner, PlanContext, Proposal, StaticPlanner
 from lightning_hetero.engine import HeteroEngine
 from tests.helpers import Points, fit, run_ranks, trainer_of
@@ -127,7 +124,7 @@ def test_idle_fraction_is_a_share():
 # names
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMED)
 def test_policies_by_name(name):
     assert policy_callback(name).policy == ("fixed" if name == "even" else name)
 
@@ -137,71 +134,6 @@ def test_names_of_policies():
     assert DynamicBatchPIDCallback().policy == "pid"
     assert PolicyCallback(Swings()).policy == f"{__name__}.Swings"
     assert PolicyCallback().policy == "fixed"
-
-
-# hooks
-
-
-ARGUMENTS = {  # of Lightning's hooks, behind trainer and module
-    "on_train_batch_start": (None, 0),
-    "on_before_zero_grad": (None,),
-    "on_before_backward": (None,),
-    "on_after_backward": (),
-    "on_before_optimizer_step": (None,),
-    "on_train_batch_end": (None, None, 0),
-}
-
-
-class Listens(PolicyCallback):
-    def __init__(self):
-        super().__init__()
-        self.heard = 0
-
-    def on_before_zero_grad(self, *args):
-        super().on_before_zero_grad(*args)
-        self.heard += 1
-
-
-def test_lightning_spends_no_time_on_hooks_that_do_nothing():
-    """Each hook of each callback is profiled, so a policy leaves out those that its class does not have.
-
-    So does who measures the noise scale, where the engine collects it.
-    """
-    engine = HeteroEngine(HeteroConfig(), rank=0, world_size=1, device=torch.device("cpu"))
-    plain, listens, profiled = PolicyCallback(), Listens(), []
-    trainer = SimpleNamespace(
-        world_size=2,
-        strategy=SimpleNamespace(engine=engine),
-        callbacks=[plain, listens, GNSCallback()],
-        train_dataloader=None,
-        progress_bar_callback=None,
-        lightning_module=None,
-        profiler=SimpleNamespace(profile=lambda name: profiled.append(name) or nullcontext()),
-    )
-
-    def step():
-        profiled.clear()
-        for name in ARGUMENTS:
-            _call_callback_hooks(trainer, name, *ARGUMENTS[name])
-        return [name.removeprefix("[Callback]") for name in profiled]
-
-    for callback in trainer.callbacks:
-        callback.setup(trainer, None, "fit")
-    assert step() == ["Listens.on_before_zero_grad", "PolicyCallback.on_train_batch_end", "Listens.on_train_batch_end"]
-    assert listens.heard == 1
-    for callback in trainer.callbacks:
-        callback.teardown(trainer, None, "fit")
-    assert len(step()) == 3 * len(ARGUMENTS)
-
-
-def test_the_noise_scale_has_its_hooks_back_after_a_training_that_failed():
-    """Lightning calls no ``teardown`` after an exception."""
-    engine = HeteroEngine(HeteroConfig(), rank=0, world_size=1, device=torch.device("cpu"))
-    callback = GNSCallback()
-    callback.setup(SimpleNamespace(world_size=2, strategy=SimpleNamespace(engine=engine)), None, "fit")
-    assert callback.on_after_backward is None
-    callback.setup(SimpleNamespace(world_size=1, strategy=None), None, "fit")
-    assert callback.on_after_backward is not None
 
 
 # progress bar

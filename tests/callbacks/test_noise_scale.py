@@ -747,7 +747,7 @@ def _again(rank, another):
     trainer.fit_loop.max_epochs = 2
     trainer.fit(second, loader)
     assert len(second.seen) >= STEPS
-    left = len(strategy.engine.hook_state.local_squares)
+    left = len(strategy.engine.hook_state.squares.local)
     return {"seen": second.seen, "before": before, "estimate": gns.estimate, "left": left}
 
 

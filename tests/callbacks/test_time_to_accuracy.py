@@ -11,9 +11,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_hetero import BlockTopK, LookAheadCallback, TTACallback
+from lightning_hetero.comm.compressors import auto as link
 from lightning_hetero.comm.compressors import block_topk as block_exchange
 from lightning_hetero.comm.compressors import manager as compressed
-from lightning_hetero.comm.link import link_benchmark as link
 from lightning_hetero.comm.link import link_state as link_watch
 from lightning_hetero.core.compression.auto import LinkMeasurement
 from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
@@ -66,7 +66,7 @@ class Link(L.Callback):
         self.counted.rate = self.rates.get(trainer.global_step, self.counted.rate)
 
     def on_after_backward(self, trainer, pl_module):
-        exchange = trainer.strategy.engine.compression.exchange
+        exchange = trainer.strategy.engine.compression.averager
         self.densities.append(exchange.density)
         late = trainer.strategy.engine.hook_state.staleness
         self.late.append(late is not None and late.delayed_share > 0)
@@ -230,7 +230,7 @@ class Led(L.Callback):
     found = ()
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.found = *self.found[:1], trainer.strategy.engine.hook_state.staleness.led
+        self.found = *self.found[:1], trainer.strategy.engine.hook_state.staleness.externally_controlled
 
 
 def _led(rank, rate):

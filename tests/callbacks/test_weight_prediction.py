@@ -30,7 +30,7 @@ class Delay(L.Callback):
     def on_train_start(self, trainer, pl_module):
         late = trainer.strategy.engine.hook_state.staleness
         if late is not None:
-            late.led = True
+            late.control_externally(True)
 
     def on_before_backward(self, trainer, pl_module, loss):
         self.forward.append(pl_module.flat().copy())

@@ -101,7 +101,8 @@ def said():
 
 def watch(rank=0, workers=2, config=None):
     """Of a rank that has summed 4 MB in each of ten steps."""
-    hook = HookState(SimpleNamespace(synced_steps=10), workers, num_bytes=40_000_000)
+    hook = HookState(SimpleNamespace(synced_steps=10), workers)
+    hook.num_bytes = 40_000_000
     return NetworkWatch(HeteroConfig() if config is None else config, rank, hook, None)
 
 

@@ -96,7 +96,8 @@ import logging, sys, torch
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from lightning_hetero.compression import Layout, MessageFormat, choice
+from lightning_hetero.compression import Layout, MessageFormat
+from lightning_hetero.compression import encoder_choice as choice
 from tests.gpu.builds import NoDriver
 
 class Driver(NoDriver):

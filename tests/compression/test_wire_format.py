@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lightning_hetero.compression import MessageFormat
+from lightning_hetero.compression.message_header import FORMAT_VERSION, HEADER_BYTES, MAGIC
 from lightning_hetero.compression.value_codecs import CODECS
-from lightning_hetero.compression.wire_format import HEADER, MAGIC, VERSION
 
 
 @pytest.mark.parametrize("values", CODECS)
@@ -16,7 +16,7 @@ from lightning_hetero.compression.wire_format import HEADER, MAGIC, VERSION
 def test_every_part_of_every_row_begins_where_a_gpu_reads_16_bytes_at_once(num_blocks, k, values):
     for block in (1, 3, 16):
         form = MessageFormat(num_blocks, k, block, values)
-        places = [HEADER, HEADER + form.counts_bytes, *form.parts_at, form.num_bytes]
+        places = [HEADER_BYTES, HEADER_BYTES + form.counts_bytes, *form.parts_at, form.num_bytes]
         assert [at % 16 for at in places] == [0] * len(places)
 
 
@@ -31,7 +31,9 @@ def test_a_message_of_another_version_is_refused_by_name_whatever_its_size(less)
     form = MessageFormat(100, 2, 16, "bfloat16")
     message = written(form)
     message[:8].view(torch.int64)[0] = MAGIC | 2
-    version = f"rank 1, bucket 0, step 3 is refused: it is in version 2 of the message format, not {VERSION}; install"
+    version = (
+        f"rank 1, bucket 0, step 3 is refused: it is in version 2 of the message format, not {FORMAT_VERSION}; install"
+    )
     with pytest.raises(ValueError, match=version):
         form.read(message[: len(message) - less], rank=1, bucket=0, step=3)
 

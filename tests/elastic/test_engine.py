@@ -10,11 +10,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero.comm import PlanMismatchError
-from lightning_hetero.core.merging.rules import MERGES, merge_weights
+from lightning_hetero.core.merging.rules import MERGES, AdaptiveMerge
 from lightning_hetero.core.merging.settings import AdaptiveSettings
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.elastic import ElasticConfig, ElasticEngine, Replica
-from lightning_hetero.elastic import engine as module
 from tests.helpers import Points, run_ranks
 
 
@@ -280,7 +279,7 @@ def test_each_batch_waits_for_the_device_and_begins_with_a_replica_that_is_well(
 def _perturbed(rank):
     """Weights that do not sum to 1, as perturbed ones may not."""
     dist.init_process_group("gloo")
-    module.merge_weights = lambda *given: SimpleNamespace(weights=(1.0, 3.0), perturbed=True)
+    AdaptiveMerge.weights = lambda *given: SimpleNamespace(weights=(1.0, 3.0), perturbed=True)
     model, engine = nn.BatchNorm1d(1), ElasticEngine(ElasticConfig(mega_batch_size=4), rank=rank, world_size=2)
     engine.attach(model)
     for _ in engine.shard(PermutationStream(4, shuffle=False, seed=0), 2):
@@ -328,8 +327,8 @@ def test_calls_out_of_order_are_refused():
 def test_perturbation_moves_the_merged_model():
     """With weights that are perturbed the model is another one than without: the decision reaches the parameters."""
     settings = AdaptiveSettings(8, renormalize=False)
-    found = merge_weights(MERGES["adaptive"], (8, 8), (3, 1), (0.01, 0.01), settings)
-    plain = merge_weights(MERGES["adaptive"], (8, 8), (3, 1), (0.5, 0.5), settings)
+    found = MERGES["adaptive"].weights((8, 8), (3, 1), (0.01, 0.01), settings)
+    plain = MERGES["adaptive"].weights((8, 8), (3, 1), (0.5, 0.5), settings)
     first, second = (run_ranks(_merge_twice, 2, "adaptive", w.weights)[0][0] for w in (found, plain))
     assert first[0][1] == pytest.approx(2 * 0.825 + 3 * 0.225)
     assert second[0][1] == pytest.approx(2 * 0.75 + 3 * 0.25)

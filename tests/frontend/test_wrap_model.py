@@ -96,7 +96,7 @@ def _loop(rank, front, settings, accumulate, find_unused=False):
             seen.append(index.tolist())
             weights.append(flat(net))
             step += 1
-    changes = engine.hook_state.models[net].changes
+    changes = engine.models[net].changes
     return {
         "seen": seen,
         "weights": weights,
@@ -159,7 +159,7 @@ def _compiled(rank):
         optimizer.zero_grad()
         fabric.backward(nn.functional.mse_loss(model(x), y))
         optimizer.step()
-    return flat(net), [one.changes for one in fabric.strategy.engine.hook_state.models.values()]
+    return flat(net), [one.changes for one in fabric.strategy.engine.models.values()]
 
 
 def test_a_compiled_model_is_followed_too():
@@ -191,7 +191,7 @@ def _resting(rank, compression):
     model = Regressor()
     trainer = trainer_of(strategy, 2, max_epochs=2, callbacks=[rest])
     trainer.fit(model, DataLoader(Points(SAMPLES), 2, shuffle=True))
-    exchange = strategy.engine.compression.exchange
+    exchange = strategy.engine.compression.averager
     return rest.held, model.flat(), getattr(exchange, "density", None), list(exchange.residuals())
 
 
@@ -231,13 +231,13 @@ class Late(Callback):
         late = trainer.strategy.engine.hook_state.staleness
         if trainer.global_step == UNFREEZE:
             late.delay_all()
-            late.led = True
+            late.control_externally(True)
         if trainer.global_step == BACK:
             self.predicted = len(self.look_ahead._kept)
             pl_module.net[0].requires_grad_(True)
         if trainer.global_step == BACK + 1:
             assert late.delayed_share == 1.0, "what was delayed as a whole still is"
-            assert late.led
+            assert late.externally_controlled
             assert late.keeps_own
 
 
@@ -282,7 +282,7 @@ class Join(Callback):
         pl_module.net[0].requires_grad_(trainer.current_epoch > 0)
         late = trainer.strategy.engine.hook_state.staleness
         late.delay_all()
-        late.led = True
+        late.control_externally(True)
 
 
 def _noise(rank):
@@ -328,7 +328,7 @@ def _evaluates_alone(rank):
     assert not model(x).requires_grad
     engine = fabric.strategy.engine
     steps = [int(row[0]) for row in engine.observer.rows]
-    return engine.hook_state.models[net].changes, steps, flat(net)
+    return engine.models[net].changes, steps, flat(net)
 
 
 def test_nobody_is_waited_for_in_an_evaluation_or_where_nothing_is_trained():

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hetero.optim import AdamPreconditioner, is_adam
-from lightning_hetero.optim.adam_preconditioner import DEVICE_PIECE, PIECE
+from lightning_hetero.optim.adam_preconditioner import PIECES, PieceSizes
 
 FAMILY = {
     "adam": (torch.optim.Adam, {}),
@@ -177,7 +177,7 @@ def stateful(shape, device, memory_format=torch.contiguous_format):
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize(("device", "most"), [("cpu", PIECE), ("meta", DEVICE_PIECE)])
+@pytest.mark.parametrize(("device", "most"), [("cpu", PIECES.host), ("meta", PIECES.device)])
 def test_temporaries_are_small_whatever_the_parameter(device, most, memory_format):
     """On a GPU each stream keeps what was allocated on it; the meta device stands for one here."""
     weight, scale = stateful((64, 512, 10, 10), device, memory_format)
@@ -189,7 +189,7 @@ def test_temporaries_are_small_whatever_the_parameter(device, most, memory_forma
 
 @pytest.mark.parametrize("shape", [(3, 5, 40, 31), (2, 3, 5, 40, 7), (1, 1, 1, 1), (70_000,), (), (0, 3)])
 def test_pieces_add_up_to_the_whole(shape, monkeypatch):
-    monkeypatch.setattr("lightning_hetero.optim.adam_preconditioner.PIECE", 1000)
+    monkeypatch.setattr("lightning_hetero.optim.adam_preconditioner.PIECES", PieceSizes(host=1000))
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     for memory_format in {torch.contiguous_format, formats.get(len(shape), torch.contiguous_format)}:
         weight, scale = stateful(shape, "cpu", memory_format)

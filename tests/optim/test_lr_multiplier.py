@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from lightning_hetero.optim import LearningRateGain
+from lightning_hetero.optim import LearningRateGain, LearningRateMultiplier
 from tests.optim.sparse.test_rules import gradients, made, same
 
 
@@ -32,7 +32,7 @@ def rates(optimizer):
 @pytest.mark.parametrize("factor", [0.5, 1.0, 4.0])
 def test_the_step_takes_the_factor(factor):
     optimizer = torch.optim.SGD(weights(0.0), lr=0.1)
-    LearningRateGain([optimizer], lambda: factor)
+    LearningRateMultiplier([optimizer], lambda: factor)
     assert step(optimizer) == pytest.approx([0.1 * factor])
     assert rates(optimizer) == [0.1]
 
@@ -40,7 +40,7 @@ def test_the_step_takes_the_factor(factor):
 def test_the_factor_is_asked_for_at_every_step():
     factor = {"now": 1.0}
     optimizer = torch.optim.SGD(weights(0.0), lr=0.1)
-    gain = LearningRateGain([optimizer], lambda: factor["now"])
+    gain = LearningRateMultiplier([optimizer], lambda: factor["now"])
     for now in (1.0, 2.0, 0.5, 1.0):
         factor["now"] = now
         assert step(optimizer) == pytest.approx([0.1 * now])
@@ -61,7 +61,7 @@ def test_the_factor_is_asked_for_at_every_step():
 def test_schedules_are_multiplied_not_replaced(schedule):
     plain, scaled = (torch.optim.SGD(weights(0.0), lr=0.1, momentum=0.5) for _ in range(2))
     schedules = [schedule(o) for o in (plain, scaled)]
-    gain = LearningRateGain([scaled], lambda: 3.0)
+    gain = LearningRateMultiplier([scaled], lambda: 3.0)
     used = []
     scaled.register_step_pre_hook(lambda o, *_: used.append(rates(o)[0]))
     for _ in range(6):
@@ -80,7 +80,7 @@ def test_every_group_of_every_optimizer():
     (a, b), (c,) = weights(0.0, 0.0), weights(0.0)
     first = torch.optim.SGD([{"params": [a], "lr": 0.1}, {"params": [b], "lr": 0.01}])
     second = torch.optim.SGD([c], lr=1.0)
-    gain = LearningRateGain([first, second], lambda: 2.0)
+    gain = LearningRateMultiplier([first, second], lambda: 2.0)
     assert step(first) == pytest.approx([0.2, 0.02])
     assert step(second) == pytest.approx([2.0])
     assert (rates(first), rates(second)) == ([0.1, 0.01], [1.0])
@@ -94,7 +94,7 @@ def test_every_group_of_every_optimizer():
 def test_closures():
     parameter = weights(0.0)
     optimizer = torch.optim.SGD(parameter, lr=0.1)
-    LearningRateGain([optimizer], lambda: 2.0)
+    LearningRateMultiplier([optimizer], lambda: 2.0)
 
     def closure():
         parameter[0].grad = torch.full((1,), 3.0)
@@ -109,7 +109,7 @@ def test_a_closure_sees_the_scheduled_rate_and_may_set_another(keyword):
     """Lightning runs ``training_step`` in it, with whatever that does: logs the rate, steps a scheduler."""
     parameter = weights(0.0)
     optimizer = torch.optim.SGD(parameter, lr=0.1)
-    LearningRateGain([optimizer], lambda: 2.0)
+    LearningRateMultiplier([optimizer], lambda: 2.0)
     seen = []
 
     def closure():
@@ -125,7 +125,7 @@ def test_a_closure_sees_the_scheduled_rate_and_may_set_another(keyword):
 def test_several_evaluations_of_a_closure_take_the_factor_once():
     parameter = weights(1.0)
     optimizer = torch.optim.LBFGS(parameter, lr=0.25, max_iter=3)
-    gain = LearningRateGain([optimizer], lambda: 2.0)
+    gain = LearningRateMultiplier([optimizer], lambda: 2.0)
     plain = weights(1.0)
     reference = torch.optim.LBFGS(plain, lr=0.5, max_iter=3)
     for p, o in ((parameter, optimizer), (plain, reference)):
@@ -145,7 +145,7 @@ def test_several_evaluations_of_a_closure_take_the_factor_once():
 def test_tensor_learning_rate(cls):
     rate = torch.tensor(0.1)
     optimizer = cls(weights(0.0), lr=rate, foreach=False)
-    LearningRateGain([optimizer], lambda: 2.0)
+    LearningRateMultiplier([optimizer], lambda: 2.0)
     assert step(optimizer) == pytest.approx([0.2], rel=1e-5)
     assert rates(optimizer)[0] is rate
     assert rate.item() == pytest.approx(0.1)
@@ -153,7 +153,7 @@ def test_tensor_learning_rate(cls):
 
 def test_steps_that_a_scaler_skips_do_not_count():
     optimizer = torch.optim.SGD(weights(0.0), lr=0.1)
-    gain = LearningRateGain([optimizer], lambda: 2.0)
+    gain = LearningRateMultiplier([optimizer], lambda: 2.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     parameter = optimizer.param_groups[0]["params"][0]
     for factor in (float("inf"), 1.0):
@@ -173,7 +173,7 @@ class BrokenError(Exception):
 def test_a_step_that_fails_leaves_the_scheduled_rate():
     """A closure raises, as ``training_step`` may: a checkpoint of the exception must not have the factor in it."""
     optimizer = torch.optim.SGD(weights(0.0), lr=0.1)
-    gain = LearningRateGain([optimizer], lambda: 2.0)
+    gain = LearningRateMultiplier([optimizer], lambda: 2.0)
 
     def closure():
         raise BrokenError
@@ -200,7 +200,7 @@ def test_a_step_that_fails_inside_the_optimizer_takes_the_factor_once():
             return super().step(closure)
 
     optimizer = Fails(weights(0.0), lr=0.1)
-    gain = LearningRateGain([optimizer], lambda: 2.0)
+    gain = LearningRateMultiplier([optimizer], lambda: 2.0)
     for _ in range(2):
         with pytest.raises(BrokenError):
             step(optimizer, float("nan"))
@@ -214,7 +214,7 @@ def test_a_step_that_fails_inside_the_optimizer_takes_the_factor_once():
 
 def test_remove():
     optimizer = torch.optim.SGD(weights(0.0), lr=0.1)
-    gain = LearningRateGain([optimizer], lambda: 2.0)
+    gain = LearningRateMultiplier([optimizer], lambda: 2.0)
     step(optimizer)
     gain.remove()
     gain.remove()
@@ -224,14 +224,14 @@ def test_remove():
 
 def test_two_that_follow_each_other_do_not_add_up():
     optimizer = torch.optim.SGD(weights(0.0), lr=0.1)
-    LearningRateGain([optimizer], lambda: 2.0).remove()
-    LearningRateGain([optimizer], lambda: 3.0)
+    LearningRateMultiplier([optimizer], lambda: 2.0).remove()
+    LearningRateMultiplier([optimizer], lambda: 3.0)
     assert step(optimizer) == pytest.approx([0.3])
 
 
 def test_checkpoint_and_copies_of_the_optimizer_are_without_a_trace():
     plain, scaled = (torch.optim.SGD(weights(0.0), lr=0.1, momentum=0.9) for _ in range(2))
-    gain = LearningRateGain([scaled], lambda: 2.0)
+    gain = LearningRateMultiplier([scaled], lambda: 2.0)
     for optimizer in (plain, scaled):
         step(optimizer)
     assert scaled.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
@@ -255,7 +255,7 @@ def test_sparse_steps_have_the_factor(kind):
     """They follow the user's closure, which sees the scheduled rate."""
     touched, seen = {}, []
     parameters, sparse, twins, dense = made(kind, touched)
-    LearningRateGain([sparse], lambda: 2.0)
+    LearningRateMultiplier([sparse], lambda: 2.0)
     for group in dense.param_groups:
         group["lr"] *= 2.0
     for number in range(12):
@@ -265,3 +265,7 @@ def test_sparse_steps_have_the_factor(kind):
     sparse.state_dict()  # pays what is owed
     same(parameters, twins, rtol=1e-9, atol=1e-11)
     assert seen == [[group["lr"] / 2.0 for group in dense.param_groups]] * 12
+
+
+def test_the_earlier_name_goes_on():
+    assert LearningRateGain is LearningRateMultiplier

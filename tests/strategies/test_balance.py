@@ -9,7 +9,7 @@ from lightning import Callback
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_hetero import BatchPlan, DynamicBatchPIDCallback, HeteroDDPStrategy, engine
-from lightning_hetero.core.policies.perf_model import PLANNERS
+from lightning_hetero.core.policies import NAMED
 from lightning_hetero.strategies._lightning.epoch_length import recount_batches
 from tests.counted import CountedTime
 from tests.helpers import Points, Regressor, collected, covered, fit, run_ranks
@@ -94,7 +94,7 @@ def _table(rank, policy):
     return fit(rank, {"policy": policy, "replan": 2}, 2, 6, dataset=Points(60), max_epochs=2)
 
 
-@pytest.mark.parametrize("policy", [*PLANNERS, "even"])
+@pytest.mark.parametrize("policy", NAMED)
 def test_every_policy_trains_each_sample_once(policy):
     results = run_ranks(_table, 2, policy)
     for epoch in range(2):

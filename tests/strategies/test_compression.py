@@ -21,18 +21,18 @@ from lightning_hetero import BlockTopK, GNSCallback, HeteroDDPStrategy, LookAhea
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.collectives import async_ops as sums
 from lightning_hetero.comm.collectives.topology import Topology
+from lightning_hetero.comm.compressors import auto as link
 from lightning_hetero.comm.compressors.manager import GradientCompression
-from lightning_hetero.comm.compressors.powersgd import LowRankExchange
+from lightning_hetero.comm.compressors.powersgd import PowerSGDAverager
 from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
 from lightning_hetero.comm.gradients.nonfinite import DroppedSteps
-from lightning_hetero.comm.link import link_benchmark as link
 from lightning_hetero.comm.timing.clock import HostClock
 from lightning_hetero.comm.timing.step_timer import StepObserver
 from lightning_hetero.compression import MessageFormat
 from lightning_hetero.core.compression.auto import LinkMeasurement
 from lightning_hetero.core.compression.settings import parse_compression
 from lightning_hetero.optim import SparseAdamW, SparseSGD
-from lightning_hetero.optim.sparse import lazy_update as sparse_steps
+from lightning_hetero.optim.sparse import lazy_update
 from lightning_hetero.simulate import ThinLink
 from tests.comm.gradients.test_ddp_hook import TINY, batches, build, loss_of
 from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
@@ -229,8 +229,9 @@ def _sums(rank, settings, steps, cap, unused, densities=None):
     applied, local, sizes = 0.0, 0.0, []
     for step in range(steps):
         if densities is not None:
-            compression.exchange.set_density(densities[step % len(densities)])
-            sizes.append((compression.exchange.rows.numel(), compression.exchange.rows.untyped_storage().nbytes()))
+            compression.averager.set_density(densities[step % len(densities)])
+            rows = compression.averager.path.rows
+            sizes.append((rows.numel(), rows.untyped_storage().nbytes()))
         x = batches(rank)[step % 3]
         for replica in (alone, model):
             replica.used = not unused or step % 2 == 0
@@ -238,7 +239,7 @@ def _sums(rank, settings, steps, cap, unused, densities=None):
         loss_of(alone, x).backward()
         loss_of(ddp, x).backward()
         applied, local = applied + _flat(model), local + _flat(alone) / 2
-    left = compression.exchange.residuals()
+    left = compression.averager.residuals()
     left = torch.cat([left[name] for name, _ in model.named_parameters()])
     return applied.numpy(), left.numpy(), local.numpy(), sizes
 
@@ -281,7 +282,7 @@ def _unused(rank, compression):
     )
     model = Unused()
     trainer_of(strategy, 2, max_epochs=1).fit(model, DataLoader(points(), 2))
-    exchange = strategy.engine.compression and strategy.engine.compression.exchange
+    exchange = strategy.engine.compression and strategy.engine.compression.averager
     left = exchange.residuals() if exchange else {}
     return sum(model.grads).numpy(), [left[name].numpy() for name in left]
 
@@ -315,9 +316,9 @@ def _wrong_densities(rank):
     said = []
     for density in (0, 1.5, float("nan"), "1 %"):
         with pytest.raises((TypeError, ValueError)) as raised:
-            compression.exchange.set_density(density)
+            compression.averager.set_density(density)
         said.append((density, str(raised.value)))
-    return said, compression.exchange.density
+    return said, compression.averager.density
 
 
 def test_densities_that_cannot_be_are_refused():
@@ -350,7 +351,7 @@ class Delayed(Callback):
         late = trainer.strategy.engine.hook_state.staleness
         if late is not None:
             late.delay_all()
-            late.led = True
+            late.control_externally(True)
 
 
 def _default_dtypes(rank):
@@ -408,17 +409,17 @@ def test_a_gradient_that_is_not_finite_is_left_out_on_all_ranks(compression):
 def _told_later(rank, later):
     """What the host decides bucket by bucket is left to the device, as on a GPU, where the host would have to wait."""
     if later:
-        begin = LowRankExchange.__init__
+        begin = PowerSGDAverager.__init__
 
         def deferred(self, *args, **kwargs):
             begin(self, *args, **kwargs)
             self.deferred = True
 
-        LowRankExchange.__init__ = deferred
+        PowerSGDAverager.__init__ = deferred
     model, said = Poisoned((6, 9, 10)), []
     DroppedSteps.add = lambda self, step, where: said.append((step, where))
     result = _fit(rank, (3, 1), COMPRESSORS["low rank"], {"model": model, "strategy": {"bucket_cap_mb": TINY}})
-    exchange = model.trainer.strategy.engine.compression.exchange
+    exchange = model.trainer.strategy.engine.compression.averager
     return {**result, "said": said, "left": {n: r.numpy() for n, r in exchange.residuals().items()}}
 
 
@@ -524,7 +525,7 @@ def _resumed_residuals(rank, path, world_size, compression):
     strategy = HeteroDDPStrategy(policy="even", compression=compression)
     trainer = trainer_of(strategy, world_size, max_steps=10, max_epochs=-1)
     trainer.fit(Wide(), DataLoader(points(), 2), ckpt_path=path)
-    exchange = strategy.engine.compression.exchange
+    exchange = strategy.engine.compression.averager
     return {k: v.numpy() for k, v in exchange.residuals().items()}
 
 
@@ -548,7 +549,7 @@ def _paid(rank, path, world_size, settings):
     strategy = HeteroDDPStrategy(policy="even", compression=settings)
     trainer = trainer_of(strategy, world_size, max_steps=22, max_epochs=-1)
     trainer.fit(model, DataLoader(points(), 6 // world_size), ckpt_path=path)
-    exchange = None if settings is None else strategy.engine.compression.exchange
+    exchange = None if settings is None else strategy.engine.compression.averager
     left = None if exchange is None else [r.numpy() for r in exchange.residuals().values()]
     return {"grads": np.stack(model.grads), "left": left}
 
@@ -767,7 +768,7 @@ class WithSparse(Wide):
 
 def _fit_sparse(rank, optimizer, settings, kwargs):
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-    sparse_steps.SparseSteps.most = 0.5  # of a model of 20 blocks, one is a lot
+    lazy_update.LazyUpdate.max_sparse_density = 0.5  # of a model of 20 blocks, one is a lot
     model = WithSparse(optimizer)
     out = _fit(rank, [3, 1], settings, {"model": model, **kwargs})
     return {**out, "written": model.written}
@@ -803,7 +804,7 @@ def test_another_checkpoint_leaves_nothing_of_the_first_one_to_pay():
     compression.attach(model)
     owed = {"ranks": [{"kind": "BlockExchange", "residuals": {"weight": torch.ones(3)}, "extra": {}}]}
     compression.load_state_dict({**owed, "clusters": ((0,),)})
-    assert hook.owed is not None
+    assert hook.residual_payout is not None
     compression.load_state_dict({})
-    assert hook.owed is None
+    assert hook.residual_payout is None
     assert compression.state_dict_of_rank() == {}

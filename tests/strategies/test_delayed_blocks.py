@@ -11,9 +11,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
-from lightning_hetero.comm.link import link_benchmark as link
-from lightning_hetero.comm.staleness.block_topk import DelayedBlocks
-from lightning_hetero.comm.staleness.dense import Staleness
+from lightning_hetero.comm.compressors import auto as link
+from lightning_hetero.comm.staleness.block_topk import BlockTopKStaleAverager
+from lightning_hetero.comm.staleness.dense import DenseStaleAverager
 from lightning_hetero.core.compression.auto import LinkMeasurement
 from lightning_hetero.optim import SparseSGD
 from lightning_hetero.simulate import ThinLink
@@ -155,9 +155,9 @@ def _goes_on(rank, path, world_size, settings):
     model = Wide(lr=0.0)
     trainer.fit(model, DataLoader(Points(N, features=FEATURES, dtype=torch.float32), 4), ckpt_path=path)
     compression = strategy.engine.compression
-    left = compression.exchange.residuals() if compression is not None and compression.exchange is not None else {}
+    left = compression.averager.residuals() if compression is not None and compression.averager is not None else {}
     last = strategy.engine.hook_state.staleness
-    assert last is None or last.take_sums() == {}
+    assert last is None or last.drain() == {}
     return model.grads[0].numpy(), np.concatenate([left[n].numpy() for n, _ in model.named_parameters()]) if left else 0
 
 
@@ -202,7 +202,7 @@ def _twice(rank):
 
     def look(*args):
         sums = strategy.engine.hook_state.staleness.state_dict()["sums"]
-        parts = (sums, strategy.engine.compression.exchange.residuals())
+        parts = (sums, strategy.engine.compression.averager.residuals())
         found.append([torch.cat([part[name] for name in sorted(part)]).numpy() for part in parts])
 
     with pytest.raises(ValueError, match="interrupted"):
@@ -338,8 +338,8 @@ def test_where_auto_chooses_dense_sums_those_are_delayed_and_none_is_lost():
     """At weights that stay: the gradients of plain training, and from the choice on each a step later."""
     results, plain = run_ranks(_dense, 2), run_ranks(_plain, 2)[0]["grads"]
     for result in results:
-        assert result["kinds"][: link.STEPS] == [DelayedBlocks] * link.STEPS
-        assert set(result["kinds"][link.STEPS :]) == {Staleness}
+        assert result["kinds"][: link.STEPS] == [BlockTopKStaleAverager] * link.STEPS
+        assert set(result["kinds"][link.STEPS :]) == {DenseStaleAverager}
         ours = result["grads"]
         np.testing.assert_allclose(ours[: link.STEPS], plain[: link.STEPS], rtol=1e-5, atol=1e-6)
         assert not ours[link.STEPS].any()

@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_hetero import HeteroElasticStrategy
 from lightning_hetero.core.merging.batch_scaling import scale_batch_sizes
-from lightning_hetero.core.merging.rules import MERGES, merge_weights
+from lightning_hetero.core.merging.rules import MERGES
 from lightning_hetero.core.merging.settings import AdaptiveSettings
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.elastic import ElasticEngine
@@ -318,7 +318,7 @@ def test_every_setting_changes_the_merge_or_the_next_batches():
         updates, sizes, weights, perturbed, (before, first, second) = found
         rule = MERGES[case.get("merge", "adaptive")]
         settings = AdaptiveSettings(8, **{name: value for name, value in case.items() if name != "merge"})
-        merged = merge_weights(rule, (8, 8), (6, 2), (0.07, 0.03), settings)
+        merged = rule.weights((8, 8), (6, 2), (0.07, 0.03), settings)
         assert updates == (6, 2)
         assert sizes == (scale_batch_sizes((8, 8), (6, 2), settings) if rule.scales else (8, 8))
         assert (weights, perturbed) == (merged.weights, merged.perturbed)

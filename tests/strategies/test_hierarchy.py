@@ -36,7 +36,7 @@ def _fit(rank, hierarchy, compression, kwargs):
     strategy = HeteroDDPStrategy(hierarchy=hierarchy, compression=compression, **settings)
     result = fit(rank, strategy, 4, 2, **{"model": Wide(), "dataset": points(), "max_epochs": 2, **kwargs})
     held = strategy.engine.compression
-    residual = None if held is None else held.exchange.encoder.residual.numpy().copy()
+    residual = None if held is None else held.averager.encoder.residual.numpy().copy()
     return {**result, "crossed": crossed, "residual": residual}
 
 

@@ -79,7 +79,7 @@ class Delay(Callback):
         late = trainer.strategy.engine.hook_state.staleness
         if trainer.global_step == 5:
             late.delay_all()
-            late.led = True
+            late.control_externally(True)
 
 
 class Watch(Callback):

@@ -158,7 +158,7 @@ class Looks(L.Callback):
         engine = trainer.strategy.engine
         residuals = engine.compression.state_dict_of_rank().get("residuals", {})
         self.residual = sum(float(value.abs().sum()) for value in residuals.values())
-        self.owed = engine.hook_state.delayed_state()
+        self.owed = engine.hook_state.stale_state()
         self.sizes = engine.plan.local_batch_sizes
         self.samples = next(c for c in trainer.callbacks if isinstance(c, GNSCallback)).estimate.samples
 

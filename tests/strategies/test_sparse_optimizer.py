@@ -80,7 +80,7 @@ def _fit(rank, kind, kwargs):
         "rates": model.rates,
         "sparse": np.array(model.sparse),
         "written": np.array(model.written),
-        "dense sum": "merged" in vars(strategy.engine.compression.exchange.encoder),
+        "dense sum": "merged" in vars(strategy.engine.compression.averager.encoder),
         "optimizer": type(trainer.optimizers[0]).__name__,
     }
 
@@ -240,9 +240,9 @@ def test_what_cannot_work_is_refused_on_every_rank(what, kind, words):
 def test_several_optimizers_are_refused():
     compression = GradientCompression(FEW, ControlPlane(0, 1), HookState(StepObserver(HostClock()), 1), sparse=True)
     optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1) for _ in range(2)]
-    compression.lead(optimizers[:1])
+    compression.bind_optimizers(optimizers[:1])
     with pytest.raises(ValueError, match="sparse_optimizer=True is for one optimizer, .* there are 2"):
-        compression.lead(optimizers[1:], more=True)
+        compression.bind_optimizers(optimizers[1:], more=True)
 
 
 def test_without_block_top_k_it_is_refused():

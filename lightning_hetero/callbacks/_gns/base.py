@@ -21,8 +21,6 @@ class Source:
     """Where gradients come from: what there is to do at the seams of a step, nothing by default."""
 
     running: RunningNoiseScale
-    each_step = True
-    """Whether there is something to do at the seams of a step, beside the gradient hook."""
 
     def listen(self, news: Callable[[], None]) -> None:
         """Tell when workers have put their estimates together, if that is not at a seam of a step."""

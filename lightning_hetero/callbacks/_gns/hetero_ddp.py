@@ -11,8 +11,6 @@ __all__ = ["EngineSource"]
 class EngineSource(WorkersSource):
     """Workers of ``hetero_ddp``: the engine collects and exchanges by itself."""
 
-    each_step = False
-
     def __init__(self, engine: HeteroEngine, **settings: Any) -> None:
         summed = engine.config.loss_reduction == "sum"
         super().__init__(engine.hook_state, engine.control, summed=summed, **settings)

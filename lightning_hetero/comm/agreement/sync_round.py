@@ -41,7 +41,7 @@ def look(
     """
     header = np.array(held, dtype=float)
     sums = np.zeros(NOISE_FIELDS) if noise is None else noise.sums.peek()
-    messages = np.zeros(0) if compression is None else compression.take_messages().ravel()
+    messages = np.zeros(0) if compression is None else compression.pack()
     table, weights = observer.take(), health.sample()
     everyone = control.gather(np.concatenate([header, sums, messages, weights, table.ravel()]))
     check_digests(everyone[:, 0])
@@ -52,7 +52,7 @@ def look(
     observer.put_back(max(common_steps(tables), default=0.0))
     health.judge(behind[3])
     if compression is not None:
-        compression.see_messages(behind[2])
+        compression.unpack(behind[2])
     if noise is not None:
         noise.absorb(behind[1], control)
     return [(int(row[1]), int(row[2])) for row in everyone], match_rows(tables)

@@ -1,6 +1,8 @@
 """Decide ``compression="auto"`` while training: time dense gradients and messages, then keep the better."""
 
+import logging
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -8,26 +10,25 @@ import torch
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.collectives.topology import Topology
-from lightning_hetero.comm.link.link_benchmark import (
-    FEW,
-    LATEST,
-    PROBE_BYTES,
-    STEPS,
-    _encode_seconds,
-    _exchange_seconds,
-    log,
-)
+from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
+from lightning_hetero.comm.compressors.registry import AveragerContext
+from lightning_hetero.comm.link.link_benchmark import PROBE_BYTES, encode_seconds, exchange_seconds
 from lightning_hetero.comm.timing.step_rows import FIELDS, match_rows
 from lightning_hetero.comm.timing.step_timer import KEPT_ROWS, StepObserver
 from lightning_hetero.core.compression.auto import CompressionChoice, Computing, LinkMeasurement, choose_density
 from lightning_hetero.core.compression.settings import Automatic, BlockTopK
 from lightning_hetero.core.observations import StepObservations
 
-__all__ = ["Undecided", "measure"]
+__all__ = ["AutoAverager", "AutoCompression", "measure"]
+
+log = logging.getLogger("lightning_hetero")
+
+STEPS, FEW_TIMED, LATEST_STEP = 8, 3, 32
+"""Synchronised steps before the first try, timed steps that are enough, and steps after which none need be timed."""
 
 
-class Undecided:
-    """``compression="auto"`` while the first steps run with dense sums and are timed.
+class AutoCompression:
+    """Choose between dense sums and block top-k at each density, once enough steps with dense sums were timed.
 
     Args:
         settings: candidates.
@@ -44,18 +45,18 @@ class Undecided:
         self._rows: dict[float, npt.NDArray[np.float64]] = {}
 
     @property
-    def meanwhile(self) -> BlockTopK:
+    def placeholder(self) -> BlockTopK:
         """Block top-k that can be set to any of the candidates."""
         return BlockTopK(density=self.settings.densities[0], value_dtype=self.settings.value_dtype)
 
-    def look(self, observer: StepObserver, *, hidden: bool = False) -> CompressionChoice | None:
-        """The choice, once steps enough were timed on all ranks: in the same step on all of them.
+    def try_decide(self, observer: StepObserver, *, may_delay: bool = False) -> CompressionChoice | None:
+        """Return the choice, once enough steps were timed on all ranks: in the same step on all of them.
 
         To be called at the end of each synchronised step; collective from the eighth on.
 
         Args:
             observer: has timed this rank's steps.
-            hidden: whether gradients may come a step late.
+            may_delay: whether gradients may come a step late.
         """
         self._rows |= {row[0]: row[: FIELDS + 1] for row in observer.rows}
         if observer.synced_steps < STEPS:
@@ -65,29 +66,69 @@ class Undecided:
             table[place] = row
         seen = match_rows(self.control.gather(table))
         observer.interrupt()
-        late = observer.synced_steps >= LATEST
-        return self._choose(seen, hidden) if seen.num_steps >= FEW or late else None
+        enough = seen.num_steps >= FEW_TIMED or observer.synced_steps >= LATEST_STEP
+        return self._decide(seen, may_delay) if enough else None
 
-    def _choose(self, seen: StepObservations, hidden: bool) -> CompressionChoice:
-        """Block top-k at the density that the measurements speak for, or dense sums; rank 0 says so and why."""
+    def _decide(self, seen: StepObservations, may_delay: bool) -> CompressionChoice:
+        """Choose what the measurements speak for; rank 0 says so and why."""
         settings = self.settings
         choice = choose_density(
-            self.measured, settings.densities, settings.value_dtype, Computing.of(seen), hidden=hidden
+            self.measured, settings.densities, settings.value_dtype, Computing.of(seen), hidden=may_delay
         )
         if self.control.rank == 0:
             log.info("compression='auto': %s", choice.describe())
         return choice
 
 
+class AutoAverager(BlockTopKAverager):
+    """Average densely until the choice is made; then by block top-k, or by nothing of ours any more.
+
+    Args:
+        choice: makes it.
+        context: of the run.
+    """
+
+    def __init__(self, choice: AutoCompression, context: AveragerContext) -> None:
+        super().__init__(choice.placeholder, context)
+        self._choice: AutoCompression | None = choice
+        self._observer = context.observer
+        self.pause(True)
+
+    @classmethod
+    def build(cls, settings: Any, context: AveragerContext) -> "AutoAverager":
+        """Measure the link, and begin with dense sums; a collective call."""
+        topology = context.topology or Topology.straight(context.control.rank, context.control.world_size)
+        return cls(AutoCompression(settings, context.parameters, context.control, topology), context)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the choice is still to be made."""
+        return self._choice is not None
+
+    def end_step(self, *, may_delay: bool) -> bool:
+        """Try to decide; return whether to go on with this averager. A collective call while it has not decided."""
+        if self._choice is None:
+            return True
+        choice = self._choice.try_decide(self._observer, may_delay=may_delay)
+        if choice is None:
+            return True
+        self._choice = None
+        if choice.density is None:
+            return False
+        self.pause(False)
+        self.set_density(choice.density)
+        return True
+
+
 def measure(
     parameters: Mapping[str, torch.Tensor], control: ControlPlane, topology: Topology, settings: Automatic
 ) -> LinkMeasurement:
-    """Latency and rate of the exchange and cost of selection: the best of three, of the slowest rank."""
+    """Measure latency and rate of the exchange and cost of selection: the best of three, of the slowest rank."""
     device = next(iter(parameters.values())).device
     numel = sum(p.numel() for p in parameters.values())
-    small, large = (_exchange_seconds(size, topology, device) for size in (64, PROBE_BYTES))
+    small, large = (exchange_seconds(size, topology, device) for size in (64, PROBE_BYTES))
     middle = settings.densities[len(settings.densities) // 2]
-    encode = _encode_seconds(numel, middle, settings.value_dtype) if device.type == "cpu" else 0.0
+    encode = encode_seconds(numel, middle, settings.value_dtype) if device.type == "cpu" else 0.0
     mine = np.array([small, max(large - small, 1e-9), encode])
     latency, transfer, encode = control.gather(mine).max(axis=0)
     rate = (topology.size - 1) * PROBE_BYTES / transfer

@@ -1,6 +1,6 @@
 """Block top-k inside DDP's hook: each bucket goes into the residual, the last one sends one message for all of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,148 +10,156 @@ import torch.distributed as dist
 
 from lightning_hetero.comm.collectives.async_ops import pending
 from lightning_hetero.comm.collectives.topology import Topology
-from lightning_hetero.comm.compressors.in_flight import Late, Sending, StepReport
-from lightning_hetero.comm.gradients.ddp_hook import HookState
+from lightning_hetero.comm.compressors.block_topk_gpu import DevicePath
+from lightning_hetero.comm.compressors.block_topk_host import HostPath, ModelBlocks
+from lightning_hetero.comm.compressors.in_flight import BackwardPass, InFlight, StaleMessages
+from lightning_hetero.comm.compressors.registry import AveragerContext
+from lightning_hetero.comm.gradients.averager import Future, GradientAverager
 from lightning_hetero.comm.gradients.nonfinite import DroppedSteps, all_finite, clear
+from lightning_hetero.comm.gradients.squared_norms import BucketSquares
 from lightning_hetero.comm.link.link_benchmark import handling_seconds, probe
-from lightning_hetero.comm.timing.clock import clock_for
 from lightning_hetero.comm.timing.message_timer import MessageLog
-from lightning_hetero.compression.block_gradient import BlockGradient, BlockMarks, GradientParts
 from lightning_hetero.compression.encoder_choice import encoder_for
-from lightning_hetero.compression.host.encoder import cpu_encoder
-from lightning_hetero.compression.layout import Layout, Slot, split
 from lightning_hetero.compression.reference import Pack
 from lightning_hetero.compression.wire_format import MessageFormat, message_size
 from lightning_hetero.core.compression.settings import BlockTopK, blocks_per_rank
 from lightning_hetero.core.link.message_size import MessageSize
 from lightning_hetero.core.validation import check_number
-from lightning_hetero.optim.sparse.lazy_update import SparseSteps
+from lightning_hetero.optim.sparse.lazy_update import LazyUpdate
 from lightning_hetero.optim.sparse.warmup import kernels_work
 
-__all__ = ["BlockExchange"]
+__all__ = ["BlockTopKAverager"]
 
 
-class BlockExchange:
-    """The exchange of :class:`~lightning_hetero.core.compression.settings.BlockTopK`.
+class BlockTopKAverager(GradientAverager):
+    """Average by the messages of :class:`~lightning_hetero.core.compression.settings.BlockTopK`.
 
     Args:
         settings: density, block, values, selector, dense steps.
-        parameters: the module's parameters that need gradients, by name, in the order of the module.
-        hook: state of the gradient hook.
-        rank: this rank.
-        grad_scale: factor that the gradients carry at present (a loss scaler's), or ``None``.
-        hold_unused: hold back the residual of parameters whose gradient is all 0, because DDP does not hand on the
-            gradient of a parameter that no rank has used.
+        context: of the run. Residuals of parameters whose gradient is all 0 are held back if it says that parameters
+            may be unused, because DDP does not hand on the gradient of a parameter that no rank has used.
+
+    Attributes:
+        density: share of all blocks that all ranks together send in a step.
+        path: selects, reads and merges messages, on the host or on the device.
+        paused: whether all steps are sent densely, until ``"auto"`` has chosen.
+        sparse_steps: greatest density at which the optimizer takes blocks, and no sum has the model's size.
+        stale: decides in which step messages are applied; ``None`` if each is awaited.
+        step: steps so far, dense ones included.
     """
 
-    def __init__(
-        self,
-        settings: BlockTopK,
-        parameters: Mapping[str, torch.Tensor],
-        hook: HookState,
-        rank: int,
-        *,
-        grad_scale: Callable[[], float] | None = None,
-        hold_unused: bool = False,
-    ) -> None:
-        self.settings, self.hook, self.grad_scale = settings, hook, grad_scale
-        self.hold_unused, self.world_size = hold_unused, hook.world_size
-        self.topology = hook.topology or Topology.straight(rank, hook.world_size)
-        self.layout = Layout.of(((name, p.numel()) for name, p in parameters.items()), settings.block)
-        self.slots = {p: self.layout.by_name[name] for name, p in parameters.items()}
-        self.parts = GradientParts(self.slots, settings.block)
-        self.density = settings.density
-        self.encoder = self._encoder(parameters)
-        device = next(iter(parameters.values())).device
-        self.on_host = device.type != self.encoder.residual.device.type
-        self.use_rows(torch.zeros((self.topology.size, self.encoder.form.num_bytes), dtype=torch.uint8, device=device))
-        self._masks: dict[torch.Tensor, torch.Tensor] = {}
-        for p, slot in self.slots.items() if self.encoder.deferred else ():
-            blocks = slice(slot.start // settings.block, (slot.start + slot.padded) // settings.block)
-            self._masks[p] = self.encoder.touched[blocks]
+    kind = "BlockExchange"
+    may_be_stale = True
+    skips_nonfinite = True
+
+    def __init__(self, settings: BlockTopK, context: AveragerContext) -> None:
+        control, parameters = context.control, context.parameters
+        super().__init__(control.world_size)
+        self.settings, self.grad_scale, self.density = settings, context.grad_scale, settings.density
+        self.topology = context.topology or Topology.straight(control.rank, control.world_size)
+        self.model = ModelBlocks.of(parameters, settings.block)
+        self.path = self._path(parameters, hold_unused=context.hold_unused)
+        self.messages = MessageLog(context.observer.clock, self.topology.size)
         self.step, self.dropped = 0, DroppedSteps()
-        self.late: Late | None = None
-        self.way: Topology | None = None
-        self.report = StepReport()
-        self.messages = MessageLog(hook.observer.clock, self.topology.size)
-        self._dense_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
-        self.paused = False  # whether all steps are sent densely, until "auto" has chosen
-        self.sparse_steps = 0.0  # greatest density at which the optimizer takes blocks, and no sum has the model's size
-        self._frozen: dict[str, torch.Tensor] = {}  # residuals of parameters that are not trained at present
-        self.gradients: Mapping[torch.Tensor, BlockGradient | BlockMarks] | None = None
-        self._arrived: str | None = None
-        self._waiting: list[tuple[torch.Tensor, list[Slot], Any]] = []
-        self._raised: list[tuple[Any, torch.Tensor, list[Slot]]] = []
-        self._finite, self._weight, self._scale = True, 1.0, 1.0
-        self._clock = clock_for(self.encoder.residual.device)
-        self._spans: list[tuple[Any, Any]] = []
-        self._queued: list[tuple[Any, Any]] = []
-        self._handling: float | None = None
+        self.stale: StaleMessages | None = None
+        self.paused, self.sparse_steps = False, 0.0
+        self._pass = BackwardPass()
 
-    def _encoder(self, parameters: Mapping[str, torch.Tensor]) -> Any:
-        """The encoder for the parameters' device: kernels on a GPU where they work, the host elsewhere."""
-        return encoder_for(
-            self.settings, self.layout, self._form(self.density), parameters, self.topology.size, hold=self.hold_unused
-        )
+    @classmethod
+    def build(cls, settings: Any, context: AveragerContext) -> "BlockTopKAverager":
+        """Build it for a run."""
+        return cls(settings, context)
 
-    def use_rows(self, rows: torch.Tensor) -> None:
-        """Receive the messages of the next step here; this rank's own is written into its row."""
-        self.rows = rows
-        own = rows[self.topology.cluster]
-        self._message = own.cpu() if self.on_host else own
+    def _path(self, parameters: Mapping[str, torch.Tensor], *, hold_unused: bool) -> HostPath:
+        """Return the path of messages on the parameters' device."""
+        encoder = self._encoder(parameters, hold_unused)
+        device = next(iter(parameters.values())).device
+        rows = torch.zeros((self.topology.size, encoder.form.num_bytes), dtype=torch.uint8, device=device)
+        path = DevicePath if encoder.deferred else HostPath
+        return path(encoder, self.model, self.topology, rows, hold_unused=hold_unused)
+
+    def _encoder(self, parameters: Mapping[str, torch.Tensor], hold_unused: bool) -> Any:
+        """Return the encoder for the parameters' device: kernels on a GPU where they work, the host elsewhere."""
+        form = self._form(self.density)
+        return encoder_for(self.settings, self.model.layout, form, parameters, self.topology.size, hold=hold_unused)
+
+    @property
+    def blocks(self) -> "BlockTopKAverager":
+        """This averager: its density can be set, and an optimizer can take its blocks."""
+        return self
+
+    @property
+    def encoder(self) -> Any:
+        """The encoder of the path."""
+        return self.path.encoder
+
+    @property
+    def gradients(self) -> Mapping[torch.Tensor, Any] | None:
+        """Blocks of the newest step for an optimizer that takes them, ``None`` after a dense step."""
+        return self._pass.gradients
+
+    def forget_gradients(self) -> None:
+        """Give the optimizer no blocks: what follows is a dense step."""
+        self._pass.hand_over(None)
+
+    # how messages are applied
 
     def read_on_host(self) -> None:
         """Select and merge on the host from now on: messages that are applied a step late are read there."""
-        if self.encoder.deferred:
-            self.settle()
-            residual, s = self.encoder.residual, self.settings
-            self.encoder = cpu_encoder(self.layout, self.encoder.form, s.selector or "exact", torch.float32)
-            self.encoder.residual.copy_(residual)
-            self.on_host, self._clock = residual.is_cuda, clock_for(torch.device("cpu"))
-            self.use_rows(self.rows)
+        self.settle()
+        self.path = self.path.on_host(self.settings.selector or "exact")
 
-    def lead(self, steps: Sequence[SparseSteps]) -> None:
+    def apply_by(self, stale: StaleMessages) -> None:
+        """Let this decide in which step messages are applied, from the next one on."""
+        self.read_on_host()
+        self.stale = stale
+
+    def pause(self, paused: bool) -> None:
+        """Send all steps densely, or compress again."""
+        self.paused = paused
+
+    def bind(self, steps: Sequence[LazyUpdate]) -> None:
         """Hand blocks to these optimizers, if any; messages are read on the host where kernels of one of them fail."""
-        block, device = self.layout.block, self.rows.device
-        if self.encoder.deferred and not all(kernels_work(one, block, device) for one in steps):
+        block, device = self.model.layout.block, self.path.rows.device
+        if self.path.deferred and not all(kernels_work(one, block, device) for one in steps):
             self.read_on_host()
-        self.sparse_steps = min((one.most for one in steps), default=0.0)
+        self.sparse_steps = min((one.max_sparse_density for one in steps), default=0.0)
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether the optimizer gets blocks at the present density: the same on all ranks, whatever their devices."""
+        most = max(0.5, self.sparse_steps) * self.model.layout.num_blocks  # of a tiny model, one block is a lot
+        return self.density <= self.sparse_steps and self.encoder.form.k * self.topology.size <= most
+
+    # density
 
     def _form(self, density: float) -> MessageFormat:
-        s = self.settings
-        k = blocks_per_rank(self.layout.num_blocks, density, self.topology.size)
-        return MessageFormat(self.layout.num_blocks, k, s.block, s.value_dtype, self.layout.fingerprint())
+        s, layout = self.settings, self.model.layout
+        k = blocks_per_rank(layout.num_blocks, density, self.topology.size)
+        return MessageFormat(layout.num_blocks, k, s.block, s.value_dtype, layout.fingerprint())
 
     @property
     def message_size(self) -> MessageSize:
         """Bytes that this rank sends to the others in a compressed step, by density."""
-        return message_size(self.layout.num_blocks, self.layout.block, self.settings.value_dtype, self.topology.size)
+        layout = self.model.layout
+        return message_size(layout.num_blocks, layout.block, self.settings.value_dtype, self.topology.size)
 
     @property
-    def _sent(self) -> float:
+    def _sent_bytes(self) -> float:
         """Those at the present density."""
         return float((self.topology.size - 1) * self.encoder.form.num_bytes)
 
     def probe(self, density: float) -> npt.NDArray[np.float64]:
         """Time messages as they are and as they would be at another density; all ranks have to call it together.
 
-        What comes back are the fields of :class:`~lightning_hetero.core.link.message_link.LinkProbe` as this rank saw
-        them.
+        What comes back are the fields of :class:`~lightning_hetero.core.link.message_link.LinkProbe`, as seen by this
+        rank.
         """
-        self.settle()
-        if self.late is not None:
-            self.late.settle()
-        if self._handling is None:
-            self._handling = 0.0 if self.encoder.deferred else handling_seconds(self.layout, self.settings.value_dtype)
+        self._wait()
+        handling = 0.0 if self.path.deferred else handling_seconds(self.model.layout, self.settings.value_dtype)
         sizes = self.encoder.form.num_bytes, self._form(density).num_bytes
-        timed = probe(self.way or self.topology, self.rows.device, *sizes)
-        return np.array([*timed, self._handling * self.density, self._handling * density])
-
-    @property
-    def takes_blocks(self) -> bool:
-        """Whether the optimizer gets blocks at the present density: the same on all ranks, whatever their devices."""
-        most = max(0.5, self.sparse_steps) * self.layout.num_blocks  # of a tiny model, one block is a lot
-        return self.density <= self.sparse_steps and self.encoder.form.k * self.topology.size <= most
+        timed = probe(self._way, self.path.rows.device, *sizes)
+        return np.array([*timed, handling * self.density, handling * density])
 
     def set_density(self, density: float) -> None:
         """Send another share of the blocks from the next backward pass on; all ranks have to call it together.
@@ -168,15 +176,13 @@ class BlockExchange:
             RuntimeError: if gradients of a backward pass are waiting to be sent.
         """
         check_number("density", density, low=0.0, high=1.0, include_low=False)
-        if self._waiting:
+        if self._pass.waiting:
             raise RuntimeError("the density cannot change inside a backward pass. Call set_density() between steps.")
         form = self._form(density)
         if form != self.encoder.form:
-            self.settle()
-            if self.late is not None:
-                self.late.settle()
+            self._wait()
             self.encoder.reform(form)
-            self.use_rows(self.rows.new_zeros(self.topology.size, form.num_bytes))
+            self.path.use_rows(self.path.rows.new_zeros(self.topology.size, form.num_bytes))
         self.density = density
 
     # the hook
@@ -188,117 +194,85 @@ class BlockExchange:
         due = every is not None and self.step % every == 0
         return self.paused or self.step < self.settings.warmup_steps or due
 
-    def __call__(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    @property
+    def _way(self) -> Topology:
+        return (None if self.stale is None else self.stale.topology) or self.topology
+
+    def average(self, bucket: dist.GradBucket, squares: BucketSquares | None = None) -> Future:
         """Take one bucket; DDP hands them over in the same order on all ranks."""
-        self.hook.exact_sum, self.hook.one_message = self.dense, not self.dense
-        self.hook.step_dropped, self.gradients = False, None
-        buffer, last = bucket.buffer(), bucket.is_last()
-        if self.dense:
-            buffer.mul_(1.0 / self.world_size)
-            if self.late is not None:
-                self.late.pay(bucket)
-            if last:
-                self.step += 1
-                self._arrived = "dense"
-                share = 2 * (self.topology.size - 1) / self.topology.size * self.topology.leads
-                self.report.add(share * self._dense_bytes, 1.0)
-            return self.topology.sum(buffer)
+        dense = self.dense
         if bucket.index() == 0:
-            self._begin()
-        future, slots = pending(buffer), [self.slots[parameter] for parameter in bucket.parameters()]
-        self._waiting.append((buffer, slots, future))
-        self._raised.append((self.topology.collect(buffer), buffer, slots))
-        self._take(everything=last)
+            self._begin_pass(dense)
+        if dense:
+            return self._add_up(bucket)
+        buffer, last = bucket.buffer(), bucket.is_last()
+        future: Future = pending(buffer)
+        slots = [self.model.slots[parameter] for parameter in bucket.parameters()]
+        self._pass.add(buffer, slots, future, self.topology.collect(buffer))
+        self.path.accumulate(self._pass, everything=last)
         if last:
-            self._exchange()
+            self.path.apply(self, self._send(), self._pass)
+            self.encoder.finish()
+            self.step += 1
+            self._pass.complete("compressed")
         return future
 
-    def _begin(self) -> None:
-        self._waiting, self._raised, self._finite, self._spans = [], [], True, []
-        self._scale = 1.0 if self.grad_scale is None else self.grad_scale()
-        self._weight = 1.0 / (self.world_size * self._scale)
+    def _begin_pass(self, dense: bool) -> None:
+        scale = 1.0 if self.grad_scale is None or dense else self.grad_scale()
+        self.flags.begin(exact=dense, single_message=not dense)
+        self._pass = BackwardPass(weight=1.0 / (self.world_size * scale), scale=scale)
 
-    def _take(self, *, everything: bool) -> None:
-        """Add gradients to the residuals, those of the cluster on its leader: what has come up, or all there are."""
-        while self._raised and (everything or self._raised[0][0] is None or self._raised[0][0].is_completed()):
-            raised, buffer, slots = self._raised.pop(0)
-            if raised is not None:
-                raised.wait()
-            begin = self._clock.mark()
-            if self.topology.leads and self._finite:
-                local = buffer.cpu() if self.on_host else buffer
-                self._finite = self.encoder.accumulate_bucket(slots, local, self._weight, hold=self.hold_unused)
-            self._spans.append((begin, self._clock.mark()))
+    def _add_up(self, bucket: dist.GradBucket) -> Future:
+        """Average a bucket of a dense step."""
+        buffer = bucket.buffer()
+        buffer.mul_(1.0 / self.world_size)
+        if self.stale is not None:
+            self.stale.add_to_dense(bucket)
+        if bucket.is_last():
+            self.step += 1
+            self._pass.complete("dense")
+            share = 2 * (self.topology.size - 1) / self.topology.size * self.topology.leads
+            self.report.add(share * self.model.num_bytes, 1.0)
+        return self.topology.sum(buffer)
 
-    def _exchange(self) -> None:
-        """Send, receive, merge, and hand the sum to DDP."""
-        sending = self._send()
-        self._arrived = "compressed"
-        if self.encoder.deferred:
-            self._hand_on(sending)
-        else:
-            self._merge(self.receive(sending) if self.late is None else self.late.turn(sending))
-        self.encoder.finish()
-        self.step += 1
-        waiting, self._waiting = self._waiting, []
-        for buffer, _, future in waiting:
-            future.set_result(buffer)
-
-    def _send(self) -> Sending:
-        """Write this rank's message, and let it set out."""
+    def _send(self) -> InFlight:
+        """Write this rank's message, and send it."""
         self.settle()
-        begin = self._clock.mark()
-        if self.topology.leads:
-            if self._finite:
-                self.encoder.encode(self._message, step=self.step, rank=self.topology.cluster)
-            else:
-                self.encoder.give_up(self._message, step=self.step, rank=self.topology.cluster)
-            if self.on_host:
-                self.rows[self.topology.cluster].copy_(self._message)
-        self._spans.append((begin, self._clock.mark()))
-        arrived = self.messages.send(self.step, self._sent)
-        arrival = (self.way or self.topology).gather(self.rows, arrived)
-        return Sending(self.rows, self.step, arrival, self._finite)
+        self.path.write(self._pass, self.step)
+        arrived = self.messages.send(self.step, self._sent_bytes)
+        arrival = self._way.gather(self.path.rows, arrived)
+        return InFlight(self.path.rows, self.step, arrival, self._pass.finite)
 
-    def receive(self, sending: Sending) -> list[Pack]:
+    def receive(self, sent: InFlight) -> list[Pack]:
         """Wait for messages: their packs, in the order of ranks; none if a gradient was not finite.
 
         Raises:
             ValueError: if a message is malformed.
         """
-        sending.arrival.wait()
-        rows = sending.rows.cpu() if self.on_host else sending.rows
-        packs = self.encoder.read(rows, step=sending.step)
+        packs = self.path.read(sent)
         if packs is None:
-            self._drop(sending, rows[self.topology.cluster])
+            self._leave_out(sent)
         return packs or []
 
-    def _merge(self, packs: list[Pack]) -> None:
-        """Keep the sum for an optimizer that takes blocks, or write it into DDP's buckets."""
-        self._count(sum(len(pack.indices) for pack in packs), self._spans)
-        if self.takes_blocks:
-            total = self.encoder.merge_sparse(packs) if packs else self._dropped_sum()
-            if self._scale != 1.0 and packs:
-                total.values.mul_(self._scale)
-            self.gradients = self.parts.of(total)
-            return
-        self.encoder.merge(packs)
-        for buffer, slots, _ in self._waiting:
-            for slot, flat in split(buffer, slots):
-                self._write(slot, flat)
+    def _leave_out(self, sent: InFlight) -> None:
+        """Leave a step out; of one that is over, only what was sent can come back, since the gradient is gone."""
+        if sent.step == self.step:
+            self.encoder.undo()
+        elif sent.finite and self.topology.leads:
+            self.path.take_back(sent)
+        self.flags.skip()
+        if self.grad_scale is None:
+            self.dropped.add(sent.step, f"on {'another rank than this' if sent.finite else 'this rank'}")
 
-    def _count(self, blocks: int, spans: list[tuple[Any, Any]]) -> None:
-        encode = sum(self._clock.seconds(begin, end) for begin, end in spans)
-        self.report.add(self._sent * self.topology.leads, blocks / self.layout.num_blocks, encode)
+    def count(self, blocks: int, seconds: float) -> None:
+        """Report a compressed step: the blocks that were applied, and the seconds that selection took."""
+        share = blocks / self.model.layout.num_blocks
+        self.report.add(self._sent_bytes * self.topology.leads, share, seconds)
 
-    def _hand_on(self, sending: Sending) -> None:
-        """Let the device check and add up the messages; :meth:`settle` tells later what became of it."""
-        sending.arrival.wait()
-        self.encoder.receive(sending.rows, rank=self.topology.cluster, step=sending.step)
-        self.hook.step_dropped, self._queued = self.encoder.verdict, self._spans
-        weight = self._weight if self.topology.leads else 0.0  # of what went into the residual
-        for buffer, slots, _ in self._waiting:
-            self.encoder.deliver_bucket(slots, buffer, weight, scale=self._scale, fill=self._fill)
+    @property
+    def fill(self) -> float:
+        """The gradient of a step that is left out: a loss scaler has to see it; without one, it is 0."""
+        return 0.0 if self.grad_scale is None else float("inf")
 
     def settle(self) -> None:
         """Look at what the device decided on the last step, if it is not known yet.
@@ -306,96 +280,51 @@ class BlockExchange:
         Raises:
             ValueError: if a message of that step was malformed, naming rank and bucket; the same on all ranks.
         """
-        outcome = self.encoder.outcome() if self.encoder.deferred else None
-        if outcome is not None:
-            self._count(outcome.blocks, self._queued)
-            if outcome.dropped and self.grad_scale is None:
-                self.dropped.add(outcome.step, "on some rank")
+        self.path.settle(self)
 
-    @property
-    def _fill(self) -> float:
-        """The gradient of a step that is left out: a loss scaler has to see it; without one, it is 0."""
-        return 0.0 if self.grad_scale is None else float("inf")
-
-    def _dropped_sum(self) -> Pack:
-        """No block; for a loss scaler, which has to see it, one infinite element of each parameter."""
-        block = self.layout.block
-        starts = [] if self.grad_scale is None else [slot.start // block for slot in self.layout.slots if slot.numel]
-        values = torch.zeros(len(starts), block, dtype=torch.float32)
-        values[:, 0] = float("inf")
-        return Pack(torch.tensor(starts, dtype=torch.int64), values)
-
-    def _write(self, slot: Slot, flat: torch.Tensor) -> None:
-        if self.hook.step_dropped and self.grad_scale is not None:
-            flat.fill_(self._fill)
-            return
-        flat.copy_(self.encoder.merged[slot.start : slot.start + slot.numel])
-        if self._scale != 1.0:
-            flat.mul_(self._scale)
-
-    def _drop(self, sending: Sending, own: torch.Tensor) -> None:
-        """Leave a step out; of one that is over, only what was sent can come back, since the gradient is gone."""
-        if sending.step == self.step:
-            self.encoder.undo()
-        elif sending.finite and self.topology.leads:
-            self.encoder.take_back(own)
-        self.hook.step_dropped = True
-        if self.grad_scale is None:
-            self.dropped.add(sending.step, f"on {'another rank than this' if sending.finite else 'this rank'}")
+    def _wait(self) -> None:
+        """Wait for the last step and for what is in flight."""
+        self.settle()
+        if self.stale is not None:
+            self.stale.wait()
 
     # what was applied
 
     def sums_of(self, packs: list[Pack]) -> dict[str, torch.Tensor]:
-        """The sum of packs by parameter, flat."""
+        """Return the sum of packs by parameter, flat."""
         self.encoder.merge(packs)
-        merged = self.encoder.merged
-        flat = {slot.name: merged[slot.start : slot.start + slot.numel].clone() for slot in self.layout.slots}
+        flat = {slot.name: self.path.merged(slot).clone() for slot in self.model.layout.slots}
         self.encoder.finish()
         return flat
 
-    def hand_over(self) -> None:
-        """After backward: give parameters their sparse gradients; leave out a dense sum that is not finite."""
-        arrived, self._arrived = self._arrived, None
-        if arrived == "dense" and self.grad_scale is None and not all_finite(self.slots):
-            clear(self.slots)
-            if self.late is not None:
-                self.late.unpaid()
-            self.hook.step_dropped = True
+    def after_backward(self) -> None:
+        """Give parameters their sparse gradients; leave out a dense sum that is not finite."""
+        arrived = self._pass.take_arrived()
+        if arrived == "dense" and self.grad_scale is None and not all_finite(self.model.slots):
+            clear(self.model.slots)
+            if self.stale is not None:
+                self.stale.undo_add()
+            self.flags.skip()
             self.dropped.add(self.step - 1, "on some rank")
-        if arrived == "compressed" and self.takes_blocks and self.encoder.deferred:
-            self.gradients = {p: BlockMarks(marks, p.grad) for p, marks in self._masks.items() if p.grad is not None}
-            return
-        for parameter, gradient in ((self.gradients if arrived else None) or {}).items():
-            if isinstance(gradient, BlockGradient) and (parameter.grad is not None or len(gradient.rows)):
-                parameter.grad = gradient.grad
+        if arrived == "compressed" and self.takes_blocks:
+            self._pass.hand_over(self.path.blocks(self._pass))
 
     # state
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """What this rank has not sent yet, by parameter: a part of the weighted sum over ranks."""
-        self.settle()
-        if self.late is not None:
-            self.late.settle()
-        flat, slots = self.encoder.residual, self.layout.slots
-        return self._frozen | {slot.name: flat[slot.start : slot.start + slot.numel].cpu() for slot in slots}
+        """Return what this rank has not sent yet, by parameter: a part of the weighted sum over ranks."""
+        self._wait()
+        return self.path.residuals()
 
-    def load_residuals(self, residuals: dict[str, torch.Tensor]) -> None:
+    def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
         """Go on with these residuals; parameters that are not named begin with 0, those not trained keep theirs."""
-        self._frozen = {name: r for name, r in residuals.items() if name not in self.layout.by_name}
-        self.encoder.residual.zero_()
-        for slot in self.layout.slots:
-            if slot.name in residuals:
-                self.encoder.residual[slot.start : slot.start + slot.numel].copy_(residuals[slot.name])
+        self.path.load_residuals(residuals)
 
     def extra_state(self) -> dict[str, Any]:
-        """What else a run needs to go on identically on the same number of ranks."""
-        balance = None if self.encoder.deferred else self.encoder.balance
-        scores = {} if balance is None else {"scores": balance.state_dict()}
-        return {"step": self.step, "selector": self.encoder.state.state_dict(), **scores}
+        """Return what else a run needs to go on identically on the same number of ranks."""
+        return {"step": self.step, **self.path.state()}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """Go on as :meth:`extra_state` described."""
         self.step = state["step"]
-        self.encoder.state.load_state_dict(state["selector"])
-        if not self.encoder.deferred and self.encoder.balance is not None:
-            self.encoder.balance.load_state_dict(state.get("scores", {}))
+        self.path.load_state(state)

@@ -1,5 +1,6 @@
 """Average gradients in 16 bits with torch's own hooks."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,50 +8,52 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 
-from lightning_hetero.comm.compressors.in_flight import StepReport
-from lightning_hetero.comm.gradients.ddp_hook import HookState
+from lightning_hetero.comm.compressors.registry import AveragerContext
+from lightning_hetero.comm.gradients.averager import Future, GradientAverager
+from lightning_hetero.comm.gradients.squared_norms import BucketSquares
 from lightning_hetero.core.compression.settings import HalfPrecision
 
-__all__ = ["HalfExchange"]
+__all__ = ["HalfPrecisionAverager", "ring_bytes"]
+
+log = logging.getLogger("lightning_hetero")
 
 
 def ring_bytes(world_size: int) -> float:
-    """Bytes that a rank sends for each byte of a ring all-reduce."""
+    """Return the bytes that a rank sends for each byte of a ring all-reduce."""
     return 2 * (world_size - 1) / world_size
 
 
-class HalfExchange:
-    """Sums in 16 bits: torch's ``fp16_compress_hook`` or ``bf16_compress_hook``.
+class HalfPrecisionAverager(GradientAverager):
+    """Average in 16 bits: torch's ``fp16_compress_hook`` or ``bf16_compress_hook``.
 
     It keeps no residual, so that a gradient which is not finite is only what it is under DDP: not finite on all ranks.
+
+    Args:
+        settings: the 16-bit type.
+        parameters: the module's parameters that need gradients, by name.
+        world_size: number of ranks.
     """
 
-    def __init__(self, settings: HalfPrecision, parameters: Mapping[str, torch.Tensor], hook: HookState) -> None:
-        self.hook, self.world_size, self.report = hook, hook.world_size, StepReport()
-        self.inner: Any = fp16_compress_hook if settings.dtype == "float16" else bf16_compress_hook
+    kind = "HalfExchange"
+
+    def __init__(self, settings: HalfPrecision, parameters: Mapping[str, torch.Tensor], world_size: int) -> None:
+        super().__init__(world_size)
+        self._hook: Any = fp16_compress_hook if settings.dtype == "float16" else bf16_compress_hook
         self._bytes = 2 * sum(p.numel() for p in parameters.values())
 
-    def __call__(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    @classmethod
+    def build(cls, settings: Any, context: AveragerContext) -> "HalfPrecisionAverager":
+        """Build it for a run."""
+        return cls(settings, context.parameters, context.control.world_size)
+
+    def average(self, bucket: dist.GradBucket, squares: BucketSquares | None = None) -> Future:
         """Average one bucket."""
-        self.hook.exact_sum, self.hook.one_message = True, False
         if bucket.is_last():
             self.report.add(ring_bytes(self.world_size) * self._bytes, 1.0)
-        future: torch.futures.Future[torch.Tensor] = self.inner(None, bucket)
+        future: Future = self._hook(None, bucket)
         return future
 
-    def hand_over(self) -> None:
-        """Nothing to do after backward."""
-
-    def residuals(self) -> dict[str, torch.Tensor]:
-        """None: what rounding loses is lost."""
-        return {}
-
-    def load_residuals(self, residuals: dict[str, torch.Tensor]) -> None:
-        """Nothing to go on with."""
-
-    def extra_state(self) -> dict[str, Any]:
-        """None."""
-        return {}
-
-    def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Nothing to go on with."""
+    def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Say that residuals are lost: 16-bit sums cannot send them."""
+        if residuals:
+            log.warning("the checkpoint has gradients that were not sent yet, which 16-bit sums cannot send")

@@ -1,46 +1,26 @@
-"""What a compressed exchange hands on: messages on their way, who applies them when, and what was sent."""
+"""Hold the buckets of a backward pass until its message is merged, and the messages in flight."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from lightning_hetero.comm.collectives.topology import Topology
+from lightning_hetero.compression.block_gradient import BlockGradient, BlockMarks
+from lightning_hetero.compression.layout import Slot
 from lightning_hetero.compression.reference import Pack
 
-__all__ = ["Late", "Sending", "StepReport"]
+__all__ = ["BackwardPass", "InFlight", "Span", "StaleMessages"]
+
+Span = tuple[Any, Any]
+"""Two marks of a clock."""
 
 
 @dataclass
-class StepReport:
-    """Sums over steps of what was sent.
-
-    Args:
-        steps: steps.
-        sent: bytes that this rank sent to others, those inside its cluster left out.
-        received: bytes that it received.
-        density: share of the gradient's elements that was applied, summed over steps.
-        encode: seconds of error feedback, selection and writing.
-    """
-
-    steps: int = 0
-    sent: float = 0.0
-    received: float = 0.0
-    density: float = 0.0
-    encode: float = 0.0
-
-    def add(self, sent: float, density: float, encode: float = 0.0) -> None:
-        """One more step, in which as much was received as sent."""
-        self.steps += 1
-        self.sent += sent
-        self.received += sent
-        self.density += density
-        self.encode += encode
-
-
-@dataclass
-class Sending:
-    """Messages of one step on their way, this rank's and those of all others.
+class InFlight:
+    """Messages of one step that were sent and are not applied yet, this rank's and those of all others.
 
     Args:
         rows: the messages, one row for each rank, or in a hierarchy for each cluster.
@@ -54,18 +34,89 @@ class Sending:
     arrival: Any
     finite: bool
 
+    def mark_not_finite(self) -> None:
+        """Note that this rank's gradient was not finite."""
+        self.finite = False
 
-class Late(Protocol):
-    """Who decides in which step messages are applied."""
 
-    def turn(self, sending: Sending) -> list[Pack]:
-        """What the running step applies, now that its messages are on their way."""
+class StaleMessages(Protocol):
+    """Decide in which step messages are applied."""
 
-    def pay(self, bucket: dist.GradBucket) -> None:
-        """Put what is owed into a bucket that is about to be summed densely."""
+    @property
+    def topology(self) -> Topology | None:
+        """Way of messages, with process groups of its own; ``None`` for that of the averager."""
 
-    def unpaid(self) -> None:
-        """That dense sum was left out."""
+    def step(self, sent: InFlight) -> list[Pack]:
+        """Return what the running step applies, now that its messages are in flight."""
 
-    def settle(self) -> None:
-        """Wait for what is under way."""
+    def add_to_dense(self, bucket: dist.GradBucket) -> None:
+        """Add what was not applied yet to a bucket that is about to be summed densely."""
+
+    def undo_add(self) -> None:
+        """Take back that addition: the dense sum was left out."""
+
+    def wait(self) -> None:
+        """Wait for the messages in flight."""
+
+
+@dataclass
+class BackwardPass:
+    """Buckets of one backward pass that wait for the message, and what became of them.
+
+    Args:
+        weight: factor on this rank's gradient on its way into the residual.
+        scale: factor of a loss scaler on the gradient.
+        waiting: buffers of buckets, their slots, and the futures that DDP waits for.
+        raised: buckets that are being reduced inside a cluster.
+        finite: whether this rank's gradient is, as far as the host knows.
+        spans: marks around error feedback, selection and writing.
+        arrived: ``"dense"`` or ``"compressed"`` once the last bucket was averaged.
+        gradients: blocks for an optimizer that takes them.
+    """
+
+    weight: float = 1.0
+    scale: float = 1.0
+    waiting: list[tuple[torch.Tensor, list[Slot], Any]] = field(default_factory=list)
+    raised: list[tuple[Any, torch.Tensor, list[Slot]]] = field(default_factory=list)
+    finite: bool = True
+    spans: list[Span] = field(default_factory=list)
+    arrived: str | None = None
+    gradients: Mapping[torch.Tensor, BlockGradient | BlockMarks] | None = None
+
+    def add(self, buffer: torch.Tensor, slots: list[Slot], future: Any, reduced: Any) -> None:
+        """Add a bucket."""
+        self.waiting.append((buffer, slots, future))
+        self.raised.append((reduced, buffer, slots))
+
+    def pop_reduced(self, *, everything: bool) -> tuple[torch.Tensor, list[Slot]] | None:
+        """Return the next bucket whose reduction inside the cluster is done; wait for it if ``everything`` is due."""
+        if not self.raised:
+            return None
+        reduced, buffer, slots = self.raised[0]
+        if not (everything or reduced is None or reduced.is_completed()):
+            return None
+        self.raised.pop(0)
+        if reduced is not None:
+            reduced.wait()
+        return buffer, slots
+
+    def accumulated(self, finite: bool, span: Span) -> None:
+        """Note that a bucket went into the residual, or was not finite."""
+        self.finite = self.finite and finite
+        self.spans.append(span)
+
+    def hand_over(self, gradients: Mapping[torch.Tensor, BlockGradient | BlockMarks] | None) -> None:
+        """Keep blocks for the optimizer; ``None`` for none."""
+        self.gradients = gradients
+
+    def complete(self, arrived: str) -> None:
+        """Give DDP its buckets, which hold the averaged gradient now."""
+        self.arrived = arrived
+        waiting, self.waiting = self.waiting, []
+        for buffer, _, future in waiting:
+            future.set_result(buffer)
+
+    def take_arrived(self) -> str | None:
+        """Return what has arrived since the last call."""
+        arrived, self.arrived = self.arrived, None
+        return arrived

@@ -12,16 +12,18 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from lightning_hetero.comm.agreement.backends import backend_of
 from lightning_hetero.comm.collectives.async_ops import pending
 from lightning_hetero.comm.compressors.half import ring_bytes
-from lightning_hetero.comm.compressors.in_flight import StepReport
 from lightning_hetero.comm.compressors.powersgd_state import BucketState, Matrices
-from lightning_hetero.comm.gradients.ddp_hook import HookState
+from lightning_hetero.comm.compressors.registry import AveragerContext
+from lightning_hetero.comm.gradients.averager import Future, GradientAverager
 from lightning_hetero.comm.gradients.nonfinite import DroppedSteps, all_finite, clear
+from lightning_hetero.comm.gradients.squared_norms import BucketSquares
+from lightning_hetero.comm.timing.clock import Clock
 from lightning_hetero.core.compression.settings import LowRank
 
-__all__ = ["LowRankExchange"]
+__all__ = ["PowerSGDAverager"]
 
 
-class LowRankExchange:
+class PowerSGDAverager(GradientAverager):
     """PowerSGD by torch's ``powerSGD_hook``, with state that survives a resume and no non-finite value in it.
 
     Torch keeps residuals and matrices by DDP's buckets, which are others after the first step, in a resumed run, and
@@ -30,24 +32,29 @@ class LowRankExchange:
     Args:
         settings: rank and dense steps.
         parameters: the module's parameters that need gradients, by name.
-        hook: state of the gradient hook.
+        world_size: number of ranks.
+        clock: marks moments on this rank's device.
         grad_scale: factor that the gradients carry at present (a loss scaler's), or ``None``.
     """
+
+    kind = "LowRankExchange"
+    skips_nonfinite = True
 
     def __init__(
         self,
         settings: LowRank,
         parameters: Mapping[str, torch.Tensor],
-        hook: HookState,
+        world_size: int,
+        clock: Clock,
         *,
         grad_scale: Callable[[], float] | None = None,
     ) -> None:
-        self.settings, self.hook, self.world_size, self.grad_scale = settings, hook, hook.world_size, grad_scale
+        super().__init__(world_size)
+        self.settings, self.grad_scale, self._clock = settings, grad_scale, clock
         self.names = {p: name for name, p in parameters.items()}
         self.state = PowerSGDState(None, settings.rank, settings.start)
         self.state.compression_stats_logging_frequency = 2**62
         self.kept = BucketState(self.state, self.names)
-        self.report = StepReport()
         device = next(iter(parameters.values())).device
         self.deferred = device.type != "cpu"  # whether the host learns later what the device decided on a step
         self._in_order = backend_of(device) == "nccl"
@@ -55,73 +62,78 @@ class LowRankExchange:
         self._element_size = next(iter(parameters.values())).element_size()
         self._scale = 1.0
         self._step, self._dense, self.dropped = 0, False, DroppedSteps()
-        self._flags: list[torch.Tensor] = []
+        self._finite: list[torch.Tensor] = []
         self._verdicts: deque[tuple[int, torch.Tensor, Any]] = deque()
         self._arrived = False
 
-    def __call__(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    @classmethod
+    def build(cls, settings: Any, context: AveragerContext) -> "PowerSGDAverager":
+        """Build it for a run."""
+        world_size, clock = context.control.world_size, context.observer.clock
+        return cls(settings, context.parameters, world_size, clock, grad_scale=context.grad_scale)
+
+    def average(self, bucket: dist.GradBucket, squares: BucketSquares | None = None) -> Future:
         """Average one bucket. Gloo calls back from threads: its later collectives would come in another order."""
         compressing = self.state.iter >= self.settings.start
         if bucket.index() == 0:
-            self._flags, self._dense, self.hook.step_dropped = [], not compressing, False
+            self._finite, self._dense = [], not compressing
+            self.flags.begin(exact=not compressing)
             self._report_verdicts()
         if bucket.is_last():
             self._step, self._arrived = self._step + 1, True
-        self.hook.exact_sum, self.hook.one_message = not compressing, False
         buffer = bucket.buffer()
         if compressing:
             finite = torch.isfinite(buffer.sum(dtype=torch.float32)).to(torch.float32)
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-            self._flags.append(finite)
+            self._finite.append(finite)
             if not self.deferred and float(finite) == 0.0:
                 return self._leave_out(bucket)
             self._rescale(bucket)
             self.kept.lay_out(bucket, finite if self.deferred else None)
-        future = powerSGD_hook(self.state, Matrices(bucket))  # type: ignore[arg-type]
+        future: Future = powerSGD_hook(self.state, Matrices(bucket))  # type: ignore[arg-type]
         if bucket.is_last():
             self._count(compressing)
         if not self._in_order:
             future.wait()
         return future
 
-    def _leave_out(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _leave_out(self, bucket: dist.GradBucket) -> Future:
         """A gradient is not finite: it is that on all ranks, and no residual takes part in it."""
         buffer = bucket.buffer().fill_(float("nan"))
         self.state.maybe_increase_iter(bucket)
-        future = pending(buffer)
+        future: Future = pending(buffer)
         future.set_result(buffer)
-        result: torch.futures.Future[torch.Tensor] = future
-        return result
+        return future
 
-    def hand_over(self) -> None:
+    def after_backward(self) -> None:
         """After backward: leave a sum that is not finite out, all of it; a loss scaler sees it and does so itself."""
         arrived, self._arrived = self._arrived, False
         if not arrived:
             return
-        if self._flags and self.deferred:
-            self._drop_on_device(torch.stack(self._flags).amin())
+        if self._finite and self.deferred:
+            self._drop_on_device(torch.stack(self._finite).amin())
             return
-        left_out = any(float(flag) == 0.0 for flag in self._flags)
+        left_out = any(float(flag) == 0.0 for flag in self._finite)
         if left_out or (self._dense and self.grad_scale is None and not all_finite(self.names)):
-            self.hook.step_dropped = True
+            self.flags.skip()
             if self.grad_scale is None:
                 clear(self.names)
                 self.dropped.add(self._step - 1, "on some rank")
 
     def _drop_on_device(self, finite: torch.Tensor) -> None:
         """Let the device leave the step out if it has to; the host reads later whether it did."""
-        self.hook.step_dropped = 1.0 - finite
+        self.flags.skip(1.0 - finite)
         if self.grad_scale is not None:
             return
         for p in self.names:
             if p.grad is not None:
                 p.grad.masked_fill_(finite == 0.0, 0.0)
         told = torch.empty_like(finite, device="cpu", pin_memory=finite.is_cuda).copy_(finite, non_blocking=True)
-        self._verdicts.append((self._step - 1, told, self.hook.observer.clock.mark()))
+        self._verdicts.append((self._step - 1, told, self._clock.mark()))
 
     def _report_verdicts(self) -> None:
         """Say which steps were left out, as far as the device has told."""
-        while self._verdicts and self.hook.observer.clock.ready(self._verdicts[0][2]):
+        while self._verdicts and self._clock.ready(self._verdicts[0][2]):
             step, finite, _ = self._verdicts.popleft()
             if float(finite) == 0.0:
                 self.dropped.add(step, "on some rank")
@@ -148,7 +160,7 @@ class LowRankExchange:
         errors = self.kept.errors()
         return {name: (e if exact else e.double()) / factor for name, e in errors.items()}
 
-    def load_residuals(self, residuals: dict[str, torch.Tensor]) -> None:
+    def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
         """Go on with these residuals once the dense steps are over; those of before are gone."""
         factor = self._scale * self.world_size
         self.kept.load({name: residual.flatten() * factor for name, residual in residuals.items()}, {})

@@ -1,7 +1,7 @@
-"""Residuals of an earlier run: split among the workers at hand, or paid where sums are dense now."""
+"""Residuals of an earlier run: split among the workers at hand, or added to a sum where sums are dense now."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,15 +11,14 @@ from torch import nn
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.compression.layout import flat_view
-from lightning_hetero.optim.sparse.lazy_update import SparseSteps
 
-__all__ = ["Owed", "hand_over_waits", "left_alone", "own_share", "unpaid"]
+__all__ = ["ResidualPayout", "left_alone", "own_share", "unsent"]
 
 log = logging.getLogger("lightning_hetero")
 
 
 def own_share(state: dict[str, Any], topology: Topology, rank: int) -> dict[str, Any]:
-    """A rank's own state, or, among other workers, an equal share of the sum of all residuals.
+    """Return a rank's own state, or, among other workers, an equal share of the sum of all residuals.
 
     In a hierarchy only the leaders of clusters hold residuals.
 
@@ -46,30 +45,21 @@ def own_share(state: dict[str, Any], topology: Topology, rank: int) -> dict[str,
 
 
 def left_alone(own: dict[str, Any], control: ControlPlane) -> list[dict[str, Any]]:
-    """State of all ranks, on rank 0, where the others cannot be asked: they begin with residuals of 0 from it."""
+    """Return the state of all ranks, on rank 0, where the others cannot be asked: they begin from it with none."""
     return [] if control.rank else [own, *[{**own, "residuals": {}}] * (control.world_size - 1)]
 
 
-def hand_over_waits(waits: list[Any], steps: Iterable[SparseSteps | None]) -> list[Any]:
-    """Let sparse steps go on with the waits of an earlier run; what is left, if there are no optimizers yet."""
-    everyone = list(steps)
-    for one, notes in zip(everyone, waits, strict=False):
-        if one is not None:
-            one.loaded = notes
-    return [] if everyone else waits
-
-
-def unpaid(state: dict[str, Any]) -> dict[str, Any]:
-    """A rank's state with those of its residuals that are not 0; empty if there is none."""
+def unsent(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a rank's state with those of its residuals that are not 0; empty if there is none."""
     residuals = {name: residual for name, residual in state.get("residuals", {}).items() if residual.any()}
     return {**state, "residuals": residuals} if residuals else {}
 
 
-class Owed:
-    """What compression had not sent, added to this rank's part of the next dense sum: ``g_i + W r_i``.
+class ResidualPayout:
+    """Add what compression had not sent to this rank's part of the next dense sum: ``g_i + W r_i``.
 
     Args:
-        residuals: by name; what is paid is taken out.
+        residuals: by name; what was added is taken out.
         parameters: of the module, by name.
         world_size: number of ranks in the average, ``W``.
     """
@@ -81,8 +71,8 @@ class Owed:
         self._names = {p: name for name, p in parameters.items()}
 
     @classmethod
-    def of(cls, state: dict[str, Any], module: nn.Module, world_size: int, *, scaled: bool) -> "Owed | None":
-        """For a rank's state; ``None`` under a loss scaler, which may skip the step that it would go into."""
+    def of(cls, state: dict[str, Any], module: nn.Module, world_size: int, *, scaled: bool) -> "ResidualPayout | None":
+        """Build it for a rank's state; ``None`` under a loss scaler, which may skip the step that it would go into."""
         if scaled:
             log.warning(
                 "sums are dense: what compression has not sent yet waits, and rides in the checkpoint, because a loss "
@@ -93,7 +83,7 @@ class Owed:
         return cls(state["residuals"], dict(module.named_parameters()), world_size)
 
     def __call__(self, bucket: dist.GradBucket) -> bool:
-        """Pay what is owed to a bucket before it is summed; whether all is paid.
+        """Add residuals to a bucket before it is summed; return whether none is left.
 
         A parameter whose gradient is 0 may be one that no rank has used: DDP would not hand it on, so it waits.
         """

@@ -1,4 +1,4 @@
-"""The one DDP communication hook: averages as DDP does, marks each bucket's times, takes norms on request.
+"""The one DDP communication hook: mark each bucket's times, ask the averager, take norms on request.
 
 This module must not postpone the evaluation of annotations: torch inspects the hook's signature.
 """
@@ -7,28 +7,24 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.comm.agreement.control_plane import ControlPlane
-from lightning_hetero.comm.collectives import async_ops as sums
 from lightning_hetero.comm.collectives.topology import Topology
-from lightning_hetero.comm.gradients.squared_norms import GradientNorms
-from lightning_hetero.comm.staleness.base import Delays
+from lightning_hetero.comm.gradients.averager import DDPMean, GradientAverager, UserHook
+from lightning_hetero.comm.gradients.squared_norms import BucketSquares
+from lightning_hetero.comm.gradients.stale_averager import StaleAverager
 from lightning_hetero.comm.timing.step_timer import StepObserver
 
-__all__ = ["HookState", "gradient_hook"]
+__all__ = ["DIRECT_BACKWARD", "HookState", "gradient_hook"]
 
 log = logging.getLogger("lightning_hetero")
 
-Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
-
-
-CALLBACKS = 256
+CALLBACKS_HELD = 256
 """The newest callbacks, any of which a thread of the process group may still hold when a training ends."""
 
 DIRECT_BACKWARD = (
@@ -37,63 +33,137 @@ DIRECT_BACKWARD = (
 )
 
 
-@dataclass
 class HookState:
-    """What the hook works with.
+    """Answer what the gradient hook asks: who averages, whether the loss was weighted, whether norms are due.
 
     Args:
         observer: takes the times of each bucket.
         world_size: number of ranks in the average.
-        in_backward: whether the running backward pass went through the strategy, which weights the loss.
-        weighted: whether the loss has to be weighted at present, so that an unweighted backward pass is an error.
-        inner: a hook that does the averaging: a user's, e.g. ``fp16_compress_hook``, or a compressor.
-        inner_state: its state.
-        owed: adds what an earlier run had not sent to a bucket, and tells whether that is all.
-        topology: how gradients travel; straight between all ranks by default.
-        staleness: averages in place of ``inner``, some buckets with a delay of one step.
-        restored: state of ``staleness`` in a checkpoint, until there is one that takes it.
-        collect_norms: whether to take norms.
-        norms: takes the norms.
-        exact_sum: whether the running step's gradient is the sum of all ranks', rather than a compressed one.
-        one_message: whether all buckets are exchanged together with the last one.
-        step_dropped: whether the running step was left out on all ranks, because a gradient was not finite; on GPU a
-            number on the device, 0 if it was not.
-        fired: whether a bucket was averaged since :meth:`take_fired`.
+        topology: way of gradients; flat between all ranks by default.
+        averager: averages buckets; as plain DDP by default.
+        weighted: whether the loss has to be weighted, so that an unweighted backward pass is an error.
+
+    Attributes:
+        staleness: averages in place of ``averager``, some buckets one step late; ``None`` if all are awaited.
+        residual_payout: adds what an earlier run had not sent to a bucket, and tells whether that is all.
+        squares: squared norms of the running step's buckets.
+        backward_via_strategy: whether the running backward pass went through the strategy, which weights the loss.
         num_bytes: bytes of the gradients that were averaged so far.
-        local_squares: squared norms of the buckets before averaging, of the running step.
-        global_squares: the same after averaging.
-        late_squares: the same of buckets that got the sum of the step before.
-        put_back: makes weights what they were, where a step runs with predicted ones.
-        models: what watches over each model that has the hook, see :mod:`lightning_hetero.frontend.wrap_model`.
     """
 
-    observer: StepObserver
-    world_size: int
-    in_backward: bool = False
-    weighted: bool = False
-    inner: Hook | None = None
-    inner_state: Any = None
-    owed: Callable[[dist.GradBucket], bool] | None = None
-    topology: Topology | None = None
-    staleness: Delays | None = None
-    restored: dict[str, Any] = field(default_factory=dict)
-    collect_norms: bool = False
-    norms: GradientNorms = field(default_factory=GradientNorms)
-    exact_sum: bool = True
-    one_message: bool = False
-    step_dropped: bool | torch.Tensor = False
-    fired: bool = False
-    num_bytes: int = 0
-    local_squares: list[torch.Tensor] = field(default_factory=list)
-    global_squares: list[torch.Tensor] = field(default_factory=list)
-    late_squares: list[torch.Tensor] = field(default_factory=list)
-    put_back: Callable[[], None] | None = None
-    models: "weakref.WeakKeyDictionary[Any, Any]" = field(default_factory=weakref.WeakKeyDictionary, repr=False)
-    _running: "deque[weakref.ref[Any]]" = field(default_factory=lambda: deque(maxlen=CALLBACKS), repr=False)
+    def __init__(
+        self,
+        observer: StepObserver,
+        world_size: int,
+        *,
+        topology: Topology | None = None,
+        averager: GradientAverager | None = None,
+        weighted: bool = False,
+    ) -> None:
+        self.observer, self.world_size, self.topology, self.weighted = observer, world_size, topology, weighted
+        self.averager = averager or DDPMean(world_size, topology)
+        self.staleness: StaleAverager | None = None
+        self.residual_payout: Callable[[dist.GradBucket], bool] | None = None
+        self.squares = BucketSquares()
+        self.backward_via_strategy, self.num_bytes = False, 0
+        self._skipped = self._fired = False
+        self._restored: dict[str, Any] = {}
+        self._running: deque[weakref.ref[Any]] = deque(maxlen=CALLBACKS_HELD)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Leave nothing of this run in a copy or a pickle of the model: torch registers no hook with either."""
         return type(None), ()
+
+    # who averages
+
+    @property
+    def active(self) -> GradientAverager:
+        """The averager of the running step."""
+        return self.staleness or self.averager
+
+    def use(self, averager: GradientAverager | None) -> None:
+        """Average by this from the next backward pass on; ``None`` for the mean of plain DDP."""
+        self.averager = averager or DDPMean(self.world_size, self.topology)
+
+    def use_hook(self, hook: Callable[..., Any] | None, state: Any = None) -> None:
+        """Average by a communication hook of the user's; ``None`` for the mean of plain DDP."""
+        self.use(None if hook is None else UserHook(hook, state, self.world_size))
+
+    def delay_by(self, staleness: StaleAverager | None) -> None:
+        """Let this apply gradients a step late from the next backward pass on; ``None`` awaits them all."""
+        self.staleness = staleness
+
+    def pay_out(self, payout: Callable[[dist.GradBucket], bool] | None) -> None:
+        """Add residuals of an earlier run to the next buckets; ``None`` for none."""
+        self.residual_payout = payout
+
+    @property
+    def topologies(self) -> list[Topology]:
+        """The ways of gradients that have process groups."""
+        stale = None if self.staleness is None else self.staleness.topology
+        return [way for way in (self.topology, stale) if way is not None]
+
+    # the running step
+
+    def require_weighting(self, weighted: bool) -> None:
+        """Make an unweighted backward pass an error, or allow it."""
+        self.weighted = weighted
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Mark the backward pass inside as one that went through the strategy."""
+        self.backward_via_strategy = True
+        try:
+            yield
+        finally:
+            self.backward_via_strategy = False
+
+    def begin_bucket(self, buffer: torch.Tensor, *, first: bool) -> None:
+        """Note that a bucket is about to be averaged.
+
+        Raises:
+            RuntimeError: if the backward pass bypassed the strategy, so that its loss was not weighted.
+        """
+        if self.weighted and not self.backward_via_strategy:
+            raise RuntimeError(DIRECT_BACKWARD)
+        if first:
+            self._skipped = False
+        self._fired = True
+        self.num_bytes += buffer.nbytes if not buffer.is_sparse else buffer._indices().nbytes + buffer._values().nbytes
+
+    def end_payout(self) -> None:
+        """Note that residuals of an earlier run are paid out."""
+        self.residual_payout = None
+
+    def skip_step(self) -> None:
+        """Note that the running step was left out on all ranks."""
+        self._skipped = True
+
+    def take_fired(self) -> bool:
+        """Return whether a bucket was averaged since the last call."""
+        fired, self._fired = self._fired, False
+        return fired
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the running step's gradient is the sum of all ranks'."""
+        return self.active.flags.exact
+
+    @property
+    def step_skipped(self) -> bool | torch.Tensor:
+        """Whether the running step was left out on all ranks; on GPU a number on the device, 0 if it was not."""
+        return self._skipped or self.active.flags.skipped
+
+    def forget_squares(self) -> None:
+        """Take no norms until that is asked for again; what a step that failed half-way has left is gone."""
+        self._skipped = False
+        self.squares.forget()
+
+    # what ends later
+
+    def hold(self, callback: Any) -> None:
+        """Remember a callback that a thread of the process group may hold until :meth:`settle`."""
+        self._running.append(weakref.ref(callback))
 
     def settle(self, timeout: float = 5.0) -> None:
         """Wait until the threads of the process group have let go of our callbacks, for ``timeout`` seconds at most.
@@ -105,69 +175,26 @@ class HookState:
         while any(callback() is not None for callback in self._running) and time.monotonic() < deadline:
             time.sleep(0.001)
 
-    @property
-    def topologies(self) -> list[Topology]:
-        """The ways of gradients that have process groups."""
-        late = None if self.staleness is None else self.staleness.topology
-        return [way for way in (self.topology, late) if way is not None]
+    # checkpoints of stale gradients
 
-    def agree(self, control: ControlPlane) -> None:
-        """Let ranks decide which gradients are delayed; a collective call."""
-        if self.staleness is not None:
-            self.staleness.agree(control)
-
-    def delayed_state(self) -> dict[str, Any]:
-        """What is delayed and still under way, for a checkpoint; without what is lost with a rank that is gone."""
+    def stale_state(self) -> dict[str, Any]:
+        """Return what is stale and in flight, for a checkpoint; without what is lost with a rank that is gone."""
         try:
-            return self.restored if self.staleness is None else self.staleness.state_dict()
+            return self._restored if self.staleness is None else self.staleness.state_dict()
         except (RuntimeError, ValueError) as error:
-            log.warning("gradients that were under way are lost, and not in this checkpoint: %s", error)
+            log.warning("gradients in flight are lost, and not in this checkpoint: %s", error)
             return {}
 
-    def load_delayed_state(self, state: dict[str, Any]) -> None:
+    def load_stale_state(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint, once the model is known or at once."""
-        self.restored = state
+        self._restored = state
         if self.staleness is not None:
             self.staleness.load_state_dict(state)
 
-    def take_fired(self) -> bool:
-        """Whether a bucket was averaged since the last call."""
-        fired, self.fired = self.fired, False
-        return fired
-
-    def take_squares(self) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
-        """Squared norms of the buckets since the last call, before and after averaging; ``None`` if there are none.
-
-        Those after are of this rank's part of each bucket, where :attr:`GradientNorms.in_parts` says so.
-        Those before are of the *weighted* gradient: divide by ``(W b_i / B)^2`` for the worker's own mean gradient.
-        """
-        if not self.local_squares:
-            return None
-        squares = self.local_squares, self.global_squares
-        self.local_squares, self.global_squares = [], []
-        return squares
-
-    def take_norms(
-        self, result: torch.Tensor, parameters: Callable[[], list[torch.Tensor]], late: bool | list[bool]
-    ) -> None:
-        """Take the norms of an averaged bucket, of which all, nothing, or some parameters are of the step before."""
-        if isinstance(late, bool):
-            (self.late_squares if late else self.global_squares).extend(self.norms.of_average(result, parameters))
-            return
-        owners = parameters()
-        parts = result.split([owner.numel() for owner in owners])
-        for owner, part, is_late in zip(owners, parts, late, strict=True):
-            self.take_norms(part, lambda owner=owner: [owner], is_late)  # type: ignore[misc]
-
-    def forget_squares(self) -> None:
-        """Take no norms until that is asked for again; what a step that failed half-way has left is gone."""
-        self.collect_norms, self.step_dropped = False, False
-        self.local_squares, self.global_squares, self.late_squares = [], [], []
-
-    def take_late_squares(self) -> list[torch.Tensor]:
-        """Squared norms of what belongs to the step before, since the last call."""
-        squares, self.late_squares = self.late_squares, []
-        return squares
+    def take_restored(self) -> dict[str, Any]:
+        """Return the state of a checkpoint that no staleness has taken yet; from now on it is the caller's."""
+        restored, self._restored = self._restored, {}
+        return restored
 
 
 def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -178,48 +205,30 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     Raises:
         RuntimeError: if the backward pass bypassed the strategy, so that its loss was not weighted.
     """
-    if state.weighted and not state.in_backward:
-        raise RuntimeError(DIRECT_BACKWARD)
-    state.fired = True
+    buffer, squares, averager = bucket.buffer(), state.squares, state.active
+    state.begin_bucket(buffer, first=bucket.index() == 0)
     number = state.observer.bucket_ready()
-    buffer, parameters = bucket.buffer(), bucket.parameters
-    state.num_bytes += sums.num_bytes(buffer)
-    at_once = state.staleness is None and state.inner is None and state.owed is None
-    if state.collect_norms and not at_once:
-        state.local_squares.extend(state.norms.of_bucket(buffer, parameters))
-    if state.owed is not None and state.owed(bucket):
-        state.owed = None
-    future, late = _average(state, bucket, buffer, with_norms=state.collect_norms and at_once)
-
-    early = state.one_message and not bucket.is_last()
-    if early:  # it travels with the last bucket, so what it waits for is no communication of its own
+    payout = state.residual_payout
+    fused = squares.due and averager.takes_norms and payout is None
+    if squares.due and not fused:
+        squares.take_local(buffer, bucket.parameters)
+    if payout is not None and payout(bucket):
+        state.end_payout()
+    future = averager.average(bucket, squares if fused else None)
+    stale = averager.stale_parts
+    parameters = bucket.parameters if squares.due else None
+    travels_later = averager.flags.single_message and not bucket.is_last()
+    if travels_later:  # with the last bucket, so what it waits for is no communication of its own
         state.observer.bucket_done(number)
 
     def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
         value = done.value()
         result: torch.Tensor = value[0] if isinstance(value, list | tuple) else value
-        if not early:
+        if not travels_later:
             state.observer.bucket_done(number)
-        if state.collect_norms:
-            state.take_norms(result, parameters, late)
+        if parameters is not None:
+            squares.take_averaged(result, parameters, stale)
         return result
 
-    state._running.append(weakref.ref(finish))
+    state.hold(finish)
     return future.then(finish)
-
-
-def _average(
-    state: HookState, bucket: dist.GradBucket, buffer: torch.Tensor, *, with_norms: bool
-) -> tuple[torch.futures.Future[Any], bool | list[bool]]:
-    """The average on its way, and what of it belongs to the step before."""
-    if state.staleness is not None:
-        future = state.staleness(bucket)
-        return future, state.staleness.gave_late
-    if state.inner is not None:
-        return state.inner(state.inner_state, bucket), False
-    weight = 1.0 / state.world_size  # as DDP does without a hook; a division is slower
-    if with_norms:
-        state.local_squares.extend(state.norms.of_weighted(buffer, weight, bucket.parameters))
-    elif weight != 1.0:
-        buffer.mul_(weight)
-    return sums.sum_over_ranks(buffer) if state.topology is None else state.topology.sum(buffer), False

@@ -114,7 +114,7 @@ class Health:
             )
 
     def _what_follows(self) -> str:
-        if self.scaled or self.mode == "drop" or hasattr(self._hook.inner, "dropped"):
+        if self.scaled or self.mode == "drop" or self._hook.averager.skips_nonfinite:
             return "Such gradients are left out on all ranks"
         if self.mode == "stop":
             return "Training ends with such a gradient, because of nonfinite='stop'"
@@ -136,9 +136,9 @@ class Health:
         finite = all_finite(parameters)
         if self.mode == "drop" and not finite:
             clear(parameters)
-            self._hook.step_dropped = True
+            self._hook.skip_step()
             self._dropped.add(batch, f"of epoch {epoch}")
-        if self.mode == "drop" or (finite and not bool(self._hook.step_dropped)):  # compression may have left it out
+        if self.mode == "drop" or (finite and not bool(self._hook.step_skipped)):  # compression may have left it out
             return
         self._clock.wait()
         self._read(wait=True)

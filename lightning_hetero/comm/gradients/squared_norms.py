@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from lightning_hetero.optim.adam_preconditioner import AdamPreconditioner
 
-__all__ = ["GradientNorms", "square"]
+__all__ = ["BucketSquares", "GradientNorms", "square"]
 
 CHUNK = 2**20
 """Elements of a float32 sum on a CPU, where one over many millions would lose four of its seven digits."""
@@ -38,6 +39,18 @@ class GradientNorms:
     loss_scale: Callable[[], torch.Tensor | float] | None = None
     rank: int = 0
     ranks: int = 1
+
+    def divide(self, rank: int, ranks: int) -> None:
+        """Take the squares of this rank's part of an averaged bucket only."""
+        self.rank, self.ranks = rank, ranks
+
+    def scaled_by(self, loss_scale: Callable[[], torch.Tensor | float] | None) -> None:
+        """Leave the factor of a gradient scaler out; ``None`` if there is none."""
+        self.loss_scale = loss_scale
+
+    def precondition(self, preconditioner: AdamPreconditioner | None) -> None:
+        """Take norms of gradients as an adaptive optimizer scales them; ``None`` as they are."""
+        self.preconditioner = preconditioner
 
     @property
     def in_parts(self) -> bool:
@@ -98,6 +111,75 @@ class GradientNorms:
 
     def _unscaled(self, squares: list[torch.Tensor]) -> list[torch.Tensor]:
         return squares if self.loss_scale is None else [value / self.loss_scale() ** 2 for value in squares]
+
+
+class BucketSquares:
+    """Squared norms of a step's buckets, before averaging and after it.
+
+    Those before are of the *weighted* gradient: divide by ``(W b_i / B)^2`` for the worker's own mean gradient. Those
+    after are of this rank's part of each bucket, where :attr:`GradientNorms.in_parts` says so.
+
+    Attributes:
+        norms: takes the norms.
+        due: whether norms of the running step are wanted.
+        local: of this rank's buckets before averaging.
+        averaged: after averaging, of what belongs to the running step.
+        stale: after averaging, of what belongs to the step before.
+
+    Example:
+        >>> squares = BucketSquares()
+        >>> squares.take_averaged(torch.tensor([3.0, 4.0]), list, stale=False)
+        >>> squares.averaged, squares.take()
+        ([tensor(25.)], None)
+    """
+
+    def __init__(self) -> None:
+        self.norms = GradientNorms()
+        self.due = False
+        self.local: list[torch.Tensor] = []
+        self.averaged: list[torch.Tensor] = []
+        self.stale: list[torch.Tensor] = []
+
+    def want(self, due: bool) -> None:
+        """Say whether norms of the running step are wanted."""
+        self.due = due
+
+    def take_local(self, flat: torch.Tensor, parameters: Callable[[], list[torch.Tensor]]) -> None:
+        """Take the norm of this rank's bucket."""
+        self.local.extend(self.norms.of_bucket(flat, parameters))
+
+    def take_weighted(self, flat: torch.Tensor, weight: float, parameters: Callable[[], list[torch.Tensor]]) -> None:
+        """Take the norm of this rank's bucket, then multiply the bucket by a weight."""
+        self.local.extend(self.norms.of_weighted(flat, weight, parameters))
+
+    def take_averaged(
+        self, flat: torch.Tensor, parameters: Callable[[], list[torch.Tensor]], stale: bool | list[bool]
+    ) -> None:
+        """Take the norms of an averaged bucket, of which all, nothing, or some parameters are of the step before."""
+        if isinstance(stale, bool):
+            (self.stale if stale else self.averaged).extend(self.norms.of_average(flat, parameters))
+            return
+        owners = parameters()
+        for owner, part, is_stale in zip(owners, flat.split([p.numel() for p in owners]), stale, strict=True):
+            self.take_averaged(part, partial(list, (owner,)), is_stale)
+
+    def take(self) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+        """Return the squares since the last call, before and after averaging; ``None`` if there are none."""
+        if not self.local:
+            return None
+        squares = self.local, self.averaged
+        self.local, self.averaged = [], []
+        return squares
+
+    def take_stale(self) -> list[torch.Tensor]:
+        """Return the squares of what belongs to the step before, since the last call."""
+        squares, self.stale = self.stale, []
+        return squares
+
+    def forget(self) -> None:
+        """Want no norms until that is asked for again; what a step that failed half-way has left is gone."""
+        self.due = False
+        self.local, self.averaged, self.stale = [], [], []
 
 
 def _stored(tensor: torch.Tensor) -> torch.Tensor:

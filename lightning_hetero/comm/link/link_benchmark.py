@@ -15,7 +15,7 @@ from lightning_hetero.compression.layout import Layout
 from lightning_hetero.compression.wire_format import MessageFormat
 from lightning_hetero.core.compression.settings import blocks_per_rank
 
-__all__ = ["handling_seconds", "latency", "probe"]
+__all__ = ["encode_seconds", "exchange_seconds", "handling_seconds", "latency", "probe"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -25,13 +25,10 @@ PROBES = 2
 SAMPLE_ELEMENTS = 8_000_000
 HANDLED = 0.01, 0.1
 
-STEPS, FEW, LATEST = 8, 3, 32
-"""Synchronised steps before the first look, timed steps that are enough, and steps after which none need be timed."""
-
 
 def latency(control: ControlPlane, topology: Topology, device: torch.device) -> float:
     """Seconds of an exchange of next to nothing: the best of three, of the slowest rank; a collective call."""
-    return float(control.gather(np.array([_exchange_seconds(64, topology, device)])).max())
+    return float(control.gather(np.array([exchange_seconds(64, topology, device)])).max())
 
 
 def probe(topology: Topology, device: torch.device, bytes_now: int, num_bytes: int) -> npt.NDArray[np.float64]:
@@ -47,13 +44,14 @@ def probe(topology: Topology, device: torch.device, bytes_now: int, num_bytes: i
         ``(5,)``: seconds of the least one, bytes and shortest seconds of the present one, bytes and longest seconds of
         the other, with bytes as a worker sends them to all others.
     """
-    least, now = (_exchange_seconds(size, topology, device, repeats=PROBES) for size in (64, bytes_now))
+    least, now = (exchange_seconds(size, topology, device, repeats=PROBES) for size in (64, bytes_now))
     longest = max(_exchange_times(num_bytes, topology, device, repeats=PROBES))
     others = topology.size - 1
     return np.array([least, others * bytes_now, now, others * num_bytes, longest], dtype=float)
 
 
-def _exchange_seconds(size: int, topology: Topology, device: torch.device, repeats: int = REPEATS) -> float:
+def exchange_seconds(size: int, topology: Topology, device: torch.device, repeats: int = REPEATS) -> float:
+    """Measure an exchange of messages of a size: the best of some; all ranks call it together."""
     return min(_exchange_times(size, topology, device, repeats))
 
 
@@ -73,11 +71,11 @@ def _exchange_times(size: int, topology: Topology, device: torch.device, repeats
 def handling_seconds(layout: Layout, value_dtype: str) -> float:
     """Seconds by which messages take longer to select, write, read and merge here for each unit of density."""
     numel = layout.num_blocks * layout.block
-    sparse, denser = (_encode_seconds(numel, density, value_dtype) for density in HANDLED)
+    sparse, denser = (encode_seconds(numel, density, value_dtype) for density in HANDLED)
     return max(denser - sparse, 0.0) / (HANDLED[1] - HANDLED[0])
 
 
-def _encode_seconds(numel: int, density: float, value_dtype: str) -> float:
+def encode_seconds(numel: int, density: float, value_dtype: str) -> float:
     """Error feedback, selection and merging on this processor at a density, from 8 million elements at most."""
     sample = min(numel, SAMPLE_ELEMENTS)
     layout = Layout.of([("probe", sample)], 16)

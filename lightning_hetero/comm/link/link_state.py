@@ -38,6 +38,28 @@ class LinkWatch:
         self.timed: Array | None = None
         self._probe: LinkProbe | None = None
 
+    def begin(self, latency: float) -> None:
+        """Begin with the latency that was measured before training."""
+        self.latency = latency
+
+    def time(self, timed: Array) -> None:
+        """Keep what messages of another size took on this rank, until the others know."""
+        self.timed = timed
+
+    def metrics(self, leaders: list[int]) -> dict[str, float]:
+        """Return the rates and the newest seconds of messages.
+
+        Args:
+            leaders: ranks that exchange.
+        """
+        rates = [link.rate for link in self.links if link.rate is not None]
+        metrics = {f"hetero/bandwidth/rank{i}": rate for i, rate in zip(leaders, rates, strict=False)}
+        if rates:
+            metrics["hetero/bandwidth"] = min(rates)
+        if self.seconds is not None:
+            metrics["hetero/transfer_time"] = self.seconds
+        return metrics
+
     def take(self, messages: MessageLog) -> Array:
         """What this rank has seen since the last call: timed exchanges and messages, flat."""
         timed, self.timed = np.full(PROBE, np.nan) if self.timed is None else self.timed, None

@@ -81,7 +81,7 @@ class NoiseCollector:
         summed: bool = False,
     ) -> None:
         self.hook, self.rank, self.method, self.every_n_steps = hook, rank, method, every_n_steps
-        hook.norms.rank, hook.norms.ranks = rank, hook.world_size
+        hook.squares.norms.divide(rank, hook.world_size)
         self.summed = summed
         self.running = RunningNoiseScale(horizon=horizon)
         self.sums = NoiseSums()
@@ -98,9 +98,9 @@ class NoiseCollector:
 
     def begin_step(self, sizes: tuple[int, ...]) -> None:
         """A micro-batch of these sizes begins."""
-        known = self.hook.norms.preconditioner is None or self.number >= PRECONDITIONED_AFTER
+        known = self.hook.squares.norms.preconditioner is None or self.number >= PRECONDITIONED_AFTER
         due = self.number % self.every_n_steps == 0
-        self.hook.collect_norms = known and (due or self._held is not None)
+        self.hook.squares.want(known and (due or self._held is not None))
         self._window.append(sizes)
 
     def accumulate(self, divisor: Callable[[], int | None], parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
@@ -118,15 +118,15 @@ class NoiseCollector:
 
     def after_backward(self) -> None:
         """Take the norms of the first micro-batch of a window, whose gradients nobody has averaged."""
-        if self.hook.collect_norms and len(self._window) == 1 and not self.hook.local_squares:
-            self._first = self.hook.norms.of_parameters(self._parameters())
+        if self.hook.squares.due and len(self._window) == 1 and not self.hook.squares.local:
+            self._first = self.hook.squares.norms.of_parameters(self._parameters())
 
     def end_step(self) -> None:
         """The gradients of an optimizer step were averaged: take their norms."""
         due = self.number % self.every_n_steps == 0
         self.number += 1
-        squares, late = self.hook.take_squares(), self.hook.take_late_squares()
-        dropped, self.hook.step_dropped = self.hook.step_dropped, False
+        squares, late = self.hook.squares.take(), self.hook.squares.take_stale()
+        dropped = self.hook.step_skipped
         window, self._window = tuple(self._window), []
         first, self._first = self._first, []
         kind = frozenset() if self.hook.staleness is None else self.hook.staleness.step_kind
@@ -143,14 +143,14 @@ class NoiseCollector:
             summed=self.summed,
             method=self.method,
             nested=nested,
-            exact=self.hook.exact_sum,
+            exact=self.hook.is_exact,
             noise_scale=math.inf if math.isnan(known) else known,
         )
         if estimator is not None and kind:
-            self._held = _Held(estimator, first if len(window) > 1 else [], local, whole, self.hook.exact_sum, kind)
+            self._held = _Held(estimator, first if len(window) > 1 else [], local, whole, self.hook.is_exact, kind)
         elif estimator is not None:
             self.add(estimator, first if len(window) > 1 else [], local, whole)
-        elif not self.hook.exact_sum and not self._warned:
+        elif not self.hook.is_exact and not self._warned:
             self._warned = True
             log.warning(
                 "the noise scale cannot be seen in compressed sums of equal batches (%s): it is estimated from dense "
@@ -165,10 +165,10 @@ class NoiseCollector:
         All ranks have to call it together.
         """
         if self._held is not None and self.hook.staleness is not None:
-            owed, dropped = self.hook.staleness.arrived()
+            owed, dropped = self.hook.staleness.wait_in_flight()
             late: list[torch.Tensor] = []
             for flat, owners in owed:
-                late += self.hook.norms.of_average(flat, lambda owners=owners: owners)  # type: ignore[misc]
+                late += self.hook.squares.norms.of_average(flat, lambda owners=owners: owners)  # type: ignore[misc]
             self._complete(self._held.kind, late, dropped)
 
     def _complete(self, kind: frozenset[str] | None, late: Squares, dropped: bool | torch.Tensor) -> None:
@@ -180,7 +180,7 @@ class NoiseCollector:
 
     def add(self, estimator: WindowEstimator, first: Squares, local: Squares, whole: Squares) -> None:
         """Add a step, by the squared norms of this rank's weighted gradient and of the averaged one."""
-        part = estimator.part(self.rank, divided=self.hook.norms.in_parts)
+        part = estimator.part(self.rank, divided=self.hook.squares.norms.in_parts)
         self.sums.add(part, estimator.samples, (first, local, whole))
 
     def absorb(self, parts: np.ndarray, control: ControlPlane) -> None:

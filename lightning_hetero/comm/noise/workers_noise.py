@@ -43,11 +43,11 @@ class WorkersNoise:
 
     def precondition(self, preconditioner: AdamPreconditioner | None) -> None:
         """Take norms of gradients as Adam scales them."""
-        self.collector.hook.norms.preconditioner = preconditioner
+        self.collector.hook.squares.norms.precondition(preconditioner)
 
     def scaled_by(self, scaler: Any) -> None:
         """Leave the factor of a gradient scaler out, on the device: ``get_scale()`` would wait for it."""
-        self.collector.hook.norms.loss_scale = None if scaler is None else scaler._get_scale_async
+        self.collector.hook.squares.norms.scaled_by(None if scaler is None else scaler._get_scale_async)
 
     def exchange(self) -> None:
         """Take what all workers have seen into the running estimate; a collective call."""

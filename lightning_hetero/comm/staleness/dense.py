@@ -1,12 +1,11 @@
-"""Gradient sums that arrive one step later, where the link would make every step wait (StellaTrain, sec. 3.3).
+"""Dense gradient sums that are applied one step late where the link would make every step wait (StellaTrain, sec. 3.3).
 
 Of a *delayed* parameter the optimizer gets the sum of the step before, while this step's sum travels through the
 optimizer, the next forward and the next backward pass. All ranks delay the same parameters and hold the same sums, so
 that replicas stay identical. No sum is lost: it is applied once, when the parameter's next gradient is, or by
-:meth:`Staleness.take_sums` at the end of a training; until then it rides in the checkpoint.
+:meth:`DenseStaleAverager.drain` at the end of a training; until then it rides in the checkpoint.
 """
 
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,21 +13,20 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm.collectives import async_ops as sums
-from lightning_hetero.comm.collectives.async_ops import tensor_of
+from lightning_hetero.comm.collectives.async_ops import pending, tensor_of
 from lightning_hetero.comm.collectives.topology import Topology
-from lightning_hetero.comm.staleness.base import Delays, Expected
+from lightning_hetero.comm.gradients.averager import Future
+from lightning_hetero.comm.gradients.squared_norms import BucketSquares
+from lightning_hetero.comm.gradients.stale_averager import Predicted, StaleAverager
+from lightning_hetero.comm.staleness.base import MeasuredStaleness
 from lightning_hetero.comm.staleness.deadline_queue import TransferQueue
 from lightning_hetero.comm.timing.clock import Clock
 from lightning_hetero.core.link.bandwidth import LinkEstimate, sum_bytes
 
-__all__ = ["Staleness"]
-
-log = logging.getLogger("lightning_hetero")
-
-Future = torch.futures.Future[Any]
+__all__ = ["DenseStaleAverager"]
 
 
-class _Lane:
+class _StaleBucket:
     """One bucket: its parameters, and two buffers, one that sends while the other is read."""
 
     def __init__(self, names: tuple[str, ...], sizes: list[int], num_bytes: int) -> None:
@@ -47,15 +45,15 @@ class _Lane:
         return self._buffers[self._turn]
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Wait for the sums that are under way, by parameter; they are no longer the lane's."""
+        """Wait for the sums in flight, by parameter; they are no longer held."""
         if self.sums is None:
             return {}
         flat, self.sums, self.known = tensor_of(self.sums.wait()), None, False
         return {name: part.clone() for name, part in zip(self.names, flat.split(self.sizes), strict=True)}
 
 
-class Staleness(Delays):
-    """Averages gradient buckets for DDP's hook, some of them with a delay of one step.
+class DenseStaleAverager(MeasuredStaleness):
+    """Average gradient buckets for DDP's hook, some of them with a delay of one step.
 
     Args:
         limit: greatest delay in steps, 0 or 1.
@@ -64,10 +62,10 @@ class Staleness(Delays):
         clock: marks moments on this rank's device.
         hysteresis: least predicted gain for which more is delayed, as a share of the step time.
         topology: way of delayed sums, with process groups of its own, so that no other collective waits behind them,
-            and they for fresh ones; ``None`` for that of fresh sums, in which all set out as they are ready.
-        fresh: way of fresh sums; ``None`` for straight ones.
+            and they for awaited ones; ``None`` for that of awaited sums, in which all set out as they are ready.
+        synchronous: way of awaited sums; ``None`` for flat ones.
         restored: :meth:`state_dict` of an earlier run.
-        running: callbacks that a thread of the process group may still hold, by weak reference.
+        hold: remembers callbacks that a thread of the process group may still hold when training ends.
     """
 
     def __init__(
@@ -79,53 +77,51 @@ class Staleness(Delays):
         clock: Clock,
         hysteresis: float = 0.03,
         topology: Topology | None = None,
-        fresh: Topology | None = None,
+        synchronous: Topology | None = None,
         restored: dict[str, Any] | None = None,
-        running: Any = None,
+        hold: Callable[[Any], None] | None = None,
     ) -> None:
-        super().__init__(limit, parameters, clock=clock, hysteresis=hysteresis, topology=topology, running=running)
-        self.world_size, self.fresh = world_size, fresh
+        super().__init__(
+            limit,
+            parameters,
+            world_size=world_size,
+            clock=clock,
+            hysteresis=hysteresis,
+            topology=topology,
+            hold=hold,
+        )
+        self.synchronous = synchronous
         self.delayed: frozenset[str] = frozenset()
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._sums: dict[str, torch.Tensor] = {}
-        self._lanes: dict[int, _Lane] = {}
+        self._buckets: dict[int, _StaleBucket] = {}
+        self._stale_parts: bool | list[bool] = False
         self.queue = TransferQueue(running=topology is not None)
         self.load_state_dict(restored or {})
 
-    @classmethod
-    def after(cls, before: Delays, world_size: int, fresh: Topology | None) -> "Staleness":
-        """Sums that are dense from now on, in place of other delays of these parameters.
+    @property
+    def stale_parts(self) -> bool | list[bool]:
+        """Whether the last bucket got the sum of the step before; for each of its parameters if it has both."""
+        return self._stale_parts
 
-        It goes on with what those owe, and by its own rule: who has led them decided on messages.
-        """
-        late = cls(
-            before.limit,
-            before.parameters,
-            world_size=world_size,
-            clock=before._log.clock,
-            hysteresis=before.hysteresis,
-            topology=before.topology,
-            fresh=fresh,
-            restored=before.state_dict(),
-            running=before._running,
-        )
-        late.keeps_own = before.keeps_own
-        return late
+    def for_dense_sums(self, topology: Topology | None) -> StaleAverager:
+        """Return this one: its sums are dense."""
+        return self
 
     # the hook
 
-    def __call__(self, bucket: dist.GradBucket) -> Future:
+    def average(self, bucket: dist.GradBucket, squares: BucketSquares | None = None) -> Future:
         """Average one bucket; DDP hands them over in the same order on all ranks."""
         if bucket.index() == 0:
             self.queue.begin_step()
             self.step_kind = frozenset()
-        lane, release = self._lane(bucket), self._log.ready(bucket.index())
-        delayed = self.delayed.intersection(lane.names)
-        whole = 0 < len(delayed) == len(lane.names)
-        self.gave_late = whole or (bool(delayed) and [name in delayed for name in lane.names])
+        held, release = self._bucket(bucket), self._timer.ready(bucket.index())
+        delayed = self.delayed.intersection(held.names)
+        whole = 0 < len(delayed) == len(held.names)
+        self._stale_parts = whole or (bool(delayed) and [name in delayed for name in held.names])
         if self.step_kind is not None:
             self.step_kind |= delayed
-        future = self._delay(lane, bucket.buffer()) if whole else self._await(lane, bucket.buffer())
+        future = self._delay(held, bucket.buffer()) if whole else self._await(held, bucket.buffer())
 
         def released(done: Future) -> torch.Tensor:
             value = tensor_of(done.value())
@@ -134,53 +130,53 @@ class Staleness(Delays):
 
         return self._then(future, released)
 
-    def _lane(self, bucket: dist.GradBucket) -> _Lane:
-        """The bucket's lane. DDP lays its buckets out anew after the first step; sums under way follow by name."""
+    def _bucket(self, bucket: dist.GradBucket) -> _StaleBucket:
+        """Return what is held of a bucket. DDP lays its buckets out anew after the first step; sums follow by name."""
         names = tuple(self._names[parameter] for parameter in bucket.parameters())
-        lane = self._lanes.get(bucket.index())
-        if lane is None or lane.names != names:
-            if lane is not None:
+        held = self._buckets.get(bucket.index())
+        if held is None or held.names != names:
+            if held is not None:
                 self._sums.update(self._settle())
-                self._lanes.clear()
+                self._buckets.clear()
             sizes = [parameter.numel() for parameter in bucket.parameters()]
-            lane = _Lane(names, sizes, bucket.buffer().numel() * bucket.buffer().element_size())
-            self._lanes[bucket.index()] = lane
-        return lane
+            held = _StaleBucket(names, sizes, bucket.buffer().numel() * bucket.buffer().element_size())
+            self._buckets[bucket.index()] = held
+        return held
 
-    def _delay(self, lane: _Lane, buffer: torch.Tensor) -> Future:
+    def _delay(self, held: _StaleBucket, buffer: torch.Tensor) -> Future:
         """Send this step's gradient, hand out the sum of the step before."""
-        before, sent = lane.sums, lane.buffer(buffer)
+        before, sent = held.sums, held.buffer(buffer)
         torch.mul(buffer, 1.0 / self.world_size, out=sent)
         if self.keeps_own:
-            lane.own, lane.known = sent.clone() if lane.own is None else lane.own.copy_(sent), False
-        lane.sums = self.queue.add(sent, self._sender(sent, self.topology or self.fresh))
+            held.own, held.known = sent.clone() if held.own is None else held.own.copy_(sent), False
+        held.sums = self.queue.add(sent, self._sender(sent, self.topology or self.synchronous))
         if before is not None:
             return before
         buffer.zero_()
-        for name, part in zip(lane.names, buffer.split(lane.sizes), strict=True):
+        for name, part in zip(held.names, buffer.split(held.sizes), strict=True):
             if name in self._sums:
                 part.copy_(self._sums.pop(name))
-        done: Future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)  # type: ignore[list-item]
+        done: Future = pending(buffer)
         done.set_result(buffer)
         return done
 
-    def _await(self, lane: _Lane, buffer: torch.Tensor) -> Future:
-        """Hand out the sum of this step, with what the step before still owes.
+    def _await(self, held: _StaleBucket, buffer: torch.Tensor) -> Future:
+        """Hand out the sum of this step, with what is left of the step before.
 
         A bucket that has delayed and other parameters, as the first after a resume may, is awaited as a whole.
         """
-        self._sums.update(lane.take())
-        future = self._sender(buffer.mul_(1.0 / self.world_size), self.fresh)()
+        self._sums.update(held.take())
+        future = self._sender(buffer.mul_(1.0 / self.world_size), self.synchronous)()
         self.queue.before(future)
-        owed, delayed = self._sums.keys() & lane.names, self.delayed
-        if not owed and delayed.isdisjoint(lane.names):
+        owed, delayed = self._sums.keys() & held.names, self.delayed
+        if not owed and delayed.isdisjoint(held.names):
             return future
         if owed - delayed:
             self.step_kind = None
 
         def settle(done: Future) -> torch.Tensor:
             flat = tensor_of(done.value())
-            for name, part in zip(lane.names, flat.split(lane.sizes), strict=True):
+            for name, part in zip(held.names, flat.split(held.sizes), strict=True):
                 owed = self._sums.pop(name, None)
                 if name in delayed:
                     self._sums[name] = part.clone()
@@ -193,7 +189,7 @@ class Staleness(Delays):
 
     def _sender(self, buffer: torch.Tensor, topology: Topology | None) -> Callable[[], Future]:
         """Lets the sum of the bucket at hand set out when it is called."""
-        begin = self._log.sender()
+        begin = self._timer.sender()
 
         def send() -> Future:
             arrived = begin()
@@ -208,37 +204,37 @@ class Staleness(Delays):
 
         return send
 
-    # sums that are owed
+    # sums in flight
 
     def _settle(self) -> dict[str, torch.Tensor]:
-        """Wait for all that is under way."""
-        return {name: value for lane in self._lanes.values() for name, value in lane.take().items()}
+        """Wait for all sums in flight."""
+        return {name: value for held in self._buckets.values() for name, value in held.take().items()}
 
-    def take_sums(self) -> dict[str, torch.Tensor]:
-        """All sums that the optimizer has not had yet, by parameter, flat; from now on they are the caller's."""
+    def drain(self) -> dict[str, torch.Tensor]:
+        """Return all sums that the optimizer has not had yet, by parameter, flat; from now on they are the caller's."""
         self._sums.update(self._settle())
         owed, self._sums = self._sums, {}
         return owed
 
-    def arrived(self) -> tuple[list[tuple[torch.Tensor, list[torch.Tensor]]], bool]:
-        """The sums that are owed, and that their step was not left out."""
-        lanes = [(lane.names, tensor_of(lane.sums.wait())) for lane in self._ordered() if lane.sums is not None]
-        owed = [*lanes, *(((name,), value) for name, value in self._sums.items())]
+    def wait_in_flight(self) -> tuple[list[tuple[torch.Tensor, list[torch.Tensor]]], bool]:
+        """Wait for the sums in flight; their step was not left out."""
+        in_flight = [(held.names, tensor_of(held.sums.wait())) for held in self._ordered() if held.sums is not None]
+        owed = [*in_flight, *(((name,), value) for name, value in self._sums.items())]
         return [(flat, [self.parameters[name] for name in names]) for names, flat in owed], False
 
-    def expected(self, cluster_shares: list[float], share: float) -> Expected | None:
-        """As :meth:`Delays.expected`."""
+    def predicted_sums(self, cluster_shares: list[float], share: float) -> Predicted | None:
+        """Return what is known of the next sums, see :meth:`StaleAverager.predicted_sums`."""
         if not self.delayed:
             return None
         known = dict(self._sums)
-        for lane in self._lanes.values():
+        for held in self._buckets.values():
             flat = None
-            if lane.sums is not None and lane.known:
-                flat = tensor_of(lane.sums.wait())
-            elif lane.sums is not None and lane.own is not None:
-                flat = lane.own * self.whole(share, self.world_size)
+            if held.sums is not None and held.known:
+                flat = tensor_of(held.sums.wait())
+            elif held.sums is not None and held.own is not None:
+                flat = held.own * self.extrapolation_factor(share, self.world_size)
             if flat is not None:
-                known |= dict(zip(lane.names, flat.split(lane.sizes), strict=True))
+                known |= dict(zip(held.names, flat.split(held.sizes), strict=True))
         return {self.parameters[name]: (None, known.get(name)) for name in self.delayed}
 
     # the decision
@@ -268,40 +264,40 @@ class Staleness(Delays):
         self.delay(self.parameters)
 
     def _sent_bytes(self) -> list[float]:
-        crossing = self.world_size if self.fresh is None else self.fresh.size
-        return [sum_bytes(lane.num_bytes, crossing) for lane in self._ordered()]
+        crossing = self.world_size if self.synchronous is None else self.synchronous.size
+        return [sum_bytes(held.num_bytes, crossing) for held in self._ordered()]
 
-    def _ordered(self) -> list[_Lane]:
-        return [self._lanes[index] for index in sorted(self._lanes)]
+    def _ordered(self) -> list[_StaleBucket]:
+        return [self._buckets[index] for index in sorted(self._buckets)]
 
-    def _fresh(self) -> int:
-        lanes = self._ordered()
-        return next((i for i, lane in enumerate(lanes) if not self.delayed.isdisjoint(lane.names)), len(lanes))
+    def _awaited(self) -> int:
+        buckets = self._ordered()
+        return next((i for i, held in enumerate(buckets) if not self.delayed.isdisjoint(held.names)), len(buckets))
 
-    def _keep_fresh(self, number: int) -> None:
-        self.delay(name for lane in self._ordered()[number:] for name in lane.names)
+    def _await_first(self, number: int) -> None:
+        self.delay(name for held in self._ordered()[number:] for name in held.names)
 
     # state
 
     def state_dict(self) -> dict[str, Any]:
-        """What is delayed and the sums that are owed, equal on all ranks; waits for what is under way."""
-        held = {**self._sums}
-        for lane in self._lanes.values():
-            if lane.sums is not None:
-                flat, lane.known = tensor_of(lane.sums.wait()), True
-                held |= dict(zip(lane.names, flat.split(lane.sizes), strict=True))
-        if not held and not self.delayed:
+        """Return what is delayed and the sums in flight, equal on all ranks; waits for them."""
+        known = {**self._sums}
+        for held in self._buckets.values():
+            if held.sums is not None:
+                flat, held.known = tensor_of(held.sums.wait()), True
+                known |= dict(zip(held.names, flat.split(held.sizes), strict=True))
+        if not known and not self.delayed:
             return {}
-        owed = {name: value.detach().cpu().clone() for name, value in held.items()}
+        owed = {name: value.detach().cpu().clone() for name, value in known.items()}
         return {"delayed": sorted(self.delayed), "sums": owed, "rate": self.link.rate}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; what is under way now belongs to steps that are taken back.
+        """Go on from there; what is in flight now belongs to steps that are taken back.
 
         Raises:
             ValueError: if a sum does not fit its parameter.
         """
-        self.take_sums()
+        self.drain()
         self.delayed = frozenset(name for name in state.get("delayed", ()) if self.limit and name in self.parameters)
         self.link = LinkEstimate(state.get("rate"))
         for name, value in self._fitting(state.get("sums", {})).items():

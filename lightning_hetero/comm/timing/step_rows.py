@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from lightning_hetero.comm.timing.clock import Clock
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.timing.cpu_quota import sustained
+from lightning_hetero.core.timing.cpu_quota import quota_limited_times
 
 __all__ = [
     "BackwardMarks",
@@ -138,12 +138,12 @@ def processor_seconds(window: list[BatchMarks]) -> tuple[float, float]:
 
 
 def sustain(rows: npt.NDArray[np.float64], cores: float) -> None:
-    """Put the times that a quota sustains in place of the observed ones, size by size, see :func:`sustained`."""
+    """Put what a quota allows in place of the observed times, size by size, see :func:`quota_limited_times`."""
     for size in set(rows[:, 1]):
         same = rows[:, 1] == size
         backward, own_outside, own_backward = rows[same][:, [3, FIELDS + 1, FIELDS + 2]].T
         outside = rows[same][:, OUTSIDE].sum(axis=1)
-        lasting, rows[same, 3] = sustained(outside, backward, own_outside, own_backward, cores)
+        lasting, rows[same, 3] = quota_limited_times(outside, backward, own_outside, own_backward, cores)
         rows[np.ix_(same, OUTSIDE)] *= (lasting / np.maximum(outside, 1e-12))[:, None]
         rows[same, 4] *= rows[same, 3] / np.maximum(backward, 1e-12)
 

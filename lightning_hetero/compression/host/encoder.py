@@ -16,9 +16,10 @@ import torch
 
 from lightning_hetero.compression.host.merger import BlockMerger
 from lightning_hetero.compression.layout import Layout, Slot, put_rows, split, take_rows
+from lightning_hetero.compression.message_header import NON_FINITE
 from lightning_hetero.compression.score_scaling import ScoreBalance
 from lightning_hetero.compression.selectors import SELECT
-from lightning_hetero.compression.wire_format import NON_FINITE, MessageFormat
+from lightning_hetero.compression.wire_format import MessageFormat
 
 __all__ = ["BlockEncoder", "cpu_encoder", "needing_numba"]
 

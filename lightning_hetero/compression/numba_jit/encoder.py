@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,18 +9,19 @@ import torch
 
 from lightning_hetero.compression.host.encoder import BlockEncoder
 from lightning_hetero.compression.layout import Layout, Slot, split
-from lightning_hetero.compression.numba_jit import kernels
+from lightning_hetero.compression.message_header import HEADER_BYTES, MESSAGE_KIND, Bytes, Words, address
+from lightning_hetero.compression.numba_jit import encode_kernels, receive_kernels
 from lightning_hetero.compression.reference import Pack
 from lightning_hetero.compression.score_scaling import ScoreBalance
 from lightning_hetero.compression.selectors import Indices, Scores, at_least
-from lightning_hetero.compression.wire_format import HEADER, MAGIC, VERSION, MessageFormat, address
+from lightning_hetero.compression.wire_format import MessageFormat
 
 __all__ = ["NumbaEncoder"]
 
 SHARE = 1_048_576
 """Elements of a gradient for which a further thread is worth it."""
 
-KINDS = {"float32": kernels.FLOAT32, "bfloat16": kernels.BFLOAT16, "int8": kernels.INT8}
+KINDS = {"float32": encode_kernels.FLOAT32, "bfloat16": encode_kernels.BFLOAT16, "int8": encode_kernels.INT8}
 
 
 class NumbaEncoder(BlockEncoder):
@@ -69,7 +69,7 @@ class NumbaEncoder(BlockEncoder):
         def one(parts: npt.NDArray[np.int64]) -> bool:
             reached = np.zeros(len(parts), np.int64)
             self._reached.append((flat, parts, reached, weight))
-            return bool(kernels.accumulate(r, g, parts, w, scores, block, reached))
+            return bool(encode_kernels.accumulate(r, g, parts, w, scores, block, reached))
 
         finite = one(shares[0]) if len(shares) == 1 else all(list(self._pool().map(one, shares)))
         for slot, gradient in split(flat, slots) if finite and hold else ():
@@ -78,7 +78,7 @@ class NumbaEncoder(BlockEncoder):
         return finite
 
     def _shares(self, slots: Sequence[Slot], size: int) -> list[npt.NDArray[np.int64]]:
-        """Each thread's parts of a bucket of so many elements, as :func:`numba_kernels.accumulate` takes them."""
+        """Return each thread's parts of a bucket of so many elements, as ``accumulate`` takes them."""
         threads = max(min(torch.get_num_threads(), size // SHARE), 1)
         key = (threads, *[slot.name for slot in slots])
         if key not in self._parts:
@@ -107,8 +107,8 @@ class NumbaEncoder(BlockEncoder):
         if form.bitmap:
             form.write_indices(message, indices)
         else:
-            kernels.number(data, indices, HEADER + form.counts_bytes)
-        kernels.take(self._arrays[0], indices, form.block, KINDS[form.value_dtype], data, *form.parts_at)
+            encode_kernels.number(data, indices, form.places_at)
+        encode_kernels.take(self._arrays[0], indices, form.block, KINDS[form.value_dtype], data, *form.parts_at)
         form.write_header(message, len(indices), 0, place=address(rank, bucket), step=step, sums=_sums)
         self._message = message
         if self.balance is not None:
@@ -121,7 +121,7 @@ class NumbaEncoder(BlockEncoder):
             return at_least(scores, threshold, most)
         if len(self._found) != most + 1:
             self._found = np.zeros(most + 1, np.int64)
-        count = kernels.at_least(scores, np.float32(threshold), self._found)
+        count = encode_kernels.at_least(scores, np.float32(threshold), self._found)
         return None if count > most else self._found[:count].copy()
 
     # after the exchange
@@ -133,9 +133,9 @@ class NumbaEncoder(BlockEncoder):
         usual = not form.bitmap and rows.dtype == torch.uint8 and rows.shape[1] == form.num_bytes
         for rank, row in enumerate(rows.numpy() if usual else ()):
             indices, values = np.empty(form.k, np.int64), np.empty((form.k, form.block), np.float32)
-            count = kernels.read(
-                row, (MAGIC | VERSION, address(rank, bucket), step, form.fingerprint), form.segments,
-                HEADER + form.counts_bytes, *form.parts_at, form.num_blocks, KINDS[form.value_dtype], indices, values,
+            count = receive_kernels.read(
+                row, (MESSAGE_KIND, address(rank, bucket), step, form.fingerprint), form.segments,
+                form.places_at, *form.parts_at, form.num_blocks, KINDS[form.value_dtype], indices, values,
             )  # fmt: skip
             if count < 0:
                 break
@@ -145,7 +145,7 @@ class NumbaEncoder(BlockEncoder):
     def merge(self, packs: list[Pack]) -> None:
         """Add packs in the order of ranks to :attr:`merged`."""
         for pack in packs:
-            kernels.add_blocks(self.merged.numpy(), pack.indices.numpy(), pack.values.view(-1).numpy())
+            receive_kernels.add_blocks(self.merged.numpy(), pack.indices.numpy(), pack.values.view(-1).numpy())
             self.touched.append(pack.indices)
 
     def merge_sparse(self, packs: list[Pack]) -> Pack:
@@ -153,10 +153,10 @@ class NumbaEncoder(BlockEncoder):
         union = packs[0].indices.numpy()
         for pack in packs[1:]:
             both = np.empty(len(union) + len(pack.indices), np.int64)
-            union = both[: kernels.unite(union, pack.indices.numpy(), both)]
+            union = both[: receive_kernels.unite(union, pack.indices.numpy(), both)]
         values = np.zeros((len(union), self.layout.block), np.float32)
         for pack in packs:
-            kernels.fold(union, values, pack.indices.numpy(), pack.values.numpy())
+            receive_kernels.fold(union, values, pack.indices.numpy(), pack.values.numpy())
         return Pack(torch.from_numpy(union), torch.from_numpy(values))
 
     def undo(self) -> None:
@@ -175,8 +175,9 @@ class NumbaEncoder(BlockEncoder):
         super().finish()
 
 
-def _sums(payload: npt.NDArray[np.uint8], _: Any) -> Any:
-    return kernels.checksum(payload)
+def _sums(payload: Bytes, _: Words) -> tuple[int, int]:
+    first, second = receive_kernels.checksum(payload)
+    return int(first), int(second)
 
 
 def _warm(block: int) -> None:
@@ -184,17 +185,17 @@ def _warm(block: int) -> None:
     layout = Layout.of([("p", 16 * block)], block)
     r, g = np.zeros(16 * block, np.float32), np.zeros(16 * block, np.float32)
     number = np.zeros((1, 3), np.int64)
-    kernels.accumulate(r, g, number, np.float32(1.0), np.zeros(16, np.float32), block, number[0])
-    kernels.at_least(r, np.float32(1.0), np.zeros(1, np.int64))
+    encode_kernels.accumulate(r, g, number, np.float32(1.0), np.zeros(16, np.float32), block, number[0])
+    encode_kernels.at_least(r, np.float32(1.0), np.zeros(1, np.int64))
     form = MessageFormat(layout.num_blocks, 1, block, "float32")
     message, index = np.zeros(form.num_bytes, np.uint8), np.zeros(1, np.int64)
-    kernels.number(message, index, HEADER + form.counts_bytes)
-    kernels.take(r, index, block, kernels.FLOAT32, message, *form.parts_at)
+    encode_kernels.number(message, index, form.places_at)
+    encode_kernels.take(r, index, block, encode_kernels.FLOAT32, message, *form.parts_at)
     values = np.zeros((1, block), np.float32)
-    due = MAGIC | VERSION, 0, 0, form.fingerprint
-    places_at = HEADER + form.counts_bytes
-    kernels.read(message, due, 1, places_at, *form.parts_at, 16, kernels.FLOAT32, index, values)
-    kernels.checksum(message[HEADER:])
-    kernels.unite(index, index, np.zeros(2, np.int64))
-    kernels.fold(index, values, index, values)
-    kernels.add_blocks(r, index, values.ravel())
+    due = MESSAGE_KIND, 0, 0, form.fingerprint
+    places_at = form.places_at
+    receive_kernels.read(message, due, 1, places_at, *form.parts_at, 16, encode_kernels.FLOAT32, index, values)
+    receive_kernels.checksum(message[HEADER_BYTES:])
+    receive_kernels.unite(index, index, np.zeros(2, np.int64))
+    receive_kernels.fold(index, values, index, values)
+    receive_kernels.add_blocks(r, index, values.ravel())

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from lightning_hetero.compression.layout import Layout, Slot
+from lightning_hetero.compression.message_header import HEADER_BYTES, MAGIC, foreign, refusal
 from lightning_hetero.compression.selectors import SelectorState
 from lightning_hetero.compression.triton_gpu import apply_kernels as applying
 from lightning_hetero.compression.triton_gpu import encode_kernels as kernels
 from lightning_hetero.compression.triton_gpu import receive_kernels as receiving
 from lightning_hetero.compression.triton_gpu.chunks import BucketChunks
-from lightning_hetero.compression.wire_format import HEADER, MAGIC, MessageFormat, foreign, refusal
+from lightning_hetero.compression.wire_format import MessageFormat
 
 __all__ = ["Outcome", "TritonEncoder"]
 
@@ -162,7 +163,7 @@ class TritonEncoder:
         )  # fmt: skip
         self._take_sums(message, 1)
         receiving.seal[(1,)](
-            message[:HEADER].view(torch.int64), self._sums, self._plan, self._above_ends, self._edge_ends, tiles,
+            message[:HEADER_BYTES].view(torch.int64), self._sums, self._plan, self._above_ends, self._edge_ends, tiles,
             form.k, rank, bucket, step, self._fingerprint, **OPTIONS,
         )  # fmt: skip
 
@@ -180,7 +181,7 @@ class TritonEncoder:
         return parts[0], parts[-1]
 
     def _take_sums(self, rows: torch.Tensor, number: int) -> None:
-        units = (self.form.num_bytes - HEADER) // 16
+        units = (self.form.num_bytes - HEADER_BYTES) // 16
         receiving.word_sums[(-(-4 * units // (SCORES * ITERS)), number)](
             rows.view(-1).view(torch.int32), self._sums, units, self._stride, TILE=SCORES, ITERS=ITERS, **EIGHT_WARPS
         )

@@ -21,7 +21,8 @@ with the version of a message in another one above them (:data:`VERSION_AT`). Th
 import triton
 import triton.language as tl
 
-from lightning_hetero.compression.wire_format import HEADER, MAGIC, SEALS, SEGMENT, VERSION
+from lightning_hetero.compression.message_header import HEADER_BYTES, HEADER_WEIGHTS, MESSAGE_KIND
+from lightning_hetero.compression.wire_format import SEGMENT_BLOCKS
 
 __all__ = [
     "FAULTS",
@@ -54,10 +55,10 @@ VERSION_AT = 16
 """Bits below the version of a message in its code."""
 
 AT = tl.constexpr(VERSION_AT)
-HEADER_WORDS = tl.constexpr(HEADER // 4)
-KIND = tl.constexpr(MAGIC | VERSION)
-SEAL_0, SEAL_1, SEAL_2, SEAL_3 = (tl.constexpr(seal) for seal in SEALS)
-IN_SEGMENT = tl.constexpr(SEGMENT)
+HEADER_WORDS = tl.constexpr(HEADER_BYTES // 4)
+KIND = tl.constexpr(MESSAGE_KIND)
+WEIGHT_0, WEIGHT_1, WEIGHT_2, WEIGHT_3 = map(tl.constexpr, HEADER_WEIGHTS)
+IN_SEGMENT = tl.constexpr(SEGMENT_BLOCKS)
 LARGEST = tl.constexpr(3.4028234663852886e38)
 LAST = tl.constexpr(2**31 - 1)
 
@@ -113,8 +114,8 @@ def _unsigned(number):
 def _sealed(first, place, step, flags, number):
     """The first sum with the fields of the header in it, all of them 64 bits wide."""
     wide = tl.full((), 0, tl.int64)
-    total = first + (wide + SEAL_0) * (wide + place) + (wide + SEAL_1) * (wide + step)
-    return total + (wide + SEAL_2) * (wide + flags) + (wide + SEAL_3) * (wide + number)
+    total = first + (wide + WEIGHT_0) * (wide + place) + (wide + WEIGHT_1) * (wide + step)
+    return total + (wide + WEIGHT_2) * (wide + flags) + (wide + WEIGHT_3) * (wide + number)
 
 
 @triton.jit(do_not_specialize=["tiles", "k", "rank", "bucket", "step", "fingerprint"])

@@ -11,13 +11,68 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_hetero.core.validation import check_int, check_number
+from lightning_hetero.core.validation import check_fields, check_int, check_number
 
-__all__ = ["Candidate", "Window", "candidate_totals", "choose_total", "efficiency", "goodput_of", "windows_of"]
+__all__ = [
+    "TOTAL_DEFAULTS",
+    "Candidate",
+    "TotalSettings",
+    "Window",
+    "candidate_totals",
+    "choose_total",
+    "efficiency",
+    "goodput_of",
+    "in_equal_parts",
+    "windows_of",
+]
 
 
 Window = tuple[int, int]
 """A total, and the number of micro-batches in which it runs."""
+
+
+@dataclass(frozen=True)
+class TotalSettings:
+    """Settings of how the total batch moves: in how many changes it gets where goodput is highest, not where that is.
+
+    Whether a change pays is up to :class:`~lightning_hetero.core.policies.split_rule.RuleSettings` and to the arguments
+    of the planner.
+
+    Args:
+        max_growth: largest factor between two totals where the noise scale is not certain, above 1.
+        max_certain_growth: largest factor where it is, ``>= max_growth``: a total beyond ``max_growth`` has to pay even
+            if the noise scale is off by ``noise_scale_errors``.
+        noise_scale_errors: standard errors of the noise scale, above 0; two for the usual 95 %.
+        probe_factor: factor to a total that is tried because only one size of a worker is known, above 1: far enough
+            to tell its fixed time.
+        max_probe_waste: largest loss of efficiency for that, as a share, 0 to 1; it lasts until the next sync round.
+        max_drift: largest relative change of a step time for which the times of other candidates are kept, ``>= 0``.
+
+    Raises:
+        TypeError: if a setting is no number.
+        ValueError: if a setting is out of its range.
+
+    Example:
+        >>> TotalSettings().max_growth
+        2.0
+    """
+
+    max_growth: float = 2.0
+    max_certain_growth: float = 16.0
+    noise_scale_errors: float = 2.0
+    probe_factor: float = 1.5
+    max_probe_waste: float = 0.2
+    max_drift: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_fields(self, ("max_growth", "probe_factor"), low=1.0, include_low=False)
+        check_fields(self, ("max_certain_growth",), low=self.max_growth)
+        check_fields(self, ("noise_scale_errors",), include_low=False)
+        check_fields(self, ("max_probe_waste",), high=1.0)
+        check_fields(self, ("max_drift",))
+
+
+TOTAL_DEFAULTS = TotalSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +179,23 @@ def windows_of(
         if total >= count * sum(min_local) and (limit is None or -(-total // count) <= limit):
             windows.append((total, count))
     return tuple(windows)
+
+
+def in_equal_parts(total: int, limit: int | None, count: int | None) -> int:
+    """Return the largest total up to ``total`` that its micro-batches share evenly.
+
+    Args:
+        total: samples of one optimizer step.
+        limit: most samples of a micro-batch, ``None`` for no limit.
+        count: number of micro-batches; by default as few as the limit allows.
+
+    Example:
+        >>> in_equal_parts(31, limit=10, count=None), in_equal_parts(31, limit=None, count=2)
+        (27, 30)
+    """
+    while total % (parts := count or (1 if limit is None else -(-total // limit))):
+        total -= total % parts
+    return total
 
 
 def goodput_of(times: Mapping[Window, float], *, noise_scale: float, initial_total: int) -> tuple[Candidate, ...]:

@@ -1,10 +1,8 @@
 """The optimal split of a batch (OptPerf; Cannikin, sec. 3.3 and Algorithm 1), solved exactly.
 
-Each worker finishes at ``t_i(b) = max(alpha_1 b + beta_1, alpha_2 b + beta_2)``, increasing and convex. What it can
-take within a time ``T`` is ``b_i(T) = min(hi_i, (T - beta_1) / alpha_1, (T - beta_2) / alpha_2)``, increasing and
-concave, and so is the sum over workers. The optimum is the ``T`` at which that sum is the total: found by Newton
-steps on a concave function, which never overshoot. The paper's search over overlap states can give negative sizes and
-wrong boundaries.
+What all workers together can take within a time is a concave function of it
+(:mod:`lightning_hetero.core.batching.finish_lines`), and the optimum is the time at which that is the total. The
+paper's search over overlap states can give negative sizes and wrong boundaries.
 """
 
 from collections.abc import Sequence
@@ -12,84 +10,15 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from lightning_hetero.core.batching.finish_lines import Bound, FinishLines, check_bounds
 from lightning_hetero.core.batching.integer_split import proportional_sizes
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
-from lightning_hetero.core.validation import check_int, check_sizes
+from lightning_hetero.core.validation import check_int
 
 __all__ = ["overlap_state", "solve_optperf", "solve_step_times", "static_sizes"]
 
 Array = npt.NDArray[np.float64]
-Bound = int | Sequence[int] | npt.NDArray[np.int64]
-
-
-class _Lines:
-    """The two lines of every worker and its bounds, as arrays."""
-
-    def __init__(self, cluster: ClusterTimeModel, low: Array, high: Array) -> None:
-        self.alpha_1, self.beta_1, self.alpha_2, self.beta_2 = cluster.coefficients()
-        self.low, self.high = low, high
-
-    def finish(self, b: Array) -> Array:
-        return np.maximum(self.alpha_1 * b + self.beta_1, self.alpha_2 * b + self.beta_2)
-
-    def capacity(self, time: float) -> tuple[Array, Array]:
-        """What each worker can take within ``time``, and the slope of that."""
-        compute = (time - self.beta_1) / self.alpha_1
-        communicate = (time - self.beta_2) / self.alpha_2
-        bound = np.minimum(compute, communicate)
-        slope = np.where(compute <= communicate, 1.0 / self.alpha_1, 1.0 / self.alpha_2)
-        free = bound < self.high
-        return np.where(free, bound, self.high), np.where(free, slope, 0.0)
-
-    def without(self, keep: npt.NDArray[np.bool_]) -> "_Lines":
-        part = object.__new__(_Lines)
-        for name in ("alpha_1", "beta_1", "alpha_2", "beta_2", "low", "high"):
-            setattr(part, name, getattr(self, name)[keep])
-        return part
-
-    def solve(self, total: int) -> tuple[float, Array, bool]:
-        """Least time, sizes (real numbers), and whether a lower bound alone sets the time."""
-        floor_time = time = float(self.finish(self.low).max())
-        for _ in range(2 * len(self.low) + 2):
-            sizes, slope = self.capacity(time)
-            gap = total - sizes.sum()
-            later = time + float(gap / slope.sum()) if gap > 1e-12 * total else time
-            if later <= time:
-                break
-            time = later
-        sizes = np.maximum(sizes, self.low)
-        bounded = time == floor_time and sizes.sum() > total
-        if bounded:
-            sizes -= (sizes - self.low) * (sizes.sum() - total) / (sizes - self.low).sum()
-        return time, sizes, bounded
-
-
-def _bounds(workers: int, total: int, min_local: Bound, max_local: Bound | None) -> tuple[Array, Array]:
-    def per_worker(name: str, bound: Bound) -> Array:
-        if isinstance(bound, Sequence | np.ndarray):
-            return np.array(check_sizes(name, bound, minimum=0, length=workers), dtype=float)
-        return np.full(workers, float(check_int(name, bound, minimum=0)))
-
-    low = per_worker("min_local", min_local)
-    high = np.full(workers, float(total)) if max_local is None else per_worker("max_local", max_local)
-    if np.any(low > high):
-        i = int(np.argmax(low > high))
-        raise ValueError(
-            f"worker {i} has a lower bound of {int(low[i])} above its upper bound of {int(high[i])}. "
-            "Lower min_local or raise max_local."
-        )
-    if low.sum() > total:
-        raise ValueError(
-            f"total_batch_size={total} cannot give each of {workers} workers its minimum (together {int(low.sum())}). "
-            f"Raise the total to {int(low.sum())} or lower min_local."
-        )
-    if high.sum() < total:
-        raise ValueError(
-            f"total_batch_size={total} does not fit: the upper bounds {[int(h) for h in high[:16]]} sum to "
-            f"{int(high.sum())}. Lower the total to {int(high.sum())}, raise max_local, or accumulate gradients."
-        )
-    return low, np.minimum(high, float(total))
 
 
 def solve_optperf(
@@ -121,8 +50,8 @@ def solve_optperf(
         ((30, 10), 0.105, ('compute', 'compute'))
     """
     total = check_int("total_batch_size", total_batch_size, minimum=1)
-    low, high = _bounds(len(cluster.nodes), total, min_local, max_local)
-    lines = _Lines(cluster, low, high)
+    low, high = check_bounds(len(cluster.nodes), total, min_local, max_local)
+    lines = FinishLines.of(cluster, low, high)
     _, sizes, bounded = lines.solve(total)
     whole = _round(lines, sizes, total)
     finish_compute = lines.alpha_1 * whole + lines.beta_1
@@ -139,7 +68,7 @@ def solve_optperf(
     )
 
 
-def _round(lines: _Lines, sizes: Array, total: int) -> Array:
+def _round(lines: FinishLines, sizes: Array, total: int) -> Array:
     """Integer sizes with the sum ``total`` and the least largest finish time."""
     whole = np.floor(sizes + 1e-9)
     while whole.sum() > total:  # a worker with next to no time per sample takes a sample more by rounding of the time
@@ -161,7 +90,7 @@ def _round(lines: _Lines, sizes: Array, total: int) -> Array:
     return np.asarray(whole + np.bincount(owner[chosen], minlength=len(whole)))
 
 
-def _leave_out(lines: _Lines, total: int, step_time: float) -> tuple[tuple[int, ...], float | None]:
+def _leave_out(lines: FinishLines, total: int, step_time: float) -> tuple[tuple[int, ...], float | None]:
     """Workers whose minimum alone takes longer than the others need for everything, and the time without them.
 
     Of the workers, slowest minimum first, leave out ``k``: the longest minimum of the rest falls with ``k``, the time
@@ -170,8 +99,8 @@ def _leave_out(lines: _Lines, total: int, step_time: float) -> tuple[tuple[int, 
     """
     slowest_first = np.argsort(-lines.finish(lines.low), kind="stable")
 
-    def rest(k: int) -> _Lines:
-        return lines.without(np.isin(np.arange(len(slowest_first)), slowest_first[:k], invert=True))
+    def rest(k: int) -> FinishLines:
+        return lines.part(np.isin(np.arange(len(slowest_first)), slowest_first[:k], invert=True))
 
     few, many = 0, len(slowest_first)  # with ``few`` left out a minimum sets the time, with ``many`` it does not
     while many - few > 1:
@@ -225,9 +154,9 @@ def solve_step_times(
     if totals.size == 0:
         return totals
     workers = len(cluster.nodes)
-    low, _ = _bounds(workers, int(totals.min()), min_local, None)
-    _, high = _bounds(workers, int(totals.max()), min_local, max_local)
-    lines = _Lines(cluster, low, high)
+    low, _ = check_bounds(workers, int(totals.min()), min_local, None)
+    _, high = check_bounds(workers, int(totals.max()), min_local, max_local)
+    lines = FinishLines.of(cluster, low, high)
     start = float(lines.finish(low).max())
     gap = lines.alpha_1 - lines.alpha_2
     crossing = np.where(gap > 0, (lines.beta_2 - lines.beta_1) / np.where(gap > 0, gap, 1.0), -np.inf)
@@ -238,7 +167,7 @@ def solve_step_times(
     return np.asarray(np.interp(totals, capacity, times))
 
 
-def _capacity_table(lines: _Lines, times: Array, crossing_time: Array, full_time: Array, start: float) -> Array:
+def _capacity_table(lines: FinishLines, times: Array, crossing_time: Array, full_time: Array, start: float) -> Array:
     """Sum of capacities at each of the sorted ``times``, by accumulating slopes between the breaks.
 
     Workers with next to no time per sample are full right after ``start``, and their huge slopes would swallow all
@@ -309,5 +238,5 @@ def static_sizes(
     total = check_int("total_batch_size", total_batch_size, minimum=1)
     if len(capacities) == 0:
         raise ValueError("capacities is empty; give one per worker: its CPU cores or peak FLOPs.")
-    low, high = _bounds(len(capacities), total, min_local, max_local)
+    low, high = check_bounds(len(capacities), total, min_local, max_local)
     return proportional_sizes(total, capacities, min_local=low, max_local=high)

@@ -6,15 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from lightning_hetero.core.batching.goodput import Candidate, Window, goodput_of, windows_of
+from lightning_hetero.core.batching.goodput import (
+    TOTAL_DEFAULTS,
+    Candidate,
+    TotalSettings,
+    Window,
+    goodput_of,
+    windows_of,
+)
 from lightning_hetero.core.batching.optperf import overlap_state, solve_step_times
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
 
 __all__ = ["SolvedTotals", "goodput_table"]
-
-
-DRIFT = 0.01
-"""Largest relative change of a step time for which the times of other candidates are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +111,21 @@ class SolvedTotals:
         """Seconds of an optimizer step at the optimal split of each of these candidates."""
         return {window: self.solved[window].seconds for window in windows}
 
-    def renewed(self, cluster: ClusterTimeModel, windows: Iterable[Window]) -> "SolvedTotals | None":
+    def renewed(
+        self, cluster: ClusterTimeModel, windows: Iterable[Window], settings: TotalSettings = TOTAL_DEFAULTS
+    ) -> "SolvedTotals | None":
         """With these candidates solved for the newest model; ``None`` if with that no candidate is known any more.
 
         Args:
             cluster: time model of one micro-batch.
             windows: candidates whose times a choice rests on.
+            settings: of which ``max_drift`` counts.
         """
         solved = dict(self.solved)
         for window, newest in self._solve(cluster, windows).items():
             before = solved[window]
-            if newest.overlap != before.overlap or abs(newest.seconds - before.initial) > DRIFT * before.initial:
+            drift = abs(newest.seconds - before.initial)
+            if newest.overlap != before.overlap or drift > settings.max_drift * before.initial:
                 return None
             solved[window] = replace(before, seconds=newest.seconds)
         return replace(self, solved=solved)

@@ -9,12 +9,10 @@ others whatever these do, and would make every one of them look wrong. And the d
 rests on has to exceed what times that scatter so much show by chance, see
 :mod:`lightning_hetero.core.timing.step_times`.
 
-What differs from the paper: a bound is learned only where throughput fell by as much as the size rose, because a
-smaller fall is answered by the proportional rule itself, while from there on it would swing for ever. And a bound is on
-trial, because one disturbed stretch of steps looks like a rise that went wrong: it lapses after two decisions, and
-holds four times as long each time that the fall comes back. A worker whose size turns round goes half as far as the
-rule says, and half of that at the next turn, because where times rise faster than sizes the whole way overshoots; with
-further steps in one direction, and slowly with decisions that change nothing, it comes back to the whole way.
+What differs from the paper: upper bounds are on trial, see :mod:`lightning_hetero.core.batching.learned_bound`. And a
+worker whose size turns round goes half as far as the rule says, and half of that at the next turn, because where times
+rise faster than sizes the whole way overshoots; with further steps in one direction, and slowly with decisions that
+change nothing, it comes back to the whole way.
 """
 
 from collections.abc import Sequence
@@ -24,48 +22,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lightning_hetero.core.batching.control_settings import CONTROL_DEFAULTS, ControlSettings
 from lightning_hetero.core.batching.integer_split import proportional_sizes
+from lightning_hetero.core.batching.learned_bound import LearnedBound, Operation, learn_bound
 from lightning_hetero.core.timing.step_times import StepTimes
 
-__all__ = ["ControllerState", "LearnedBound", "control", "smooth"]
+__all__ = ["ControllerState", "control", "smooth"]
 
 Array = npt.NDArray[np.float64]
-
-NOTABLE = 0.1
-"""Share by which throughput has to differ at least before it says something of the worker."""
-FIRST_TRIAL = 2
-LONGER = 4
-SIGNIFICANT = 4.0
-"""Standard errors by which times have to differ before sizes change."""
-FINISHING = 0.5
-"""Share of the dead band that is left after a change that rested on few noisy steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class LearnedBound:
-    """Largest size of a worker, taken from a fall of its throughput after a rise.
-
-    Args:
-        size: samples before the rise.
-        throughput: ``X_i`` before the rise, in samples per second.
-        lifetime: decisions for which the bound holds.
-        age: decisions since the fall. A bound that has lapsed is kept until a rise goes well, so that a fall that
-            comes back makes it last longer.
-
-    Example:
-        >>> LearnedBound(60, 100.0, lifetime=2, age=1).holds, LearnedBound(60, 100.0, lifetime=2, age=2).holds
-        (True, False)
-    """
-
-    size: int
-    throughput: float
-    lifetime: int = FIRST_TRIAL
-    age: int = 0
-
-    @property
-    def holds(self) -> bool:
-        """Whether sizes have to stay below it."""
-        return self.age < self.lifetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +92,7 @@ def control(
     min_local: Sequence[int],
     max_local: Sequence[int] | None = None,
     dead_band: float = 0.05,
-    bound_lifetime: int = 128,
+    settings: ControlSettings = CONTROL_DEFAULTS,
 ) -> tuple[ControllerState, tuple[int, ...] | None]:
     """One decision of the controller: new sizes for all workers, or for none.
 
@@ -138,7 +102,7 @@ def control(
         min_local: fewest samples of each worker.
         max_local: most samples of each worker.
         dead_band: sizes change only if one of them would by more than this share.
-        bound_lifetime: most decisions for which a learned bound holds, since what caused it may be over.
+        settings: of the controller.
 
     Returns:
         The new state, and the new sizes or ``None``.
@@ -150,7 +114,7 @@ def control(
         >>> control(smooth(state, [0.15, 0.15]), 40, min_local=(1, 1))[1] is None
         True
     """
-    state = _learn_bounds(replace(state, times=state.times.current()), dead_band, bound_lifetime)
+    state = _learn_bounds(replace(state, times=state.times.current()), dead_band, settings)
     mu, b = state.times.best, np.asarray(state.local_batch_sizes, dtype=float)
     given = np.full(len(b), total_batch_size) if max_local is None else np.asarray(max_local)
     learned = [bound.size if bound is not None and bound.holds else total_batch_size for bound in state.bounds]
@@ -159,14 +123,15 @@ def control(
         high = given
     error, free = _errors(mu, b, np.asarray(min_local), high)
     noise = _noise(mu, state.times.errors, free)
-    gains = _gains(state, error, np.abs(error) > SIGNIFICANT * noise)
+    chance = settings.significant_errors * noise
+    gains = _gains(state, error, np.abs(error) > chance, settings)
     wanted = np.maximum(b - gains * np.asarray(state.throughput) * error, 1e-3)
     sizes = proportional_sizes(total_batch_size, wanted, min_local=min_local, max_local=high)
     change = np.abs(np.asarray(sizes) - b) / np.maximum(b, 1.0)
-    least = FINISHING * dead_band if state.coarse else dead_band
-    if not np.any((change > least) & (np.abs(error) > SIGNIFICANT * noise)):
-        kept = _why_kept(mu, error, free, change, noise, least)
-        return replace(state, gains=_rested(state), kept=kept), None
+    least = settings.finishing_dead_band * dead_band if state.coarse else dead_band
+    if not np.any((change > least) & (np.abs(error) > chance)):
+        kept = _why_kept(mu, error, free, change, noise, least, settings)
+        return replace(state, gains=_rested(state, settings), kept=kept), None
     changed = replace(
         state,
         local_batch_sizes=sizes,
@@ -177,16 +142,24 @@ def control(
         previous_errors=tuple(float(share) for share in state.times.errors),
         moves=tuple(int(new - old) for new, old in zip(sizes, state.local_batch_sizes, strict=True)),
         gains=tuple(float(gain) for gain in gains),
-        coarse=not any(state.bounds) and bool(np.any(SIGNIFICANT * noise > dead_band * mu)),
+        coarse=not any(state.bounds) and bool(np.any(chance > dead_band * mu)),
     )
     return changed, sizes
 
 
-def _why_kept(mu: Array, error: Array, free: npt.NDArray[np.bool_], change: Array, noise: Array, least: float) -> str:
+def _why_kept(
+    mu: Array,
+    error: Array,
+    free: npt.NDArray[np.bool_],
+    change: Array,
+    noise: Array,
+    least: float,
+    settings: ControlSettings,
+) -> str:
     """Why no size changes."""
     apart = mu[free].max() / max(mu[free].min(), 1e-12) - 1.0
     if change.max() > least:
-        scatter = SIGNIFICANT * float((noise / np.maximum(mu, 1e-12)).max())
+        scatter = settings.significant_errors * float((noise / np.maximum(mu, 1e-12)).max())
         return f"differences are within the noise: {change.max():.1%} in sizes, where up to {scatter:.1%} is noise"
     if not free.all():
         held = ", ".join(str(rank) for rank in np.flatnonzero(~free))
@@ -218,60 +191,33 @@ def _noise(mu: Array, errors: Array, free: npt.NDArray[np.bool_]) -> Array:
     return np.asarray(np.sqrt(variance * (1.0 - 2.0 * share) + (share**2 * variance).sum()))
 
 
-def _gains(state: ControllerState, error: Array, significant: npt.NDArray[np.bool_]) -> Array:
+def _gains(
+    state: ControllerState, error: Array, significant: npt.NDArray[np.bool_], settings: ControlSettings
+) -> Array:
     """Share of the rule's step for each size: half as much where it turns round, twice as much where it goes on."""
     if not state.moves:
         return np.ones(len(error))
     turns = (np.asarray(state.moves) * error > 0) & significant
-    gains: Array = np.clip(np.asarray(state.gains) * np.where(turns, 0.5, 2.0), 2.0**-6, 1.0)
+    factor = np.where(turns, settings.gain_after_reversal, settings.gain_growth)
+    gains: Array = np.clip(np.asarray(state.gains) * factor, settings.min_gain, 1.0)
     return gains
 
 
-def _rested(state: ControllerState) -> tuple[float, ...]:
+def _rested(state: ControllerState, settings: ControlSettings) -> tuple[float, ...]:
     """Shares of the rule's step after a decision that changed nothing; a size at its bound has not rested."""
     return tuple(
-        gain if bound is not None and bound.holds else min(1.25 * gain, 1.0)
+        gain if bound is not None and bound.holds else min(settings.gain_recovery * gain, 1.0)
         for gain, bound in zip(state.gains, state.bounds, strict=bool(state.gains))
     )
 
 
-def _learn_bounds(state: ControllerState, dead_band: float, longest: int) -> ControllerState:
+def _learn_bounds(state: ControllerState, dead_band: float, settings: ControlSettings) -> ControllerState:
     """The state with each worker's bound learned, grown older, or forgotten."""
-    count = len(state.local_batch_sizes)
-    old = state.previous_sizes or state.local_batch_sizes, state.previous_throughput or state.throughput
-    errors = state.times.errors
-    chance = SIGNIFICANT * np.hypot(errors, state.previous_errors if state.previous_errors else errors)
-    bounds = [
-        _learn_bound(bound, size, speed, old_size, old_speed, max(NOTABLE, float(share)), dead_band, longest)
-        for bound, size, speed, old_size, old_speed, share in zip(
-            state.bounds or (None,) * count, state.local_batch_sizes, state.throughput, *old, chance, strict=True
-        )
-    ]
-    return replace(state, bounds=tuple(bounds), previous_sizes=(), previous_throughput=(), previous_errors=())
-
-
-def _learn_bound(
-    bound: LearnedBound | None,
-    size: int,
-    speed: float,
-    old_size: int,
-    old_speed: float,
-    notable: float,
-    dead_band: float,
-    longest: int,
-) -> LearnedBound | None:
-    """A worker's bound after one more decision, at ``size`` and before its last change at ``old_size``.
-
-    It is learned if the size rose and the next size, ``b X / X_old``, would lie below the former one: from there on the
-    rule would swing. It is forgotten if a rise beyond it went well, or if throughput at the former size is not what it
-    was: then something else than the size had changed it. ``notable`` is the least difference that says so.
-    """
-    rise, fall = size / max(old_size, 1), old_speed / max(speed, 1e-12)
-    if size > old_size and fall > 1 / (1 - min(notable, 0.9)) and fall * (1 + dead_band) >= rise:
-        lifetime = FIRST_TRIAL if bound is None else min(LONGER * bound.lifetime, longest)
-        return LearnedBound(old_size, old_speed, lifetime)
-    if bound is None or size > max(bound.size, old_size):
-        return None
-    if size == bound.size and abs(speed / max(bound.throughput, 1e-12) - 1) > notable:
-        return None
-    return replace(bound, age=bound.age + 1)
+    sizes, speeds, errors = state.local_batch_sizes, state.throughput, state.times.errors
+    now = map(Operation, sizes, speeds)
+    before = map(Operation, state.previous_sizes or sizes, state.previous_throughput or speeds)
+    both = np.hypot(errors, state.previous_errors if state.previous_errors else errors)
+    notable = np.maximum(settings.min_throughput_change, settings.significant_errors * both)
+    rows = zip(state.bounds or (None,) * len(sizes), now, before, notable.tolist(), strict=True)
+    bounds = tuple(learn_bound(*row, dead_band, settings) for row in rows)
+    return replace(state, bounds=bounds, previous_sizes=(), previous_throughput=(), previous_errors=())

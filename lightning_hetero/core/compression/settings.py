@@ -6,7 +6,7 @@ Settings are values; what they do is in :mod:`lightning_hetero.compression` (blo
 
 import ast
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_hetero.core.validation import check_choice, check_int, check_number
 
@@ -27,6 +27,11 @@ SELECTORS = ("exact", "histogram", "sample", "aimd")
 SCORES = ("magnitude", "balanced")
 VALUE_DTYPES = {"float32": 64.0, "bfloat16": 32.0, "int8": 18.0}
 """Types of values on the wire, and the bytes of 16 of them."""
+
+
+FEATURES = frozenset({"hierarchy", "stale", "sparse_optimizer", "density"})
+"""What a compressor may support: reduction inside clusters first, messages one step late, sparse steps of an optimizer,
+and another density while training."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,9 @@ class BlockTopK:
         >>> BlockTopK(density=0.03).block
         16
     """
+
+    supports: ClassVar[frozenset[str]] = FEATURES
+    averager: ClassVar[str] = "lightning_hetero.comm.compressors.block_topk:BlockTopKAverager"
 
     density: float = 0.01
     block: int = 16
@@ -92,6 +100,9 @@ class LowRank:
         4
     """
 
+    supports: ClassVar[frozenset[str]] = frozenset()
+    averager: ClassVar[str] = "lightning_hetero.comm.compressors.powersgd:PowerSGDAverager"
+
     rank: int = 4
     start: int = 10
 
@@ -112,6 +123,9 @@ class HalfPrecision:
         HalfPrecision(dtype='float16')
     """
 
+    supports: ClassVar[frozenset[str]] = frozenset()
+    averager: ClassVar[str] = "lightning_hetero.comm.compressors.half:HalfPrecisionAverager"
+
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
@@ -130,6 +144,9 @@ class Automatic:
         >>> Automatic().densities[0]
         0.001
     """
+
+    supports: ClassVar[frozenset[str]] = FEATURES
+    averager: ClassVar[str] = "lightning_hetero.comm.compressors.auto:AutoAverager"
 
     densities: tuple[float, ...] = (0.001, 0.003, 0.01, 0.03, 0.1)
     value_dtype: str = "bfloat16"

@@ -2,7 +2,7 @@
 
 Workers train replicas of their own on batches that they take one by one, ``u_i`` of them in a mega-batch. At its end
 batch sizes are scaled (Algorithm 1) and the replicas are merged (Algorithm 2): ``w' = sum_i alpha_i w_i + gamma (w -
-w_p)``. :data:`MERGES` is the table of all merge rules.
+w_p)``. A merge rule is a subclass of :class:`MergeRule` and a line of :data:`MERGES`.
 
 What differs from the paper, which was written for workers that differ by a third:
 
@@ -16,56 +16,18 @@ What differs from the paper, which was written for workers that differ by a thir
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from lightning_hetero.core.merging.settings import AdaptiveSettings
 from lightning_hetero.core.validation import check_sizes
 
-__all__ = ["MERGES", "MergeRule", "MergeWeights", "merge_weights"]
+__all__ = ["MERGES", "AdaptiveMerge", "CrossbowMerge", "GlobalModel", "MergeRule", "MergeWeights", "MomentumMerge"]
 
 Array = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class MergeRule:
-    """One line of the table of merge rules.
-
-    Args:
-        name: what users give to ``merge=``.
-        weighted: whether ``alpha_i`` follows updates and batch sizes (Algorithm 2); else all are ``1 / W``.
-        scales: whether batch sizes follow updates (Algorithm 1).
-        momentum: whether the global model moves on by ``gamma (w - w_p)``.
-        elastic: whether a replica keeps a part of its distance to the global model; else it starts from that anew.
-
-    Example:
-        >>> MergeRule("mean").pull(4), MergeRule("crossbow", momentum=True, elastic=True).pull(4)
-        (1.0, 0.25)
-    """
-
-    name: str
-    weighted: bool = False
-    scales: bool = False
-    momentum: bool = False
-    elastic: bool = False
-
-    def pull(self, world_size: int) -> float:
-        """Share of its distance to the global model that a replica loses in a merge: 1, or ``1 / W`` (CROSSBOW)."""
-        return 1.0 / world_size if self.elastic else 1.0
-
-
-MERGES = {
-    rule.name: rule
-    for rule in (
-        MergeRule("adaptive", weighted=True, scales=True, momentum=True),
-        MergeRule("elastic", momentum=True),
-        MergeRule("crossbow", momentum=True, elastic=True),
-        MergeRule("mean"),
-    )
-}
-"""Merge rules by name: Adaptive SGD; elastic averaging with momentum; synchronous model averaging (CROSSBOW), in which
-``w_i -= (w_i - w) / W`` and ``w += sum_i (w_i - w) / W + gamma (w - w_p)``; the plain mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,55 +47,218 @@ class MergeWeights:
     perturbed: bool = False
 
 
-def merge_weights(
-    rule: MergeRule,
-    batch_sizes: Sequence[int],
-    updates: Sequence[int],
-    norms: Sequence[float],
-    settings: AdaptiveSettings,
-) -> MergeWeights:
-    """Weights of the replicas (Algorithm 2, lines 1-7); a replica that is not finite gets 0, the others its share.
-
-    ``alpha_i = b_i / sum(b)`` if all did the same number of updates, else ``u_i / sum(u)``; then, if ``||w_i||_2 / |w|
-    < pert_thr`` for all, ``(1 + delta)`` times as much for the most updated replica and ``(1 - delta)`` for the least.
+class GlobalModel(NamedTuple):
+    """A tensor of the global model, as the last two merges left it.
 
     Args:
-        rule: with ``weighted=False`` all finite replicas weigh the same.
-        batch_sizes: ``b_i`` in the mega-batch.
-        updates: ``u_i`` in the mega-batch.
-        norms: ``||w_i||_2 / |w|``, the norm over the number of parameters.
-        settings: ``delta``, the threshold, ``renormalize``.
-
-    Raises:
-        ValueError: if the lists differ in length, or no replica is finite.
+        now: ``w``.
+        before: ``w_p``.
 
     Example:
-        >>> printed = AdaptiveSettings(64, renormalize=False)
-        >>> merge_weights(MERGES["adaptive"], [64, 64], [3, 1], [0.01, 0.01], printed).weights
-        (0.8250000000000001, 0.225)
-        >>> merge_weights(MERGES["adaptive"], [48, 16], [2, 2], [0.5, 0.5], AdaptiveSettings(64)).weights
-        (0.75, 0.25)
-        >>> merge_weights(MERGES["mean"], [48, 16], [3, 1], [0.01, 0.01], AdaptiveSettings(64)).weights
+        >>> GlobalModel(torch.tensor(3.0), torch.tensor(1.0)).moved.item()
+        2.0
+    """
+
+    now: torch.Tensor
+    before: torch.Tensor
+
+    @property
+    def moved(self) -> torch.Tensor:
+        """``w - w_p``: by what the last merge moved it."""
+        return self.now - self.before
+
+
+class MergeRule:
+    """The plain mean of all finite replicas, from which each of them starts anew; the base of all merge rules.
+
+    What a rule uses stands in its class, so that a replica keeps no tensors for nothing and a user is told of settings
+    that have no effect.
+
+    Attributes:
+        scales: whether batch sizes follow updates (Algorithm 1).
+        momentum: whether the global model moves on by ``gamma (w - w_p)``.
+        elastic: whether a replica keeps a part of its distance to the global model.
+
+    Example:
+        >>> MERGES["mean"].weights([48, 16], [3, 1], [0.01, 0.01], AdaptiveSettings(64)).weights
         (0.5, 0.5)
     """
+
+    scales: ClassVar[bool] = False
+    momentum: ClassVar[bool] = False
+    elastic: ClassVar[bool] = False
+
+    def weights(
+        self,
+        batch_sizes: Sequence[int],
+        updates: Sequence[int],
+        norms: Sequence[float],
+        settings: AdaptiveSettings,
+    ) -> MergeWeights:
+        """Return the weights of the replicas; one that is not finite gets 0, and the others its share.
+
+        Args:
+            batch_sizes: ``b_i`` in the mega-batch.
+            updates: ``u_i`` in the mega-batch.
+            norms: ``||w_i||_2 / |w|``, the norm over the number of parameters.
+            settings: of Adaptive SGD.
+
+        Raises:
+            ValueError: if the lists differ in length, or no replica is finite.
+        """
+        b, _, norm = _checked(batch_sizes, updates, norms)
+        return MergeWeights(_as_floats(_normalised(np.ones(len(b)), norm)))
+
+    def update(
+        self,
+        local: torch.Tensor,
+        merged: torch.Tensor,
+        previous: GlobalModel,
+        *,
+        momentum: float,
+        world_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a tensor of the new global model, and from where this replica goes on.
+
+        Args:
+            local: of this replica.
+            merged: ``sum_i alpha_i w_i`` over all replicas.
+            previous: of the global model before this merge.
+            momentum: ``gamma``.
+            world_size: ``W``.
+
+        Returns:
+            The global tensor; and the replica's own one, ``None`` where it starts anew from the global one.
+
+        Example:
+            >>> previous = GlobalModel(torch.tensor(3.0), torch.tensor(1.0))
+            >>> local, merged, given = torch.tensor(5.0), torch.tensor(4.0), {"momentum": 0.5, "world_size": 4}
+            >>> for name, rule in MERGES.items():
+            ...     now, own = rule.update(local, merged, previous, **given)
+            ...     print(name, now.item(), None if own is None else own.item())
+            adaptive 5.0 None
+            elastic 5.0 None
+            crossbow 5.0 4.5
+            mean 4.0 None
+        """
+        return merged, None
+
+
+class MomentumMerge(MergeRule):
+    """Elastic averaging with momentum: the mean of the replicas moves on as it has moved before.
+
+    Example:
+        >>> MomentumMerge.momentum, MomentumMerge.elastic
+        (True, False)
+    """
+
+    momentum = True
+
+    def update(
+        self,
+        local: torch.Tensor,
+        merged: torch.Tensor,
+        previous: GlobalModel,
+        *,
+        momentum: float,
+        world_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``w' = sum_i alpha_i w_i + gamma (w - w_p)``."""
+        return merged + momentum * previous.moved, None
+
+
+class CrossbowMerge(MomentumMerge):
+    """Synchronous model averaging (CROSSBOW): a replica keeps ``1 - 1 / W`` of its distance to the global model.
+
+    ``w_i -= (w_i - w) / W`` and ``w += sum_i (w_i - w) / W + gamma (w - w_p)``.
+
+    Example:
+        >>> CrossbowMerge.elastic
+        True
+    """
+
+    elastic = True
+
+    def update(
+        self,
+        local: torch.Tensor,
+        merged: torch.Tensor,
+        previous: GlobalModel,
+        *,
+        momentum: float,
+        world_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The global model moves as with momentum, and the replica goes a ``W``-th of the way to the former one."""
+        merged, _ = super().update(local, merged, previous, momentum=momentum, world_size=world_size)
+        return merged, local - 1.0 / world_size * (local - previous.now)
+
+
+class AdaptiveMerge(MomentumMerge):
+    """Adaptive SGD: weights and batch sizes follow updates (Algorithms 1 and 2).
+
+    Example:
+        >>> printed, rule = AdaptiveSettings(64, renormalize=False), MERGES["adaptive"]
+        >>> rule.weights([64, 64], [3, 1], [0.01, 0.01], printed).weights
+        (0.8250000000000001, 0.225)
+        >>> rule.weights([48, 16], [2, 2], [0.5, 0.5], AdaptiveSettings(64)).weights
+        (0.75, 0.25)
+    """
+
+    scales = True
+
+    def weights(
+        self,
+        batch_sizes: Sequence[int],
+        updates: Sequence[int],
+        norms: Sequence[float],
+        settings: AdaptiveSettings,
+    ) -> MergeWeights:
+        """Algorithm 2, lines 1-7, of the finite replicas.
+
+        ``alpha_i = b_i / sum(b)`` if all did the same number of updates, else ``u_i / sum(u)``; then, if ``||w_i||_2 /
+        |w| < pert_thr`` for all, ``(1 + delta)`` times as much for the most updated replica and ``(1 - delta)`` for the
+        least. Arguments as :meth:`MergeRule.weights`.
+        """
+        b, u, norm = _checked(batch_sizes, updates, norms)
+        alpha = _normalised(b if (u == u[0]).all() else u, norm)
+        perturbed = len(b) > 1 and bool((norm < settings.perturbation_threshold).all())
+        if perturbed:
+            order = np.lexsort((-np.arange(len(b)), b, u))
+            alpha[order[-1]] *= 1 + settings.perturbation
+            alpha[order[0]] *= 1 - settings.perturbation
+            alpha = alpha / alpha.sum() if settings.renormalize else alpha
+        return MergeWeights(_as_floats(alpha), perturbed)
+
+
+MERGES: dict[str, MergeRule] = {
+    "adaptive": AdaptiveMerge(),
+    "elastic": MomentumMerge(),
+    "crossbow": CrossbowMerge(),
+    "mean": MergeRule(),
+}
+"""Merge rules by the name that users give to ``merge=``."""
+
+
+def _checked(batch_sizes: Sequence[int], updates: Sequence[int], norms: Sequence[float]) -> tuple[Array, Array, Array]:
     b = np.asarray(check_sizes("batch_sizes", batch_sizes, minimum=1), dtype=float)
     u = np.asarray(check_sizes("updates", updates, minimum=0, length=len(b)), dtype=float)
     norm = np.asarray(norms, dtype=float)
     if norm.shape != b.shape:
         raise ValueError(f"norms={list(norms)} has {len(norms)} entries for {len(b)} workers; give one per worker.")
-    finite = np.isfinite(norm)
-    if not finite.any():
+    if not np.isfinite(norm).any():
         raise ValueError(
             "no replica is finite after this mega-batch: training has diverged on every worker. Lower the learning "
             "rate, or the momentum of the merge."
         )
-    shares = np.ones(len(b)) if not rule.weighted else b if (u == u[0]).all() else u
+    return b, u, norm
+
+
+def _normalised(shares: Array, norm: Array) -> Array:
+    """Shares of the finite replicas, which sum to 1; equal ones where all of theirs are 0."""
+    finite = np.isfinite(norm)
     alpha = np.where(finite, shares, 0.0)
-    alpha = np.where(finite, 1.0, 0.0) / finite.sum() if alpha.sum() == 0 else alpha / alpha.sum()
-    perturbed = rule.weighted and len(b) > 1 and bool((norm < settings.perturbation_threshold).all())
-    if perturbed:
-        order = np.lexsort((-np.arange(len(b)), b, u))
-        alpha[order[-1]] *= 1 + settings.perturbation
-        alpha[order[0]] *= 1 - settings.perturbation
-        alpha = alpha / alpha.sum() if settings.renormalize else alpha
-    return MergeWeights(tuple(float(weight) for weight in alpha), perturbed)
+    return np.asarray(np.where(finite, 1.0, 0.0) / finite.sum() if alpha.sum() == 0 else alpha / alpha.sum())
+
+
+def _as_floats(alpha: Array) -> tuple[float, ...]:
+    return tuple(float(weight) for weight in alpha)

@@ -19,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetero.core.noise.estimators import METHODS, estimate_from_local_norms
+from lightning_hetero.core.noise.estimators import METHODS, WeightRule, estimate_from_local_norms
 
 __all__ = ["WindowEstimator", "window_estimator"]
 
@@ -27,9 +27,6 @@ Array = npt.NDArray[np.float64]
 
 Coefficients = tuple[tuple[float, float, float], tuple[float, float, float]]
 """Coefficients of a worker's first micro-batch, of its window and of ``|g|^2``, in ``S`` and in ``Q``."""
-
-LEAST = 0.5
-"""Least share of its degrees of freedom that a comparison of workers must keep when micro-batches differ in size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +76,7 @@ def window_estimator(
     nested: bool = False,
     exact: bool = True,
     noise_scale: float = float("inf"),
+    min_freedom: float = 0.5,
 ) -> WindowEstimator | None:
     """How to estimate from the norms of a window; ``None`` if they cannot tell noise from signal.
 
@@ -91,6 +89,8 @@ def window_estimator(
         nested: whether the norms of first micro-batches are there.
         exact: whether the sum over workers is that of their gradients; if it is compressed, ``|g|^2`` is not used.
         noise_scale: ``tr(Sigma) / |G|^2`` as far as it is known; a good guess makes the variance small.
+        min_freedom: least share of its degrees of freedom that a comparison of workers must keep where micro-batches
+            differ in size, 0 to 1.
 
     Example:
         >>> window_estimator(((4, 4),)).parts[0]  # S = 4 (|g_1|^2 + |g_2|^2 - 2 |g|^2), of local gradients 2 r_i g_i
@@ -111,8 +111,10 @@ def window_estimator(
     total = float(mean.sum() ** 2 / variance.sum())
     unit = np.divide(1.0, ranks * mean, out=np.zeros(ranks), where=taken) ** 2  # |local_i|^2 to that of a mean gradient
     whole = 1.0 / mean.sum() ** 2
-    parts = _exact_parts if exact else _local_parts
-    out = parts(own, total, unit, whole, method)
+    if exact:
+        out = _exact_parts(own, total, unit, whole, METHODS[method], min_freedom)
+    else:
+        out = _local_parts(own, total, unit)
     if exact and nested and len(b) > 1 and (method == "pooled" or ranks == 1):
         first_unit = np.divide(1.0, ranks * shares[0], out=np.zeros(ranks), where=shares[0] > 0) ** 2
         out = _with_first(out, b[0], own, unit, first_unit, 2.0 / max(noise_scale, 1e-30))
@@ -133,17 +135,19 @@ Parts = tuple[float, Array, Array]
 """Degrees of freedom, and coefficients in ``S`` and in ``Q`` besides ``|g|^2``, each of shape ``(workers, 3)``."""
 
 
-def _exact_parts(own: Array, total: float, unit: Array, whole: float, method: str) -> Parts | None:
+def _exact_parts(
+    own: Array, total: float, unit: Array, whole: float, weights_of: WeightRule, min_freedom: float
+) -> Parts | None:
     """Workers compared with each other."""
     taken = own > 0
     n, b = int(taken.sum()), own[taken]
     trace, signal = np.zeros((len(own), 3)), np.zeros((len(own), 3))
     if n < 2:
         return None
-    w_signal, w_trace = METHODS[method](b)
+    w_signal, w_trace = weights_of(b)
     d = b * b.sum() / (b.sum() - b)
     kept = float((w_trace * d * (1 / b - 1 / total)).sum())  # 1 where all workers keep their share of the batch
-    if kept < LEAST:
+    if kept < min_freedom:
         return None
     for out, weights in ((trace, w_trace), (signal, (w_trace - w_signal) / total)):
         out[taken, 1] = weights * d / kept * unit[taken]
@@ -151,7 +155,7 @@ def _exact_parts(own: Array, total: float, unit: Array, whole: float, method: st
     return n - 1.0, trace, signal
 
 
-def _local_parts(own: Array, total: float, unit: Array, whole: float, method: str) -> Parts | None:
+def _local_parts(own: Array, total: float, unit: Array) -> Parts | None:
     """From local norms of unequal batches alone; ``|g|^2`` of the exact sum would be ``|G|^2 + tr(Sigma) / B``."""
     taken = own > 0
     if len(set(own[taken].tolist())) < 2:

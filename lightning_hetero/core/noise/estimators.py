@@ -11,7 +11,7 @@ comparison.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,20 +22,24 @@ from lightning_hetero.core.validation import check_choice, check_number
 __all__ = [
     "METHODS",
     "NoiseScaleEstimate",
+    "WeightRule",
     "estimate_from_local_norms",
     "estimate_from_two_sizes",
     "estimate_noise_scale",
     "local_estimates",
+    "noise_scale_of",
 ]
 
 Array = npt.NDArray[np.float64]
 
-FEW_STEPS = 8.0
-"""Steps with fewer of which nothing is said of how certain a running noise scale is."""
 
+def noise_scale_of(trace: float, grad_sq_norm: float) -> float:
+    """Return ``tr(Sigma) / |G|^2``; infinite if there is noise and no signal, NaN if neither or one is unknown.
 
-def _ratio(trace: float, grad_sq_norm: float) -> float:
-    """``tr(Sigma) / |G|^2``; infinite if there is noise and no signal, NaN if neither was seen or one is unknown."""
+    Example:
+        >>> noise_scale_of(4.0, 2.0), noise_scale_of(4.0, 0.0), noise_scale_of(0.0, 0.0)
+        (2.0, inf, nan)
+    """
     if grad_sq_norm > 0:
         return trace / grad_sq_norm
     return math.inf if trace > 0 and grad_sq_norm <= 0 else math.nan
@@ -62,7 +66,7 @@ class NoiseScaleEstimate:
     @property
     def noise_scale(self) -> float:
         """``tr(Sigma) / |G|^2`` in samples; infinite where only ``|G|^2`` is estimated at 0 or below, else NaN."""
-        return _ratio(self.trace, self.grad_sq_norm)
+        return noise_scale_of(self.trace, self.grad_sq_norm)
 
 
 def _checked(
@@ -133,7 +137,11 @@ def _cannikin_weights(b: Array) -> tuple[Array, Array]:
     return solved[0] / solved[0].sum(), solved[1] / solved[1].sum()
 
 
-METHODS = {"pooled": _pooled_weights, "cannikin": _cannikin_weights, "mean": _mean_weights}
+WeightRule = Callable[[Array], tuple[Array, Array]]
+"""From batch sizes to the weights of the workers' estimates of ``|G|^2`` and of ``tr(Sigma)``."""
+
+METHODS: dict[str, WeightRule] = {"pooled": _pooled_weights, "cannikin": _cannikin_weights, "mean": _mean_weights}
+"""How the workers' estimates are weighted, by name."""
 
 
 def estimate_noise_scale(

@@ -2,9 +2,9 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
-from lightning_hetero.core.noise.estimators import FEW_STEPS, _ratio
+from lightning_hetero.core.noise.estimators import noise_scale_of
 from lightning_hetero.core.validation import check_number
 
 __all__ = ["RunningNoiseScale"]
@@ -39,6 +39,8 @@ class RunningNoiseScale:
         (1.0, 4.0, 4.0)
     """
 
+    min_steps_for_error: ClassVar[float] = 8.0
+    """Steps with fewer of which :attr:`relative_error` is infinite: their own scatter says little."""
     horizon: float = 50_000.0
     trace_sum: float = 0.0
     sq_norm_sum: float = 0.0
@@ -131,7 +133,7 @@ class RunningNoiseScale:
     @property
     def noise_scale(self) -> float:
         """``tr(Sigma) / |G|^2`` in samples; infinite where the signal is not seen yet, NaN before the first step."""
-        return _ratio(self.trace, self.grad_sq_norm)
+        return noise_scale_of(self.trace, self.grad_sq_norm)
 
     @property
     def relative_error(self) -> float:
@@ -148,7 +150,7 @@ class RunningNoiseScale:
         """
         w, signal = self.weight, self.grad_sq_norm
         count = w**2 / self.weight_squares if self.weight_squares else 0.0
-        if count < FEW_STEPS or not signal > 0 or not self.trace > 0:
+        if count < self.min_steps_for_error or not signal > 0 or not self.trace > 0:
             return math.inf
         s, n, inverse = self.trace_sum / w, self.sq_norm_sum / w, self.inverse_sum / w
         by_s, by_n = 1.0 / s + inverse / signal, -1.0 / signal

@@ -9,11 +9,13 @@ import numpy as np
 
 from lightning_hetero.core.batching.goodput import (
     Candidate,
+    TotalSettings,
     Window,
     candidate_totals,
     choose_total,
     efficiency,
     goodput_of,
+    in_equal_parts,
     windows_of,
 )
 from lightning_hetero.core.batching.optperf import solve_optperf
@@ -25,20 +27,6 @@ from lightning_hetero.core.policies.split_rule import horizon
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
 
 __all__ = ["GoodputPlanner"]
-
-# None of these is a setting: they say in how many changes a total gets where goodput is highest, not where that is.
-# What says when a change pays stands in RuleSettings and in the arguments of the planner.
-GROWTH = 2.0
-"""Largest factor between two totals where the noise scale is not certain."""
-FARTHEST = 16.0
-"""Largest factor where it is: beyond ``GROWTH`` a total has to pay even if the noise scale is off by ``SURE``."""
-SURE = 2.0
-"""Standard errors of the noise scale, two for the usual 95 %."""
-
-PROBE = 1.5
-"""Factor to a total that is tried because only one size of a worker is known: far enough to tell its fixed time."""
-WASTE = 0.2
-"""Largest loss of efficiency for that, as a share; it lasts until the next look."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +55,7 @@ class GoodputPlanner:
         steps: observed steps since the total changed.
         accumulation: micro-batches of the total in use.
         moves_total: tells the engine that a run goes on with the total that it had reached.
+        total_settings: of how the total moves.
 
     Example:
         >>> from lightning_hetero.core.noise.running import RunningNoiseScale
@@ -94,6 +83,7 @@ class GoodputPlanner:
     steps: int = 0
     accumulation: int = 1
     moves_total: bool = True
+    total_settings: TotalSettings = TotalSettings()
 
     def initial(self, context: PlanContext) -> Proposal | None:
         """As the time model's planner."""
@@ -120,7 +110,7 @@ class GoodputPlanner:
         now = planner.current(planner.table, total)
         if planner.steps < self.min_steps or now is None:
             return replace(by_model, planner=planner)
-        probe = _probe(planner.table, now)
+        probe = _probe(planner.table, now, self.total_settings)
         explores = _tells(model, _plan(cluster, probe, context), context)
         chosen = probe if explores else planner._choose(total, context)
         if chosen.total_batch_size == total or not (explores or planner._pays(chosen, now, model, context)):
@@ -135,9 +125,10 @@ class GoodputPlanner:
 
     def _choose(self, total: int, context: PlanContext) -> Candidate:
         """The best total: nearby by what is known, farther away by what is certain."""
-        near = [c for c in self.table if total / GROWTH <= c.total_batch_size <= total * GROWTH]
+        growth = self.total_settings.max_growth
+        near = [c for c in self.table if total / growth <= c.total_batch_size <= total * growth]
         best = choose_total(near, total, hysteresis=self.hysteresis)
-        error = SURE * self._error(context)
+        error = self.total_settings.noise_scale_errors * self._error(context)
         if not error < 1.0 or len(near) == len(self.table):
             return best
 
@@ -180,14 +171,16 @@ class GoodputPlanner:
             context: bounds, and whether the number of micro-batches may change.
         """
         least = sum(context.min_local) * (1 if context.epoch_begins else context.accumulation)
-        farthest = FARTHEST if self._error(context) < 1.0 / SURE else GROWTH
+        settings = self.total_settings
+        certain = self._error(context) < 1.0 / settings.noise_scale_errors
+        farthest = settings.max_certain_growth if certain else settings.max_growth
         low = max(least, self.min_total_batch_size or 1, round(total / farthest))
         high = min(self.max_total_batch_size, round(total * farthest))
         limit = self.micro_batch_limit if context.max_local is None else sum(context.max_local)
         count = None if context.epoch_begins else context.accumulation
         grid = () if high < low else candidate_totals(low, high)
         full = () if limit is None else range(-(-low // limit) * limit, high + 1, limit)  # what just fits
-        parts = (_in_equal_parts(b, limit, count) for b in (*grid, *full))
+        parts = (in_equal_parts(b, limit, count) for b in (*grid, *full))
         return windows_of(
             [total, *(b for b in parts if b >= low)],
             min_local=context.min_local,
@@ -210,7 +203,7 @@ class GoodputPlanner:
         asked = {*windows[:1], *windows[-1:], *(window for window in windows if window[0] == total)}
         renewed: set[Window] = set()
         while asked - renewed:
-            newest = solved.renewed(cluster, sorted(asked - renewed))
+            newest = solved.renewed(cluster, sorted(asked - renewed), self.total_settings)
             if newest is None:
                 return SolvedTotals.solve(cluster, windows, *bounds)
             solved, renewed = newest, renewed | asked
@@ -260,18 +253,6 @@ class GoodputPlanner:
         )
 
 
-def _in_equal_parts(total: int, limit: int | None, count: int | None) -> int:
-    """The largest total up to ``total`` that its micro-batches, ``count`` or as few as ``limit`` allows, share evenly.
-
-    Example:
-        >>> _in_equal_parts(31, limit=10, count=None), _in_equal_parts(31, limit=None, count=2)
-        (27, 30)
-    """
-    while total % (parts := count or (1 if limit is None else -(-total // limit))):
-        total -= total % parts
-    return total
-
-
 def _plan(cluster: ClusterTimeModel, chosen: Candidate, context: PlanContext) -> BatchPlan:
     """The best split of one micro-batch of a candidate."""
     return solve_optperf(
@@ -288,15 +269,15 @@ def _tells(model: PerfModelPlanner, plan: BatchPlan, context: PlanContext) -> bo
     return bool(np.any((low == high) & (low != np.array(plan.local_batch_sizes))))
 
 
-def _probe(table: Sequence[Candidate], now: Candidate) -> Candidate:
+def _probe(table: Sequence[Candidate], now: Candidate, settings: TotalSettings) -> Candidate:
     """The candidate nearest to half as much again; below the current total if that would waste too many samples."""
 
     def distance(candidate: Candidate, factor: float) -> float:
         return abs(candidate.total_batch_size / now.total_batch_size - factor)
 
     larger = [c for c in table if c.total_batch_size > now.total_batch_size]
-    larger = [c for c in larger if c.efficiency >= (1 - WASTE) * now.efficiency]
+    larger = [c for c in larger if c.efficiency >= (1 - settings.max_probe_waste) * now.efficiency]
     smaller = [c for c in table if c.total_batch_size < now.total_batch_size and not math.isnan(c.efficiency)]
     if larger:
-        return min(larger, key=lambda c: distance(c, PROBE))
-    return min(smaller, key=lambda c: distance(c, 1 / PROBE)) if smaller else now
+        return min(larger, key=lambda c: distance(c, settings.probe_factor))
+    return min(smaller, key=lambda c: distance(c, 1 / settings.probe_factor)) if smaller else now

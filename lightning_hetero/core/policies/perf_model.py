@@ -1,10 +1,6 @@
-"""Policies: from observations to the next plan, as pure values.
+"""The planner of the time model: the exact optimum of what was learned of every worker (Cannikin, sec. 3-4)."""
 
-A planner is replaced, never changed in place: ``decide(observations, current, context) -> (planner, proposal)``. It
-can be replayed, checkpointed and tested with no process and no clock. The table :data:`PLANNERS` lists all of them.
-"""
-
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -18,18 +14,17 @@ from lightning_hetero.core.policies.base import Decision, PlanContext, Planner, 
 from lightning_hetero.core.policies.proportional import ProportionalPlanner
 from lightning_hetero.core.policies.split_rule import RuleSettings, cost, doubt, horizon
 from lightning_hetero.core.policies.static import StaticPlanner
-from lightning_hetero.core.timing.expected_maximum import expected_maximum, larger_error
 from lightning_hetero.core.timing.link_times import LinkTimes
+from lightning_hetero.core.timing.prediction import StepPrediction
 from lightning_hetero.core.timing.residual_time import Residual
-from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeModels
-from lightning_hetero.core.timing.sync_skew import arrival_differences, likely_arrivals, own_arrivals
+from lightning_hetero.core.timing.step_time import ClusterTimeModel
+from lightning_hetero.core.timing.sync_skew import last_bucket_differences, likely_offsets, per_worker_offsets
 from lightning_hetero.core.timing.time_posterior import TimePosterior
 from lightning_hetero.core.timing.times import Times
-from lightning_hetero.core.timing.winsorized_mean import pace
+from lightning_hetero.core.timing.winsorized_mean import winsorized_mean
 
 __all__ = [
     "Decision",
-    "PLANNERS",
     "PerfModelPlanner",
     "PlanContext",
     "Planner",
@@ -40,12 +35,6 @@ __all__ = [
 
 
 Array = npt.NDArray[np.float64]
-
-WAITING = 0.2
-"""Relative standard error of what the slowest worker of single steps takes longer: their times are no normal values.
-
-No setting: it widens the errors of predictions, and decides nothing.
-"""
 
 
 @dataclass(frozen=True)
@@ -94,70 +83,44 @@ class PerfModelPlanner:
         """Time model of the ranks at hand, ``None`` if all of them are unknown."""
         if not self.knows(context):
             return None
-        return self._cluster(self._times(context), context, None)
+        return _optimal_model(self._prediction(self._times(context), context), context)
 
     def _times(self, context: PlanContext) -> Times:
         """Time models of the workers at hand, each with its own part of averaging."""
         times = self.times.times(context.identities, context.capacities)
-        own, variance = self._own_arrivals(context)
+        own, variance = self._own_offsets(context)
         times.mean[:, 1] += own
         times.covariance[:, 1, 1] += variance
         return times
 
-    def _own_arrivals(self, context: PlanContext) -> tuple[Array, Array]:
+    def _own_offsets(self, context: PlanContext) -> tuple[Array, Array]:
         """Each worker's own seconds of averaging, above the least of all workers at hand, and their variance."""
-        known, workers = self._known_arrivals(context), len(context.identities)
+        known, workers = self._known_offsets(context), len(context.identities)
         scale = self.link.at(workers)[1] if known and self.link else 0.0
-        return likely_arrivals(known, workers, scale)
+        return likely_offsets(known, workers, scale, self.times.settings)
 
-    def _known_arrivals(self, context: PlanContext) -> dict[int, tuple[float, float]]:
+    def _known_offsets(self, context: PlanContext) -> dict[int, tuple[float, float]]:
         """Seconds and variance by rank, of hardware that was seen to come last."""
         return {rank: self.arrivals[n] for rank, n in enumerate(context.identities) if n in self.arrivals}
 
-    def _cluster(self, times: Times, context: PlanContext, sizes: Any) -> ClusterTimeModel:
-        """With what steps of these sizes, or of the optimal ones, take longer than eq. 7 says."""
-        bare = self._bare(times, context)
-        sizes = _optimum(bare, context).local_batch_sizes if sizes is None else sizes
-        more, less = max(self.residual.seconds, 0.0), min(self.residual.seconds, 0.0)
-        factor = self._waits(times, sizes, context) * (1.0 + self.residual.share)
-        factor += less / max(bare.step_time(sizes), 1e-12)  # nothing takes less than no time: as a share instead
-        return bare.slowed(max(factor, 0.5) - 1.0, more)
-
-    def _waits(self, times: Times, sizes: Any, context: PlanContext) -> float:
-        """Factor by which the slowest worker of single steps takes longer than the slowest does on average."""
-        seconds, _, scatter = self._finish(times, np.maximum(sizes, context.min_local).astype(float), context)
-        return expected_maximum(seconds, scatter)[0] / float(seconds.max())
-
-    def _bare(self, times: Times, context: PlanContext) -> ClusterTimeModel:
-        """Eq. 7 alone, of a window of micro-batches."""
-        link = self.link.at(len(context.identities))
-        return ClusterTimeModel(NodeModels(times.mean), self._gamma, *link).accumulated(context.accumulation)
-
-    @property
-    def _gamma(self) -> float:
-        """Share of the backward pass before the first bucket; the estimate itself may be just outside 0 to 1."""
-        return min(max(self.link.gamma.value, 0.0), 1.0)
+    def _prediction(self, times: Times, context: PlanContext) -> StepPrediction:
+        """Times of the steps of workers with these time models."""
+        return StepPrediction(
+            times, self.link, self.residual, context.min_local, context.accumulation, self.times.settings
+        )
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
         """Predicted seconds of a step (of a window, under accumulation) by Cannikin, eq. 7."""
         if not self.knows(context):
             return None
-        cluster = self._cluster(self._times(context), context, plan.local_batch_sizes)
-        return cluster.step_time(plan.local_batch_sizes)
+        sizes = plan.local_batch_sizes
+        return self._prediction(self._times(context), context).model(sizes).step_time(sizes)
 
     def error(self, plan: BatchPlan, context: PlanContext) -> float | None:
         """Standard error in seconds of :meth:`predict`."""
         if not self.knows(context):
             return None
-        return self._error(self._times(context), plan.local_batch_sizes, context)
-
-    def _error(self, times: Times, sizes: Any, context: PlanContext) -> float:
-        seconds, errors, _ = self._finish(times, np.maximum(sizes, context.min_local).astype(float), context)
-        step, spread = expected_maximum(seconds, errors)
-        scale, link = self._waits(times, sizes, context), self.link.error(len(context.identities))
-        waits = WAITING * (scale - 1.0) * step
-        parts = (scale * spread, self.residual.error(scale * step), min(link, step), waits)
-        return float(np.sqrt(sum(part**2 for part in parts)))
+        return self._prediction(self._times(context), context).error(plan.local_batch_sizes)
 
     # what is learned
 
@@ -165,52 +128,36 @@ class PerfModelPlanner:
         """The planner that has seen the observations."""
         if observations.num_steps == 0:
             return self
-        names, elapsed = context.identities, float(max(context.elapsed or 0, observations.num_steps))
+        names, settings = context.identities, self.times.settings
+        elapsed = float(max(context.elapsed or 0, observations.num_steps))
         takes = float(np.median(np.nan_to_num(observations.last_sync).min(axis=1)))
-        found = own_arrivals(self._known_arrivals(context), arrival_differences(observations.last_sync), takes)
+        differences = last_bucket_differences(observations.last_sync, settings)
+        found = per_worker_offsets(self._known_offsets(context), differences, takes, settings)
         planner = replace(
             self,
             times=self.times.observe(observations, names, elapsed),
             steps=self.steps + elapsed,
             arrivals={**self.arrivals, **{names[rank]: own for rank, own in found.items()}},
         )
-        last = np.maximum(observations.last_sync - planner._own_arrivals(context)[0], 0.0)
-        link = self.link.observe(replace(observations, last_sync=last), context.accumulation, self.times.settings)
+        last = np.maximum(observations.last_sync - planner._own_offsets(context)[0], 0.0)
+        link = self.link.observe(replace(observations, last_sync=last), context.accumulation, settings)
         planner = replace(planner, link=link)
-        return planner._compare(observations, context)
+        return planner._update_residual(observations, context)
 
-    def _compare(self, observations: StepObservations, context: PlanContext) -> "PerfModelPlanner":
-        """What steps take longer than eq. 7 says: by the scatter of single workers, and by the loop's own time."""
+    def _update_residual(self, observations: StepObservations, context: PlanContext) -> "PerfModelPlanner":
+        """The planner that has compared the steps with what it predicts of them: the loop's own time is not in that."""
         rows = np.asarray(np.isfinite(observations.step_time).all(axis=1))
         if not rows.any():
             return self
-        times = self._times(context)
-        bare = self._bare(times, context)
-        expected = 0.0
+        predicted, expected = self._prediction(self._times(context), context), 0.0
+        bare = predicted.bare
         for split, own in observations.splits():
             part = float(rows[own].mean()) * len(rows[own]) / float(rows.sum())
-            expected += self._waits(times, split, context) * bare.step_time(split) * part
+            expected += predicted.waiting_factor(split) * bare.step_time(split) * part
         single = observations.step_time[rows].max(axis=1)
-        measured = pace(single)
+        measured = winsorized_mean(single)
         variance = float(np.var(single)) / max(measured, 1e-9) ** 2 / len(single)
-        return replace(self, residual=self.residual.observe(expected, measured, variance))
-
-    def _finish(self, times: Times, sizes: Array, context: PlanContext) -> tuple[Array, Array, Array]:
-        """When each worker is done: seconds, their standard errors, and the deviation of single steps."""
-        n, gamma = context.accumulation, self._gamma
-        t_o, t_u = self.link.at(len(context.identities))
-        lines = []
-        for share, after in ((1.0, t_u), (gamma, t_o + t_u)):
-            seconds, errors = times.seconds(sizes, n - 1 + share, n)
-            a, p = times.parts(sizes)
-            single = n**0.5 * times.scatter  # of one micro-batch: their mean was observed
-            scatter = np.hypot(a * single[:, 0] * n**0.5, p * single[:, 1] * (n - 1 + share**2) ** 0.5)
-            lines.append((seconds + after, errors, scatter))
-        (compute, compute_error, _), (send, send_error, _) = lines
-        both = 0.5 * (times.seconds(sizes, 2 * (n - 1) + 1 + gamma, 2 * n)[1] ** 2 - compute_error**2 - send_error**2)
-        errors = larger_error(compute, compute_error, send, send_error, both)
-        seconds, _, scatter = (np.where(compute >= send, x, z) for x, z in zip(*lines, strict=True))
-        return seconds, errors, scatter
+        return replace(self, residual=self.residual.observe(expected, measured, variance, self.times.settings))
 
     # what is decided
 
@@ -218,12 +165,12 @@ class PerfModelPlanner:
         """Optimum of what an earlier run learned of this hardware; equal sizes if all of it is new."""
         if not self.knows(context):
             return None
-        times = self._times(context)
-        plan = _optimum(self._cluster(times, context, None), context)
+        predicted = self._prediction(self._times(context), context)
+        plan = _optimum(_optimal_model(predicted, context), context)
         new = [rank for rank, name in enumerate(context.identities) if not self.times.knows((name,))]
         by = "peak FLOP/s" if context.capacities else "what the others take"
         more = f"; rank {', '.join(map(str, new))} is new and starts by {by}" if new else ""
-        plan = replace(plan, step_time_error=self._error(times, plan.local_batch_sizes, context))
+        plan = replace(plan, step_time_error=predicted.error(plan.local_batch_sizes))
         return Proposal(plan, f"from the time models of an earlier run{more}")
 
     def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
@@ -233,16 +180,18 @@ class PerfModelPlanner:
             return Decision(planner, kept="too few observations: not every worker's time is known")
         times = planner._times(context)
         decision = planner._decide(times, current, context, first=not self.times.knows(context.identities))
-        error = planner._error(times, current.local_batch_sizes, context)
+        error = planner._prediction(times, context).error(current.local_batch_sizes)
         return replace(decision, error=error, moving=times.moving > 0.0)
 
     def _decide(self, times: Times, current: BatchPlan, context: PlanContext, *, first: bool) -> Decision:
         """The rule, for what is known by now."""
-        cluster = self._cluster(times, context, _ran(current, context))
+        predicted, running = self._prediction(times, context), _effective_sizes(current, context)
+        cluster = predicted.model(running)
         now, plan = _step_time(cluster, current, context), _optimum(cluster, context)
         if plan.local_batch_sizes == current.local_batch_sizes:
             return Decision(self, kept=_why_optimal(plan, context))
-        gain, unknown = self._gain(cluster, times, plan, current, context)
+        scaled = running * (context.total_batch_size / current.total_batch_size)
+        gain, unknown = predicted.saving(cluster, plan.local_batch_sizes, scaled)
         steps = horizon(gain, times.walks, times.probability, self.steps, self.settings)
         costs = self.cost(now, context)
         other = f"{'/'.join(map(str, plan.local_batch_sizes))} would take {max(gain, 0.0):.1%} less"
@@ -256,14 +205,14 @@ class PerfModelPlanner:
         if gain < least:
             kept = f"too little is known of the workers yet: {other}, and only a gain of {least:.1%} is beyond luck"
             return Decision(self, kept=kept)
-        here = self._waits(times, _ran(current, context), context)
-        then = self._waits(times, plan.local_batch_sizes, context) / here * (plan.step_time or now)
+        here = predicted.waiting_factor(running)
+        then = predicted.waiting_factor(plan.local_batch_sizes) / here * (plan.step_time or now)
         saved = 1.0 - then / now
         if saved < context.hysteresis:
             other = f"{'/'.join(map(str, plan.local_batch_sizes))} would take {abs(saved):.1%}"
             other += f" {'less' if saved > 0 else 'more'}, waiting in single steps included"
             return Decision(self, kept=f"the predicted gain is below hysteresis={context.hysteresis:g}: {other}")
-        error = self._error(times, plan.local_batch_sizes, context)
+        error = predicted.error(plan.local_batch_sizes)
         plan = replace(plan, step_time=then, step_time_error=error)
         gained = f"step {now * 1e3:.1f} -> {then * 1e3:.1f} ms ({saved:.1%} less)"
         proposal = Proposal(plan, f"{self._why(context, first=first)}: {gained}")
@@ -279,25 +228,6 @@ class PerfModelPlanner:
         if jumped:
             return f"speed of rank {', '.join(map(str, jumped))} changed"
         return "first split, in proportion to measured speed" if first else "optimum of the time model"
-
-    def _gain(
-        self, cluster: ClusterTimeModel, times: Times, plan: BatchPlan, current: BatchPlan, context: PlanContext
-    ) -> tuple[float, float]:
-        """Share of a step that a plan saves in expectation, and the share that it loses to what is not known.
-
-        The slowest worker is as late as it may be. What is uncertain of workers at the running split stays so. What
-        they take for other sizes than those that were seen is uncertain as well, but the first look at them will tell,
-        so that it does not speak against them.
-        """
-        here = _ran(current, context) * (context.total_batch_size / current.total_batch_size)
-        seconds, errors, _ = self._finish(times, here, context)
-
-        def expected(finish: Array) -> tuple[float, float]:
-            return expected_maximum(finish, finish * errors / seconds)
-
-        there = cluster.finish_times(plan.local_batch_sizes)
-        now, (then, spread) = expected(cluster.finish_times(here))[0], expected(there)
-        return 1.0 - then / now, 1.0 - float(there.max()) / (then + spread)
 
     # state
 
@@ -329,6 +259,11 @@ def _optimum(cluster: ClusterTimeModel, context: PlanContext) -> BatchPlan:
     return solve_optperf(cluster, context.total_batch_size, min_local=context.min_local, max_local=context.max_local)
 
 
+def _optimal_model(predicted: StepPrediction, context: PlanContext) -> ClusterTimeModel:
+    """Eq. 7 with what steps of the optimal sizes take longer than it says."""
+    return predicted.model(_optimum(predicted.bare, context).local_batch_sizes)
+
+
 def _why_optimal(plan: BatchPlan, context: PlanContext) -> str:
     """Why the current plan is the optimum."""
     sizes = plan.local_batch_sizes
@@ -341,7 +276,7 @@ def _why_optimal(plan: BatchPlan, context: PlanContext) -> str:
     return "the optimum runs already: the time model predicts no shorter step with another split"
 
 
-def _ran(current: BatchPlan, context: PlanContext) -> Array:
+def _effective_sizes(current: BatchPlan, context: PlanContext) -> Array:
     """Samples that each worker runs: its minimum at least, with weight 0 where its size is 0."""
     return np.array(np.maximum(current.local_batch_sizes, context.min_local), dtype=float)
 
@@ -350,10 +285,3 @@ def _step_time(cluster: ClusterTimeModel, current: BatchPlan, context: PlanConte
     """Predicted time under the current split, scaled to the total of the next steps if that is another one."""
     scale = context.total_batch_size / current.total_batch_size
     return max(cluster.step_time(np.asarray(current.local_batch_sizes) * scale), 1e-12)
-
-
-PLANNERS: dict[str, Callable[[], Planner]] = {
-    "perf_model": PerfModelPlanner,
-    "pid": ProportionalPlanner,
-    "static": StaticPlanner,
-}

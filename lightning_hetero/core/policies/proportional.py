@@ -6,12 +6,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from lightning_hetero.core.batching.control_settings import ControlSettings
 from lightning_hetero.core.batching.optperf import static_sizes
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.batching.proportional_control import ControllerState, control, smooth
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
-from lightning_hetero.core.timing.winsorized_mean import capped
+from lightning_hetero.core.timing.step_times import StepTimes
+from lightning_hetero.core.timing.winsorized_mean import winsorize_top
 
 __all__ = ["ProportionalPlanner"]
 
@@ -22,10 +24,6 @@ def _in_proportion(capacities: Sequence[float], context: PlanContext, reason: st
     """Sizes in proportion to capacities, within the bounds."""
     sizes = static_sizes(context.total_batch_size, capacities, min_local=context.min_local, max_local=context.max_local)
     return Proposal(BatchPlan(context.total_batch_size, sizes), reason)
-
-
-FEWEST_STEPS = 5
-"""Steps at the current sizes behind a decision of the controller; with fewer it waits for the next exchange."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,7 @@ class ProportionalPlanner:
             ``"equal"``.
         state: controller state, ``None`` before the first observation.
         throughput: samples per second last seen of each piece of hardware.
+        settings: of the controller.
 
     Example:
         >>> known = ProportionalPlanner(throughput={"a": 300.0, "b": 100.0})
@@ -54,6 +53,7 @@ class ProportionalPlanner:
     start: str = "open_loop"
     state: ControllerState | None = None
     throughput: Mapping[str, float] = field(default_factory=dict)
+    settings: ControlSettings = ControlSettings()
 
     def initial(self, context: PlanContext) -> Proposal | None:
         """Sizes in proportion to the throughput seen in an earlier run; if a rank is new, those that it starts with."""
@@ -70,13 +70,14 @@ class ProportionalPlanner:
         """Smooth the compute times of the steps at the current sizes, then one decision of the controller."""
         state = self.state
         if state is None or state.local_batch_sizes != current.local_batch_sizes:
-            state = ControllerState(current.local_batch_sizes)
+            state = ControllerState(current.local_batch_sizes, StepTimes(settings=self.settings.times))
         expected = np.maximum(np.asarray(current.local_batch_sizes), np.asarray(context.min_local))
         rows = (observations.local_batch_sizes == expected).all(axis=1)
-        for times in capped(observations.compute[rows]):
+        for times in winsorize_top(observations.compute[rows]):
             state = smooth(state, times, decay=self.decay)
-        if state.times.count < FEWEST_STEPS:
-            few = f"too few observations: {state.times.count} steps at these sizes, of {FEWEST_STEPS} that it takes"
+        if state.times.count < self.settings.min_steps:
+            steps = f"{state.times.count} steps at these sizes, of {self.settings.min_steps} that it takes"
+            few = f"too few observations: {steps}"
             return Decision(replace(self, state=state), kept=few)
         state = replace(state, times=state.times.current())
         mu = state.times.best
@@ -87,6 +88,7 @@ class ProportionalPlanner:
             min_local=context.min_local,
             max_local=context.max_local,
             dead_band=self.dead_band,
+            settings=self.settings,
         )
         planner = replace(self, state=state, throughput=speeds)
         if sizes is None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetero.core.timing.times import BLOCK
+from lightning_hetero.core.timing.times import WALK_STEPS
 
 __all__ = ["RuleSettings", "cost", "doubt", "horizon"]
 
@@ -58,7 +58,7 @@ class RuleSettings:
     soon: float = 0.02
 
     def __post_init__(self) -> None:
-        for name, least in (("change_steps", 0.0), ("least_horizon", float(BLOCK)), ("doubt", 0.0), ("soon", 0.0)):
+        for name, least in (("change_steps", 0.0), ("least_horizon", float(WALK_STEPS)), ("doubt", 0.0), ("soon", 0.0)):
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name}={getattr(self, name)!r} of the decision rule; give {least:g} or more.")
         for name in ("young", "noisy"):
@@ -91,9 +91,9 @@ def horizon(
         298
     """
     longest = max(float(steps), settings.least_horizon)
-    far = walks * np.sqrt(2.0 * np.pi * longest / BLOCK)
+    far = walks * np.sqrt(2.0 * np.pi * longest / WALK_STEPS)
     ratio = np.clip(gain / far, 0.0, 1.0)
-    return float(probability @ np.maximum(longest * ratio * (2.0 - ratio), BLOCK))
+    return float(probability @ np.maximum(longest * ratio * (2.0 - ratio), WALK_STEPS))
 
 
 def cost(steps: float, settings: RuleSettings = RuleSettings()) -> float:

@@ -2,14 +2,14 @@
 
 from lightning_hetero.core.timing.winsorized_mean import Array
 
-__all__ = ["sustained"]
+__all__ = ["quota_limited_times"]
 
 
-PERIOD = 0.1
-"""Seconds in which Linux hands out a processor quota."""
+CFS_PERIOD = 0.1
+"""Seconds after which Linux hands out a processor quota anew (``cpu.cfs_period_us``, by default)."""
 
 
-def sustained(
+def quota_limited_times(
     forward: Array, backward: Array, processor_forward: Array, processor_backward: Array, cores: float
 ) -> tuple[Array, Array]:
     """Times of the steps of a window as a processor quota allows them in the long run.
@@ -27,15 +27,17 @@ def sustained(
         cores: quota of the worker.
 
     Example:
-        >>> used = np.array([0.01, 0.01]), np.array([0.02, 0.02])
-        >>> [times.tolist() for times in sustained(np.array([0.01, 0.01]), np.array([0.02, 0.09]), *used, 0.25)]
+        >>> import numpy as np
+        >>> used, seen = ([0.01, 0.01], [0.02, 0.02]), ([0.01, 0.01], [0.02, 0.09])
+        >>> [times.tolist() for times in quota_limited_times(*map(np.array, (*seen, *used)), cores=0.25)]
         [[0.04, 0.04], [0.08, 0.08]]
-        >>> [times.tolist() for times in sustained(np.array([0.1, 0.1]), np.array([0.2, 0.2]), *used, 0.25)]
+        >>> slow = [0.1, 0.1], [0.2, 0.2]
+        >>> [times.tolist() for times in quota_limited_times(*map(np.array, (*slow, *used)), cores=0.25)]
         [[0.1, 0.1], [0.2, 0.2]]
     """
     used, took = float((processor_forward + processor_backward).sum()), float((forward + backward).sum())
     earned = used / cores
-    if used == 0.0 or took > earned + min(PERIOD, 0.1 * earned):
+    if used == 0.0 or took > earned + min(CFS_PERIOD, 0.1 * earned):
         return forward, backward
     rate = max(took, earned) / used
     return processor_forward * rate, processor_backward * rate

@@ -6,13 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.timing.times import ESTIMATOR_DEFAULTS, EstimatorSettings
 
 __all__ = ["estimate_gamma", "estimate_sync_times", "fit_line", "steps_that_tell"]
 
 Array = npt.NDArray[np.float64]
-
-TOGETHER = 0.05
-"""Share of the time of averaging by which workers may differ in when it ends, to be taken for one time."""
 
 
 def estimate_gamma(first_bucket: Array, backward: Array) -> float:
@@ -35,7 +33,9 @@ def estimate_gamma(first_bucket: Array, backward: Array) -> float:
     return float(np.clip((center / variance).sum() / (1.0 / variance).sum(), 0.0, 1.0))
 
 
-def steps_that_tell(seen: StepObservations, accumulation: int = 1) -> npt.NDArray[np.bool_]:
+def steps_that_tell(
+    seen: StepObservations, accumulation: int = 1, settings: EstimatorSettings = ESTIMATOR_DEFAULTS
+) -> npt.NDArray[np.bool_]:
     """Steps in which the smallest time of averaging is the link's own, and not some worker's waiting as well.
 
     Whoever comes last does not wait. Two kinds of steps have a worker that never does: those in which the same worker
@@ -46,6 +46,7 @@ def steps_that_tell(seen: StepObservations, accumulation: int = 1) -> npt.NDArra
     Args:
         seen: observed steps.
         accumulation: micro-batches of a step, of which the last one is synchronised.
+        settings: of the estimator, of which ``link_same_end`` counts.
 
     Example:
         >>> ones = np.ones((1, 2))
@@ -58,7 +59,7 @@ def steps_that_tell(seen: StepObservations, accumulation: int = 1) -> npt.NDArra
     begins = n * a + (n - 1) * p + seen.first_bucket
     same = np.logical_and(*(x == x.max(axis=1, keepdims=True) for x in (begins, a + p))).any(axis=1)
     ends, least = begins + seen.overlapped_sync, seen.overlapped_sync.min(axis=1)
-    return np.asarray(same | (np.ptp(ends, axis=1) <= TOGETHER * least))
+    return np.asarray(same | (np.ptp(ends, axis=1) <= settings.link_same_end * least))
 
 
 def estimate_sync_times(

@@ -9,17 +9,11 @@ import numpy.typing as npt
 
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.timing.fitting import estimate_gamma, estimate_sync_times, steps_that_tell
-from lightning_hetero.core.timing.times import EstimatorSettings
+from lightning_hetero.core.timing.times import ESTIMATOR_DEFAULTS, EstimatorSettings
 
 __all__ = ["Level", "LinkTimes"]
 
 Array = npt.NDArray[np.float64]
-
-USUAL = EstimatorSettings()
-BELOW = 0.5
-"""Relative standard deviation of a level of which no more is known than a bound."""
-FEW = 4
-"""Steps below which their own scatter says little, and no jump is believed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +40,7 @@ class Level:
         scale: float | None = None,
         *,
         jumps: bool = True,
-        settings: EstimatorSettings = USUAL,
+        settings: EstimatorSettings = ESTIMATOR_DEFAULTS,
     ) -> "Level":
         """The level after one more round.
 
@@ -65,10 +59,10 @@ class Level:
         gain = before / (before + noise)
         return Level(float(self.value + gain * off * scale), float((1.0 - gain) * before))
 
-    def below(self, bound: float, settings: EstimatorSettings = USUAL) -> "Level":
+    def below(self, bound: float, settings: EstimatorSettings = ESTIMATOR_DEFAULTS) -> "Level":
         """The level after a round that showed no more than that it is below a bound."""
         if not np.isfinite(self.variance):
-            return Level(bound, BELOW**2)
+            return Level(bound, settings.link_bound_error**2)
         if bound >= self.value:
             return replace(self, variance=self.variance + settings.link_walk**2)
         return self.observe(bound, settings.link_scatter**2, jumps=False, settings=settings)
@@ -105,14 +99,14 @@ class LinkTimes:
         return bool(self.sync)
 
     def observe(
-        self, seen: StepObservations, accumulation: int = 1, settings: EstimatorSettings = USUAL
+        self, seen: StepObservations, accumulation: int = 1, settings: EstimatorSettings = ESTIMATOR_DEFAULTS
     ) -> "LinkTimes":
         """With the steps of one more sync round, of so many micro-batches each."""
         steps, workers = seen.forward.shape
         gamma = self.gamma.observe(
             estimate_gamma(seen.first_bucket, seen.backward), 0.01 / steps, 1.0, settings=settings
         )
-        tells = steps_that_tell(seen, accumulation)
+        tells = steps_that_tell(seen, accumulation, settings)
         t_o, t_u = estimate_sync_times(seen.overlapped_sync, seen.last_sync, tells)
         before = self.sync.get(workers, (Level(), Level()))
         overlapped = before[0].below(t_o, settings)
@@ -174,6 +168,6 @@ class LinkTimes:
 def _followed(level: Level, value: float, samples: Array, settings: EstimatorSettings) -> Level:
     """The level after a round whose steps have this median."""
     scatter = min(1.4826 * float(np.median(np.abs(samples - value))) / max(value, 1e-9), 1.0)
-    few = len(samples) < FEW
+    few = len(samples) < settings.link_few_steps
     variance = 1.5 * (max(scatter, settings.link_scatter) if few else scatter) ** 2 / len(samples)
     return level.observe(value, variance, max(level.value, value, 1e-6), jumps=not few, settings=settings)

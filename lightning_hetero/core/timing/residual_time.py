@@ -6,20 +6,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lightning_hetero.core.timing.times import ESTIMATOR_DEFAULTS, EstimatorSettings
+
 __all__ = ["Residual"]
 
 Array = npt.NDArray[np.float64]
-
-# None of these is a setting of decisions: what all splits take longer by makes none of them the better one. They say
-# how soon predictions follow, and how sure they are.
-PRIOR = 0.03
-"""Standard deviation of both parts before anything was seen, as a share of the step."""
-ROUND = 0.01
-"""Relative standard deviation of one round, beside what the scatter of its steps says."""
-LEAST = 0.7
-"""Share of the predicted time below which what was measured was no step: the slowest worker alone takes longer."""
-WALK = 0.003
-"""Standard deviation of the walk of both parts between two rounds, as a share of the step."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +37,28 @@ class Residual:
     seconds: float = 0.0
     covariance: tuple[float, ...] = ()
 
-    def observe(self, predicted: float, measured: float, variance: float) -> "Residual":
+    def observe(
+        self, predicted: float, measured: float, variance: float, settings: EstimatorSettings = ESTIMATOR_DEFAULTS
+    ) -> "Residual":
         """The residual after one more round.
 
         Args:
             predicted: seconds of a step.
             measured: seconds that its steps took.
             variance: of the measurement, relative to its square.
+            settings: of the estimator, those of the residual.
         """
-        if measured < LEAST * predicted:
+        if measured < (1.0 - settings.residual_shortfall) * predicted:
             return self
         scale = max(predicted, 1e-9)
         if self.covariance:
             a, b, c = self.covariance
-            before = np.array([[a, b], [b, c]]) + np.diag([WALK**2, (WALK * scale) ** 2])
+            walk = settings.residual_walk
+            before = np.array([[a, b], [b, c]]) + np.diag([walk**2, (walk * scale) ** 2])
         else:
-            before = np.diag([PRIOR**2, (PRIOR * scale) ** 2])
+            before = np.diag([settings.residual_prior**2, (settings.residual_prior * scale) ** 2])
         row = np.array([predicted, 1.0])
-        noise = (variance + ROUND**2) * max(measured, 1e-9) ** 2
+        noise = (variance + settings.residual_rounds**2) * max(measured, 1e-9) ** 2
         off = measured - predicted - float(row @ [self.share, self.seconds])
         gain = before @ row / float(row @ before @ row + noise)
         share, seconds = np.array([self.share, self.seconds]) + gain * off
@@ -71,10 +66,10 @@ class Residual:
         after = left @ before @ left.T + noise * np.outer(gain, gain)
         return Residual(float(share), float(seconds), (float(after[0, 0]), float(after[0, 1]), float(after[1, 1])))
 
-    def error(self, predicted: float) -> float:
+    def error(self, predicted: float, settings: EstimatorSettings = ESTIMATOR_DEFAULTS) -> float:
         """Standard error in seconds of what it adds to a predicted step."""
         if not self.covariance:
-            return PRIOR * predicted
+            return settings.residual_prior * predicted
         a, b, c = self.covariance
         return float(np.sqrt(max(a * predicted**2 + 2.0 * b * predicted + c, 0.0)))
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.timing.fitting import estimate_gamma, estimate_sync_times, fit_line, steps_that_tell
-from lightning_hetero.core.timing.winsorized_mean import pace
+from lightning_hetero.core.timing.winsorized_mean import winsorized_mean
 from lightning_hetero.core.validation import check_number
 
 __all__ = ["ClusterTimeModel", "NodeModels", "NodeTimeModel", "fit_node"]
@@ -233,7 +233,7 @@ def _paces(sizes: Array, forward: Array, backward: Array) -> tuple[Array, Array,
     """Distinct sizes, the paces of both times at each, and the number of steps behind them."""
     distinct, which, count = np.unique(sizes, return_inverse=True, return_counts=True)
     windows = [which.ravel() == i for i in range(len(distinct))]
-    forward, backward = (np.array([pace(y[window]) for window in windows]) for y in (forward, backward))
+    forward, backward = (np.array([winsorized_mean(y[window]) for window in windows]) for y in (forward, backward))
     return distinct, forward, backward, count.astype(float)
 
 

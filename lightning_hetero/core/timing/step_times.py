@@ -11,20 +11,46 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["StepTimes"]
+from lightning_hetero.core.validation import check_fields, check_int
+
+__all__ = ["SmoothingSettings", "StepTimes"]
 
 Array = npt.NDArray[np.float64]
 
-WINDOW = 64
-"""Newest differences between successive steps that say how much times scatter."""
-LONGEST = 256
-"""Steps that the mean looks back on at most."""
-OUTLIER = 3.0
-"""Multiple of the median difference above which a difference counts as just that."""
-APART = 5.0
-"""Standard errors by which the moving average has to leave the mean before the mean is given up."""
 MEAN_DIFFERENCE = 1.128
 """Mean absolute difference of two normal values with standard deviation 1."""
+
+
+@dataclass(frozen=True)
+class SmoothingSettings:
+    """Settings of :class:`StepTimes`.
+
+    Args:
+        noise_steps: newest differences between successive steps that say how much times scatter, ``>= 1``.
+        longest_mean_steps: steps that the mean looks back on at most, ``>= 1``.
+        outlier_ratio: multiple of the median difference above which a difference counts as just that, above 0.
+        leaving_errors: standard errors by which the moving average has to leave the mean before that is given up,
+            ``>= 0``.
+
+    Raises:
+        TypeError: if a setting has the wrong type.
+        ValueError: if a setting is out of its range.
+
+    Example:
+        >>> SmoothingSettings().noise_steps
+        64
+    """
+
+    noise_steps: int = 64
+    longest_mean_steps: int = 256
+    outlier_ratio: float = 3.0
+    leaving_errors: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in ("noise_steps", "longest_mean_steps"):
+            check_int(f"SmoothingSettings.{name}", getattr(self, name), minimum=1)
+        check_fields(self, ("outlier_ratio",), include_low=False)
+        check_fields(self, ("leaving_errors",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +65,7 @@ class StepTimes:
         count: steps behind ``smoothed``.
         newest: times of the last step in seconds.
         differences: ``|ln(t / t_before)|`` of successive steps, one row per step; kept from one split to the next.
+        settings: of the smoothing.
 
     Example:
         >>> times = StepTimes()
@@ -55,6 +82,7 @@ class StepTimes:
     count: int = 0
     newest: tuple[float, ...] = ()
     differences: tuple[tuple[float, ...], ...] = ()
+    settings: SmoothingSettings = SmoothingSettings()
 
     def observe(self, compute_times: Sequence[float] | Array, *, decay: float = 0.9) -> "StepTimes":
         """The times with one more step.
@@ -68,17 +96,19 @@ class StepTimes:
         times = np.asarray(compute_times, dtype=float)
         plain = tuple(times.tolist())
         if not self.smoothed:
-            return StepTimes(plain, 1.0, plain, 1, 1, plain, self.differences)
-        share, part = max(1.0 - decay, 1.0 / (self.count + 1)), max(1.0 / (self.steps + 1), 1.0 / LONGEST)
+            return StepTimes(plain, 1.0, plain, 1, 1, plain, self.differences, self.settings)
+        longest = self.settings.longest_mean_steps
+        share, part = max(1.0 - decay, 1.0 / (self.count + 1)), max(1.0 / (self.steps + 1), 1.0 / longest)
         logs = np.abs(np.log(np.maximum(times, 1e-9)) - np.log(np.maximum(self.newest, 1e-9)))
         return StepTimes(
             _mixed(self.smoothed, times, share),
             (1.0 - share) ** 2 * self.weights + share**2,
             _mixed(self.mean, times, part),
-            min(self.steps + 1, LONGEST),
+            min(self.steps + 1, longest),
             self.count + 1,
             plain,
-            (*self.differences, tuple(logs.tolist()))[-WINDOW:],
+            (*self.differences, tuple(logs.tolist()))[-self.settings.noise_steps :],
+            self.settings,
         )
 
     @property
@@ -90,7 +120,7 @@ class StepTimes:
         if not self.differences:
             return np.zeros(len(self.smoothed))
         rows = np.asarray(self.differences)
-        usual = np.minimum(rows, OUTLIER * np.median(rows, axis=0)).mean(axis=0)
+        usual = np.minimum(rows, self.settings.outlier_ratio * np.median(rows, axis=0)).mean(axis=0)
         return np.asarray(usual / MEAN_DIFFERENCE * (1.0 + 2.0 / len(rows)))
 
     @property
@@ -105,7 +135,7 @@ class StepTimes:
 
     def restarted(self) -> "StepTimes":
         """No times, at another split; how much they scatter is known from this one."""
-        return StepTimes(differences=self.differences)
+        return StepTimes(differences=self.differences, settings=self.settings)
 
     def current(self) -> "StepTimes":
         """The times of the speeds that hold now: without the mean where a worker's moving average has left it.
@@ -116,7 +146,7 @@ class StepTimes:
         if not self.smoothed or apart <= 1e-9:
             return self
         left = np.abs(np.log(np.maximum(self.smoothed, 1e-9)) - np.log(np.maximum(self.mean, 1e-9)))
-        if not np.any(left > APART * self.noise * np.sqrt(apart) + 1e-9):
+        if not np.any(left > self.settings.leaving_errors * self.noise * np.sqrt(apart) + 1e-9):
             return self
         return replace(self, mean=self.smoothed, steps=max(round(1.0 / self.weights), 1))
 

@@ -7,43 +7,16 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["arrival_differences", "likely_arrivals", "own_arrivals"]
+from lightning_hetero.core.timing.times import ESTIMATOR_DEFAULTS, EstimatorSettings
+
+__all__ = ["last_bucket_differences", "likely_offsets", "per_worker_offsets"]
 
 Array = npt.NDArray[np.float64]
 
-# None of these is a setting: a worker with a part of its own has one of many times the scatter of its differences, or
-# hardly any, and in between the split hardly depends on it.
-WALK = 0.05
-"""Standard deviation by which a worker's own part changes between two rounds, as a share of what the link takes.
 
-Where workers take turns at being last, what they show outweighs it; where they do not, a part as long as the link's
-time is forgotten within tens of rounds.
-"""
-
-ALONE = 0.02
-"""Share of what the last worker's averaging takes by which that of each other one has to be longer: it waited.
-
-Above what clocks resolve, and below any difference of workers that is worth a change.
-"""
-
-FEW = 4.0
-"""Degrees of freedom for which the scatter of all steps counts beside that within pairs.
-
-A prior for a round of few pairs; a round of many has their own scatter.
-"""
-
-RARE = 0.02
-"""Probability that a worker has a part of its own, before anything is seen: most move data as fast as the others do.
-
-Its logarithm counts: with twice as much, a part is as likely that is less than a tenth smaller.
-"""
-
-STALL = 3.0
-"""Factor on what a step usually takes beyond which it is the link that stalled: with the steps before and after it, it
-makes two differences of one sign, which a median of three would believe."""
-
-
-def arrival_differences(last: Array) -> dict[tuple[int, int], tuple[float, float]]:
+def last_bucket_differences(
+    last: Array, settings: EstimatorSettings = ESTIMATOR_DEFAULTS
+) -> dict[tuple[int, int], tuple[float, float]]:
     """Seconds by which the last bucket's averaging takes longer when one worker came last than when another did.
 
     A slow worker often moves data slowly, too: then a step in which it comes last ends later after its arrival than a
@@ -53,13 +26,14 @@ def arrival_differences(last: Array) -> dict[tuple[int, int], tuple[float, float
 
     Args:
         last: seconds of each step and worker for the last bucket, waiting included, shape ``(steps, workers)``.
+        settings: of the estimator, those of the skew.
 
     Returns:
         Median difference and its variance for ``(i, j)``, ``i < j``, above 0 if worker ``i`` takes longer; of workers
         that took turns at being last three times at least.
 
     Example:
-        >>> difference, variance = arrival_differences(np.array([[0.5, 0.3], [0.1, 0.2]] * 3))[0, 1]
+        >>> difference, variance = last_bucket_differences(np.array([[0.5, 0.3], [0.1, 0.2]] * 3))[0, 1]
         >>> difference, round(variance**0.5, 2)
         (-0.2, 0.14)
     """
@@ -67,9 +41,9 @@ def arrival_differences(last: Array) -> dict[tuple[int, int], tuple[float, float
     latest, seconds = finite.argmin(axis=1), finite.min(axis=1)
     found: dict[tuple[int, int], list[float]] = {}
     usual = [max(statistics.median_low(seconds[latest == i]), float(np.median(seconds))) for i in latest]
-    calm = seconds <= STALL * np.array(usual)
+    calm = seconds <= settings.skew_stall * np.array(usual)
     if finite.shape[1] > 1 and len(finite):  # else nobody came last: they all waited for the link
-        calm &= np.partition(finite, 1, axis=1)[:, 1] - seconds >= ALONE * seconds
+        calm &= np.partition(finite, 1, axis=1)[:, 1] - seconds >= settings.skew_waited * seconds
     for step, (i, j) in enumerate(zip(latest, latest[1:], strict=False)):
         before, after = seconds[step : step + 2]
         if i != j and calm[step : step + 2].all():
@@ -83,13 +57,17 @@ def arrival_differences(last: Array) -> dict[tuple[int, int], tuple[float, float
     apart = sum(float(np.abs(np.array(found[pair]) - value).sum()) for pair, value in middle.items())
     free = sum(len(found[pair]) - 1 for pair in middle)
     every = float(np.abs(np.diff(seconds[calm])).mean()) if calm.sum() > 1 else 0.0
-    variance = math.pi / 2 * ((apart / free) ** 2 * free + every**2 * FEW) / (free + FEW)
+    prior = settings.skew_prior_freedom
+    variance = math.pi / 2 * ((apart / free) ** 2 * free + every**2 * prior) / (free + prior)
     doubled = 2.0  # of turns that follow each other, each step is in two differences
     return {pair: (value, doubled * math.pi / 2 * variance / len(found[pair])) for pair, value in middle.items()}
 
 
-def own_arrivals(
-    known: Mapping[int, tuple[float, float]], differences: Mapping[tuple[int, int], tuple[float, float]], scale: float
+def per_worker_offsets(
+    known: Mapping[int, tuple[float, float]],
+    differences: Mapping[tuple[int, int], tuple[float, float]],
+    scale: float,
+    settings: EstimatorSettings = ESTIMATOR_DEFAULTS,
 ) -> dict[int, tuple[float, float]]:
     """Each worker's own seconds of the last bucket's averaging, by what was known of it and by differences of pairs.
 
@@ -98,18 +76,19 @@ def own_arrivals(
 
     Args:
         known: seconds and their variance of workers seen before.
-        differences: of pairs, as :func:`arrival_differences` gives them.
+        differences: of pairs, as :func:`last_bucket_differences` gives them.
         scale: seconds that the link takes.
+        settings: of the estimator, those of the skew.
 
     Returns:
         Seconds and their variance by worker; only differences of the seconds mean something.
 
     Example:
-        >>> found = own_arrivals({}, {(0, 1): (-0.2, 0.0)}, 0.2)
+        >>> found = per_worker_offsets({}, {(0, 1): (-0.2, 0.0)}, 0.2)
         >>> round(found[1][0] - found[0][0], 3)
         0.2
     """
-    walk = (WALK * scale) ** 2
+    walk = (settings.skew_walk * scale) ** 2
     known = {worker: (seconds, variance + walk) for worker, (seconds, variance) in known.items()}
     workers = sorted({worker for pair in differences for worker in pair})
     if not workers:
@@ -131,7 +110,12 @@ def own_arrivals(
     return {**known, **{worker: (seconds, variance) for worker, seconds, variance in new}}
 
 
-def likely_arrivals(known: Mapping[int, tuple[float, float]], workers: int, scale: float) -> tuple[Array, Array]:
+def likely_offsets(
+    known: Mapping[int, tuple[float, float]],
+    workers: int,
+    scale: float,
+    settings: EstimatorSettings = ESTIMATOR_DEFAULTS,
+) -> tuple[Array, Array]:
     """Each worker's own seconds above the least of all, and their variance, as far as it is likely to have any.
 
     The scatter of the link alone makes somebody look slow, and of many workers somebody very slow. So what was found of
@@ -141,15 +125,17 @@ def likely_arrivals(known: Mapping[int, tuple[float, float]], workers: int, scal
         known: seconds and their variance by worker, of those that were seen to come last, about their mean.
         workers: number of all of them.
         scale: seconds that the link takes.
+        settings: of the estimator, those of the skew.
 
     Example:
-        >>> likely_arrivals({0: (0.2, 0.04**2), 1: (-0.02, 0.04**2)}, 2, 0.2)[0].round(3).tolist()
+        >>> likely_offsets({0: (0.2, 0.04**2), 1: (-0.02, 0.04**2)}, 2, 0.2)[0].round(3).tolist()
         [0.2, 0.0]
     """
     seconds, variance = np.zeros(workers), np.zeros(workers)
+    rare = settings.skew_probability
     for worker, (own, spread) in known.items():
         spread = max(spread, 1e-18)
-        log_odds = 0.5 * (own**2 / spread + math.log(spread / (scale**2 + spread))) + math.log(RARE / (1.0 - RARE))
+        log_odds = 0.5 * (own**2 / spread + math.log(spread / (scale**2 + spread))) + math.log(rare / (1.0 - rare))
         share = 1.0 / (1.0 + math.exp(-min(max(log_odds, -500.0), 500.0)))
         seconds[worker], variance[worker] = share * own, share**2 * spread
     return seconds - seconds.min(initial=0.0), variance

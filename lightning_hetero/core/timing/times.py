@@ -1,21 +1,31 @@
 """Hold time models of workers with what is not certain of them, and the settings of their estimator."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK", "EstimatorSettings", "Times"]
+from lightning_hetero.core.validation import check_fields, check_number
+
+__all__ = ["ESTIMATOR_DEFAULTS", "WALK_STEPS", "EstimatorSettings", "Times"]
 
 Array = npt.NDArray[np.float64]
 
-BLOCK = 8.0
-"""Steps for which the walk of a speed is given."""
+WALK_STEPS = 8.0
+"""Steps over which the standard deviation of a speed's walk is given: the unit of ``walks``."""
 
 
 @dataclass(frozen=True)
 class EstimatorSettings:
-    """Settings of :class:`TimePosterior`; ``benchmarks/estimator.py`` sweeps each of them.
+    """Settings of all that is learned of step times; ``benchmarks/estimator.py`` sweeps each of them.
+
+    Those without a prefix are of :class:`~lightning_hetero.core.timing.time_posterior.TimePosterior`; ``link_`` of
+    :class:`~lightning_hetero.core.timing.link_times.LinkTimes`; ``skew_`` of
+    :mod:`~lightning_hetero.core.timing.sync_skew`; ``residual_`` of
+    :class:`~lightning_hetero.core.timing.residual_time.Residual`. The last two decide on no split: a worker's own part
+    of averaging is many times its scatter or hardly anything, and what all splits take longer by makes none the better
+    one. They say how soon predictions follow, and how certain these are.
 
     Args:
         walks: ``omega``, standard deviation of the logarithm of a speed's walk over eight steps, ``> 0``, one per
@@ -39,10 +49,41 @@ class EstimatorSettings:
         own_scatter_steps: steps of its own from which on a worker's scatter counts more than that of all, ``> 0``.
         shape_walk: walk of each coefficient by itself, as a share of a speed's walk; the shape of a line hardly moves.
         gate: squared standard errors, ``> 0``, above which a jump is considered at all; about 2 where nothing moves.
+        least_part: share of a step that each of its two parts is taken to be at least, ``> 0``: a covariance has no
+            more digits than that.
         link_walk: standard deviation of the walk of what averaging takes between two rounds, as a share of it.
         link_rounds: standard deviation of one round of it, beside what the scatter of its steps says, as a share.
         link_scatter: relative scatter of single steps that is assumed where only a few show what the link takes.
         link_jump: standard errors beyond which what averaging takes is taken to have jumped.
+        link_few_steps: steps below which their own scatter says little of the link, and no jump is believed.
+        link_bound_error: relative standard deviation of what averaging takes while only a bound of it is known.
+        link_same_end: share of the time of averaging by which workers may differ in when it ends, to be taken for one
+            time.
+        skew_walk: standard deviation by which a worker's own part of averaging changes between two rounds, as a share
+            of what the link takes. Where workers take turns at being last, what they show outweighs it; where they do
+            not, a part as long as the link's time is forgotten within tens of rounds.
+        skew_waited: share of the last worker's averaging by which that of each other one has to be longer, so that
+            this one waited: above what clocks resolve, and below any difference of workers that is worth a change.
+        skew_prior_freedom: degrees of freedom for which the scatter of all steps counts beside that within pairs, a
+            prior for a round of few pairs.
+        skew_probability: probability that a worker has a part of its own, before anything is seen, above 0 and below 1:
+            most move data as fast as the others do. Its logarithm counts: with twice as much, a part is as likely that
+            is less than a tenth smaller.
+        skew_stall: factor on what a step usually takes beyond which it is the link that stalled, ``>= 1``: with the
+            steps before and after, it makes two differences of one sign, which a median of three would believe.
+        residual_prior: standard deviation of both parts of the residual before anything was seen, as a share of the
+            step, ``> 0``.
+        residual_rounds: relative standard deviation of one round of it, beside what the scatter of its steps says.
+        residual_walk: standard deviation of the walk of both parts between two rounds, as a share of the step.
+        residual_shortfall: share of the predicted time by which a measured one may fall short of it, 0 to 1; what is
+            shorter was no step, since the slowest worker alone takes longer.
+        waiting_error: relative standard error of what the slowest worker of single steps takes longer than the slowest
+            does on average: their times are no normal values.
+
+    Raises:
+        TypeError: if a setting is no number.
+        ValueError: if a setting is out of its range, or there is not one of ``walks``, ``rounds`` and ``prior`` for
+            each filter.
 
     Example:
         >>> EstimatorSettings().fixed_share
@@ -66,10 +107,46 @@ class EstimatorSettings:
     own_scatter_steps: float = 8.0
     shape_walk: float = 0.1
     gate: float = 6.0
+    least_part: float = 1e-4
     link_walk: float = 0.01
     link_rounds: float = 0.02
     link_scatter: float = 0.1
     link_jump: float = 4.0
+    link_few_steps: int = 4
+    link_bound_error: float = 0.5
+    link_same_end: float = 0.05
+    skew_walk: float = 0.05
+    skew_waited: float = 0.02
+    skew_prior_freedom: float = 4.0
+    skew_probability: float = 0.02
+    skew_stall: float = 3.0
+    residual_prior: float = 0.03
+    residual_rounds: float = 0.01
+    residual_walk: float = 0.003
+    residual_shortfall: float = 0.3
+    waiting_error: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not len(self.walks) == len(self.rounds) == len(self.prior) > 0:
+            raise ValueError(
+                f"walks={self.walks}, rounds={self.rounds} and prior={self.prior} of the estimator differ in length; "
+                "give one value of each for every filter."
+            )
+        for name in ("walks", "rounds", "prior"):
+            for value in getattr(self, name):
+                check_number(f"EstimatorSettings.{name}", value, low=0.0, include_low=name != "walks")
+        check_number("the sum of EstimatorSettings.prior", sum(self.prior), low=0.0, include_low=False)
+        probabilities = ("jump_probability", "skew_probability")
+        check_fields(self, probabilities, high=math.nextafter(1.0, 0.0), include_low=False)
+        check_fields(self, ("switch", "wide", "residual_shortfall"), high=1.0)
+        check_fields(self, ("skew_stall",), low=1.0)
+        above = ("jump", "scatter_steps", "own_scatter_steps", "gate", "least_part", "residual_prior")
+        check_fields(self, above, include_low=False)
+        tuples_and_above = {"walks", "rounds", "prior", *above, *probabilities}
+        check_fields(self, [field.name for field in fields(self) if field.name not in tuples_and_above])
+
+
+ESTIMATOR_DEFAULTS = EstimatorSettings()
 
 
 @dataclass(frozen=True)

@@ -14,50 +14,50 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["capped", "pace", "rare_steps"]
+__all__ = ["WINSORIZED_SHARE", "num_winsorized", "winsorize_top", "winsorized_mean"]
 
 Array = npt.NDArray[np.float64]
 
-RARE = 0.1
+WINSORIZED_SHARE = 0.1
 """Share of the steps of a window, its longest, whose excess does not count; one step at least, of three or more."""
 
 
-def rare_steps(steps: int) -> int:
+def num_winsorized(steps: int) -> int:
     """Steps of a window whose excess does not count: its longest tenth, one at least of three or more.
 
     Example:
-        >>> rare_steps(2), rare_steps(3), rare_steps(32)
+        >>> num_winsorized(2), num_winsorized(3), num_winsorized(32)
         (0, 1, 4)
     """
-    return math.ceil(RARE * steps) if steps > 2 else 0
+    return math.ceil(WINSORIZED_SHARE * steps) if steps > 2 else 0
 
 
-def capped(seconds: Array) -> Array:
+def winsorize_top(seconds: Array) -> Array:
     """A window of which the longest tenth counts only as much as the longest of the rest.
 
     Args:
         seconds: of each step, shape ``(steps,)``, or ``(steps, workers)`` for each worker by itself.
 
     Example:
-        >>> capped(np.array([1.0, 2.0, 3.0, 90.0])).tolist()
+        >>> winsorize_top(np.array([1.0, 2.0, 3.0, 90.0])).tolist()
         [1.0, 2.0, 3.0, 3.0]
-        >>> capped(np.array([[1.0, 5.0], [2.0, 1.0], [3.0, 1.0], [90.0, 1.0]])).tolist()
+        >>> winsorize_top(np.array([[1.0, 5.0], [2.0, 1.0], [3.0, 1.0], [90.0, 1.0]])).tolist()
         [[1.0, 1.0], [2.0, 1.0], [3.0, 1.0], [3.0, 1.0]]
     """
     if len(seconds) == 0:
         return seconds
-    most = np.sort(seconds, axis=0)[len(seconds) - 1 - rare_steps(len(seconds))]
+    most = np.sort(seconds, axis=0)[len(seconds) - 1 - num_winsorized(len(seconds))]
     return np.asarray(np.minimum(seconds, most, dtype=float))
 
 
-def pace(seconds: Array) -> float:
+def winsorized_mean(seconds: Array) -> float:
     """Mean of a window, capped.
 
     Args:
         seconds: of each step, at least one.
 
     Example:
-        >>> pace(np.array([1.0, 2.0, 3.0, 90.0]))
+        >>> winsorized_mean(np.array([1.0, 2.0, 3.0, 90.0]))
         2.25
     """
-    return float(capped(seconds).mean())
+    return float(winsorize_top(seconds).mean())

@@ -171,7 +171,7 @@ class HeteroFabricMixin(WholeFilesMixin, PlanAccess):
         self._optimizers.append(optimizer)
         compression = None if self.engine is None else self.engine.compression
         if compression is not None:
-            compression.lead([optimizer], more=True)
+            compression.bind_optimizers([optimizer], more=True)
             clip_blocks(self.precision, compression)  # type: ignore[attr-defined]
         if self.session is not None:
             self.session.lead(self._optimizers, scaler=getattr(self.precision, "scaler", None))  # type: ignore[attr-defined]

@@ -178,7 +178,7 @@ class ConvergenceProbe(PolicyCallback):
         loss = float(strategy.reduce(torch.stack(last).mean())) if last else None
         staleness = engine.hook_state.staleness
         if staleness is not None:
-            staleness.take_sums()
+            staleness.drain()
         strategy.settle_signals()
         report = ProbeReport(
             loss=loss,

@@ -252,7 +252,7 @@ class HeteroDDPMixin(CheckpointMixin, EndingMixin, WholeFilesMixin, PlanAccess):
         hook = self._ddp_comm_hook  # type: ignore[attr-defined]
         if hook is not None and self._ddp_comm_wrapper is not None:  # type: ignore[attr-defined]
             hook = self._ddp_comm_wrapper(hook)  # type: ignore[attr-defined]
-        state.inner, state.inner_state = hook, self._ddp_comm_state  # type: ignore[attr-defined]
+        state.use_hook(hook, self._ddp_comm_state)  # type: ignore[attr-defined]
         attach_compression(self)
         attach_staleness(self)
         scaled = getattr(self.precision_plugin, "scaler", None) is not None  # type: ignore[attr-defined]

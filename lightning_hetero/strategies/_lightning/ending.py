@@ -95,8 +95,12 @@ class EndingMixin(AloneMixin):
         self._stop_watching()
         engine = self.engine
         if engine is not None and engine.world_size > 1:
+            hook = engine.hook_state
             self._monitor = RankMonitor(
-                engine.rank, engine.world_size, job_store(), lambda: (*self._at, engine.hook_state.in_backward)
+                engine.rank,
+                engine.world_size,
+                job_store(),
+                lambda: (*self._at, hook.backward_via_strategy),
             ).start()
 
     def _stop_watching(self) -> None:

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from lightning_hetero.comm.compressors.block_topk import BlockExchange
-from lightning_hetero.comm.staleness.base import Delays
-from lightning_hetero.comm.staleness.block_topk import DelayedBlocks
-from lightning_hetero.comm.staleness.dense import Staleness
+from lightning_hetero.comm.gradients.stale_averager import StaleAverager
+from lightning_hetero.comm.staleness.base import MeasuredStaleness
+from lightning_hetero.comm.staleness.block_topk import BlockTopKStaleAverager
+from lightning_hetero.comm.staleness.dense import DenseStaleAverager
 from lightning_hetero.frontend.log import log
 from lightning_hetero.strategies._lightning.convergence_probe import probes
 
@@ -24,8 +24,8 @@ def attach_staleness(strategy: Any) -> None:
     engine = strategy.engine
     state, limit = engine.hook_state, engine.config.staleness
     parameters = {name: p for name, p in strategy.lightning_module.named_parameters() if p.requires_grad}
-    restored, state.restored = state.restored, {}
-    before, state.staleness = state.staleness, None
+    restored, before = state.take_restored(), state.staleness
+    state.delay_by(None)
     topology = None if before is None else before.topology
     earlier = None  # delays of this module: of a training that was interrupted, or other parameters are trained
     if before is not None and not restored and _of_module(before, strategy.lightning_module):
@@ -47,19 +47,22 @@ def attach_staleness(strategy: Any) -> None:
         "hysteresis": 0.03 if engine.config.hysteresis is None else engine.config.hysteresis,
         "topology": topology,
         "restored": restored,
-        "running": state._running,
+        "hold": state.hold,
     }
-    late: Delays
-    if isinstance(state.inner, BlockExchange):
-        late = DelayedBlocks(limit, state.inner, parameters, **settings)
+    late: MeasuredStaleness
+    blocks = state.averager.blocks
+    if blocks is not None:
+        late = BlockTopKStaleAverager(limit, blocks, parameters, **settings)
     else:
-        late = Staleness(limit, parameters, world_size=engine.world_size, fresh=state.topology, **settings)
+        late = DenseStaleAverager(
+            limit, parameters, world_size=engine.world_size, synchronous=state.topology, **settings
+        )
     if earlier is not None and earlier.parameters.keys() != parameters.keys():
         late.follow(earlier)
-    state.staleness = late
+    state.delay_by(late)
 
 
-def _of_module(before: Delays, module: Any) -> bool:
+def _of_module(before: StaleAverager, module: Any) -> bool:
     """Whether delays were those of this module, be it of others of its parameters."""
     there = dict(module.named_parameters())
     return all(there.get(name) is p for name, p in before.parameters.items())
@@ -73,7 +76,7 @@ def _why_not(strategy: Any) -> str | None:
             "staleness=1 and manual optimization: a delayed gradient could reach the step of another loss. Use "
             "automatic optimization"
         )
-    if state.inner is not None and not isinstance(state.inner, BlockExchange):
+    if not state.averager.may_be_stale:
         return (
             "staleness=1 sends gradients by itself, and so does the communication hook or compressor that is given as "
             "well. Of compressors, only block_topk can arrive late: use compression='block_topk', keep one of them"

@@ -4,11 +4,9 @@ import torch
 from torch import nn
 
 from lightning_hetero import BlockTopK
-from lightning_hetero.comm.compressors.block_topk import BlockExchange
-from lightning_hetero.comm.gradients.ddp_hook import HookState
-from lightning_hetero.comm.timing.clock import HostClock
-from lightning_hetero.comm.timing.step_timer import StepObserver
+from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
 from lightning_hetero.optim import SparseAdamW, SparseSGD
+from tests.comm.contexts import context_of
 
 OPTIMIZERS = {
     "SparseSGD": (SparseSGD, {"momentum": 0.9, "weight_decay": 0.1}),
@@ -56,8 +54,7 @@ class BlockSteps:
         self.parameters = [nn.Parameter(torch.ones(n, device=device)) for n in sizes]
         named = {f"p{i}": p for i, p in enumerate(self.parameters)}
         settings = BlockTopK(density=density, value_dtype=values, warmup_steps=0)
-        state = HookState(StepObserver(HostClock()), 1)
-        self.exchange = BlockExchange(settings, named, state, 0, hold_unused=True)
+        self.exchange = BlockTopKAverager(settings, context_of(named, hold_unused=True))
         self.exchange.sparse_steps = True
         kind, arguments = OPTIMIZERS[optimizer]
         self.optimizer = kind(self.parameters, lr=0.01, **arguments)
@@ -68,6 +65,6 @@ class BlockSteps:
 
     def __call__(self):
         self.bucket.flat.copy_(self.source)
-        self.exchange(None, self.bucket)
-        self.exchange.hand_over()
+        self.exchange.average(self.bucket)
+        self.exchange.after_backward()
         self.optimizer.step()

@@ -14,14 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_hetero import BlockTopK
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.collectives import async_ops as sums
-from lightning_hetero.comm.compressors.block_topk import BlockExchange
+from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
 from lightning_hetero.comm.compressors.manager import GradientCompression
 from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
 from lightning_hetero.comm.timing.clock import HostClock
 from lightning_hetero.comm.timing.step_timer import StepObserver
 from lightning_hetero.compression.triton_gpu import encoder as triton_encoder
 from lightning_hetero.optim import SparseAdamW, SparseSGD
-from lightning_hetero.optim.sparse import lazy_update as sparse_steps
+from lightning_hetero.optim.sparse import lazy_update
 from tests.comm.gradients.test_ddp_hook import TINY, batches, loss_of
 from tests.helpers import run_ranks
 
@@ -45,13 +45,13 @@ LONG = [
 """Density, optimizer and steps of trainings on a GPU and without one."""
 
 
-def on_device(exchange, parameters):
+def on_device(exchange, parameters, hold_unused):
     """The encoder that a GPU would have."""
-    form = host_encoder(exchange, parameters).form
-    return triton_encoder.TritonEncoder(exchange.layout, form, torch.device("cpu"), 2)
+    form = host_encoder(exchange, parameters, hold_unused).form
+    return triton_encoder.TritonEncoder(exchange.model.layout, form, torch.device("cpu"), 2)
 
 
-host_encoder = BlockExchange._encoder
+host_encoder = BlockTopKAverager._encoder
 
 
 def train(rank, *, spoil, settings=SETTINGS, kind="momentum", steps=STEPS):
@@ -64,12 +64,12 @@ def train(rank, *, spoil, settings=SETTINGS, kind="momentum", steps=STEPS):
     compression.attach(model)
     ddp.register_comm_hook(state, gradient_hook)
     optimizer = KINDS[kind](model.parameters())
-    compression.lead([optimizer])
+    compression.bind_optimizers([optimizer])
     gather = sums.gather_over_ranks
 
     def spoiled(rows, *args):
         done = gather(rows, *args)
-        if spoil and compression.exchange.step == SPOILED:
+        if spoil and compression.averager.step == SPOILED:
             done.wait()
             rows[0, -1] ^= 4
         return done
@@ -85,7 +85,7 @@ def train(rank, *, spoil, settings=SETTINGS, kind="momentum", steps=STEPS):
             optimizer.step()
             weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().copy())
         report = compression.take_report()
-        return weights, ended, (report.steps, report.density, report.encode > 0, compression.exchange.dropped.count)
+        return weights, ended, (report.steps, report.density, report.encode > 0, compression.averager.dropped.count)
     except ValueError as error:
         return weights, str(error), None
     finally:
@@ -96,9 +96,9 @@ def both_ways(rank):
     dist.init_process_group("gloo")
     triton_encoder.TILE = triton_encoder.SCORES = 128
     triton_encoder.ITERS = 1
-    sparse_steps.SparseSteps.most = 1.0
+    lazy_update.LazyUpdate.max_sparse_density = 1.0
     on_host = train(rank, spoil=False)
-    BlockExchange._encoder = on_device
+    BlockTopKAverager._encoder = on_device
     return on_host, train(rank, spoil=False), train(rank, spoil=True)
 
 
@@ -125,7 +125,7 @@ def mixed(rank, long):
     triton_encoder.TILE = triton_encoder.SCORES = 128
     triton_encoder.ITERS = 1
     if rank == 1:
-        BlockExchange._encoder = on_device
+        BlockTopKAverager._encoder = on_device
     found = []
     for density, kind, steps in long:
         settings = BlockTopK(density=density, selector="histogram", warmup_steps=1, dense_every=9)

@@ -10,12 +10,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import BlockTopK
-from lightning_hetero.comm.compressors.block_topk import BlockExchange
+from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
 from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
 from lightning_hetero.comm.timing.clock import HostClock
 from lightning_hetero.comm.timing.step_timer import StepObserver
 from lightning_hetero.optim import SparseAdamW, SparseSGD
 from tests.comm.compressors.block_steps import Bucket
+from tests.comm.contexts import context_of
 from tests.helpers import run_ranks
 
 HALF, STEPS = 64, 9
@@ -45,13 +46,14 @@ def _given(rank, cases):
     for settings in cases:
         model = Pair()
         state = HookState(StepObserver(HostClock()), 1)
-        state.inner = exchange = BlockExchange(settings, dict(model.named_parameters()), state, rank)
+        exchange = BlockTopKAverager(settings, context_of(dict(model.named_parameters()), rank=rank))
+        state.use(exchange)
         ddp, given = DistributedDataParallel(model), []
         ddp.register_comm_hook(state, gradient_hook)
         for step in range(STEPS):
             model.zero_grad()
             ddp(step).backward()
-            exchange.hand_over()
+            exchange.after_backward()
             given.append(torch.cat([p.grad for p in model.parameters()]).numpy().copy())
         found.append(np.stack(given))
     return found
@@ -121,22 +123,22 @@ def test_a_setting_changes_what_is_applied(name, value, given):
 def test_the_optimizer_gets_blocks_up_to_a_density_however_the_rank_reads_them(kind, density, sizes, blocks):
     """Of a tiny model one block of each rank is most of it, and momentum that is paid ahead would be too much."""
     parameters = {f"p{i}": nn.Parameter(torch.zeros(n)) for i, n in enumerate(sizes)}
-    exchange = BlockExchange(BlockTopK(density=density), parameters, HookState(StepObserver(HostClock()), 2), 0)
-    exchange.sparse_steps = kind(list(parameters.values()), lr=0.1).sparse.most
+    exchange = BlockTopKAverager(BlockTopK(density=density), context_of(parameters, 2))
+    exchange.sparse_steps = kind(list(parameters.values()), lr=0.1).sparse.max_sparse_density
     assert exchange.takes_blocks == blocks
 
 
 def _not_finite(rank, sizes):
     dist.init_process_group("gloo")
     parameters = {f"p{i}": nn.Parameter(torch.zeros(n)) for i, n in enumerate(sizes)}
-    settings, state = BlockTopK(density=0.25, warmup_steps=0), HookState(StepObserver(HostClock()), 1)
-    exchange = BlockExchange(settings, parameters, state, rank, grad_scale=lambda: 4.0)
+    settings = BlockTopK(density=0.25, warmup_steps=0)
+    exchange = BlockTopKAverager(settings, context_of(parameters, rank=rank, grad_scale=lambda: 4.0))
     exchange.sparse_steps = 1.0
     bucket = Bucket(list(parameters.values()))
     bucket.flat[5] = float("inf")
-    exchange(None, bucket)
-    exchange.hand_over()
-    return [p.grad.to_dense().isinf().sum().item() for p in parameters.values()], state.step_dropped
+    exchange.average(bucket)
+    exchange.after_backward()
+    return [p.grad.to_dense().isinf().sum().item() for p in parameters.values()], exchange.flags.skipped
 
 
 def test_a_loss_scaler_sees_an_infinite_gradient_beside_parameters_without_elements():

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from lightning_hetero.comm.compressors import powersgd as torch_hooks
-from lightning_hetero.comm.compressors.powersgd import LowRankExchange
-from lightning_hetero.comm.gradients.ddp_hook import HookState
+from lightning_hetero.comm.compressors.powersgd import PowerSGDAverager
 from lightning_hetero.comm.timing.clock import HostClock
-from lightning_hetero.comm.timing.step_timer import StepObserver
 from lightning_hetero.core.compression.settings import LowRank
 
 
@@ -31,8 +29,7 @@ def exchange(monkeypatch):
         monkeypatch.setattr(torch_hooks, "backend_of", lambda device: backend)
         monkeypatch.setattr(torch_hooks, "powerSGD_hook", lambda s, b: SimpleNamespace(wait=lambda: waited.append(1)))
         monkeypatch.setattr(torch_hooks.dist, "all_reduce", lambda tensor, op: None)
-        hook = HookState(StepObserver(clock or HostClock()), 1)
-        one = LowRankExchange(LowRank(rank=1, start=2), {"p": p}, hook)
+        one = PowerSGDAverager(LowRank(rank=1, start=2), {"p": p}, 1, clock or HostClock())
 
         def step(value=1.0):
             flat = torch.full((64,), value)
@@ -43,9 +40,9 @@ def exchange(monkeypatch):
                 index=lambda: 0,
                 is_last=lambda: True,
             )
-            one(None, bucket)
+            one.average(bucket)
             p.grad = flat.view(8, 8).clone()
-            one.hand_over()
+            one.after_backward()
             return p.grad
 
         return one, step, waited
@@ -66,9 +63,9 @@ def test_what_the_device_has_found_is_read_when_it_is_there(exchange):
     one.deferred, one.state.iter = True, 5
     one.dropped.add = lambda number, where: said.append(number)
     assert (step(float("nan")) == 0.0).all(), "the device clears the gradient"
-    assert float(one.hook.step_dropped) == 1.0
+    assert float(one.flags.skipped) == 1.0
     assert (step() == 1.0).all()
-    assert float(one.hook.step_dropped) == 0.0
+    assert float(one.flags.skipped) == 0.0
     assert said == [], "the device has not come so far yet"
     clock.reached = True
     step()

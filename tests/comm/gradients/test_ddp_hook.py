@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -45,7 +46,8 @@ def _gradients(rank, hook, ours, cap):
     """Averaged gradient of each step; ``ours`` puts ``hook`` inside our own."""
     dist.init_process_group("gloo")
     model = DistributedDataParallel(build(), bucket_cap_mb=cap)
-    state = HookState(StepObserver(HostClock()), dist.get_world_size(), inner=hook)
+    state = HookState(StepObserver(HostClock()), dist.get_world_size())
+    state.use_hook(hook)
     if ours:
         model.register_comm_hook(state, gradient_hook)
     elif hook is not None:
@@ -79,7 +81,9 @@ def test_average_is_that_of_ddp_with_the_same_hook(hook, cap):
 def _norms(rank, cap, hook):
     dist.init_process_group("gloo")
     model = DistributedDataParallel(build().double(), bucket_cap_mb=cap)
-    state = HookState(StepObserver(HostClock()), 2, collect_norms=True, inner=hook)
+    state = HookState(StepObserver(HostClock()), 2)
+    state.use_hook(hook)
+    state.squares.want(True)
     model.register_comm_hook(state, gradient_hook)
     rows = []
     for x in batches(rank):
@@ -87,11 +91,11 @@ def _norms(rank, cap, hook):
         loss_of(alone, x.double()).backward()
         model.zero_grad()
         loss_of(model, x.double()).backward()
-        buckets = len(state.global_squares)
-        local, averaged = (torch.stack(squares).sum() for squares in state.take_squares())
+        buckets = len(state.squares.averaged)
+        local, averaged = (torch.stack(squares).sum() for squares in state.squares.take())
         assert local.dtype == averaged.dtype == torch.float64
         rows.append([buckets, local, (flat(alone) ** 2).sum(), averaged, (flat(model) ** 2).sum()])
-        assert state.take_squares() is None
+        assert state.squares.take() is None
     return np.array(rows, dtype=float)
 
 
@@ -119,8 +123,9 @@ class Bag(nn.Module):
 def _sparse(rank, ours, parts):
     dist.init_process_group("gloo")
     model = DistributedDataParallel(Bag().double())
-    state = HookState(StepObserver(HostClock()), 2, collect_norms=parts is not None)
-    state.norms = GradientNorms(rank=rank, ranks=parts or 1)
+    state = HookState(StepObserver(HostClock()), 2)
+    state.squares.want(parts is not None)
+    state.squares.norms.divide(rank, parts or 1)
     if ours:
         model.register_comm_hook(state, gradient_hook)
     found, squares = [], []
@@ -130,7 +135,7 @@ def _sparse(rank, ours, parts):
         assert model.module.bag.weight.grad.is_sparse
         found.append(torch.cat([p.grad.to_dense().flatten() for p in model.parameters()]).numpy())
         if parts is not None:
-            squares.append([float(torch.stack(each).sum()) for each in state.take_squares()])
+            squares.append([float(torch.stack(each).sum()) for each in state.squares.take()])
     return np.stack(found), np.array(squares), state.num_bytes
 
 
@@ -189,9 +194,10 @@ def test_signature_is_the_one_that_torch_asks_for():
 def _direct(rank, weighted, through):
     dist.init_process_group("gloo")
     model = DistributedDataParallel(build())
-    state = HookState(StepObserver(HostClock()), 2, weighted=weighted, in_backward=through)
+    state = HookState(StepObserver(HostClock()), 2, weighted=weighted)
     model.register_comm_hook(state, gradient_hook)
-    loss_of(model, batches(rank)[0]).backward()
+    with state.backward() if through else nullcontext():
+        loss_of(model, batches(rank)[0]).backward()
 
 
 def test_backward_that_bypasses_the_weighting_is_an_error():

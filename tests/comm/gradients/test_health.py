@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_hetero import BlockTopK
+from lightning_hetero.comm.gradients.averager import DDPMean
 from lightning_hetero.comm.gradients.health import Health, NonFiniteError
 from lightning_hetero.comm.timing.clock import HostClock
 from tests.helpers import Points, Regressor, fit, run_ranks
@@ -38,11 +39,21 @@ class Ahead(HostClock):
         self.reached = self.marked
 
 
+class Hook:
+    """What the health of a training asks of the gradient hook."""
+
+    def __init__(self):
+        self.num_bytes, self.step_skipped, self.averager = 0, False, DDPMean(2)
+
+    def skip_step(self):
+        self.step_skipped = True
+
+
 class Both:
     """Two ranks in one process, which sample as if they could send."""
 
     def __init__(self, make, mode="warn", scaled=False):
-        self.hook = SimpleNamespace(num_bytes=0, step_dropped=False, inner=None)
+        self.hook = Hook()
         self.clock, self.health, self.models = Ahead(), [], []
         for rank in range(2):
             control = SimpleNamespace(rank=rank, world_size=2, gather=lambda mine: np.stack([mine, mine]))
@@ -217,7 +228,7 @@ def test_what_an_earlier_training_has_left_is_not_told_of_the_next(said):
 )
 def test_what_follows_from_a_bad_loss_is_said(said, mode, scaled, inner, follows):
     both = Both(lambda: [nn.Linear(1, 1)], mode, scaled=scaled)
-    both.hook.inner = inner
+    both.hook.averager = SimpleNamespace(skips_nonfinite=inner is not None)
     both.health[0].see(torch.tensor(NAN), (0, 0))
     both.health[0].finish()
     assert follows in said[0]
@@ -246,7 +257,7 @@ def test_only_gradients_that_were_averaged_are_dropped(said):
     both.hook.num_bytes = 8
     health.after_backward()
     assert not model.weight.grad.any()
-    assert both.hook.step_dropped
+    assert both.hook.step_skipped
     assert any("step 7 of epoch 3" in line for line in said)
 
 
@@ -258,7 +269,7 @@ def test_stopping_waits_for_the_newest_loss(how, said):
     model.weight.grad = torch.full_like(model.weight, 1.0 if how == "left out" else NAN)
     health.see(torch.tensor(NAN if how == "late" else 1.0), (0, 6))
     health.see(torch.tensor(NAN if how == "loss" else 1.0), (0, 7))
-    both.hook.num_bytes, both.hook.step_dropped = 8, how == "left out"
+    both.hook.num_bytes, both.hook.step_skipped = 8, how == "left out"
     batch = {"loss": 7, "late": 6}.get(how)
     one = f"the loss of rank {{}} was not, in batch {batch}"
     blamed = f"{one.format(0)}, {one.format(1)}" if batch else "the losses of all ranks were"

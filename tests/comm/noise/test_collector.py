@@ -46,6 +46,9 @@ class Bucket(SimpleNamespace):
     def is_last(self):
         return True
 
+    def index(self):
+        return 0
+
 
 def at_once(state, bucket):
     """An average that is there at once."""
@@ -60,9 +63,10 @@ def test_no_step_of_an_interval_reads_the_device(micro, adam, monkeypatch):
     """More steps than norms may wait, so that they are added up in between; only the message reads them."""
     monkeypatch.setattr(window_sums, "HELD", 12)
     weights = parameters()
-    hook = HookState(StepObserver(HostClock()), 2, inner=at_once)
-    hook.norms.preconditioner = adam_of(weights) if adam else None
-    hook.norms.loss_scale = lambda: torch.ones((), device="meta")
+    hook = HookState(StepObserver(HostClock()), 2)
+    hook.use_hook(at_once)
+    hook.squares.norms.precondition(adam_of(weights) if adam else None)
+    hook.squares.norms.scaled_by(lambda: torch.ones((), device="meta"))
     collector = NoiseCollector(hook, 0)
     collector.accumulate(lambda: micro, lambda: weights)
     collector.number = 20  # Adam's second moments are known
@@ -80,12 +84,13 @@ def test_no_step_of_an_interval_reads_the_device(micro, adam, monkeypatch):
 
 def test_between_the_steps_that_are_observed_no_norms_are_taken():
     weights = parameters()
-    hook = HookState(StepObserver(HostClock()), 2, inner=at_once)
+    hook = HookState(StepObserver(HostClock()), 2)
+    hook.use_hook(at_once)
     collector, taken = NoiseCollector(hook, 0, every_n_steps=3), []
     for _ in range(7):
         collector.begin_step((9, 3))
         gradient_hook(hook, Bucket(weights=weights)).wait()
-        taken.append((len(hook.local_squares), len(hook.global_squares)))
+        taken.append((len(hook.squares.local), len(hook.squares.averaged)))
         collector.end_step()
     assert taken == [(1, 1), (0, 0), (0, 0)] * 2 + [(1, 1)]
     assert collector.sums.steps == 3

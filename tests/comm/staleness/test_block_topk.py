@@ -14,7 +14,7 @@ from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.compressors.manager import GradientCompression
 from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
-from lightning_hetero.comm.staleness.block_topk import DelayedBlocks
+from lightning_hetero.comm.staleness.block_topk import BlockTopKStaleAverager
 from lightning_hetero.comm.timing.clock import HostClock
 from lightning_hetero.comm.timing.step_timer import StepObserver
 from lightning_hetero.compression import Layout, compress, merge
@@ -140,20 +140,21 @@ def start(rank, world_size, settings, limit=1, restored=None):
     state = HookState(StepObserver(HostClock()), world_size)
     compression = GradientCompression(settings, ControlPlane(rank, world_size), state)
     compression.attach(model)
-    late = state.staleness = DelayedBlocks(
+    late = BlockTopKStaleAverager(
         limit,
-        compression.exchange,
+        compression.averager,
         dict(model.named_parameters()),
         clock=HostClock(),
         topology=Topology.straight(rank, world_size).another(),
         restored=restored,
-        running=state._running,
+        hold=state.hold,
     )
+    state.delay_by(late)
     ddp.register_comm_hook(state, gradient_hook)
 
     def follow(hidden, density=settings.density):
         """What a controller decides."""
-        compression.follow(DensityChoice(density, 10, 1.0, 1.0, 1.0, 1.0, hidden=hidden), hidden, None)
+        compression.apply_choice(DensityChoice(density, 10, 1.0, 1.0, 1.0, 1.0, hidden=hidden), hidden, None)
 
     return ddp, late, follow
 
@@ -176,17 +177,17 @@ def _train(rank, world_size, schedule, settings, bad, look):
             replica.zero_grad()
         loss_of(alone, rank, step).backward()
         loss_of(ddp, rank, step, bad).backward()
-        late.exchange.hand_over()
+        late.averager.after_backward()
         given.append(flat(p.grad for p in model.parameters()))
         computed.append(flat(p.grad for p in alone.parameters()) / world_size)
         if look:
             names = [name for name, _ in model.named_parameters()]
-            residuals, sums = late.exchange.residuals(), late.state_dict().get("sums", {})
+            residuals, sums = late.averager.residuals(), late.state_dict().get("sums", {})
             left.append(flat(residuals[name] for name in names))
             owed.append(flat(sums[name] for name in names) if sums else np.zeros_like(given[0]))
         optimizer.step()
-    last = late.take_sums()
-    assert late.take_sums() == {}, "a sum was handed out twice"
+    last = late.drain()
+    assert late.drain() == {}, "a sum was handed out twice"
     if look and last:
         np.testing.assert_array_equal(flat(last[name] for name in names), owed[-1])
     return [np.stack(values) if values else None for values in (given, left, owed, computed)]

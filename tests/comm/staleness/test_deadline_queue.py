@@ -85,7 +85,7 @@ def _traced(rank, running):
             loss_of(model, batch(rank, step)).backward()
             given.append(torch.cat([p.grad.flatten() for p in model.parameters()]).numpy().copy())
             optimizer.step()
-        staleness.take_sums()
+        staleness.drain()
     return np.stack(given), staleness.trace()
 
 

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
-from lightning_hetero.comm.staleness.dense import Staleness
+from lightning_hetero.comm.staleness.dense import DenseStaleAverager
 from lightning_hetero.comm.timing.clock import HostClock
 from lightning_hetero.comm.timing.step_timer import StepObserver
 from tests.helpers import run_ranks
@@ -80,7 +80,7 @@ def start(world_size, *, cap=TINY, limit=1, restored=None, static_graph=False, b
         build(), bucket_cap_mb=cap, static_graph=static_graph, gradient_as_bucket_view=bucket_view
     )
     state = HookState(StepObserver(HostClock()), world_size)
-    state.staleness = Staleness(
+    staleness = DenseStaleAverager(
         limit,
         dict(model.module.named_parameters()),
         world_size=world_size,
@@ -88,8 +88,9 @@ def start(world_size, *, cap=TINY, limit=1, restored=None, static_graph=False, b
         topology=Topology.straight(dist.get_rank(), world_size).another(),
         restored=restored,
     )
+    state.delay_by(staleness)
     model.register_comm_hook(state, gradient_hook)
-    return model, state.staleness
+    return model, staleness
 
 
 def _train(rank, world_size, schedule, kwargs):
@@ -104,8 +105,8 @@ def _train(rank, world_size, schedule, kwargs):
         given.append(torch.cat([p.grad.flatten() for p in model.parameters()]).numpy().copy())
         optimizer.step()
     saved = staleness.state_dict()
-    owed = {name: value.numpy() for name, value in staleness.take_sums().items()}
-    assert staleness.take_sums() == {}, "a sum was handed out twice"
+    owed = {name: value.numpy() for name, value in staleness.drain().items()}
+    assert staleness.drain() == {}, "a sum was handed out twice"
     assert {n: v.tolist() for n, v in owed.items()} == {n: v.tolist() for n, v in saved.get("sums", {}).items()}
     return np.stack(given), owed
 
@@ -160,7 +161,7 @@ def _resumed(rank, cut, cap):
             state = HookState(StepObserver(HostClock()), 2)
             model = DistributedDataParallel(model.module, bucket_cap_mb=cap)
             names = dict(model.module.named_parameters())
-            state.staleness = Staleness(1, names, world_size=2, clock=HostClock(), restored=restored)
+            state.delay_by(DenseStaleAverager(1, names, world_size=2, clock=HostClock(), restored=restored))
             model.register_comm_hook(state, gradient_hook)
         optimizer.zero_grad()
         loss_of(model, batch(rank, step)).backward()

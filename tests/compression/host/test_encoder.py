@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from lightning_hetero.compression import BlockEncoder, Layout, MessageFormat, Pack, compress, merge
 from lightning_hetero.compression.host import encoder
 from lightning_hetero.compression.layout import flat_view
+from lightning_hetero.compression.message_header import HEADER_BYTES, MAGIC, address, checksum, seal
 from lightning_hetero.compression.value_codecs import CODECS
-from lightning_hetero.compression.wire_format import HEADER, MAGIC, address, checksum, seal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -183,7 +183,7 @@ def test_bytes_of_a_block(values, most):
 def resealed(form, message):
     """The message with a checksum that fits what is in it, as a faulty sender would write it."""
     data = message.numpy()
-    first, second = checksum(data[HEADER:], form.positions)
+    first, second = checksum(data[HEADER_BYTES:], form.positions)
     data[40:56].view(np.int64)[:] = seal(first, data[8:40].view(np.int64).tolist()), second
     return message
 
@@ -198,7 +198,7 @@ def change(begin, dtype, value):
 
 
 def first_index(form):
-    return HEADER + form.counts_bytes
+    return HEADER_BYTES + form.counts_bytes
 
 
 FAULTS = {
@@ -216,7 +216,7 @@ FAULTS = {
     "negative blocks": change(32, torch.int64, -1),
     "fewer blocks than indices": change(32, torch.int64, 3),
     "format": change(56, torch.int64, 1),
-    "counts of segments": change(HEADER, torch.int32, -1),
+    "counts of segments": change(HEADER_BYTES, torch.int32, -1),
     "index out of range": lambda form, m: change(first_index(form) + 6, torch.int16, -1)(form, m),
     "index not ascending": change(lambda form: first_index(form) + 2, torch.int16, 1),
     "index twice": change(lambda form: first_index(form) + 2, torch.int16, 3),

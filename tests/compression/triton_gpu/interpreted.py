@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from lightning_hetero.compression import SELECT, BlockEncoder, Layout, MessageFormat, merge
+from lightning_hetero.compression.message_header import HEADER_BYTES, MAGIC, address, checksum, seal
 from lightning_hetero.compression.selectors import SelectorState
 from lightning_hetero.compression.triton_gpu import encoder as module
 from lightning_hetero.compression.triton_gpu import warmup as triton_warm
 from lightning_hetero.compression.triton_gpu.encoder import Outcome, TritonEncoder
 from lightning_hetero.compression.value_codecs import CODECS
-from lightning_hetero.compression.wire_format import HEADER, MAGIC, address, checksum, seal
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 CASES = [
@@ -384,7 +384,7 @@ def changed(begin, dtype, value):
         at = begin(form) if callable(begin) else begin
         message[at : at + dtype.itemsize].view(dtype).fill_(value)
         data = message.cpu().numpy()
-        first, second = checksum(data[HEADER:], form.positions)
+        first, second = checksum(data[HEADER_BYTES:], form.positions)
         sums = torch.tensor([seal(first, data[8:40].view(np.int64).tolist()), second])
         message[40:56].view(torch.int64).copy_(sums)
 
@@ -392,7 +392,7 @@ def changed(begin, dtype, value):
 
 
 def index(number):
-    return lambda form: HEADER + form.counts_bytes + 2 * number
+    return lambda form: HEADER_BYTES + form.counts_bytes + 2 * number
 
 
 FAULTS = {
@@ -409,7 +409,7 @@ FAULTS = {
     "too many blocks": (32, changed(32, torch.int64, 2**33)),
     "negative blocks": (32, changed(32, torch.int64, -1)),
     "fewer blocks than indices": (64, changed(32, torch.int64, 1)),
-    "counts of segments": (64, changed(HEADER, torch.int32, -1)),
+    "counts of segments": (64, changed(HEADER_BYTES, torch.int32, -1)),
     "index out of range": (128, changed(index(1), torch.int16, -1)),
     "index not ascending": (128, changed(index(1), torch.int16, 0)),
     "index twice": (128, lambda form, m: changed(index(1), torch.int16, int(m[index(0)(form)]))(form, m)),
@@ -443,8 +443,8 @@ def test_a_malformed_bitmap_is_found_and_nothing_is_written(bad):
     assert enc.form.bitmap
     message = rows[0].cpu()
     spoil = {
-        "bit": lambda form, m: m[HEADER + 1 : HEADER + 2].bitwise_xor_(8),
-        "too many": changed(HEADER, torch.int32, -1),
+        "bit": lambda form, m: m[HEADER_BYTES + 1 : HEADER_BYTES + 2].bitwise_xor_(8),
+        "too many": changed(HEADER_BYTES, torch.int32, -1),
         "beyond": changed(lambda form: form.values_at - 1, torch.uint8, 128),
     }[bad]
     spoil(enc.form, message)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_hetero.comm.compressors.block_topk import BlockExchange
+from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
 from tests.comm.compressors.block_steps import OPTIMIZERS, BlockSteps
 from tests.helpers import run_ranks
 
@@ -19,8 +19,8 @@ pytest.importorskip("triton")
 
 from lightning_hetero.compression.triton_gpu import encoder as triton_encoder
 from lightning_hetero.compression.triton_gpu import warmup as triton_warm  # noqa: E402
-from lightning_hetero.optim.sparse import triton_backend as triton_step
 from lightning_hetero.optim.sparse import warmup as warming  # noqa: E402
+from lightning_hetero.optim.sparse.triton_gpu import backend as triton_step
 from tests.gpu.builds import recording  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -101,8 +101,8 @@ class Operations(TorchDispatchMode):
 
 def on_this_host(world_size=1):
     """Let exchanges have the encoder of a GPU."""
-    BlockExchange._encoder = lambda exchange, parameters: triton_encoder.TritonEncoder(
-        exchange.layout, exchange._form(exchange.density), torch.device("cpu"), world_size
+    BlockTopKAverager._encoder = lambda exchange, parameters, hold_unused: triton_encoder.TritonEncoder(
+        exchange.model.layout, exchange._form(exchange.density), torch.device("cpu"), world_size
     )
 
 

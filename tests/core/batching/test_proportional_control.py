@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.core.batching.integer_split import even_sizes, proportional_sizes
-from lightning_hetero.core.batching.proportional_control import ControllerState, LearnedBound, control, smooth
+from lightning_hetero.core.batching.learned_bound import LearnedBound
+from lightning_hetero.core.batching.proportional_control import ControllerState, control, smooth
 from tests.core.batching.paper_controller import PaperController
 from tests.quota import QuotaCluster
 

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from lightning_hetero.core.link.diagnosis import KNOWN, LongWait, NetworkBound, network_waits
+from lightning_hetero.core.link.diagnosis import KNOWN, WINDOW, LongWait, NetworkBound, network_waits
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.timing.step_times import WINDOW
 
 COMPUTE = 0.1
 

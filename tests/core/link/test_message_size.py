@@ -7,10 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hetero.comm.compressors.block_topk import BlockExchange
-from lightning_hetero.comm.gradients.ddp_hook import HookState
-from lightning_hetero.comm.timing.clock import HostClock
-from lightning_hetero.comm.timing.step_timer import StepObserver
+from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
 from lightning_hetero.compression.layout import Layout
 from lightning_hetero.compression.value_codecs import CODECS
 from lightning_hetero.compression.wire_format import MessageFormat, message_size
@@ -21,6 +18,7 @@ from lightning_hetero.core.link.message_link import MessageLink
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.perf_model import PlanContext
 from lightning_hetero.core.policies.time_to_accuracy import TimeToAccuracyPlanner
+from tests.comm.contexts import context_of
 
 
 @pytest.mark.parametrize("dtype", CODECS)
@@ -36,7 +34,7 @@ def test_sizes_are_those_of_messages(num_blocks, world_size, dtype):
 def test_a_decision_reads_no_parameter(monkeypatch):
     """300 tensors were hashed thousands of times in one decision, which took seconds while all ranks waited."""
     parameters = {f"layer.{i}.weight": nn.Parameter(zeros_of(i)) for i in range(300)}
-    exchange = BlockExchange(BlockTopK(0.1), parameters, hook_of_two(), 0)
+    exchange = BlockTopKAverager(BlockTopK(0.1), context_of(parameters, 2))
     asked, hashed = [], []
     fingerprint, call = Layout.fingerprint, type(exchange.message_size).__call__
     monkeypatch.setattr(Layout, "fingerprint", lambda self: hashed.append(1) or fingerprint(self))
@@ -55,7 +53,3 @@ def test_a_decision_reads_no_parameter(monkeypatch):
 
 def zeros_of(i):
     return torch.zeros(16 * (1 + i % 7))
-
-
-def hook_of_two():
-    return HookState(StepObserver(HostClock()), 2)

@@ -11,9 +11,9 @@ from lightning_hetero.core.batching.integer_split import even_sizes
 from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.policies import NAMED, POLICIES
 from lightning_hetero.core.policies.base import Decision
 from lightning_hetero.core.policies.perf_model import (
-    PLANNERS,
     PerfModelPlanner,
     PlanContext,
     ProportionalPlanner,
@@ -24,7 +24,7 @@ from lightning_hetero.core.policies.split_rule import RuleSettings, horizon
 from lightning_hetero.core.timing.link_times import Level
 from lightning_hetero.core.timing.residual_time import Residual
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
-from lightning_hetero.core.timing.winsorized_mean import capped
+from lightning_hetero.core.timing.winsorized_mean import winsorize_top
 from tests.learned import knowing
 from tests.quota import QuotaCluster
 
@@ -39,6 +39,12 @@ CLUSTER = ClusterTimeModel((FAST, MIDDLE, SLOW), gamma=0.2, t_o=0.02, t_u=0.004)
 def context(total, workers, **changes):
     names = tuple(f"host-{i}" for i in range(workers))
     return PlanContext(total, names, **{"min_local": (1,) * workers, "capacities": (1.0,) * workers, **changes})
+
+
+def saving(planner, cluster, times, plan, running, ctx):
+    """Share of a step that a plan saves in expectation, and the share that it loses to what is not known."""
+    here = np.array(running.local_batch_sizes) * (ctx.total_batch_size / running.total_batch_size)
+    return planner._prediction(times, ctx).saving(cluster, plan.local_batch_sizes, here)
 
 
 def slowed(cluster, rank, factor):
@@ -126,7 +132,7 @@ def test_optimum_is_within_three_percent_with_little_hysteresis(seed):
 def test_equal_workers_keep_the_even_split(kind, seed):
     cluster = ClusterTimeModel((MIDDLE,) * 4, 0.2, 0.02, 0.004)
     ctx = context(256, 4)
-    _, plan, changes = drive(PLANNERS[kind](), cluster, even_plan(ctx), ctx, 20, np.random.default_rng(seed))
+    _, plan, changes = drive(POLICIES[kind].factory(), cluster, even_plan(ctx), ctx, 20, np.random.default_rng(seed))
     assert changes == []
     assert plan == even_plan(ctx)
 
@@ -135,7 +141,7 @@ def test_equal_workers_keep_the_even_split(kind, seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_slow_down_of_one_worker_is_followed_there_and_back(kind, near, bound, seed):
     rng, ctx = np.random.default_rng(seed), context(192, 3)
-    planner, plan, changes = drive(PLANNERS[kind](), CLUSTER, even_plan(ctx), ctx, 8, rng)
+    planner, plan, changes = drive(POLICIES[kind].factory(), CLUSTER, even_plan(ctx), ctx, 8, rng)
     assert excess(CLUSTER, plan) <= near
     hindered = slowed(CLUSTER, 1, 10.0)
     planner, plan, during = drive(planner, hindered, plan, ctx, 8, rng)
@@ -183,8 +189,8 @@ def test_doubt_is_whole_where_single_steps_scatter(noise, whole):
     assert share == 1.0 if whole else share < 0.5
     equal, nearly = BatchPlan(192, (64, 64, 64)), BatchPlan(191, (64, 64, 63))
     for running, expected in ((plan, share), (BatchPlan(192, (65, 64, 63)), share), (equal, 1.0), (nearly, 1.0)):
-        cluster = planner._cluster(times, ctx, np.array(running.local_batch_sizes))
-        _, unknown = planner._gain(cluster, times, solve_optperf(cluster, 192), running, ctx)
+        cluster = planner._prediction(times, ctx).model(np.array(running.local_batch_sizes))
+        _, unknown = saving(planner, cluster, times, solve_optperf(cluster, 192), running, ctx)
         kept = planner._decide(times, running, ctx, first=False).kept
         least = float(re.search(r"only a gain of ([\d.]+)% is beyond luck", kept).group(1))
         assert least == pytest.approx(100 * 1e4 * unknown * expected, abs=0.051)
@@ -204,9 +210,9 @@ def test_a_gain_that_equals_the_cost_is_left_and_one_that_equals_the_doubt_is_ta
     rng, ctx, plan = np.random.default_rng(3), context(192, 3), BatchPlan(192, (64,) * 3)
     planner = PerfModelPlanner().observe(measure(CLUSTER, (64,) * 3, rng, noise=0.3), ctx)
     times = replace(planner.times.times(ctx.identities), moving=0.0)
-    cluster = planner._cluster(times, ctx, np.array((64, 64, 64)))
+    cluster = planner._prediction(times, ctx).model(np.array((64, 64, 64)))
     now, other = cluster.step_time((64, 64, 64)), solve_optperf(cluster, 192)
-    gain, unknown = planner._gain(cluster, times, other, plan, ctx)
+    gain, unknown = saving(planner, cluster, times, other, plan, ctx)
     free = RuleSettings(change_steps=0.0, doubt=0.0)
     saved = gain * now * horizon(gain, times.walks, times.probability, planner.steps, free)
     for seconds, moves in ((saved, False), (np.nextafter(saved, 0.0), True)):
@@ -311,8 +317,8 @@ def test_a_gain_that_waits_is_named_with_the_least_that_would_do(moving):
     planner = PerfModelPlanner(settings=RuleSettings(doubt=12.0))
     planner = planner.observe(measure(CLUSTER, (64,) * 3, rng, noise=0.3), ctx)
     times = replace(planner.times.times(ctx.identities), moving=moving)
-    cluster = planner._cluster(times, ctx, np.array((64, 64, 64)))
-    gain, unknown = planner._gain(cluster, times, solve_optperf(cluster, 192), plan, ctx)
+    cluster = planner._prediction(times, ctx).model(np.array((64, 64, 64)))
+    gain, unknown = saving(planner, cluster, times, solve_optperf(cluster, 192), plan, ctx)
     kept = planner._decide(times, plan, ctx, first=False).kept
     found = re.search(r"would take ([\d.]+)% less, and only a gain of ([\d.]+)% is beyond luck", kept)
     least = 12.0 * unknown * (1.0 - moving)
@@ -342,9 +348,9 @@ def test_a_gain_has_to_exceed_what_is_not_known_by_the_doubt(doubt):
     sizes = (64, 64, 64)
     planner = planner.observe(measure(CLUSTER, sizes, rng, noise=0.3), ctx)
     plan, times = BatchPlan(192, sizes), planner.times.times(ctx.identities)
-    cluster = planner._cluster(times, ctx, np.array(sizes))
+    cluster = planner._prediction(times, ctx).model(np.array(sizes))
     other = solve_optperf(cluster, 192)
-    gain, unknown = planner._gain(cluster, times, other, plan, ctx)
+    gain, unknown = saving(planner, cluster, times, other, plan, ctx)
     assert 1.5 * unknown < gain < 6.0 * unknown
     decision = planner._decide(times, plan, ctx, first=False)
     assert (decision.proposal is not None) is (gain >= doubt * unknown * (1 - times.moving))
@@ -356,10 +362,10 @@ def test_what_is_not_known_is_what_a_step_may_lose_to_it():
     rng, ctx = np.random.default_rng(3), context(192, 3)
     planner = PerfModelPlanner().observe(measure(CLUSTER, (64, 64, 64), rng, noise=0.3), ctx)
     plan, times = BatchPlan(192, (64, 64, 64)), planner.times.times(ctx.identities)
-    cluster = planner._cluster(times, ctx, np.array(plan.local_batch_sizes))
+    cluster = planner._prediction(times, ctx).model(np.array(plan.local_batch_sizes))
     other = BatchPlan(192, (100, 60, 32))
-    gain, unknown = planner._gain(cluster, times, other, plan, ctx)
-    seconds, errors, _ = planner._finish(times, np.full(3, 64.0), ctx)
+    gain, unknown = saving(planner, cluster, times, other, plan, ctx)
+    seconds, errors, _ = planner._prediction(times, ctx).finish(np.full(3, 64.0))
     factors = 1.0 + errors / seconds * rng.standard_normal((400_000, 3))
     here, there = ((cluster.finish_times(p.local_batch_sizes) * factors).max(axis=1) for p in (plan, other))
     assert gain == pytest.approx(1.0 - there.mean() / here.mean(), abs=0.003)
@@ -377,8 +383,8 @@ def test_the_error_of_a_finish_is_that_of_drawn_coefficients(gamma, accumulation
     for sizes in ((64, 64, 64), (90, 60, 42)):
         planner = planner.observe(measure(wide, sizes, rng, noise=0.2), ctx)
     times, sizes = planner.times.times(ctx.identities), np.array([100.0, 60.0, 32.0])
-    _, errors, _ = planner._finish(times, sizes, ctx)
-    (t_o, t_u), gamma, n = planner.link.at(3), planner._gamma, accumulation
+    _, errors, _ = planner._prediction(times, ctx).finish(sizes)
+    (t_o, t_u), gamma, n = planner.link.at(3), planner._prediction(times, ctx).gamma, accumulation
     for worker in range(3):
         q, s, k, m = rng.multivariate_normal(times.mean[worker], times.covariance[worker], 200_000).T
         a, p = q * sizes[worker] + s, k * sizes[worker] + m
@@ -411,10 +417,10 @@ def test_a_split_in_proportion_gains_nothing_at_another_total():
     rng, sizes = np.random.default_rng(0), (60, 30, 6)
     planner = PerfModelPlanner().observe(measure(CLUSTER, sizes, rng), context(96, 3))
     times, ctx, twice = planner._times(context(96, 3)), context(192, 3), BatchPlan(192, (120, 60, 12))
-    model = planner._bare(times, ctx)
+    model = planner._prediction(times, ctx).bare
 
     def gain(running):
-        return planner._gain(model, times, twice, running, ctx)[0]
+        return saving(planner, model, times, twice, running, ctx)[0]
 
     assert gain(BatchPlan(96, sizes)) == pytest.approx(0.0, abs=1e-9)
     assert gain(BatchPlan(96, (32, 32, 32))) > 0.2
@@ -501,7 +507,7 @@ def test_a_plan_is_proposed_with_the_time_that_is_predicted_for_it():
     rng, ctx = np.random.default_rng(0), context(300, 6)
     observed = measure(ClusterTimeModel(nodes, 0.2, 0.01, 0.004), (50,) * 6, rng, steps=200, noise=0.15)
     planner, proposal = PerfModelPlanner().decide(observed, even_plan(ctx), ctx)
-    assert planner._waits(planner._times(ctx), np.full(6, 50.0), ctx) > 1.06
+    assert planner._prediction(planner._times(ctx), ctx).waiting_factor(np.full(6, 50.0)) > 1.06
     assert proposal.plan.step_time == pytest.approx(planner.predict(proposal.plan, ctx), rel=0.02)
     assert proposal.plan.step_time_error == pytest.approx(planner.error(proposal.plan, ctx))
 
@@ -524,23 +530,23 @@ def test_a_decision_leaves_the_planner_as_it_was():
 # -- what every policy promises
 
 
-@pytest.fixture(params=PLANNERS)
+@pytest.fixture(params=[name for name in NAMED if POLICIES[name].planner is not None])
 def kind(request):
     return request.param
 
 
 def learned(kind, ctx):
-    return drive(PLANNERS[kind](), CLUSTER, even_plan(ctx), ctx, 6, np.random.default_rng(0))[0]
+    return drive(POLICIES[kind].factory(), CLUSTER, even_plan(ctx), ctx, 6, np.random.default_rng(0))[0]
 
 
 def test_state_is_plain_python_and_comes_back(kind):
     ctx = context(192, 3)
     planner = learned(kind, ctx)
     state = planner.state_dict()
-    back = PLANNERS[kind]().loaded(json.loads(json.dumps(state, allow_nan=False)))
+    back = POLICIES[kind].factory().loaded(json.loads(json.dumps(state, allow_nan=False)))
     assert back.state_dict() == state
     assert back.initial(ctx) == planner.initial(ctx)
-    nothing = PLANNERS[kind]()
+    nothing = POLICIES[kind].factory()
     assert nothing.loaded(json.loads(json.dumps(nothing.state_dict(), allow_nan=False))) == nothing
 
 
@@ -551,7 +557,7 @@ def test_what_an_earlier_estimator_wrote_is_learned_anew():
 
 def test_state_follows_the_hardware_not_the_rank(kind):
     ctx = context(192, 3, capacities=(4.0, 2.0, 1.0))
-    planner = PLANNERS[kind]().loaded(learned(kind, ctx).state_dict())
+    planner = POLICIES[kind].factory().loaded(learned(kind, ctx).state_dict())
     turned = replace(ctx, identities=ctx.identities[::-1], capacities=ctx.capacities[::-1])
     here, there = planner.initial(ctx), planner.initial(turned)
     assert there.plan.local_batch_sizes == here.plan.local_batch_sizes[::-1]
@@ -560,7 +566,7 @@ def test_state_follows_the_hardware_not_the_rank(kind):
 
 def test_fewer_workers_are_planned_from_what_is_known(kind):
     ctx = context(192, 3)
-    planner = PLANNERS[kind]().loaded(learned(kind, ctx).state_dict())
+    planner = POLICIES[kind].factory().loaded(learned(kind, ctx).state_dict())
     two = replace(context(100, 2), identities=("host-2", "host-0"))
     proposal = planner.initial(two)
     assert isinstance(proposal, Proposal)
@@ -571,7 +577,7 @@ def test_fewer_workers_are_planned_from_what_is_known(kind):
 
 
 def test_hardware_that_is_all_new_starts_even():
-    assert PLANNERS["perf_model"]().initial(context(192, 3)) is None
+    assert POLICIES["perf_model"].factory().initial(context(192, 3)) is None
     planner = learned("perf_model", context(192, 3))
     assert planner.initial(replace(context(192, 3), identities=("x", "y", "z"))) is None
 
@@ -607,23 +613,23 @@ def test_a_new_worker_of_which_nothing_is_known_is_taken_for_the_mean_of_the_oth
 def test_proportional_control_starts_unknown_hardware_by_its_capacity():
     """Dynamic mini-batching starts open-loop: shares by cores or peak figures until it knows the workers."""
     planner = learned("pid", context(192, 3))
-    for unknown in (planner, PLANNERS["pid"]()):
+    for unknown in (planner, POLICIES["pid"].factory()):
         new = replace(context(192, 3), identities=("host-0", "host-1", "new"), capacities=(2.0, 1.0, 1.0))
         assert unknown.initial(new).plan.local_batch_sizes == (96, 48, 48)
 
 
 def test_no_observation_no_change(kind):
     ctx = context(192, 3)
-    planner, proposal = PLANNERS[kind]().decide(StepObservations.empty(3), even_plan(ctx), ctx)
+    planner, proposal = POLICIES[kind].factory().decide(StepObservations.empty(3), even_plan(ctx), ctx)
     assert proposal is None
-    assert planner.state_dict() == PLANNERS[kind]().state_dict()
+    assert planner.state_dict() == POLICIES[kind].factory().state_dict()
 
 
 def test_sizes_sum_to_the_total_from_the_first_to_the_last(kind):
     rng = np.random.default_rng(3)
     for total in (3, 7, 192, 1001):
         ctx = context(total, 3)
-        _, plan, _ = drive(PLANNERS[kind](), CLUSTER, even_plan(ctx), ctx, 4, rng, noise=0.2)
+        _, plan, _ = drive(POLICIES[kind].factory(), CLUSTER, even_plan(ctx), ctx, 4, rng, noise=0.2)
         assert sum(plan.local_batch_sizes) == total
         assert min(plan.local_batch_sizes) >= 1
 
@@ -714,7 +720,7 @@ def test_proportional_smooths_as_it_is_told_to():
     steps = measure(CLUSTER, (64, 64, 64), np.random.default_rng(0), steps=4, noise=0.2)
     plan, where = BatchPlan(192, (64, 64, 64)), context(192, 3)
     last = ProportionalPlanner(decay=0.0).decide(steps, plan, where).planner
-    assert last.state.times.smoothed == pytest.approx(capped(steps.compute)[-1])
+    assert last.state.times.smoothed == pytest.approx(winsorize_top(steps.compute)[-1])
 
 
 def test_a_planner_that_returns_something_else_is_told():
@@ -842,7 +848,7 @@ def test_a_link_that_fluctuates_does_not_move_the_split(seed):
 def test_workers_under_a_quota_come_near_the_best_split(kind, seed):
     """1.0, 0.5 and 0.3 of a core: single steps are bursts and waits, and those who wait for others look faster."""
     cluster, ctx, predicted = QuotaCluster(seed=seed), context(192, 3), None
-    planner, plan = PLANNERS[kind](), BatchPlan(192, (64, 64, 64))
+    planner, plan = POLICIES[kind].factory(), BatchPlan(192, (64, 64, 64))
     for _ in range(12):
         planner, proposal = planner.decide(cluster.steps(plan.local_batch_sizes, 8), plan, ctx)
         predicted = planner.predict(plan, ctx)

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from lightning_hetero.core.timing.step_times import LONGEST, WINDOW, StepTimes
+from lightning_hetero.core.timing.step_times import SmoothingSettings, StepTimes
+
+SETTINGS = SmoothingSettings()
 
 
 def seen(rng, seconds, noise, steps, times=None, decay=0.9):
@@ -58,8 +60,8 @@ def test_what_is_known_is_of_the_newest_steps():
     """Precision has an end, since the mean looks back so far; and of noise that is over nothing is left."""
     rng, seconds = np.random.default_rng(0), np.array([1.0])
     times = seen(rng, seconds, 0.2, 300)
-    assert times.steps == LONGEST
-    times = seen(rng, seconds, 0.01, WINDOW + 1, times.restarted())
+    assert times.steps == SETTINGS.longest_mean_steps
+    times = seen(rng, seconds, 0.01, SETTINGS.noise_steps + 1, times.restarted())
     assert times.noise == pytest.approx([0.01], rel=0.3)
 
 

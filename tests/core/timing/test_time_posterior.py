@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.timing import time_posterior
+from lightning_hetero.core.timing.filter_bank import step_filters, switch_filters, weigh_filters
 from lightning_hetero.core.timing.kalman import mixed
+from lightning_hetero.core.timing.step_scatter import relative_variance, summarise_round
 from lightning_hetero.core.timing.time_posterior import TimePosterior
 from lightning_hetero.core.timing.times import EstimatorSettings
-from lightning_hetero.core.timing.winsorized_mean import capped
+from lightning_hetero.core.timing.winsorized_mean import winsorize_top
 
 THETA = np.array([[0.0004, 0.004, 0.0008, 0.003], [0.0008, 0.008, 0.0016, 0.003], [0.002, 0.005, 0.004, 0.006]])
 NAMES = ("a", "b", "c")
@@ -80,14 +83,13 @@ def by_matrices(looks, theta_count, walk, share):
 def test_one_filter_is_the_kalman_filter_of_whole_matrices(seed, monkeypatch):
     rng = np.random.default_rng(seed)
     posterior, looks = TimePosterior(settings=plain()), []
-    summary = TimePosterior._summary
 
-    def spy(self, scatter, forward, backward):
-        y, variance, after = summary(self, scatter, forward, backward)
-        looks.append((b, y, len(forward), variance * len(forward), self._scatter(after)))
+    def spy(scatter, forward, backward, settings):
+        y, variance, after = summarise_round(scatter, forward, backward, settings)
+        looks.append((b, y, len(forward), variance * len(forward), relative_variance(after, settings)))
         return y, variance, after
 
-    monkeypatch.setattr(TimePosterior, "_summary", spy)
+    monkeypatch.setattr(time_posterior, "summarise_round", spy)
     for _ in range(6):
         b = rng.integers(4, 100, 3).astype(float)
         posterior = posterior.observe(steps(THETA, b, int(rng.integers(2, 12)), rng, 0.05), NAMES)
@@ -177,7 +179,7 @@ def test_filters_that_all_agree_on_are_weighed_by_bayes_rule():
     """Where the prior holds for very many workers, nothing that this round showed is common to all."""
     rng = np.random.default_rng(0)
     weight, likelihood = rng.dirichlet(np.ones(5), 3).T, rng.uniform(-7, 0, (5, 3))
-    found = TimePosterior(settings=EstimatorSettings(prior_workers=1e9))._weighed(weight, likelihood)
+    found = weigh_filters(weight, likelihood, EstimatorSettings(prior_workers=1e9))
     expected = weight * np.exp(likelihood)
     np.testing.assert_allclose(found, expected / expected.sum(axis=0), rtol=1e-6)
 
@@ -196,7 +198,7 @@ def test_filters_are_weighed_as_expectation_maximisation_has_it(workers):
             after[:, n] = np.array(parts) / sum(parts)
         usual = [np.mean(weight[j]) * count for j in range(5)]
         factor = [(sum(after[j]) + usual[j]) / (sum(weight[j]) + usual[j]) for j in range(5)]
-    np.testing.assert_allclose(TimePosterior()._weighed(weight, likelihood), after, rtol=1e-12)
+    np.testing.assert_allclose(weigh_filters(weight, likelihood, EstimatorSettings()), after, rtol=1e-12)
 
 
 def test_what_holds_for_most_workers_counts_for_each():
@@ -347,8 +349,10 @@ def test_a_round_that_scatters_more_than_others_counts_less():
     rng = np.random.default_rng(0)
     posterior = seen(*[steps(THETA, (30, 20, 10), 8, rng, 0.02) for _ in range(30)])
     odd = steps(THETA, (30, 20, 10), 8, rng, 0.05)
-    _, variance, _ = posterior._summary(posterior.scatter, odd.forward, odd.backward)
-    own = np.stack([(capped(x) / capped(x).mean(axis=0)).var(axis=0) for x in (odd.forward, odd.backward)], axis=1)
+    _, variance, _ = summarise_round(posterior.scatter, odd.forward, odd.backward, posterior.settings)
+    own = np.stack(
+        [(winsorize_top(x) / winsorize_top(x).mean(axis=0)).var(axis=0) for x in (odd.forward, odd.backward)], axis=1
+    )
     assert (variance >= 0.4 * own / 8).all()
 
 
@@ -357,7 +361,7 @@ def test_what_switches_is_the_filter_and_not_what_is_known():
     rng = np.random.default_rng(4)
     posterior = seen(*[steps(THETA, sizes, 8, rng, 0.05) for sizes in ((16, 16, 16), (48, 24, 8)) * 4])
     weight = rng.dirichlet(np.ones(5), 3).T
-    mean, covariance, after = posterior._switched(posterior.mean, posterior.covariance, weight)
+    mean, covariance, after = switch_filters(posterior.mean, posterior.covariance, weight, posterior.settings)
     prior, share = np.array(posterior.settings.prior), posterior.settings.switch
     others = (weight.sum(axis=1) + 8 * prior / prior.sum()) / (3 + 8)
     np.testing.assert_allclose(after, (1 - share) * weight + share * others[:, None])
@@ -368,11 +372,11 @@ def test_what_switches_is_the_filter_and_not_what_is_known():
 
 def test_a_round_that_says_nothing_speaks_for_nothing():
     """Neither against a filter whose coefficients are below zero already, nor for a jump."""
-    posterior, y = TimePosterior(settings=replace(plain(), jump_probability=0.01)), np.array([[0.3, 0.6]])
+    chosen, y = replace(plain(), jump_probability=0.01), np.array([[0.3, 0.6]])
     mean = np.array([[[0.03, -0.06, 0.06, 0.0]], [[0.03, 0.06, 0.06, 0.0]]])
     covariance = np.broadcast_to(np.diag([1e-3, 0.015, 2e-3, 0.02]) ** 2, (2, 1, 4, 4)).copy()
     vague, rounds = np.full((1, 2), 1e4), np.zeros((2, 1))
-    after, _, level, jump = posterior._update(mean, covariance, np.array([10.0]), y, vague, rounds, 0.0)
+    after, _, level, jump = step_filters(mean, covariance, np.array([10.0]), y, vague, rounds, 0.0, chosen)
     np.testing.assert_allclose(after, mean, atol=1e-4)
     scale = np.clip(mean[..., 0] * 10 + mean[..., 1], 0.15, 0.6) * 0.6
     np.testing.assert_allclose(level, -np.log(1e4 * scale), atol=0.02)

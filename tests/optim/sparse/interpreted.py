@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from lightning_hetero.compression.block_gradient import BlockGradient, BlockMarks
-from lightning_hetero.optim.sparse import triton_backend as triton_step
 from lightning_hetero.optim.sparse import warmup as warming
+from lightning_hetero.optim.sparse.block_history import BlockHistory
+from lightning_hetero.optim.sparse.triton_gpu import backend as triton_step
 from tests.optim.sparse.kinds import KINDS
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -32,7 +33,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(triton_step, "TILE", 16)
+        monkeypatch.setattr(triton_step, "SHAPE", triton_step.LaunchShape(tile=16))
 
 
 def made(kind, pay, dtype, state, touched):
@@ -77,10 +78,10 @@ def test_marked_blocks_move_as_numbered_ones(kind, pay, dtype, state):
             optimizer.step()
         same(parameters, sparse, twins, twin)
         if step == 2:  # half-way, with waits kept
-            sparse.sparse.settle()
-            twin.sparse.settle()
-    sparse.sparse.settle()
-    twin.sparse.settle()
+            sparse.sparse.flush()
+            twin.sparse.flush()
+    sparse.sparse.flush()
+    twin.sparse.flush()
     same(parameters, sparse, twins, twin)
 
 
@@ -105,10 +106,11 @@ def test_each_table_of_a_step_has_buffers_of_its_own():
 
 def test_a_parameter_without_elements():
     p = torch.zeros(0, device=DEVICE)
-    marks, settled = (torch.zeros(0, dtype=dtype, device=DEVICE) for dtype in (torch.bool, torch.int64))
+    marks = torch.zeros(0, dtype=torch.bool, device=DEVICE)
+    history = BlockHistory((0, None, 0), 0, torch.zeros(0, dtype=torch.int64, device=DEVICE))
     group = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
     steps = triton_step.TritonSteps(16)
-    steps.marked(marks, settled, 0, None, 0).sgd([p, p], group, rest=None)
+    steps.marked(marks, history, None, 0).sgd([p, p], group, remaining=None)
     steps.launch()
     assert p.numel() == 0
 

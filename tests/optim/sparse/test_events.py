@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_hetero.compression.block_gradient import BlockGradient
 from lightning_hetero.optim import SparseAdamW, SparseSGD
-from lightning_hetero.optim.sparse.rules import sparse_steps
+from lightning_hetero.optim.sparse.optimizers import attach_lazy_update
 
 KINDS = {
     "sgd": (SparseSGD, torch.optim.SGD, {"lr": 0.05}),
@@ -133,7 +133,7 @@ def test_a_frozen_layer_takes_what_it_is_owed_and_then_stays_as_it_is(kind, pay)
     for _ in range(12):
         pair.step()
     assert not torch.equal(pair.ours[1], still)
-    pair.sparse.sparse.settle()
+    pair.sparse.sparse.flush()
     if pay == "later":
         pair.same(tolerance_of(kind))
 
@@ -169,7 +169,7 @@ def test_a_group_may_be_added(kind):
     assert set(moved.tolist()) <= set(pair.given[pair.ours[0]].rows.tolist()), "the others' step was dense"
     for _ in range(8):
         pair.step()
-    pair.sparse.sparse.settle()
+    pair.sparse.sparse.flush()
     pair.same(tolerance_of(kind))
 
 
@@ -196,7 +196,7 @@ def test_a_parameter_that_is_not_compressed_takes_dense_steps_beside_the_others(
         pair.dense.step()
         assert (pair.ours[0].detach() != before).sum() == BLOCK
         assert not late.grad.is_sparse
-    pair.sparse.sparse.settle()
+    pair.sparse.sparse.flush()
     pair.same()
 
 
@@ -209,7 +209,7 @@ def test_state_may_be_cleared():
         pair.sparse.state.clear()
         for _ in range(3):
             pair.step()
-        pair.sparse.sparse.settle()
+        pair.sparse.sparse.flush()
         assert all(torch.isfinite(p).all() for p in pair.ours)
 
 
@@ -227,7 +227,7 @@ def test_saving_changes_nothing(kind, pay):
             if saves and step % 5 == 4:
                 copy.deepcopy(pair.sparse.state_dict())
     for pair in pairs:
-        pair.sparse.sparse.settle()
+        pair.sparse.sparse.flush()
     for one, other in zip(pairs[0].ours, pairs[1].ours, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance_of(kind) / 10, atol=tolerance_of(kind) / 10)
 
@@ -242,12 +242,12 @@ def test_a_run_goes_on_from_its_notes_as_it_would_have(kind, dense):
     whole = Pair(kind, "ahead")
     for step in range(20):
         whole.step(dense=step == 0, share=0.3)
-    state, notes = copy.deepcopy(whole.sparse.state_dict()), copy.deepcopy(whole.sparse.sparse.notes())
+    state, notes = copy.deepcopy(whole.sparse.state_dict()), copy.deepcopy(whole.sparse.sparse.state_dict())
     rest = Pair(kind, "ahead")
     for p, saved in zip(rest.ours, whole.ours, strict=True):
         p.data.copy_(saved.data)
     rest.sparse.load_state_dict(state)
-    rest.sparse.sparse.loaded = notes
+    rest.sparse.sparse.load_state_dict(notes)
     rest.generator.set_state(whole.generator.get_state())
     for step in range(12):
         for pair in (whole, rest):
@@ -260,7 +260,7 @@ def test_notes_of_other_blocks_say_nothing():
     for loaded in ({"steps": 6, "block": 2 * BLOCK, "shift": 32, "noted": {0: torch.full((3,), 3 + (257 << 32))}}, {}):
         pair = Pair("momentum", "ahead", shapes=("vector",))
         pair.step(dense=True)
-        pair.sparse.sparse.loaded = loaded
+        pair.sparse.sparse.load_state_dict(loaded)
         for _ in range(3):
             pair.step(share=1.0)
         found.append(pair.ours[0].detach())
@@ -274,9 +274,8 @@ def test_notes_of_older_checkpoints_are_read():
         pair = Pair("momentum", "ahead", shapes=("vector",))
         pair.step(dense=True)
         noted = torch.tensor([3 + (257 << shift), 0, 5 + (700 << shift), 1, 0])
-        pair.sparse.sparse.loaded = {"steps": 6, "block": BLOCK, "noted": {0: noted}}
-        if shift != 16:
-            pair.sparse.sparse.loaded["shift"] = shift
+        saved = {"steps": 6, "block": BLOCK, "noted": {0: noted}}
+        pair.sparse.sparse.load_state_dict(saved if shift == 16 else {**saved, "shift": shift})
         pair.step(share=1.0)
         found.append(pair.ours[0].detach())
     assert torch.equal(*found)
@@ -302,7 +301,7 @@ def test_under_one_cycle_it_is_exact(kind):
         group = pair.sparse.param_groups[0]
         cycled.add(group["betas"][0] if "betas" in group else group["momentum"])
         if step % 100 == 99:
-            pair.sparse.sparse.settle()
+            pair.sparse.sparse.flush()
             apart = [(a - b).detach().abs().max() for a, b in zip(pair.ours, pair.theirs, strict=True)]
             worst = max(worst, *map(float, apart))
     assert len(cycled) > 300
@@ -320,7 +319,7 @@ def test_betas_of_a_short_second_memory_stay_finite():
         rows = torch.tensor([0] if step < 399 else [0, 1])
         given[p] = BlockGradient.of(p, rows, torch.zeros(len(rows), 8))
         p.grad = given[p].grad
-    optimizer.sparse.settle()
+    optimizer.sparse.flush()
     assert torch.isfinite(p).all()
 
 
@@ -339,7 +338,7 @@ def test_fused_steps_are_refused_at_construction(kind):
     with pytest.raises(ValueError, match="fused=True"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "fused": True})
     with pytest.raises(ValueError, match="cannot go with fused=True"):
-        sparse_steps(torch.optim.SGD([p], lr=0.1, fused=True))
+        attach_lazy_update(torch.optim.SGD([p], lr=0.1, fused=True))
 
 
 def test_an_option_without_a_sparse_form_is_said_once_and_steps_are_dense(caplog):
@@ -430,7 +429,7 @@ def test_whatever_happens_settled_it_is_the_dense_optimizer(kind, shapes, events
     pair.step(dense=True)
     for event, value in events:
         happen(pair, event, value)
-    pair.sparse.sparse.settle()
+    pair.sparse.sparse.flush()
     pair.same(2e-6 if kind == "adamw" else 1e-8)
 
 

@@ -81,12 +81,12 @@ class Rules:
 
 def resumed(optimizer, parameters, given):
     """Another optimizer that goes on from what a checkpoint holds of this one."""
-    state, notes = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.sparse.notes())
+    state, notes = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.sparse.state_dict())
     parameters = [nn.Parameter(p.detach().clone()) for p in parameters]
     other = type(optimizer)(parameters, lr=1.0)
     other.sparse.follow(lambda: given["now"], BLOCK)
     other.load_state_dict(state)
-    other.sparse.loaded = notes
+    other.sparse.load_state_dict(notes)
     return other, parameters
 
 
@@ -147,5 +147,5 @@ def test_paid_ahead_every_element_is_where_the_rules_take_it(kind, seed):
             optimizer.state_dict()
         if step % 30 == 25:
             optimizer, parameters = resumed(optimizer, parameters, given)
-    optimizer.sparse.settle()
+    optimizer.sparse.flush()
     same(optimizer, parameters, twins)

@@ -10,9 +10,10 @@ from torch import nn
 from lightning_hetero.compression.block_gradient import BlockGradient
 from lightning_hetero.optim import SparseAdamW, SparseSGD
 from lightning_hetero.optim.sparse import lazy_update as module
-from lightning_hetero.optim.sparse import rules
-from lightning_hetero.optim.sparse.kernel_interface import LONGEST
-from lightning_hetero.optim.sparse.rules import sparse_steps
+from lightning_hetero.optim.sparse import torch_backend
+from lightning_hetero.optim.sparse.kernel_interface import MAX_DEFERRED_STEPS
+from lightning_hetero.optim.sparse.optimizers import attach_lazy_update
+from lightning_hetero.optim.sparse.sgd import SGDRule
 
 SIZES = (16 * 40, 16 * 25 + 5, 3)
 KINDS = {
@@ -91,7 +92,7 @@ def test_what_was_owed_is_paid_when_nothing_is_owed_any_more():
         for optimizer in (sparse, dense):
             optimizer.param_groups[0]["weight_decay"] = (0.05, 0.0, 0.3)[step // 4 % 3]
             optimizer.step()
-    sparse.sparse.settle()
+    sparse.sparse.flush()
     same(parameters, twins, rtol=1e-9, atol=1e-11)
 
 
@@ -117,7 +118,7 @@ def test_a_decay_that_is_switched_off_is_paid_when_saving():
 
 @pytest.mark.parametrize("kind", ["momentum decay", "adamw"])
 def test_debts_end(kind, monkeypatch):
-    monkeypatch.setattr(module, "LONGEST", 7)
+    monkeypatch.setattr(module, "MAX_DEFERRED_STEPS", 7)
     touched = {}
     parameters, sparse, twins, dense = made(kind, touched)
     for step in range(22):
@@ -154,7 +155,7 @@ def test_who_loads_a_state_owes_nothing(kind):
     sparse.load_state_dict(state)
     for p, saved in zip(parameters, weights, strict=True):
         p.data.copy_(saved)
-    sparse.sparse.settle()
+    sparse.sparse.flush()
     same(parameters, weights, rtol=0.0, atol=0.0)
 
 
@@ -179,7 +180,7 @@ def test_momentum_whose_sum_has_no_end_is_paid_later(ours, theirs, settings):
         dense.step()
         if step == 0:
             sparse.sparse.follow(lambda: given, 16)
-    sparse.sparse.settle()
+    sparse.sparse.flush()
     same([p], [twin], rtol=1e-6, atol=1e-8)
 
 
@@ -187,14 +188,13 @@ def test_momentum_whose_sum_has_no_end_is_paid_later(ours, theirs, settings):
 def test_it_does_not_matter_how_many_blocks_are_worked_on_at_once(kind, monkeypatch):
     found = []
     for at_once in (3, 1000):
-        monkeypatch.setattr(module, "AT_ONCE", at_once)
-        monkeypatch.setattr(module, "SETTLED_AT_ONCE", 2 * at_once)
+        monkeypatch.setattr(torch_backend, "AT_ONCE", torch_backend.BlocksAtOnce(at_once, 2 * at_once))
         touched = {}
         parameters, sparse, twins, _ = made(kind, touched)
         for step in range(12):
             gradients(parameters, twins, touched, step, dense=step == 0)
             sparse.step()
-        sparse.sparse.settle()
+        sparse.sparse.flush()
         found.append(parameters)
     same(*found, rtol=0.0, atol=0.0)
 
@@ -208,7 +208,7 @@ def test_what_is_owed_is_paid_in_every_type(dtype):
     for _ in range(3):
         p.grad = given[p].grad
         sparse.step()
-    sparse.sparse.settle()
+    sparse.sparse.flush()
     assert p[0].item() == pytest.approx(0.75**3, rel=1e-2)
 
 
@@ -220,12 +220,12 @@ def test_a_block_may_wait_for_longer_than_debts_are_counted(pay, dtype):
     p.grad = torch.ones_like(p)
     sparse.step()
     sparse.sparse.follow(lambda: given, 16)
-    for step in range(2 * LONGEST + 11):
-        rows = torch.tensor([0, 1] if step in (0, LONGEST + 5, 2 * LONGEST + 10) else [0])
+    for step in range(2 * MAX_DEFERRED_STEPS + 11):
+        rows = torch.tensor([0, 1] if step in (0, MAX_DEFERRED_STEPS + 5, 2 * MAX_DEFERRED_STEPS + 10) else [0])
         given[p] = BlockGradient.of(p, rows, torch.full((len(rows), 16), 0.1, dtype=dtype))
         p.grad = given[p].grad
         sparse.step()
-    sparse.sparse.settle()
+    sparse.sparse.flush()
     assert torch.isfinite(p).all()
     assert p[16] > 0.5 > p[0]
 
@@ -308,7 +308,7 @@ def test_what_is_done_to_a_gradient_in_place_counts(channels_last):
         sparse.step()
         dense.step()
         assert ((parameters[0] != before).sum() <= 32) == (step > 0)
-    sparse.sparse.settle()
+    sparse.sparse.flush()
     same(parameters, twins, rtol=1e-9, atol=1e-11)
 
 
@@ -319,7 +319,7 @@ def test_torchs_own_optimizer_stays_itself(kind, settings):
     optimizer = getattr(torch.optim, kind)([p], lr=0.1, **settings)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     touched = {"now": None}
-    sparse_steps(optimizer).follow(lambda: touched["now"], 16)
+    attach_lazy_update(optimizer).follow(lambda: touched["now"], 16)
 
     def closure():
         p.grad = torch.full_like(p, 1e-3)
@@ -362,13 +362,13 @@ def test_a_large_eps_counts_as_in_the_step_that_is_owed():
         dense.step()
         if step == 0:
             sparse.sparse.follow(lambda: given, 16)
-    sparse.sparse.settle()
+    sparse.sparse.flush()
     same([p], [twin], rtol=1e-4, atol=0.0)
 
 
 def test_an_optimizer_of_torchs_pays_when_it_is_told_to():
     p = [nn.Parameter(torch.zeros(3))]
-    assert sparse_steps(torch.optim.SGD(p, lr=0.1), "later").pay == "later"
+    assert attach_lazy_update(torch.optim.SGD(p, lr=0.1), "later").momentum_mode == "later"
 
 
 def test_what_has_no_sparse_steps_is_refused_by_name():
@@ -384,7 +384,7 @@ def test_what_has_no_sparse_steps_is_refused_by_name():
         (torch.optim.AdamW(p, betas=(0.9, 0.0)), r"cannot go with betas=\(0.9, 0.0\)"),
     ):
         with pytest.raises(ValueError, match=words):
-            sparse_steps(optimizer)
+            attach_lazy_update(optimizer)
 
 
 @pytest.mark.parametrize("kind", ["momentum", "nesterov", "adamw"])
@@ -417,12 +417,11 @@ def test_paid_ahead_a_block_is_at_once_where_the_dense_optimizer_takes_it(kind):
 
 
 @pytest.mark.parametrize("waits", [(0,), (2,), (7,), (2, 2, 5, 5, 0)])
-@pytest.mark.parametrize("times", [1, rules.TWICE])
+@pytest.mark.parametrize("times", [1, SGDRule.intervals_ahead])
 @pytest.mark.parametrize("kind", ["momentum", "nesterov"])
 def test_momentum_is_paid_ahead_for_twice_the_mean_wait_and_the_rest_is_kept(kind, times, waits, monkeypatch):
     """For once that wait, and a wait that stays, it would be the dense optimizer at each touch; no momentum is lost."""
-    monkeypatch.setattr(rules, "TWICE", times)
-    monkeypatch.setattr(module, "TWICE", times)
+    monkeypatch.setattr(SGDRule, "intervals_ahead", times)
     ours, theirs, settings = KINDS[kind]
     settings = {**settings, "weight_decay": 0.0}
     lr, m = settings["lr"], settings["momentum"]

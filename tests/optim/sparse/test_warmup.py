@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from lightning_hetero import BlockTopK
-from lightning_hetero.comm.compressors.block_topk import BlockExchange
-from lightning_hetero.comm.gradients.ddp_hook import HookState
-from lightning_hetero.comm.timing.clock import HostClock
-from lightning_hetero.comm.timing.step_timer import StepObserver
+from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
 from lightning_hetero.compression import BlockEncoder
 from lightning_hetero.optim import SparseAdamW
 from lightning_hetero.optim.sparse import warmup as warming
+from tests.comm.contexts import context_of
 
 pytest.importorskip("triton")
 
@@ -25,23 +23,22 @@ def test_where_kernels_of_the_optimizer_fail_messages_are_read_on_the_host_and_t
 ):
     """Triton has no driver here, which is what it says."""
     monkeypatch.setattr(
-        BlockExchange,
+        BlockTopKAverager,
         "_encoder",
-        lambda exchange, _: TritonEncoder(exchange.layout, exchange._form(0.5), torch.device("cpu"), 1),
+        lambda exchange, *_: TritonEncoder(exchange.model.layout, exchange._form(0.5), torch.device("cpu"), 1),
     )
     p = torch.nn.Parameter(torch.ones(64))
-    state = HookState(StepObserver(HostClock()), 1)
-    exchange = BlockExchange(BlockTopK(density=0.5), {"p": p}, state, 0)
+    exchange = BlockTopKAverager(BlockTopK(density=0.5), context_of({"p": p}))
     exchange.encoder.residual[3] = 5.0
     optimizer = SparseAdamW([p])
     with caplog.at_level(logging.WARNING, logger="lightning_hetero"):
         for _ in range(2):
-            exchange.lead([optimizer.sparse])
+            exchange.bind([optimizer.sparse])
     assert isinstance(exchange.encoder, BlockEncoder)
     assert exchange.encoder.residual[3] == 5.0
     (record,) = caplog.records
     assert "block top-k works on the host: kernels of SparseAdamW fail on cpu: " in record.getMessage()
-    assert exchange.sparse_steps == optimizer.sparse.most
+    assert exchange.sparse_steps == optimizer.sparse.max_sparse_density
 
 
 def test_what_takes_dense_steps_needs_no_kernels(caplog):

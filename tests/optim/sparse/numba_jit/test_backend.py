@@ -11,7 +11,7 @@ from tests.optim.sparse.kinds import KINDS as ALIKE
 
 pytest.importorskip("numba", exc_type=ImportError)
 
-from lightning_hetero.optim.sparse import numba_backend as numba_step
+from lightning_hetero.optim.sparse.numba_jit import backend as numba_step
 
 SHAPES = ((16 * 40,), (30, 27), (3, 8, 5, 5), (3,), (1,))
 KINDS = {**ALIKE, "adamw, short memory": (SparseAdamW, {"lr": 0.01, "betas": (0.3, 0.5), "eps": 1e-3})}
@@ -51,13 +51,13 @@ def give(parameters, touched, step, block, share):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_as_torchs_steps(kind, pay, block, monkeypatch):
     """Over steps with rates that change, whole blocks and short last ones, none touched and all; and settled."""
-    calls, original = [], numba_step.Numbered._where
+    calls, original = [], numba_step.NumberedBlocks._where
 
     def counted(self, tensors):
         calls.extend(map(len, self.touched))
         return original(self, tensors)
 
-    monkeypatch.setattr(numba_step.Numbered, "_where", counted)
+    monkeypatch.setattr(numba_step.NumberedBlocks, "_where", counted)
     found = []
     for loops in (True, False):
         parameters, optimizer, touched = made(kind, pay, block, loops, monkeypatch)
@@ -83,9 +83,9 @@ def test_where_it_has_no_form_it_is_torchs(kind, monkeypatch):
     """Parameters of another type, beside those of float32, and a model that is too small for Numba."""
     asked = []
     for name in ("sgd", "adamw"):
-        original = getattr(numba_step.Numbered, name)
+        original = getattr(numba_step.NumberedBlocks, name)
         monkeypatch.setattr(
-            numba_step.Numbered,
+            numba_step.NumberedBlocks,
             name,
             lambda self, *args, original=original, **kw: asked.append(1) or original(self, *args, **kw),
         )

@@ -1,25 +1,23 @@
-"""Where the tensors of many parameters are, and which part of which a program works on: tables that kernels read.
+"""Addresses of many parameters' tensors, and the part of a parameter that each program works on: tables for kernels.
 
 Parameters and their state stay where they are, and so do gradients that are views of DDP's buckets. Where gradients are
 made anew in each step, their addresses are copied to the device again, through pinned memory and with no wait.
 """
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["TURNS", "UNIT", "Owners", "Upload"]
+__all__ = ["STAGED_COPIES", "UNIT", "ParameterTables", "PinnedUpload", "chunk_rows"]
 
-TURNS = 4
-"""Steps whose tables may be on their way to the device at a time."""
+STAGED_COPIES = 4
+"""Steps whose tables may be in flight to the device at a time."""
 
 UNIT = 8
 """Elements that are counted as one where 16 bytes can be read at once: of 16 bits; of 32 they are two such reads."""
 
 
-class Owners:
+class ParameterTables:
     """Tables of the parameters of one launch.
 
     Args:
@@ -31,15 +29,15 @@ class Owners:
         self._device, self._size = device, size
         self._addresses: npt.NDArray[np.int64] = np.zeros((0, 0), np.int64)
         self._sizes: list[tuple[int, bool]] = []
-        self._upload: Upload | None = None
+        self._upload: PinnedUpload | None = None
         self._table = torch.zeros(0, dtype=torch.int64)
         self._chunks: list[tuple[torch.Tensor, int]] = []
 
     def of(self, tensors: list[list[torch.Tensor]], block: int) -> tuple[torch.Tensor, list[tuple[torch.Tensor, int]]]:
-        """Tables for these tensors.
+        """Return the tables for these tensors.
 
         Args:
-            tensors: of each parameter itself, its gradient, its buffers, its marks and its notes.
+            tensors: of each parameter itself, its gradient, its buffers, its marks and its history.
             block: elements of a block.
 
         Returns:
@@ -48,7 +46,7 @@ class Owners:
         addresses = np.array([[t.data_ptr() for t in row] for row in tensors], np.int64)
         if addresses.shape != self._addresses.shape or (addresses != self._addresses).any():
             if self._upload is None or addresses.shape != self._addresses.shape:
-                self._upload = Upload(addresses.shape, torch.int64, self._device)
+                self._upload = PinnedUpload(addresses.shape, torch.int64, self._device)
             self._addresses, self._table = addresses, self._upload(addresses)
         even = (addresses[:, :4] % 16 == 0).all(axis=1).tolist()
         sizes = [(row[0].numel(), is_even) for row, is_even in zip(tensors, even, strict=True)]
@@ -63,7 +61,7 @@ class Owners:
 
 
 def chunk_rows(sizes: list[tuple[int, bool]], block: int, size: int) -> npt.NDArray[np.int64]:
-    """Number of the parameter, first block, blocks, elements, and whether it goes by units, of each chunk.
+    """Return number of the parameter, first block, blocks, elements, and whether it goes by units, of each chunk.
 
     Args:
         sizes: elements of each parameter, and whether its tensors begin at multiples of 16 bytes.
@@ -84,7 +82,7 @@ def chunk_rows(sizes: list[tuple[int, bool]], block: int, size: int) -> npt.NDAr
     return np.concatenate(found)
 
 
-class Upload:
+class PinnedUpload:
     """A small table of the host on the device. Copies and kernels follow each other on one stream.
 
     Args:
@@ -96,16 +94,16 @@ class Upload:
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         pinned = device.type == "cuda"
         self._on_device = torch.zeros(shape, dtype=dtype, device=device)
-        self._staged = [torch.zeros(shape, dtype=dtype, pin_memory=pinned) for _ in range(TURNS)]
-        self._copied = [torch.cuda.Event() if pinned else None for _ in range(TURNS)]
+        self._staged = [torch.zeros(shape, dtype=dtype, pin_memory=pinned) for _ in range(STAGED_COPIES)]
+        self._copied = [torch.cuda.Event() if pinned else None for _ in range(STAGED_COPIES)]
         self._turn = 0
 
-    def __call__(self, rows: npt.NDArray[Any]) -> torch.Tensor:
-        """The table with these rows."""
-        self._turn = (self._turn + 1) % TURNS
+    def __call__(self, rows: npt.NDArray[np.int64] | npt.NDArray[np.float32]) -> torch.Tensor:
+        """Return the table with these rows."""
+        self._turn = (self._turn + 1) % STAGED_COPIES
         staged, copied = self._staged[self._turn], self._copied[self._turn]
         if copied is not None:
-            copied.synchronize()  # of some steps ago
+            copied.synchronize()  # what was copied from here some steps ago: it is read until then
         staged.copy_(torch.from_numpy(rows))
         self._on_device.copy_(staged, non_blocking=True)
         if copied is not None:

@@ -1,0 +1,84 @@
+"""Select, check and merge the messages of block top-k on the GPU; the host learns later what became of a step."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_hetero.comm.collectives.topology import Topology
+from lightning_hetero.comm.compressors.block_topk_host import HostPath, ModelBlocks
+from lightning_hetero.comm.compressors.in_flight import BackwardPass, InFlight
+from lightning_hetero.compression.block_gradient import BlockGradient, BlockMarks
+from lightning_hetero.compression.host.encoder import cpu_encoder
+
+if TYPE_CHECKING:
+    from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
+
+__all__ = ["DevicePath"]
+
+
+class DevicePath(HostPath):
+    """Messages by an encoder whose kernels decide on the device, so that the host never waits in a step.
+
+    Args:
+        encoder: Triton's.
+        model: blocks of the model.
+        topology: this rank's place among those that exchange.
+        rows: messages of all of them.
+        hold_unused: hold back the residual of parameters whose gradient is all 0.
+    """
+
+    deferred = True
+
+    def __init__(
+        self, encoder: Any, model: ModelBlocks, topology: Topology, rows: torch.Tensor, *, hold_unused: bool = False
+    ) -> None:
+        super().__init__(encoder, model, topology, rows, hold_unused=hold_unused)
+        self._last = BackwardPass()
+        block = model.layout.block
+        self._masks = {
+            p: encoder.touched[slot.start // block : (slot.start + slot.padded) // block]
+            for p, slot in model.slots.items()
+        }
+
+    def apply(self, averager: "BlockTopKAverager", sent: InFlight, running: BackwardPass) -> None:
+        """Let the device check and add up the messages; :meth:`settle` tells later what became of it."""
+        sent.arrival.wait()
+        self.encoder.receive(sent.rows, rank=self.topology.cluster, step=sent.step)
+        averager.flags.skip(self.encoder.verdict)
+        self._last = running
+        weight = running.weight if self.topology.leads else 0.0  # of what went into the residual
+        for buffer, slots, _ in running.waiting:
+            self.encoder.deliver_bucket(slots, buffer, weight, scale=running.scale, fill=averager.fill)
+
+    def settle(self, averager: "BlockTopKAverager") -> None:
+        """Look at what the device decided on the last step, if it is not known yet.
+
+        Raises:
+            ValueError: if a message of that step was malformed, naming rank and bucket; the same on all ranks.
+        """
+        outcome = self.encoder.outcome()
+        if outcome is not None:
+            averager.count(outcome.blocks, self.seconds(self._last))
+            if outcome.dropped and averager.grad_scale is None:
+                averager.dropped.add(outcome.step, "on some rank")
+
+    def blocks(self, running: BackwardPass) -> Mapping[torch.Tensor, BlockGradient | BlockMarks]:
+        """Mark the blocks that DDP's buckets have been given."""
+        return {p: BlockMarks(marks, p.grad) for p, marks in self._masks.items() if p.grad is not None}
+
+    def on_host(self, selector: str) -> HostPath:
+        """Return the path of the host that goes on with these residuals."""
+        encoder = cpu_encoder(self.model.layout, self.encoder.form, selector, torch.float32)
+        encoder.residual.copy_(self.encoder.residual)
+        path = HostPath(encoder, self.model, self.topology, self.rows, hold_unused=self.hold_unused)
+        path.keep_frozen(self.frozen)
+        return path
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of selection, as plain values."""
+        return {"selector": self.encoder.state.state_dict()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on as :meth:`state` described."""
+        self.encoder.state.load_state_dict(state["selector"])

@@ -1,0 +1,103 @@
+"""Connect optimizers with sparse steps to the blocks of a compressed gradient."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
+from lightning_hetero.comm.gradients.requirements import check_trained
+from lightning_hetero.optim.sparse.lazy_update import LazyUpdate
+from lightning_hetero.optim.sparse.optimizers import SparseAdamW, SparseSGD, attach_lazy_update
+
+__all__ = ["OptimizerLink"]
+
+
+class OptimizerLink:
+    """Optimizers of one module, and the sparse steps that they take.
+
+    Args:
+        sparse: whether torch's own optimizers take sparse steps: ``False``, ``True``, or when momentum is applied,
+            ``"ahead"`` (what ``True`` is) or ``"later"``.
+    """
+
+    def __init__(self, sparse: bool | str) -> None:
+        self.sparse = sparse
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, LazyUpdate] = weakref.WeakKeyDictionary()
+        self._restored: list[Any] = []
+
+    def forget(self) -> None:
+        """Let go of all optimizers: another module is trained."""
+        self.optimizers = []
+
+    def bind(self, optimizers: Iterable[torch.optim.Optimizer], *, more: bool) -> None:
+        """Take these optimizers.
+
+        Args:
+            optimizers: all optimizers of the module.
+            more: whether they join those that were given before.
+
+        Raises:
+            ValueError: if sparse steps were asked for and cannot be.
+        """
+        self.optimizers = [*(self.optimizers if more else ()), *optimizers]
+        if self.sparse and len(self.optimizers) > 1:
+            raise ValueError(
+                f"sparse_optimizer={self.sparse!r} is for one optimizer, which takes all gradients; there are "
+                f"{len(self.optimizers)}. Use one, or set sparse_optimizer=False."
+            )
+
+    def connect(self, blocks: BlockTopKAverager | None) -> None:
+        """Take sparse steps if all optimizers have them, so that no one misses a dense gradient.
+
+        Args:
+            blocks: hands blocks out; ``None`` where gradients are dense.
+        """
+        steps = [self.steps_of(optimizer) for optimizer in self.optimizers]
+        together = blocks is not None and bool(steps) and None not in steps
+        for one in filter(None, steps):
+            one.follow(_source(blocks) if together else None, 16 if blocks is None else blocks.model.layout.block)
+        self._hand_over()
+        if blocks is not None:
+            blocks.bind([one for one in steps if one is not None] if together else [])
+        if self.sparse and blocks is not None:
+            check_trained(self.optimizers, blocks.model.slots)
+
+    def steps_of(self, optimizer: torch.optim.Optimizer) -> LazyUpdate | None:
+        """Return the sparse steps of an optimizer, ``None`` if it has none."""
+        if isinstance(optimizer, SparseSGD | SparseAdamW):
+            return optimizer.sparse
+        if self.sparse and optimizer not in self._steps:
+            mode = self.sparse if isinstance(self.sparse, str) else "ahead"
+            self._steps[optimizer] = attach_lazy_update(optimizer, mode)
+        return self._steps.get(optimizer)
+
+    def _all_steps(self) -> list[LazyUpdate]:
+        return list(filter(None, map(self.steps_of, self.optimizers)))
+
+    def flush(self) -> None:
+        """Apply all deferred updates, so that weights are final."""
+        for steps in self._all_steps():
+            steps.flush()
+
+    def state(self) -> list[Any]:
+        """Return what sparse steps need to go on."""
+        return [steps.state_dict() for steps in self._all_steps()]
+
+    def load_state(self, state: list[Any]) -> None:
+        """Go on from :meth:`state`, once there are optimizers or at once."""
+        self._restored = state
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        everyone = [self.steps_of(optimizer) for optimizer in self.optimizers]
+        for one, state in zip(everyone, self._restored, strict=False):
+            if one is not None:
+                one.load_state_dict(state)
+        self._restored = [] if everyone else self._restored
+
+
+def _source(blocks: BlockTopKAverager | None) -> Callable[[], Any]:
+    return lambda: None if blocks is None else blocks.gradients

@@ -1,0 +1,237 @@
+"""Average gradient buckets over all ranks: the seam between DDP's communication hook and what sends gradients.
+
+The hook asks one :class:`GradientAverager` and knows nothing else of it. An averager owns its state: what it says of
+the running step, what rides in a checkpoint, and what it reports of the bytes it sent.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+from lightning_hetero.comm.collectives.async_ops import sum_over_ranks
+from lightning_hetero.comm.collectives.topology import Topology
+from lightning_hetero.comm.gradients.squared_norms import BucketSquares
+
+if TYPE_CHECKING:
+    from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
+
+__all__ = ["DDPMean", "Future", "GradientAverager", "StepFlags", "StepReport", "UserHook"]
+
+Future = torch.futures.Future[Any]
+
+
+@dataclass
+class StepReport:
+    """Sums over steps of what was sent.
+
+    Args:
+        steps: steps.
+        sent: bytes that this rank sent to others, those inside its cluster left out.
+        received: bytes that it received.
+        density: share of the gradient's elements that was applied, summed over steps.
+        encode: seconds of error feedback, selection and writing.
+    """
+
+    steps: int = 0
+    sent: float = 0.0
+    received: float = 0.0
+    density: float = 0.0
+    encode: float = 0.0
+
+    def add(self, sent: float, density: float, encode: float = 0.0) -> None:
+        """Add a step in which as much was received as sent."""
+        self.steps += 1
+        self.sent += sent
+        self.received += sent
+        self.density += density
+        self.encode += encode
+
+
+@dataclass
+class StepFlags:
+    """What the average of the running step is.
+
+    Args:
+        exact: whether it is the sum of all ranks' gradients, rather than a compressed one.
+        single_message: whether all buckets travel together with the last one.
+        skipped: whether the step was left out on all ranks because a gradient was not finite; on GPU a number on the
+            device, 0 if it was not.
+    """
+
+    exact: bool = True
+    single_message: bool = False
+    skipped: bool | torch.Tensor = False
+
+    def begin(self, *, exact: bool, single_message: bool = False) -> None:
+        """Begin a step."""
+        self.exact, self.single_message, self.skipped = exact, single_message, False
+
+    def skip(self, skipped: bool | torch.Tensor = True) -> None:
+        """Note that the step was left out, or on which number of the device that depends."""
+        self.skipped = skipped
+
+    def add_other_step(self) -> None:
+        """Note that something of another step is in the sum."""
+        self.exact = False
+
+
+class GradientAverager(ABC):
+    """Average the buckets of a backward pass over all ranks.
+
+    Attributes:
+        flags: what the average of the running step is.
+        report: what was sent since :meth:`take_report`.
+    """
+
+    kind: ClassVar[str] = ""
+    """Name in checkpoints."""
+    takes_norms: ClassVar[bool] = False
+    """Whether :meth:`average` takes the norms of this rank's gradient where it weights it, in one pass over memory."""
+    may_be_stale: ClassVar[bool] = False
+    """Whether a :class:`~lightning_hetero.comm.gradients.stale_averager.StaleAverager` can take its place."""
+    skips_nonfinite: ClassVar[bool] = False
+    """Whether a step whose gradient is not finite is left out on all ranks."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.flags, self.report = StepFlags(), StepReport()
+
+    @abstractmethod
+    def average(self, bucket: dist.GradBucket, squares: BucketSquares | None = None) -> Future:
+        """Average one bucket; DDP hands buckets over in the same order on all ranks.
+
+        Args:
+            bucket: weighted gradients of this rank, ``W r_i g_i``.
+            squares: takes norms, of an averager with :attr:`takes_norms`; ``None`` if none are due.
+        """
+
+    @property
+    def stale_parts(self) -> bool | list[bool]:
+        """Whether the last bucket got the sum of the step before, and nothing else.
+
+        Of a bucket that has both, a list with an entry for each of its parameters.
+        """
+        return False
+
+    def after_backward(self) -> None:  # noqa: B027 - most averagers have nothing to do here
+        """Hand over what the optimizer is to get in place of DDP's buckets."""
+
+    @property
+    def undecided(self) -> bool:
+        """Whether it is not known yet what is sent of gradients."""
+        return False
+
+    def end_step(self, *, may_delay: bool) -> bool:
+        """End a synchronised step; return whether to go on with this averager, or with the mean of plain DDP.
+
+        Args:
+            may_delay: whether gradients may come a step late.
+        """
+        return True
+
+    def settle(self) -> None:  # noqa: B027
+        """Wait for what the device decided on the last step, if that is not known yet.
+
+        Raises:
+            ValueError: if a message of that step was malformed, naming rank and bucket; the same on all ranks.
+        """
+
+    @property
+    def blocks(self) -> "BlockTopKAverager | None":
+        """This averager, if its density can be set and an optimizer can take its blocks."""
+        return None
+
+    @property
+    def user_hook(self) -> Callable[..., Any] | None:
+        """The communication hook that the user gave, if it is one."""
+        return None
+
+    def unsupported_reason(self) -> str | None:
+        """Return why DDP cannot lay its buckets out anew under this averager, ``None`` if it can."""
+        return None
+
+    def take_report(self) -> StepReport | None:
+        """Return what was sent since the last call, ``None`` if nothing was."""
+        self.settle()
+        if self.report.steps == 0:
+            return None
+        report, self.report = self.report, StepReport()
+        return report
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """Return what this rank has not sent yet, by parameter: a part of the weighted sum over ranks."""
+        return {}
+
+    def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:  # noqa: B027
+        """Go on with these residuals; parameters that are not named begin with 0."""
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return what else a run needs to go on identically on the same number of ranks."""
+        return {}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Go on as :meth:`extra_state` described."""
+
+
+class DDPMean(GradientAverager):
+    """The mean of plain DDP: ``sum_i (W r_i g_i) / W`` by an all-reduce of each bucket.
+
+    Args:
+        world_size: number of ranks, ``W``.
+        topology: way of gradients; flat between all ranks by default.
+    """
+
+    takes_norms = True
+    may_be_stale = True
+
+    def __init__(self, world_size: int, topology: Topology | None = None) -> None:
+        super().__init__(world_size)
+        self._all_reduce = sum_over_ranks if topology is None else topology.sum
+        self._weight = 1.0 / world_size  # as DDP does without a hook; a division is slower
+
+    def average(self, bucket: dist.GradBucket, squares: BucketSquares | None = None) -> Future:
+        """Weight the bucket and add it up over ranks."""
+        buffer = bucket.buffer()
+        if squares is not None:
+            squares.take_weighted(buffer, self._weight, bucket.parameters)
+        elif self._weight != 1.0:
+            buffer.mul_(self._weight)
+        return self._all_reduce(buffer)
+
+
+class UserHook(GradientAverager):
+    """A communication hook of the user's, or one of torch's such as ``fp16_compress_hook``.
+
+    Args:
+        hook: called with its state and each bucket, as DDP would.
+        state: its state.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, hook: Callable[..., Any], state: Any, world_size: int) -> None:
+        super().__init__(world_size)
+        self._hook, self._state = hook, state
+
+    @property
+    def user_hook(self) -> Callable[..., Any]:
+        """The hook itself."""
+        return self._hook
+
+    def average(self, bucket: dist.GradBucket, squares: BucketSquares | None = None) -> Future:
+        """Let the hook average the bucket."""
+        future: Future = self._hook(self._state, bucket)
+        return future
+
+    def unsupported_reason(self) -> str | None:
+        """Return the reason if the hook knows gradients by DDP's buckets."""
+        if not isinstance(self._state, PowerSGDState):
+            return None
+        return (
+            "the PowerSGDState that was given as state of the communication hook knows gradients by DDP's buckets, "
+            "which change. Use compression='powersgd', or freeze and unfreeze between two trainings."
+        )

@@ -1,0 +1,131 @@
+"""When each worker is done with its samples, as two lines, and what it can take within a time (Cannikin, eq. 5-6).
+
+Each worker finishes at ``t_i(b) = max(alpha_1 b + beta_1, alpha_2 b + beta_2)``, increasing and convex. What it can
+take within a time ``T`` is ``b_i(T) = min(hi_i, (T - beta_1) / alpha_1, (T - beta_2) / alpha_2)``, increasing and
+concave, and so is the sum over workers. The optimum is the ``T`` at which that sum is the total: found by Newton
+steps on a concave function, which never overshoot.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_hetero.core.timing.step_time import ClusterTimeModel
+from lightning_hetero.core.validation import check_int, check_sizes
+
+__all__ = ["Bound", "FinishLines", "check_bounds"]
+
+Array = npt.NDArray[np.float64]
+Bound = int | Sequence[int] | npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class FinishLines:
+    """The two lines of every worker's finish time and its bounds, as arrays of shape ``(workers,)``.
+
+    Args:
+        alpha_1: seconds per sample while computing is its bottleneck.
+        beta_1: fixed seconds then.
+        alpha_2: seconds per sample while communication is its bottleneck.
+        beta_2: fixed seconds then.
+        low: fewest samples.
+        high: most samples.
+
+    Example:
+        >>> from lightning_hetero.core.timing.step_time import NodeTimeModel
+        >>> cluster = ClusterTimeModel((NodeTimeModel(0.25, 0, 0, 0), NodeTimeModel(0.5, 0, 0, 0)))
+        >>> lines = FinishLines.of(cluster, np.zeros(2), np.full(2, 9.0))
+        >>> lines.finish(np.array([4.0, 4.0])).tolist(), lines.capacity(1.0)[0].tolist()
+        ([1.0, 2.0], [4.0, 2.0])
+    """
+
+    alpha_1: Array
+    beta_1: Array
+    alpha_2: Array
+    beta_2: Array
+    low: Array
+    high: Array
+
+    @classmethod
+    def of(cls, cluster: ClusterTimeModel, low: Array, high: Array) -> "FinishLines":
+        """Return the lines of a cluster's workers, with these bounds."""
+        return cls(*cluster.coefficients(), low, high)
+
+    def finish(self, b: Array) -> Array:
+        """Return when each worker is done with its samples, in seconds."""
+        return np.maximum(self.alpha_1 * b + self.beta_1, self.alpha_2 * b + self.beta_2)
+
+    def capacity(self, time: float) -> tuple[Array, Array]:
+        """Return what each worker can take within ``time``, and the slope of that."""
+        compute = (time - self.beta_1) / self.alpha_1
+        communicate = (time - self.beta_2) / self.alpha_2
+        bound = np.minimum(compute, communicate)
+        slope = np.where(compute <= communicate, 1.0 / self.alpha_1, 1.0 / self.alpha_2)
+        free = bound < self.high
+        return np.where(free, bound, self.high), np.where(free, slope, 0.0)
+
+    def part(self, keep: npt.NDArray[np.bool_]) -> "FinishLines":
+        """Return the lines of some of the workers."""
+        return FinishLines(*(getattr(self, field.name)[keep] for field in fields(self)))
+
+    def solve(self, total: int) -> tuple[float, Array, bool]:
+        """Return the least time, sizes (real numbers), and whether a lower bound alone sets the time."""
+        floor_time = time = float(self.finish(self.low).max())
+        for _ in range(2 * len(self.low) + 2):
+            sizes, slope = self.capacity(time)
+            gap = total - sizes.sum()
+            later = time + float(gap / slope.sum()) if gap > 1e-12 * total else time
+            if later <= time:
+                break
+            time = later
+        sizes = np.maximum(sizes, self.low)
+        bounded = time == floor_time and sizes.sum() > total
+        if bounded:
+            sizes -= (sizes - self.low) * (sizes.sum() - total) / (sizes - self.low).sum()
+        return time, sizes, bounded
+
+
+def check_bounds(workers: int, total: int, min_local: Bound, max_local: Bound | None) -> tuple[Array, Array]:
+    """Return the bounds of each worker's samples, if they allow a total.
+
+    Args:
+        workers: number of workers.
+        total: samples to hand out.
+        min_local: fewest samples of a worker, one number or one per worker, ``>= 0``.
+        max_local: most samples of a worker, one number or one per worker; ``None`` for no limit.
+
+    Raises:
+        TypeError: if a bound is not an integer.
+        ValueError: if the bounds cannot give the total; the message names them.
+
+    Example:
+        >>> [bound.tolist() for bound in check_bounds(2, 10, 1, [4, 100])]
+        [[1.0, 1.0], [4.0, 10.0]]
+    """
+
+    def per_worker(name: str, bound: Bound) -> Array:
+        if isinstance(bound, Sequence | np.ndarray):
+            return np.array(check_sizes(name, bound, minimum=0, length=workers), dtype=float)
+        return np.full(workers, float(check_int(name, bound, minimum=0)))
+
+    low = per_worker("min_local", min_local)
+    high = np.full(workers, float(total)) if max_local is None else per_worker("max_local", max_local)
+    if np.any(low > high):
+        i = int(np.argmax(low > high))
+        raise ValueError(
+            f"worker {i} has a lower bound of {int(low[i])} above its upper bound of {int(high[i])}. "
+            "Lower min_local or raise max_local."
+        )
+    if low.sum() > total:
+        raise ValueError(
+            f"total_batch_size={total} cannot give each of {workers} workers its minimum (together {int(low.sum())}). "
+            f"Raise the total to {int(low.sum())} or lower min_local."
+        )
+    if high.sum() < total:
+        raise ValueError(
+            f"total_batch_size={total} does not fit: the upper bounds {[int(h) for h in high[:16]]} sum to "
+            f"{int(high.sum())}. Lower the total to {int(high.sum())}, raise max_local, or accumulate gradients."
+        )
+    return low, np.minimum(high, float(total))

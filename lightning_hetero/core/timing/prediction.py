@@ -1,0 +1,135 @@
+"""Predict the time of a step, and its standard error, from what is known of workers, link and residual.
+
+The model of Cannikin, eq. 7, takes the slowest of the workers' mean times. A step takes longer, because it waits for
+whoever is slowest in that very step. Here workers finish at random: what is not certain of their times and what
+single steps scatter by are normal values, of which a step waits for the largest
+(:mod:`lightning_hetero.core.timing.expected_maximum`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_hetero.core.timing.expected_maximum import expected_maximum, larger_error
+from lightning_hetero.core.timing.link_times import LinkTimes
+from lightning_hetero.core.timing.residual_time import Residual
+from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeModels
+from lightning_hetero.core.timing.times import ESTIMATOR_DEFAULTS, EstimatorSettings, Times
+
+__all__ = ["StepPrediction"]
+
+Array = npt.NDArray[np.float64]
+Sizes = Sequence[int] | Array
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """Times of the steps of some workers, as far as they are known.
+
+    Args:
+        times: time models of the workers, each with its own part of averaging.
+        link: what averaging takes, by the number of workers.
+        residual: what steps take longer than all this says.
+        min_local: fewest samples that each worker runs, with weight 0 where its size is less.
+        accumulation: micro-batches of a step, of which the last one is synchronised.
+        settings: of the estimator, those of the residual and ``waiting_error``.
+
+    Example:
+        >>> from lightning_hetero.core.timing.link_times import Level
+        >>> mean, sure = np.array([[0.001, 0.0, 0.002, 0.0]] * 2), np.zeros((2, 4, 4))
+        >>> times = Times(mean, sure, np.full((2, 2), 0.1), np.ones(1), np.ones(1))
+        >>> link = LinkTimes(sync={2: (Level(0.0, 0.0), Level(0.01, 0.0))})
+        >>> predicted = StepPrediction(times, link, Residual(), (1, 1))
+        >>> round(predicted.bare.step_time([20, 20]), 3), round(predicted.model([20, 20]).step_time([20, 20]), 4)
+        (0.07, 0.0725)
+    """
+
+    times: Times
+    link: LinkTimes
+    residual: Residual
+    min_local: tuple[int, ...]
+    accumulation: int = 1
+    settings: EstimatorSettings = ESTIMATOR_DEFAULTS
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return len(self.times.mean)
+
+    @property
+    def gamma(self) -> float:
+        """Share of the backward pass before the first bucket; the estimate itself may be just outside 0 to 1."""
+        return min(max(self.link.gamma.value, 0.0), 1.0)
+
+    @property
+    def bare(self) -> ClusterTimeModel:
+        """Eq. 7 alone, of a window of micro-batches."""
+        link = self.link.at(self.workers)
+        return ClusterTimeModel(NodeModels(self.times.mean), self.gamma, *link).accumulated(self.accumulation)
+
+    def model(self, sizes: Sizes) -> ClusterTimeModel:
+        """Return eq. 7 with what steps of these sizes take longer than it says."""
+        bare = self.bare
+        more, less = max(self.residual.seconds, 0.0), min(self.residual.seconds, 0.0)
+        factor = self.waiting_factor(sizes) * (1.0 + self.residual.share)
+        factor += less / max(bare.step_time(sizes), 1e-12)  # nothing takes less than no time: as a share instead
+        return bare.slowed(max(factor, 0.5) - 1.0, more)
+
+    def waiting_factor(self, sizes: Sizes) -> float:
+        """Return the factor by which the slowest worker of single steps takes longer than the slowest on average."""
+        seconds, _, scatter = self.finish(self._run(sizes))
+        return expected_maximum(seconds, scatter)[0] / float(seconds.max())
+
+    def error(self, sizes: Sizes) -> float:
+        """Return the standard error in seconds of the step time that is predicted of these sizes."""
+        seconds, errors, _ = self.finish(self._run(sizes))
+        step, spread = expected_maximum(seconds, errors)
+        scale, link = self.waiting_factor(sizes), self.link.error(self.workers)
+        waits = self.settings.waiting_error * (scale - 1.0) * step
+        residual = self.residual.error(scale * step, self.settings)
+        parts = (scale * spread, residual, min(link, step), waits)
+        return float(np.sqrt(sum(part**2 for part in parts)))
+
+    def saving(self, model: ClusterTimeModel, sizes: Sizes, running: Array) -> tuple[float, float]:
+        """Return the share of a step that other sizes save in expectation, and the share they lose to what is unknown.
+
+        The slowest worker finishes as late as it may. What is uncertain of workers at the running sizes stays so. What
+        they take for sizes that were never seen is uncertain as well, but the first steps of them will tell, so that it
+        does not speak against them.
+
+        Args:
+            model: of steps, such as :meth:`model`.
+            sizes: of another split.
+            running: sizes of the split that runs, scaled to the same total.
+        """
+        seconds, errors, _ = self.finish(running)
+
+        def expected(finish: Array) -> tuple[float, float]:
+            return expected_maximum(finish, finish * errors / seconds)
+
+        there = model.finish_times(sizes)
+        now, (then, spread) = expected(model.finish_times(running))[0], expected(there)
+        return 1.0 - then / now, 1.0 - float(there.max()) / (then + spread)
+
+    def finish(self, sizes: Array) -> tuple[Array, Array, Array]:
+        """When each worker is done: seconds, their standard errors, and the deviation of single steps."""
+        n, gamma, times = self.accumulation, self.gamma, self.times
+        t_o, t_u = self.link.at(self.workers)
+        lines = []
+        for share, after in ((1.0, t_u), (gamma, t_o + t_u)):
+            seconds, errors = times.seconds(sizes, n - 1 + share, n)
+            a, p = times.parts(sizes)
+            single = n**0.5 * times.scatter  # of one micro-batch: their mean was observed
+            scatter = np.hypot(a * single[:, 0] * n**0.5, p * single[:, 1] * (n - 1 + share**2) ** 0.5)
+            lines.append((seconds + after, errors, scatter))
+        (compute, compute_error, _), (send, send_error, _) = lines
+        both = 0.5 * (times.seconds(sizes, 2 * (n - 1) + 1 + gamma, 2 * n)[1] ** 2 - compute_error**2 - send_error**2)
+        errors = larger_error(compute, compute_error, send, send_error, both)
+        seconds, _, scatter = (np.where(compute >= send, x, z) for x, z in zip(*lines, strict=True))
+        return seconds, errors, scatter
+
+    def _run(self, sizes: Sizes) -> Array:
+        """Samples that each worker runs."""
+        return np.maximum(sizes, self.min_local).astype(float)

@@ -1,0 +1,3 @@
+"""Sparse optimizer steps on the host, in Numba."""
+
+__all__: list[str] = []

@@ -1,0 +1,133 @@
+"""SGD and AdamW that update only the blocks which a compressed gradient touches, and lose nothing of the others.
+
+A gradient comes as :class:`~lightning_hetero.compression.block_gradient.BlockGradient`, straight from the messages;
+nothing here has the size of the model but parameters and state themselves. Torch's optimizer stays what it is: sparse
+steps hang on its own hooks, so that schedulers, loss scalers and checkpoints see nothing else than before.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_hetero.optim.sparse.adamw import AdamWRule
+from lightning_hetero.optim.sparse.kernel_interface import Group
+from lightning_hetero.optim.sparse.lazy_update import LazyUpdate
+from lightning_hetero.optim.sparse.sgd import SGDRule
+from lightning_hetero.optim.sparse.update_rule import UpdateRule
+
+__all__ = ["RULES", "SparseAdamW", "SparseSGD", "attach_lazy_update"]
+
+RULES: dict[type[torch.optim.Optimizer], type[UpdateRule]] = {
+    rule.optimizer_class: rule for rule in (SGDRule, AdamWRule)
+}
+"""Optimizers that have sparse steps."""
+
+Init = Callable[..., None]
+
+
+def _signature_of(theirs: type[torch.optim.Optimizer]) -> Callable[[Init], Init]:
+    """Show the arguments of another class, and ``pay``, as those of an ``__init__`` that hands them on."""
+    parameters = list(inspect.signature(theirs.__init__).parameters.values())
+    pay = inspect.Parameter("pay", inspect.Parameter.KEYWORD_ONLY, default="ahead", annotation=str)
+
+    def mark(init: Init) -> Init:
+        vars(init)["__signature__"] = inspect.Signature([*parameters, pay], return_annotation=None)
+        return init
+
+    return mark
+
+
+class SparseSGD(torch.optim.SGD):
+    """``torch.optim.SGD`` that touches only the blocks of a compressed gradient.
+
+    It takes the arguments of ``torch.optim.SGD`` and ``pay``: when momentum moves a block that is no longer touched,
+    ``"ahead"`` or ``"later"``. Steps are dense with dampening, ``maximize`` and a learning rate that
+    is a tensor; ``fused=True`` is refused.
+
+    Example:
+        >>> p = torch.nn.Parameter(torch.ones(32))
+        >>> optimizer = SparseSGD([p], lr=0.1, momentum=0.9)
+        >>> p.grad = torch.ones(32)
+        >>> optimizer.step()
+        >>> round(p[0].item(), 6)
+        0.9
+    """
+
+    @_signature_of(torch.optim.SGD)
+    def __init__(self, params: Any, *args: Any, pay: str = "ahead", **kwargs: Any) -> None:
+        super().__init__(params, *args, **kwargs)
+        self.sparse = LazyUpdate(self, SGDRule(pay))
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group as torch does.
+
+        Raises:
+            ValueError: if the group asks for fused steps.
+        """
+        _refuse_fused(self, param_group)
+        super().add_param_group(param_group)
+
+
+class SparseAdamW(torch.optim.AdamW):
+    """``torch.optim.AdamW`` that touches only the blocks of a compressed gradient.
+
+    It takes the arguments of ``torch.optim.AdamW`` and ``pay``: when the first moment moves a block that is no longer
+    touched, ``"ahead"`` or ``"later"``. Steps are dense with ``amsgrad``, ``maximize``, ``capturable``, and
+    a learning rate that is a tensor; ``fused=True`` is refused.
+
+    Example:
+        >>> p = torch.nn.Parameter(torch.ones(32))
+        >>> optimizer = SparseAdamW([p], lr=0.1, weight_decay=0.0)
+        >>> p.grad = torch.ones(32)
+        >>> optimizer.step()
+        >>> round(p[0].item(), 6)
+        0.9
+    """
+
+    @_signature_of(torch.optim.AdamW)
+    def __init__(self, params: Any, *args: Any, pay: str = "ahead", **kwargs: Any) -> None:
+        super().__init__(params, *args, **kwargs)
+        self.sparse = LazyUpdate(self, AdamWRule(pay))
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group as torch does.
+
+        Raises:
+            ValueError: if the group asks for fused steps.
+        """
+        _refuse_fused(self, param_group)
+        super().add_param_group(param_group)
+
+
+def _refuse_fused(optimizer: torch.optim.Optimizer, group: Group) -> None:
+    """Refuse fused steps: they would take gradients that a loss scaler has left scaled, and know no blocks."""
+    if group.get("fused", optimizer.defaults.get("fused")):
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot go with fused=True: a fused step unscales gradients by itself and "
+            "knows no blocks. Leave fused out, or take torch's own optimizer with sparse_optimizer=False."
+        )
+
+
+def attach_lazy_update(optimizer: torch.optim.Optimizer, momentum_mode: str = "ahead") -> LazyUpdate:
+    """Give an optimizer of torch's own, which stays the same object, sparse steps.
+
+    Raises:
+        ValueError: if it is none of :data:`RULES`, or has an option that only dense steps know.
+    """
+    rule = RULES.get(type(optimizer))
+    allowed = ", ".join(f"torch.optim.{kind.__name__}" for kind in RULES)
+    if rule is None:
+        raise ValueError(
+            f"{type(optimizer).__name__} has no sparse steps; allowed are {allowed}. Use one of them, or set "
+            "sparse_optimizer=False."
+        )
+    for group in optimizer.param_groups:
+        unsupported = "fused=True" if group.get("fused") else rule.unsupported_option(group)
+        if unsupported is not None:
+            raise ValueError(
+                f"sparse steps of {type(optimizer).__name__} cannot go with {unsupported}. Leave it out, or set "
+                "sparse_optimizer=False."
+            )
+    return LazyUpdate(optimizer, rule(momentum_mode))

@@ -1,0 +1,3 @@
+"""Sparse optimizer steps on GPU, in Triton."""
+
+__all__: list[str] = []
