@@ -4,7 +4,7 @@ Lightning tells its strategy when a step begins and ends. A loop of the user's o
 enough: a step begins when its batch is handed out and ends when the next one is asked for.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,17 @@ import torch
 
 from lightning_hetero.comm.agreement.control_plane import let_threads_go
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.batching.goodput import Candidate
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
-from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.policies import DEFAULT, POLICIES
 from lightning_hetero.core.policies.base import Planner, check_planner
-from lightning_hetero.core.policies.goodput import GoodputPlanner
 from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.adaptation import Adaptation
 from lightning_hetero.frontend.log import show_log
 from lightning_hetero.frontend.session_batches import CopiedSession, SessionBatches
+from lightning_hetero.frontend.session_data import SessionData
+from lightning_hetero.frontend.session_steps import SessionSteps
+from lightning_hetero.frontend.total_access import TotalAccess
 from lightning_hetero.frontend.without_effect import tell
 
 __all__ = ["CopiedSession", "HeteroSession", "SessionBatches", "planner_of"]
@@ -40,7 +40,7 @@ def planner_of(config: HeteroConfig) -> Planner | None:
     return None if config.fixes_split else POLICIES[config.policy or DEFAULT].factory()
 
 
-class HeteroSession:
+class HeteroSession(TotalAccess):
     """Passes over the training data, one after another, each a sequence of steps under the engine's plan.
 
     Args:
@@ -83,12 +83,11 @@ class HeteroSession:
         self.directory: Path | None = None
         """Where rank 0 keeps the table of candidates for the total batch, ``hetero_candidates.csv``, if anywhere."""
         self._adaptation = Adaptation(engine)
-        self._data: tuple[IndexStream, int, bool] | None = None
-        self._epoch, self._step, self._micro, self._synced = 0, 0, 0, 0
-        self._open = self._went_on = False
+        self._data, self._steps = SessionData(engine), SessionSteps(engine)
+        self._epoch, self._step = 0, 0
+        self._went_on = False
         self._pass: object | None = None
         self._skip: int | None = None
-        self._restored: dict[str, Any] | None = None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Leave the run to the original: a copy or a pickle has no process group."""
@@ -104,88 +103,29 @@ class HeteroSession:
         """Pass over the data, and the steps of it whose batches were handed out."""
         return self._epoch, self._step
 
-    # noise scale and moving total
-
-    def lead(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        *,
-        scaler: Any = None,
-        divisor: Callable[[], int | None] = lambda: None,
-    ) -> None:
-        """Take hold of all optimizers of the run: their rate follows the total, and tells what noise is to Adam.
-
-        Fabric and Accelerate do it for you.
-
-        Args:
-            optimizers: those that step on the gradients, in place of those given before.
-            scaler: a gradient scaler, if there is one.
-            divisor: gives what losses of micro-batches are divided by; else, that is the number of those in a window.
-
-        Raises:
-            TypeError: if these are no optimizers.
-        """
-        held = list(optimizers) if isinstance(optimizers, Iterable) else None
-        others = sorted({type(one).__name__ for one in held or () if not isinstance(one, torch.optim.Optimizer)})
-        if held is None or others:
-            got = type(optimizers).__name__ if held is None else f"a list with {', '.join(others)}"
-            raise TypeError(f"session.lead() takes a list of optimizers; got {got}.")
-        self._adaptation.lead(held, scaler, divisor)
-
-    @property
-    def noise_scale(self) -> RunningNoiseScale | None:
-        """The running estimate of the gradient noise scale, the same on all ranks; ``None`` if it is not measured."""
-        return self._adaptation.estimate
-
-    @property
-    def lr_gain(self) -> float:
-        """Factor on the learning rate at the running step."""
-        return self._adaptation.lr_gain
-
-    @property
-    def scale_invariant_steps(self) -> float:
-        """Steps at the initial total to which all steps so far amount: the sum of their factors (AdaScale)."""
-        return self._adaptation.scale_invariant_steps
-
-    @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        """Candidates for the total of the newest look, on rank 0."""
-        return self.planner.table if isinstance(self.planner, GoodputPlanner) else ()
-
     # data
 
     @property
     def stream(self) -> IndexStream | None:
         """Order of the samples, ``None`` before :meth:`shard`."""
-        return None if self._data is None else self._data[0]
+        return self._data.stream
 
     def shard(self, stream: IndexStream, batch_size: int, *, drop_last: bool = False) -> "SessionBatches":
         """Split the training data by the engine's plan; a collective call, see :meth:`HeteroEngine.shard`.
 
         Data that no pass has begun with is forgotten, with its plan.
         """
-        if self._data is not None and self.position == (0, 0) and self._restored is None:
+        if self._data.stream is not None and self.position == (0, 0) and self._data.restored is None:
             self.engine.history = None
             self.engine.log.clear()
-        self._data = (stream, batch_size, drop_last)
-        self._restore_order()
-        self._shard_at(self._epoch, 0)
+        self._data.give(stream, batch_size, drop_last=drop_last)
+        self._data.shard(self.planner, self._epoch, 0)
         return SessionBatches(self)
 
     def reshard(self) -> None:
         """Split anew, because a bound became known after the data was; a collective call."""
-        if self._data is not None and self._pass is None:
-            self._shard_at(self._epoch, 0)
-
-    def _shard_at(self, epoch: int, step: int) -> None:
-        if self._data is None:
-            return
-        (stream, batch_size, drop_last), engine = self._data, self.engine
-        if self._restored is not None:
-            engine.history = None
-            engine.load_state_dict(self._restored["engine"])
-        engine.resume_at(epoch, step)
-        engine.shard(stream, batch_size, drop_last=drop_last, planner=self.planner, epoch=epoch)
+        if self._pass is None:
+            self._data.shard(self.planner, self._epoch, 0)
 
     # one pass
 
@@ -196,7 +136,7 @@ class HeteroSession:
     @property
     def restored_step(self) -> int:
         """Steps of its pass that the loaded state had behind it; 0 once a pass has begun."""
-        return 0 if self._restored is None else int(self._restored["step"])
+        return self._data.restored_step
 
     def steps(self, open_loader: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """The batches of one pass; what happens between two of them is a step.
@@ -219,7 +159,8 @@ class HeteroSession:
                     self._epoch, self._step = self._epoch + 1, 0
                     break
                 self.engine.begin_step(self._epoch, self._step, batch)
-                self._step, self._open = self._step + 1, True
+                self._step += 1
+                self._steps.begin()
                 yield batch
         finally:
             if self._pass is mine:
@@ -233,15 +174,14 @@ class HeteroSession:
         tell(self.engine, self.planner)
         skip, self._skip = self._skip or 0, None
         if skip:
-            self._shard_at(self._epoch, skip)
-        interval = (self._restored or {}).get("interval", {}) if skip == self.restored_step else {}
-        self._step, self._restored = skip, None
+            self._data.shard(self.planner, self._epoch, skip)
+        self._step, interval = skip, self._data.begin_pass(skip)
         self.planner = self._adaptation.starts(self.planner)
         self._adaptation.resume(interval)
         self.engine.observer.interrupt()
         self._went_on |= bool(interval)
         inside = interval and skip  # where the run without a break does not look
-        if (self._synced > 0 or self._went_on) and not inside and self.engine.due_at_epoch(self.planner):
+        if (self._steps.synced > 0 or self._went_on) and not inside and self.engine.due_at_epoch(self.planner):
             self._exchange()
         assert self.engine.sampler is not None
         self.engine.sampler.set_epoch(self._epoch)
@@ -249,7 +189,7 @@ class HeteroSession:
     def _leave(self) -> None:
         """The pass is over; the weight of its last batch holds on, for ``next(iter(loader))``."""
         self._pass = None
-        self._close_step()
+        self._steps.close(*self.position)
         if self.engine.sampler is not None:
             self.engine.sampler.set_epoch(self._epoch)
 
@@ -283,21 +223,9 @@ class HeteroSession:
         self.engine.weighting.trace.select(batch)
 
     def _end_step(self) -> None:
-        self._close_step()
+        self._steps.close(*self.position)
         if self.engine.due:
             self._exchange()
-
-    def _close_step(self) -> None:
-        """The step whose batch was handed out last is over; count the micro-batches of a window that is complete."""
-        engine = self.engine
-        self._micro, self._open = self._micro + self._open, False
-        engine.end_step()
-        if engine.observer.synced_steps > self._synced:
-            assert engine.sampler is not None
-            cut = self._micro < engine.accumulation and self._step >= engine.sampler.num_batches(self._epoch)
-            if not cut:  # by the end of the data
-                engine.accumulation = max(self._micro, 1)
-            self._synced, self._micro = engine.observer.synced_steps, 0
 
     def _exchange(self) -> None:
         plan = self.engine.plan
@@ -323,9 +251,8 @@ class HeteroSession:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run is, its plans and what rank 0 has learned: plain Python values and tensors."""
-        if self._data is None or self._restored is not None:
-            return {} if self._restored is None else self._restored
-        stream: Any = self._data[0]
+        if self._data.stream is None or self._data.restored is not None:
+            return self._data.restored or {}
         return {
             "epoch": self._epoch,
             "step": self._step,
@@ -333,7 +260,7 @@ class HeteroSession:
             "policy": self._policy,
             "planner": None if self.planner is None else self.planner.state_dict(),
             **self._adaptation.state_dict(),
-            "stream": stream.state_dict(self._epoch) if hasattr(stream, "state_dict") else None,
+            "stream": self._data.order(self._epoch),
         }
 
     def interval(self) -> dict[str, Any]:
@@ -342,9 +269,9 @@ class HeteroSession:
         With it a run whose total moves decides after a break as without. Elsewhere it is empty. The step whose batch
         was handed out last has to be over.
         """
-        if self._data is None or self._restored is not None:
+        if self._data.stream is None or self._data.restored is not None:
             return {}
-        self._close_step()
+        self._steps.close(*self.position)
         found = self._adaptation.interval(self.position)
         return {"interval": found} if found else {}
 
@@ -364,11 +291,6 @@ class HeteroSession:
         if self.planner is not None and state["policy"] == self._policy:
             self.planner = self.planner.loaded(state["planner"])
         self._adaptation.load_state_dict(state)
-        self._epoch, self._step, self._restored = int(state["epoch"]), 0, state
-        self._restore_order()
-        self._shard_at(self._epoch, 0)
-
-    def _restore_order(self) -> None:
-        stream: Any = None if self._data is None else self._data[0]
-        if self._restored is not None and self._restored["stream"] is not None and hasattr(stream, "load_state_dict"):
-            stream.load_state_dict(self._restored["stream"], self._epoch)
+        self._epoch, self._step = int(state["epoch"]), 0
+        self._data.load(state)
+        self._data.shard(self.planner, self._epoch, 0)

@@ -24,7 +24,9 @@ from tests.helpers import Points, run_ranks
 
 STRATEGY, LOADERS = "strategies/_lightning/ddp.py", "frontend/loaders.py"
 POLICY, PROBE, HOOK = "callbacks/base.py", "strategies/_lightning/memory_probe.py", "comm/gradients/ddp_hook.py"
-ELASTIC, RULES = "strategies/_lightning/elastic.py", "strategies/_lightning/elastic_requirements.py"
+ELASTIC, RULES = "strategies/_lightning/elastic_steps.py", "strategies/_lightning/elastic_requirements.py"
+DATA, LENGTH = "strategies/_lightning/train_data.py", "strategies/_lightning/epoch_length.py"
+RESUME, MODEL = "strategies/_lightning/resumption.py", "frontend/model_setup.py"
 SIGNALS = "strategies/_lightning/signals.py"
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 NAMESPACES = ["lightning.pytorch", "pytorch_lightning"]
@@ -121,7 +123,7 @@ def test_the_signal_to_end_is_broadcast_in_every_batch(pl):
     loop = submodule(pl, "loops.training_epoch_loop")._TrainingEpochLoop
     if hasattr(loop, "_broadcast_sigterm_tensor"):  # from 2.6 on
         assert "self._broadcast_sigterm_tensor()" in inspect.getsource(loop.advance), used(
-            ELASTIC, "in on_train_start() to have no collective in a batch"
+            "strategies/_lightning/elastic.py", "in on_train_start() to have no collective in a batch"
         )
 
 
@@ -158,7 +160,7 @@ def _count(rank):
 
 def test_limits_and_max_batches_say_how_long_an_epoch_is(pl):
     """Both are lowered in the first epoch to two batches; the second epoch then has two."""
-    message = used(STRATEGY, "in refresh_epoch_length() to let an epoch have another length")
+    message = used(LENGTH, "in recount_batches() to let an epoch have another length")
     batches = []
 
     class Shortens(pl.Callback):
@@ -179,7 +181,7 @@ def test_limits_and_max_batches_say_how_long_an_epoch_is(pl):
 
 
 def test_parse_num_batches(pl):
-    message = used(STRATEGY, "in refresh_epoch_length() to apply limit_train_batches")
+    message = used(LENGTH, "in recount_batches() to apply limit_train_batches")
     connector = submodule(pl, "trainer.connectors.data_connector")
     stage = submodule(pl, "trainer.states").RunningStage.TRAINING
     cases = {(10, 1.0): 10, (10, 4): 4, (10, 0.5): 5, (3, 8): 3}
@@ -188,21 +190,21 @@ def test_parse_num_batches(pl):
 
 
 def test_val_check_batch_is_a_share_of_the_epoch(pl):
-    message = used(STRATEGY, "in refresh_epoch_length() to validate at the same shares of a longer epoch")
+    message = used(LENGTH, "in recount_batches() to validate at the same shares of a longer epoch")
     callback, seen = watch(pl, "on_train_start", lambda trainer: (trainer.val_check_interval, trainer.val_check_batch))
     fitted(pl, callback, val_check_interval=0.5)
     assert seen == [(0.5, 2)], message
 
 
 def test_stage_is_compared_with_its_name(pl):
-    message = used(STRATEGY, "in process_dataloader() to tell the train loader from others")
+    message = used(DATA, "in process_dataloader() to tell the train loader from others")
     callback, seen = watch(pl, "on_train_start", lambda trainer: trainer.state.stage == "train")
     fitted(pl, callback)
     assert seen == [True], message
 
 
 def test_number_of_epochs_that_are_done(pl):
-    message = used(STRATEGY, "in _shard() for the epoch that comes next")
+    message = used(DATA, "in _shard() for the epoch that comes next")
     callback, seen = watch(
         pl, "on_train_epoch_start", lambda trainer: trainer.fit_loop.epoch_progress.current.processed
     )
@@ -241,7 +243,7 @@ def test_batch_size_of_logged_means_can_be_set_before_a_step(pl):
     ("step", "expected"), [(1, (0, 1)), (3, (0, 3)), (4, (1, 0)), (6, (1, 2)), (8, (2, 0))], ids=str
 )
 def test_checkpoint_says_where_the_data_goes_on(pl, tmp_path, step, expected):
-    message = used(STRATEGY, "in resume_position(), from checkpoint['loops']['fit_loop']")
+    message = used(RESUME, "in resume_position(), from checkpoint['loops']['fit_loop']")
 
     class Saves(pl.Callback):
         def on_train_batch_end(self, trainer, *args):
@@ -255,7 +257,7 @@ def test_checkpoint_says_where_the_data_goes_on(pl, tmp_path, step, expected):
 
 
 def test_loader_with_a_state_counts_as_stateful(pl):
-    message = used(STRATEGY, "in _shard(), so that Lightning resumes in the middle of an epoch")
+    message = used(DATA, "in _shard(), so that Lightning resumes in the middle of an epoch")
     stateful = submodule(pl, "utilities.combined_loader")._Stateful
     loader = DataLoader(Points(4), 2)
     assert not isinstance(loader, stateful), message
@@ -416,7 +418,7 @@ def test_distributed_sampler_tells_its_seed_and_order():
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, nn.LazyBatchNorm1d])
 def test_base_of_batch_normalisation(norm):
-    assert issubclass(norm, _BatchNorm), used(STRATEGY, "in configure_ddp() to find the smallest batch")
+    assert issubclass(norm, _BatchNorm), used(MODEL, "in has_batch_norm() to find the smallest batch")
 
 
 def test_bucket_of_a_communication_hook():

@@ -1,46 +1,38 @@
 """``HeteroAccelerator``: Accelerate's ``Accelerator`` with batches split by speed and losses weighted by the split."""
 
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_hetero.accelerate.checkpoint import CheckpointAccelerator
+from lightning_hetero.accelerate.collectives import CollectivesAccelerator
 from lightning_hetero.accelerate.hooks import HookedDDP
 from lightning_hetero.accelerate.loaders import (
-    HeteroDataLoader,
-    SkippedLoader,
     announced_loader,
-    refuse_local_sgd,
     training_loader,
     uneven_loader,
     why_not,
 )
 from lightning_hetero.accelerate.plugin import HeteroPlugin, check_accelerator, switched_on
-from lightning_hetero.accelerate.uneven_gather import gather_uneven
 from lightning_hetero.comm.collectives.row_gather import refuse_own_gather
 from lightning_hetero.comm.timing.step_timer import StepObserver
 from lightning_hetero.engine import HeteroEngine
-from lightning_hetero.frontend.log import log
-from lightning_hetero.frontend.plan_access import PlanAccess
+from lightning_hetero.frontend.model_setup import raise_minimum
 from lightning_hetero.frontend.restart_check import warn_of_stale_addresses
 from lightning_hetero.frontend.without_effect import tell, tell_left
 from lightning_hetero.session import HeteroSession
 
 __all__ = ["HeteroAccelerator"]
 
-STATE_FILE = "hetero_state.pt"
 PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
-class HeteroAccelerator(PlanAccess, Accelerator):
+class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
     """Accelerate's ``Accelerator`` on unequal workers, with the gradients of one process.
 
     The training loader that goes through ``prepare`` is split by speed, the loss is weighted in ``backward``, and the
@@ -63,8 +55,6 @@ class HeteroAccelerator(PlanAccess, Accelerator):
         'pid'
     """
 
-    _no_engine = "ACCELERATE_USE_HETERO=false: there are no plans. Set it to true, or give a HeteroPlugin."
-
     def __init__(self, *args: Any, hetero_plugin: HeteroPlugin | None = None, **kwargs: Any) -> None:
         check_accelerator(type(self), kwargs)
         if hetero_plugin is not None and not isinstance(hetero_plugin, HeteroPlugin):
@@ -77,8 +67,8 @@ class HeteroAccelerator(PlanAccess, Accelerator):
             warn_of_stale_addresses(os.environ)
         super().__init__(*args, **kwargs)
         self.hetero_plugin = hetero_plugin
-        self.hetero_session: HeteroSession | None = None
-        self._hetero_loader: HeteroDataLoader | None = None
+        self.hetero_session = None
+        self._hetero_loader = None
         self._chosen: Any = None
         self._metrics: dict[str, float] = {}
         if hetero_plugin is None:
@@ -108,26 +98,9 @@ class HeteroAccelerator(PlanAccess, Accelerator):
         self.hetero_session = HeteroSession(engine, on_metrics=self._keep_metrics)
         self.hetero_session.directory = self.logging_dir and Path(self.logging_dir)
         tell(engine, self.hetero_session.planner)
-        given: Any = self.ddp_handler  # type: ignore[has-type]
-        self.ddp_handler = HookedDDP(given or DistributedDataParallelKwargs(), self, engine)
+        self.ddp_handler = HookedDDP(self.ddp_handler or DistributedDataParallelKwargs(), self, engine)
         self.register_save_state_pre_hook(self._save_hetero)
         self.register_load_state_pre_hook(self._load_hetero)
-
-    # what users read
-
-    @property
-    def engine(self) -> HeteroEngine | None:  # type: ignore[override]
-        """The mechanism; ``None`` for a plain ``Accelerator``."""
-        return None if self.hetero_session is None else self.hetero_session.engine
-
-    @property
-    def _reached(self) -> tuple[int, int]:
-        return self._session().position
-
-    def _session(self) -> HeteroSession:
-        self._known_engine()
-        assert self.hetero_session is not None
-        return self.hetero_session
 
     # prepare
 
@@ -174,7 +147,7 @@ class HeteroAccelerator(PlanAccess, Accelerator):
                 self._hetero_loader = uneven_loader(prepared, session, self.num_processes, split=self.split_batches)
                 self._dataloaders[-1] = self._hetero_loader
                 return self._hetero_loader
-            if uneven or self.hetero_plugin.local_batch_sizes is not None:  # type: ignore[union-attr]
+            if uneven or session.engine.config.local_batch_sizes is not None:
                 raise ValueError(f"{reason}, or leave the split to Accelerate with policy='even' and no sizes.")
             tell_left(session.engine, session.planner, f"{reason}. It is left to Accelerate, which splits it evenly.")
         elif wanted:
@@ -193,10 +166,7 @@ class HeteroAccelerator(PlanAccess, Accelerator):
         engine = self.engine
         if engine is not None and not evaluation_mode:
             refuse_own_gather(model, engine.world_size, engine.config.policy)
-        if engine is not None and engine.config.min_local_batch_size is None and not evaluation_mode:
-            normalises = any(isinstance(module, _BatchNorm) for module in model.modules())
-            if normalises and engine.min_local < 2:
-                engine.min_local = 2
+            if raise_minimum(engine, model):
                 self._session().reshard()
         prepared: Any = super().prepare_model(model, device_placement, evaluation_mode)
         if isinstance(getattr(prepared, "_orig_mod", prepared), DistributedDataParallel) and engine is not None:
@@ -245,54 +215,6 @@ class HeteroAccelerator(PlanAccess, Accelerator):
             return parameters
         return compression.clip_targets([parameters] if isinstance(parameters, torch.Tensor) else parameters)
 
-    @property
-    def _in_pass(self) -> bool:
-        """Whether the batch at hand is one of the uneven loader, split over several ranks."""
-        loader = self._hetero_loader
-        return self.num_processes > 1 and loader is not None and self.gradient_state.active_dataloader is loader
-
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Around collectives, whose waiting is no computing."""
-        with contextlib.nullcontext() if self.engine is None else self.engine.excluded():
-            yield
-
-    def gather(self, tensor: Any) -> Any:
-        """As ``Accelerator.gather``; rows of unequal batches come rank by rank, none lost, none padded."""
-        with self._waiting():
-            if self.engine is not None and self.num_processes > 1:
-                return gather_uneven(tensor, self.engine.control, only_tensors=True)
-            return super().gather(tensor)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As ``Accelerator.gather_for_metrics``: each sample of the total batch once, whatever the split.
-
-        Of what is no tensor, the items of lists are the samples; dicts and namedtuples are gathered entry by entry.
-
-        Raises:
-            TypeError: on every rank, if a value of one of them cannot be taken apart into samples.
-            ValueError: on every rank, if their values do not fit together.
-        """
-        with self._waiting():
-            if not self._in_pass:
-                return super().gather_for_metrics(input_data, use_gather_object)
-            engine = self._session().engine
-            counted = bool(engine.own_size)  # a rank with share 0 runs samples that do not count
-            return gather_uneven(input_data, engine.control, counted=counted, objects=use_gather_object)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """As ``Accelerator.reduce``, which averages ranks alike: a RuntimeError for models of Accelerate's LocalSGD."""
-        uneven = self.num_processes > 1 and self._hetero_loader is not None and self.hetero_plugin.policy != "even"  # type: ignore[union-attr]
-        if uneven and reduction == "mean" and isinstance(tensor, torch.Tensor):
-            refuse_local_sgd(getattr(self.ddp_handler, "wrapped", ()), tensor)
-        with self._waiting():
-            return super().reduce(tensor, reduction, scale)
-
-    def wait_for_everyone(self) -> None:
-        """As ``Accelerator.wait_for_everyone``; what a rank waits is not counted as computing."""
-        with self._waiting():
-            super().wait_for_everyone()
-
     # tracking
 
     def _keep_metrics(self, metrics: dict[str, float]) -> None:
@@ -310,48 +232,6 @@ class HeteroAccelerator(PlanAccess, Accelerator):
         if self.hetero_session is not None:
             self.hetero_session.close()
         super().end_training()
-
-    # state
-
-    def skip_first_batches(self, dataloader: Any, num_batches: int | None = None) -> Any:
-        """As ``Accelerator.skip_first_batches``; by default, skips what the loaded state had behind it."""
-        if dataloader is self._hetero_loader and self._hetero_loader is not None:
-            return SkippedLoader(self._hetero_loader, num_batches)
-        return super().skip_first_batches(dataloader, num_batches or 0)
-
-    def _save_hetero(self, models: list[Any], weights: list[Any], folder: str) -> None:
-        if self._hetero_loader is None:
-            return
-        session = self._session()
-        interval = session.interval()  # collective
-        session.engine.observer.discard()
-        compression = session.engine.compression
-        unsent = {} if compression is None else compression.state_dict()  # collective
-        if self.is_main_process:
-            extra = {"loader": {"iteration": self._hetero_loader.iteration}, "residuals": unsent}
-            torch.save({**session.state_dict(), **interval, **extra}, os.path.join(folder, STATE_FILE))
-
-    def _load_hetero(self, models: list[Any], folder: str) -> None:
-        """Rank 0 reads, all ranks take what it read; a checkpoint of plain Accelerate has nothing to read."""
-        session = self._session()
-        state: Any = None
-        if self.is_main_process:
-            try:
-                path = os.path.join(folder, STATE_FILE)
-                state = torch.load(path, weights_only=True, map_location="cpu") if os.path.isfile(path) else {}
-            except Exception as error:  # noqa: BLE001 - travels as a value, because every rank has to raise it
-                state = RuntimeError(f"{os.path.join(folder, STATE_FILE)} cannot be read: {error}")
-        state = session.engine.control.broadcast_object(state)
-        if isinstance(state, Exception):
-            raise state
-        loader, unsent = state.pop("loader", {}), state.pop("residuals", {})
-        if session.engine.compression is not None:
-            session.engine.compression.load_state_dict(unsent)
-        elif unsent:
-            log.warning("the state has gradients that compression has not sent yet; without it they are left out.")
-        session.load_state_dict(state)
-        if self._hetero_loader is not None and loader:
-            self._hetero_loader.iteration = int(loader["iteration"])
 
 
 class _TimedOptimizer(AcceleratedOptimizer):

@@ -5,9 +5,13 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any
 
+import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.frontend.model_setup import attach_module, loss_scaler
 from lightning_hetero.frontend.wrap_model import WrappedModel
 
 __all__ = ["HookedDDP"]
@@ -22,41 +26,42 @@ class HookedDDP(DistributedDataParallelKwargs):
         engine: of its run.
     """
 
-    def __init__(self, given: DistributedDataParallelKwargs, accelerator: Any, engine: HeteroEngine) -> None:
+    def __init__(self, given: DistributedDataParallelKwargs, accelerator: Accelerator, engine: HeteroEngine) -> None:
         self.given, self.engine = given, engine
         self.accelerator = weakref.ref(accelerator)
-        self.wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
         return copy, (self.given,)  # the hook belongs to this run
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Arguments of DDP, those of the user."""
-        return self.given.to_kwargs()  # type: ignore[no-any-return]
+        """Return the arguments of DDP, those of the user."""
+        arguments: dict[str, Any] = self.given.to_kwargs()
+        return arguments
 
-    def register_comm_hook(self, model: Any) -> None:
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Register our hook with a model that DDP has wrapped."""
         self.wrapped.add(model)
-        WrappedModel(model, self.engine, self._attach, lambda: getattr(self.accelerator(), "_optimizers", ()))
+        WrappedModel(model, self.engine, self._attach, self._optimizers)
 
-    def _attach(self, model: Any) -> None:
-        state, compression, taken = self.engine.hook_state, self.engine.compression, _TakenHook()
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        accelerator = self.accelerator()
+        return [] if accelerator is None else accelerator._optimizers
+
+    def _attach(self, model: DistributedDataParallel) -> None:
+        taken = _TakenHook()
         self.given.register_comm_hook(taken)
-        if taken.hook is not None and compression is not None:
+        if taken.hook is not None and self.engine.compression is not None:
             raise ValueError("compression= and a comm_hook both say what is sent of gradients. Give one of them.")
-        state.use_hook(taken.hook, taken.state)
-        scaler = getattr(self.accelerator(), "scaler", None)
-        self.engine.health.attach(model.module, scaled=scaler is not None)
-        if compression is not None:
-            scale = None if scaler is None else scaler.get_scale
-            compression.attach(model.module, grad_scale=scale, hold_unused=model.find_unused_parameters)
+        self.engine.hook_state.use_hook(taken.hook, taken.state)
+        attach_module(self.engine, model, loss_scaler(self.accelerator()))
 
 
 class _TakenHook:
-    """Stands in for a model, to learn which hook would be registered with it."""
+    """Stand in for a model, to learn which hook would be registered with it."""
 
-    hook: Any = None
-    state: Any = None
+    hook: Callable[..., Any] | None = None
+    state: object = None
 
-    def register_comm_hook(self, state: Any, hook: Any) -> None:
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         self.state, self.hook = state, hook

@@ -44,12 +44,13 @@ class HeteroDataLoader(DataLoaderShard):
     """Accelerate's loader, iterated as the passes of a session; made by :func:`uneven_loader`."""
 
     session: HeteroSession
+    iteration: int
 
     def __iter__(self) -> Iterator[Any]:
         return self.session.steps(self._opened)
 
     def _opened(self) -> Iterator[Any]:
-        before: int = self.iteration  # type: ignore[has-type]
+        before = self.iteration
         batches = DataLoaderShard.__iter__(self)
         if self.session.position[1] < len(self.base_dataloader.batch_sampler):
             yield from batches

@@ -98,9 +98,9 @@ def _is_record(data: Any) -> bool:
     return isinstance(data, tuple) and hasattr(data, "_fields")
 
 
-def _entries(data: Any) -> Sequence[Any]:
-    """Values that a dict, a list or a tuple holds."""
-    return list(data.values()) if isinstance(data, Mapping) else data  # type: ignore[no-any-return]
+def _entries(data: Any) -> list[Any]:
+    """Return the values that a dict, a list or a tuple holds."""
+    return list(data.values() if isinstance(data, Mapping) else data)
 
 
 def _only_tensors(data: Any) -> bool:
@@ -158,8 +158,8 @@ def _joined(values: list[Any], apart: bool) -> Any:
     """Objects of the ranks that have samples, one behind the other; tensors as rows of one, or ``apart``."""
     first = values[0]
     if isinstance(first, Mapping):
-        joined: Any = {key: _joined([value[key] for value in values], apart) for key in first}
-        return joined if type(first) is dict else type(first)(joined)  # type: ignore[call-arg]
+        kind: Any = type(first)
+        return kind({key: _joined([value[key] for value in values], apart) for key in first})
     if _is_record(first):
         return type(first)(*(_joined(list(entries), apart) for entries in zip(*values, strict=True)))
     if isinstance(first, np.ndarray):
@@ -171,6 +171,12 @@ def _joined(values: list[Any], apart: bool) -> Any:
     return [item for value in values for item in value]
 
 
+def _stacked(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather the rows of all ranks, of which each has as many."""
+    everyone: torch.Tensor = gather(tensor)
+    return everyone
+
+
 def _gathered(data: Any, rows: Sequence[tuple[int, ...]]) -> Any:
     """Every tensor's rows of all ranks, of which each has ``rows[rank][i]`` of the ``i``-th tensor."""
     each = iter(list(zip(*rows, strict=True)))
@@ -179,10 +185,10 @@ def _gathered(data: Any, rows: Sequence[tuple[int, ...]]) -> Any:
         lengths, tensor = next(each), _as_rows(tensor)
         most = max(lengths)
         if min(lengths) == most:
-            return gather(tensor.contiguous()) if most else tensor  # type: ignore[no-any-return]
+            return _stacked(tensor.contiguous()) if most else tensor
         padded = tensor.new_zeros((most, *tensor.shape[1:]))
         padded[: len(tensor)] = tensor
-        everyone = gather(padded)
+        everyone = _stacked(padded)
         return torch.cat([everyone[i * most : i * most + n] for i, n in enumerate(lengths)])
 
     return recursively_apply(of_all, data)

@@ -83,11 +83,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-class _HelpFormatter(CustomHelpFormatter):  # type: ignore[misc]
+class _HelpFormatter(CustomHelpFormatter):
     """Accelerate's formatter, which hides the groups of options that it does not know; ours is one."""
 
     def add_argument(self, action: Action) -> None:
-        if action.container.title == GROUP:  # type: ignore[attr-defined]
+        grouped: Any = action  # argparse does not declare the group of an argument
+        if grouped.container.title == GROUP:
             action.option_strings = action.option_strings[:1]  # the same with hyphens goes without saying, as theirs
             HelpFormatter.add_argument(self, action)
         else:

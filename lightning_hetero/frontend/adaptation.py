@@ -120,8 +120,9 @@ class Adaptation:
                 "follow. Set the optimizer up with Fabric, prepare it with Accelerate, give it to session.lead() in a "
                 "loop of plain torch, or set lr_scaling='none'."
             )
-        new = isinstance(planner, GoodputPlanner) and planner.initial_total is None
-        return self._begin(planner) if new and self._total is not None else planner  # type: ignore[arg-type]
+        if self._total is None or not isinstance(planner, GoodputPlanner) or planner.initial_total is not None:
+            return planner
+        return self._begin(planner)
 
     @property
     def _initial(self) -> int:

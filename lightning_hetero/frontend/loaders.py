@@ -15,8 +15,10 @@ from lightning_hetero.engine import HeteroEngine
 __all__ = [
     "NOT_MET",
     "balanced_evaluation_loader",
+    "batches_of",
     "evaluates",
     "iterated_by",
+    "sample_count",
     "stream_of",
     "timed_loader",
     "why_not_uneven",
@@ -60,6 +62,24 @@ def why_not_uneven(loader: Any, world_size: int) -> str | None:
     return None
 
 
+def sample_count(loader: DataLoader) -> int:
+    """Return the number of samples of a loader over a map-style dataset."""
+    dataset: Any = loader.dataset
+    return len(dataset)
+
+
+def batches_of(loader: DataLoader) -> BatchSampler:
+    """Return the batch sampler of a loader that can be split, see :func:`why_not_uneven`.
+
+    Raises:
+        TypeError: if its batches are not torch's own.
+    """
+    batches = loader.batch_sampler
+    if not isinstance(batches, BatchSampler):
+        raise TypeError(f"the loader has a {type(batches).__name__}; give a DataLoader with a batch_size.")
+    return batches
+
+
 def stream_of(loader: DataLoader) -> IndexStream | None:
     """Order of a loader's samples before they are distributed over ranks; ``None`` if it cannot be told."""
     batches: Any = loader.batch_sampler
@@ -69,12 +89,12 @@ def stream_of(loader: DataLoader) -> IndexStream | None:
     if isinstance(sampler, DistributedSampler) and inner is not None:
         return SamplerStream(inner, seed=seed)
     if type(sampler) is DistributedSampler:
-        return PermutationStream(len(loader.dataset), shuffle=sampler.shuffle, seed=seed)  # type: ignore[arg-type]
+        return PermutationStream(sample_count(loader), shuffle=sampler.shuffle, seed=seed)
     if isinstance(sampler, DistributedSampler):
         return None
     if isinstance(sampler, RandomSampler | SequentialSampler) and getattr(sampler, "_num_samples", None) is None:
         shuffle = isinstance(sampler, RandomSampler)
-        return PermutationStream(len(loader.dataset), shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
+        return PermutationStream(sample_count(loader), shuffle=shuffle, seed=seed)
     return SamplerStream(sampler, seed=seed)
 
 
@@ -128,7 +148,7 @@ def iterated_by(
 
     def own_length(self: Any) -> int:
         known = length()
-        return cls.__len__(self) if known is None else known  # type: ignore[no-any-return]
+        return int(cls.__len__(self)) if known is None else known
 
     methods = {
         "__iter__": lambda self: iterate(lambda: cls.__iter__(self)),
@@ -166,7 +186,7 @@ def why_not_balanced(loader: Any, world_size: int) -> str | None:
         return f"its samples come by a {type(own).__name__}"
     if getattr(sampler, "shuffle", False):
         return "it shuffles"
-    size = len(loader.dataset)  # type: ignore[arg-type]
+    size = sample_count(loader)
     return f"it has {size} samples for {world_size} workers" if size < world_size else None
 
 
@@ -181,7 +201,7 @@ def balanced_evaluation_loader(loader: Any, engine: HeteroEngine) -> Any:
     captured: Any = loader.batch_sampler
     inner = _inner(loader)
     batches = EvaluationBatchSampler(
-        len(loader.dataset),  # type: ignore[arg-type]
+        sample_count(loader),
         inner.batch_size,
         engine.current_shares,
         engine.rank,

@@ -1,5 +1,7 @@
 """Read and change the plans of a run, the same through every front end."""
 
+from typing import TYPE_CHECKING
+
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.engine import HeteroEngine
@@ -8,12 +10,17 @@ __all__ = ["PlanAccess"]
 
 
 class PlanAccess:
-    """Read and change the plans of a run: what every front end offers its users.
+    """Access to the plans of a run, which every front end offers its users.
 
     A front end has an ``engine`` once its processes have met; ``_no_engine`` is its error until then.
     """
 
-    engine: HeteroEngine | None
+    if TYPE_CHECKING:  # an attribute of some front ends, a property of others
+
+        @property
+        def engine(self) -> HeteroEngine | None:
+            """The mechanism, once the processes have met."""
+
     _no_engine = "there are no plans and observations yet: they come when training begins."
 
     @property
@@ -27,7 +34,7 @@ class PlanAccess:
         return () if self.engine is None else self.engine.plan_history
 
     def observations(self) -> StepObservations:
-        """What all ranks measured up to the last exchange."""
+        """Return what all ranks measured up to the last sync round."""
         return self._known_engine().observations()
 
     def adopt(self, plan: BatchPlan, reason: str = "given") -> PlanEntry:

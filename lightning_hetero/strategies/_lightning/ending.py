@@ -1,15 +1,19 @@
-"""How a training ends before its time: told by a signal, which all ranks obey together, or by an exception of one."""
+"""End a training before its time: by a signal, which all ranks obey together, or by an exception of one of them."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from lightning_hetero.comm.agreement.rank_monitor import RankMonitor
 from lightning_hetero.elastic.batch_queue import job_store
 from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.strategies._lightning.base import LightningMixin
 from lightning_hetero.strategies._lightning.signals import SharedSignals
 
 __all__ = ["AloneMixin", "EndingMixin"]
+
+T = TypeVar("T")
 
 
 def _ours(message: str) -> str:
@@ -18,17 +22,12 @@ def _ours(message: str) -> str:
     return ours.replace("strategy=DDPStrategy(find_unused", "strategy=HeteroDDPStrategy(find_unused")
 
 
-class AloneMixin:
+class AloneMixin(LightningMixin):
     """Lets a rank wait for nobody while it handles an exception of its own, in order to save a checkpoint say.
 
     The others are somewhere else, and would not take part in what it asks them. What is a collective call in Lightning
     then concerns this rank only.
     """
-
-    @property
-    def _trainer_if_any(self) -> Any:
-        """The trainer, ``None`` for a strategy that was connected by hand and has none yet."""
-        return getattr(self.lightning_module, "_trainer", None)  # type: ignore[attr-defined]
 
     @property
     def _told_together(self) -> bool:
@@ -42,23 +41,28 @@ class AloneMixin:
         return trainer is not None and bool(trainer.interrupted) and not self._told_together
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """As DDP, unless this rank is alone."""
+        """Wait for all ranks, unless this one is alone."""
         if not self._alone:
-            super().barrier(*args, **kwargs)  # type: ignore[misc]
+            super().barrier(*args, **kwargs)
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """As DDP, unless this rank is alone."""
-        return obj if self._alone else super().broadcast(obj, src)  # type: ignore[misc]
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Broadcast as DDP does, unless this rank is alone."""
+        return obj if self._alone else super().broadcast(obj, src)
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As DDP, unless this rank is alone."""
-        return tensor if self._alone else super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        group: dist.ProcessGroup | None = None,
+        reduce_op: dist.ReduceOp | str | None = "mean",
+    ) -> torch.Tensor:
+        """Reduce as DDP does, unless this rank is alone."""
+        return tensor if self._alone else super().reduce(tensor, group, reduce_op)
 
-    def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As DDP, unless this rank is alone."""
-        if self._alone:
-            return tensor[None]
-        return super().all_gather(tensor, *args, **kwargs)  # type: ignore[misc, no-any-return]
+    def all_gather(
+        self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False
+    ) -> torch.Tensor:
+        """Gather as DDP does, unless this rank is alone."""
+        return tensor[None] if self._alone else super().all_gather(tensor, group, sync_grads)
 
 
 class EndingMixin(AloneMixin):
@@ -86,7 +90,7 @@ class EndingMixin(AloneMixin):
 
     def on_train_start(self) -> None:
         """Check for signals before each batch."""
-        super().on_train_start()  # type: ignore[misc]
+        super().on_train_start()
         if self._signals is not None:
             self._signals.start()
         self._watch_ranks()
@@ -110,7 +114,7 @@ class EndingMixin(AloneMixin):
 
     def on_exception(self, exception: BaseException) -> None:
         """As DDP, with cures of ours; an error of a call that has waited for others names the rank they wait for."""
-        super().on_exception(exception)  # type: ignore[misc]
+        super().on_exception(exception)
         exception.args = tuple(_ours(part) if isinstance(part, str) else part for part in exception.args)
         suspects = "" if self._monitor is None else self._monitor.suspects
         if suspects and isinstance(exception, RuntimeError):
@@ -120,12 +124,12 @@ class EndingMixin(AloneMixin):
         """Check for signals, if nobody has before this batch."""
         if self._signals is not None:
             self._signals.check_again()
-        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
-        self._at = self._trainer_if_any.current_epoch, batch_idx
+        super().on_train_batch_start(batch, batch_idx)
+        self._at = self._trainer.current_epoch, batch_idx
 
     def on_train_end(self) -> None:
         """Look at losses and weights once more, and obey a signal that came after the last check."""
-        super().on_train_end()  # type: ignore[misc]
+        super().on_train_end()
         if self.engine is not None:
             self.engine.health.finish()
         self._stop_watching()
@@ -138,4 +142,4 @@ class EndingMixin(AloneMixin):
         signals, self._signals = self._signals, None
         if signals is not None:
             signals.remove()
-        super().teardown()  # type: ignore[misc]
+        super().teardown()

@@ -1,12 +1,20 @@
-"""Tell Lightning's loop how many batches an epoch has under a plan."""
+"""Tell Lightning's loop how many batches an epoch has under a plan, and ask it how many are behind it."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["recount_batches"]
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["processed", "recount_batches"]
 
 
-def recount_batches(trainer: Any, namespace: str) -> None:
+def processed(progress: Any) -> int:
+    """Return how many batches, or epochs, a progress of Lightning's has behind it in the running loop."""
+    return int(progress.current.processed)
+
+
+def recount_batches(trainer: "Trainer", namespace: str) -> None:
     """Let a trainer count the batches of its running epoch anew.
 
     Lightning counts them once, when it sets the loaders up; an epoch that got longer would be cut, one that got shorter
@@ -25,9 +33,10 @@ def recount_batches(trainer: Any, namespace: str) -> None:
         connector._parse_num_batches(trainer.state.stage, len(loader), trainer.limit_train_batches)
         for loader in combined.flattened
     ]
-    loop.max_batches = combined.limits[0]
+    loop.max_batches = batches = combined.limits[0]
     if combined._iterator is not None:
         combined._iterator.limits = combined.limits
-        loop._data_fetcher.length = loop.max_batches
+        assert loop._data_fetcher is not None
+        loop._data_fetcher.length = int(batches)
     if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
-        trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+        trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))

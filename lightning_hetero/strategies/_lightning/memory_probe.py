@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_hetero.callbacks import AdaptiveBatchCallback
 from lightning_hetero.config import HeteroConfig
+from lightning_hetero.frontend.loaders import sample_count
 from lightning_hetero.hardware import probe_largest_batch
 
 __all__ = ["probe_module"]
@@ -72,7 +73,7 @@ def probe_module(trainer: Any, module: Any, device: torch.device, config: Hetero
         )
     moves_total = any(isinstance(callback, AdaptiveBatchCallback) for callback in trainer.callbacks)
     total = MOST if moves_total or loader.batch_size is None else loader.batch_size * trainer.world_size
-    limit = max(1, min(total, len(loader.dataset), MOST))  # type: ignore[arg-type]
+    limit = max(1, min(total, sample_count(loader), MOST))
     reserved = later_bytes(module, config)
     bound = largest_training_batch(
         *(module, loader, device),

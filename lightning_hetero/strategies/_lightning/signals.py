@@ -7,16 +7,19 @@ another collective then waits for ever, or ends without its checkpoint.
 import logging
 import signal
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 
-try:
+if TYPE_CHECKING:
     from lightning.pytorch.utilities.exceptions import SIGTERMException
-except ImportError:  # only the standalone package is installed, or an old one
-    from pytorch_lightning.utilities.exceptions import SIGTERMException  # type: ignore[assignment]
+else:
+    try:
+        from lightning.pytorch.utilities.exceptions import SIGTERMException
+    except ImportError:  # only the standalone package is installed, or an old one
+        from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 __all__ = ["CHECK", "SharedSignals", "defer_sigterm"]
 

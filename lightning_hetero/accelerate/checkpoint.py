@@ -1,0 +1,58 @@
+"""States of an ``Accelerator`` under unequal batches: plans, what was learned, and gradients that were not sent yet."""
+
+import os
+from typing import Any
+
+import torch
+
+from lightning_hetero.accelerate.base import SessionAccelerator
+from lightning_hetero.accelerate.loaders import SkippedLoader
+from lightning_hetero.frontend.log import log
+
+__all__ = ["CheckpointAccelerator"]
+
+STATE_FILE = "hetero_state.pt"
+
+
+class CheckpointAccelerator(SessionAccelerator):
+    """Save the state of the session beside that of Accelerate, and go on from it."""
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int | None = None) -> Any:
+        """As ``Accelerator.skip_first_batches``; by default, skips what the loaded state had behind it."""
+        if dataloader is self._hetero_loader and self._hetero_loader is not None:
+            return SkippedLoader(self._hetero_loader, num_batches)
+        return super().skip_first_batches(dataloader, num_batches or 0)
+
+    def _save_hetero(self, models: list[Any], weights: list[Any], folder: str) -> None:
+        if self._hetero_loader is None:
+            return
+        session = self._session()
+        interval = session.interval()  # collective
+        session.engine.observer.discard()
+        compression = session.engine.compression
+        unsent = {} if compression is None else compression.state_dict()  # collective
+        if self.is_main_process:
+            extra = {"loader": {"iteration": self._hetero_loader.iteration}, "residuals": unsent}
+            torch.save({**session.state_dict(), **interval, **extra}, os.path.join(folder, STATE_FILE))
+
+    def _load_hetero(self, models: list[Any], folder: str) -> None:
+        """Rank 0 reads, all ranks take what it read; a checkpoint of plain Accelerate has nothing to read."""
+        session = self._session()
+        state: Any = None
+        if self.is_main_process:
+            try:
+                path = os.path.join(folder, STATE_FILE)
+                state = torch.load(path, weights_only=True, map_location="cpu") if os.path.isfile(path) else {}
+            except Exception as error:  # noqa: BLE001 - travels as a value, because every rank has to raise it
+                state = RuntimeError(f"{os.path.join(folder, STATE_FILE)} cannot be read: {error}")
+        state = session.engine.control.broadcast_object(state)
+        if isinstance(state, Exception):
+            raise state
+        loader, unsent = state.pop("loader", {}), state.pop("residuals", {})
+        if session.engine.compression is not None:
+            session.engine.compression.load_state_dict(unsent)
+        elif unsent:
+            log.warning("the state has gradients that compression has not sent yet; without it they are left out.")
+        session.load_state_dict(state)
+        if self._hetero_loader is not None and loader:
+            self._hetero_loader.iteration = int(loader["iteration"])

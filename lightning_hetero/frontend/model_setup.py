@@ -1,0 +1,54 @@
+"""Set up a model for unequal batches: what every adapter does between the user's module and DDP's wrapper of it."""
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_hetero.engine import HeteroEngine
+
+__all__ = ["attach_module", "has_batch_norm", "loss_scaler", "raise_minimum"]
+
+
+def has_batch_norm(model: torch.nn.Module) -> bool:
+    """Return whether a model normalises batches, which one sample cannot be.
+
+    Example:
+        >>> has_batch_norm(torch.nn.Sequential(torch.nn.BatchNorm1d(3))), has_batch_norm(torch.nn.Linear(3, 1))
+        (True, False)
+    """
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def raise_minimum(engine: HeteroEngine, model: torch.nn.Module) -> bool:
+    """Give every rank two samples at least if the model normalises batches, unless the user gave a minimum.
+
+    Returns:
+        Whether the minimum is a new one, so that data which was sharded before has to be sharded anew.
+    """
+    if engine.config.min_local_batch_size is not None or engine.min_local >= 2 or not has_batch_norm(model):
+        return False
+    engine.min_local = 2
+    return True
+
+
+def loss_scaler(precision: object) -> torch.amp.GradScaler | None:
+    """Return the loss scaler of a framework's precision plugin or accelerator, ``None`` without one."""
+    scaler: torch.amp.GradScaler | None = getattr(precision, "scaler", None)
+    return scaler
+
+
+def attach_module(engine: HeteroEngine, model: DistributedDataParallel, scaler: torch.amp.GradScaler | None) -> None:
+    """Watch losses and weights of a module, and compress its gradients if it was asked for; a collective call.
+
+    Args:
+        engine: of the run.
+        model: the module in DDP's wrapper; its names are the keys of the residuals.
+        scaler: loss scaler of the run, ``None`` without one.
+    """
+    engine.health.attach(model.module, scaled=scaler is not None)
+    if engine.compression is not None:
+        engine.compression.attach(
+            model.module,
+            grad_scale=None if scaler is None else scaler.get_scale,
+            hold_unused=bool(model.find_unused_parameters),
+        )

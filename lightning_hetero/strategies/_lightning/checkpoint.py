@@ -1,0 +1,100 @@
+"""Checkpoints of Lightning's under unequal batches: what of ours rides in them, and how a fit goes on from one."""
+
+import functools
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_hetero.callbacks.base import policy_states
+from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.frontend.log import log
+from lightning_hetero.strategies._lightning.ending import AloneMixin
+from lightning_hetero.strategies._lightning.resumption import Resumption, resume_data
+from lightning_hetero.strategies._residuals import KEY, add_residuals, take_residuals
+
+__all__ = ["CheckpointMixin"]
+
+
+class CheckpointMixin(AloneMixin):
+    """What a strategy of Lightning's saves besides what Lightning does, and how a fit goes on from it."""
+
+    engine: HeteroEngine | None
+    _resumption: Resumption | None = None
+    _loaded = "none"
+
+    def _begin_without_checkpoint(self) -> None:
+        self._resumption, self._loaded = None, "none"
+
+    def _require_one_checkpoint(self) -> None:
+        """Make sure that ranks go on from the same checkpoint; a collective call.
+
+        Raises:
+            PlanMismatchError: if they do not.
+        """
+        assert self.engine is not None
+        self.engine.control.require_equal("the checkpoint that training goes on from", self._loaded)
+
+    def _go_on_counting(self) -> None:
+        """Tell Lightning's counters where the data goes on."""
+        resumption, self._resumption = self._resumption, None
+        if resumption is not None and self.engine is not None:
+            resumption.begin(self._trainer, self.engine)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As DDP, with the gradients that compression has not sent yet, of all ranks."""
+        add_residuals(checkpoint, self.engine, alone=self._alone)
+        leave_out_loader(checkpoint, self.engine)
+        super().save_checkpoint(checkpoint, *args, **kwargs)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read the checkpoint, and in a fit from it the step at which the data goes on, and what of ours it has."""
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        if self.engine is None or self._trainer.state.fn != "fit":
+            return checkpoint
+        forget_without_state(checkpoint, self.engine)
+        take_residuals(checkpoint, self.engine)
+        self._resumption, self._loaded = resume_data(checkpoint, self.engine), describe(checkpoint)
+        return checkpoint
+
+
+def forget_without_state(checkpoint: Mapping[str, Any], engine: HeteroEngine) -> None:
+    """Let a fit begin anew from a checkpoint with no state of ours, such as one of plain DDP's.
+
+    What an earlier fit of the same strategy has left, its plans and the gradients that were not sent or not applied
+    yet, belongs to other weights. The callbacks do the same with what they have learned. To be called before the model
+    is wrapped.
+    """
+    if KEY in checkpoint or policy_states(checkpoint):
+        return
+    if engine.history is not None and engine.rank == 0:
+        log.info(
+            "the checkpoint has no state of hetero_ddp: plans, gradients that were not sent or applied yet, and what "
+            "was learned in the fit before are forgotten"
+        )
+    engine.history = None
+    engine.log.clear()
+    engine.hook_state.load_stale_state({})
+    if engine.compression is not None:
+        engine.compression.reset()
+
+
+def describe(checkpoint: Mapping[str, Any]) -> str:
+    """Which checkpoint it is, by its step and some of its weights: equal on ranks that have read the same."""
+    weights = checkpoint.get("state_dict", {})
+    some = (
+        value.flatten()[:16].double().cpu().numpy().tobytes() for value in weights.values() if torch.is_tensor(value)
+    )
+    crc = functools.reduce(lambda so_far, part: zlib.crc32(part, so_far), some, 0)
+    return f"step {checkpoint.get('global_step')} of epoch {checkpoint.get('epoch')} with weights {crc:08x}"
+
+
+def leave_out_loader(checkpoint: Mapping[str, Any], engine: HeteroEngine | None) -> None:
+    """Take out of a checkpoint what Lightning saved of our train loader, which needs none of it.
+
+    With it, plain DDP could not go on from the checkpoint: its loader takes no state.
+    """
+    if engine is not None and engine.sampler is not None:
+        checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)

@@ -1,0 +1,99 @@
+"""Find where training data goes on after a checkpoint of Lightning's, and tell Lightning's counters about it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning_hetero.callbacks.base import policy_states
+from lightning_hetero.core.checkpoint_state import reading_state
+from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.frontend.log import log
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["Resumption", "resume_data", "resume_position"]
+
+
+def resume_position(checkpoint: Mapping[str, Any]) -> tuple[int, int] | None:
+    """``(epoch, step)`` at which training data goes on after a checkpoint of Lightning's, ``None`` if it has no loops.
+
+    Example:
+        >>> progress = {"current": {"started": 1, "processed": 0, "completed": 0}}
+        >>> batches = {"current": {"ready": 3, "processed": 3, "completed": 2}, "is_last_batch": False}
+        >>> loops = {"epoch_progress": progress, "epoch_loop.batch_progress": batches}
+        >>> resume_position({"loops": {"fit_loop": loops}})
+        (0, 3)
+    """
+    try:
+        loop = checkpoint["loops"]["fit_loop"]
+        epoch, batch = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
+    except (KeyError, TypeError):
+        return None
+    inside = epoch["started"] > epoch["processed"]
+    if not inside:
+        return epoch["processed"], 0
+    saved_in_last_batch = batch["is_last_batch"] and batch["current"]["completed"] < batch["current"]["processed"]
+    if saved_in_last_batch:
+        return epoch["processed"] + 1, 0
+    return epoch["processed"], batch["current"]["processed"]
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where training data goes on after a checkpoint, and what Lightning's counters have to be told about it.
+
+    Args:
+        epoch: epoch that goes on.
+        behind: batches of it that the checkpoint has behind it.
+        unknown: whether it does not say how many samples they had; the epoch then begins anew.
+        in_last_batch: whether it was saved in the last batch of the epoch before. With another number of workers that
+            epoch has another number of batches, by which Lightning would not see that it is over.
+    """
+
+    epoch: int
+    behind: int
+    unknown: bool = False
+    in_last_batch: bool = False
+
+    def begin(self, trainer: "Trainer", engine: HeteroEngine) -> None:
+        """Let Lightning count the batches of the epoch as the data comes; after its loops were restored."""
+        if engine.sampler is None or not (self.unknown or self.in_last_batch):
+            return
+        if self.unknown and engine.rank == 0:
+            log.warning(
+                "the checkpoint was saved behind batch %d of epoch %d by a run that does not say how many samples its "
+                "batches had, such as one of plain DDP: epoch %d begins anew, and the samples of those batches are "
+                "trained on once more, so that none is skipped. Checkpoints between two epochs need no such repetition",
+                self.behind,
+                self.epoch,
+                self.epoch,
+            )
+        loop = trainer.fit_loop.epoch_loop
+        if getattr(loop, "restarted_on_train_batch_end", False):
+            # Lightning is about to count the batch that saved as completed, and begins at 0 if that completes an epoch
+            loop.batch_progress.current.completed = max(int(trainer.num_training_batches), self.behind)
+        elif self.unknown:
+            loop.batch_progress.reset_on_run()
+            loop.reset_restart_stage()  # else it takes batch 0 for one behind which validation was to run
+
+
+@reading_state("the place in the training data")
+def resume_data(checkpoint: Mapping[str, Any], engine: HeteroEngine) -> Resumption | None:
+    """Let the engine's data go on where a checkpoint was saved, ``None`` if that has no loops.
+
+    A checkpoint of ours has the plans of the epoch, which say how many samples its batches had with whatever number of
+    workers; one of plain DDP does not, so that a place inside an epoch is no place in the data.
+    """
+    position = resume_position(checkpoint)
+    if position is None:
+        return None
+    epoch, behind = position
+    batch = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    known = any("history" in state["engine"] for state in policy_states(checkpoint))
+    if behind and not known and not batch["is_last_batch"]:
+        engine.resume_at(epoch, 0)
+        return Resumption(epoch, behind, unknown=True)
+    engine.resume_at(epoch, behind)
+    progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
+    return Resumption(epoch, behind, in_last_batch=behind == 0 and progress["started"] > progress["processed"])

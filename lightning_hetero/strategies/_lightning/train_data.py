@@ -1,0 +1,89 @@
+"""Split the train loader of Lightning's Trainer unevenly, and keep Lightning's counters right for it."""
+
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_hetero.callbacks import PolicyCallback
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.frontend.loaders import (
+    NOT_MET,
+    balanced_evaluation_loader,
+    batches_of,
+    stream_of,
+    timed_loader,
+    why_not_uneven,
+    with_batch_sampler,
+)
+from lightning_hetero.frontend.log import log
+from lightning_hetero.strategies._lightning.base import LightningMixin
+from lightning_hetero.strategies._lightning.epoch_length import processed, recount_batches
+
+__all__ = ["TrainDataMixin"]
+
+
+class TrainDataMixin(LightningMixin):
+    """Give the train loader the batch sampler of the engine; leave other loaders alone by default."""
+
+    config: HeteroConfig
+    engine: HeteroEngine | None
+    _callback: PolicyCallback | None
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Replace the batch sampler of the train loader by the uneven one; leave other loaders alone by default.
+
+        Raises:
+            MisconfigurationException: if the loader cannot be split unevenly and the policy asks for it.
+        """
+        dataloader = super().process_dataloader(dataloader)
+        training = self._trainer.state.stage == "train"
+        if self.engine is None:
+            if training or self.config.balance_evaluation:
+                log.warning(NOT_MET, "Trainer.fit()")
+            return dataloader
+        if not training:
+            return balanced_evaluation_loader(dataloader, self.engine) if self.config.balance_evaluation else dataloader
+        reason = why_not_uneven(dataloader, self.engine.world_size)
+        if isinstance(dataloader, DataLoader) and reason is None:
+            return self._shard(dataloader)
+        if self.config.policy != "even":
+            raise self._misconfiguration(f"{reason}, or set policy='even' to train as plain DDP does.")
+        self.engine.notices.say(f"{reason}. With policy='even' it is left as it is, as plain DDP does.")
+        self.engine.sampler = None
+        return dataloader
+
+    def _shard(self, loader: DataLoader) -> DataLoader:
+        assert self.engine is not None
+        assert self._callback is not None
+        stream = stream_of(loader)
+        assert stream is not None
+        batches = batches_of(loader)
+        sampler = self.engine.shard(
+            stream,
+            batches.batch_size,
+            drop_last=batches.drop_last,
+            planner=self._callback.planner,
+            epoch=processed(self._trainer.fit_loop.epoch_progress),
+        )
+        self._callback.resume_plans()
+        clone: Any = timed_loader(with_batch_sampler(loader, sampler), self.engine)
+        # Lightning takes a loader with these for one that can go on inside an epoch. The position itself is read in
+        # load_checkpoint, because Lightning asks the loader too late if configure_optimizers had set it up before.
+        clone.state_dict = lambda: sampler.state_dict(processed(self._trainer.fit_loop.epoch_loop.batch_progress))
+        clone.load_state_dict = lambda state: None
+        return clone
+
+    def _require_one_loader(self) -> None:
+        """Refuse several train loaders, now that all of them were seen."""
+        combined = self._trainer.fit_loop._combined_loader
+        if combined is not None and len(combined.flattened) > 1:
+            raise self._misconfiguration(
+                f"there are {len(combined.flattened)} train loaders, whose batches would need a split each. Combine "
+                "the datasets in one DataLoader, or use strategy='ddp'."
+            )
+
+    def refresh_epoch_length(self) -> None:
+        """Make Lightning's counters follow an epoch of another length: batches, validation, progress bar."""
+        if self.engine is not None and self.engine.sampler is not None:
+            recount_batches(self._trainer, self._namespace)
