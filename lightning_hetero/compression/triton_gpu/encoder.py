@@ -6,11 +6,11 @@ and never waits for them. What became of a step it learns a step later (:meth:`T
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from lightning_hetero.compression.encoder_protocol import Outcome
 from lightning_hetero.compression.layout import Layout, Slot
 from lightning_hetero.compression.message_header import HEADER_BYTES, MAGIC, foreign, refusal
 from lightning_hetero.compression.selectors import SelectorState
@@ -20,7 +20,7 @@ from lightning_hetero.compression.triton_gpu import receive_kernels as receiving
 from lightning_hetero.compression.triton_gpu.chunks import BucketChunks
 from lightning_hetero.compression.wire_format import MessageFormat
 
-__all__ = ["Outcome", "TritonEncoder"]
+__all__ = ["TritonEncoder"]
 
 TILE, ITERS = 128, 8
 SCORES = 1024
@@ -30,21 +30,6 @@ MOST = 2**31 - 2**20
 OPTIONS: Any = {"num_warps": 4, "enable_fp_fusion": False}
 EIGHT_WARPS: Any = {**OPTIONS, "num_warps": 8}
 """For kernels that would take more than 64 registers with four."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a step.
-
-    Args:
-        step: its number.
-        dropped: whether it was left out, because a gradient was not finite.
-        blocks: blocks that all messages named.
-    """
-
-    step: int
-    dropped: bool
-    blocks: int
 
 
 class TritonEncoder:
@@ -60,7 +45,7 @@ class TritonEncoder:
         ValueError: if the model has too many blocks for 32-bit numbers.
     """
 
-    deferred = True
+    deferred: Literal[True] = True
 
     def __init__(self, layout: Layout, form: MessageFormat, device: torch.device, world_size: int) -> None:
         if layout.num_blocks > MOST:

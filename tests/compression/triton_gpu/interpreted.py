@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hetero.compression import SELECT, BlockEncoder, Layout, MessageFormat, merge
+from lightning_hetero.compression import SELECT, Layout, MessageFormat, TorchEncoder, merge
+from lightning_hetero.compression.encoder_protocol import Outcome
 from lightning_hetero.compression.message_header import HEADER_BYTES, MAGIC, address, checksum, seal
 from lightning_hetero.compression.selectors import SelectorState
 from lightning_hetero.compression.triton_gpu import encoder as module
 from lightning_hetero.compression.triton_gpu import warmup as triton_warm
-from lightning_hetero.compression.triton_gpu.encoder import Outcome, TritonEncoder
+from lightning_hetero.compression.triton_gpu.encoder import TritonEncoder
 from lightning_hetero.compression.value_codecs import CODECS
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -175,7 +176,7 @@ def test_the_host_that_stands_in_writes_the_same_bytes():
     sizes = (700, 1, 33)
     for values, density in itertools.product(CODECS, (0.04, 0.3)):
         enc, rows = made(sizes, density, values=values)
-        host = BlockEncoder(enc.layout, enc.form, "histogram")
+        host = TorchEncoder(enc.layout, enc.form, "histogram")
         for step in range(3):
             message = torch.zeros(enc.form.num_bytes, dtype=torch.uint8)
             for slot, gradient in zip(enc.layout.slots, gradients_of(sizes, torch.float32, step), strict=True):
@@ -339,7 +340,7 @@ def three(values="bfloat16", density=0.05, step=0):
     enc.encode(rows[1], step=step, rank=1)
     others = []
     for rank in (0, 2):
-        other = BlockEncoder(enc.layout, enc.form)
+        other = TorchEncoder(enc.layout, enc.form)
         for slot, gradient in zip(enc.layout.slots, gradients_of(SIZES, torch.float32, rank), strict=True):
             other.accumulate(slot, gradient.cpu(), 0.5)
         message = torch.zeros(enc.form.num_bytes, dtype=torch.uint8)
