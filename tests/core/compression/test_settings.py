@@ -1,11 +1,13 @@
 """Settings of compressors: strings, bounds, budgets; and when compression pays."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.compression.auto import Computing, LinkMeasurement, choose_density, pack_bytes
 from lightning_hetero.core.compression.objective import density_penalty
 from lightning_hetero.core.compression.settings import (
@@ -65,6 +67,21 @@ def test_what_is_wrong_is_said(given, words):
 def test_other_types_are_refused(given):
     with pytest.raises(TypeError, match="give None, BlockTopK"):
         parse_compression(given)
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize(
+    ("feature", "asked"),
+    [
+        ("hierarchy", {"hierarchy": [[0, 1], [2, 3]]}),
+        ("stale", {"staleness": 1}),
+        ("sparse_optimizer", {"sparse_optimizer": True}),
+    ],
+)
+def test_what_settings_support_is_what_the_configuration_accepts(name, feature, asked):
+    supported = feature in COMPRESSORS[name][0].supports
+    with nullcontext() if supported else pytest.raises(ValueError, match="compression="):
+        HeteroConfig(compression=name, **asked)
 
 
 @pytest.mark.parametrize("n", [1, 7, 1000, 5_500_000])
