@@ -19,6 +19,7 @@ class MergeRecord:
         perturbed: whether the weights were perturbed.
         busy: seconds of each rank from the first batch to the end of its last.
         end: whether a rank has asked to end the training, see :meth:`ElasticEngine.request_end`.
+        lost: ranks whose replicas were not finite, so that nothing of them was kept.
     """
 
     epoch: int
@@ -30,6 +31,7 @@ class MergeRecord:
     perturbed: bool
     busy: tuple[float, ...]
     end: bool = False
+    lost: tuple[int, ...] = ()
 
     def describe(self) -> str:
         """One line for the log."""

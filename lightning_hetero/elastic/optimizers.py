@@ -1,11 +1,15 @@
 """What elastic averaging has to know of the local optimizers: whether they have momentum, and what they average."""
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.core.merging.settings import AdaptiveSettings
 
-__all__ = ["outer_momentum", "why_not_merged"]
+__all__ = ["agree_on_momentum", "outer_momentum", "require_mergeable", "why_not_merged"]
+
+log = logging.getLogger("lightning_hetero")
 
 
 def outer_momentum(optimizers: Iterable[Any]) -> tuple[float, str]:
@@ -37,6 +41,37 @@ def outer_momentum(optimizers: Iterable[Any]) -> tuple[float, str]:
         if not plain:
             return 0.0, f"{type(optimizer).__name__} has momentum of its own or adapts its steps"
     return AdaptiveSettings.momentum, "SGD has no momentum of its own"
+
+
+def agree_on_momentum(optimizers: Iterable[Any], control: ControlPlane) -> float:
+    """Choose the momentum of the global model by the local optimizers, the same on all ranks; collective.
+
+    Raises:
+        PlanMismatchError: if ranks have optimizers that need different ones.
+
+    Example:
+        >>> agree_on_momentum([], ControlPlane(rank=0, world_size=1))
+        0.0
+    """
+    momentum, why = outer_momentum(optimizers)
+    control.require_equal("the momentum of the global model", momentum)
+    if control.rank == 0 and control.world_size > 1:
+        log.info("momentum=%g of the global model: %s; momentum= chooses another", momentum, why)
+    return momentum
+
+
+def require_mergeable(optimizers: Iterable[Any]) -> None:
+    """Refuse optimizers whose replicas cannot be merged.
+
+    Raises:
+        ValueError: if there is one, with advice.
+
+    Example:
+        >>> require_mergeable([])
+    """
+    reason = next(filter(None, map(why_not_merged, optimizers)), None)
+    if reason is not None:
+        raise ValueError(f"{reason}.")
 
 
 def why_not_merged(optimizer: Any) -> str | None:
