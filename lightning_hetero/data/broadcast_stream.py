@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler, SequentialSampler
 
-__all__ = ["LiveStream"]
+__all__ = ["BroadcastStream"]
 
 
-class LiveStream:
+class BroadcastStream:
     """Order of the samples where the training loop belongs to the user: what the sampler yields when a pass begins.
 
     Rank 0 draws and the others take its order, so that no two ranks can differ, whatever they seeded. The random
@@ -25,7 +25,7 @@ class LiveStream:
         ValueError: if the sampler yields no samples.
 
     Example:
-        >>> stream = LiveStream(SequentialSampler(range(3)))
+        >>> stream = BroadcastStream(SequentialSampler(range(3)))
         >>> list(stream.indices(0)), len(stream)
         ([0, 1, 2], 3)
     """

@@ -7,7 +7,7 @@ from typing import Any
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.core.merging.settings import AdaptiveSettings
 
-__all__ = ["agree_on_momentum", "outer_momentum", "require_mergeable", "why_not_merged"]
+__all__ = ["agree_on_momentum", "outer_momentum", "require_mergeable", "unsupported_reason"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -69,17 +69,17 @@ def require_mergeable(optimizers: Iterable[Any]) -> None:
     Example:
         >>> require_mergeable([])
     """
-    reason = next(filter(None, map(why_not_merged, optimizers)), None)
+    reason = next(filter(None, map(unsupported_reason, optimizers)), None)
     if reason is not None:
         raise ValueError(f"{reason}.")
 
 
-def why_not_merged(optimizer: Any) -> str | None:
+def unsupported_reason(optimizer: Any) -> str | None:
     """Why replicas that an optimizer trains cannot be merged, with advice; ``None`` if they can.
 
     Example:
         >>> import torch
-        >>> why_not_merged(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)) is None
+        >>> unsupported_reason(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)) is None
         True
     """
     modes = (getattr(optimizer, name, None) for name in ("train", "eval"))

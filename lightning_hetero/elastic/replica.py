@@ -92,7 +92,7 @@ class Replica:
     def _merge_buffers(self, share: float) -> None:
         named = dict(self.module.named_buffers())
         floating = {name: buffer for name, buffer in named.items() if buffer.is_floating_point()}
-        averaged = floating | self._strayed()
+        averaged = floating | self._differing_frozen()
         for name, merged in weighted_sums(averaged, share, world_size=self.world_size):
             averaged[name].copy_(merged)
         for name in sorted(set(named) - set(floating)):
@@ -100,7 +100,7 @@ class Replica:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
             named[name].copy_(largest)
 
-    def _strayed(self) -> dict[str, torch.Tensor]:
+    def _differing_frozen(self) -> dict[str, torch.Tensor]:
         """Frozen parameters that differ between ranks, by an exact sum of their bits; the same on all ranks."""
         named = self.module.named_parameters()
         frozen = {name: p.detach() for name, p in named if not p.requires_grad and p.is_floating_point() and p.numel()}
@@ -110,7 +110,7 @@ class Replica:
         most = torch.stack([sums, -sums])
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         differ = (most[0] != -most[1]).tolist()
-        return {name: p for (name, p), strays in zip(frozen.items(), differ, strict=True) if strays}
+        return {name: p for (name, p), differs in zip(frozen.items(), differ, strict=True) if differs}
 
     def _remember(self) -> None:
         """Keep what the next merge needs of the model that all ranks have now."""

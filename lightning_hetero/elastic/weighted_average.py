@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 __all__ = ["buckets", "synchronize", "weighted_sums"]
 
-BUCKET_BYTES = 16 * 2**20
+MERGE_BUCKET_BYTES = 16 * 2**20
 
 
-def buckets(tensors: Mapping[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES) -> list[list[str]]:
+def buckets(tensors: Mapping[str, torch.Tensor], bucket_bytes: int = MERGE_BUCKET_BYTES) -> list[list[str]]:
     """Names of the tensors in groups of one dtype and device and at most ``bucket_bytes``, unless one alone is larger.
 
     Example:
@@ -35,7 +35,7 @@ def weighted_sums(
     weight: float,
     *,
     world_size: int,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int = MERGE_BUCKET_BYTES,
     in_flight: int = 3,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """``sum_i weight_i tensor_i`` over the ranks for each tensor; a collective that must be run to its end.

@@ -19,7 +19,7 @@ from types import TracebackType
 __all__ = ["Throttle"]
 
 _HELPER = Path(__file__).with_name("_duty_cycle.py")
-_END_TIMEOUT = 5.0  # seconds for the helper to end; it takes milliseconds unless the machine is overloaded
+_HELPER_END_SECONDS = 5.0  # seconds for the helper to end; it takes milliseconds unless the machine is overloaded
 
 
 class Throttle:
@@ -136,7 +136,7 @@ class Throttle:
         _write(helper, "quit")  # the end of input alone would be hidden by a forked process that holds the pipe open
         helper.stdin.close()
         try:
-            helper.wait(_END_TIMEOUT)
+            helper.wait(_HELPER_END_SECONDS)
         except subprocess.TimeoutExpired:
             helper.terminate()
             helper.wait()
