@@ -1,4 +1,4 @@
-"""Which samples each rank sees: index streams, samplers, evaluation shards; and sparse multi-label data."""
+"""Samples of each rank: index streams, samplers, evaluation shards; and sparse multi-label data."""
 
 from lightning_hetero.data.broadcast_stream import BroadcastStream
 from lightning_hetero.data.evaluation import EvaluationBatchSampler

@@ -93,7 +93,7 @@ class ElasticEngine:
 
     @property
     def epoch_over(self) -> bool:
-        """Whether the epoch that was begun last is done."""
+        """True when the epoch that was begun last is done."""
         return self._progress.epoch_over
 
     def attach(self, module: nn.Module, optimizers: Iterable[Any] | None = None) -> None:
@@ -143,7 +143,7 @@ class ElasticEngine:
         least: int = 1,
         limit: int | float | None = None,
     ) -> ClaimedBatchSampler:
-        """Sampler of this rank over the stream; collective.
+        """Return the sampler of this rank over the stream; collective.
 
         Args:
             stream: order of the samples, equal on all ranks.
@@ -186,7 +186,7 @@ class ElasticEngine:
         return self._sharded().steps_per_epoch
 
     def steps_done(self) -> int:
-        """Steps that a synchronous run with equal batches would have done with the samples up to here.
+        """Count the steps that a synchronous run with equal batches would have done with the samples up to here.
 
         Schedules follow it, because ranks do unequal numbers of updates. It counts the samples handed out up to this
         rank's last batch, so it is the same on all ranks at a merge.
@@ -204,7 +204,7 @@ class ElasticEngine:
         return self._layout
 
     def _take(self, epoch: int, first: bool) -> range | None:
-        """What the sampler draws: the batch that was claimed for this rank."""
+        """Return what the sampler draws: the batch that was claimed for this rank."""
         if first:
             self._begin(epoch, self._resume.position[1] if epoch == self._resume.position[0] else 0)
         return self._progress.draw()
@@ -219,7 +219,7 @@ class ElasticEngine:
         self._progress.begin(epoch, mega, first=mega.first(self.rank))
 
     def begin_batch(self) -> None:
-        """This rank begins to train on the batch that was drawn."""
+        """Begin to train on the batch that was drawn."""
         if self._replica is None:
             raise RuntimeError("begin_batch() was called with no model; call attach(module) before.")
         if not self.inside:  # since the merge the module has held the global model
@@ -227,7 +227,7 @@ class ElasticEngine:
         self.inside, self.diverged = True, False
 
     def end_batch(self) -> MergeRecord | None:
-        """The batch is trained on: claim the next one; if there is none, merge with all ranks.
+        """End a batch that is trained on: claim the next one; if there is none, merge with all ranks.
 
         Returns:
             What was merged, ``None`` inside a mega-batch.
@@ -257,7 +257,7 @@ class ElasticEngine:
         self._ends = True
 
     def state_dict(self) -> dict[str, Any]:
-        """State of all ranks at a merge, in plain values and tensors; the model itself is not in it; collective.
+        """Return the state of all ranks at a merge, in plain values and tensors, without the model itself; collective.
 
         Raises:
             RuntimeError: inside a mega-batch, where ranks are at different batches and replicas differ.

@@ -13,7 +13,7 @@ __all__ = ["EpochLayout"]
 
 @dataclass(frozen=True)
 class EpochLayout:
-    """How each epoch is handed out; equal on all ranks.
+    """Cut of each epoch into mega-batches; equal on all ranks.
 
     Args:
         samples: of an epoch.

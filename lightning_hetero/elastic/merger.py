@@ -28,7 +28,7 @@ LOGGED_SIZE_CHANGE = 0.1
 
 
 class ReplicaMerger:
-    """Gathers what ranks have done, weighs their replicas, merges them, and scales the next batches.
+    """Merge of all ranks' replicas by what each has done, and the batch sizes that follow.
 
     Args:
         control: collectives of the ranks.
@@ -111,7 +111,7 @@ class ReplicaMerger:
 
     @contextmanager
     def _together(self, dispatcher: BatchDispatcher) -> Iterator[None]:
-        """Around what all ranks do together: say which of them do not come."""
+        """Name the ranks that do not come to what all of them do together."""
         try:
             yield
         except (RuntimeError, dist.DistError) as error:

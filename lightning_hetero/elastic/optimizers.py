@@ -1,4 +1,4 @@
-"""What elastic averaging has to know of the local optimizers: whether they have momentum, and what they average."""
+"""Requirements of elastic averaging on the local optimizers, and the momentum of the global model that suits them."""
 
 import logging
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ log = logging.getLogger("lightning_hetero")
 
 
 def outer_momentum(optimizers: Iterable[Any]) -> tuple[float, str]:
-    """Momentum of the global model that suits the local optimizers, with the reason (Adaptive SGD, Alg. 2: ``gamma``).
+    """Choose the momentum ``gamma`` of the global model for the local optimizers, and say why (Adaptive SGD, Alg. 2).
 
     The paper's 0.9 is for SGD without momentum: in the long run the global model moves ten times as far as its
     replicas did. Where these have momentum of their own, or steps whose length does not depend on the gradient's, that
@@ -75,7 +75,7 @@ def require_mergeable(optimizers: Iterable[Any]) -> None:
 
 
 def unsupported_reason(optimizer: Any) -> str | None:
-    """Why replicas that an optimizer trains cannot be merged, with advice; ``None`` if they can.
+    """Say why replicas that an optimizer trains cannot be merged, with advice; ``None`` if they can.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""What one rank has done of the running mega-batch: its batch, its updates and samples, its time."""
+"""Progress of one rank in the running mega-batch: its batch, its updates and samples, its time."""
 
 import time
 

@@ -51,14 +51,14 @@ class Replica:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     def norm(self) -> float:
-        """``||w_i||_2 / |w|``: the norm over the number of parameters; not finite if one of them is not."""
+        """Return ``||w_i||_2 / |w|``: the norm over the number of parameters; not finite if one of them is not."""
         parameters = list(self.parameters.values())
         norms = torch.stack([torch.linalg.vector_norm(p.detach()).double() for p in parameters])
         return float(torch.linalg.vector_norm(norms)) / sum(p.numel() for p in parameters)
 
     @torch.no_grad()
     def merge(self, weight: float, *, share: float, diverged: bool) -> None:
-        """``w' = sum_i alpha_i w_i + gamma (w - w_p)``; collective.
+        """Merge the replicas by the rule, ``w' = sum_i alpha_i w_i + gamma (w - w_p)``; collective.
 
         Args:
             weight: ``alpha_i``.
@@ -77,7 +77,7 @@ class Replica:
         self._remember()
 
     def _update(self, name: str, local: torch.Tensor, merged: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-        """The new global parameter, by the rule; what the replica keeps of its own is noted."""
+        """Return the new global parameter, by the rule; keep what the replica has of its own."""
         previous = GlobalModel(now, self._previous[name])
         merged, own = self.rule.update(local, merged, previous, momentum=self.momentum, world_size=self.world_size)
         if own is not None:
@@ -101,7 +101,7 @@ class Replica:
             named[name].copy_(largest)
 
     def _differing_frozen(self) -> dict[str, torch.Tensor]:
-        """Frozen parameters that differ between ranks, by an exact sum of their bits; the same on all ranks."""
+        """Return frozen parameters that differ between ranks, by an exact sum of their bits; the same on all ranks."""
         named = self.module.named_parameters()
         frozen = {name: p.detach() for name, p in named if not p.requires_grad and p.is_floating_point() and p.numel()}
         if not frozen:
@@ -129,7 +129,7 @@ class Replica:
         self._own = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The global model before the last one (equal on all ranks), and what this replica keeps of its own."""
+        """Return the global model before the last one (equal on all ranks), and what this replica keeps of its own."""
         return {
             "previous": {name: tensor.cpu() for name, tensor in self._previous.items()},
             "own": {name: tensor.cpu() for name, tensor in self._own.items()},

@@ -1,4 +1,4 @@
-"""Where an elastic run goes on: at a position, or behind a step of a synchronous run; and with which replica."""
+"""Point at which an elastic run goes on: a position, or a step of a synchronous run; and its replica."""
 
 import logging
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ log = logging.getLogger("lightning_hetero")
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run goes on; the start of the first epoch by default.
+    """Point at which a run goes on; the start of the first epoch by default.
 
     Args:
         position: epoch, and samples of it that are done.

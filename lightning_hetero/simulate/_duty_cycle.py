@@ -59,7 +59,7 @@ class Target:
 
 
 class DutyCycle:
-    """Alternates run and stop phases so that the time run is ``share`` of the total, on average.
+    """Alternation of run and stop phases, such that the time run is ``share`` of the total on average.
 
     The phases that were asked for are not trusted, the measured ones are: after a run phase that really lasted ``r``
     a stop of ``r * (1 - share) / share`` is due, and what a stop lasted too long or too short is carried
@@ -86,7 +86,7 @@ class DutyCycle:
                 running_since = self.cycle(running_since)
 
     def cycle(self, running_since: float) -> float:
-        """One run phase and the stop phase that follows from it; return when the process last began to run."""
+        """Run one phase of running and the stop that follows from it; return when the process last began to run."""
         excess = max(0.0, -self.stop_due)
         run_for = self.share * self.period + excess * self.share / (1.0 - self.share)
         self.wait(running_since + run_for - time.monotonic())

@@ -22,7 +22,7 @@ RATE_CHECK_SECONDS = 0.05
 
 
 class ThinLink:
-    """Hands sums and messages of gradients of this process out as a link of a given rate would.
+    """Link of a given rate, at which sums and messages of gradients of this process arrive.
 
     For tests and demonstrations on one machine: the sums themselves are those of the process group, only their arrival
     is put off. It concerns plain sums and block top-k of gradients on CPU, and no other collective.
@@ -50,7 +50,7 @@ class ThinLink:
         self._sum, self._gather = sums.sum_over_ranks, sums.gather_over_ranks
 
     def start(self) -> "ThinLink":
-        """Make the link thin."""
+        """Limit the link to its rate from now on."""
         self._thread = threading.Thread(target=self._deliver, daemon=True)
         self._thread.start()
         self._sum, sums.sum_over_ranks = sums.sum_over_ranks, self._late_sum

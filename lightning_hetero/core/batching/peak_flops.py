@@ -122,7 +122,7 @@ def gpu_peak_flops(
     *,
     architecture: str = "",
 ) -> float:
-    """Dense half-precision FLOP/s of a GPU, from the table by name or else from its clocks.
+    """Return the dense half-precision FLOP/s of a GPU, from the table by name or else from its clocks.
 
     Args:
         name: as the driver gives it.
@@ -156,7 +156,7 @@ def gpu_peak_flops(
 
 
 def cpu_peak_flops(cores: float, instructions: str = "DEFAULT") -> float:
-    """FLOP/s of processor cores: cores x vector lanes x two units of fused multiply-add x clock.
+    """Return the FLOP/s of processor cores: cores x vector lanes x two units of fused multiply-add x clock.
 
     Args:
         cores: cores, or the share of them that a quota leaves.
