@@ -33,7 +33,7 @@ from hardware import write_table
 from torch import nn
 
 from lightning_hetero.comm.collectives.async_ops import gather_over_ranks
-from lightning_hetero.compression import BlockEncoder, Layout, MessageFormat, Pack
+from lightning_hetero.compression import Layout, MessageFormat, Pack, TorchEncoder
 from lightning_hetero.compression.block_gradient import BlockGradient, GradientParts
 from lightning_hetero.compression.host import encoder
 from lightning_hetero.compression.layout import put_rows, take_rows
@@ -130,12 +130,12 @@ def compress_candidates(n, density):
     found = {
         "add_": lambda: r.add_(g),
         "copy_": lambda: r.copy_(g),
-        "ours, exact, bfloat16": ours(BlockEncoder, g, density),
-        "ours, exact, float32": ours(BlockEncoder, g, density, values="float32"),
-        "ours, exact, int8": ours(BlockEncoder, g, density, values="int8"),
-        "ours, histogram, bfloat16": ours(BlockEncoder, g, density, "histogram"),
-        "ours, sample, bfloat16": ours(BlockEncoder, g, density, "sample"),
-        "ours, aimd, bfloat16": ours(BlockEncoder, g, density, "aimd"),
+        "ours, exact, bfloat16": ours(TorchEncoder, g, density),
+        "ours, exact, float32": ours(TorchEncoder, g, density, values="float32"),
+        "ours, exact, int8": ours(TorchEncoder, g, density, values="int8"),
+        "ours, histogram, bfloat16": ours(TorchEncoder, g, density, "histogram"),
+        "ours, sample, bfloat16": ours(TorchEncoder, g, density, "sample"),
+        "ours, aimd, bfloat16": ours(TorchEncoder, g, density, "aimd"),
         "elements, topk": elements,
         "elements, threshold and nonzero": threshold,
         "blocks, fresh temporaries, topk": scores(lambda: blocks.abs().sum(1)),
@@ -157,7 +157,7 @@ def whole_step(encoder_class, n, density):
     k = max(1, int(layout.num_blocks * density))
     made = encoder_class(layout, MessageFormat(layout.num_blocks, k, 16, "bfloat16", layout.fingerprint()), "exact")
     message, gradient = torch.zeros(made.form.num_bytes, dtype=torch.uint8), torch.randn(size)
-    encoder.WORTH_NUMBA = math.inf if encoder_class is BlockEncoder else 0
+    encoder.NUMBA_MIN_ELEMENTS = math.inf if encoder_class is TorchEncoder else 0
     optimizer, blocks = SparseSGD(parameters.values(), lr=1e-4, momentum=0.9), {}
     for p in parameters.values():
         p.grad = gradient
@@ -210,7 +210,7 @@ def optimizer_candidates(n, density):
         ("SparseAdamW", SparseAdamW, {}),
         *(numba if NumbaEncoder is not None else ()),
     ):
-        encoder.WORTH_NUMBA = 0 if "numba" in name else math.inf
+        encoder.NUMBA_MIN_ELEMENTS = 0 if "numba" in name else math.inf
         p = nn.Parameter(shared)
         optimizer = kind([p], lr=1e-4, **settings)
         p.grad = g
@@ -252,7 +252,7 @@ def merge_candidates(n, density):
         "dense zero_": r.zero_,
         "index_add_ of blocks": lambda: r[: n // 16 * 16].view(-1, 16).index_add_(0, pack.indices, pack.values),
         "index_add_ of elements": lambda: r.index_add_(0, where, pack.values.view(-1)),
-        "ours, merge and clear": ours_merge(BlockEncoder(layout, form)),
+        "ours, merge and clear": ours_merge(TorchEncoder(layout, form)),
     }
     if NumbaEncoder is not None:
         found["ours, numba, merge and clear"] = ours_merge(NumbaEncoder(layout, form))
@@ -431,7 +431,7 @@ def main():
                 gc.collect()
     rows += controller_rows(30 if args.quick else 300)
     rows += exchange_rows([1_000_000] if args.quick else [1_000_000, 4_000_000, 16_000_000], 4 * args.rounds)
-    encoders = [BlockEncoder] if NumbaEncoder is None else [BlockEncoder, NumbaEncoder]
+    encoders = [TorchEncoder] if NumbaEncoder is None else [TorchEncoder, NumbaEncoder]
     rows += budget_rows(rows, sizes[-1], max(fresh_memory(kind, sizes[-1], 0.01) for kind in encoders))
     write_table(rows, args.out, "compression on one CPU thread, ratio to add_")
 

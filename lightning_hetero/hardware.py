@@ -1,4 +1,4 @@
-"""Who a worker is and what it could do: identity, open-loop capacity, memory bound."""
+"""Identity of a worker, its open-loop capacity, and its memory bound."""
 
 import logging
 import math
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def identity(device: torch.device, local_rank: int) -> str:
-    """Name of the hardware behind a rank: host and GPU UUID, or host and slot for a CPU worker.
+    """Name the hardware behind a rank: host and GPU UUID, or host and slot for a CPU worker.
 
     Example:
         >>> identity(torch.device("cpu"), 1).endswith("/cpu:1")
@@ -30,19 +30,19 @@ def identity(device: torch.device, local_rank: int) -> str:
 
 
 def cpu_share() -> float:
-    """Cores that this process may use, by affinity and CPU-bandwidth cgroup (version 1 or 2)."""
+    """Return the cores that this process may use, by affinity and CPU-bandwidth cgroup (version 1 or 2)."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     return min([float(affinity), *_cgroup_quotas()])
 
 
 def cpu_quota() -> float | None:
-    """Cores that a CPU-bandwidth cgroup leaves this process, ``None`` where it has all that its threads can use."""
+    """Return the cores that a CPU-bandwidth cgroup leaves this process, ``None`` where its threads need no more."""
     quota = min(_cgroup_quotas(), default=math.inf)
     return quota if quota < torch.get_num_threads() else None
 
 
 def _cgroup_quotas() -> list[float]:
-    """Cores by the quota of this process's cgroup and of every cgroup around it."""
+    """Return the cores by the quota of this process's cgroup and of every cgroup around it."""
     quotas = []
     try:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -63,7 +63,7 @@ def _cgroup_quotas() -> list[float]:
 
 
 def _quota(files: list[Path]) -> list[float]:
-    """Quota over period, empty where a cgroup has none or does not show it."""
+    """Read quota over period, empty where a cgroup has none or does not show it."""
     try:
         quota, period = " ".join(file.read_text() for file in files).split()
         return [] if quota in ("max", "-1") else [int(quota) / int(period)]
@@ -72,7 +72,7 @@ def _quota(files: list[Path]) -> list[float]:
 
 
 def capacity(device: torch.device) -> float:
-    """Peak half-precision FLOP/s of a worker, for the open-loop split (dynamic batching, sec. III-B).
+    """Return the peak half-precision FLOP/s of a worker, for the open-loop split (dynamic batching, sec. III-B).
 
     Of a GPU by its name, else by its clocks; of a CPU by cores (share of them, under a quota) and vector width, see
     :mod:`lightning_hetero.core.batching.peak_flops`. Only ratios count, and only where nothing was measured yet.
@@ -96,7 +96,7 @@ def capacity(device: torch.device) -> float:
 
 
 def probe_largest_batch(runs: Callable[[int], bool], *, start: int, limit: int) -> int:
-    """Largest batch that fits, by doubling and then halving the gap.
+    """Find the largest batch that fits, by doubling and then halving the gap.
 
     Args:
         runs: tries one batch size and says whether it fitted.

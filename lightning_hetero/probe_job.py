@@ -1,4 +1,4 @@
-"""What ``lightning-hetero profile-convergence`` tells a script of one probe training, and what the script answers.
+"""Order of one probe training by ``lightning-hetero profile-convergence``, and the answer of the script.
 
 The order is JSON in the environment variable :data:`VARIABLE`, the answer a file of JSON that rank 0 writes. The script
 may be started by anything that hands the variable to all ranks.
@@ -57,7 +57,7 @@ class ProbeOrder:
         check_choice("staleness", self.staleness, (0, 1))
 
     def to_json(self) -> str:
-        """The order as the value of the variable."""
+        """Return the order as the value of the variable."""
         return json.dumps(asdict(self))
 
     def announce(self) -> str:
@@ -75,7 +75,7 @@ class ProbeOrder:
         return Path(f"{self.report}.order")
 
     def why_left_over(self, *, answers: bool) -> str | None:
-        """Why nobody waits for the answer any more, ``None`` if somebody may.
+        """Say why nobody waits for the answer any more, ``None`` if somebody may.
 
         Args:
             answers: whether this process is to write the answer. Others may run where its folder is not to be seen.
@@ -99,7 +99,7 @@ class ProbeOrder:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "ProbeOrder | None":
-        """The order that the environment carries, ``None`` without one.
+        """Read the order that the environment carries, ``None`` without one.
 
         Raises:
             ValueError: if the variable holds no order.
@@ -128,7 +128,7 @@ def _alive(pid: int) -> bool:
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """What a script tells of itself and of its probe training.
+    """Answer of a script: itself, and its probe training.
 
     Args:
         loss: mean training loss over the last quarter of the samples, ``None`` if it did not train.
@@ -160,7 +160,7 @@ class ProbeReport:
 
     @classmethod
     def read(cls, path: str | Path) -> "ProbeReport":
-        """The answer in a file.
+        """Read the answer in a file.
 
         Raises:
             FileNotFoundError: if nobody answered.

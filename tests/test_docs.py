@@ -17,6 +17,7 @@ import lightning_hetero
 from lightning_hetero import BatchPlan, HeteroDDPStrategy
 from lightning_hetero.callbacks._elastic import merge_metrics
 from lightning_hetero.comm.compressors.manager import GradientCompression
+from lightning_hetero.comm.link.link_state import LinkWatch
 from lightning_hetero.comm.staleness.dense import DenseStaleAverager
 from lightning_hetero.core import StepObservations
 from lightning_hetero.core.batching.goodput import Candidate
@@ -170,7 +171,8 @@ def noise_metrics():
 
 def compression_metrics():
     """Names of the metrics of compressed gradients."""
-    return set(METRIC.findall(inspect.getsource(GradientCompression.metrics)))
+    sources = inspect.getsource(GradientCompression.metrics) + inspect.getsource(LinkWatch.metrics)
+    return set(METRIC.findall(sources))
 
 
 def elastic_metrics():

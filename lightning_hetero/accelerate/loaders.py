@@ -7,7 +7,7 @@ import torch
 from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import DataLoader, SequentialSampler
 
-from lightning_hetero.data import LiveStream
+from lightning_hetero.data import BroadcastStream
 from lightning_hetero.frontend.loaders import evaluates, why_not_uneven, with_batch_sampler
 from lightning_hetero.session import HeteroSession
 
@@ -93,7 +93,7 @@ def uneven_loader(prepared: DataLoaderShard, session: HeteroSession, world_size:
         inner = inner.batch_sampler
     sampler = prepared.get_sampler() or inner.sampler
     control, rank = session.engine.control, session.engine.rank
-    stream = LiveStream(sampler, control.broadcast_object, rank)
+    stream = BroadcastStream(sampler, control.broadcast_object, rank)
     batches = session.shard(
         stream, inner.batch_size // world_size if split else inner.batch_size, drop_last=inner.drop_last
     )

@@ -1,6 +1,7 @@
 """Block top-k gradient compression: reference, selectors, values, messages, and the fast paths."""
 
-from lightning_hetero.compression.host.encoder import BlockEncoder
+from lightning_hetero.compression.encoder_protocol import BlockEncoder, DeviceEncoder, HostEncoder
+from lightning_hetero.compression.host.encoder import TorchEncoder
 from lightning_hetero.compression.layout import Layout
 from lightning_hetero.compression.reference import Pack, block_scores, compress, merge, select_exact
 from lightning_hetero.compression.selectors import SELECT
@@ -11,9 +12,12 @@ __all__ = [
     "SELECT",
     "BlockEncoder",
     "BlockTopK",
+    "DeviceEncoder",
+    "HostEncoder",
     "Layout",
     "MessageFormat",
     "Pack",
+    "TorchEncoder",
     "block_scores",
     "compress",
     "merge",

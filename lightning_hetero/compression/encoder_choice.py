@@ -1,4 +1,4 @@
-"""Which encoder a rank works with: Triton's kernels on its GPU, or the host where these are not asked for or cannot be.
+"""Choice of a rank's encoder: Triton's kernels on its GPU, or the host where these are not asked for or cannot be.
 
 All of them write the same messages and merge them in the order of ranks, so that a job may have workers of both kinds.
 """
@@ -7,10 +7,10 @@ import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 
+from lightning_hetero.compression.encoder_protocol import DeviceEncoder, HostEncoder
 from lightning_hetero.compression.host.encoder import cpu_encoder
 from lightning_hetero.compression.layout import Layout
 from lightning_hetero.compression.wire_format import MessageFormat
@@ -19,9 +19,6 @@ from lightning_hetero.core.compression.settings import BlockTopK
 __all__ = ["encoder_for", "gpu_encoder", "reason_of"]
 
 log = logging.getLogger("lightning_hetero")
-
-LONGEST = 300
-"""Letters of a compiler's message that are worth a line in the log."""
 
 
 def encoder_for(
@@ -32,8 +29,8 @@ def encoder_for(
     world_size: int,
     *,
     hold: bool = False,
-) -> Any:
-    """The encoder for the parameters' device.
+) -> HostEncoder | DeviceEncoder:
+    """Return the encoder for the parameters' device.
 
     Args:
         settings: of block top-k.
@@ -60,7 +57,7 @@ def encoder_for(
 
 
 def _only_on_host(settings: BlockTopK, dtypes: set[torch.dtype]) -> str | None:
-    """What was asked for that kernels do not do, ``None`` if there is nothing."""
+    """Return what was asked for that kernels do not do, ``None`` if there is nothing."""
     if settings.selector not in (None, "histogram"):
         return f"selector={settings.selector!r}"
     if settings.scores != "magnitude":
@@ -76,8 +73,8 @@ def gpu_encoder(
     dtypes: set[torch.dtype],
     *,
     hold: bool = False,
-) -> Any:
-    """Triton's encoder with all its kernels compiled and tried, ``None`` where they cannot be; the log says why.
+) -> DeviceEncoder | None:
+    """Return Triton's encoder with its kernels compiled and tried, ``None`` where they cannot be; the log says why.
 
     A GPU may be too old for a kernel, and to launch one Triton needs a C compiler and Python's headers.
     """
@@ -99,12 +96,12 @@ def gpu_encoder(
     return TritonEncoder(layout, form, device, world_size)
 
 
-def reason_of(error: Exception) -> str:
-    r"""An error in one line.
+def reason_of(error: Exception, max_chars: int = 300) -> str:
+    r"""Return an error in one line of the log, the last one of a compiler's message.
 
     Example:
         >>> reason_of(RuntimeError("at line 3:\n  x = y\nno such type"))
         'RuntimeError: no such type'
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return ": ".join([type(error).__name__, *lines[-1:]])[:LONGEST]
+    return ": ".join([type(error).__name__, *lines[-1:]])[:max_chars]

@@ -6,40 +6,50 @@ parameter sends, a residual is measured in steps of the optimizer, because the s
 mean square.
 """
 
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.compression.layout import Layout
 
-__all__ = ["ScoreBalance"]
-
-DECAY = 0.99
-"""Of the mean squares in a step, as the second moment of AdamW."""
-
-WIDEST = 2.0**-10
-"""Least factor of a score; it also holds for what was never sent, against the parameter with the largest scale."""
+__all__ = ["ScalingSettings", "ScoreScaling"]
 
 
-class ScoreBalance:
+@dataclass(frozen=True)
+class ScalingSettings:
+    """Constants of the scaling.
+
+    Args:
+        decay_per_step: of the mean squares, as of AdamW's second moment.
+        min_factor: least factor of a score; it also holds for what was never sent, against the parameter with the
+            largest scale.
+    """
+
+    decay_per_step: float = 0.99
+    min_factor: float = 2.0**-10
+
+
+class ScoreScaling:
     """Factor of the scores of each parameter: ``1 / rms_p``, times the least ``rms``, so that it is never above 1.
 
     ``rms_p^2 = q rms_p^2 + (1 - q) sum s^2 / n_p`` over the steps, with ``q`` = 0.99, the values ``s`` that this rank
-    sends of the parameter in a step, and its elements ``n_p``. It costs what the message is long, not the model.
+    sends of the parameter in a step, and its elements ``n_p``. Its cost grows with the message, not with the model.
 
     Args:
         layout: where parameters lie.
+        settings: its constants.
 
     Example:
         >>> layout = Layout.of([("large", 2), ("small", 2)], block=2)
-        >>> balance = ScoreBalance(layout)
-        >>> balance.follow(np.array([0, 1]), np.array([[4.0, 0.0], [1.0, 0.0]]))
-        >>> [balance.factors[slot.name] for slot in layout.slots]
+        >>> scaling = ScoreScaling(layout)
+        >>> scaling.follow(np.array([0, 1]), np.array([[4.0, 0.0], [1.0, 0.0]]))
+        >>> [scaling.factors[slot.name] for slot in layout.slots]
         [0.25, 1.0]
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, settings: ScalingSettings = ScalingSettings()) -> None:  # noqa: B008 - frozen
+        self._settings = settings
         self._names = [slot.name for slot in layout.slots]
         self._begins = np.array([slot.start // layout.block for slot in layout.slots] + [layout.num_blocks])
         self._sizes = np.array([max(1, slot.numel) for slot in layout.slots], dtype=np.float64)
@@ -48,25 +58,27 @@ class ScoreBalance:
 
     def _set_factors(self) -> None:
         rms = np.sqrt(self._squares)
-        least = WIDEST * float(rms.max(initial=0.0))
+        least = self._settings.min_factor * float(rms.max(initial=0.0))
         scale = np.maximum(rms, least)
         factors = scale.min() / scale if least > 0.0 else np.ones_like(rms)
         self.factors = dict(zip(self._names, factors.tolist(), strict=True))
 
-    def follow(self, indices: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
-        """Take note of the blocks of a message.
+    def follow(self, indices: npt.NDArray[np.int64], values: npt.NDArray[np.floating]) -> None:
+        """Update the mean squares by the blocks of a message.
 
         Args:
             indices: their numbers, ascending.
             values: what is sent of them, shape ``(len(indices), block)``.
         """
+        # Indices ascend, so that the blocks of a parameter are one run, whose sum is a difference of two prefix sums.
         sums = np.concatenate([[0.0], np.cumsum(np.square(values, dtype=np.float64).sum(axis=1))])
         sent = np.diff(sums[np.searchsorted(indices, self._begins)])
-        self._squares = DECAY * self._squares + (1 - DECAY) * sent / self._sizes
+        decay = self._settings.decay_per_step
+        self._squares = decay * self._squares + (1 - decay) * sent / self._sizes
         self._set_factors()
 
     def state_dict(self) -> dict[str, float]:
-        """Mean squares by parameter."""
+        """Return the mean squares by parameter."""
         return dict(zip(self._names, self._squares.tolist(), strict=True))
 
     def load_state_dict(self, state: dict[str, float]) -> None:

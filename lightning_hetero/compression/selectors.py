@@ -1,4 +1,4 @@
-"""Which blocks are sent, on CPU: four selectors over the scores of this step, in one table.
+"""Selectors of the blocks that are sent, on CPU: four of them over the scores of this step, in one table.
 
 All return ascending numbers, each once, never more than ``k``, none with a score of 0. ``"exact"`` and ``"histogram"``
 take at least 95 % of the mass of the exact top-k in every step; ``"sample"`` depends on luck with its sample, and
@@ -17,15 +17,33 @@ __all__ = ["SELECT", "Indices", "Scores", "SelectorState", "at_least"]
 Indices = npt.NDArray[np.int64]
 Scores = npt.NDArray[Any]
 
-SAMPLE = 65_536
 
-NEAR, MANY = (0.98, 0.93, 0.8), 6
-"""What shares of the last threshold candidates reach, and how many times the budget they may be."""
+@dataclass(frozen=True)
+class SelectorSettings:
+    """Constants of the selectors.
+
+    Args:
+        sample_size: scores that a quantile is taken from.
+        candidate_shares: of the last step's threshold that candidates reach, one after the other.
+        max_candidates: that are worked on, in budgets.
+        oversampling: budgets of candidates that a quantile is to give, one after the other; the first time by a quarter
+            of the sample.
+        aimd_step: of the paper's threshold, as a share of its first value, and of itself on the way down.
+    """
+
+    sample_size: int = 65_536
+    candidate_shares: tuple[float, ...] = (0.98, 0.93, 0.8)
+    max_candidates: int = 6
+    oversampling: tuple[float, ...] = (1.15, 1.15, 2.0, 8.0)
+    aimd_step: float = 0.01
+
+
+SETTINGS = SelectorSettings()
 
 
 @dataclass
 class SelectorState:
-    """What a selector remembers from step to step.
+    """State of a selector from step to step.
 
     Args:
         rng: where scans begin.
@@ -38,7 +56,7 @@ class SelectorState:
     threshold: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain Python values, fit for any checkpoint."""
+        """Return plain Python values, fit for any checkpoint."""
         state = self.rng.bit_generator.state
         words = [str(state["state"][key]) for key in ("state", "inc")]  # 128 bits, more than every reader takes
         buffered = [int(state["has_uint32"]), int(state["uinteger"])]
@@ -54,13 +72,13 @@ class SelectorState:
 
 
 def _reached(scores: Scores, threshold: float) -> npt.NDArray[np.bool_]:
-    """Which scores reach a threshold and are above 0."""
+    """Return whether each score reaches a threshold and is above 0."""
     reached: npt.NDArray[np.bool_] = scores >= threshold if threshold > 0 else scores > 0
     return reached
 
 
 def at_least(scores: Scores, threshold: float, most: int) -> Indices | None:
-    """Numbers of the scores that reach a threshold and are above 0; ``None`` if these are more than ``most``."""
+    """Return the numbers of scores that reach a threshold and are above 0; ``None`` if these are more than ``most``."""
     reached = _reached(scores, threshold)
     return None if np.count_nonzero(reached) > most else np.flatnonzero(reached)
 
@@ -68,33 +86,34 @@ def at_least(scores: Scores, threshold: float, most: int) -> Indices | None:
 AtLeast = Callable[[Scores, float, int], Indices | None]
 
 
-def _quantile(scores: Scores, wanted: float, least: int) -> float:
-    """Score that about ``wanted`` blocks reach, from a strided sample; 0 if the sample is too small to tell."""
-    stride = max(1, len(scores) // least)
+def _quantile(scores: Scores, wanted: float, size: int) -> float:
+    """Return the score that about ``wanted`` blocks reach, from a strided sample; 0 if it is too small to tell."""
+    stride = max(1, len(scores) // size)
     sample = scores[::stride]
     rank = int(np.ceil(wanted / stride))
     return float(np.partition(sample, len(sample) - rank)[len(sample) - rank]) if rank < len(sample) else 0.0
 
 
 def _sampled(scores: Scores, k: int, search: AtLeast) -> Indices:
-    """Candidates for the ``k`` largest scores, few in most cases: by samples, then all of them."""
-    for factor, least in ((1.15, SAMPLE // 4), (1.15, SAMPLE), (2.0, SAMPLE), (8.0, SAMPLE)):
-        most = MANY * k if factor < MANY else len(scores)
-        candidates = search(scores, _quantile(scores, factor * k + 3, least), most)
+    """Return candidates for the ``k`` largest scores, few in most cases: by samples, then all of them."""
+    for number, factor in enumerate(SETTINGS.oversampling):
+        size = SETTINGS.sample_size // (1 if number else 4)
+        most = SETTINGS.max_candidates * k if factor < SETTINGS.max_candidates else len(scores)
+        candidates = search(scores, _quantile(scores, factor * k + 3, size), most)
         if candidates is not None and len(candidates) >= k:
             return candidates
     return np.flatnonzero(scores > 0)
 
 
 def exact(scores: Scores, k: int, state: SelectorState, search: AtLeast = at_least) -> Indices:
-    """The ``k`` largest scores: candidates, and a partition of these few.
+    """Return the ``k`` largest scores: candidates, and a partition of these few.
 
     Candidates are the scores a little below the least one of the last step's choice, then those well below it. Where
     these are too few or many times too many, as when the gradient changes suddenly, a sample says where to look.
     """
     candidates: Indices | None = None
-    for share in NEAR if state.threshold > 0 else ():
-        candidates = search(scores, share * state.threshold, MANY * k)
+    for share in SETTINGS.candidate_shares if state.threshold > 0 else ():
+        candidates = search(scores, share * state.threshold, SETTINGS.max_candidates * k)
         if candidates is None or len(candidates) >= k:
             break
     if candidates is None or len(candidates) < k:
@@ -110,7 +129,7 @@ def exact(scores: Scores, k: int, state: SelectorState, search: AtLeast = at_lea
 
 
 def histogram(scores: Scores, k: int, state: SelectorState) -> Indices:
-    """The blocks above the histogram bin in which the k-th largest lies, then blocks of that bin, an even share of it.
+    """Return the blocks above the histogram bin of the k-th largest, then an even share of the blocks of that bin.
 
     Of its ``e`` blocks the ``j``-th is taken where ``floor(j q / e)`` grows, with ``q`` still wanted. Taken in the
     order of the tensor, its end would be sent later than its beginning all the time. A bin is the upper 16 bits of the
@@ -131,21 +150,25 @@ def histogram(scores: Scores, k: int, state: SelectorState) -> Indices:
 
 
 def sample(scores: Scores, k: int, state: SelectorState) -> Indices:
-    """Blocks above the quantile of a sample; too many are cut at random, too few are left too few."""
-    return _cut(np.flatnonzero(_reached(scores, _quantile(scores, k, SAMPLE))), k, state)
+    """Return the blocks above the quantile of a sample; too many are cut at random, too few are left too few."""
+    return _cut(np.flatnonzero(_reached(scores, _quantile(scores, k, SETTINGS.sample_size))), k, state)
 
 
 def aimd(scores: Scores, k: int, state: SelectorState) -> Indices:
-    """The paper's threshold: up by 1 % of its first value when the budget was filled, down by 1 % when not."""
+    """Return the blocks above the paper's threshold.
+
+    It goes up by 1 % of its first value when the budget was filled, and down by 1 % when not.
+    """
     if state.first == 0.0 and len(scores):
         state.first = state.threshold = float(np.partition(scores, len(scores) - k)[len(scores) - k])
     chosen = _cut(np.flatnonzero(_reached(scores, state.threshold)), k, state)
-    state.threshold = state.threshold + 0.01 * state.first if len(chosen) == k else 0.99 * state.threshold
+    step = SETTINGS.aimd_step
+    state.threshold = state.threshold + step * state.first if len(chosen) == k else (1 - step) * state.threshold
     return chosen
 
 
 def _cut(candidates: Indices, k: int, state: SelectorState) -> Indices:
-    """The first ``k`` candidates of a scan that begins at random, so that no part of the tensor starves."""
+    """Return the first ``k`` candidates of a scan that begins at random, so that no part of the tensor starves."""
     if len(candidates) <= k:
         return candidates
     chosen = np.roll(candidates, -int(state.rng.integers(len(candidates))))[:k]

@@ -39,11 +39,11 @@ class ThroughputModel:
         check_number("beta", self.beta, low=0.0, include_low=False)
 
     def throughput(self, x: float) -> float:
-        """Samples per second at a batch of ``x``."""
+        """Return the samples per second at a batch of ``x``."""
         return float(min(self.beta / self.alpha * x, self.beta))
 
     def seconds(self, x: float) -> float:
-        """Seconds of an iteration, ``x / f(x)``: constant up to ``alpha`` samples.
+        """Return the seconds of an iteration, ``x / f(x)``: constant up to ``alpha`` samples.
 
         Example:
             >>> ThroughputModel(20, 100).seconds(5), ThroughputModel(20, 100).seconds(40)
@@ -53,7 +53,7 @@ class ThroughputModel:
 
     @classmethod
     def fit(cls, sizes: Sequence[float], seconds: Sequence[float]) -> "ThroughputModel":
-        """Least squares of the relative error of iteration times, by Nelder-Mead (StellaTrain, sec. 4.1).
+        """Fit iteration times by least squares of their relative error, by Nelder-Mead (StellaTrain, sec. 4.1).
 
         Raises:
             ValueError: if there is no measurement, or one is not above 0.
@@ -86,7 +86,7 @@ def bootstrap_sizes(
     min_local: Bound = 1,
     max_local: Bound | None = None,
 ) -> tuple[int, ...]:
-    """Next sizes while every worker was seen at one size only (Cannikin, eq. 8).
+    """Return the next sizes while every worker was seen at one size only (Cannikin, eq. 8).
 
     ``b_i' = B (1 / t_i) / sum_j (1 / t_j)`` with the time per sample ``t_i = compute_i / b_i``.
 

@@ -10,7 +10,7 @@ __all__ = ["CheckpointStateError", "check_tensors", "reading_state"]
 
 
 class CheckpointStateError(ValueError):
-    """What a checkpoint has of ours is malformed.
+    """Error of a checkpoint whose state of ours is malformed.
 
     Example:
         >>> issubclass(CheckpointStateError, ValueError)

@@ -1,4 +1,4 @@
-"""What came of an exchange between ranks, and its metrics under their fixed names."""
+"""Outcome of a sync round between ranks, and its metrics under their fixed names."""
 
 import warnings
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Exchange:
 
     Args:
         planner: the planner that has seen the observations (on rank 0; unchanged elsewhere).
-        observations: what all ranks measured since the last exchange.
+        observations: what all ranks measured since the last sync round.
         entry: the plan that was adopted, ``None`` if the current one stays.
         predicted: predicted seconds of a step under the plan that ran, ``None`` without a model.
         error: standard error of that in seconds, ``None`` where it is not known.
@@ -46,7 +46,7 @@ def exchange_metrics(
     accumulation: int = 1,
     error: float | None = None,
 ) -> dict[str, float]:
-    """Metrics of the steps since the last exchange.
+    """Return the metrics of the steps since the last sync round.
 
     ``hetero/idle_fraction`` is the share of all workers' time that is neither forward, backward nor update:
     ``1 - n mean_i(a_i + P_i) / T`` with ``n`` micro-batches in an optimizer step.
@@ -85,7 +85,7 @@ def exchange_metrics(
 
 
 def noise_metrics(estimate: RunningNoiseScale) -> dict[str, float]:
-    """Metrics of the gradient noise scale.
+    """Return the metrics of the gradient noise scale.
 
     Example:
         >>> list(noise_metrics(RunningNoiseScale()))

@@ -32,7 +32,7 @@ class NoEffect:
 
 
 def merged(found: Iterable[NoEffect]) -> list[NoEffect]:
-    """One entry for all settings with the same reason and cure.
+    """Merge the settings with the same reason and cure into one entry.
 
     Example:
         >>> alone = ("there is one worker", "Start more")

@@ -1,4 +1,4 @@
-"""What all workers measured over some steps: the one form in which timings reach planners and users."""
+"""Timings of all workers over some steps: the one form in which they reach planners and users."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class StepObservations:
-    """What all workers measured over some steps; every array but the last has the shape ``(steps, workers)``.
+    """Timings of all workers over some steps; every array but the last has the shape ``(steps, workers)``.
 
     Each worker's seconds are by its own clock and without what it waited for others, apart from the synchronisation.
     In a window of accumulation, those of data, forward, backward and optimizer are means over its micro-batches.
@@ -78,14 +78,14 @@ class StepObservations:
 
     @classmethod
     def from_array(cls, values: Array) -> "StepObservations":
-        """From an array of shape ``(steps, workers, 9 + buckets)``: :attr:`FIELDS`, then the ends of the buckets."""
+        """Read an array of shape ``(steps, workers, 9 + buckets)``: :attr:`FIELDS`, then the ends of the buckets."""
         count = len(cls.FIELDS)
         fields = {name: values[:, :, i] for i, name in enumerate(cls.FIELDS)}
         return cls(**fields, bucket_ends=values[:, :, count:])
 
     @classmethod
     def empty(cls, workers: int) -> "StepObservations":
-        """No steps of ``workers`` workers."""
+        """Return no steps of ``workers`` workers."""
         return cls.from_array(np.zeros((0, workers, len(cls.FIELDS))))
 
     @property
@@ -94,7 +94,7 @@ class StepObservations:
         return int(self.forward.shape[0])
 
     def splits(self) -> list[tuple[Array, slice]]:
-        """Each stretch of steps at one split: its sizes, and which steps they are.
+        """Return each stretch of steps at one split: its sizes, and which steps they are.
 
         Example:
             >>> sizes = np.array([[2.0, 2.0], [2.0, 2.0], [3.0, 1.0]])

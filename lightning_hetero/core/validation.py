@@ -12,7 +12,7 @@ __all__ = ["check_choice", "check_fields", "check_int", "check_names", "check_nu
 
 
 def check_int(name: str, value: Any, *, minimum: int) -> int:
-    """``value`` as an int.
+    """Return ``value`` as an int.
 
     Raises:
         TypeError: if it is not an integer (a bool is none).
@@ -30,7 +30,7 @@ def check_int(name: str, value: Any, *, minimum: int) -> int:
 
 
 def check_number(name: str, value: Any, *, low: float, high: float = math.inf, include_low: bool = True) -> float:
-    """``value`` as a float.
+    """Return ``value`` as a float.
 
     Raises:
         TypeError: if it is not a real number.
@@ -78,7 +78,7 @@ def check_fields(
 
 
 def check_sizes(name: str, values: Any, *, minimum: int, length: int | None = None) -> tuple[int, ...]:
-    """``values`` as a tuple of ints, one per worker.
+    """Return ``values`` as a tuple of ints, one per worker.
 
     Raises:
         TypeError: if it is not a sequence of integers.
@@ -122,7 +122,7 @@ def check_totals(most: Any, least: Any) -> None:
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> Any:
-    """``value`` if it is one of ``allowed``.
+    """Return ``value`` if it is one of ``allowed``.
 
     Raises:
         ValueError: if it is not.

@@ -1,6 +1,6 @@
-"""Which samples each rank sees: index streams, samplers, evaluation shards; and sparse multi-label data."""
+"""Samples of each rank: index streams, samplers, evaluation shards; and sparse multi-label data."""
 
-from lightning_hetero.data.broadcast_stream import LiveStream
+from lightning_hetero.data.broadcast_stream import BroadcastStream
 from lightning_hetero.data.evaluation import EvaluationBatchSampler
 from lightning_hetero.data.index_stream import IndexStream, PermutationStream, SamplerStream
 from lightning_hetero.data.mega_batch import ClaimedBatchSampler, MegaBatch
@@ -10,11 +10,11 @@ from lightning_hetero.datasets.synthetic import AMAZON_670K, DELICIOUS_200K, Spa
 
 __all__ = [
     "AMAZON_670K",
+    "BroadcastStream",
     "ClaimedBatchSampler",
     "DELICIOUS_200K",
     "EvaluationBatchSampler",
     "IndexStream",
-    "LiveStream",
     "MegaBatch",
     "PermutationStream",
     "SamplerStream",

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler, SequentialSampler
 
-__all__ = ["LiveStream"]
+__all__ = ["BroadcastStream"]
 
 
-class LiveStream:
+class BroadcastStream:
     """Order of the samples where the training loop belongs to the user: what the sampler yields when a pass begins.
 
     Rank 0 draws and the others take its order, so that no two ranks can differ, whatever they seeded. The random
@@ -25,7 +25,7 @@ class LiveStream:
         ValueError: if the sampler yields no samples.
 
     Example:
-        >>> stream = LiveStream(SequentialSampler(range(3)))
+        >>> stream = BroadcastStream(SequentialSampler(range(3)))
         >>> list(stream.indices(0)), len(stream)
         ([0, 1, 2], 3)
     """
@@ -41,11 +41,11 @@ class LiveStream:
 
     @property
     def sequential(self) -> bool:
-        """Whether the order is that of the dataset."""
+        """True if the order is that of the dataset."""
         return type(self.sampler) is SequentialSampler
 
     def indices(self, epoch: int) -> Sequence[int]:
-        """Order of a pass, drawn when it is asked for the first time; a collective call then."""
+        """Return the order of a pass, drawn when it is asked for the first time; a collective call then."""
         if self.sequential:
             return range(len(self))
         if epoch not in self._orders:
@@ -66,11 +66,11 @@ class LiveStream:
         return indices
 
     def fingerprint(self) -> int:
-        """Equal on ranks whose samplers are of one kind; their orders are equal in any case."""
+        """Return a number equal on ranks whose samplers are of one kind; their orders are equal in any case."""
         return zlib.crc32(f"{type(self.sampler).__name__} {len(self)}".encode())
 
     def state_dict(self, epoch: int) -> dict[str, Any]:
-        """The order of a pass that was drawn, and what the sampler draws the later ones from: generator, or seed."""
+        """Return the order of a pass that was drawn, and what the sampler draws later ones from: generator, or seed."""
         generator = getattr(self.sampler, "generator", None)
         order = self._orders.get(epoch)
         return {

@@ -17,13 +17,13 @@ class IndexStream(Protocol):
     """Order of the samples of each epoch, a pure function of the epoch."""
 
     def __len__(self) -> int:
-        """Samples of an epoch."""
+        """Return the samples of an epoch."""
 
     def indices(self, epoch: int) -> Sequence[int]:
-        """Dataset indices of an epoch in order."""
+        """Return the dataset indices of an epoch in order."""
 
     def fingerprint(self) -> int:
-        """Equal on ranks whose streams are equal."""
+        """Return a number equal on ranks whose streams are equal."""
 
 
 class PermutationStream:
@@ -51,7 +51,7 @@ class PermutationStream:
         return self.num_samples
 
     def indices(self, epoch: int) -> Sequence[int]:
-        """Dataset indices of an epoch in order."""
+        """Return the dataset indices of an epoch in order."""
         if not self.shuffle:
             return range(self.num_samples)
         generator = torch.Generator().manual_seed(self.seed + epoch)
@@ -59,7 +59,7 @@ class PermutationStream:
         return order
 
     def fingerprint(self) -> int:
-        """Equal on ranks whose streams are equal."""
+        """Return a number equal on ranks whose streams are equal."""
         return zlib.crc32(repr((self.num_samples, self.shuffle, self.seed)).encode())
 
 
@@ -91,7 +91,7 @@ class SamplerStream:
         return len(self.sampler)  # type: ignore[arg-type]
 
     def indices(self, epoch: int) -> Sequence[int]:
-        """Dataset indices of an epoch in order."""
+        """Return the dataset indices of an epoch in order."""
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
         if self._generator_seed is not None:
@@ -106,7 +106,7 @@ class SamplerStream:
         return order
 
     def fingerprint(self) -> int:
-        """Equal on ranks whose streams are equal: taken over the order of epoch 0."""
+        """Return a number equal on ranks whose streams are equal: taken over the order of epoch 0."""
         return zlib.crc32(np.asarray(self.indices(0), dtype=np.int64).tobytes())
 
 

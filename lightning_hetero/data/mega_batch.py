@@ -1,4 +1,4 @@
-"""Mega-batches whose batches are claimed one by one: which samples a claim is for, and the sampler of the claims.
+"""Mega-batches whose batches are claimed one by one: the samples of each claim, and the sampler of the claims.
 
 A mega-batch is a stretch of the epoch's order. Its first batches are reserved, one for each rank, so that every rank
 does at least one update; the rest is handed out to whoever asks, by a counter that only ever grows. The samples of a
@@ -39,7 +39,7 @@ class MegaBatch:
 
     @classmethod
     def at(cls, position: int, *, samples: int, size: int, batch_sizes: Sequence[int], least: int = 1) -> "MegaBatch":
-        """The mega-batch that begins at a position of an epoch.
+        """Return the mega-batch that begins at a position of an epoch.
 
         What remains of the epoch behind it joins it, if that is too little for a batch on every rank. If it is smaller
         than one batch of every rank together, the reserved batches share it in proportion.
@@ -65,12 +65,12 @@ class MegaBatch:
         return cls(position, stop, (*firsts[:-1], firsts[-1] + rest) if rest < least else firsts, least)
 
     def first(self, rank: int) -> range:
-        """Positions of a rank's reserved batch."""
+        """Return the positions of a rank's reserved batch."""
         start = self.start + sum(self.firsts[:rank])
         return range(start, start + self.firsts[rank])
 
     def claimed(self, offset: int, size: int) -> range | None:
-        """Positions of the batch for which the counter stood at ``offset``; ``None`` if all are taken."""
+        """Return the positions of the batch claimed with the counter at ``offset``; ``None`` if all are taken."""
         start = self.start + sum(self.firsts) + offset
         if self.stop - start < self.least:
             return None

@@ -68,7 +68,7 @@ class UnevenBatchSampler(Sampler[list[int]]):
         return self.num_batches(self.epoch)
 
     def state_dict(self, step: int | None = None) -> dict[str, int]:
-        """Where an epoch can go on: plain Python values, the same on all ranks if ``step`` is.
+        """Return where an epoch can go on: plain Python values, the same on all ranks if ``step`` is.
 
         Args:
             step: batches of the epoch that were trained on; by default those that were drawn, which is more where a
@@ -82,11 +82,11 @@ class UnevenBatchSampler(Sampler[list[int]]):
         self.epoch = state["epoch"]
 
     def num_batches(self, epoch: int) -> int:
-        """Steps of an epoch, the same on every rank."""
+        """Return the steps of an epoch, the same on every rank."""
         return self._history().num_batches(epoch, len(self.stream), drop_last=self.drop_last)
 
     def sizes_at(self, epoch: int, step: int) -> tuple[int, ...]:
-        """Samples of every rank at a step, the ragged tail included."""
+        """Return the samples of every rank at a step, the ragged tail included."""
         history, samples = self._history(), len(self.stream)
         known, *of, full = self._full
         if known is not history or of != [epoch, samples]:

@@ -104,7 +104,7 @@ class SparseMultiLabelDataset(Dataset[SparseBatch]):
         return self.__getitems__([index])
 
     def __getitems__(self, rows: Sequence[int]) -> SparseBatch:
-        """The rows as one batch; a ``DataLoader`` asks for whole batches in this way."""
+        """Return the rows as one batch; a ``DataLoader`` asks for whole batches in this way."""
         chosen = np.asarray(rows, dtype=np.int64)
         taken, counts = _entries(self.indptr, chosen)
         labelled, label_counts = _entries(self.label_indptr, chosen)
@@ -120,7 +120,7 @@ class SparseMultiLabelDataset(Dataset[SparseBatch]):
 def _entries(
     indptr: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Positions of the entries of some rows, row after row, and how many each has."""
+    """Return the positions of the entries of some rows, row after row, and how many each has."""
     starts, counts = indptr[rows], indptr[rows + 1] - indptr[rows]
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(starts, counts) + within, counts
@@ -131,7 +131,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def sparse_loader(dataset: SparseMultiLabelDataset, batch_size: int, **kwargs: Any) -> "DataLoader[SparseBatch]":
-    """A ``DataLoader`` whose batches are :class:`SparseBatch`, put together in one piece.
+    """Make a ``DataLoader`` whose batches are :class:`SparseBatch`, put together in one piece.
 
     Args:
         dataset: the samples.

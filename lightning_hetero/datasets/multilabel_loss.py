@@ -10,7 +10,7 @@ __all__ = ["PrecisionAtOne", "multilabel_cross_entropy"]
 
 
 def multilabel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, label_rows: torch.Tensor) -> torch.Tensor:
-    """Softmax cross entropy against a uniform target over a sample's labels, averaged over samples.
+    """Return the softmax cross entropy against a uniform target over each sample's labels, averaged over samples.
 
     ``-1/n sum_i 1/|Y_i| sum_{l in Y_i} log softmax(z_i)_l``; a sample with no label adds 0.
 
@@ -60,5 +60,5 @@ class PrecisionAtOne(Metric):
         self.total += len(logits)
 
     def compute(self) -> torch.Tensor:
-        """Hits over samples."""
+        """Return hits over samples."""
         return self.hits.double() / self.total

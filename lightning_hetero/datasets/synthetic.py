@@ -54,7 +54,7 @@ class SparseShape:
         check_number("spread", self.spread, low=0)
 
     def scaled(self, scale: float) -> "SparseShape":
-        """The shape with ``scale`` times the features, classes and samples; samples keep their non-zeros and labels."""
+        """Scale features, classes and samples by a factor; samples keep their non-zeros and labels."""
         check_number("scale", scale, low=0, include_low=False)
         sizes = {name: max(1, int(scale * getattr(self, name))) for name in ("features", "classes", "train", "test")}
         return replace(self, **sizes)
@@ -67,7 +67,7 @@ DELICIOUS_200K = SparseShape(782_585, 205_443, 196_606, 100_095, 302, 75)
 def synthetic_multilabel(
     shape: SparseShape, *, seed: int = 0, signal: float = 0.6
 ) -> tuple[SparseMultiLabelDataset, SparseMultiLabelDataset]:
-    """Training and test set of a shape.
+    """Draw the training and test set of a shape.
 
     Args:
         shape: sizes and means.
@@ -114,14 +114,14 @@ def _draw(
 
 
 def _near(first: int, count: int, classes: int, rng: np.random.Generator) -> np.ndarray:
-    """A class and some of its neighbours: labels that occur together."""
+    """Draw a class and some of its neighbours: labels that occur together."""
     others = rng.permutation(min(2 * count, classes - 1))[: count - 1] + 1
     found: np.ndarray = (first + np.concatenate([[0], others]).astype(int)) % classes
     return found
 
 
 def _features(own: np.ndarray, count: int, signal: float, features: int, rng: np.random.Generator) -> np.ndarray:
-    """Distinct features, of the classes' own and of all; frequent ones have low numbers."""
+    """Draw distinct features, of the classes' own and of all; frequent ones have low numbers."""
     found = np.unique(rng.permutation(own)[: int(np.ceil(signal * count))])
     while len(found) < count:
         noise = (features * rng.random(count - len(found)) ** 2).astype(int)

@@ -26,7 +26,7 @@ log = logging.getLogger("lightning_hetero")
 
 @dataclass(frozen=True)
 class StorePatience:
-    """How long a worker waits for the job's store, which answers within a millisecond.
+    """Longest waits of a worker for the job's store, which answers within a millisecond.
 
     Args:
         answer_seconds: longest wait, unless a timeout is given, above 0.
@@ -56,7 +56,7 @@ class ElasticWorkerError(RuntimeError):
 
 
 def job_store() -> dist.Store:
-    """The store of the default process group; a local one without a group."""
+    """Return the store of the default process group; a local one without a group."""
     if not dist.is_initialized():
         return dist.HashStore()
     store: dist.Store = dist.distributed_c10d._get_default_store()
@@ -77,7 +77,7 @@ class _Calls:
         self._work: _Work | None = None
 
     def __call__(self, call: Callable[[], Any]) -> Any:
-        """What the call returns, or raises.
+        """Return what the call returns, or raise what it raises.
 
         Raises:
             TimeoutError: if it does neither in time.
@@ -190,7 +190,7 @@ class BatchDispatcher:
         self._ask(self._store.set, f"{self._key}/arrived/{self.rank}", "")
 
     def missing(self) -> list[int]:
-        """Ranks that have not arrived.
+        """Return the ranks that have not arrived.
 
         Raises:
             ElasticWorkerError: if the store does not answer.
@@ -222,7 +222,7 @@ class BatchDispatcher:
         return silent
 
     def _without(self, note: str) -> list[int]:
-        """Ranks that have not left this note in the running mega-batch."""
+        """Return the ranks that have not left this note in the running mega-batch."""
         return [r for r in range(self.world_size) if not self._ask(self._store.check, [f"{self._key}/{note}/{r}"])]
 
     def close(self) -> None:

@@ -58,7 +58,7 @@ class ElasticConfig:
         self.adaptive(least if isinstance(least, int) and least > 0 else 1)
 
     def adaptive(self, max_batch_size: int) -> AdaptiveSettings:
-        """Constants of Adaptive SGD for a largest batch."""
+        """Return the settings of Adaptive SGD for a largest batch."""
         given = {name: value for name, value in self.settings.items() if name != "momentum" or value is not None}
         return AdaptiveSettings(max_batch_size=max_batch_size, **given)
 
@@ -73,7 +73,7 @@ class ElasticConfig:
         return MERGES[self.merge]
 
     def samples(self, batch_size: int, world_size: int) -> int:
-        """Samples of a mega-batch.
+        """Return the samples of a mega-batch.
 
         Raises:
             ValueError: if they are fewer than one batch for each rank.

@@ -1,4 +1,4 @@
-"""Keeps a host from claiming batches faster than its device trains on them."""
+"""Pace of claims: a host claims no batches faster than its device trains on them."""
 
 from collections import deque
 from typing import Any
@@ -9,7 +9,7 @@ __all__ = ["DevicePace"]
 
 
 class DevicePace:
-    """Lets the host run one batch ahead of its device, and no further.
+    """Limit of a host to one batch ahead of its device.
 
     A host puts batches into the queue of a GPU far faster than that trains on them, so that a slow GPU would claim as
     many as a fast one. One batch stays in the queue, so that the device does not wait for the host either.
@@ -27,7 +27,7 @@ class DevicePace:
         self._marks: deque[Any] = deque()
 
     def end_batch(self) -> None:
-        """A batch is in the queue: wait until the device has done the one before it."""
+        """Wait, with a batch in the queue, until the device has done the one before it."""
         self._marks.append(self.clock.mark())
         if len(self._marks) > 1:
             self.clock.wait_for(self._marks.popleft())

@@ -1,4 +1,4 @@
-"""What was done in a mega-batch, as one value for logs, metrics and tests."""
+"""Record of a mega-batch and its merge, as one value for logs, metrics and tests."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ __all__ = ["MergeRecord"]
 
 @dataclass(frozen=True)
 class MergeRecord:
-    """What was done in a mega-batch, and what followed; equal on all ranks but for the clocks.
+    """Record of a mega-batch and of what followed; equal on all ranks but for the clocks.
 
     Args:
         epoch: epoch of the mega-batch.
@@ -19,6 +19,7 @@ class MergeRecord:
         perturbed: whether the weights were perturbed.
         busy: seconds of each rank from the first batch to the end of its last.
         end: whether a rank has asked to end the training, see :meth:`ElasticEngine.request_end`.
+        lost: ranks whose replicas were not finite, so that nothing of them was kept.
     """
 
     epoch: int
@@ -30,9 +31,10 @@ class MergeRecord:
     perturbed: bool
     busy: tuple[float, ...]
     end: bool = False
+    lost: tuple[int, ...] = ()
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Describe the merge in one line for the log."""
         weights = ", ".join(f"{weight:.3f}" for weight in self.weights)
         return f"updates {list(self.updates)} in batches of {list(self.batch_sizes)}, weights [{weights}]" + (
             ", perturbed" if self.perturbed else ""

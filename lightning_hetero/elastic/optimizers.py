@@ -1,15 +1,19 @@
-"""What elastic averaging has to know of the local optimizers: whether they have momentum, and what they average."""
+"""Requirements of elastic averaging on the local optimizers, and the momentum of the global model that suits them."""
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.core.merging.settings import AdaptiveSettings
 
-__all__ = ["outer_momentum", "why_not_merged"]
+__all__ = ["agree_on_momentum", "outer_momentum", "require_mergeable", "unsupported_reason"]
+
+log = logging.getLogger("lightning_hetero")
 
 
 def outer_momentum(optimizers: Iterable[Any]) -> tuple[float, str]:
-    """Momentum of the global model that suits the local optimizers, with the reason (Adaptive SGD, Alg. 2: ``gamma``).
+    """Choose the momentum ``gamma`` of the global model for the local optimizers, and say why (Adaptive SGD, Alg. 2).
 
     The paper's 0.9 is for SGD without momentum: in the long run the global model moves ten times as far as its
     replicas did. Where these have momentum of their own, or steps whose length does not depend on the gradient's, that
@@ -39,12 +43,43 @@ def outer_momentum(optimizers: Iterable[Any]) -> tuple[float, str]:
     return AdaptiveSettings.momentum, "SGD has no momentum of its own"
 
 
-def why_not_merged(optimizer: Any) -> str | None:
-    """Why replicas that an optimizer trains cannot be merged, with advice; ``None`` if they can.
+def agree_on_momentum(optimizers: Iterable[Any], control: ControlPlane) -> float:
+    """Choose the momentum of the global model by the local optimizers, the same on all ranks; collective.
+
+    Raises:
+        PlanMismatchError: if ranks have optimizers that need different ones.
+
+    Example:
+        >>> agree_on_momentum([], ControlPlane(rank=0, world_size=1))
+        0.0
+    """
+    momentum, why = outer_momentum(optimizers)
+    control.require_equal("the momentum of the global model", momentum)
+    if control.rank == 0 and control.world_size > 1:
+        log.info("momentum=%g of the global model: %s; momentum= chooses another", momentum, why)
+    return momentum
+
+
+def require_mergeable(optimizers: Iterable[Any]) -> None:
+    """Refuse optimizers whose replicas cannot be merged.
+
+    Raises:
+        ValueError: if there is one, with advice.
+
+    Example:
+        >>> require_mergeable([])
+    """
+    reason = next(filter(None, map(unsupported_reason, optimizers)), None)
+    if reason is not None:
+        raise ValueError(f"{reason}.")
+
+
+def unsupported_reason(optimizer: Any) -> str | None:
+    """Say why replicas that an optimizer trains cannot be merged, with advice; ``None`` if they can.
 
     Example:
         >>> import torch
-        >>> why_not_merged(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)) is None
+        >>> unsupported_reason(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)) is None
         True
     """
     modes = (getattr(optimizer, name, None) for name in ("train", "eval"))

@@ -51,14 +51,14 @@ class Replica:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     def norm(self) -> float:
-        """``||w_i||_2 / |w|``: the norm over the number of parameters; not finite if one of them is not."""
+        """Return ``||w_i||_2 / |w|``: the norm over the number of parameters; not finite if one of them is not."""
         parameters = list(self.parameters.values())
         norms = torch.stack([torch.linalg.vector_norm(p.detach()).double() for p in parameters])
         return float(torch.linalg.vector_norm(norms)) / sum(p.numel() for p in parameters)
 
     @torch.no_grad()
     def merge(self, weight: float, *, share: float, diverged: bool) -> None:
-        """``w' = sum_i alpha_i w_i + gamma (w - w_p)``; collective.
+        """Merge the replicas by the rule, ``w' = sum_i alpha_i w_i + gamma (w - w_p)``; collective.
 
         Args:
             weight: ``alpha_i``.
@@ -77,7 +77,7 @@ class Replica:
         self._remember()
 
     def _update(self, name: str, local: torch.Tensor, merged: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-        """The new global parameter, by the rule; what the replica keeps of its own is noted."""
+        """Return the new global parameter, by the rule; keep what the replica has of its own."""
         previous = GlobalModel(now, self._previous[name])
         merged, own = self.rule.update(local, merged, previous, momentum=self.momentum, world_size=self.world_size)
         if own is not None:
@@ -92,7 +92,7 @@ class Replica:
     def _merge_buffers(self, share: float) -> None:
         named = dict(self.module.named_buffers())
         floating = {name: buffer for name, buffer in named.items() if buffer.is_floating_point()}
-        averaged = floating | self._strayed()
+        averaged = floating | self._differing_frozen()
         for name, merged in weighted_sums(averaged, share, world_size=self.world_size):
             averaged[name].copy_(merged)
         for name in sorted(set(named) - set(floating)):
@@ -100,8 +100,8 @@ class Replica:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
             named[name].copy_(largest)
 
-    def _strayed(self) -> dict[str, torch.Tensor]:
-        """Frozen parameters that differ between ranks, by an exact sum of their bits; the same on all ranks."""
+    def _differing_frozen(self) -> dict[str, torch.Tensor]:
+        """Return frozen parameters that differ between ranks, by an exact sum of their bits; the same on all ranks."""
         named = self.module.named_parameters()
         frozen = {name: p.detach() for name, p in named if not p.requires_grad and p.is_floating_point() and p.numel()}
         if not frozen:
@@ -110,7 +110,7 @@ class Replica:
         most = torch.stack([sums, -sums])
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         differ = (most[0] != -most[1]).tolist()
-        return {name: p for (name, p), strays in zip(frozen.items(), differ, strict=True) if strays}
+        return {name: p for (name, p), differs in zip(frozen.items(), differ, strict=True) if differs}
 
     def _remember(self) -> None:
         """Keep what the next merge needs of the model that all ranks have now."""
@@ -129,7 +129,7 @@ class Replica:
         self._own = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The global model before the last one (equal on all ranks), and what this replica keeps of its own."""
+        """Return the global model before the last one (equal on all ranks), and what this replica keeps of its own."""
         return {
             "previous": {name: tensor.cpu() for name, tensor in self._previous.items()},
             "own": {name: tensor.cpu() for name, tensor in self._own.items()},

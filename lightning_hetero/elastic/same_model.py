@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same model: a merge adds tensors up by their place, whatever their names are."""
+"""Check that all ranks hold the same model: a merge adds tensors up by their place, whatever their names are."""
 
 import zlib
 from typing import Any

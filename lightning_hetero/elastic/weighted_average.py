@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 __all__ = ["buckets", "synchronize", "weighted_sums"]
 
-BUCKET_BYTES = 16 * 2**20
+MERGE_BUCKET_BYTES = 16 * 2**20
 
 
-def buckets(tensors: Mapping[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES) -> list[list[str]]:
-    """Names of the tensors in groups of one dtype and device and at most ``bucket_bytes``, unless one alone is larger.
+def buckets(tensors: Mapping[str, torch.Tensor], bucket_bytes: int = MERGE_BUCKET_BYTES) -> list[list[str]]:
+    """Group the tensors' names by dtype and device, at most ``bucket_bytes`` each unless one alone is larger.
 
     Example:
         >>> buckets({"a": torch.zeros(4), "b": torch.zeros(4), "c": torch.zeros(1).double()}, bucket_bytes=32)
@@ -35,10 +35,10 @@ def weighted_sums(
     weight: float,
     *,
     world_size: int,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int = MERGE_BUCKET_BYTES,
     in_flight: int = 3,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """``sum_i weight_i tensor_i`` over the ranks for each tensor; a collective that must be run to its end.
+    """Yield ``sum_i weight_i tensor_i`` over the ranks for each tensor; a collective that must be run to its end.
 
     Sums are formed in float32 at least. A rank with weight 0 adds nothing, whatever it holds (not even ``nan``).
 

@@ -1,4 +1,4 @@
-"""Which settings of elastic averaging do nothing in a run; see :mod:`lightning_hetero.frontend.without_effect`."""
+"""Settings of elastic averaging that do nothing in a run; see :mod:`lightning_hetero.frontend.without_effect`."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
@@ -16,7 +16,7 @@ PERTURBING = ("perturbation", "perturbation_threshold", "renormalize")
 
 
 def elastic_without_effect(config: ElasticConfig, world_size: int, samples: int, mega_samples: int) -> list[NoEffect]:
-    """The settings of a configuration that do nothing in a run.
+    """Return the settings of a configuration that do nothing in a run.
 
     Args:
         config: settings.
@@ -57,7 +57,7 @@ def _of_rule(config: ElasticConfig, samples: int, mega_samples: int) -> Iterator
 
 
 def _given(config: ElasticConfig, names: Iterable[str]) -> tuple[str, ...]:
-    """Those of some settings that are not at their defaults."""
+    """Return those of some settings that are not at their defaults."""
     defaults = {field.name: field.default for field in fields(AdaptiveSettings)}
     values = {name: config.settings.get(name, defaults[name]) for name in names}
     return tuple(f"{name}={value!r}" for name, value in values.items() if value != defaults[name])

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from lightning_hetero.data.broadcast_stream import LiveStream
+from lightning_hetero.data.broadcast_stream import BroadcastStream
 from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.engine import HeteroEngine
 
@@ -56,12 +56,12 @@ class SessionBatches:
     def sampler(self) -> Any:
         """The sampler that the session draws from when a pass begins; frameworks put another in its place."""
         stream = self.session.stream
-        return stream.sampler if isinstance(stream, LiveStream) else None
+        return stream.sampler if isinstance(stream, BroadcastStream) else None
 
     @sampler.setter
     def sampler(self, sampler: Any) -> None:
         stream = self.session.stream
-        if isinstance(stream, LiveStream):
+        if isinstance(stream, BroadcastStream):
             stream.sampler = sampler
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -17,7 +17,7 @@ import time
 __all__ = ["DutyCycle", "main"]
 
 _STDIN = 0
-_IDLE = 0.5  # seconds between looks at the parent while nothing is throttled
+_CHECK_SECONDS = 0.5  # between checks of the parent while nothing is throttled
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -59,10 +59,10 @@ class Target:
 
 
 class DutyCycle:
-    """Alternates run and stop phases so that the time run is ``share`` of the total, on average.
+    """Alternation of run and stop phases, such that the time run is ``share`` of the total on average.
 
     The phases that were asked for are not trusted, the measured ones are: after a run phase that really lasted ``r``
-    the process is owed a stop of ``r * (1 - share) / share``, and what a stop lasted too long or too short is carried
+    a stop of ``r * (1 - share) / share`` is due, and what a stop lasted too long or too short is carried
     into the next cycle.
     """
 
@@ -71,7 +71,7 @@ class DutyCycle:
         self.share = share
         self.period = period
         self.parent = parent
-        self.owed = 0.0  # seconds of stop still to come; negative after a stop that was too long
+        self.stop_due = 0.0  # seconds of stop still to come; negative after a stop that was too long
         self.partial_line = b""
 
     def run(self) -> None:
@@ -79,27 +79,27 @@ class DutyCycle:
         running_since = time.monotonic()
         while True:
             if self.share == 1.0:
-                self.owed = 0.0
-                self.wait(_IDLE)
+                self.stop_due = 0.0
+                self.wait(_CHECK_SECONDS)
                 running_since = time.monotonic()
             else:
                 running_since = self.cycle(running_since)
 
     def cycle(self, running_since: float) -> float:
-        """One run phase and the stop phase that pays for it; returns when the process last began to run."""
-        overpaid = max(0.0, -self.owed)
-        run_for = self.share * self.period + overpaid * self.share / (1.0 - self.share)
+        """Run one phase of running and the stop that follows from it; return when the process last began to run."""
+        excess = max(0.0, -self.stop_due)
+        run_for = self.share * self.period + excess * self.share / (1.0 - self.share)
         self.wait(running_since + run_for - time.monotonic())
         now = time.monotonic()
-        self.owed += (now - running_since) * (1.0 - self.share) / self.share
-        if self.owed <= 0.0:
+        self.stop_due += (now - running_since) * (1.0 - self.share) / self.share
+        if self.stop_due <= 0.0:
             return now
         self.target.pause()
         stopped_since = time.monotonic()
-        share_changed = self.wait(self.owed)
+        share_changed = self.wait(self.stop_due)
         self.target.resume()
         now = time.monotonic()
-        self.owed = 0.0 if share_changed else self.owed - (now - stopped_since)
+        self.stop_due = 0.0 if share_changed else self.stop_due - (now - stopped_since)
         return now
 
     def wait(self, seconds: float) -> bool:

@@ -1,4 +1,4 @@
-"""A thin link between the workers of one machine, without privileges: what is sent of gradients is handed out late."""
+"""A low-bandwidth link between the workers of one machine, without privileges: gradients arrive late."""
 
 import queue
 import threading
@@ -17,12 +17,12 @@ from lightning_hetero.core.validation import check_number
 
 __all__ = ["ThinLink"]
 
-LOOK = 0.05
-"""Seconds after which a change of the rate is seen at the latest."""
+RATE_CHECK_SECONDS = 0.05
+"""Longest time after which a change of the rate takes effect."""
 
 
 class ThinLink:
-    """Hands sums and messages of gradients of this process out as a link of a given rate would.
+    """Link of a given rate, at which sums and messages of gradients of this process arrive.
 
     For tests and demonstrations on one machine: the sums themselves are those of the process group, only their arrival
     is put off. It concerns plain sums and block top-k of gradients on CPU, and no other collective.
@@ -30,7 +30,7 @@ class ThinLink:
     Args:
         rate: bytes per second that a worker can send, above 0; may be changed while it runs.
         world_size: number of workers.
-        shared: whether all that is under way at a time shares the link equally, as connections do, rather than taking
+        shared: whether all that is in flight at a time shares the link equally, as connections do, rather than taking
             turns in the order in which it set out.
 
     Raises:
@@ -45,12 +45,12 @@ class ThinLink:
     def __init__(self, rate: float, world_size: int, *, shared: bool = False) -> None:
         self.rate = check_number("rate", rate, low=0.0, include_low=False)
         self.world_size, self.shared = world_size, shared
-        self._way: queue.Queue[Any] = queue.Queue()
+        self._queue: queue.Queue[Any] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._sum, self._gather = sums.sum_over_ranks, sums.gather_over_ranks
 
     def start(self) -> "ThinLink":
-        """Make the link thin."""
+        """Limit the link to its rate from now on."""
         self._thread = threading.Thread(target=self._deliver, daemon=True)
         self._thread.start()
         self._sum, sums.sum_over_ranks = sums.sum_over_ranks, self._late_sum
@@ -58,10 +58,10 @@ class ThinLink:
         return self
 
     def stop(self) -> None:
-        """Put the link back, once everything under way has arrived."""
+        """Put the link back, once everything in flight has arrived."""
         if self._thread is not None:
             sums.sum_over_ranks, sums.gather_over_ranks = self._sum, self._gather
-            self._way.put(None)
+            self._queue.put(None)
             self._thread.join()
             self._thread = None
 
@@ -99,7 +99,7 @@ class ThinLink:
 
     def _late(self, done: torch.futures.Future[Any], num_bytes: float) -> torch.futures.Future[Any]:
         late: torch.futures.Future[Any] = torch.futures.Future()
-        self._way.put((float(num_bytes), done, late))
+        self._queue.put((float(num_bytes), done, late))
         return late
 
     def _deliver(self) -> None:
@@ -107,9 +107,9 @@ class ThinLink:
         left: list[list[Any]] = []
         ending, before = False, time.perf_counter()
         while left or not ending:
-            pause = min(self._seconds_until_next(left), LOOK) if left else None
+            pause = min(self._seconds_until_next(left), RATE_CHECK_SECONDS) if left else None
             try:
-                item = self._way.get(timeout=pause)
+                item = self._queue.get(timeout=pause)
             except queue.Empty:
                 item = ()
             now = time.perf_counter()

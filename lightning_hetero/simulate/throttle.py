@@ -1,4 +1,4 @@
-"""A slow worker without a slow machine: a process that is stopped and continued at a duty cycle.
+"""A straggler without a slow machine: a process that is stopped and continued at a duty cycle.
 
 The process really computes slower, in whatever library, as with ``cpulimit``, and no privileges are needed. What it is
 not: a limit on processor time (the share is of wall time, so it multiplies whatever else slows the process), nor a
@@ -19,11 +19,11 @@ from types import TracebackType
 __all__ = ["Throttle"]
 
 _HELPER = Path(__file__).with_name("_duty_cycle.py")
-_END_TIMEOUT = 5.0  # seconds for the helper to end; it takes milliseconds unless the machine is overloaded
+_HELPER_END_SECONDS = 5.0  # seconds for the helper to end; it takes milliseconds unless the machine is overloaded
 
 
 class Throttle:
-    """Lets a process run for only a ``share`` of the time: SIGSTOP and SIGCONT from a small helper process.
+    """Duty cycle of a process, which runs for a ``share`` of the time: SIGSTOP and SIGCONT from a helper process.
 
     The helper measures every phase and makes up for its own lateness, so that the average share is precise. It ends,
     and leaves the process running, at :meth:`stop`, when the process or the one that called :meth:`start` ends, and
@@ -74,7 +74,7 @@ class Throttle:
 
     @property
     def running(self) -> bool:
-        """Whether the helper is alive; it ends by itself with the throttled process."""
+        """True while the helper is alive; it ends by itself with the throttled process."""
         return self._helper is not None and self._helper.poll() is None
 
     def start(self) -> Throttle:
@@ -136,7 +136,7 @@ class Throttle:
         _write(helper, "quit")  # the end of input alone would be hidden by a forked process that holds the pipe open
         helper.stdin.close()
         try:
-            helper.wait(_END_TIMEOUT)
+            helper.wait(_HELPER_END_SECONDS)
         except subprocess.TimeoutExpired:
             helper.terminate()
             helper.wait()

@@ -145,10 +145,10 @@ def test_a_resumed_run_decides_on_the_same_densities_at_the_same_steps(at, tmp_p
 def _seeming(rank, rates, settings):
     """Messages seem to take what they would on a link of these rates, one for each look, while nobody waits for it."""
     looks, now = iter(rates), [rates[0]]
-    seen, probe = compressed.GradientCompression.see_messages, block_exchange.probe
+    seen, probe = compressed.GradientCompression.unpack, block_exchange.probe
 
     def see(self, everyone):
-        size, now[0] = self.exchange.message_size(self.exchange.density), next(looks)
+        size, now[0] = self.averager.message_size(self.averager.density), next(looks)
         link_watch.message_seconds = lambda _: (size, np.full(2, LATENCY + size / now[0]))
         seen(self, everyone)
 
@@ -156,7 +156,7 @@ def _seeming(rank, rates, settings):
         probe(topology, device, *sizes)
         return np.array([LATENCY, *(value for size in sizes for value in (size, LATENCY + size / now[0]))])
 
-    compressed.GradientCompression.see_messages, block_exchange.probe = see, timed
+    compressed.GradientCompression.unpack, block_exchange.probe = see, timed
     return _run(rank, {}, settings, {"max_steps": 8 * len(rates)})
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_hetero import BlockTopK
-from lightning_hetero.compression import BlockEncoder, Layout, MessageFormat
+from lightning_hetero.compression import Layout, MessageFormat, TorchEncoder
 from lightning_hetero.compression import encoder_choice as choice
 
 triton = pytest.importorskip("triton")
@@ -37,7 +37,7 @@ def chosen(caplog, settings=None, **kwargs):
 
 def test_on_cpu_the_host_works_and_nothing_is_said(caplog):
     encoder, said = chosen(caplog, device="cpu")
-    assert isinstance(encoder, BlockEncoder)
+    assert isinstance(encoder, TorchEncoder)
     assert encoder.selector == "exact"
     assert not said
 
@@ -61,7 +61,7 @@ def test_kernels_are_tried_for_what_they_will_have_to_do(monkeypatch, hold):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels work here")
 def test_where_kernels_fail_the_host_selects_as_they_would_and_says_why_once(caplog):
     encoder, said = chosen(caplog)
-    assert isinstance(encoder, BlockEncoder)
+    assert isinstance(encoder, TorchEncoder)
     assert encoder.selector == "histogram"
     (line,) = said
     assert line.startswith("block top-k works on the host, not on cuda, where its kernels fail: ")

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hetero.compression import BlockEncoder, Layout, MessageFormat, merge
+from lightning_hetero.compression import Layout, MessageFormat, TorchEncoder, merge
 from lightning_hetero.compression.host.encoder import cpu_encoder
-from lightning_hetero.compression.score_scaling import DECAY, WIDEST, ScoreBalance
+from lightning_hetero.compression.score_scaling import ScalingSettings, ScoreScaling
 
 
 def made(sizes, k, *, block=1, balanced=True, dtype=torch.float32):
     layout = Layout.of([(f"p{i}", n) for i, n in enumerate(sizes)], block)
     form = MessageFormat(layout.num_blocks, k, block, "float32", layout.fingerprint())
-    return BlockEncoder(layout, form, dtype=dtype, balance=ScoreBalance(layout) if balanced else None)
+    return TorchEncoder(layout, form, dtype=dtype, balance=ScoreScaling(layout) if balanced else None)
 
 
 def sent_of(enc, gradients, step):
@@ -54,10 +54,11 @@ def test_nothing_is_lost(block, dtype):
 
 def test_factors_follow_the_mean_square_of_what_is_sent():
     layout = Layout.of([("a", 4), ("b", 3), ("c", 2)], block=2)
-    balance = ScoreBalance(layout)
+    balance = ScoreScaling(layout)
     assert set(balance.factors.values()) == {1.0}
     balance.follow(np.array([1, 3]), np.array([[3.0, 0.0], [0.0, 2.0]]))
     balance.follow(np.array([2]), np.array([[5.0, 1.0]]))
+    DECAY, WIDEST = ScalingSettings().decay_per_step, ScalingSettings().min_factor
     rms = {"a": (DECAY * 9 / 4) ** 0.5, "b": (DECAY * 4 / 3 + 26 / 3) ** 0.5}
     largest = rms["b"]
     rms["c"] = WIDEST * largest  # never sent, so that its turn comes soon
@@ -67,17 +68,17 @@ def test_factors_follow_the_mean_square_of_what_is_sent():
 
 def test_state_goes_on_and_other_parameters_begin_anew():
     layout = Layout.of([("a", 4), ("b", 3)], block=1)
-    balance, other = ScoreBalance(layout), ScoreBalance(layout)
+    balance, other = ScoreScaling(layout), ScoreScaling(layout)
     balance.follow(np.array([0, 5]), np.array([[3.0], [1.0]]))
     other.load_state_dict(balance.state_dict())
-    assert other.factors == balance.factors != ScoreBalance(layout).factors
+    assert other.factors == balance.factors != ScoreScaling(layout).factors
     other.load_state_dict({"gone": 1.0})
     assert set(other.factors.values()) == {1.0}
 
 
 def test_numba_selects_the_same(monkeypatch):
     pytest.importorskip("numba")
-    monkeypatch.setattr("lightning_hetero.compression.host.encoder.WORTH_NUMBA", 1)
+    monkeypatch.setattr("lightning_hetero.compression.host.encoder.NUMBA_MIN_ELEMENTS", 1)
     plain, generator = made([300, 200], 9, block=2), torch.Generator().manual_seed(1)
     fast = cpu_encoder(plain.layout, plain.form, balanced=True)
     assert type(fast) is not type(plain)

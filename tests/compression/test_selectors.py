@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.compression import selectors
-from lightning_hetero.compression.selectors import SELECT, SelectorState
+from lightning_hetero.compression.selectors import SELECT, SelectorSettings, SelectorState
 
 PROMISED = {"exact": 0.999999, "histogram": 0.95}
 
@@ -22,7 +22,7 @@ def top(scores, k):
     share=st.floats(0.001, 1.0),
     seed=st.integers(0, 2**16),
     kind=st.sampled_from(["normal", "ties", "zeros", "equal", "heavy"]),
-    sample=st.sampled_from([8, 32, selectors.SAMPLE]),
+    sample=st.sampled_from([8, 32, selectors.SETTINGS.sample_size]),
 )
 def test_any_scores(name, n, share, seed, kind, sample):
     rng = np.random.default_rng(seed)
@@ -35,7 +35,7 @@ def test_any_scores(name, n, share, seed, kind, sample):
     }[kind]().astype(np.float32)
     k = max(min(n, 1), int(n * share))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selectors, "SAMPLE", sample)
+        patch.setattr(selectors, "SETTINGS", SelectorSettings(sample_size=sample))
         chosen = SELECT[name](scores, k, SelectorState())
     assert chosen.dtype == np.int64
     assert len(chosen) <= k
@@ -67,7 +67,7 @@ def drift(name, steps=300, n=4000, k=40):
 @pytest.fixture
 def small_sample(monkeypatch):
     """Samples are much smaller than the scores, as those of a large model are."""
-    monkeypatch.setattr(selectors, "SAMPLE", 256)
+    monkeypatch.setattr(selectors, "SETTINGS", SelectorSettings(sample_size=256))
 
 
 @pytest.mark.parametrize("name", PROMISED)
@@ -84,7 +84,7 @@ def test_a_sample_is_luck(small_sample):
     assert masses.mean() > 0.85
     assert masses.min() < 0.9
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selectors, "SAMPLE", 4000)
+        patch.setattr(selectors, "SETTINGS", SelectorSettings(sample_size=4000))
         assert drift("sample", steps=30)[0].min() > 0.999
 
 

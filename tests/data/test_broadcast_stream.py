@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSampler
 
-from lightning_hetero.data import LiveStream
+from lightning_hetero.data import BroadcastStream
 
 
 def random(seed=0, n=20):
@@ -12,36 +12,36 @@ def random(seed=0, n=20):
 
 
 def test_order_is_the_samplers_own():
-    stream, alone = LiveStream(random()), random()
+    stream, alone = BroadcastStream(random()), random()
     for epoch in range(3):
         assert list(stream.indices(epoch)) == list(alone)
 
 
 def test_a_pass_is_drawn_once():
-    stream = LiveStream(random())
+    stream = BroadcastStream(random())
     assert stream.indices(0) == stream.indices(0)
     assert stream.indices(0) != stream.indices(1)
 
 
 def test_other_ranks_take_the_order_of_rank_0():
     box = {}
-    first = LiveStream(random(1), lambda value: box.setdefault("order", value), rank=0)
-    other = LiveStream(random(2), lambda value: box["order"], rank=1)
+    first = BroadcastStream(random(1), lambda value: box.setdefault("order", value), rank=0)
+    other = BroadcastStream(random(2), lambda value: box["order"], rank=1)
     assert list(first.indices(0)) == list(other.indices(0))
 
 
 def test_sequential_order_needs_no_message():
-    stream = LiveStream(SequentialSampler(range(4)), lambda value: pytest.fail("nothing to share"))
+    stream = BroadcastStream(SequentialSampler(range(4)), lambda value: pytest.fail("nothing to share"))
     assert list(stream.indices(3)) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("make", [random, lambda: WeightedRandomSampler([1.0] * 20, 20, generator=torch.Generator())])
 def test_state_draws_the_running_pass_and_the_later_ones_again(make):
-    stream = LiveStream(make())
+    stream = BroadcastStream(make())
     orders = [list(stream.indices(0))]
     state = stream.state_dict(0)
     orders += [list(stream.indices(epoch)) for epoch in (1, 2)]
-    resumed = LiveStream(make())
+    resumed = BroadcastStream(make())
     resumed.indices(0)
     resumed.load_state_dict(state, 0)
     assert [list(resumed.indices(epoch)) for epoch in range(3)] == orders
@@ -60,7 +60,7 @@ class Seeded(RandomSampler):
 
 
 def test_the_seed_of_a_sampler_is_in_the_state_and_a_sampler_may_be_replaced():
-    stream, resumed = LiveStream(Seeded(5)), LiveStream(Seeded(6))
+    stream, resumed = BroadcastStream(Seeded(5)), BroadcastStream(Seeded(6))
     resumed.load_state_dict(stream.state_dict(0), 0)
     stream.sampler.epoch = resumed.sampler.epoch = 1
     assert list(resumed.indices(1)) == list(stream.indices(1))
@@ -75,12 +75,12 @@ class Liar(SequentialSampler):
 
 def test_wrong_samplers():
     with pytest.raises(ValueError, match="says that it has 4 samples and yielded 3. Make __len__ and __iter__ agree"):
-        LiveStream(Liar(range(4))).indices(0)
+        BroadcastStream(Liar(range(4))).indices(0)
     with pytest.raises(ValueError, match="0 samples; it needs at least one"):
-        LiveStream(SequentialSampler([]))
+        BroadcastStream(SequentialSampler([]))
 
 
 def test_fingerprint_tells_kinds_and_sizes_apart():
-    marks = {LiveStream(s).fingerprint() for s in (random(), random(n=21), SequentialSampler(range(20)))}
+    marks = {BroadcastStream(s).fingerprint() for s in (random(), random(n=21), SequentialSampler(range(20)))}
     assert len(marks) == 3
-    assert LiveStream(random(5)).fingerprint() in marks
+    assert BroadcastStream(random(5)).fingerprint() in marks

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.elastic import ElasticConfig, ElasticEngine
-from lightning_hetero.elastic.optimizers import outer_momentum, why_not_merged
+from lightning_hetero.elastic.optimizers import outer_momentum, unsupported_reason
 from tests.helpers import run_ranks
 
 
@@ -58,11 +58,11 @@ def test_an_optimizer_with_a_method_of_such_a_name_can_be_merged():
         def train(self):
             pass
 
-    assert why_not_merged(made(Logs)) is None
+    assert unsupported_reason(made(Logs)) is None
 
 
 def test_an_optimizer_that_averages_weights_itself_cannot_be_merged():
-    assert "ScheduleFree keeps averages" in why_not_merged(made(ScheduleFree))
+    assert "ScheduleFree keeps averages" in unsupported_reason(made(ScheduleFree))
     engine = ElasticEngine(ElasticConfig(), rank=0, world_size=1)
     with pytest.raises(ValueError, match="ScheduleFree"):
         engine.attach(nn.Linear(1, 1), [made(ScheduleFree)])

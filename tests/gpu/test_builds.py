@@ -60,9 +60,10 @@ def test_what_cannot_be_compiled_says_so(monkeypatch):
 def test_every_kernel_is_among_the_builds():
     from lightning_hetero.compression.triton_gpu import apply_kernels as applying
     from lightning_hetero.compression.triton_gpu import encode_kernels as kernels
+    from lightning_hetero.compression.triton_gpu import header_kernels as headers
     from lightning_hetero.compression.triton_gpu import receive_kernels as receiving
     from lightning_hetero.optim.sparse.triton_gpu import kernels as steps
 
     known = {variant.name.rpartition(".")[2] for variant in ALL.values()}
-    written = {name for room in (applying, kernels, receiving, steps) for name in room.__all__}
+    written = {name for room in (applying, kernels, headers, receiving, steps) for name in room.__all__}
     assert known == {name for name in written if name.islower()}

@@ -1,5 +1,6 @@
 """Clusters of ranks in real processes: the same sums, one message per cluster, residuals with the leaders only."""
 
+import os
 import threading
 from datetime import timedelta
 
@@ -13,7 +14,7 @@ from lightning.fabric import Fabric
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.collectives import async_ops as sums
-from lightning_hetero.comm.collectives import topology
+from lightning_hetero.comm.collectives import cluster_discovery, topology
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
 from tests.comm.gradients.test_ddp_hook import TINY
@@ -121,15 +122,15 @@ def _failing(rank, failing, compression):
 def _meet(rank, names):
     dist.init_process_group("gloo")
     control = ControlPlane(rank, 4, timeout=timedelta(seconds=60))
-    topology.socket.gethostname = lambda: names[rank]
+    cluster_discovery.socket.gethostname = lambda: names[rank]
     found = [Topology.form("nodes", control, None).clusters]
-    topology.os.environ[topology.VARIABLE] = names[rank]
+    os.environ[cluster_discovery.VARIABLE] = names[rank]
     found.append(Topology.form("env", control, None).clusters)
-    seconds = topology.link_seconds(control)
+    seconds = cluster_discovery.link_seconds(control)
     assert (seconds[~np.eye(4, dtype=bool)] > 0).all()
     np.testing.assert_array_equal(seconds, seconds.T)
-    topology.socket.gethostname, topology.os.environ[topology.VARIABLE] = lambda: "one", "one"
-    topology._ping = lambda probe, low, high, control: 0.1 if names[low] != names[high] else 0.01
+    cluster_discovery.socket.gethostname, os.environ[cluster_discovery.VARIABLE] = lambda: "one", "one"
+    cluster_discovery._ping = lambda probe, low, high, control: 0.1 if names[low] != names[high] else 0.01
     found.append(Topology.form("auto", control, None).clusters)
     flat = Topology.form("auto", control, None).another()
     buffer = torch.full((5,), float(rank))
@@ -139,7 +140,7 @@ def _meet(rank, names):
         rows[flat.cluster] = 1 + flat.cluster
     flat.gather(rows).wait()
     if rank == 3:
-        del topology.os.environ[topology.VARIABLE]
+        del os.environ[cluster_discovery.VARIABLE]
     try:
         Topology.form("env", control, None)
     except ValueError as error:

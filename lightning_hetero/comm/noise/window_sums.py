@@ -31,6 +31,7 @@ class NoiseSums:
     so ranks compare which steps these are, and leave out those of any of them (:meth:`agreed`).
 
     Example:
+        >>> from lightning_hetero.core.noise.accumulation import window_estimator
         >>> sums, estimator = NoiseSums(), window_estimator(((4,), (4,)), nested=True)
         >>> whole = [torch.tensor(0.5), torch.tensor(0.5)]
         >>> sums.add(estimator.parts[0], estimator.samples, [[torch.tensor(0.5625)], whole, whole])

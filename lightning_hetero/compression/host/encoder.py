@@ -1,4 +1,4 @@
-"""Residuals of one rank and what is done with them in a step, on CPU: accumulate, select, write, merge.
+"""The encoder on the host: residuals of one rank and what is done with them in a step, by torch's operations.
 
 Same results as :mod:`lightning_hetero.compression.reference`, in chunks that stay in the second-level cache, with every
 buffer of the model's size allocated once.
@@ -8,31 +8,29 @@ import importlib
 import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
+from types import ModuleType
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from lightning_hetero.compression.host.merger import BlockMerger
 from lightning_hetero.compression.layout import Layout, Slot, put_rows, split, take_rows
 from lightning_hetero.compression.message_header import NON_FINITE
-from lightning_hetero.compression.score_scaling import ScoreBalance
-from lightning_hetero.compression.selectors import SELECT
+from lightning_hetero.compression.score_scaling import ScoreScaling
+from lightning_hetero.compression.selectors import SELECT, Indices, SelectorState
 from lightning_hetero.compression.wire_format import MessageFormat
 
-__all__ = ["BlockEncoder", "cpu_encoder", "needing_numba"]
+__all__ = ["TorchEncoder", "cpu_encoder", "needing_numba"]
 
 log = logging.getLogger("lightning_hetero")
 
-CHUNK = 262_144
-
-WORTH_NUMBA = 1_000_000
+NUMBA_MIN_ELEMENTS = 1_000_000
 """Elements of a model for which importing Numba, and compiling its loops once, is worth it."""
 
 
-class BlockEncoder(BlockMerger):
-    """Error feedback and block selection of one rank.
+class TorchEncoder(BlockMerger):
+    """Error feedback and block selection of one rank, a :class:`~.encoder_protocol.HostEncoder`.
 
     Args:
         layout: where parameters lie.
@@ -43,7 +41,7 @@ class BlockEncoder(BlockMerger):
 
     Example:
         >>> layout = Layout.of([("weight", 40)], block=16)
-        >>> encoder = BlockEncoder(layout, MessageFormat(3, 1, 16, "float32"))
+        >>> encoder = TorchEncoder(layout, MessageFormat(3, 1, 16, "float32"))
         >>> encoder.accumulate(layout.slots[0], torch.arange(40.0), weight=0.5)
         True
         >>> message = torch.empty(encoder.form.num_bytes, dtype=torch.uint8)
@@ -53,27 +51,31 @@ class BlockEncoder(BlockMerger):
         tensor(0.)
     """
 
+    deferred: Literal[False] = False
+    chunk_elements = 262_144
+    """Elements that are worked on at a time: 1 MB in float32."""
+
     def __init__(
         self,
         layout: Layout,
         form: MessageFormat,
         selector: str = "exact",
         dtype: torch.dtype = torch.float32,
-        balance: ScoreBalance | None = None,
+        balance: ScoreScaling | None = None,
     ) -> None:
         super().__init__(layout, form)
-        self.selector, self.balance = selector, balance
+        self.selector, self.balance, self.state = selector, balance, SelectorState()
         self.residual = torch.zeros(layout.numel, dtype=dtype)
         self.scores = torch.zeros(layout.num_blocks, dtype=dtype)
         self._ones = torch.ones(layout.block, dtype=dtype)
-        self._magnitudes = torch.empty(min(CHUNK, layout.numel), dtype=dtype)
+        self._magnitudes = torch.empty(min(self.chunk_elements, layout.numel), dtype=dtype)
         self._added: list[tuple[torch.Tensor, torch.Tensor, float]] = []
         self._sent: tuple[torch.Tensor, torch.Tensor] | None = None
 
     # one step
 
     def accumulate(self, slot: Slot, gradient: torch.Tensor, weight: float, *, hold: bool = False) -> bool:
-        """``r += w g`` for one parameter, and its scores.
+        """Apply ``r += w g`` to one parameter, and score its blocks.
 
         Args:
             slot: the parameter's place.
@@ -85,10 +87,11 @@ class BlockEncoder(BlockMerger):
             ``False`` if the gradient is not finite; it is then left out from there on.
         """
         block, largest = self.layout.block, 0.0
-        for begin in range(0, slot.padded, CHUNK):
-            size = min(CHUNK, slot.padded - begin)
+        for begin in range(0, slot.padded, self.chunk_elements):
+            size = min(self.chunk_elements, slot.padded - begin)
             start = slot.start + begin
             residual, piece = self.residual[start : start + size], gradient[begin : begin + size]
+            # One sum tells of NaN and infinity before anything enters the residual, which would keep them for ever.
             total = float(piece.sum(dtype=None if piece.dtype == torch.float64 else torch.float32))
             if not np.isfinite(total):
                 return False
@@ -99,25 +102,32 @@ class BlockEncoder(BlockMerger):
             if hold:
                 largest = max(largest, float(piece.abs().max()))
         if hold and largest == 0.0:
-            self.scores[slot.start // block : (slot.start + slot.padded) // block] = 0.0
+            self._hold(slot)
         return True
+
+    def _hold(self, slot: Slot) -> None:
+        """Select no block of a parameter in this step."""
+        self.scores[slot.start // self.layout.block : (slot.start + slot.padded) // self.layout.block] = 0.0
 
     def accumulate_bucket(
         self, slots: Sequence[Slot], flat: torch.Tensor, weight: float, *, hold: bool = False
     ) -> bool:
-        """:meth:`accumulate` for the parameters of a bucket, whose gradients lie one after the other."""
+        """Do :meth:`accumulate` for the parameters of a bucket, whose gradients lie one after the other."""
         return all(self.accumulate(slot, gradient, weight, hold=hold) for slot, gradient in split(flat, slots))
 
-    def _select(self, **faster: Any) -> npt.NDArray[np.int64]:
-        """The blocks of this step's message; ``faster`` is what the selector can make use of."""
+    def _select(self) -> Indices:
+        """Return the blocks of this step's message."""
         if self.balance is not None:
             for slot in self.layout.slots:
                 begin, end = slot.start // self.layout.block, (slot.start + slot.padded) // self.layout.block
                 self.scores[begin:end].mul_(self.balance.factors[slot.name])
-        return SELECT[self.selector](self.scores.numpy(), min(self.form.k, len(self.scores)), self.state, **faster)
+        return self._largest(min(self.form.k, len(self.scores)))
+
+    def _largest(self, k: int) -> Indices:
+        return SELECT[self.selector](self.scores.numpy(), k, self.state)
 
     def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> int:
-        """Write the message of this step and take what it holds out of the residual; returns its number of blocks."""
+        """Write the message of this step and take what it holds out of the residual; return its number of blocks."""
         indices = self._select()
         blocks = self.residual.view(-1, self.layout.block)
         where = torch.from_numpy(indices)
@@ -144,14 +154,14 @@ class BlockEncoder(BlockMerger):
             residual.add_(piece, alpha=-weight)
 
     def finish(self) -> None:
-        """The step is over: forget what :meth:`undo` would need, and clear the merged blocks."""
+        """End the step: forget what :meth:`undo` would need, and clear the sum."""
         self._added, self._sent = [], None
         super().finish()
 
 
-def needing_numba(module: str, numel: int) -> Any:
-    """A module that imports Numba, ``None`` where Numba is not, or is of no use, or the model has few elements."""
-    if numel < WORTH_NUMBA or not find_spec("numba"):
+def needing_numba(module: str, numel: int) -> ModuleType | None:
+    """Import a module that needs Numba; ``None`` where Numba is missing or unusable, or the model has few elements."""
+    if numel < NUMBA_MIN_ELEMENTS or not find_spec("numba"):
         return None
     try:
         return importlib.import_module(module)
@@ -167,11 +177,11 @@ def cpu_encoder(
     dtype: torch.dtype = torch.float32,
     *,
     balanced: bool = False,
-) -> BlockEncoder:
-    """The fastest encoder on CPU that is at hand: Numba's loops where it is installed and the model is large."""
-    balance = ScoreBalance(layout) if balanced else None
+) -> TorchEncoder:
+    """Return the fastest encoder on CPU: Numba's loops where it is installed and the model is large."""
+    balance = ScoreScaling(layout) if balanced else None
     module = needing_numba("lightning_hetero.compression.numba_jit.encoder", layout.numel)
     if module is not None and dtype == torch.float32:
-        encoder: BlockEncoder = module.NumbaEncoder(layout, form, selector, balance)
+        encoder: TorchEncoder = module.NumbaEncoder(layout, form, selector, balance)
         return encoder
-    return BlockEncoder(layout, form, selector, dtype, balance)
+    return TorchEncoder(layout, form, selector, dtype, balance)

@@ -1,13 +1,11 @@
-"""What comes after a message was sent, on CPU: read all ranks' messages, add them up, clear."""
+"""Merging on the host: read all ranks' messages, add them up, clear the sum."""
 
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from lightning_hetero.compression.layout import Layout
 from lightning_hetero.compression.reference import Pack, merge_sparse
-from lightning_hetero.compression.selectors import SelectorState
 from lightning_hetero.compression.wire_format import MessageFormat
 
 __all__ = ["BlockMerger"]
@@ -22,12 +20,11 @@ class BlockMerger:
     """
 
     residual: torch.Tensor
-    deferred = False
-    """Whether the device decides what becomes of a step, and the host learns of it a step later."""
 
     def __init__(self, layout: Layout, form: MessageFormat) -> None:
-        self.layout, self.form, self.state = layout, form, SelectorState()
-        self.touched: list[torch.Tensor] = []
+        self.layout, self.form = layout, form
+        self.written: list[torch.Tensor] = []
+        """Numbers of the blocks that were added to the sum in this step."""
 
     @cached_property
     def merged(self) -> torch.Tensor:
@@ -39,7 +36,7 @@ class BlockMerger:
         self.form = form
 
     def read(self, rows: torch.Tensor, *, step: int, bucket: int = 0) -> list[Pack] | None:
-        """Packs of all ranks' messages; ``None`` if a rank says that its gradient is not finite.
+        """Return the packs of all ranks' messages; ``None`` if a rank says that its gradient is not finite.
 
         Raises:
             ValueError: if a message is malformed; all are checked before any is applied.
@@ -52,23 +49,19 @@ class BlockMerger:
         blocks = self.merged.view(-1, self.layout.block)
         for pack in packs:
             blocks.index_add_(0, pack.indices, pack.values)
-            self.touched.append(pack.indices)
+            self.written.append(pack.indices)
 
     def merge_sparse(self, packs: list[Pack]) -> Pack:
-        """Sum of packs, in the order of ranks, as one pack."""
+        """Return the sum of packs, in the order of ranks, as one pack."""
         return merge_sparse(packs)
 
     def take_back(self, message: torch.Tensor) -> None:
-        """Add what a message of this rank's held to the residual again, because nobody has applied it."""
+        """Return what a message of this rank's held to the residual, because nobody has applied it."""
         pack = self.form.unpack(message)
         self.residual.view(-1, self.layout.block).index_add_(0, pack.indices, pack.values.to(self.residual.dtype))
 
     def finish(self) -> None:
-        """The step is over: clear the merged blocks."""
-        for where in self.touched:
+        """End the step: clear the blocks of the sum that were written."""
+        for where in self.written:
             self.merged.view(-1, self.layout.block).index_fill_(0, where, 0.0)
-        self.touched = []
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this rank."""
-        return {"residual": self.residual, "selector": self.state.state_dict()}
+        self.written = []

@@ -4,31 +4,27 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from lightning_hetero.compression.host.encoder import BlockEncoder
+from lightning_hetero.compression.host.encoder import TorchEncoder
 from lightning_hetero.compression.layout import Layout, Slot, split
 from lightning_hetero.compression.message_header import HEADER_BYTES, MESSAGE_KIND, Bytes, Words, address
 from lightning_hetero.compression.numba_jit import encode_kernels, receive_kernels
 from lightning_hetero.compression.reference import Pack
-from lightning_hetero.compression.score_scaling import ScoreBalance
-from lightning_hetero.compression.selectors import Indices, Scores, at_least
+from lightning_hetero.compression.score_scaling import ScoreScaling
+from lightning_hetero.compression.selectors import Indices, Scores, at_least, exact
 from lightning_hetero.compression.wire_format import MessageFormat
 
 __all__ = ["NumbaEncoder"]
 
-SHARE = 1_048_576
-"""Elements of a gradient for which a further thread is worth it."""
-
 KINDS = {"float32": encode_kernels.FLOAT32, "bfloat16": encode_kernels.BFLOAT16, "int8": encode_kernels.INT8}
 
 
-class NumbaEncoder(BlockEncoder):
+class NumbaEncoder(TorchEncoder):
     """Error feedback and block selection of one rank, one pass over memory for each gradient in float32.
 
-    Gradients of other types take torch's way. The loops are compiled when the first encoder is made, and kept on disk.
-    It uses as many threads as torch does (``torch.get_num_threads()``).
+    Gradients of other types are accumulated by torch. The loops are compiled when the first encoder is made, and kept
+    on disk. It uses as many threads as torch does (``torch.get_num_threads()``).
 
     Args:
         layout: where parameters lie.
@@ -37,22 +33,25 @@ class NumbaEncoder(BlockEncoder):
         balance: factors of the scores of each parameter, ``None`` for plain magnitudes.
     """
 
+    elements_per_thread = 1_048_576
+    """Elements of a gradient for which a further thread is worth it."""
+
     def __init__(
-        self, layout: Layout, form: MessageFormat, selector: str = "exact", balance: ScoreBalance | None = None
+        self, layout: Layout, form: MessageFormat, selector: str = "exact", balance: ScoreScaling | None = None
     ) -> None:
         super().__init__(layout, form, selector, balance=balance)
         self._message: torch.Tensor | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._found = np.zeros(0, np.int64)
         self._arrays = self.residual.numpy(), self.scores.numpy()
-        self._parts: dict[tuple[object, ...], list[npt.NDArray[np.int64]]] = {}
-        self._reached: list[tuple[torch.Tensor, npt.NDArray[np.int64], npt.NDArray[np.int64], float]] = []
+        self._parts: dict[tuple[object, ...], list[Indices]] = {}
+        self._reached: list[tuple[torch.Tensor, Indices, Indices, float]] = []
         _warm(layout.block)
 
     # one step
 
     def accumulate(self, slot: Slot, gradient: torch.Tensor, weight: float, *, hold: bool = False) -> bool:
-        """``r += w g`` for one parameter, and its scores; see :meth:`BlockEncoder.accumulate`."""
+        """Apply ``r += w g`` to one parameter, and score its blocks; see :meth:`TorchEncoder.accumulate`."""
         if gradient.dtype != torch.float32:
             return super().accumulate(slot, gradient, weight, hold=hold)
         return self.accumulate_bucket((slot,), gradient, weight, hold=hold)
@@ -60,26 +59,27 @@ class NumbaEncoder(BlockEncoder):
     def accumulate_bucket(
         self, slots: Sequence[Slot], flat: torch.Tensor, weight: float, *, hold: bool = False
     ) -> bool:
-        """:meth:`accumulate` for the parameters of a bucket, in one call."""
+        """Do :meth:`accumulate` for the parameters of a bucket, in one call."""
         if flat.dtype != torch.float32:
             return super().accumulate_bucket(slots, flat, weight, hold=hold)
         (r, scores), g, w, block = self._arrays, flat.numpy(), np.float32(weight), self.layout.block
         shares = self._shares(slots, len(g))
 
-        def one(parts: npt.NDArray[np.int64]) -> bool:
+        def one(parts: Indices) -> bool:
             reached = np.zeros(len(parts), np.int64)
             self._reached.append((flat, parts, reached, weight))
             return bool(encode_kernels.accumulate(r, g, parts, w, scores, block, reached))
 
+        # All shares are taken, whatever one of them finds: undo() has to know how far each has come.
         finite = one(shares[0]) if len(shares) == 1 else all(list(self._pool().map(one, shares)))
         for slot, gradient in split(flat, slots) if finite and hold else ():
             if not gradient.any():
-                self.scores[slot.start // block : (slot.start + slot.padded) // block] = 0.0
+                self._hold(slot)
         return finite
 
-    def _shares(self, slots: Sequence[Slot], size: int) -> list[npt.NDArray[np.int64]]:
+    def _shares(self, slots: Sequence[Slot], size: int) -> list[Indices]:
         """Return each thread's parts of a bucket of so many elements, as ``accumulate`` takes them."""
-        threads = max(min(torch.get_num_threads(), size // SHARE), 1)
+        threads = max(min(torch.get_num_threads(), size // self.elements_per_thread), 1)
         key = (threads, *[slot.name for slot in slots])
         if key not in self._parts:
             block, parts, at = self.layout.block, [], 0
@@ -101,9 +101,9 @@ class NumbaEncoder(BlockEncoder):
         return self._threads
 
     def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> int:
-        """Write the message of this step and take what it holds out of the residual; returns its number of blocks."""
+        """Write the message of this step and take what it holds out of the residual; return its number of blocks."""
         form, data = self.form, message.numpy()
-        indices = self._select(**({"search": self._at_least} if self.selector == "exact" else {}))
+        indices = self._select()
         if form.bitmap:
             form.write_indices(message, indices)
         else:
@@ -115,8 +115,13 @@ class NumbaEncoder(BlockEncoder):
             self.balance.follow(indices, form.unpack(message).values.numpy())
         return len(indices)
 
+    def _largest(self, k: int) -> Indices:
+        if self.selector == "exact":
+            return exact(self._arrays[1], k, self.state, self._at_least)
+        return super()._largest(k)
+
     def _at_least(self, scores: Scores, threshold: float, most: int) -> Indices | None:
-        """See :func:`~lightning_hetero.compression.selectors.at_least`."""
+        """Find scores as :func:`~lightning_hetero.compression.selectors.at_least` does."""
         if threshold <= 0 or most >= len(scores):
             return at_least(scores, threshold, most)
         if len(self._found) != most + 1:
@@ -127,7 +132,11 @@ class NumbaEncoder(BlockEncoder):
     # after the exchange
 
     def read(self, rows: torch.Tensor, *, step: int, bucket: int = 0) -> list[Pack] | None:
-        """Packs of all ranks' messages; what is not in order is left to :meth:`BlockEncoder.read` to judge."""
+        """Return the packs of all ranks' messages; one that is not in order is left to torch, which says what is wrong.
+
+        Raises:
+            ValueError: if a message is malformed.
+        """
         packs: list[Pack] = []
         form = self.form
         usual = not form.bitmap and rows.dtype == torch.uint8 and rows.shape[1] == form.num_bytes
@@ -146,10 +155,10 @@ class NumbaEncoder(BlockEncoder):
         """Add packs in the order of ranks to :attr:`merged`."""
         for pack in packs:
             receive_kernels.add_blocks(self.merged.numpy(), pack.indices.numpy(), pack.values.view(-1).numpy())
-            self.touched.append(pack.indices)
+            self.written.append(pack.indices)
 
     def merge_sparse(self, packs: list[Pack]) -> Pack:
-        """Sum of packs as one pack, see :func:`~lightning_hetero.compression.reference.merge_sparse`."""
+        """Return the sum of packs as one pack, see :func:`~lightning_hetero.compression.reference.merge_sparse`."""
         union = packs[0].indices.numpy()
         for pack in packs[1:]:
             both = np.empty(len(union) + len(pack.indices), np.int64)
@@ -170,7 +179,7 @@ class NumbaEncoder(BlockEncoder):
         super().undo()
 
     def finish(self) -> None:
-        """The step is over."""
+        """End the step: forget what :meth:`undo` would need, and clear the sum."""
         self._message, self._reached = None, []
         super().finish()
 
@@ -182,19 +191,16 @@ def _sums(payload: Bytes, _: Words) -> tuple[int, int]:
 
 def _warm(block: int) -> None:
     """Compile all loops, so that no step has to."""
-    layout = Layout.of([("p", 16 * block)], block)
     r, g = np.zeros(16 * block, np.float32), np.zeros(16 * block, np.float32)
-    number = np.zeros((1, 3), np.int64)
-    encode_kernels.accumulate(r, g, number, np.float32(1.0), np.zeros(16, np.float32), block, number[0])
+    part, index, values = np.zeros((1, 3), np.int64), np.zeros(1, np.int64), np.zeros((1, block), np.float32)
+    encode_kernels.accumulate(r, g, part, np.float32(1.0), np.zeros(16, np.float32), block, part[0])
     encode_kernels.at_least(r, np.float32(1.0), np.zeros(1, np.int64))
-    form = MessageFormat(layout.num_blocks, 1, block, "float32")
-    message, index = np.zeros(form.num_bytes, np.uint8), np.zeros(1, np.int64)
+    form = MessageFormat(16, 1, block, "float32")
+    message, kind = np.zeros(form.num_bytes, np.uint8), encode_kernels.FLOAT32
     encode_kernels.number(message, index, form.places_at)
-    encode_kernels.take(r, index, block, encode_kernels.FLOAT32, message, *form.parts_at)
-    values = np.zeros((1, block), np.float32)
+    encode_kernels.take(r, index, block, kind, message, *form.parts_at)
     due = MESSAGE_KIND, 0, 0, form.fingerprint
-    places_at = form.places_at
-    receive_kernels.read(message, due, 1, places_at, *form.parts_at, 16, encode_kernels.FLOAT32, index, values)
+    receive_kernels.read(message, due, 1, form.places_at, *form.parts_at, 16, kind, index, values)
     receive_kernels.checksum(message[HEADER_BYTES:])
     receive_kernels.unite(index, index, np.zeros(2, np.int64))
     receive_kernels.fold(index, values, index, values)

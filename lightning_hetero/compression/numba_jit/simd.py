@@ -6,7 +6,6 @@ product and a sum are rounded twice, :func:`fma` once. Import this module only w
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +13,23 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
 from numba.core.base import BaseContext
-from numba.core.datamodel import DataModelManager
 from numba.core.typing import Context, Signature
-from numba.extending import intrinsic, models, register_model
+
+from lightning_hetero.compression.numba_jit.vector_codegen import (
+    FLOAT,
+    LANES,
+    VECTOR,
+    WIDTH,
+    Kernel,
+    Operation,
+    Value,
+    as_vectors,
+    bits_of,
+    call_llvm,
+    in_all_lanes,
+    operation,
+    signature_of,
+)
 
 __all__ = [
     "PREFETCH_BLOCKS",
@@ -43,85 +56,14 @@ __all__ = [
     "total",
 ]
 
-WIDTH = 8
-"""Elements of a vector: 32 bytes, what every processor with vectors of this kind has."""
-
 PREFETCH_BLOCKS = 16
 """Blocks that are fetched ahead where they lie far apart."""
-
-FLOAT = ir.FloatType()
-LANES = ir.VectorType(FLOAT, WIDTH)
-
-Codegen = Callable[..., ir.Value]
-Operation = tuple[Signature, Codegen]
-"""An intrinsic: its signature, and what emits its code from context, builder, signature and arguments."""
-
-Value = Any
-"""A number in a loop, or a vector of them: Numba has no type of Python's for the latter."""
-
-Kernel = Callable[..., Value]
-"""An intrinsic as loops call it, with values; it is declared with the typing context and their types."""
-
-
-def operation(declared: Callable[..., Operation]) -> Kernel:
-    """Declare an operation on numbers and vectors."""
-    return cast(Kernel, intrinsic(declared))
-
-
-class Vector(types.Type):
-    """Numba's type of a vector."""
-
-    def __init__(self) -> None:
-        super().__init__(name=f"Vector(float32 x {WIDTH})")
-
-
-VECTOR = Vector()
-
-
-@register_model(Vector)
-class _Model(models.PrimitiveModel):
-    def __init__(self, manager: DataModelManager, kind: Vector) -> None:
-        super().__init__(manager, kind, LANES)
-
-
-def _typed(*given: types.Type) -> Signature:
-    """Return the signature of an operation: a vector comes out where one goes in."""
-    kinds = [kind if isinstance(kind, Vector) else types.float32 for kind in given]
-    return (VECTOR if VECTOR in kinds else types.float32)(*kinds)
-
-
-def _spread(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    undefined, lanes = ir.Constant(LANES, ir.Undefined), ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), [0] * WIDTH)
-    first = builder.insert_element(undefined, value, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(first, undefined, lanes)
-
-
-def _alike(builder: ir.IRBuilder, values: Sequence[ir.Value]) -> list[ir.Value]:
-    """Return all values as vectors if one of them is."""
-    if all(value.type == FLOAT for value in values):
-        return list(values)
-    return [_spread(builder, value) if value.type == FLOAT else value for value in values]
-
-
-def _call(
-    builder: ir.IRBuilder,
-    name: str,
-    values: list[ir.Value],
-    result: ir.Type | None = None,
-    fastmath: tuple[str, ...] = (),
-) -> ir.Value:
-    """Call one of LLVM's functions that have a name for each type."""
-    kind = values[-1].type
-    suffix = f"v{WIDTH}f32" if kind == LANES else "f32"
-    signature = ir.FunctionType(result or kind, [value.type for value in values])
-    function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.{name}.{suffix}")
-    return builder.call(function, values, fastmath=fastmath)
 
 
 def _unary(emit: Callable[[ir.IRBuilder, list[ir.Value]], ir.Value]) -> Kernel:
     @operation
     def emitted(typing: Context, x: types.Type) -> Operation:
-        return _typed(x), lambda context, builder, signature, args: emit(builder, _alike(builder, args))
+        return signature_of(x), lambda context, builder, signature, args: emit(builder, as_vectors(builder, args))
 
     return emitted
 
@@ -129,30 +71,28 @@ def _unary(emit: Callable[[ir.IRBuilder, list[ir.Value]], ir.Value]) -> Kernel:
 def _binary(name: str) -> Kernel:
     @operation
     def emitted(typing: Context, x: types.Type, y: types.Type) -> Operation:
-        return _typed(x, y), lambda context, builder, signature, args: getattr(builder, name)(*_alike(builder, args))
+        return signature_of(x, y), lambda context, builder, signature, args: getattr(builder, name)(
+            *as_vectors(builder, args)
+        )
 
     return emitted
 
 
 add, sub, mul, div = (_binary(name) for name in ("fadd", "fsub", "fmul", "fdiv"))
-sqrt = _unary(lambda builder, values: _call(builder, "sqrt", values))
-absolute = _unary(lambda builder, values: _call(builder, "fabs", values))
+sqrt = _unary(lambda builder, values: call_llvm(builder, "sqrt", values))
+absolute = _unary(lambda builder, values: call_llvm(builder, "fabs", values))
 
 
 @operation
 def fma(typing: Context, x: types.Type, y: types.Type, z: types.Type) -> Operation:
     """Return ``x y + z``, rounded once."""
-    return _typed(x, y, z), lambda context, builder, signature, args: _call(builder, "fma", _alike(builder, args))
-
-
-def _bits_of(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, Callable[[int], ir.Constant]]:
-    """Return the bits of a number or of each lane, and what makes a constant of that type."""
-    kind = ir.IntType(32) if x.type == FLOAT else ir.VectorType(ir.IntType(32), WIDTH)
-    return builder.bitcast(x, kind), lambda n: ir.Constant(kind, n if x.type == FLOAT else [n] * WIDTH)
+    return signature_of(x, y, z), lambda context, builder, signature, args: call_llvm(
+        builder, "fma", as_vectors(builder, args)
+    )
 
 
 def _bfloat16(builder: ir.IRBuilder, values: list[ir.Value]) -> ir.Value:
-    bits, constant = _bits_of(builder, values[0])
+    bits, constant = bits_of(builder, values[0])
     sign, largest = builder.and_(bits, constant(0x80000000)), constant(0x7F7F0000)
     over = builder.icmp_unsigned(">", builder.and_(bits, constant(0x7FFFFFFF)), largest)
     bits = builder.select(over, builder.or_(sign, largest), bits)
@@ -166,7 +106,7 @@ bfloat16 = _unary(_bfloat16)
 
 
 def _high(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    bits, constant = _bits_of(builder, x)
+    bits, constant = bits_of(builder, x)
     kind = ir.IntType(16) if x.type == FLOAT else ir.VectorType(ir.IntType(16), WIDTH)
     return builder.trunc(builder.lshr(bits, constant(16)), kind)
 
@@ -197,7 +137,7 @@ def any_reaches(typing: Context, x: types.Type, threshold: types.Type) -> Operat
     def generate(
         context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]
     ) -> ir.Value:
-        mask = builder.bitcast(builder.fcmp_ordered(">=", *_alike(builder, args)), ir.IntType(WIDTH))
+        mask = builder.bitcast(builder.fcmp_ordered(">=", *as_vectors(builder, args)), ir.IntType(WIDTH))
         return builder.icmp_unsigned("!=", mask, ir.Constant(ir.IntType(WIDTH), 0))
 
     return types.boolean(VECTOR, types.float32), generate
@@ -206,7 +146,7 @@ def any_reaches(typing: Context, x: types.Type, threshold: types.Type) -> Operat
 @operation
 def spread(typing: Context, x: types.Type) -> Operation:
     """Return a number in each lane of a vector."""
-    return VECTOR(types.float32), lambda context, builder, signature, args: _spread(builder, args[0])
+    return VECTOR(types.float32), lambda context, builder, signature, args: in_all_lanes(builder, args[0])
 
 
 @operation
@@ -217,7 +157,7 @@ def total(typing: Context, x: types.Type) -> Operation:
         context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]
     ) -> ir.Value:
         start = ir.Constant(FLOAT, -0.0)
-        return _call(builder, "vector.reduce.fadd", [start, *args], FLOAT, fastmath=("reassoc",))
+        return call_llvm(builder, "vector.reduce.fadd", [start, *args], FLOAT, fastmath=("reassoc",))
 
     return types.float32(VECTOR), generate
 

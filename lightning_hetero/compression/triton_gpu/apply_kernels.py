@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 from lightning_hetero.compression.triton_gpu.encode_kernels import LARGEST, _chunk
-from lightning_hetero.compression.triton_gpu.receive_kernels import _row, _values
+from lightning_hetero.compression.triton_gpu.header_kernels import _row
+from lightning_hetero.compression.triton_gpu.receive_kernels import _values
 
 __all__ = ["deliver", "merge", "take_back", "wipe"]
 

@@ -1,4 +1,4 @@
-"""What each program of a kernel works on, for all parameters of a bucket: one launch instead of one for each of them.
+"""Chunks that programs of a kernel work on, for all parameters of a bucket: one launch instead of one for each.
 
 A chunk is some blocks of one parameter. Its row says where its gradient begins in the bucket, how many elements of it
 there are, its first block in the model, its blocks, and the number of the parameter. Where a gradient begins, and how
@@ -17,11 +17,12 @@ from lightning_hetero.compression.layout import Slot
 
 __all__ = ["COLUMNS", "BucketChunks", "Chunks", "chunk_rows"]
 
-COLUMNS = 5
+COLUMNS = len(("begin of the gradient", "elements", "first block", "blocks", "parameter"))
+"""Numbers of a chunk's row."""
 
 
 def chunk_rows(slots: Sequence[Slot], numbers: Sequence[int], block: int, size: int) -> npt.NDArray[np.int64]:
-    """Rows of the chunks of parameters whose gradients lie one after the other, in elements.
+    """Return rows of the chunks of parameters whose gradients lie one after the other, in elements.
 
     Args:
         slots: places of the parameters.
@@ -60,7 +61,7 @@ class Chunks:
 
     @property
     def grid(self) -> tuple[int]:
-        """One program for each."""
+        """Grid of the launch: one program for each."""
         return (len(self.table),)
 
 
@@ -80,7 +81,7 @@ class BucketChunks:
         self._known: dict[tuple[int, ...], tuple[list[Slot], list[Chunks]]] = {}
 
     def of(self, slots: Sequence[Slot], itemsize: int) -> list[Chunks]:
-        """What to launch for a bucket of gradients of this many bytes an element: at most two tables, none empty."""
+        """Return the launches for a bucket of gradients of this many bytes an element: at most two, none empty."""
         slots = list(slots)
         key = itemsize, len(slots), slots[0].start if slots else 0  # the whole list is compared: slots hash slowly
         if key not in self._known or self._known[key][0] != slots:

@@ -22,15 +22,19 @@ zeros up to where the last program reads. Import this module only where Triton i
 import triton
 import triton.language as tl
 
+from lightning_hetero.compression import value_codecs
 from lightning_hetero.compression.triton_gpu import chunks
 
-__all__ = ["EXPONENTS", "accumulate", "count", "hold", "pack", "pick", "place", "refine"]
+__all__ = ["EXPONENT_BINS", "accumulate", "count", "hold", "pack", "pick", "place", "refine"]
 
-EXPONENTS = 256
+EXPONENT_BINS = 2**8
+"""Bins of the histogram of scores: one for each exponent of float32."""
+
+# Kernels read globals of their module only, and those only as constexpr.
 COLUMNS = tl.constexpr(chunks.COLUMNS)
-LARGEST = tl.constexpr(3.4028234663852886e38)
-LARGEST_BF16 = tl.constexpr(3.3895313892515355e38)
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to the nearest even integer
+LARGEST = tl.constexpr(value_codecs.LARGEST_FLOAT32)
+LARGEST_BF16 = tl.constexpr(value_codecs.LARGEST_BFLOAT16)
+ROUND = tl.constexpr(value_codecs.ROUNDING_TERM)
 
 
 @triton.jit(do_not_specialize=["stamp"])

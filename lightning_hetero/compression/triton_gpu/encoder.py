@@ -1,4 +1,4 @@
-"""Residuals of one rank and what is done with them in a step, on GPU: the counterpart of ``BlockEncoder`` in Triton.
+"""The encoder on GPU: residuals of one rank and what is done with them in a step, by Triton's kernels.
 
 Everything is decided on the device, in buffers that are allocated once: selection, the message with its header, whether
 the messages of all ranks are in order, and what is done if one is not. The host queues the same kernels in every step
@@ -6,49 +6,28 @@ and never waits for them. What became of a step it learns a step later (:meth:`T
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import torch
 
+from lightning_hetero.compression.encoder_protocol import Outcome
 from lightning_hetero.compression.layout import Layout, Slot
-from lightning_hetero.compression.message_header import HEADER_BYTES, MAGIC, foreign, refusal
 from lightning_hetero.compression.selectors import SelectorState
 from lightning_hetero.compression.triton_gpu import apply_kernels as applying
-from lightning_hetero.compression.triton_gpu import encode_kernels as kernels
-from lightning_hetero.compression.triton_gpu import receive_kernels as receiving
+from lightning_hetero.compression.triton_gpu import encode_kernels as encoding
+from lightning_hetero.compression.triton_gpu import launch
 from lightning_hetero.compression.triton_gpu.chunks import BucketChunks
+from lightning_hetero.compression.triton_gpu.launch import MAX_BLOCKS, OPTIONS
+from lightning_hetero.compression.triton_gpu.message_reader import MessageReader
+from lightning_hetero.compression.triton_gpu.message_writer import MessageWriter, value_views
+from lightning_hetero.compression.triton_gpu.status import StatusReadback
 from lightning_hetero.compression.wire_format import MessageFormat
 
-__all__ = ["Outcome", "TritonEncoder"]
-
-TILE, ITERS = 128, 8
-SCORES = 1024
-MOST = 2**31 - 2**20
-"""Blocks of a model: their numbers, and those of a program beyond the last, have to fit into 32 bits."""
-
-OPTIONS: Any = {"num_warps": 4, "enable_fp_fusion": False}
-EIGHT_WARPS: Any = {**OPTIONS, "num_warps": 8}
-"""For kernels that would take more than 64 registers with four."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a step.
-
-    Args:
-        step: its number.
-        dropped: whether it was left out, because a gradient was not finite.
-        blocks: blocks that all messages named.
-    """
-
-    step: int
-    dropped: bool
-    blocks: int
+__all__ = ["TritonEncoder"]
 
 
 class TritonEncoder:
-    """Error feedback, block selection, and merging of one rank on its GPU.
+    """Error feedback, selection and merging of one rank on its GPU, a :class:`~.encoder_protocol.DeviceEncoder`.
 
     Args:
         layout: where parameters lie.
@@ -60,60 +39,46 @@ class TritonEncoder:
         ValueError: if the model has too many blocks for 32-bit numbers.
     """
 
-    deferred = True
+    deferred: Literal[True] = True
 
     def __init__(self, layout: Layout, form: MessageFormat, device: torch.device, world_size: int) -> None:
-        if layout.num_blocks > MOST:
+        if layout.num_blocks > MAX_BLOCKS:
             raise ValueError(
                 f"the model has {layout.num_blocks} blocks of {layout.block} elements, and block top-k on GPU takes at "
-                f"most {MOST}. Use larger blocks: BlockTopK(block={2 * layout.block})."
+                f"most {MAX_BLOCKS}. Use larger blocks: BlockTopK(block={2 * layout.block})."
             )
-
-        def integers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.layout, self.world_size, self.state = layout, world_size, SelectorState()
+        self.layout, self.form, self.state = layout, form, SelectorState()
+        self._world_size, self._tiling = world_size, launch.TILING
         self.residual = torch.zeros(layout.numel, dtype=torch.float32, device=device)
-        tiles = max(1, -(-layout.num_blocks // SCORES))  # one for a model of empty parameters, too
-        self._scores = torch.zeros(-(-tiles // ITERS) * ITERS * SCORES, dtype=torch.float32, device=device)
-        self.scores = self._scores[: layout.num_blocks]
         self.merged = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         self.touched = torch.zeros(layout.num_blocks, dtype=torch.bool, device=device)
-        self._hist, self._plan = integers(kernels.EXPONENTS), integers(5)
-        self._above, self._edge, self._above_ends, self._edge_ends = (integers(tiles) for _ in range(4))
-        self.reform(form)
-        self._sums = integers(world_size, 2, dtype=torch.int64)
-        self._status = integers(3 * world_size + 1)
-        self._chunks = BucketChunks(layout.block, TILE * ITERS, device, layout.slots)
-        self._used, self._stamp = integers(len(layout.slots)), 0
-        on_gpu = device.type == "cuda"
-        self._seen = torch.zeros(3 * world_size + 1, dtype=torch.int32, pin_memory=on_gpu)
-        self._copied = torch.cuda.Event() if on_gpu else None
-        self._unread: tuple[int, int] | None = None
+        self._writer = MessageWriter(layout, form, device, self._tiling)
+        self._reader = MessageReader(form, device, world_size, self._tiling)
+        self._readback = StatusReadback(self._reader.status, world_size)
+        self._chunks = BucketChunks(layout.block, self._tiling.chunk, device, layout.slots)
+        self._used = torch.zeros(len(layout.slots), dtype=torch.int32, device=device)
+        self._stamp = 0
+
+    @property
+    def scores(self) -> torch.Tensor:
+        """Score of each block of the model."""
+        return self._writer.scores
 
     @property
     def verdict(self) -> torch.Tensor:
         """On the device: 0 if the messages were merged, 1 if a gradient was not finite, 2 if a message is malformed."""
-        return self._status[3 * self.world_size]
-
-    # sending
+        return self._reader.verdict
 
     def reform(self, form: MessageFormat) -> None:
         """Send messages of another format from the next step on; what is in the residual stays there."""
-        self.form, world = form, self.world_size
-        counts = max(1, -(-8 * form.index_bytes // SCORES) if form.bitmap else form.segments)
+        self.form = form
+        self._writer.reform(form)
+        self._reader.reform(form)
 
-        def integers(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=self.residual.device)
-
-        # Rows of what kernels read four numbers at a time begin at multiples of 16 bytes, which strides count.
-        self._stride, self._pitch, self._counts_pitch = form.num_bytes // 16, -(-form.k // 4), -(-counts // 4)
-        self._chosen, self._numbers = integers(form.k).fill_(-1), integers(world, 4 * self._pitch)
-        self._counts, self._ends = integers(world, 4 * self._counts_pitch), integers(world, counts)
-        self._fingerprint = form.fingerprint - (form.fingerprint >> 31 << 32)  # with a sign: 32 bits in any case
+    # sending
 
     def accumulate(self, slot: Slot, gradient: torch.Tensor, weight: float, *, hold: bool = False) -> bool:
-        """``r += w g`` for one parameter, and its scores; what is not finite is noticed in the message.
+        """Apply ``r += w g`` to one parameter, and score its blocks; the message tells what is not finite.
 
         Args:
             slot: the parameter's place.
@@ -126,65 +91,28 @@ class TritonEncoder:
     def accumulate_bucket(
         self, slots: Sequence[Slot], flat: torch.Tensor, weight: float, *, hold: bool = False
     ) -> bool:
-        """:meth:`accumulate` for the parameters of a bucket, whose gradients lie one after the other."""
-        self._stamp = self._stamp % MOST + 1
+        """Do :meth:`accumulate` for the parameters of a bucket, whose gradients lie one after the other."""
+        writer, tiling = self._writer, self._tiling
+        self._stamp = self._stamp % MAX_BLOCKS + 1  # tells this call's marks of used parameters from earlier ones
         chunks = self._chunks.of(slots, flat.element_size())
         for part in chunks:
-            kernels.accumulate[part.grid](
-                flat, self.residual, self.scores, self._hist, self._used, part.table, weight, self._stamp,
-                BLOCK=self.layout.block, TILE=TILE, UNIT=part.unit, HOLD=hold, **OPTIONS,
+            encoding.accumulate[part.grid](
+                flat, self.residual, writer.scores, writer.histogram, self._used, part.table, weight, self._stamp,
+                BLOCK=self.layout.block, TILE=tiling.blocks, UNIT=part.unit, HOLD=hold, **OPTIONS,
             )  # fmt: skip
         for part in chunks if hold else ():
-            kernels.hold[part.grid](
-                self.scores, self._hist, self._used, part.table, self._stamp, TILE=SCORES, **OPTIONS
+            encoding.hold[part.grid](
+                writer.scores, writer.histogram, self._used, part.table, self._stamp, TILE=tiling.scores, **OPTIONS
             )
         return True
 
     def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> None:
         """Write the message of this step and take what it holds out of the residual."""
-        form, scores, tiles = self.form, self._scores, len(self._above)
-        kernels.pick[(1,)](self._hist, self._plan, form.k, FINE=False, **OPTIONS)
-        grid = (-(-tiles // ITERS),)
-        kernels.refine[grid](scores, self._hist, self._plan, TILE=SCORES, ITERS=ITERS, **OPTIONS)
-        kernels.pick[(1,)](self._hist, self._plan, form.k, FINE=True, **OPTIONS)
-        kernels.count[(tiles,)](scores, self._plan, self._above, self._edge, TILE=SCORES, **OPTIONS)
-        for counts, ends in ((self._above, self._above_ends), (self._edge, self._edge_ends)):
-            receiving.prefix[(1,)](counts, ends, tiles, 0, TILE=SCORES, **OPTIONS)
-        self._chosen.fill_(-1)
-        kernels.place[(tiles,)](
-            scores, self._plan, self._above_ends, self._edge_ends, self._chosen, form.k, TILE=SCORES, **EIGHT_WARPS
-        )
-        message.zero_()
-        index, counts = form.index_views(message)
-        value, scale = self._parts(message)
-        kernels.pack[(-(-form.k // TILE),)](
-            self._chosen, self.residual, value, scale, index.view(torch.int32) if form.bitmap else index, counts,
-            form.k, BLOCK=self.layout.block, TILE=TILE, INT8=self._int8, SEGMENTS=not form.bitmap, **EIGHT_WARPS,
-        )  # fmt: skip
-        self._take_sums(message, 1)
-        receiving.seal[(1,)](
-            message[:HEADER_BYTES].view(torch.int64), self._sums, self._plan, self._above_ends, self._edge_ends, tiles,
-            form.k, rank, bucket, step, self._fingerprint, **OPTIONS,
-        )  # fmt: skip
+        self._writer.write(message, self.residual, step=step, bucket=bucket, rank=rank)
 
     def give_up(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> None:
-        """The same as :meth:`encode`: the flag comes from the device."""
+        """Do the same as :meth:`encode`: the flag comes from the device."""
         self.encode(message, step=step, bucket=bucket, rank=rank)
-
-    @property
-    def _int8(self) -> bool:
-        return self.form.value_dtype == "int8"
-
-    def _parts(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and scales of a message; values again where there are no scales."""
-        parts = self.form.value_parts(message, self.form.k)
-        return parts[0], parts[-1]
-
-    def _take_sums(self, rows: torch.Tensor, number: int) -> None:
-        units = (self.form.num_bytes - HEADER_BYTES) // 16
-        receiving.word_sums[(-(-4 * units // (SCORES * ITERS)), number)](
-            rows.view(-1).view(torch.int32), self._sums, units, self._stride, TILE=SCORES, ITERS=ITERS, **EIGHT_WARPS
-        )
 
     # receiving
 
@@ -200,62 +128,30 @@ class TritonEncoder:
         Raises:
             ValueError: if ``rows`` has another shape than all messages have.
         """
-        form, world, size = self.form, self.world_size, self.form.num_bytes
+        form, world, size = self.form, self._world_size, self.form.num_bytes
         if rows.dtype != torch.uint8 or tuple(rows.shape) != (world, size) or not rows.is_contiguous():
             raise ValueError(
                 f"{tuple(rows.shape)} bytes of {rows.dtype} were received in bucket {bucket}, where {world} messages "
                 f"of {size} are due. Check that all ranks run the same code and settings."
             )
-        flat = rows.view(-1)
-        self._inspect(flat, step=step, bucket=bucket)
-        value, scale = self._parts(flat)
-        shape = {"BLOCK": self.layout.block, "TILE": TILE, "INT8": self._int8, **OPTIONS}
-        slots, verdict = -(-form.k // TILE), self.verdict
-        receiving.check[(slots, world)](
-            self._numbers, self._status, value, scale, self._stride, self._pitch, self.layout.num_blocks, world, **shape
-        )
-        receiving.decide[(1,)](self._status, world, WIDTH=1 << (world - 1).bit_length(), **OPTIONS)
+        flat, reader = rows.view(-1), self._reader
+        reader.check(flat, step=step, bucket=bucket)
+        value, scale = value_views(form, flat)
+        tile, slots = self._tiling.blocks, -(-form.k // self._tiling.blocks)
+        shape = {"BLOCK": self.layout.block, "TILE": tile, "INT8": form.value_dtype == "int8", **OPTIONS}
         self.touched.zero_()
-        for peer in range(world):
+        for peer in range(world):  # one launch after the other, so that sums are in the order of ranks
             applying.merge[(slots,)](
-                self._numbers, value, scale, self.merged, self.touched.view(torch.uint8), verdict, peer, self._stride,
-                self._pitch, form.k, **shape,
+                reader.numbers, value, scale, self.merged, self.touched.view(torch.uint8), self.verdict, peer,
+                size // 16, reader.pitch, form.k, **shape,
             )  # fmt: skip
-        applying.take_back[(slots,)](self._chosen, *self._parts(rows[rank]), self.residual, verdict, form.k, **shape)
-        self._seen.copy_(self._status, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
-        self._unread = step, bucket
-
-    def _inspect(self, flat: torch.Tensor, *, step: int, bucket: int) -> None:
-        """Headers into the status, and the numbers of the blocks."""
-        form, world, stride = self.form, self.world_size, self._stride
-        self._take_sums(flat, world)
-        places, counts = form.index_views(flat)
-        counts_stride, length = stride, self._ends.shape[1]
-        if form.bitmap:
-            words, bits = places.view(torch.int32), 8 * form.index_bytes
-            counts, counts_stride = self._counts, self._counts_pitch
-            receiving.tally[(length, world)](words, counts, stride, counts_stride, bits, TILE=SCORES, **OPTIONS)
-        receiving.prefix[(world,)](counts, self._ends, length, counts_stride, TILE=SCORES, **OPTIONS)
-        receiving.inspect[(world,)](
-            flat.view(torch.int64), self._sums, counts, self._ends, self._status, stride, counts_stride, length,
-            form.k, world, bucket, step, self._fingerprint, TILE=SCORES, **OPTIONS,
-        )  # fmt: skip
-        if form.bitmap:
-            self._numbers.fill_(-1)
-            receiving.spread[(length, world)](
-                words, self._ends, self._status, self._numbers, stride, self._pitch, bits, form.k,
-                TILE=SCORES, **OPTIONS,
-            )  # fmt: skip
-        else:
-            receiving.expand[(-(-form.k // TILE), world)](
-                places, self._ends, self._status, self._numbers, stride, self._pitch, length, length.bit_length(),
-                form.k, world, TILE=TILE, **OPTIONS,
-            )  # fmt: skip
+        applying.take_back[(slots,)](
+            self._writer.chosen, *value_views(form, rows[rank]), self.residual, self.verdict, form.k, **shape
+        )
+        self._readback.start(step=step, bucket=bucket)
 
     def deliver(self, slot: Slot, gradient: torch.Tensor, weight: float, *, scale: float, fill: float) -> None:
-        """``scale`` times the sum of one parameter, in place of its gradient.
+        """Write ``scale`` times the sum of one parameter in place of its gradient.
 
         If the step is left out, the gradient goes out of the residual again, to one rounding, and becomes ``fill``.
         """
@@ -264,44 +160,27 @@ class TritonEncoder:
     def deliver_bucket(
         self, slots: Sequence[Slot], flat: torch.Tensor, weight: float, *, scale: float, fill: float
     ) -> None:
-        """:meth:`deliver` for the parameters of a bucket, whose gradients lie one after the other."""
+        """Do :meth:`deliver` for the parameters of a bucket, whose gradients lie one after the other."""
         for part in self._chunks.of(slots, flat.element_size()):
             applying.deliver[part.grid](
                 flat, self.residual, self.merged, self.verdict, part.table, weight, scale, fill,
-                BLOCK=self.layout.block, TILE=SCORES, UNIT=part.unit, **OPTIONS,
+                BLOCK=self.layout.block, TILE=self._tiling.scores, UNIT=part.unit, **OPTIONS,
             )  # fmt: skip
 
     def finish(self) -> None:
-        """The step is over: clear the merged blocks. :attr:`touched` stays until the next one."""
-        applying.wipe[(-(-self.form.k // TILE), self.world_size)](
-            self._numbers, self.merged, self.verdict, self._pitch, self.form.k, BLOCK=self.layout.block, TILE=TILE,
+        """End the step: clear the sum. :attr:`touched` stays until the next one."""
+        reader, tile = self._reader, self._tiling.blocks
+        applying.wipe[(-(-self.form.k // tile), self._world_size)](
+            reader.numbers, self.merged, self.verdict, reader.pitch, self.form.k, BLOCK=self.layout.block, TILE=tile,
             **OPTIONS,
         )  # fmt: skip
 
     def outcome(self) -> Outcome | None:
-        """What became of the last step, ``None`` if that was asked before; waits for the device to have reached it.
+        """Return what became of the last step, ``None`` if that was asked before; waits until the device is there.
 
         All ranks have seen the same messages, so that all raise in the same step.
 
         Raises:
             ValueError: naming rank and bucket of a malformed message. Nothing of that step was applied.
         """
-        if self._unread is None:
-            return None
-        (step, bucket), self._unread = self._unread, None
-        if self._copied is not None:
-            self._copied.synchronize()
-        status, world = self._seen.tolist(), self.world_size
-        for rank, code in enumerate(status[:world]):
-            if code:
-                raise refusal(_faults(code), rank=rank, bucket=bucket, step=step)
-        verdict = status[3 * world]
-        return Outcome(step, bool(verdict), 0 if verdict else sum(status[world : 2 * world]))
-
-
-def _faults(code: int) -> str:
-    """What is wrong with a message."""
-    if code & 1:
-        its_version = code >> receiving.VERSION_AT
-        return foreign(MAGIC | its_version if its_version else 0)
-    return "; ".join(text for bit, text in receiving.FAULTS.items() if code & bit)
+        return self._readback.outcome()

@@ -1,4 +1,4 @@
-"""All kernels of block top-k compiled before training, and tried: no step waits for a compiler, and none fails.
+"""Warm-up of block top-k's kernels: compiled before training, and tried, so that no step waits for it or fails.
 
 Kernels are compiled when they are first launched, one after the other, a second or so each. All ranks would wait for it
 inside their first steps, and again when a change of density asks for other kernels. So they are launched once, for a
@@ -65,7 +65,7 @@ def launch_all(
 def warm(
     block: int, value_dtype: str, world_size: int, device: torch.device, dtypes: set[torch.dtype], *, hold: bool
 ) -> None:
-    """:func:`launch_all`, and look at what came out of it, as a receiver without a GPU would.
+    """Do :func:`launch_all`, and check what came out of it, as a receiver without a GPU would.
 
     Raises:
         Exception: whatever the compiler, the driver or the message says, if kernels cannot be used here.

@@ -1,3 +1,3 @@
-"""Who gets how many samples of a batch."""
+"""Batch sizes: integer splits, the optimal split, proportional control, and the total by goodput."""
 
 __all__: list[str] = []

@@ -101,7 +101,7 @@ class Candidate:
 
 
 def efficiency(total_batch_size: float, noise_scale: float, initial_total: float) -> float:
-    """Statistical efficiency of a sample at ``B`` relative to ``B_0``: ``(phi + B_0) / (phi + B)``.
+    """Return the statistical efficiency of a sample at ``B`` relative to ``B_0``: ``(phi + B_0) / (phi + B)``.
 
     Args:
         total_batch_size: ``B``.
@@ -129,7 +129,7 @@ def efficiency(total_batch_size: float, noise_scale: float, initial_total: float
 
 
 def candidate_totals(smallest: int, largest: int, *, ratio: float = 1.1) -> tuple[int, ...]:
-    """Geometric grid of totals between two bounds, both included.
+    """Return a geometric grid of totals between two bounds, both included.
 
     Args:
         smallest: least total, ``>= 1``.
@@ -159,7 +159,7 @@ def windows_of(
     micro_batch_limit: int | None = None,
     accumulation: int | None = None,
 ) -> tuple[Window, ...]:
-    """Each total with the number of its micro-batches, sorted; without those that the bounds do not allow.
+    """Return each total that the bounds allow with the number of its micro-batches, sorted.
 
     Args:
         totals: candidates for ``B``.
@@ -199,7 +199,7 @@ def in_equal_parts(total: int, limit: int | None, count: int | None) -> int:
 
 
 def goodput_of(times: Mapping[Window, float], *, noise_scale: float, initial_total: int) -> tuple[Candidate, ...]:
-    """Goodput of candidates whose step times are known, sorted by total.
+    """Return the goodput of candidates whose step times are known, sorted by total.
 
     Args:
         times: seconds of an optimizer step, by total and number of micro-batches.
@@ -218,7 +218,7 @@ def goodput_of(times: Mapping[Window, float], *, noise_scale: float, initial_tot
 
 
 def choose_total(table: Sequence[Candidate], current: int, *, hysteresis: float = 0.02) -> Candidate:
-    """The candidate of the highest goodput, if it promises enough over the current total.
+    """Choose the candidate of the highest goodput, if it promises enough over the current total.
 
     The total stays as it is while the noise scale, and with it the goodput, is unknown (NaN).
 

@@ -9,7 +9,7 @@ __all__ = ["even_sizes", "proportional_sizes", "tail_sizes"]
 
 
 def even_sizes(total: int, workers: int) -> tuple[int, ...]:
-    """Sizes that differ by one sample at most and sum to ``total``, the larger ones first.
+    """Return sizes that differ by one sample at most and sum to ``total``, the larger ones first.
 
     Args:
         total: samples to hand out, ``>= 0``.
@@ -32,7 +32,7 @@ def proportional_sizes(
     min_local: Sequence[int] | np.ndarray | int = 0,
     max_local: Sequence[int] | np.ndarray | None = None,
 ) -> tuple[int, ...]:
-    """Integer sizes proportional to ``shares`` within bounds, by largest remainder; they sum to ``total`` exactly.
+    """Return integer sizes in proportion to ``shares`` within bounds, by largest remainder, with the sum ``total``.
 
     Workers that hit a bound are fixed there and the rest is shared by the others in proportion.
 

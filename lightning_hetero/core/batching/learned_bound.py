@@ -15,7 +15,7 @@ __all__ = ["LearnedBound", "Operation", "learn_bound"]
 
 
 class Operation(NamedTuple):
-    """What a worker runs.
+    """Size and throughput of a worker.
 
     Args:
         size: samples of a step.
@@ -53,7 +53,7 @@ class LearnedBound:
 
     @property
     def holds(self) -> bool:
-        """Whether sizes have to stay below it."""
+        """True while sizes have to stay below it."""
         return self.age < self.lifetime
 
 

@@ -1,4 +1,4 @@
-"""How the learning rate follows the total batch size: one factor on whatever rate the user's schedule gives.
+"""Rules by which the learning rate follows the total batch size: one factor on the rate of the user's schedule.
 
 The factor compares a step at ``B`` with one at the initial total ``B_0``. AdaScale (Johnson et al., 2020) takes the
 gain in progress from the noise: ``r = (tr(Sigma) / B_0 + |G|^2) / (tr(Sigma) / B + |G|^2)``, between 1 and ``B /
@@ -17,7 +17,7 @@ Rule = Callable[[float, float, float, float], float]
 
 
 def adascale(total: float, initial: float, trace: float, grad_sq_norm: float) -> float:
-    """Gain ratio of AdaScale: ``(tr(Sigma) / B_0 + |G|^2) / (tr(Sigma) / B + |G|^2)``.
+    """Return the gain ratio of AdaScale: ``(tr(Sigma) / B_0 + |G|^2) / (tr(Sigma) / B + |G|^2)``.
 
     Args:
         total: ``B``.
@@ -48,7 +48,7 @@ LR_RULES: dict[str, Rule] = {
 
 
 def check_lr_scaling(rule: Any) -> Any:
-    """``rule`` if it is the name of a rule, ``"auto"`` or a function.
+    """Return ``rule`` if it is the name of a rule, ``"auto"`` or a function.
 
     Raises:
         ValueError: if it is something else.
@@ -61,7 +61,7 @@ def check_lr_scaling(rule: Any) -> Any:
 
 
 def lr_gain(rule: str | Rule, total: float, initial: float, trace: float, grad_sq_norm: float) -> float:
-    """Factor on the scheduled learning rate at ``B`` by a rule of :data:`LR_RULES` or a function of the user's.
+    """Return the factor on the scheduled learning rate at ``B`` by a rule of :data:`LR_RULES` or the user's function.
 
     Args:
         rule: name, or ``rule(total, initial, trace, grad_sq_norm) -> float``.

@@ -24,7 +24,7 @@ Array = npt.NDArray[np.float64]
 def solve_optperf(
     cluster: ClusterTimeModel, total_batch_size: int, *, min_local: Bound = 1, max_local: Bound | None = None
 ) -> BatchPlan:
-    """The split of a total batch of least step time (OptPerf; Cannikin, sec. 3.3), exact with bounds and integers.
+    """Solve for the split of least step time (OptPerf; Cannikin, sec. 3.3), exact with bounds and integers.
 
     Integers: the floor of the real optimum, then the samples left over go, one by one, to whoever stays earliest. Any
     integer split contains at least as many increments, so its largest finish time is no smaller.
@@ -69,7 +69,7 @@ def solve_optperf(
 
 
 def _round(lines: FinishLines, sizes: Array, total: int) -> Array:
-    """Integer sizes with the sum ``total`` and the least largest finish time."""
+    """Return integer sizes with the sum ``total`` and the least largest finish time."""
     whole = np.floor(sizes + 1e-9)
     while whole.sum() > total:  # a worker with next to no time per sample takes a sample more by rounding of the time
         whole = np.maximum(whole - 1.0, lines.low)
@@ -91,7 +91,7 @@ def _round(lines: FinishLines, sizes: Array, total: int) -> Array:
 
 
 def _leave_out(lines: FinishLines, total: int, step_time: float) -> tuple[tuple[int, ...], float | None]:
-    """Workers whose minimum alone takes longer than the others need for everything, and the time without them.
+    """Return the workers whose minimum alone takes longer than all else by the others, and the time without them.
 
     Of the workers, slowest minimum first, leave out ``k``: the longest minimum of the rest falls with ``k``, the time
     that the rest needs for everything rises. The best ``k`` is where they cross, or one before; equally slow workers
@@ -127,7 +127,7 @@ def solve_step_times(
     min_local: Bound = 1,
     max_local: Bound | None = None,
 ) -> Array:
-    """OptPerf of many totals at once: the least step time of each, sizes as real numbers (Cannikin, sec. 4.5).
+    """Solve for the least step time of many totals at once, with sizes as real numbers (Cannikin, sec. 4.5).
 
     The capacity of the cluster is a concave, piecewise linear function of the time with at most two breaks per
     worker; it is tabulated once and inverted for every total.
@@ -190,7 +190,7 @@ def _capacity_table(lines: FinishLines, times: Array, crossing_time: Array, full
 
 
 def overlap_state(cluster: ClusterTimeModel, step_times: Sequence[float] | Array) -> list[bytes]:
-    """Which workers are bound by computing at each of these OptPerfs: the overlap state (Cannikin, sec. 3.3).
+    """Return the overlap states: the workers that are bound by computing at each of these OptPerfs (sec. 3.3).
 
     Within a step time a worker is bound by computing or by communication, whichever leaves it fewer samples. It does
     not matter whether its bounds leave it fewer still.
@@ -216,7 +216,7 @@ def overlap_state(cluster: ClusterTimeModel, step_times: Sequence[float] | Array
 def static_sizes(
     total_batch_size: int, capacities: Sequence[float], *, min_local: Bound = 1, max_local: Bound | None = None
 ) -> tuple[int, ...]:
-    """Open-loop split in proportion to a known capacity: CPU cores, or peak FLOPs (dynamic batching, sec. III-B).
+    """Split in proportion to a known capacity, CPU cores or peak FLOPs, open-loop (dynamic batching, sec. III-B).
 
     Args:
         total_batch_size: ``B``.

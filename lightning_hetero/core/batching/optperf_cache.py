@@ -77,7 +77,7 @@ class SolvedTotals:
         min_local: Sequence[int],
         max_local: Sequence[int] | None,
     ) -> "SolvedTotals":
-        """All candidates, solved together.
+        """Solve all candidates together.
 
         Args:
             cluster: time model of one micro-batch.
@@ -103,18 +103,18 @@ class SolvedTotals:
         return solved
 
     def holds(self, windows: Iterable[Window], min_local: Sequence[int], max_local: Sequence[int] | None) -> bool:
-        """Whether these candidates are known, for these bounds."""
+        """Return whether these candidates are known, for these bounds."""
         bounds = tuple(min_local), None if max_local is None else tuple(max_local)
         return (self.min_local, self.max_local) == bounds and self.solved.keys() >= {*windows}
 
     def times(self, windows: Iterable[Window]) -> dict[Window, float]:
-        """Seconds of an optimizer step at the optimal split of each of these candidates."""
+        """Return the seconds of an optimizer step at the optimal split of each of these candidates."""
         return {window: self.solved[window].seconds for window in windows}
 
     def renewed(
         self, cluster: ClusterTimeModel, windows: Iterable[Window], settings: TotalSettings = TOTAL_DEFAULTS
     ) -> "SolvedTotals | None":
-        """With these candidates solved for the newest model; ``None`` if with that no candidate is known any more.
+        """Solve these candidates for the newest model; ``None`` if with that no candidate is known any more.
 
         Args:
             cluster: time model of one micro-batch.
@@ -131,14 +131,14 @@ class SolvedTotals:
         return replace(self, solved=solved)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain Python values, fit for any checkpoint."""
+        """Return plain Python values, fit for any checkpoint."""
         rows = [[*window, s.seconds, s.initial, s.overlap.hex()] for window, s in self.solved.items()]
         bounds = None if self.max_local is None else list(self.max_local)
         return {"min_local": list(self.min_local), "max_local": bounds, "solved": rows}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "SolvedTotals":
-        """What :meth:`state_dict` described."""
+        """Return what :meth:`state_dict` described."""
         solved = {
             (int(total), int(count)): _Solved(float(seconds), float(initial), bytes.fromhex(overlap))
             for total, count, seconds, initial, overlap in state["solved"]
@@ -158,7 +158,7 @@ def goodput_table(
     micro_batch_limit: int | None = None,
     accumulation: int | None = None,
 ) -> tuple[Candidate, ...]:
-    """Goodput of every candidate; totals beyond the memory of all workers run as equal micro-batches.
+    """Return the goodput of every candidate; totals beyond the memory of all workers run as equal micro-batches.
 
     Totals that the bounds do not allow, in any number of micro-batches, are left out.
 

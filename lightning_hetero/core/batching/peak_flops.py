@@ -9,9 +9,9 @@ Programming Guide, "Arithmetic Instructions", and the same whitepapers), within 
 
 import re
 
-__all__ = ["CLOCK", "cpu_peak_flops", "gpu_peak_flops"]
+__all__ = ["cpu_peak_flops", "gpu_peak_flops"]
 
-CLOCK = 1.5e9
+DEFAULT_CLOCK_HZ = 1.5e9
 """Hz of a GPU that does not tell."""
 
 TERA = {
@@ -100,11 +100,11 @@ PER_CLOCK = {
     (12, 0): 1024,
 }
 """FLOP per clock and multiprocessor by compute capability."""
-PER_CLOCK_OF_GTX = 256
+GTX_PER_CLOCK = 256
 """Most that a GTX does: it has no tensor cores, and those of Turing have 128 float16 units for a multiprocessor."""
-GEFORCE = 0.5
+GEFORCE_RATE = 0.5
 """Share of that where a consumer's tensor cores sum up in float32 (from capability 7.5 on)."""
-PER_CLOCK_OF_AMD = {"gfx908": 1024, "gfx90a": 1024, "gfx942": 2048, "gfx950": 4096}
+AMD_PER_CLOCK = {"gfx908": 1024, "gfx90a": 1024, "gfx942": 2048, "gfx950": 4096}
 
 LANES = {"AVX512": (64, 1.4e9), "AVX2": (32, 1.8e9), "SVE256": (32, 2.6e9), "DEFAULT": (16, 2.1e9)}
 """FLOP per clock and core, float32, and the clock that all cores sustain with it.
@@ -122,7 +122,7 @@ def gpu_peak_flops(
     *,
     architecture: str = "",
 ) -> float:
-    """Dense half-precision FLOP/s of a GPU, from the table by name or else from its clocks.
+    """Return the dense half-precision FLOP/s of a GPU, from the table by name or else from its clocks.
 
     Args:
         name: as the driver gives it.
@@ -144,19 +144,19 @@ def gpu_peak_flops(
         if set(wanted) <= set(words) and not others:
             return TERA[entry] * 1e12
     if architecture:
-        per_clock: float = PER_CLOCK_OF_AMD.get(architecture.split(":")[0], 1024)
+        per_clock: float = AMD_PER_CLOCK.get(architecture.split(":")[0], 1024)
     else:
         known = [known for known in PER_CLOCK if known <= capability]
         per_clock = PER_CLOCK[max(known, default=min(PER_CLOCK))]
         if "gtx" in words:
-            per_clock = min(per_clock, PER_CLOCK_OF_GTX)
+            per_clock = min(per_clock, GTX_PER_CLOCK)
         elif "geforce" in words and capability >= (7, 5):
-            per_clock *= GEFORCE
-    return multiprocessors * (clock or CLOCK) * per_clock
+            per_clock *= GEFORCE_RATE
+    return multiprocessors * (clock or DEFAULT_CLOCK_HZ) * per_clock
 
 
 def cpu_peak_flops(cores: float, instructions: str = "DEFAULT") -> float:
-    """FLOP/s of processor cores: cores x vector lanes x two units of fused multiply-add x clock.
+    """Return the FLOP/s of processor cores: cores x vector lanes x two units of fused multiply-add x clock.
 
     Args:
         cores: cores, or the share of them that a quota leaves.

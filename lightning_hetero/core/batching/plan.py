@@ -79,7 +79,7 @@ class BatchPlan:
         return tuple(size / self.total_batch_size for size in self.local_batch_sizes)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain Python values of all fields, fit for any checkpoint."""
+        """Return plain Python values of all fields, fit for any checkpoint."""
         return {
             "total_batch_size": self.total_batch_size,
             "local_batch_sizes": list(self.local_batch_sizes),
@@ -92,7 +92,7 @@ class BatchPlan:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "BatchPlan":
-        """The plan that :meth:`state_dict` described."""
+        """Return the plan that :meth:`state_dict` described."""
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in state.items()}
         return cls(**fields)
 
@@ -126,7 +126,7 @@ class PlanEntry:
             object.__setattr__(self, name, check_int(name, getattr(self, name), minimum=0))
 
     def describe(self) -> str:
-        """The plan and its reason in one line for the log.
+        """Describe the plan and its reason in one line for the log.
 
         Example:
             >>> PlanEntry(0, 0, BatchPlan(8, (6, 2)), "given split").describe()
@@ -144,18 +144,18 @@ class PlanEntry:
         return line
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain Python values of all fields, fit for any checkpoint."""
+        """Return plain Python values of all fields, fit for any checkpoint."""
         return {"epoch": self.epoch, "step": self.step, "plan": self.plan.state_dict(), "reason": self.reason}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "PlanEntry":
-        """The entry that :meth:`state_dict` described."""
+        """Return the entry that :meth:`state_dict` described."""
         return cls(state["epoch"], state["step"], BatchPlan.from_state_dict(state["plan"]), state["reason"])
 
 
 @dataclass(frozen=True)
 class PlanHistory:
-    """Which plan holds at every step: the single source of sizes, offsets and epoch lengths.
+    """Plans in the order in which they hold: the single source of sizes, offsets and epoch lengths.
 
     A change holds from a step on that no rank has drawn yet, never in the past. All methods are pure functions of the
     entries, so ranks that hold the same history agree on all of it with no message.
@@ -190,14 +190,14 @@ class PlanHistory:
         return self.entries[-1]
 
     def at(self, epoch: int, step: int) -> PlanEntry:
-        """The entry that holds at a step."""
+        """Return the entry that holds at a step."""
         for entry in reversed(self.entries):
             if (entry.epoch, entry.step) <= (epoch, step):
                 return entry
         return self.entries[0]
 
     def extended(self, entry: PlanEntry) -> "PlanHistory":
-        """This history with one more entry; one that starts at the same step replaces the last.
+        """Add an entry; one that starts at the same step replaces the last.
 
         Raises:
             ValueError: if the entry starts before the last one.
@@ -206,17 +206,17 @@ class PlanHistory:
         return PlanHistory((*kept, entry))
 
     def since(self, epoch: int) -> "PlanHistory":
-        """The part that is needed from the start of ``epoch`` on."""
+        """Return the part that is needed from the start of ``epoch`` on."""
         first = self.at(epoch, 0)
         return PlanHistory(self.entries[self.entries.index(first) :])
 
     def _segments(self, epoch: int) -> list[tuple[int, BatchPlan]]:
-        """``(first step, plan)`` of each stretch of an epoch."""
+        """Return ``(first step, plan)`` of each stretch of an epoch."""
         later = [(entry.step, entry.plan) for entry in self.entries if entry.epoch == epoch and entry.step > 0]
         return [(0, self.at(epoch, 0).plan), *later]
 
     def offset(self, epoch: int, step: int) -> int:
-        """Samples of the epoch that the steps before ``step`` take."""
+        """Return the samples of the epoch that the steps before ``step`` take."""
         segments = self._segments(epoch)
         ends = [start for start, _ in segments[1:]] + [step]
         return sum(
@@ -225,7 +225,7 @@ class PlanHistory:
         )
 
     def num_batches(self, epoch: int, num_samples: int, *, drop_last: bool = False) -> int:
-        """Steps of an epoch over ``num_samples`` samples, the same on every rank."""
+        """Return the steps of an epoch over ``num_samples`` samples, the same on every rank."""
         segments = self._segments(epoch)
         taken = 0
         for (start, plan), (end, _) in zip(segments, segments[1:], strict=False):
@@ -237,7 +237,7 @@ class PlanHistory:
         return start + _full_or_ragged(num_samples - taken, plan.total_batch_size, drop_last)
 
     def sizes_at(self, epoch: int, step: int, num_samples: int | None = None, *, min_local: int = 1) -> tuple[int, ...]:
-        """Size of every rank at a step; the ragged last step is split in the same proportion.
+        """Return the size of every rank at a step; the ragged last step is split in the same proportion.
 
         Args:
             epoch: epoch.
@@ -254,17 +254,17 @@ class PlanHistory:
         return tail_sizes(remaining, plan.local_batch_sizes, min_local)
 
     def digest(self) -> int:
-        """48-bit fingerprint of what ranks must agree on: when each plan holds and its sizes."""
+        """Return a 48-bit fingerprint of what ranks must agree on: when each plan holds and its sizes."""
         text = repr([(e.epoch, e.step, e.plan.local_batch_sizes) for e in self.entries])
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain Python values, fit for any checkpoint."""
+        """Return plain Python values, fit for any checkpoint."""
         return {"entries": [entry.state_dict() for entry in self.entries]}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "PlanHistory":
-        """The history that :meth:`state_dict` described."""
+        """Return the history that :meth:`state_dict` described."""
         return cls(tuple(PlanEntry.from_state_dict(entry) for entry in state["entries"]))
 
 

@@ -5,7 +5,7 @@ since the last change. Made stable by a dead band, smoothing, bounds, and an upp
 after a rise. The paper's rule does not keep the total; here sizes are re-normalised to it.
 
 The mean is that of the workers that can still change: one that is held by a bound takes longer or shorter than all
-others whatever these do, and would make every one of them look wrong. And the dead band knows the noise: what a change
+others whatever these do, and would put every one of them in the wrong. And the dead band knows the noise: what a change
 rests on has to exceed what times that scatter so much show by chance, see
 :mod:`lightning_hetero.core.timing.step_times`.
 
@@ -94,7 +94,7 @@ def control(
     dead_band: float = 0.05,
     settings: ControlSettings = CONTROL_DEFAULTS,
 ) -> tuple[ControllerState, tuple[int, ...] | None]:
-    """One decision of the controller: new sizes for all workers, or for none.
+    """Decide on new sizes, for all workers or for none.
 
     Args:
         state: state with at least one smoothed observation.
@@ -156,7 +156,7 @@ def _why_kept(
     least: float,
     settings: ControlSettings,
 ) -> str:
-    """Why no size changes."""
+    """Say why no size changes."""
     apart = mu[free].max() / max(mu[free].min(), 1e-12) - 1.0
     if change.max() > least:
         scatter = settings.significant_errors * float((noise / np.maximum(mu, 1e-12)).max())
@@ -170,7 +170,7 @@ def _why_kept(
 
 
 def _errors(mu: Array, b: Array, low: npt.NDArray[Any], high: npt.NDArray[Any]) -> tuple[Array, npt.NDArray[np.bool_]]:
-    """``mu_i - mean(mu)``, and the workers that the mean is of: those that no bound keeps from what the rule wants.
+    """Return ``mu_i - mean(mu)``, and the workers that the mean is of: those that no bound holds back.
 
     A worker at its minimum whose time is above the mean stays there, and so does one at its maximum below the mean.
     Without them the mean is another, by which further workers may be held: it is taken anew until none is.
@@ -186,7 +186,7 @@ def _errors(mu: Array, b: Array, low: npt.NDArray[Any], high: npt.NDArray[Any]) 
 
 
 def _noise(mu: Array, errors: Array, free: npt.NDArray[np.bool_]) -> Array:
-    """Standard error in seconds of ``mu_i - mean(mu)``, from the relative ones of ``mu_i``."""
+    """Return the standard error in seconds of ``mu_i - mean(mu)``, from the relative ones of ``mu_i``."""
     variance, share = (mu * errors) ** 2, free / free.sum()
     return np.asarray(np.sqrt(variance * (1.0 - 2.0 * share) + (share**2 * variance).sum()))
 
@@ -194,7 +194,7 @@ def _noise(mu: Array, errors: Array, free: npt.NDArray[np.bool_]) -> Array:
 def _gains(
     state: ControllerState, error: Array, significant: npt.NDArray[np.bool_], settings: ControlSettings
 ) -> Array:
-    """Share of the rule's step for each size: half as much where it turns round, twice as much where it goes on."""
+    """Return the share of the rule's step for each size: less where it turns round, more where it goes on."""
     if not state.moves:
         return np.ones(len(error))
     turns = (np.asarray(state.moves) * error > 0) & significant
@@ -204,7 +204,7 @@ def _gains(
 
 
 def _rested(state: ControllerState, settings: ControlSettings) -> tuple[float, ...]:
-    """Shares of the rule's step after a decision that changed nothing; a size at its bound has not rested."""
+    """Return the shares of the rule's step after a decision that changed nothing; a size at its bound keeps its own."""
     return tuple(
         gain if bound is not None and bound.holds else min(settings.gain_recovery * gain, 1.0)
         for gain, bound in zip(state.gains, state.bounds, strict=bool(state.gains))
@@ -212,7 +212,7 @@ def _rested(state: ControllerState, settings: ControlSettings) -> tuple[float, .
 
 
 def _learn_bounds(state: ControllerState, dead_band: float, settings: ControlSettings) -> ControllerState:
-    """The state with each worker's bound learned, grown older, or forgotten."""
+    """Return the state with each worker's bound learned, grown older, or forgotten."""
     sizes, speeds, errors = state.local_batch_sizes, state.throughput, state.times.errors
     now = map(Operation, sizes, speeds)
     before = map(Operation, state.previous_sizes or sizes, state.previous_throughput or speeds)

@@ -1,9 +1,9 @@
-"""Whether compression pays: the dense sum against block top-k at each density, by predicted time to accuracy.
+"""Choice between the dense all-reduce and block top-k at each density, by predicted time to accuracy.
 
-Steps are those of the time model (Cannikin, eq. 7). Of a dense sum, all buckets but the last can hide behind the
-backward pass; selection and messages of block top-k begin when that is over, and hide behind nothing. Where gradients
-may come a step late, sums and messages hide behind a whole step of computing, selection does not. A step counts with
-the samples that its density costs (StellaTrain, eq. 5).
+Steps are those of the time model (Cannikin, eq. 7). Of a dense all-reduce, all buckets but the last can overlap with
+the backward pass; selection and messages of block top-k begin when that is over, and overlap with nothing. Where
+gradients may be stale, all-reduces and messages overlap with a whole step of computing, selection does not. A step
+counts with the samples that its density costs (StellaTrain, eq. 5).
 """
 
 from collections.abc import Sequence
@@ -18,18 +18,15 @@ from lightning_hetero.core.timing.fitting import estimate_gamma, estimate_sync_t
 
 __all__ = ["CompressionChoice", "Computing", "LinkMeasurement", "choose_density", "pack_bytes"]
 
-MARGIN = 1.05
-"""Predictions err: compression has to gain 5 %."""
-
 
 @dataclass(frozen=True)
 class Computing:
-    """What is known of a step apart from the link, the slowest worker's values; zeros if nothing is.
+    """Times of a step apart from the link, the slowest worker's values; zeros if nothing is known.
 
     Args:
         whole: seconds of load, forward, backward and update, ``a + P``.
         begun: of these, seconds before the first gradients are ready, ``a + gamma P``.
-        last: share of a dense sum that begins only behind the backward pass, ``t_u / (t_o + t_u)``, 0 to 1.
+        last: share of a dense all-reduce that begins only behind the backward pass, ``t_u / (t_o + t_u)``, 0 to 1.
 
     Example:
         >>> Computing.of(StepObservations.empty(2))
@@ -42,7 +39,7 @@ class Computing:
 
     @classmethod
     def of(cls, seen: StepObservations) -> "Computing":
-        """From observed steps with dense sums, medians over steps.
+        """Estimate from observed steps with dense all-reduces, medians over steps.
 
         Example:
             >>> ones = np.ones((3, 2))
@@ -61,7 +58,7 @@ class Computing:
 
 @dataclass(frozen=True)
 class LinkMeasurement:
-    """What was measured before training, the slowest rank's values.
+    """Measurements before training, the slowest rank's values.
 
     Args:
         latency: seconds of an exchange of next to nothing, ``>= 0``.
@@ -85,25 +82,25 @@ class LinkMeasurement:
 
     @property
     def dense_seconds(self) -> float:
-        """Seconds of the dense sum: ``2 (N - 1) / N`` times the gradient's bytes, in ``2 (N - 1)`` rounds."""
+        """Seconds of the dense all-reduce: ``2 (N - 1) / N`` times the gradient's bytes, in ``2 (N - 1)`` rounds."""
         n = self.world_size
         return 2 * (n - 1) * self.latency + 2 * (n - 1) / n * self.numel * self.element_size / self.rate
 
     def message_seconds(self, density: float, value_dtype: str = "bfloat16") -> float:
-        """Seconds of one message of block top-k to each other rank."""
+        """Return the seconds of one message of block top-k to each other rank."""
         sent = (self.world_size - 1) * pack_bytes(self.numel, density, self.world_size, value_dtype)
         return self.latency + sent / self.rate
 
     def compressed_seconds(self, density: float, value_dtype: str = "bfloat16") -> float:
-        """Seconds of block top-k: selection and messages."""
+        """Return the seconds of block top-k: selection and messages."""
         return self.encode + self.message_seconds(density, value_dtype)
 
     def dense_step(self, computing: Computing, *, hidden: bool = False) -> float:
-        """Seconds of a step with the dense sum: ``max(a + P + t_u, a + gamma P + t_o + t_u)``.
+        """Return the seconds of a step with the dense all-reduce: ``max(a + P + t_u, a + gamma P + t_o + t_u)``.
 
         Args:
             computing: of the step.
-            hidden: whether sums may come a step late: ``max(a + P, t_o + t_u)``.
+            hidden: whether gradients may be stale: ``max(a + P, t_o + t_u)``.
 
         Example:
             >>> link = LinkMeasurement(latency=0.0, rate=1e6, encode=0.01, world_size=2, numel=1_000_000)
@@ -116,17 +113,17 @@ class LinkMeasurement:
         return max(computing.whole + computing.last * exchange, computing.begun + exchange)
 
     def compressed_step(self, density: float, value_dtype: str, computing: Computing, *, hidden: bool = False) -> float:
-        """Seconds of a step with block top-k.
+        """Return the seconds of a step with block top-k.
 
         Args:
             density: share of all blocks that all ranks together send, above 0, to 1.
             value_dtype: type of values on the wire.
             computing: of the step.
-            hidden: whether messages may come a step late. They then travel while the next step computes and selects.
+            hidden: whether gradients may be stale. The next step computes and selects meanwhile.
 
         Example:
             >>> link = LinkMeasurement(latency=0.0, rate=1e6, encode=0.01, world_size=2, numel=1_600_000)
-            >>> [link.compressed_step(0.01, "bfloat16", Computing(0.02), hidden=late) for late in (False, True)]
+            >>> [link.compressed_step(0.01, "bfloat16", Computing(0.02), hidden=stale) for stale in (False, True)]
             [0.047, 0.03]
         """
         if hidden:
@@ -136,14 +133,14 @@ class LinkMeasurement:
 
 @dataclass(frozen=True)
 class CompressionChoice:
-    """What to do, and the predictions that it rests on.
+    """Choice of a density, and the predictions that it rests on.
 
     Args:
-        density: of block top-k, ``None`` for the dense sum.
-        dense_seconds: predicted seconds of a step with the dense sum.
+        density: of block top-k, ``None`` for the dense all-reduce.
+        dense_seconds: predicted seconds of a step with the dense all-reduce.
         seconds: predicted seconds of a step with block top-k at each density.
         computing: of these, seconds of computing.
-        hidden: whether sums and messages may travel meanwhile.
+        hidden: whether all-reduces and messages may be in flight meanwhile.
 
     Example:
         >>> CompressionChoice(0.01, 0.4, ((0.01, 0.1),), 0.05).describe().partition(",")[0]
@@ -157,7 +154,7 @@ class CompressionChoice:
     hidden: bool = False
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         chosen = "dense sums" if self.density is None else f"block top-k at density {self.density:g}"
         listing = ", ".join(
             f"{density:g}: {1e3 * seconds:.3g} ms x {1.0 + density_penalty(density):.3g}"
@@ -171,7 +168,7 @@ class CompressionChoice:
 
 
 def pack_bytes(numel: int, density: float, world_size: int, value_dtype: str = "bfloat16") -> float:
-    """Bytes of one rank's message, blocks of 16: ``density / N`` of the blocks, values and 2 bytes of index each.
+    """Return the bytes of one message, blocks of 16: ``density / N`` of them, values and 2 bytes of index each.
 
     Example:
         >>> pack_bytes(1_600_000, 0.01, 2)
@@ -188,20 +185,22 @@ def choose_density(
     computing: Computing = Computing(),  # noqa: B008 - a value that never changes
     *,
     hidden: bool = False,
+    min_gain: float = 1.05,
 ) -> CompressionChoice:
-    """The density of least ``(1 + g(density)) step(density)``; dense sums unless that gains 5 %.
+    """Return the density of least ``(1 + g(density)) step(density)``; the dense all-reduce unless that gains 5 %.
 
     ``g`` is :func:`~lightning_hetero.core.compression.objective.density_penalty`, what a density costs in all of a
     training. What a cut costs early in it, :func:`~lightning_hetero.core.compression.objective.cut_penalty`, passes,
-    and this choice is made once. Nor do gradients count that may come late: that was the user's choice, and dense sums
-    may come late as well.
+    and this choice is made once. Nor does staleness count: that was the user's choice, and dense gradients may be stale
+    as well.
 
     Args:
         measured: of the link.
         densities: candidates, each above 0, to 1.
         value_dtype: type of values on the wire.
         computing: of a step.
-        hidden: whether gradients may come a step late, so that sums and messages hide behind computing.
+        hidden: whether gradients may be stale, so that all-reduces and messages overlap with computing.
+        min_gain: dense time over compressed time from which on to compress, because predictions err.
 
     Example:
         >>> thin = LinkMeasurement(1e-3, 12.5e6, 0.01, world_size=2, numel=10_000_000)
@@ -218,5 +217,5 @@ def choose_density(
     seconds = tuple((d, measured.compressed_step(d, value_dtype, computing, hidden=hidden)) for d in sorted(densities))
     dense = measured.dense_step(computing, hidden=hidden)
     objective, density = min((time_to_accuracy(1, s, density_penalty(d)), -d) for d, s in seconds)
-    best = -density if MARGIN * objective <= dense else None
+    best = -density if min_gain * objective <= dense else None
     return CompressionChoice(best, dense, seconds, computing.whole, hidden)

@@ -1,16 +1,47 @@
-"""Search the convergence profile of a model with few probe trainings (StellaTrain, Alg. 1)."""
+"""Search for the convergence profile of a model with few probe trainings (StellaTrain, Alg. 1).
+
+A Gaussian process stands for ``g(r, x)``, the cost of compression rate ``r`` and total batch ``x``. The next probe is
+at a random rate, and at the batch whose expected improvement at that rate is greatest, so that all rates are explored.
+"""
 
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from lightning_hetero.core.compression.convergence_profile import CANDIDATES, MAX_RATE, Array, ConvergenceProfile
+from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
 from lightning_hetero.core.validation import check_int, check_number
 
 __all__ = ["ConvergenceSurrogate", "ProfilePenalty", "expected_improvement", "profile_convergence"]
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _SearchSettings:
+    """Constants of the search.
+
+    Args:
+        max_rate: greatest compression rate of a probe.
+        candidates: total batches that are compared.
+        random_probes: first probes, whose total batch is random.
+        diverged: relative extra loss of a training that diverged: ten times the loss.
+        grid: densities and total batches that a penalty is calculated for beforehand.
+        min_penalty: least penalty, so that a density never makes samples free.
+    """
+
+    max_rate: float = 0.999
+    candidates: int = 64
+    random_probes: int = 3
+    diverged: float = 9.0
+    grid: tuple[int, int] = (32, 17)
+    min_penalty: float = -0.9
+
+
+_SEARCH = _SearchSettings()
 
 
 class ConvergenceSurrogate:
@@ -48,25 +79,25 @@ class ConvergenceSurrogate:
             warnings.simplefilter("ignore")  # of a scale at its bound, as few points may put it
             self._process.fit(self._features(rates, totals), extra)
 
-    def _features(self, rates: Any, totals: Any) -> Array:
+    def _features(self, rates: npt.ArrayLike, totals: npt.ArrayLike) -> Array:
         rates, totals = np.broadcast_arrays(np.asarray(rates, dtype=float), np.asarray(totals, dtype=float))
         low, high = math.log(self.profile.min_total), math.log(self.profile.max_total)
         batches = (np.log(totals) - low) / max(high - low, 1e-9)
         return np.stack([-np.log10(1.0 - rates + 1e-3) / 3.0, batches], axis=-1)
 
-    def predict(self, rate: float, totals: Any) -> tuple[Array, Array]:
-        """Mean and standard deviation of the relative extra loss at a compression rate and total batches."""
+    def predict(self, rate: float, totals: npt.ArrayLike) -> tuple[Array, Array]:
+        """Return mean and standard deviation of the relative extra loss at a compression rate and total batches."""
         features = self._features(rate, np.atleast_1d(totals))
         mean, deviation = self._process.predict(features, return_std=True)
         return mean, deviation
 
     def extra_loss(self, rate: float, total: float) -> float:
-        """``g(r, x)``: relative extra loss at compression rate ``r``, 0 to 1, and total batch ``x``."""
+        """Return ``g(r, x)``: relative extra loss at compression rate ``r``, 0 to 1, and total batch ``x``."""
         return float(self.predict(check_number("rate", rate, low=0.0, high=1.0), total)[0][0])
 
 
 class ProfilePenalty:
-    """``g(density, total)`` of a profile, looked up: the surrogate on a grid, linear in the logarithms in between.
+    """Penalty ``g(density, total)`` of a profile, looked up: the surrogate on a grid, linear in the logarithms between.
 
     A controller asks for hundreds of values at a time, for which the Gaussian process itself would take too long.
     Outside the totals that were tried, the nearest one counts.
@@ -87,22 +118,23 @@ class ProfilePenalty:
     def __init__(self, profile: ConvergenceProfile) -> None:
         self.profile = profile
         surrogate = ConvergenceSurrogate(profile)
-        self._densities = np.linspace(math.log(1.0 - MAX_RATE), 0.0, 32)
+        densities, batches = _SEARCH.grid
+        self._densities = np.linspace(math.log(1.0 - _SEARCH.max_rate), 0.0, densities)
         self._totals = np.linspace(
-            math.log(profile.min_total), math.log(max(profile.max_total, profile.min_total + 1)), 17
+            math.log(profile.min_total), math.log(max(profile.max_total, profile.min_total + 1)), batches
         )
         totals = np.exp(self._totals)
         table = [surrogate.predict(1.0 - math.exp(density), totals)[0] for density in self._densities]
-        self._extra = np.maximum(np.array(table), -0.9)
+        self._extra = np.maximum(np.array(table), _SEARCH.min_penalty)
 
     def __call__(self, density: float, total: float) -> float:
-        """Extra samples, as a share, at a density above 0, to 1, and a total batch."""
+        """Return the extra samples, as a share, at a density above 0, to 1, and a total batch."""
         columns = [np.interp(math.log(total), self._totals, row) for row in self._extra]
         return float(np.interp(math.log(density), self._densities, columns))
 
 
 def expected_improvement(mean: Array, deviation: Array, best: float) -> Array:
-    """Expected decrease below the best value so far, of normally distributed values (minimisation).
+    """Return the expected decrease below the best value so far, of normally distributed values (minimisation).
 
     Example:
         >>> expected_improvement(np.array([1.0, 1.0]), np.array([0.0, 1.0]), best=1.5).round(3).tolist()
@@ -155,7 +187,7 @@ def profile_convergence(
         raise ValueError(f"the probe without compression ended with a loss of {baseline}; it must be finite, above 0.")
     points: list[tuple[float, float, float]] = []
     for _ in range(probes):
-        rate = float(rng.uniform(0.0, MAX_RATE))
+        rate = float(rng.uniform(0.0, _SEARCH.max_rate))
         total = _next_total(rate, points, min_total, max_total, baseline, rng)
         loss = float(probe(rate, total, 1))
         points.append((rate, total, _extra(loss, baseline)))
@@ -166,8 +198,8 @@ def profile_convergence(
 
 
 def _extra(loss: float, baseline: float) -> float:
-    """Relative extra loss; a training that diverged counts as ten times the loss."""
-    return min(loss / baseline - 1.0, 9.0) if math.isfinite(loss) else 9.0
+    """Return the relative extra loss; a training that diverged counts as ten times the loss."""
+    return min(loss / baseline - 1.0, _SEARCH.diverged) if math.isfinite(loss) else _SEARCH.diverged
 
 
 def _next_total(
@@ -178,9 +210,9 @@ def _next_total(
     baseline: float,
     rng: np.random.Generator,
 ) -> int:
-    """Total batch of the greatest expected improvement at this rate; a random one while there are too few points."""
-    totals = np.unique(np.geomspace(min_total, max_total, CANDIDATES).round().astype(int))
-    if len(points) < 3:
+    """Return the total batch of the greatest expected improvement; a random one while there are too few points."""
+    totals = np.unique(np.geomspace(min_total, max_total, _SEARCH.candidates).round().astype(int))
+    if len(points) < _SEARCH.random_probes:
         return int(rng.choice(totals))
     surrogate = ConvergenceSurrogate(ConvergenceProfile(min_total, max_total, baseline, tuple(points)))
     mean, deviation = surrogate.predict(rate, totals)

@@ -1,10 +1,8 @@
-"""What compression, staleness and batch size cost in convergence: a surrogate of probe trainings (StellaTrain, Alg. 1).
+"""Profile of what compression, staleness and batch size cost in convergence (StellaTrain, Alg. 1).
 
 ``g(r, x)`` is the relative difference in the smoothed loss after a probe training at compression rate ``r`` and total
-batch ``x``, against one with neither compression nor staleness. A Gaussian process stands for it. The next probe is
-at a random rate, and at the batch whose expected improvement at that rate is greatest, so that all rates are explored.
-
-This is the search itself; what a probe trains is the caller's.
+batch ``x``, against one with neither compression nor staleness. The search for it is in
+:mod:`lightning_hetero.core.compression.bayesian_search`; what a probe trains is the caller's.
 """
 
 import json
@@ -13,18 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from lightning_hetero.core.validation import check_int, check_number
 
 __all__ = ["ConvergenceProfile"]
 
-Array = npt.NDArray[np.float64]
-
-MAX_RATE = 0.999
-CANDIDATES = 64
-FORMAT = 1
+PROFILE_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -65,12 +56,12 @@ class ConvergenceProfile:
             check_number(f"points[{i}][2]", extra, low=-math.inf)
 
     def to_json(self) -> str:
-        """The profile as text."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+        """Return the profile as text."""
+        return json.dumps({"format": PROFILE_FORMAT, **asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "ConvergenceProfile":
-        """The profile that :meth:`to_json` wrote.
+        """Read the profile that :meth:`to_json` wrote.
 
         Raises:
             ValueError: if the text is no profile, or one of another version.
@@ -79,8 +70,8 @@ class ConvergenceProfile:
             fields: dict[str, Any] = json.loads(text)
             version = fields.pop("format")
             known = {name: fields[name] for name in ("min_total", "max_total", "baseline", "points")}
-            if version != FORMAT:
-                raise ValueError(f"it has format {version!r}, but {FORMAT} is read")
+            if version != PROFILE_FORMAT:
+                raise ValueError(f"it has format {version!r}, but {PROFILE_FORMAT} is read")
             return cls(**known)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"this is no convergence profile ({error!r}). Make one by profiling.") from error
@@ -93,5 +84,5 @@ class ConvergenceProfile:
 
     @classmethod
     def load(cls, path: str | Path) -> "ConvergenceProfile":
-        """The profile of a file."""
+        """Read the profile of a file."""
         return cls.from_json(Path(path).read_text(encoding="utf-8"))

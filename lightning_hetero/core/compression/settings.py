@@ -1,12 +1,13 @@
-"""What can be done to gradients on their way to other workers: the settings of each compressor, and one table of them.
+"""Settings of each compressor of gradients, and one table of them.
 
-Settings are values; what they do is in :mod:`lightning_hetero.compression` (blocks, selection, messages) and
+Settings are values, and say which other features go with them (:data:`Feature`). What they do is in
+:mod:`lightning_hetero.compression` (blocks, selection, messages) and
 :mod:`lightning_hetero.comm.compressors.manager` (the exchange).
 """
 
 import ast
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from lightning_hetero.core.validation import check_choice, check_int, check_number
 
@@ -17,21 +18,23 @@ __all__ = [
     "Automatic",
     "BlockTopK",
     "Compressor",
+    "Feature",
     "HalfPrecision",
     "LowRank",
     "blocks_per_rank",
     "parse_compression",
 ]
 
+Feature = Literal["hierarchy", "stale", "sparse_optimizer", "density"]
+"""What may go with a compressor: messages between clusters only; gradients that are applied a step late; an optimizer
+that takes blocks; a density that moves during training."""
+
+BLOCK_FEATURES: frozenset[Feature] = frozenset(("hierarchy", "stale", "sparse_optimizer", "density"))
+
 SELECTORS = ("exact", "histogram", "sample", "aimd")
 SCORES = ("magnitude", "balanced")
 VALUE_DTYPES = {"float32": 64.0, "bfloat16": 32.0, "int8": 18.0}
 """Types of values on the wire, and the bytes of 16 of them."""
-
-
-FEATURES = frozenset({"hierarchy", "stale", "sparse_optimizer", "density"})
-"""What a compressor may support: reduction inside clusters first, messages one step late, sparse steps of an optimizer,
-and another density while training."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class BlockTopK:
         16
     """
 
-    supports: ClassVar[frozenset[str]] = FEATURES
+    supports: ClassVar[frozenset[Feature]] = BLOCK_FEATURES
     averager: ClassVar[str] = "lightning_hetero.comm.compressors.block_topk:BlockTopKAverager"
 
     density: float = 0.01
@@ -100,7 +103,7 @@ class LowRank:
         4
     """
 
-    supports: ClassVar[frozenset[str]] = frozenset()
+    supports: ClassVar[frozenset[Feature]] = frozenset()
     averager: ClassVar[str] = "lightning_hetero.comm.compressors.powersgd:PowerSGDAverager"
 
     rank: int = 4
@@ -123,7 +126,7 @@ class HalfPrecision:
         HalfPrecision(dtype='float16')
     """
 
-    supports: ClassVar[frozenset[str]] = frozenset()
+    supports: ClassVar[frozenset[Feature]] = frozenset()
     averager: ClassVar[str] = "lightning_hetero.comm.compressors.half:HalfPrecisionAverager"
 
     dtype: str = "bfloat16"
@@ -145,7 +148,7 @@ class Automatic:
         0.001
     """
 
-    supports: ClassVar[frozenset[str]] = FEATURES
+    supports: ClassVar[frozenset[Feature]] = BLOCK_FEATURES
     averager: ClassVar[str] = "lightning_hetero.comm.compressors.auto:AutoAverager"
 
     densities: tuple[float, ...] = (0.001, 0.003, 0.01, 0.03, 0.1)
@@ -172,7 +175,7 @@ COMPRESSORS: dict[str, tuple[type, dict[str, Any]]] = {
 
 
 def parse_compression(value: Any) -> Compressor | None:
-    """Settings of a compressor from what a user gave: ``None``, settings, or a string such as ``"block_topk"``.
+    """Return the settings of a compressor: from ``None``, settings, or a string such as ``"block_topk"``.
 
     A string may carry settings as keywords, ``"block_topk(density=0.03, value_dtype='int8')"``.
 
@@ -205,7 +208,7 @@ def parse_compression(value: Any) -> Compressor | None:
 
 
 def _split(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and keywords of ``"name"`` or ``"name(key=value, ...)"``."""
+    """Return name and keywords of ``"name"`` or ``"name(key=value, ...)"``."""
     try:
         node = ast.parse(text.strip(), mode="eval").body
         if isinstance(node, ast.Name):
@@ -222,7 +225,7 @@ def _split(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def blocks_per_rank(num_blocks: int, density: float, world_size: int) -> int:
-    """Blocks that one rank sends: ``k / N`` (StellaTrain, sec. 6), rounded up; all of them at density 1.
+    """Return the blocks that one rank sends: ``k / N`` (StellaTrain, sec. 6), rounded up; all of them at density 1.
 
     Example:
         >>> blocks_per_rank(1000, 0.01, 2), blocks_per_rank(1000, 1.0, 2), blocks_per_rank(3, 0.01, 8)
@@ -230,4 +233,5 @@ def blocks_per_rank(num_blocks: int, density: float, world_size: int) -> int:
     """
     if density >= 1.0:
         return num_blocks
+    # In fractions of 2^20, so that a product a little above a whole number does not add a block.
     return min(num_blocks, max(1, -(-round(num_blocks * density * 2**20) // (world_size * 2**20))))

@@ -163,7 +163,7 @@ class MomentumMerge(MergeRule):
         momentum: float,
         world_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``w' = sum_i alpha_i w_i + gamma (w - w_p)``."""
+        """Return ``w' = sum_i alpha_i w_i + gamma (w - w_p)``, from which the replica starts anew."""
         return merged + momentum * previous.moved, None
 
 
@@ -188,7 +188,7 @@ class CrossbowMerge(MomentumMerge):
         momentum: float,
         world_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The global model moves as with momentum, and the replica goes a ``W``-th of the way to the former one."""
+        """Move the global model as with momentum, and the replica by a ``W``-th of its distance to the former one."""
         merged, _ = super().update(local, merged, previous, momentum=momentum, world_size=world_size)
         return merged, local - 1.0 / world_size * (local - previous.now)
 
@@ -213,7 +213,7 @@ class AdaptiveMerge(MomentumMerge):
         norms: Sequence[float],
         settings: AdaptiveSettings,
     ) -> MergeWeights:
-        """Algorithm 2, lines 1-7, of the finite replicas.
+        """Return the weights of Algorithm 2, lines 1-7, for the finite replicas.
 
         ``alpha_i = b_i / sum(b)`` if all did the same number of updates, else ``u_i / sum(u)``; then, if ``||w_i||_2 /
         |w| < pert_thr`` for all, ``(1 + delta)`` times as much for the most updated replica and ``(1 - delta)`` for the
@@ -254,7 +254,7 @@ def _checked(batch_sizes: Sequence[int], updates: Sequence[int], norms: Sequence
 
 
 def _normalised(shares: Array, norm: Array) -> Array:
-    """Shares of the finite replicas, which sum to 1; equal ones where all of theirs are 0."""
+    """Return the shares of the finite replicas, which sum to 1; equal ones where all of theirs are 0."""
     finite = np.isfinite(norm)
     alpha = np.where(finite, shares, 0.0)
     return np.asarray(np.where(finite, 1.0, 0.0) / finite.sum() if alpha.sum() == 0 else alpha / alpha.sum())

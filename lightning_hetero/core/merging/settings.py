@@ -9,7 +9,7 @@ __all__ = ["AdaptiveSettings"]
 
 @dataclass(frozen=True)
 class AdaptiveSettings:
-    """Constants of Adaptive SGD, with the paper's defaults but for the last two.
+    """Settings of Adaptive SGD, with the paper's defaults but for the last two.
 
     Args:
         max_batch_size: ``b_max``, with which every worker begins.

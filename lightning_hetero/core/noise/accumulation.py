@@ -1,4 +1,4 @@
-"""What the squared norms of one accumulation window say of the noise, for micro-batches of any sizes.
+"""Gradient noise from the squared norms of one accumulation window, for micro-batches of any sizes.
 
 A window has ``k`` micro-batches of ``n`` workers. The optimizer takes the gradient ``g = sum_it w_it g_it`` with the
 mean gradient ``g_it`` of the ``b_it`` samples that worker ``i`` had in micro-batch ``t``. Three squared norms are to be
@@ -54,7 +54,7 @@ class WindowEstimator:
         object.__setattr__(self, "_whole", (trace, signal))
 
     def part(self, worker: int, *, divided: bool = False) -> Coefficients:
-        """Coefficients of one worker, who knows all of ``|g|^2``, or a part of it if that is ``divided`` among workers.
+        """Return one worker's coefficients; it knows all of ``|g|^2``, or a part if that is ``divided`` among workers.
 
         Example:
             >>> window_estimator(((4, 4),)).part(0, divided=True)
@@ -78,7 +78,7 @@ def window_estimator(
     noise_scale: float = float("inf"),
     min_freedom: float = 0.5,
 ) -> WindowEstimator | None:
-    """How to estimate from the norms of a window; ``None`` if they cannot tell noise from signal.
+    """Make the estimator for the norms of a window; ``None`` if they cannot tell noise from signal.
 
     Args:
         sizes: samples of each worker in each micro-batch, shape ``(micro-batches, workers)``.
@@ -138,7 +138,7 @@ Parts = tuple[float, Array, Array]
 def _exact_parts(
     own: Array, total: float, unit: Array, whole: float, weights_of: WeightRule, min_freedom: float
 ) -> Parts | None:
-    """Workers compared with each other."""
+    """Compare workers with each other."""
     taken = own > 0
     n, b = int(taken.sum()), own[taken]
     trace, signal = np.zeros((len(own), 3)), np.zeros((len(own), 3))
@@ -156,7 +156,7 @@ def _exact_parts(
 
 
 def _local_parts(own: Array, total: float, unit: Array) -> Parts | None:
-    """From local norms of unequal batches alone; ``|g|^2`` of the exact sum would be ``|G|^2 + tr(Sigma) / B``."""
+    """Compare local norms of unequal batches; ``|g|^2`` of the exact sum would be ``|G|^2 + tr(Sigma) / B``."""
     taken = own > 0
     if len(set(own[taken].tolist())) < 2:
         return None
@@ -171,7 +171,7 @@ def _local_parts(own: Array, total: float, unit: Array) -> Parts | None:
 def _with_first(
     out: Parts | None, first: Array, own: Array, unit: Array, first_unit: Array, signal: float
 ) -> Parts | None:
-    """The same with what first micro-batches tell, each weighted by its degrees of freedom."""
+    """Add what first micro-batches tell, each weighted by its degrees of freedom."""
     usable = (first > 0) & (own > first * (1 + 1e-9))
     freedom, trace, other = out or (0.0, np.zeros((len(own), 3)), np.zeros((len(own), 3)))
     if not usable.any():

@@ -91,7 +91,7 @@ def _checked(
 def local_estimates(
     local_sq_norms: Sequence[float] | Array, global_sq_norm: float, local_batch_sizes: Sequence[float] | Array
 ) -> tuple[Array, Array]:
-    """Each worker's unbiased estimates of ``|G|^2`` and ``tr(Sigma)`` (Cannikin, eq. 10).
+    """Return each worker's unbiased estimates of ``|G|^2`` and ``tr(Sigma)`` (Cannikin, eq. 10).
 
     ``G_i = (B |g|^2 - b_i |g_i|^2) / (B - b_i)``, ``S_i = b_i B / (B - b_i) (|g_i|^2 - |g|^2)``
 
@@ -127,7 +127,7 @@ def _mean_weights(b: Array) -> tuple[Array, Array]:
 
 
 def _cannikin_weights(b: Array) -> tuple[Array, Array]:
-    """``1^T A^-1 / (1^T A^-1 1)`` with the matrices as printed in Theorem 4.1 (eq. 11)."""
+    """Return ``1^T A^-1 / (1^T A^-1 1)`` with the matrices as printed in Theorem 4.1 (eq. 11)."""
     B, bi, bj = b.sum(), b[:, None], b[None, :]
     a_g = (B**2 - bi**2 - bj**2) / (B * (B - bi) * (B - bj))
     a_s = bi * bj * (B - bi - bj) / ((B - bi) * (B - bj))
@@ -151,7 +151,7 @@ def estimate_noise_scale(
     *,
     method: str = "pooled",
 ) -> NoiseScaleEstimate:
-    """``|G|^2`` and ``tr(Sigma)`` from one step of unequal workers (Cannikin, sec. 4.4, corrected).
+    """Estimate ``|G|^2`` and ``tr(Sigma)`` from one step of unequal workers (Cannikin, sec. 4.4, corrected).
 
     ``"pooled"``: ``S = (sum_i b_i |g_i|^2 - B |g|^2) / (n - 1)``, ``|G|^2 = |g|^2 - S / B``: the unbiased combination
     of the local estimates with the least variance, ``Var(S) = 2 tr(Sigma^2) / (n - 1)`` for Gaussian gradients.
@@ -183,7 +183,7 @@ def estimate_noise_scale(
 def estimate_from_two_sizes(
     small_sq_norm: float, small_batch: float, big_sq_norm: float, big_batch: float, *, biased: bool = False
 ) -> NoiseScaleEstimate:
-    """``|G|^2`` and ``tr(Sigma)`` from gradients of two batch sizes (McCandlish et al., appendix A.1).
+    """Estimate ``|G|^2`` and ``tr(Sigma)`` from gradients of two batch sizes (McCandlish et al., appendix A.1).
 
     For one worker with gradient accumulation: the first micro-batch and the whole window.
 
@@ -211,7 +211,7 @@ def estimate_from_two_sizes(
 def estimate_from_local_norms(
     local_sq_norms: Sequence[float] | Array, local_batch_sizes: Sequence[float] | Array
 ) -> NoiseScaleEstimate:
-    """``|G|^2`` and ``tr(Sigma)`` from local norms of unequal batches alone, where the sum is compressed or delayed.
+    """Estimate ``|G|^2`` and ``tr(Sigma)`` from local norms of unequal batches, where the sum is compressed or stale.
 
     Regression of ``|g_i|^2 = |G|^2 + tr(Sigma) / b_i`` over ``1 / b_i``, weighted by ``b_i^2`` (the variance of
     ``|g_i|^2`` falls with ``1 / b_i^2`` where noise dominates).

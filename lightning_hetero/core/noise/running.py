@@ -66,7 +66,7 @@ class RunningNoiseScale:
         steps: float = 1,
         biased: bool = False,
     ) -> "RunningNoiseScale":
-        """The estimate with one more step, or the mean of several; values that are not finite are left out and counted.
+        """Add one more step, or the mean of several; values that are not finite are left out and counted.
 
         Args:
             trace: ``S`` of the step.
@@ -98,11 +98,11 @@ class RunningNoiseScale:
         )
 
     def left_out(self, steps: int) -> "RunningNoiseScale":
-        """The same estimate, with steps counted that were left out."""
+        """Count steps that were left out; the estimate stays."""
         return replace(self, skipped=self.skipped + steps) if steps else self
 
     def merge(self, other: "RunningNoiseScale") -> "RunningNoiseScale":
-        """Both estimates in one, each with its weight, e.g. of two parts of a run that were observed apart."""
+        """Merge both estimates, each with its weight, e.g. of two parts of a run that were observed apart."""
         return RunningNoiseScale(
             self.horizon,
             self.trace_sum + other.trace_sum,
@@ -159,10 +159,10 @@ class RunningNoiseScale:
         return math.sqrt(max(variance, 0.0) / count)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain Python values, fit for any checkpoint."""
+        """Return plain Python values, fit for any checkpoint."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "RunningNoiseScale":
-        """The estimate that :meth:`state_dict` described."""
+        """Return the estimate that :meth:`state_dict` described."""
         return cls(**state)

@@ -1,4 +1,4 @@
-"""What every policy is given and gives back: context, proposal, and the functions between them."""
+"""Seam of all policies: the context that they are given, the decision that they give back, and their protocol."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ __all__ = ["Decision", "PlanContext", "Planner", "Proposal", "check_planner", "m
 
 @dataclass(frozen=True)
 class PlanContext:
-    """What a planner has to respect.
+    """Conditions that a planner has to respect.
 
     Args:
         total_batch_size: ``B`` of the next steps.
@@ -32,7 +32,7 @@ class PlanContext:
         link: what compressed gradients cross, ``None`` if there are none.
         given: sizes to begin with that the user gave, ``None`` if the policy finds its own.
         change_cost: seconds that a change of the plan costs, to compile or tune anew; ``None`` if that is unknown.
-        elapsed: steps since the last look, of which only the newest are observed; ``None`` for those that are.
+        elapsed: steps since the last sync round, of which only the newest are observed; ``None`` for those that are.
 
     Example:
         >>> PlanContext(40, ("a", "b"), (1, 1)).hysteresis
@@ -73,7 +73,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Decision:
-    """Outcome of one look at the plan: all that the engine carries out. Unpacks to the planner and the proposal.
+    """Outcome of one sync round: all that the engine carries out. Unpacks to the planner and the proposal.
 
     Args:
         planner: the planner that has seen the observations, ``None`` where somebody else decided.
@@ -83,9 +83,9 @@ class Decision:
         probe: density whose messages the next steps are to time, ``None`` for none.
         kept: why the plan stays, ``None`` if it changes or there is nothing to say. What stands before the first colon
             is said once in a run.
-        soon: whether the next look is worth more than it costs, so that it comes as early as it can.
+        soon: whether the next sync round is worth more than it costs, so that it comes as early as it can.
         error: standard error in seconds of the step time that is predicted of the running plan, ``None`` if not known.
-        moving: whether speeds more likely walk than stand still, so that looks come more often if that is cheap.
+        moving: whether speeds more likely walk than stand still, so that sync rounds come more often if that is cheap.
 
     Example:
         >>> planner, proposal = Decision(None, kept="too few observations: 3 steps")
@@ -108,12 +108,12 @@ class Decision:
 
     @property
     def waits(self) -> bool:
-        """Whether something is decided by what the next steps show, so that a look at them is due soon."""
+        """True if the next steps decide on something, so that a sync round is due soon."""
         return self.soon or self.probe is not None
 
     @classmethod
     def of(cls, outcome: Any) -> "Decision":
-        """The decision that a planner returned: one, or a pair of planner and proposal.
+        """Return the decision of a planner that returned one, or a pair of planner and proposal.
 
         Raises:
             TypeError: if it is neither.
@@ -134,35 +134,35 @@ class Decision:
 
 @runtime_checkable
 class Planner(Protocol):
-    """What every policy offers."""
+    """Protocol of every policy."""
 
     @property
     def moves_total(self) -> bool:
-        """Whether it moves the total batch: then a run goes on with the total that it had reached."""
+        """True if it moves the total batch: then a run goes on with the total that it had reached."""
 
     def initial(self, context: PlanContext) -> Proposal | None:
-        """Plan before any step, from what is already known; ``None`` for equal sizes."""
+        """Propose a plan before any step, from what is already known; ``None`` for equal sizes."""
 
     def decide(
         self, observations: StepObservations, current: BatchPlan, context: PlanContext
     ) -> "Decision | tuple[Planner, Proposal | None]":
-        """The planner that has seen the observations, and a plan to change to, or ``None`` to keep the current one.
+        """Return the planner that has seen the observations, and a plan to change to; ``None`` keeps the current one.
 
         There is at least one step, except between two epochs for a planner that moves the total.
         """
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
-        """Predicted seconds of a step under ``plan``, ``None`` where the policy has no model."""
+        """Predict the seconds of a step under ``plan``, ``None`` where the policy has no model."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain Python values, fit for any checkpoint."""
+        """Return plain Python values, fit for any checkpoint."""
 
     def loaded(self, state: dict[str, Any]) -> "Planner":
-        """The planner with what :meth:`state_dict` described."""
+        """Return the planner with what :meth:`state_dict` described."""
 
 
 def moves_total(planner: Planner | None) -> bool:
-    """Whether there is a planner that moves the total batch.
+    """Return whether there is a planner that moves the total batch.
 
     Example:
         >>> from lightning_hetero.core.policies.perf_model import StaticPlanner
@@ -176,7 +176,7 @@ OFFERED = ("moves_total", "initial", "decide", "predict", "state_dict", "loaded"
 
 
 def check_planner(planner: Any) -> Planner:
-    """The planner, if it offers what :class:`Planner` asks for.
+    """Check that a planner offers what :class:`Planner` asks for, and return it.
 
     Raises:
         TypeError: if it does not.

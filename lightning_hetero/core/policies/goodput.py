@@ -1,4 +1,4 @@
-"""Total batch size and split decided together, by goodput (Cannikin, sec. 4.1 and 4.5), as a planner."""
+"""Policy that decides on total batch size and split together, by goodput (Cannikin, sec. 4.1 and 4.5)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ __all__ = ["GoodputPlanner"]
 
 @dataclass(frozen=True)
 class GoodputPlanner:
-    """Splits by the time model, and moves the total to where goodput is highest.
+    """Split by the time model, and a total that moves to where goodput is highest.
 
     A total that exceeds the memory of all workers runs as several micro-batches; their number changes only between
     epochs, because a window must not be cut. While a worker was seen at one size only, its time model has no constant
@@ -86,11 +86,11 @@ class GoodputPlanner:
     total_settings: TotalSettings = TotalSettings()
 
     def initial(self, context: PlanContext) -> Proposal | None:
-        """As the time model's planner."""
+        """Propose as the time model's planner."""
         return self.model.initial(context)
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
-        """As the time model's planner."""
+        """Predict as the time model's planner."""
         return self.model.predict(plan, context)
 
     def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
@@ -124,7 +124,7 @@ class GoodputPlanner:
         return replace(by_model, planner=planner, proposal=Proposal(plan, reason), soon=explores or soon, kept=None)
 
     def _choose(self, total: int, context: PlanContext) -> Candidate:
-        """The best total: nearby by what is known, farther away by what is certain."""
+        """Choose the best total: nearby by what is known, farther away by what is certain."""
         growth = self.total_settings.max_growth
         near = [c for c in self.table if total / growth <= c.total_batch_size <= total * growth]
         best = choose_total(near, total, hysteresis=self.hysteresis)
@@ -133,7 +133,7 @@ class GoodputPlanner:
             return best
 
         def cautious(candidate: Candidate) -> float:
-            """Goodput over that of the best one nearby, should the noise scale be off to the side against it."""
+            """Return goodput over that of the best one nearby, should the noise scale be off to the side against it."""
             scale = self.noise_scale(context)
             assert scale is not None
             assert self.initial_total is not None
@@ -145,26 +145,26 @@ class GoodputPlanner:
         return far if cautious(far) > 1.0 + self.hysteresis else best
 
     def _pays(self, chosen: Candidate, now: Candidate, model: PerfModelPlanner, context: PlanContext) -> bool:
-        """Whether a total gains more while it holds than the change costs: the rule of the split."""
+        """Return whether a total gains more while it holds than the change costs: the rule of the split."""
         gain = 1.0 - now.goodput / chosen.goodput
         times = model.times.times(context.identities, context.capacities)
         steps = horizon(gain, times.walks, times.probability, model.steps, model.settings)
         return gain * now.step_time * steps > model.cost(now.step_time, context)
 
     def _error(self, context: PlanContext) -> float:
-        """Relative standard error of the noise scale."""
+        """Return the relative standard error of the noise scale."""
         return math.inf if context.noise is None else context.noise.relative_error
 
     def noise_scale(self, context: PlanContext) -> float | None:
-        """Noise scale by which efficiency falls with the total, in samples; ``None`` keeps the total as it is."""
+        """Return the noise scale by which efficiency falls with the total, in samples; ``None`` keeps the total."""
         return None if context.noise is None else context.noise.noise_scale
 
     def ground(self, context: PlanContext) -> str:
-        """What a change of the total rests on, for the log."""
+        """Say what a change of the total rests on, for the log."""
         return f"at a noise scale of {self.noise_scale(context):.3g} samples"
 
     def windows(self, total: int, context: PlanContext) -> tuple[Window, ...]:
-        """Every total that may follow the current one, itself included, and the number of its micro-batches.
+        """Return every total that may follow the current one, itself included, and the number of its micro-batches.
 
         Args:
             total: total that runs now.
@@ -192,7 +192,7 @@ class GoodputPlanner:
     def _solve(
         self, cluster: ClusterTimeModel, windows: Sequence[Window], total: int, context: PlanContext
     ) -> SolvedTotals:
-        """Step times by which to choose: those that were kept, renewed where the choice rests on them, or all anew.
+        """Return the step times by which to choose: those kept, renewed where the choice rests on them, or all anew.
 
         It rests on the current total and on the one that is chosen. The least and the greatest total are renewed as
         well, because a worker's fixed time may turn out to be another with no change of its time at the current total.
@@ -214,7 +214,7 @@ class GoodputPlanner:
         return solved
 
     def candidates(self, times: Mapping[Window, float], context: PlanContext) -> tuple[Candidate, ...]:
-        """Goodput of candidates whose step times are known.
+        """Return the goodput of candidates whose step times are known.
 
         Args:
             times: seconds of an optimizer step, by total and number of micro-batches.
@@ -226,11 +226,11 @@ class GoodputPlanner:
         return goodput_of(times, noise_scale=noise_scale, initial_total=self.initial_total)
 
     def current(self, table: Sequence[Candidate], total: int) -> Candidate | None:
-        """The candidate that runs now, ``None`` before there is a table."""
+        """Return the candidate that runs now, ``None`` before there is a table."""
         return next((candidate for candidate in table if candidate.total_batch_size == total), None)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the time model learned, and where the total stands."""
+        """Return what the time model learned, and where the total stands."""
         return {
             "model": self.model.state_dict(),
             "initial_total": self.initial_total,
@@ -241,7 +241,7 @@ class GoodputPlanner:
         }
 
     def loaded(self, state: dict[str, Any]) -> "GoodputPlanner":
-        """The planner with what :meth:`state_dict` described."""
+        """Return the planner with what :meth:`state_dict` described."""
         return replace(
             self,
             model=self.model.loaded(state["model"]),
@@ -254,7 +254,7 @@ class GoodputPlanner:
 
 
 def _plan(cluster: ClusterTimeModel, chosen: Candidate, context: PlanContext) -> BatchPlan:
-    """The best split of one micro-batch of a candidate."""
+    """Return the best split of one micro-batch of a candidate."""
     return solve_optperf(
         cluster.accumulated(chosen.accumulation),
         chosen.total_batch_size // chosen.accumulation,
@@ -264,13 +264,13 @@ def _plan(cluster: ClusterTimeModel, chosen: Candidate, context: PlanContext) ->
 
 
 def _tells(model: PerfModelPlanner, plan: BatchPlan, context: PlanContext) -> bool:
-    """Whether a worker that was seen at one size only would be seen at a second one."""
+    """Return whether a worker that was seen at one size only would be seen at a second one."""
     low, high = model.times.sizes_seen(context.identities).T
     return bool(np.any((low == high) & (low != np.array(plan.local_batch_sizes))))
 
 
 def _probe(table: Sequence[Candidate], now: Candidate, settings: TotalSettings) -> Candidate:
-    """The candidate nearest to half as much again; below the current total if that would waste too many samples."""
+    """Return the candidate nearest to half as much again; a smaller one if that would waste too many samples."""
 
     def distance(candidate: Candidate, factor: float) -> float:
         return abs(candidate.total_batch_size / now.total_batch_size - factor)

@@ -39,7 +39,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class PerfModelPlanner:
-    """Learn a time model of each worker and take its exact optimum (Cannikin, sec. 3-4).
+    """Time model of each worker, and the split that is its exact optimum (Cannikin, sec. 3-4).
 
     Workers are known by a posterior that follows their speeds (:mod:`lightning_hetero.core.timing.time_posterior`),
     averaging by :mod:`lightning_hetero.core.timing.link_times`. While a worker was seen at one size only, its model
@@ -47,7 +47,7 @@ class PerfModelPlanner:
     changes where that saves more than it costs (:mod:`lightning_hetero.core.policies.split_rule`).
 
     Args:
-        times: time models of each piece of hardware, with what is not certain of them.
+        times: time models of each piece of hardware, with their covariance.
         link: what averaging takes, by the number of workers.
         residual: what steps take longer than all this says, the loop's own time among it.
         steps: steps that took place, of the run and of those that it goes on with.
@@ -76,17 +76,17 @@ class PerfModelPlanner:
     # what is known
 
     def knows(self, context: PlanContext) -> bool:
-        """Whether any worker at hand was observed; what others take is then taken from the one most like them."""
+        """Return whether any worker at hand was observed; the times of others are taken from the one most like them."""
         return bool(self.link) and not set(self.times.names).isdisjoint(context.identities)
 
     def cluster(self, context: PlanContext) -> ClusterTimeModel | None:
-        """Time model of the ranks at hand, ``None`` if all of them are unknown."""
+        """Return the time model of the ranks at hand, ``None`` if all of them are unknown."""
         if not self.knows(context):
             return None
         return _optimal_model(self._prediction(self._times(context), context), context)
 
     def _times(self, context: PlanContext) -> Times:
-        """Time models of the workers at hand, each with its own part of averaging."""
+        """Return the time models of the workers at hand, each with its own part of averaging."""
         times = self.times.times(context.identities, context.capacities)
         own, variance = self._own_offsets(context)
         times.mean[:, 1] += own
@@ -94,30 +94,30 @@ class PerfModelPlanner:
         return times
 
     def _own_offsets(self, context: PlanContext) -> tuple[Array, Array]:
-        """Each worker's own seconds of averaging, above the least of all workers at hand, and their variance."""
+        """Return each worker's own seconds of averaging, above the least of all workers at hand, and their variance."""
         known, workers = self._known_offsets(context), len(context.identities)
         scale = self.link.at(workers)[1] if known and self.link else 0.0
         return likely_offsets(known, workers, scale, self.times.settings)
 
     def _known_offsets(self, context: PlanContext) -> dict[int, tuple[float, float]]:
-        """Seconds and variance by rank, of hardware that was seen to come last."""
+        """Return seconds and variance by rank, of hardware that was seen to come last."""
         return {rank: self.arrivals[n] for rank, n in enumerate(context.identities) if n in self.arrivals}
 
     def _prediction(self, times: Times, context: PlanContext) -> StepPrediction:
-        """Times of the steps of workers with these time models."""
+        """Return the times of the steps of workers with these time models."""
         return StepPrediction(
             times, self.link, self.residual, context.min_local, context.accumulation, self.times.settings
         )
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
-        """Predicted seconds of a step (of a window, under accumulation) by Cannikin, eq. 7."""
+        """Predict the seconds of a step (of a window, under accumulation) by Cannikin, eq. 7."""
         if not self.knows(context):
             return None
         sizes = plan.local_batch_sizes
         return self._prediction(self._times(context), context).model(sizes).step_time(sizes)
 
     def error(self, plan: BatchPlan, context: PlanContext) -> float | None:
-        """Standard error in seconds of :meth:`predict`."""
+        """Return the standard error in seconds of :meth:`predict`."""
         if not self.knows(context):
             return None
         return self._prediction(self._times(context), context).error(plan.local_batch_sizes)
@@ -125,7 +125,7 @@ class PerfModelPlanner:
     # what is learned
 
     def observe(self, observations: StepObservations, context: PlanContext) -> "PerfModelPlanner":
-        """The planner that has seen the observations."""
+        """Return the planner that has seen the observations."""
         if observations.num_steps == 0:
             return self
         names, settings = context.identities, self.times.settings
@@ -145,7 +145,7 @@ class PerfModelPlanner:
         return planner._update_residual(observations, context)
 
     def _update_residual(self, observations: StepObservations, context: PlanContext) -> "PerfModelPlanner":
-        """The planner that has compared the steps with what it predicts of them: the loop's own time is not in that."""
+        """Compare the steps with what is predicted of them, which has not the loop's own time in it."""
         rows = np.asarray(np.isfinite(observations.step_time).all(axis=1))
         if not rows.any():
             return self
@@ -162,7 +162,7 @@ class PerfModelPlanner:
     # what is decided
 
     def initial(self, context: PlanContext) -> Proposal | None:
-        """Optimum of what an earlier run learned of this hardware; equal sizes if all of it is new."""
+        """Propose the optimum of what an earlier run learned of this hardware; equal sizes if all of it is new."""
         if not self.knows(context):
             return None
         predicted = self._prediction(self._times(context), context)
@@ -184,7 +184,7 @@ class PerfModelPlanner:
         return replace(decision, error=error, moving=times.moving > 0.0)
 
     def _decide(self, times: Times, current: BatchPlan, context: PlanContext, *, first: bool) -> Decision:
-        """The rule, for what is known by now."""
+        """Decide by the rule of the split, for what is known by now."""
         predicted, running = self._prediction(times, context), _effective_sizes(current, context)
         cluster = predicted.model(running)
         now, plan = _step_time(cluster, current, context), _optimum(cluster, context)
@@ -219,11 +219,11 @@ class PerfModelPlanner:
         return Decision(self, proposal, soon=gain > self.settings.soon)
 
     def cost(self, step_time: float, context: PlanContext) -> float:
-        """Seconds that a change costs: steps by the rule, and what is given or measured."""
+        """Return the seconds that a change costs: steps by the rule, and what is given or measured."""
         return cost(self.steps, self.settings) * step_time + (context.change_cost or 0.0)
 
     def _why(self, context: PlanContext, *, first: bool) -> str:
-        """What makes another split the optimum."""
+        """Say what makes another split the optimum."""
         jumped = [rank for rank, name in enumerate(context.identities) if name in self.times.jumped]
         if jumped:
             return f"speed of rank {', '.join(map(str, jumped))} changed"
@@ -232,7 +232,7 @@ class PerfModelPlanner:
     # state
 
     def state_dict(self) -> dict[str, Any]:
-        """Time models by hardware identity, and the cluster's own coefficients."""
+        """Return the time models by hardware identity, and the cluster's own coefficients."""
         return {
             "times": self.times.state_dict(),
             "link": self.link.state_dict(),
@@ -242,7 +242,7 @@ class PerfModelPlanner:
         }
 
     def loaded(self, state: Mapping[str, Any]) -> "PerfModelPlanner":
-        """The planner with what :meth:`state_dict` described; it learns anew where the former estimator wrote that."""
+        """Return the planner with what :meth:`state_dict` described; a state of the former estimator says nothing."""
         if "profiles" in state:
             return PerfModelPlanner(settings=self.settings)
         return PerfModelPlanner(
@@ -260,12 +260,12 @@ def _optimum(cluster: ClusterTimeModel, context: PlanContext) -> BatchPlan:
 
 
 def _optimal_model(predicted: StepPrediction, context: PlanContext) -> ClusterTimeModel:
-    """Eq. 7 with what steps of the optimal sizes take longer than it says."""
+    """Return eq. 7 with what steps of the optimal sizes take longer than it says."""
     return predicted.model(_optimum(predicted.bare, context).local_batch_sizes)
 
 
 def _why_optimal(plan: BatchPlan, context: PlanContext) -> str:
-    """Why the current plan is the optimum."""
+    """Say why the current plan is the optimum."""
     sizes = plan.local_batch_sizes
     high = context.max_local or (plan.total_batch_size,) * len(sizes)
     held = [i for i, b in enumerate(sizes) if b in (context.min_local[i], high[i])]
@@ -277,11 +277,11 @@ def _why_optimal(plan: BatchPlan, context: PlanContext) -> str:
 
 
 def _effective_sizes(current: BatchPlan, context: PlanContext) -> Array:
-    """Samples that each worker runs: its minimum at least, with weight 0 where its size is 0."""
+    """Return the samples that each worker runs: its minimum at least, with weight 0 where its size is 0."""
     return np.array(np.maximum(current.local_batch_sizes, context.min_local), dtype=float)
 
 
 def _step_time(cluster: ClusterTimeModel, current: BatchPlan, context: PlanContext) -> float:
-    """Predicted time under the current split, scaled to the total of the next steps if that is another one."""
+    """Predict the time under the current split, scaled to the total of the next steps if that is another one."""
     scale = context.total_batch_size / current.total_batch_size
     return max(cluster.step_time(np.asarray(current.local_batch_sizes) * scale), 1e-12)

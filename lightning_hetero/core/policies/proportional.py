@@ -1,4 +1,4 @@
-"""Policies with no model of time, of dynamic batching: proportional control, and the open-loop split."""
+"""Policy of proportional control, which has no model of time (dynamic batching, sec. III-C)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,14 +21,14 @@ BY_CAPACITY = "in proportion to cores or peak FLOPs"
 
 
 def _in_proportion(capacities: Sequence[float], context: PlanContext, reason: str) -> Proposal:
-    """Sizes in proportion to capacities, within the bounds."""
+    """Propose sizes in proportion to capacities, within the bounds."""
     sizes = static_sizes(context.total_batch_size, capacities, min_local=context.min_local, max_local=context.max_local)
     return Proposal(BatchPlan(context.total_batch_size, sizes), reason)
 
 
 @dataclass(frozen=True)
 class ProportionalPlanner:
-    """Equalise compute times with no model (dynamic batching, sec. III-C).
+    """Equal compute times with no model (dynamic batching, sec. III-C).
 
     The controller is that of :mod:`lightning_hetero.core.batching.proportional_control`.
 
@@ -56,7 +56,7 @@ class ProportionalPlanner:
     settings: ControlSettings = ControlSettings()
 
     def initial(self, context: PlanContext) -> Proposal | None:
-        """Sizes in proportion to the throughput seen in an earlier run; if a rank is new, those that it starts with."""
+        """Propose sizes by the throughput of an earlier run; if a rank is new, those that a first run starts with."""
         if all(identity in self.throughput for identity in context.identities):
             speeds = [self.throughput[identity] for identity in context.identities]
             return _in_proportion(speeds, context, "from the throughput of an earlier run")
@@ -97,13 +97,13 @@ class ProportionalPlanner:
         return Decision(planner, Proposal(BatchPlan(context.total_batch_size, sizes), reason))
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
-        """The controller has no model of time."""
+        """Return ``None``: the controller has no model of time."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Throughput by hardware identity."""
+        """Return the throughput by hardware identity."""
         return {"throughput": {identity: float(speed) for identity, speed in self.throughput.items()}}
 
     def loaded(self, state: dict[str, Any]) -> "ProportionalPlanner":
-        """The planner with what :meth:`state_dict` described."""
+        """Return the planner with what :meth:`state_dict` described."""
         return replace(self, throughput={identity: float(speed) for identity, speed in state["throughput"].items()})

@@ -36,11 +36,11 @@ class RuleSettings:
             to the steps so far, since a young run has learned little of its split that it could lose.
         least_horizon: steps for which a split is taken to hold in a run that has just begun, ``>= 8``.
         doubt: times by which a gain has to exceed what a step loses to what is not known yet, ``>= 0``. It falls
-            where speeds walk, since then no later look knows more, and below ``noisy``.
+            where speeds walk, since then no later sync round knows more, and below ``noisy``.
         noisy: relative scatter of single steps from which on doubt is whole, ``> 0``; with less it falls as their
             variance does, unless sizes are equal.
-        soon: gain of a change, as a share of the step, above which the next look is to come as early as it can, since
-            more is likely to follow.
+        soon: gain of a change, as a share of the step, above which the next sync round is to come as early as it can,
+            since more is likely to follow.
 
     Raises:
         ValueError: if a setting is out of its range.
@@ -69,7 +69,7 @@ class RuleSettings:
 def horizon(
     gain: float, walks: Array, probability: Array, steps: float, settings: RuleSettings = RuleSettings()
 ) -> float:
-    """Steps for which a better split saves its gain: those in which it saves less count less.
+    """Return the steps for which a better split saves its gain: those in which it saves less count less.
 
     A run is taken to last as long again, ``T`` steps. Until then a speed walks by a standard deviation of ``s(t) =
     walk sqrt(t / 8)``. The better split is then off by ``E|N(0, s)|``, the other by ``E|gain + N(0, s)|``: more by
@@ -84,7 +84,7 @@ def horizon(
         settings: of the rule.
 
     Returns:
-        Steps. Each walk counts for at least the eight after which ranks look again where speeds stand still.
+        Steps. Each walk counts for at least the eight after which the next sync round comes where speeds stand still.
 
     Example:
         >>> round(horizon(0.1, np.array([0.0005, 0.05]), np.array([0.5, 0.5]), 500))
@@ -97,7 +97,7 @@ def horizon(
 
 
 def cost(steps: float, settings: RuleSettings = RuleSettings()) -> float:
-    """Steps that a change costs, ``change_steps * min(1, steps / young)``.
+    """Return the steps that a change costs, ``change_steps * min(1, steps / young)``.
 
     Args:
         steps: steps since the run began, or the first of those that it goes on with.
@@ -114,7 +114,7 @@ def cost(steps: float, settings: RuleSettings = RuleSettings()) -> float:
 
 
 def doubt(scatter: Array, moving: float, equal: bool, settings: RuleSettings = RuleSettings()) -> float:
-    """Times by which a gain has to exceed what a step may lose to what is not known.
+    """Return the factor by which a gain has to exceed what a step may lose to what is not known.
 
     ``doubt * min(1, scatter / noisy)^2 * (1 - moving)``, by the median of all scatters; ``doubt * (1 - moving)`` where
     sizes are equal, so that equal workers stay equal whatever their noise.

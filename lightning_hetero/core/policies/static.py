@@ -1,4 +1,4 @@
-"""Keep the split of the workers' open-loop capacities (dynamic batching, sec. III-B)."""
+"""Policy that keeps the split of the workers' open-loop capacities (dynamic batching, sec. III-B)."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,21 +24,21 @@ class StaticPlanner:
     moves_total: ClassVar[bool] = False
 
     def initial(self, context: PlanContext) -> Proposal | None:
-        """Sizes in proportion to the capacities."""
+        """Propose sizes in proportion to the capacities."""
         return _in_proportion(context.capacities, context, BY_CAPACITY)
 
     def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
-        """Never changes the split."""
+        """Keep the split."""
         return Decision(self)
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
-        """No model of time."""
+        """Return ``None``: there is no model of time."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing is learned."""
+        """Return nothing: nothing is learned."""
         return {}
 
     def loaded(self, state: dict[str, Any]) -> "StaticPlanner":
-        """Nothing to load."""
+        """Return this planner: there is nothing to load."""
         return self

@@ -1,3 +1,3 @@
-"""How long a worker takes, how long a step takes, and how certain both are."""
+"""Times of workers and of steps, learned from observations, with their uncertainty."""
 
 __all__: list[str] = []

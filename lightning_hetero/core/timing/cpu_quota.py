@@ -12,7 +12,7 @@ CFS_PERIOD = 0.1
 def quota_limited_times(
     forward: Array, backward: Array, processor_forward: Array, processor_backward: Array, cores: float
 ) -> tuple[Array, Array]:
-    """Times of the steps of a window as a processor quota allows them in the long run.
+    """Return the times of a window's steps as a processor quota allows them in the long run.
 
     ``cores`` seconds of processor time come with each second. Where the steps took about as long as what they used
     needs to come back, or less, the quota is what bounds the worker, and processor time, which does not scatter, takes

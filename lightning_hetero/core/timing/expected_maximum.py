@@ -12,7 +12,7 @@ Array = npt.NDArray[np.float64]
 
 
 def expected_maximum(mean: Array, deviation: Array) -> tuple[float, float]:
-    """Mean and standard deviation of the largest of independent normal values.
+    """Return the mean and standard deviation of the largest of independent normal values.
 
     A step waits for the slowest worker, which takes longer than each of them does on average. By quadrature of
     ``1 - prod_i Phi((x - mean_i) / deviation_i)``.
@@ -49,7 +49,7 @@ def expected_maximum(mean: Array, deviation: Array) -> tuple[float, float]:
 
 
 def larger_error(x: Array, x_error: Array, y: Array, y_error: Array, covariance: Array) -> Array:
-    """Standard deviation of the larger of two normal values (Clark, 1961), pair by pair.
+    """Return the standard deviation of the larger of two normal values (Clark, 1961), pair by pair.
 
     Args:
         x: means of the ones.

@@ -14,7 +14,7 @@ Array = npt.NDArray[np.float64]
 
 
 def estimate_gamma(first_bucket: Array, backward: Array) -> float:
-    """Share of the backward pass before the first bucket, by inverse variance over workers (Cannikin, eq. 12).
+    """Estimate the share of the backward pass before the first bucket, by inverse variance (Cannikin, eq. 12).
 
     Args:
         first_bucket: seconds to the first bucket, shape ``(steps, workers)``.
@@ -36,7 +36,7 @@ def estimate_gamma(first_bucket: Array, backward: Array) -> float:
 def steps_that_tell(
     seen: StepObservations, accumulation: int = 1, settings: EstimatorSettings = ESTIMATOR_DEFAULTS
 ) -> npt.NDArray[np.bool_]:
-    """Steps in which the smallest time of averaging is the link's own, and not some worker's waiting as well.
+    """Find the steps whose smallest time of averaging is the link's own, with no worker's waiting in it.
 
     Whoever comes last does not wait. Two kinds of steps have a worker that never does: those in which the same worker
     is the last with its first bucket and with its last one, and those in which the link is still busy with what came
@@ -65,7 +65,7 @@ def steps_that_tell(
 def estimate_sync_times(
     overlapped: Array, last: Array, tells: npt.NDArray[np.bool_] | None = None
 ) -> tuple[float, float]:
-    """``t_o`` and ``t_u``: the minimum over workers of each step, then the median over steps (Cannikin, eq. 12).
+    """Estimate ``t_o`` and ``t_u``: the minimum over workers, then the median over steps (Cannikin, eq. 12).
 
     Whoever comes last does not wait, so the smallest of the workers' times is the network's own.
 
@@ -87,7 +87,7 @@ def estimate_sync_times(
 
 
 def fit_line(x: Array, y: Array, weight: Array | None = None, *, iterations: int = 20) -> tuple[float, float]:
-    """Robust line ``y = slope x + intercept`` with both coefficients ``>= 0``.
+    """Fit a robust line ``y = slope x + intercept`` with both coefficients ``>= 0``.
 
     Minimises the Huber loss of the *relative* residuals (timings scatter in proportion to their length) by iteratively
     re-weighted least squares; each round is solved exactly over the non-negative quadrant.
@@ -123,7 +123,7 @@ def fit_line(x: Array, y: Array, weight: Array | None = None, *, iterations: int
 
 
 def _non_negative_line(x: Array, y: Array, w: Array) -> tuple[float, float]:
-    """Weighted least squares over ``slope, intercept >= 0``: the optimum inside, else the better of the two edges."""
+    """Solve weighted least squares over ``slope, intercept >= 0``: inside, else at the better of the two edges."""
     total = w.sum()
     x_mean, y_mean = (w * x).sum() / total, (w * y).sum() / total
     spread = (w * (x - x_mean) ** 2).sum()

@@ -12,7 +12,7 @@ Array = npt.NDArray[np.float64]
 
 
 def gain_of(covariance: Array, b: Array) -> Array:
-    """``P H^T`` of shape ``(..., 4, 2)``.
+    """Return ``P H^T`` of shape ``(..., 4, 2)``.
 
     Example:
         >>> gain_of(np.eye(4)[None], np.array([2.0])).tolist()
@@ -23,7 +23,7 @@ def gain_of(covariance: Array, b: Array) -> Array:
 
 
 def _innovation(gain: Array, noise: Array, b: Array) -> tuple[Array, Array, Array, Array]:
-    """``S = H P H^T + R`` as its three entries, and its determinant."""
+    """Return ``S = H P H^T + R`` as its three entries, and its determinant."""
     aa = gain[..., 0, 0] * b + gain[..., 1, 0] + noise[..., 0, 0]
     ap = gain[..., 0, 1] * b + gain[..., 1, 1] + noise[..., 0, 1]
     pp = gain[..., 2, 1] * b + gain[..., 3, 1] + noise[..., 1, 1]
@@ -31,7 +31,7 @@ def _innovation(gain: Array, noise: Array, b: Array) -> tuple[Array, Array, Arra
 
 
 def surprise(gain: Array, noise: Array, off: Array, b: Array) -> Array:
-    """``off^T S^-1 off``: about 2 where the filter is right.
+    """Return ``off^T S^-1 off``: about 2 where the filter is right.
 
     Example:
         >>> b, noise = np.array([1.0]), np.eye(2)[None]
@@ -42,13 +42,13 @@ def surprise(gain: Array, noise: Array, off: Array, b: Array) -> Array:
 
 
 def _squared(aa: Array, ap: Array, pp: Array, determinant: Array, off: Array) -> Array:
-    """``off^T S^-1 off`` by the entries of ``S``."""
+    """Return ``off^T S^-1 off`` by the entries of ``S``."""
     x, z = off[..., 0], off[..., 1]
     return np.asarray((pp * x * x - 2 * ap * x * z + aa * z * z) / determinant)
 
 
 def possible(mean: Array, covariance: Array) -> Array:
-    """Logarithm of how probable it is that no coefficient is negative: minus half the square of what each is below 0.
+    """Return the log probability that no coefficient is negative: minus half the square of what each is below 0.
 
     Counted in standard deviations: the tail of a normal distribution, without its slowly varying factor.
 
@@ -64,7 +64,7 @@ _SLOPE, _FIXED, _SLOPE_BACKWARD, _FIXED_BACKWARD = np.eye(4)[:, None, :]
 
 
 def update(mean: Array, covariance: Array, gain: Array, noise: Array, off: Array, b: Array) -> tuple[Array, ...]:
-    """Mean, covariance and logarithm of the likelihood after an observation that is ``off`` the expected one.
+    """Return mean, covariance and log likelihood after an observation that is ``off`` the expected one.
 
     Example:
         >>> b, prior = np.array([1.0]), np.eye(4)[None]
@@ -84,7 +84,7 @@ def update(mean: Array, covariance: Array, gain: Array, noise: Array, off: Array
 
 
 def mixed(weight: Array, means: Array, covariances: Array) -> tuple[Array, Array]:
-    """Mean and covariance of a mixture over the first axis.
+    """Return the mean and covariance of a mixture over the first axis.
 
     Example:
         >>> mean, covariance = mixed(np.array([0.5, 0.5]), np.array([[0.0], [2.0]]), np.ones((2, 1, 1)))
@@ -98,7 +98,7 @@ def mixed(weight: Array, means: Array, covariances: Array) -> tuple[Array, Array
 
 
 def non_negative(mean: Array, covariance: Array) -> tuple[Array, Array]:
-    """The posterior given that no coefficient is negative: the ones that are, are taken to be zero.
+    """Condition the posterior on no negative coefficient: the ones that are, are taken to be zero.
 
     Example:
         >>> covariance = np.eye(4)[None] - 0.5 * (np.eye(4)[[1, 0, 2, 3]] * [1, 1, 0, 0])

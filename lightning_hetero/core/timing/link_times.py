@@ -42,7 +42,7 @@ class Level:
         jumps: bool = True,
         settings: EstimatorSettings = ESTIMATOR_DEFAULTS,
     ) -> "Level":
-        """The level after one more round.
+        """Return the level after one more round.
 
         Args:
             seen: what the round showed.
@@ -60,7 +60,7 @@ class Level:
         return Level(float(self.value + gain * off * scale), float((1.0 - gain) * before))
 
     def below(self, bound: float, settings: EstimatorSettings = ESTIMATOR_DEFAULTS) -> "Level":
-        """The level after a round that showed no more than that it is below a bound."""
+        """Return the level after a round that showed no more than that it is below a bound."""
         if not np.isfinite(self.variance):
             return Level(bound, settings.link_bound_error**2)
         if bound >= self.value:
@@ -68,19 +68,19 @@ class Level:
         return self.observe(bound, settings.link_scatter**2, jumps=False, settings=settings)
 
     def state(self) -> list[float | None]:
-        """Value and variance; ``None`` for an infinite one, which JSON does not have."""
+        """Return value and variance; ``None`` for an infinite one, which JSON does not have."""
         return [self.value, self.variance if np.isfinite(self.variance) else None]
 
     @classmethod
     def of(cls, state: Sequence[float | None]) -> "Level":
-        """What :meth:`state` described."""
+        """Return the level that :meth:`state` described."""
         value, variance = (float("inf") if number is None else float(number) for number in state)
         return cls(value, variance)
 
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """What the link takes, by the number of workers that share it.
+    """Times of averaging, by the number of workers that share the link.
 
     Args:
         gamma: share of the backward pass before the first bucket.
@@ -101,7 +101,7 @@ class LinkTimes:
     def observe(
         self, seen: StepObservations, accumulation: int = 1, settings: EstimatorSettings = ESTIMATOR_DEFAULTS
     ) -> "LinkTimes":
-        """With the steps of one more sync round, of so many micro-batches each."""
+        """Return the times after one more sync round, whose steps have so many micro-batches each."""
         steps, workers = seen.forward.shape
         gamma = self.gamma.observe(
             estimate_gamma(seen.first_bucket, seen.backward), 0.01 / steps, 1.0, settings=settings
@@ -116,7 +116,7 @@ class LinkTimes:
         return replace(self, gamma=gamma, sync={**self.sync, workers: (overlapped, last)})
 
     def at(self, workers: int) -> tuple[float, float]:
-        """``(t_o, t_u)`` of so many workers.
+        """Return ``(t_o, t_u)`` of so many workers.
 
         Where that number was not seen, ``T = latency (n - 1) + transfer (n - 1) / n``, as of a ring, through those that
         were: both coefficients from two or more, the transfer alone from one.
@@ -148,25 +148,25 @@ class LinkTimes:
         return best
 
     def error(self, workers: int) -> float:
-        """Standard error of ``t_o + t_u`` in seconds: all of it where that number of workers was not seen."""
+        """Return the standard error of ``t_o + t_u``: all of it where that number of workers was not seen."""
         levels = self.sync.get(workers)
         if levels is None:
             return sum(self.at(workers)) if self.sync else float("inf")
         return float(np.sqrt(sum(level.value**2 * level.variance for level in levels)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain Python values, fit for any checkpoint."""
+        """Return plain Python values, fit for any checkpoint."""
         return {"gamma": self.gamma.state(), "sync": {n: [o.state(), u.state()] for n, (o, u) in self.sync.items()}}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "LinkTimes":
-        """What :meth:`state_dict` described."""
+        """Return what :meth:`state_dict` described."""
         sync = {int(n): (Level.of(o), Level.of(u)) for n, (o, u) in state["sync"].items()}
         return cls(Level.of(state["gamma"]), sync)
 
 
 def _followed(level: Level, value: float, samples: Array, settings: EstimatorSettings) -> Level:
-    """The level after a round whose steps have this median."""
+    """Return the level after a round whose steps have this median."""
     scatter = min(1.4826 * float(np.median(np.abs(samples - value))) / max(value, 1e-9), 1.0)
     few = len(samples) < settings.link_few_steps
     variance = 1.5 * (max(scatter, settings.link_scatter) if few else scatter) ** 2 / len(samples)

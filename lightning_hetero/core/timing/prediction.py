@@ -1,8 +1,8 @@
 """Predict the time of a step, and its standard error, from what is known of workers, link and residual.
 
 The model of Cannikin, eq. 7, takes the slowest of the workers' mean times. A step takes longer, because it waits for
-whoever is slowest in that very step. Here workers finish at random: what is not certain of their times and what
-single steps scatter by are normal values, of which a step waits for the largest
+whoever is slowest in that very step. Here finish times are normal values, whose deviation is the standard
+error of a worker's mean time, or the jitter of its single steps. A step waits for the largest of them
 (:mod:`lightning_hetero.core.timing.expected_maximum`).
 """
 
@@ -38,8 +38,8 @@ class StepPrediction:
 
     Example:
         >>> from lightning_hetero.core.timing.link_times import Level
-        >>> mean, sure = np.array([[0.001, 0.0, 0.002, 0.0]] * 2), np.zeros((2, 4, 4))
-        >>> times = Times(mean, sure, np.full((2, 2), 0.1), np.ones(1), np.ones(1))
+        >>> mean, covariance = np.array([[0.001, 0.0, 0.002, 0.0]] * 2), np.zeros((2, 4, 4))
+        >>> times = Times(mean, covariance, np.full((2, 2), 0.1), np.ones(1), np.ones(1))
         >>> link = LinkTimes(sync={2: (Level(0.0, 0.0), Level(0.01, 0.0))})
         >>> predicted = StepPrediction(times, link, Residual(), (1, 1))
         >>> round(predicted.bare.step_time([20, 20]), 3), round(predicted.model([20, 20]).step_time([20, 20]), 4)
@@ -114,7 +114,7 @@ class StepPrediction:
         return 1.0 - then / now, 1.0 - float(there.max()) / (then + spread)
 
     def finish(self, sizes: Array) -> tuple[Array, Array, Array]:
-        """When each worker is done: seconds, their standard errors, and the deviation of single steps."""
+        """Return when each worker is done, in seconds, with standard errors and the deviation of single steps."""
         n, gamma, times = self.accumulation, self.gamma, self.times
         t_o, t_u = self.link.at(self.workers)
         lines = []
@@ -131,5 +131,5 @@ class StepPrediction:
         return seconds, errors, scatter
 
     def _run(self, sizes: Sizes) -> Array:
-        """Samples that each worker runs."""
+        """Return the samples that each worker runs."""
         return np.maximum(sizes, self.min_local).astype(float)

@@ -1,4 +1,4 @@
-"""Estimate what steps take longer than predicted: a share of the step and seconds, with what is not certain of them."""
+"""Estimate what steps take longer than predicted: a share of the step and seconds, with their covariance."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +40,7 @@ class Residual:
     def observe(
         self, predicted: float, measured: float, variance: float, settings: EstimatorSettings = ESTIMATOR_DEFAULTS
     ) -> "Residual":
-        """The residual after one more round.
+        """Return the residual after one more round.
 
         Args:
             predicted: seconds of a step.
@@ -67,17 +67,17 @@ class Residual:
         return Residual(float(share), float(seconds), (float(after[0, 0]), float(after[0, 1]), float(after[1, 1])))
 
     def error(self, predicted: float, settings: EstimatorSettings = ESTIMATOR_DEFAULTS) -> float:
-        """Standard error in seconds of what it adds to a predicted step."""
+        """Return the standard error in seconds of what it adds to a predicted step."""
         if not self.covariance:
             return settings.residual_prior * predicted
         a, b, c = self.covariance
         return float(np.sqrt(max(a * predicted**2 + 2.0 * b * predicted + c, 0.0)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain Python values, fit for any checkpoint."""
+        """Return plain Python values, fit for any checkpoint."""
         return {"share": self.share, "seconds": self.seconds, "covariance": list(self.covariance)}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "Residual":
-        """What :meth:`state_dict` described."""
+        """Return what :meth:`state_dict` described."""
         return cls(float(state["share"]), float(state["seconds"]), tuple(map(float, state["covariance"])))

@@ -53,19 +53,19 @@ class NodeTimeModel:
             object.__setattr__(self, name, check_number(name, getattr(self, name), low=0.0))
 
     def forward_time(self, b: float) -> float:
-        """``a = q b + s``: seconds of a step that are not the backward pass."""
+        """Return ``a = q b + s``: seconds of a step that are not the backward pass."""
         return self.q * b + self.s
 
     def backward_time(self, b: float) -> float:
-        """``P = k b + m``: seconds of the backward pass."""
+        """Return ``P = k b + m``: seconds of the backward pass."""
         return self.k * b + self.m
 
     def compute_time(self, b: float) -> float:
-        """``a + P``: seconds that the worker computes in a step of ``b`` samples."""
+        """Return ``a + P``: seconds that the worker computes in a step of ``b`` samples."""
         return self.forward_time(b) + self.backward_time(b)
 
     def accumulated(self, n: int) -> "NodeTimeModel":
-        """Model of a whole accumulation window of ``n`` micro-batches, of which only the last is synchronised.
+        """Return the model of an accumulation window of ``n`` micro-batches, of which only the last is synchronised.
 
         The first ``n - 1`` micro-batches run forward and backward before the last one, so they count as ``a``.
 
@@ -153,7 +153,7 @@ class ClusterTimeModel:
         return self.nodes.coefficients  # type: ignore[attr-defined, no-any-return]
 
     def coefficients(self) -> tuple[Array, Array, Array, Array]:
-        """``alpha_1, beta_1, alpha_2, beta_2`` of each finish time ``max(alpha_1 b + beta_1, alpha_2 b + beta_2)``.
+        """Return ``alpha_1, beta_1, alpha_2, beta_2`` of finish times ``max(alpha_1 b + beta_1, alpha_2 b + beta_2)``.
 
         The first line is its computing bottleneck (eq. 5), the second its communication bottleneck (eq. 6).
         """
@@ -167,7 +167,7 @@ class ClusterTimeModel:
         )
 
     def finish_times(self, local_batch_sizes: Sequence[int] | Array) -> Array:
-        """Seconds after which each worker alone would be done with the step."""
+        """Return the seconds after which each worker alone would be done with the step."""
         b = np.asarray(local_batch_sizes, dtype=float)
         if b.shape != (len(self.nodes),):
             raise ValueError(f"give one batch size per worker ({len(self.nodes)}); got shape {b.shape}.")
@@ -175,11 +175,11 @@ class ClusterTimeModel:
         return np.asarray(np.maximum(alpha_1 * b + beta_1, alpha_2 * b + beta_2))
 
     def step_time(self, local_batch_sizes: Sequence[int] | Array) -> float:
-        """Seconds of one step with these local batch sizes (Cannikin, eq. 7)."""
+        """Return the seconds of one step with these local batch sizes (Cannikin, eq. 7)."""
         return float(self.finish_times(local_batch_sizes).max())
 
     def accumulated(self, n: int) -> "ClusterTimeModel":
-        """Model of an accumulation window of ``n`` micro-batches, see :meth:`NodeTimeModel.accumulated`."""
+        """Return the model of an accumulation window of ``n`` micro-batches, see :meth:`NodeTimeModel.accumulated`."""
         if n == 1:
             return self
         q, s, k, m = self.array.T
@@ -187,7 +187,7 @@ class ClusterTimeModel:
         return ClusterTimeModel(NodeModels(whole), self.gamma, self.t_o, self.t_u)
 
     def slowed(self, share: float, seconds: float) -> "ClusterTimeModel":
-        """Model of a cluster whose every step takes ``(1 + share) T + seconds``.
+        """Return the model of a cluster whose every step takes ``(1 + share) T + seconds``.
 
         Example:
             >>> ClusterTimeModel((NodeTimeModel(1, 0, 2, 0),), t_u=1.0).slowed(0.5, 0.25).step_time([2])
@@ -230,7 +230,7 @@ class ClusterTimeModel:
 
 
 def _paces(sizes: Array, forward: Array, backward: Array) -> tuple[Array, Array, Array, Array]:
-    """Distinct sizes, the paces of both times at each, and the number of steps behind them."""
+    """Return distinct sizes, the mean of both times at each, and the number of steps behind them."""
     distinct, which, count = np.unique(sizes, return_inverse=True, return_counts=True)
     windows = [which.ravel() == i for i in range(len(distinct))]
     forward, backward = (np.array([winsorized_mean(y[window]) for window in windows]) for y in (forward, backward))
@@ -243,7 +243,7 @@ def fit_node(
     backward: Array,
     weight: Array | None = None,
 ) -> NodeTimeModel:
-    """Model of one worker from its own timings (Cannikin, sec. 4.5).
+    """Fit the model of one worker to its own timings (Cannikin, sec. 4.5).
 
     Args:
         sizes: samples of each observation, shape ``(n,)``.

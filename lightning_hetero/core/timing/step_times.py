@@ -1,4 +1,4 @@
-"""What each worker takes for a step at the present sizes, and how certain that is (dynamic batching, sec. III-C).
+"""Smoothed step times of each worker at the present sizes, and their errors (dynamic batching, sec. III-C).
 
 The paper's moving average follows what changes, and of noise it keeps as much as the mean of some twenty steps does.
 Beside it stands the mean of all steps at the present sizes. It counts as long as the moving average agrees with it, so
@@ -27,7 +27,7 @@ class SmoothingSettings:
 
     Args:
         noise_steps: newest differences between successive steps that say how much times scatter, ``>= 1``.
-        longest_mean_steps: steps that the mean looks back on at most, ``>= 1``.
+        longest_mean_steps: most steps that the mean is of, ``>= 1``.
         outlier_ratio: multiple of the median difference above which a difference counts as just that, above 0.
         leaving_errors: standard errors by which the moving average has to leave the mean before that is given up,
             ``>= 0``.
@@ -85,7 +85,7 @@ class StepTimes:
     settings: SmoothingSettings = SmoothingSettings()
 
     def observe(self, compute_times: Sequence[float] | Array, *, decay: float = 0.9) -> "StepTimes":
-        """The times with one more step.
+        """Return the times with one more step.
 
         The first ``1 / (1 - decay)`` steps since the last change count alike, so that no single one dominates.
 
@@ -134,11 +134,11 @@ class StepTimes:
         return np.asarray(self.noise / np.sqrt(max(self.steps, 1)))
 
     def restarted(self) -> "StepTimes":
-        """No times, at another split; how much they scatter is known from this one."""
+        """Return no times, for another split; how much they scatter is known from this one."""
         return StepTimes(differences=self.differences, settings=self.settings)
 
     def current(self) -> "StepTimes":
-        """The times of the speeds that hold now: without the mean where a worker's moving average has left it.
+        """Return the times of the speeds that hold now: without the mean where a worker's moving average has left it.
 
         It has left it if the two are further apart than noise makes them.
         """

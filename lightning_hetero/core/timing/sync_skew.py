@@ -17,9 +17,9 @@ Array = npt.NDArray[np.float64]
 def last_bucket_differences(
     last: Array, settings: EstimatorSettings = ESTIMATOR_DEFAULTS
 ) -> dict[tuple[int, int], tuple[float, float]]:
-    """Seconds by which the last bucket's averaging takes longer when one worker came last than when another did.
+    """Compare how long the last bucket's averaging takes after different workers came last, in seconds.
 
-    A slow worker often moves data slowly, too: then a step in which it comes last ends later after its arrival than a
+    A straggler often moves data slowly, too: then a step in which it comes last ends later after its arrival than a
     step that waits for a fast one. Compared are only steps that follow each other and waited for different workers, so
     that the link is the same for both: of steps further apart, a link that fluctuates would be taken for a worker. Nor
     is a step compared that took more than three times what others took that waited for the same worker, or all of them.
@@ -69,7 +69,7 @@ def per_worker_offsets(
     scale: float,
     settings: EstimatorSettings = ESTIMATOR_DEFAULTS,
 ) -> dict[int, tuple[float, float]]:
-    """Each worker's own seconds of the last bucket's averaging, by what was known of it and by differences of pairs.
+    """Estimate each worker's own seconds of the last bucket's averaging, from differences of pairs.
 
     Normal values all of them: a worker that is new has none of its own, give or take ``scale``; one that is known may
     have changed by a little since, and what is known of it fades where nobody came last in turns.
@@ -116,9 +116,9 @@ def likely_offsets(
     scale: float,
     settings: EstimatorSettings = ESTIMATOR_DEFAULTS,
 ) -> tuple[Array, Array]:
-    """Each worker's own seconds above the least of all, and their variance, as far as it is likely to have any.
+    """Return each worker's own seconds above the least of all, as far as it is likely to have any, and their variance.
 
-    The scatter of the link alone makes somebody look slow, and of many workers somebody very slow. So what was found of
+    Jitter of the link alone makes some worker seem slow, and one of many very slow. So what was found of
     each counts by the probability that it is there at all: of a normal value as wide as the link's time, against none.
 
     Args:

@@ -42,7 +42,7 @@ _ARRAYS = ("mean", "covariance", "weight", "scatter", "seen")
 
 @dataclass(frozen=True, eq=False)
 class TimePosterior:
-    """What is known of the speed of every piece of hardware; replaced, never changed in place.
+    """Posterior of the speed of every piece of hardware; replaced, never changed in place.
 
     Args:
         names: hardware identities, in the order of the arrays' workers.
@@ -82,13 +82,13 @@ class TimePosterior:
     __hash__ = None  # type: ignore[assignment]
 
     def knows(self, names: Sequence[str]) -> bool:
-        """Whether all of these pieces of hardware were observed."""
+        """Return whether all of these pieces of hardware were observed."""
         return self.names == tuple(names) or set(self.names).issuperset(names)
 
     def observe(
         self, observations: StepObservations, names: Sequence[str], elapsed: float | None = None
     ) -> "TimePosterior":
-        """The posterior after one more sync round.
+        """Return the posterior after one more sync round.
 
         Args:
             observations: steps of the round.
@@ -118,7 +118,7 @@ class TimePosterior:
         return [index[name] for name in names]
 
     def _with(self, names: Sequence[str]) -> "TimePosterior":
-        """The posterior with room for workers that are new."""
+        """Return the posterior with room for workers that are new."""
         known = set(self.names)
         new = [name for name in names if name not in known]
         if not new:
@@ -138,7 +138,7 @@ class TimePosterior:
         )
 
     def _round(self, rows: Any, sizes: Array, forward: Array, backward: Array, elapsed: float) -> "TimePosterior":
-        """The posterior with the steps of a round at one split.
+        """Return the posterior with the steps of a round at one split.
 
         Args:
             rows: the workers among those that are known.
@@ -189,7 +189,7 @@ class TimePosterior:
         )
 
     def times(self, names: Sequence[str], capacities: Sequence[float] = ()) -> Times:
-        """Time models of these workers.
+        """Return the time models of these workers.
 
         One that was never observed is taken for the known worker of the nearest capacity (the mean, of several), slower
         or faster by the ratio of both, and hardly anything is certain of it.
@@ -228,11 +228,11 @@ class TimePosterior:
         return Times(mean, covariance, scatter, walks, probability, max(likelier, 0.0))
 
     def sizes_seen(self, names: Sequence[str]) -> npt.NDArray[np.int64]:
-        """Least and greatest size at which each worker was seen, shape ``(workers, 2)``."""
+        """Return the least and greatest size at which each worker was seen, shape ``(workers, 2)``."""
         return np.asarray(self.seen[self._rows(names)], dtype=np.int64)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain Python values, fit for any checkpoint: by hardware, what is known of it."""
+        """Return plain Python values, fit for any checkpoint: by hardware, what is known of it."""
         return {
             name: {
                 "mean": self.mean[:, i].tolist(),
@@ -246,7 +246,7 @@ class TimePosterior:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], settings: EstimatorSettings | None = None) -> "TimePosterior":
-        """What :meth:`state_dict` described; nothing where it was made with other filters."""
+        """Return what :meth:`state_dict` described; nothing where it was made with other filters."""
         settings = settings or EstimatorSettings()
         known = {name: worker for name, worker in state.items() if len(worker["weight"]) == len(settings.walks)}
         if not known:
@@ -260,7 +260,7 @@ class TimePosterior:
 
 
 def _replaced(array: Array, at: Any, values: Array) -> Array:
-    """A copy with other values at some places."""
+    """Return a copy with other values at some places."""
     copy = np.array(array)
     copy[at] = values
     return copy

@@ -1,4 +1,4 @@
-"""Hold time models of workers with what is not certain of them, and the settings of their estimator."""
+"""Time models of workers with their covariance, and the settings of their estimator."""
 
 import math
 from dataclasses import dataclass, fields
@@ -45,7 +45,7 @@ class EstimatorSettings:
             something else ran scatters more than others, and counts less.
         odd: multiples of the scatter above the round's median beyond which a step is odd (a snapshot, another process):
             it counts no more than that, as long as no more than a tenth of a worker's steps are odd.
-        scatter_memory: steps on which the scatter, and the share of odd steps, look back.
+        scatter_memory: steps over which the scatter, and the share of odd steps, are averaged.
         own_scatter_steps: steps of its own from which on a worker's scatter counts more than that of all, ``> 0``.
         shape_walk: walk of each coefficient by itself, as a share of a speed's walk; the shape of a line hardly moves.
         gate: squared standard errors, ``> 0``, above which a jump is considered at all; about 2 where nothing moves.
@@ -151,7 +151,7 @@ ESTIMATOR_DEFAULTS = EstimatorSettings()
 
 @dataclass(frozen=True)
 class Times:
-    """Time models of some workers with what is not certain of them.
+    """Time models of some workers, with their covariance.
 
     Args:
         mean: ``(q, s, k, m)`` of each worker, all ``>= 0``, shape ``(workers, 4)``.
@@ -176,12 +176,12 @@ class Times:
     moving: float = 0.0
 
     def parts(self, sizes: Array) -> tuple[Array, Array]:
-        """``a`` and ``P`` of each worker at these sizes."""
+        """Return ``a`` and ``P`` of each worker at these sizes."""
         q, s, k, m = self.mean.T
         return q * sizes + s, k * sizes + m
 
     def seconds(self, sizes: Array, backward: float = 1.0, outside: float = 1.0) -> tuple[Array, Array]:
-        """``outside a + backward P`` at these sizes and its standard error, both of shape ``(workers,)``.
+        """Return ``outside a + backward P`` at these sizes and its standard error, both of shape ``(workers,)``.
 
         Args:
             sizes: samples of each worker.

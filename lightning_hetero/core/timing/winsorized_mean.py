@@ -1,4 +1,4 @@
-"""What a worker takes for a step in the long run, from a window of single steps.
+"""Winsorized mean of a window of steps: the time that a worker takes for a step in the long run.
 
 It is the mean, since the times of all steps add up to the time of a training. The median is something else where steps
 scatter to one side: under a processor quota (containers, cgroups) a step runs at full speed or waits for the next
@@ -23,7 +23,7 @@ WINSORIZED_SHARE = 0.1
 
 
 def num_winsorized(steps: int) -> int:
-    """Steps of a window whose excess does not count: its longest tenth, one at least of three or more.
+    """Count the steps of a window whose excess does not count: its longest tenth, one at least of three or more.
 
     Example:
         >>> num_winsorized(2), num_winsorized(3), num_winsorized(32)
@@ -33,7 +33,7 @@ def num_winsorized(steps: int) -> int:
 
 
 def winsorize_top(seconds: Array) -> Array:
-    """A window of which the longest tenth counts only as much as the longest of the rest.
+    """Limit the longest tenth of a window to the longest of the rest.
 
     Args:
         seconds: of each step, shape ``(steps,)``, or ``(steps, workers)`` for each worker by itself.
@@ -51,7 +51,7 @@ def winsorize_top(seconds: Array) -> Array:
 
 
 def winsorized_mean(seconds: Array) -> float:
-    """Mean of a window, capped.
+    """Return the mean of a window whose longest tenth is limited to the longest of the rest.
 
     Args:
         seconds: of each step, at least one.

@@ -20,6 +20,7 @@ from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
 from lightning_hetero.comm.timing.clock import HostClock
 from lightning_hetero.comm.timing.step_timer import StepObserver
 from lightning_hetero.compression.triton_gpu import encoder as triton_encoder
+from lightning_hetero.compression.triton_gpu import launch
 from lightning_hetero.optim import SparseAdamW, SparseSGD
 from lightning_hetero.optim.sparse import lazy_update
 from tests.comm.gradients.test_ddp_hook import TINY, batches, loss_of
@@ -94,8 +95,7 @@ def train(rank, *, spoil, settings=SETTINGS, kind="momentum", steps=STEPS):
 
 def both_ways(rank):
     dist.init_process_group("gloo")
-    triton_encoder.TILE = triton_encoder.SCORES = 128
-    triton_encoder.ITERS = 1
+    launch.TILING = launch.Tiling(blocks=128, repeats=1, scores=128)
     lazy_update.LazyUpdate.max_sparse_density = 1.0
     on_host = train(rank, spoil=False)
     BlockTopKAverager._encoder = on_device
@@ -122,8 +122,7 @@ def test_the_device_decides_as_the_host_does():
 def mixed(rank, long):
     """Rank 1 has a GPU, rank 0 has none."""
     dist.init_process_group("gloo")
-    triton_encoder.TILE = triton_encoder.SCORES = 128
-    triton_encoder.ITERS = 1
+    launch.TILING = launch.Tiling(blocks=128, repeats=1, scores=128)
     if rank == 1:
         BlockTopKAverager._encoder = on_device
     found = []

@@ -6,8 +6,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.compression import BlockEncoder, Layout, MessageFormat, Pack, compress, merge
-from lightning_hetero.compression.host import encoder
+from lightning_hetero.compression import Layout, MessageFormat, Pack, TorchEncoder, compress, merge
 from lightning_hetero.compression.layout import flat_view
 from lightning_hetero.compression.message_header import HEADER_BYTES, MAGIC, address, checksum, seal
 from lightning_hetero.compression.value_codecs import CODECS
@@ -15,7 +14,7 @@ from lightning_hetero.compression.value_codecs import CODECS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def made(sizes, density, block=16, values="float32", kind=BlockEncoder, **settings):
+def made(sizes, density, block=16, values="float32", kind=TorchEncoder, **settings):
     layout = Layout.of([(f"p{i}", n) for i, n in enumerate(sizes)], block)
     k = max(1, int(layout.num_blocks * density))
     form = MessageFormat(layout.num_blocks, k, block, values, layout.fingerprint())
@@ -59,7 +58,7 @@ def test_same_as_the_reference_and_nothing_is_lost(sizes, density, block, values
     """Bitwise the reference's packs and residuals over steps; sent + residual is what there was, bitwise."""
     assume(block >= 8 or dtype == torch.float32)  # single elements of 16 bits tie, and any of them may be taken
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoder, "CHUNK", chunk)
+        patch.setattr(TorchEncoder, "chunk_elements", chunk)
         enc, message = made(sizes, density, block, values)
         generator = torch.Generator().manual_seed(seed)
         reference = torch.zeros(enc.layout.numel)
@@ -111,7 +110,7 @@ def test_merge_is_that_of_the_reference_and_is_cleared():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", [(0, 3), (1, 299), (1, 0)], ids=str)
 def test_a_gradient_that_is_not_finite_enters_no_residual(bad, where, monkeypatch):
-    monkeypatch.setattr(encoder, "CHUNK", 64)
+    monkeypatch.setattr(TorchEncoder, "chunk_elements", 64)
     enc, message = made([20, 300], 0.2)
     step_of(enc, message, [torch.randn(20), torch.randn(300)], 0.5)
     before = enc.residual.clone()
@@ -251,7 +250,7 @@ def nothing_is_applied(enc, form, fault):
     before = enc.residual.clone()
     with pytest.raises(ValueError, match=rf"rank {int(fits)}, bucket 0, step 7 is refused"):
         enc.read(torch.stack([good, bad]) if fits else bad[None], step=7)
-    assert not enc.touched
+    assert not enc.written
     assert enc.merged.abs().sum() == 0
     assert torch.equal(enc.residual, before)
 

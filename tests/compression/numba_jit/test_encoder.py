@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero import BlockTopK
-from lightning_hetero.compression import BlockEncoder, Layout, MessageFormat, Pack, block_scores, compress, merge
+from lightning_hetero.compression import Layout, MessageFormat, Pack, TorchEncoder, block_scores, compress, merge
 from lightning_hetero.compression.host import encoder
 from lightning_hetero.compression.reference import merge_sparse
 from lightning_hetero.compression.value_codecs import CODECS
@@ -28,7 +28,6 @@ from tests.strategies.test_compression import _fit
 
 pytest.importorskip("numba", exc_type=ImportError)
 
-from lightning_hetero.compression.numba_jit import encoder as numba_encoder
 from lightning_hetero.compression.numba_jit.encoder import NumbaEncoder
 
 made = partial(test_encoder.made, kind=NumbaEncoder)
@@ -68,7 +67,7 @@ def test_same_as_the_reference_and_nothing_is_lost(sizes, density, block, values
 @pytest.mark.parametrize("threads", [1, 3])
 def test_scores_and_threads(threads, bucket, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(numba_encoder, "SHARE", 64)
+    monkeypatch.setattr(NumbaEncoder, "elements_per_thread", 64)
     enc, _ = made([1000, 7], 0.1)
     gradients = [torch.randn(1000), torch.randn(7)]
     if bucket:
@@ -86,7 +85,7 @@ def test_scores_and_threads(threads, bucket, monkeypatch):
 def test_a_gradient_that_is_not_finite_enters_no_residual(bad, at, bucket, monkeypatch):
     """Whole vectors, half ones and single elements, in the first thread's part and in the last one's."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(numba_encoder, "SHARE", 64)
+    monkeypatch.setattr(NumbaEncoder, "elements_per_thread", 64)
     enc, message = made([20, 209], 0.2)
     step_of(enc, message, [torch.randn(20), torch.randn(209)], 0.5)
     before = enc.residual.clone()
@@ -170,15 +169,15 @@ def test_it_is_chosen_where_numba_is_and_the_model_is_large(monkeypatch):
         layout = Layout.of([("p", numel)], 16)
         return type(encoder.cpu_encoder(layout, MessageFormat(layout.num_blocks, 5, 16, "float32"), dtype=dtype))
 
-    assert chosen(encoder.WORTH_NUMBA) is NumbaEncoder
-    assert chosen(1000) is BlockEncoder
-    assert chosen(encoder.WORTH_NUMBA, torch.float64) is BlockEncoder
+    assert chosen(encoder.NUMBA_MIN_ELEMENTS) is NumbaEncoder
+    assert chosen(1000) is TorchEncoder
+    assert chosen(encoder.NUMBA_MIN_ELEMENTS, torch.float64) is TorchEncoder
     monkeypatch.setattr(encoder, "find_spec", lambda name: None)
-    assert chosen(encoder.WORTH_NUMBA) is BlockEncoder
+    assert chosen(encoder.NUMBA_MIN_ELEMENTS) is TorchEncoder
 
 
 def _trained(rank, least):
-    encoder.WORTH_NUMBA = least
+    encoder.NUMBA_MIN_ELEMENTS = least
     return _fit(rank, [3, 1], BlockTopK(density=0.2), {"max_epochs": 7})
 
 

@@ -13,12 +13,20 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hetero.compression import SELECT, BlockEncoder, Layout, MessageFormat, merge
+from lightning_hetero.compression import SELECT, Layout, MessageFormat, TorchEncoder, merge
+from lightning_hetero.compression.encoder_protocol import Outcome
 from lightning_hetero.compression.message_header import HEADER_BYTES, MAGIC, address, checksum, seal
 from lightning_hetero.compression.selectors import SelectorState
-from lightning_hetero.compression.triton_gpu import encoder as module
+from lightning_hetero.compression.triton_gpu import (
+    apply_kernels,
+    encode_kernels,
+    header_kernels,
+    launch,
+    receive_kernels,
+)
 from lightning_hetero.compression.triton_gpu import warmup as triton_warm
-from lightning_hetero.compression.triton_gpu.encoder import Outcome, TritonEncoder
+from lightning_hetero.compression.triton_gpu.encoder import TritonEncoder
+from lightning_hetero.compression.triton_gpu.status import FAULTS as FAULTS_BY_CODE
 from lightning_hetero.compression.value_codecs import CODECS
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -50,9 +58,7 @@ def few_programs(monkeypatch):
     """Small tiles, so that the interpreter has several of them to run without taking minutes; GPUs have true ones."""
     if DEVICE.type == "cuda":
         return
-    monkeypatch.setattr(module, "TILE", 16)
-    monkeypatch.setattr(module, "ITERS", 2)
-    monkeypatch.setattr(module, "SCORES", 32)
+    monkeypatch.setattr(launch, "TILING", launch.Tiling(blocks=16, repeats=2, scores=32))
 
 
 def made(sizes, density, block=16, values="float32", world_size=1):
@@ -124,7 +130,7 @@ def test_a_bucket_is_one_launch_or_two_and_gives_what_its_parameters_would(monke
     """Parameters that begin between two units of 16 bytes are in the second; held back is who has no gradient."""
     sizes = (700, 32, 3, 64, 0, 1100, 48)
     launches = []
-    for room in (module.kernels, module.applying):
+    for room in (encode_kernels, apply_kernels):
         for name in room.__all__:
             kernel = getattr(room, name)
             if hasattr(kernel, "run"):
@@ -175,7 +181,7 @@ def test_the_host_that_stands_in_writes_the_same_bytes():
     sizes = (700, 1, 33)
     for values, density in itertools.product(CODECS, (0.04, 0.3)):
         enc, rows = made(sizes, density, values=values)
-        host = BlockEncoder(enc.layout, enc.form, "histogram")
+        host = TorchEncoder(enc.layout, enc.form, "histogram")
         for step in range(3):
             message = torch.zeros(enc.form.num_bytes, dtype=torch.uint8)
             for slot, gradient in zip(enc.layout.slots, gradients_of(sizes, torch.float32, step), strict=True):
@@ -195,7 +201,7 @@ def test_all_kernels_are_tried_before_training(values, hold):
 
 
 def test_kernels_that_compute_something_else_are_found_before_training(monkeypatch):
-    monkeypatch.setattr(module.kernels, "pick", Counted(module.kernels.count, "pick", []))
+    monkeypatch.setattr(encode_kernels, "pick", Counted(encode_kernels.count, "pick", []))
     monkeypatch.setattr(Counted, "__getitem__", lambda kernel, grid: lambda *args, **kwargs: None)
     with pytest.raises(RuntimeError, match="was expected"):
         triton_warm.warm(16, "float32", 2, DEVICE, {torch.float32}, hold=False)
@@ -291,18 +297,18 @@ def test_a_message_of_more_than_2_to_the_31_elements_is_written_and_merged():
     chosen[FAR + 3] = 1
     shape = {"BLOCK": 16, "TILE": 16, "INT8": True}
     with beginning_with(FAR // 16):
-        module.kernels.pack[(1,)](
-            chosen, residual, values, scales, index, counts, FAR + 16, **shape, SEGMENTS=True, **module.OPTIONS
+        encode_kernels.pack[(1,)](
+            chosen, residual, values, scales, index, counts, FAR + 16, **shape, SEGMENTS=True, **launch.OPTIONS
         )
         assert values[16 * (FAR + 3) :][:16].tolist() == [127] * 16
         assert residual.tolist() == [127.0] * 16 + [0.0] * 16
         merged, touched, verdict = torch.zeros(32), torch.zeros(2, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
-        module.applying.merge[(1,)](
-            chosen, values, scales, merged, touched, verdict, 0, 0, 0, FAR + 16, **shape, **module.OPTIONS
+        apply_kernels.merge[(1,)](
+            chosen, values, scales, merged, touched, verdict, 0, 0, 0, FAR + 16, **shape, **launch.OPTIONS
         )
         assert merged.tolist() == [0.0] * 16 + [127.0] * 16
         assert touched.tolist() == [0, 1]
-        module.applying.wipe[(1, 1)](chosen, merged, verdict, 0, FAR + 16, BLOCK=16, TILE=16, **module.OPTIONS)
+        apply_kernels.wipe[(1, 1)](chosen, merged, verdict, 0, FAR + 16, BLOCK=16, TILE=16, **launch.OPTIONS)
         assert not merged.any()
 
 
@@ -312,7 +318,7 @@ def test_the_checksum_of_more_than_2_to_the_31_words():
     words[16 + 2**31 : 16 + 2**31 + 2] = torch.tensor([-7, 5], dtype=torch.int32)
     sums, units = torch.zeros(2, dtype=torch.int64), 2**29 + 8
     with beginning_with(2**31 // 16):
-        module.receiving.word_sums[(1, 1)](words, sums, units, 0, TILE=16, ITERS=1, **module.OPTIONS)
+        header_kernels.word_sums[(1, 1)](words, sums, units, 0, TILE=16, ITERS=1, **launch.OPTIONS)
     assert sums.tolist() == [-2, -7 * (2**31 + 1) + 5 * (2**31 + 2)]
 
 
@@ -322,7 +328,7 @@ def test_rows_of_several_messages_lie_further_apart_than_32_bits_count():
     numbers, ends = untouched(3 * k, torch.int32), torch.ones(3, dtype=torch.int32)
     places, status = torch.tensor([9] * 3 * 16, dtype=torch.int16), torch.tensor([0, 0, 0, 1, 1, 1, 0, 0, 0, 0]).int()
     with beginning_with(0):
-        module.receiving.expand[(1, 3)](places, ends, status, numbers, 2, k // 4, 1, 1, k, 3, TILE=16, **module.OPTIONS)
+        receive_kernels.expand[(1, 3)](places, ends, status, numbers, 2, k // 4, 1, 1, k, 3, TILE=16, **launch.OPTIONS)
     assert [numbers[row * k : row * k + 2].tolist() for row in range(3)] == [[9, -1]] * 3
 
 
@@ -339,7 +345,7 @@ def three(values="bfloat16", density=0.05, step=0):
     enc.encode(rows[1], step=step, rank=1)
     others = []
     for rank in (0, 2):
-        other = BlockEncoder(enc.layout, enc.form)
+        other = TorchEncoder(enc.layout, enc.form)
         for slot, gradient in zip(enc.layout.slots, gradients_of(SIZES, torch.float32, rank), strict=True):
             other.accumulate(slot, gradient.cpu(), 0.5)
         message = torch.zeros(enc.form.num_bytes, dtype=torch.uint8)
@@ -431,7 +437,7 @@ def test_a_malformed_message_is_found_and_nothing_is_written(fault, rank):
     enc.receive(rows, rank=1, step=7)
     nothing_was_written(enc, mine, before)
     what = {"magic": "no message of this program", "version": "version 2 of the message format, not 3"}
-    what = what.get(fault, module.receiving.FAULTS[code])
+    what = what.get(fault, FAULTS_BY_CODE[code])
     with pytest.raises(ValueError, match=f"rank {rank}, bucket 0, step 7 is refused: .*{what}"):
         enc.outcome()
     assert enc.outcome() is None

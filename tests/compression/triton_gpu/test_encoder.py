@@ -18,6 +18,7 @@ from tests.helpers import run_ranks
 pytest.importorskip("triton")
 
 from lightning_hetero.compression.triton_gpu import encoder as triton_encoder
+from lightning_hetero.compression.triton_gpu import message_reader, message_writer  # noqa: E402
 from lightning_hetero.compression.triton_gpu import warmup as triton_warm  # noqa: E402
 from lightning_hetero.optim.sparse import warmup as warming  # noqa: E402
 from lightning_hetero.optim.sparse.triton_gpu import backend as triton_step
@@ -73,7 +74,7 @@ class Queue:
         self.names = []
 
     def __getattr__(self, name):
-        return {} if name == "FAULTS" else _Launch(self, name)
+        return _Launch(self, name)
 
 
 class _Launch:
@@ -109,8 +110,10 @@ def on_this_host(world_size=1):
 def _queued(rank, density, optimizer, sizes):
     """Kernels and operations of a step on a GPU, whose kernels do nothing here."""
     queue = Queue()
-    triton_encoder.kernels = triton_encoder.receiving = triton_encoder.applying = triton_step.kernels = queue
-    queue.EXPONENTS = 256
+    for module in (triton_encoder, message_writer, message_reader, triton_step):
+        for name in {"encoding", "headers", "receiving", "applying", "kernels"} & set(vars(module)):
+            setattr(module, name, queue)
+    queue.EXPONENT_BINS = 256
     on_this_host()
     dist.init_process_group("gloo")
     step = BlockSteps(sizes, density, "int8", optimizer, torch.device("cpu"))

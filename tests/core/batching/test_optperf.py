@@ -410,29 +410,6 @@ def test_overlap_states_are_the_bottlenecks_and_grow_with_the_total(nodes, gamma
 # -- without a time model
 
 
-@settings(moderate, max_examples=60)
-@given(st.lists(st.floats(1e-4, 10), min_size=1, max_size=8), st.integers(0, 2000))
-def test_bootstrap_is_equation_8(times, extra):
-    n = len(times)
-    total = n + extra
-    sizes = bootstrap_sizes(total, [8] * n, times, min_local=0)
-    exact = total * (1 / np.array(times)) / (1 / np.array(times)).sum()
-    assert sum(sizes) == total
-    assert np.abs(np.array(sizes) - exact).max() < 1 + 1e-6
-
-
-def test_bootstrap_goes_by_time_per_sample_and_keeps_bounds():
-    assert bootstrap_sizes(40, [10, 20], [0.1, 0.2]) == (20, 20)
-    assert bootstrap_sizes(40, [20, 20], [0.1, 0.3], max_local=25) == (25, 15)
-    assert bootstrap_sizes(40, [20, 20], [0.1, 100.0], min_local=4) == (36, 4)
-
-
-@pytest.mark.parametrize("times", [[0.1], [0.1, -0.1], [0.1, float("nan")], [[0.1, 0.1]]])
-def test_bootstrap_names_bad_times(times):
-    with pytest.raises(ValueError, match="one compute time"):
-        bootstrap_sizes(40, [20, 20], times)
-
-
 @pytest.mark.parametrize("capacities", [[], [0, 0], [1, -1], [1, float("inf")]])
 def test_static_names_bad_capacities(capacities):
     with pytest.raises(ValueError, match="capacities is empty|shares must be finite"):

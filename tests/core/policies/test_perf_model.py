@@ -1,109 +1,40 @@
 """Policies in closed loop with simulated clusters: they see noisy times only, and are judged by the true ones."""
 
-import json
 import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from lightning_hetero.core.batching.integer_split import even_sizes
 from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.policies import NAMED, POLICIES
-from lightning_hetero.core.policies.base import Decision
+from lightning_hetero.core.policies import POLICIES
 from lightning_hetero.core.policies.perf_model import (
     PerfModelPlanner,
     PlanContext,
-    ProportionalPlanner,
-    Proposal,
-    StaticPlanner,
 )
 from lightning_hetero.core.policies.split_rule import RuleSettings, horizon
 from lightning_hetero.core.timing.link_times import Level
 from lightning_hetero.core.timing.residual_time import Residual
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
-from lightning_hetero.core.timing.winsorized_mean import winsorize_top
+from tests.core.policies.simulated import (
+    CLUSTER,
+    FAST,
+    MIDDLE,
+    SLOW,
+    context,
+    drive,
+    even_plan,
+    excess,
+    learned,
+    measure,
+    random_cluster,
+    saving,
+    slowed,
+)
 from tests.learned import knowing
 from tests.quota import QuotaCluster
-
-FAST, MIDDLE, SLOW = (
-    NodeTimeModel(0.0004, 0.004, 0.0008, 0.003),
-    NodeTimeModel(0.0008, 0.008, 0.0016, 0.003),
-    NodeTimeModel(0.0020, 0.005, 0.0040, 0.006),
-)
-CLUSTER = ClusterTimeModel((FAST, MIDDLE, SLOW), gamma=0.2, t_o=0.02, t_u=0.004)
-
-
-def context(total, workers, **changes):
-    names = tuple(f"host-{i}" for i in range(workers))
-    return PlanContext(total, names, **{"min_local": (1,) * workers, "capacities": (1.0,) * workers, **changes})
-
-
-def saving(planner, cluster, times, plan, running, ctx):
-    """Share of a step that a plan saves in expectation, and the share that it loses to what is not known."""
-    here = np.array(running.local_batch_sizes) * (ctx.total_batch_size / running.total_batch_size)
-    return planner._prediction(times, ctx).saving(cluster, plan.local_batch_sizes, here)
-
-
-def slowed(cluster, rank, factor):
-    node = cluster.nodes[rank]
-    slow = NodeTimeModel(*(factor * value for value in (node.q, node.s, node.k, node.m)))
-    return replace(cluster, nodes=(*cluster.nodes[:rank], slow, *cluster.nodes[rank + 1 :]))
-
-
-def measure(cluster, sizes, rng, *, steps=10, noise=0.02):
-    """What the workers measure of ``steps`` steps; whoever is ready early waits inside its synchronisation."""
-    b = np.broadcast_to(np.asarray(sizes, dtype=float), (steps, len(sizes)))
-    q, s, k, m = np.array([(n.q, n.s, n.k, n.m) for n in cluster.nodes]).T
-    forward = (q * b + s) * (1 + noise * rng.standard_normal(b.shape))
-    backward = (k * b + m) * (1 + noise * rng.standard_normal(b.shape))
-    first = cluster.gamma * backward * (1 + noise * rng.standard_normal(b.shape))
-    start, ready = forward + first, forward + backward
-    return StepObservations(
-        b,
-        forward,
-        backward,
-        first,
-        cluster.t_o + start.max(axis=1, keepdims=True) - start,
-        cluster.t_u + ready.max(axis=1, keepdims=True) - ready,
-        np.zeros_like(b),
-    )
-
-
-def drive(planner, cluster, plan, context, decisions, rng, **how):
-    """Measure, decide, adopt, again and again; returns planner, plan and the decisions that changed it."""
-    changes = []
-    for decision in range(decisions):
-        planner, proposal = planner.decide(measure(cluster, plan.local_batch_sizes, rng, **how), plan, context)
-        if proposal is not None:
-            assert proposal.reason
-            assert proposal.plan.total_batch_size == context.total_batch_size
-            plan = proposal.plan
-            changes.append(decision)
-    return planner, plan, changes
-
-
-def even_plan(context):
-    return BatchPlan(context.total_batch_size, even_sizes(context.total_batch_size, len(context.identities)))
-
-
-def excess(cluster, plan):
-    """How much longer a step takes than it has to, by the true times."""
-    return cluster.step_time(plan.local_batch_sizes) / solve_optperf(cluster, plan.total_batch_size).step_time - 1
-
-
-def random_cluster(seed):
-    rng = np.random.default_rng(seed)
-
-    def node():
-        sample = 0.001 * np.exp(0.7 * rng.standard_normal())
-        return NodeTimeModel(0.35 * sample, rng.uniform(0, 0.006), 0.65 * sample, rng.uniform(0, 0.004))
-
-    nodes = tuple(node() for _ in range(rng.integers(2, 9)))
-    return ClusterTimeModel(nodes, rng.uniform(0.05, 0.4), rng.uniform(0, 0.04), rng.uniform(0, 0.005))
-
 
 # -- the time model
 
@@ -357,41 +288,6 @@ def test_a_gain_has_to_exceed_what_is_not_known_by_the_doubt(doubt):
     assert (decision.proposal is None) is (doubt == 6.0)
 
 
-def test_what_is_not_known_is_what_a_step_may_lose_to_it():
-    """By drawing the workers' times from what is known of them: the mean of the slowest, and a deviation more."""
-    rng, ctx = np.random.default_rng(3), context(192, 3)
-    planner = PerfModelPlanner().observe(measure(CLUSTER, (64, 64, 64), rng, noise=0.3), ctx)
-    plan, times = BatchPlan(192, (64, 64, 64)), planner.times.times(ctx.identities)
-    cluster = planner._prediction(times, ctx).model(np.array(plan.local_batch_sizes))
-    other = BatchPlan(192, (100, 60, 32))
-    gain, unknown = saving(planner, cluster, times, other, plan, ctx)
-    seconds, errors, _ = planner._prediction(times, ctx).finish(np.full(3, 64.0))
-    factors = 1.0 + errors / seconds * rng.standard_normal((400_000, 3))
-    here, there = ((cluster.finish_times(p.local_batch_sizes) * factors).max(axis=1) for p in (plan, other))
-    assert gain == pytest.approx(1.0 - there.mean() / here.mean(), abs=0.003)
-    slowest = cluster.finish_times(other.local_batch_sizes).max()
-    assert unknown == pytest.approx(1.0 - slowest / (there.mean() + there.std()), abs=0.003)
-
-
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("gamma", [0.2, 0.95])
-def test_the_error_of_a_finish_is_that_of_drawn_coefficients(gamma, accumulation):
-    """Computing and sending of one worker are late together: with one bucket they are almost the same time."""
-    rng, ctx = np.random.default_rng(0), context(192, 3, accumulation=accumulation)
-    wide = ClusterTimeModel(CLUSTER.nodes, gamma, t_o=0.002, t_u=0.004)
-    planner = PerfModelPlanner()
-    for sizes in ((64, 64, 64), (90, 60, 42)):
-        planner = planner.observe(measure(wide, sizes, rng, noise=0.2), ctx)
-    times, sizes = planner.times.times(ctx.identities), np.array([100.0, 60.0, 32.0])
-    _, errors, _ = planner._prediction(times, ctx).finish(sizes)
-    (t_o, t_u), gamma, n = planner.link.at(3), planner._prediction(times, ctx).gamma, accumulation
-    for worker in range(3):
-        q, s, k, m = rng.multivariate_normal(times.mean[worker], times.covariance[worker], 200_000).T
-        a, p = q * sizes[worker] + s, k * sizes[worker] + m
-        finish = np.maximum(n * a + n * p, n * a + (n - 1 + gamma) * p + t_o) + t_u
-        assert errors[worker] == pytest.approx(finish.std(), rel=0.02)
-
-
 def test_what_pays_is_counted_over_all_steps_that_passed():
     """A small gain pays in a run of which a thousand steps have passed, though few of them were observed."""
     split, changed = BatchPlan(192, (109, 57, 26)), []
@@ -411,19 +307,6 @@ def test_bounds_are_kept():
     _, plan, _ = drive(PerfModelPlanner(), CLUSTER, even_plan(ctx), ctx, 4, np.random.default_rng(0))
     assert plan.local_batch_sizes[0] <= 90
     assert plan.local_batch_sizes[2] == 40
-
-
-def test_a_split_in_proportion_gains_nothing_at_another_total():
-    rng, sizes = np.random.default_rng(0), (60, 30, 6)
-    planner = PerfModelPlanner().observe(measure(CLUSTER, sizes, rng), context(96, 3))
-    times, ctx, twice = planner._times(context(96, 3)), context(192, 3), BatchPlan(192, (120, 60, 12))
-    model = planner._prediction(times, ctx).bare
-
-    def gain(running):
-        return saving(planner, model, times, twice, running, ctx)[0]
-
-    assert gain(BatchPlan(96, sizes)) == pytest.approx(0.0, abs=1e-9)
-    assert gain(BatchPlan(96, (32, 32, 32))) > 0.2
 
 
 def test_a_better_split_of_another_total_is_compared_at_that_total():
@@ -527,53 +410,12 @@ def test_a_decision_leaves_the_planner_as_it_was():
     assert learned != planner
 
 
-# -- what every policy promises
-
-
-@pytest.fixture(params=[name for name in NAMED if POLICIES[name].planner is not None])
-def kind(request):
-    return request.param
-
-
-def learned(kind, ctx):
-    return drive(POLICIES[kind].factory(), CLUSTER, even_plan(ctx), ctx, 6, np.random.default_rng(0))[0]
-
-
-def test_state_is_plain_python_and_comes_back(kind):
-    ctx = context(192, 3)
-    planner = learned(kind, ctx)
-    state = planner.state_dict()
-    back = POLICIES[kind].factory().loaded(json.loads(json.dumps(state, allow_nan=False)))
-    assert back.state_dict() == state
-    assert back.initial(ctx) == planner.initial(ctx)
-    nothing = POLICIES[kind].factory()
-    assert nothing.loaded(json.loads(json.dumps(nothing.state_dict(), allow_nan=False))) == nothing
+# -- an earlier run
 
 
 def test_what_an_earlier_estimator_wrote_is_learned_anew():
     planner = learned("perf_model", context(192, 3))
     assert planner.loaded({"profiles": {"host-0": {"points": []}}, "gamma": 0.2}) == PerfModelPlanner()
-
-
-def test_state_follows_the_hardware_not_the_rank(kind):
-    ctx = context(192, 3, capacities=(4.0, 2.0, 1.0))
-    planner = POLICIES[kind].factory().loaded(learned(kind, ctx).state_dict())
-    turned = replace(ctx, identities=ctx.identities[::-1], capacities=ctx.capacities[::-1])
-    here, there = planner.initial(ctx), planner.initial(turned)
-    assert there.plan.local_batch_sizes == here.plan.local_batch_sizes[::-1]
-    assert here.plan.local_batch_sizes[0] > here.plan.local_batch_sizes[2]
-
-
-def test_fewer_workers_are_planned_from_what_is_known(kind):
-    ctx = context(192, 3)
-    planner = POLICIES[kind].factory().loaded(learned(kind, ctx).state_dict())
-    two = replace(context(100, 2), identities=("host-2", "host-0"))
-    proposal = planner.initial(two)
-    assert isinstance(proposal, Proposal)
-    assert sum(proposal.plan.local_batch_sizes) == 100
-    if kind != "static":
-        fewer = replace(CLUSTER, nodes=(SLOW, FAST))
-        assert excess(fewer, proposal.plan) <= 0.25
 
 
 def test_hardware_that_is_all_new_starts_even():
@@ -610,138 +452,7 @@ def test_a_new_worker_of_which_nothing_is_known_is_taken_for_the_mean_of_the_oth
     assert min(sizes[:3]) < sizes[3] < max(sizes[:3])
 
 
-def test_proportional_control_starts_unknown_hardware_by_its_capacity():
-    """Dynamic mini-batching starts open-loop: shares by cores or peak figures until it knows the workers."""
-    planner = learned("pid", context(192, 3))
-    for unknown in (planner, POLICIES["pid"].factory()):
-        new = replace(context(192, 3), identities=("host-0", "host-1", "new"), capacities=(2.0, 1.0, 1.0))
-        assert unknown.initial(new).plan.local_batch_sizes == (96, 48, 48)
-
-
-def test_no_observation_no_change(kind):
-    ctx = context(192, 3)
-    planner, proposal = POLICIES[kind].factory().decide(StepObservations.empty(3), even_plan(ctx), ctx)
-    assert proposal is None
-    assert planner.state_dict() == POLICIES[kind].factory().state_dict()
-
-
-def test_sizes_sum_to_the_total_from_the_first_to_the_last(kind):
-    rng = np.random.default_rng(3)
-    for total in (3, 7, 192, 1001):
-        ctx = context(total, 3)
-        _, plan, _ = drive(POLICIES[kind].factory(), CLUSTER, even_plan(ctx), ctx, 4, rng, noise=0.2)
-        assert sum(plan.local_batch_sizes) == total
-        assert min(plan.local_batch_sizes) >= 1
-
-
-# -- the other policies
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_proportional_makes_compute_times_equal(seed):
-    ctx = context(192, 3)
-    planner, plan, changes = drive(
-        ProportionalPlanner(), CLUSTER, even_plan(ctx), ctx, 20, np.random.default_rng(seed), noise=0.03
-    )
-    times = [node.compute_time(b) for node, b in zip(CLUSTER.nodes, plan.local_batch_sizes, strict=True)]
-    assert max(times) / min(times) < 1.15
-    assert len(changes) <= 5
-    assert planner.predict(plan, ctx) is None
-
-
-def test_proportional_leaves_out_steps_that_ran_at_other_sizes():
-    ctx = context(40, 2)
-    cluster = ClusterTimeModel((FAST, SLOW))
-    obs = measure(cluster, (30, 10), np.random.default_rng(0))
-    planner, proposal = ProportionalPlanner().decide(obs, even_plan(ctx), ctx)
-    assert proposal is None
-    assert planner.state.times.smoothed == ()
-
-
-def at(sizes, steps=5):
-    """Steps without noise on a worker that is three times as fast as the other."""
-    cluster = ClusterTimeModel((NodeTimeModel(0.001, 0, 0.002, 0), NodeTimeModel(0.003, 0, 0.006, 0)), 0.2, 0.0, 0.0)
-    return measure(cluster, sizes, np.random.default_rng(0), steps=steps, noise=0.0)
-
-
-def test_proportional_starts_by_what_it_knows_then_by_what_is_given_then_by_capacities():
-    known, free = {"host-0": 300.0, "host-1": 100.0}, context(40, 2, capacities=(1.0, 4.0))
-    given, bare = replace(free, given=(25, 15)), replace(free, capacities=())
-    sizes = {
-        (len(throughput), start, i): proposal and proposal.plan.local_batch_sizes
-        for throughput in ({}, {"host-0": 300.0}, known)
-        for start in ("open_loop", "equal")
-        for i, where in enumerate((free, given, bare))
-        for proposal in [ProportionalPlanner(throughput=throughput, start=start).initial(where)]
-    }
-    for number in (0, 1):
-        assert [sizes[number, "open_loop", i] for i in range(3)] == [(8, 32), (25, 15), None]
-        assert [sizes[number, "equal", i] for i in range(3)] == [None, (25, 15), None]
-    assert {sizes[2, start, i] for start in ("open_loop", "equal") for i in range(3)} == {(30, 10)}
-
-
-def test_proportional_decides_on_five_steps_at_the_sizes_that_run():
-    planner, where = ProportionalPlanner(), context(40, 2)
-    decision = planner.decide(at((20, 20), 4), BatchPlan(40, (20, 20)), where)
-    assert decision.proposal is None
-    assert decision.kept == "too few observations: 4 steps at these sizes, of 5 that it takes"
-    planner = decision.planner
-    assert planner.decide(at((20, 20), 1), BatchPlan(40, (20, 20)), where).proposal is not None
-    moved = planner.decide(at((24, 16), 1), BatchPlan(40, (24, 16)), where)
-    assert moved.kept.startswith("too few observations: 1 steps")
-
-
-def test_proportional_counts_steps_of_a_worker_that_runs_more_than_its_share():
-    """As the fewest samples that it can run, which exceed what it was given."""
-    decision = ProportionalPlanner().decide(at((8, 36)), BatchPlan(40, (4, 36)), context(40, 2, min_local=(8, 1)))
-    assert decision.proposal is not None
-
-
-def test_proportional_remembers_the_newest_throughput_of_each_worker():
-    before = ProportionalPlanner(throughput={"host-0": 1.0, "elsewhere": 7.0})
-    after = before.decide(at((30, 10)), BatchPlan(40, (30, 10)), context(40, 2))
-    assert after.proposal is None
-    assert "equally fast" in after.kept
-    assert after.planner.throughput == {
-        "elsewhere": 7.0,
-        "host-0": pytest.approx(1 / 0.003),
-        "host-1": pytest.approx(1 / 0.009),
-    }
-
-
-def test_proportional_keeps_bounds_and_its_dead_band():
-    where, plan = context(40, 2, max_local=(25, 40)), BatchPlan(40, (20, 20))
-    assert ProportionalPlanner().decide(at((20, 20)), plan, where).proposal.plan.local_batch_sizes == (25, 15)
-    assert ProportionalPlanner(dead_band=0.6).decide(at((20, 20)), plan, context(40, 2)).proposal is None
-
-
-def test_proportional_smooths_as_it_is_told_to():
-    """With no weight of the past, the last step is what counts; the longest counts as much as the next one."""
-    steps = measure(CLUSTER, (64, 64, 64), np.random.default_rng(0), steps=4, noise=0.2)
-    plan, where = BatchPlan(192, (64, 64, 64)), context(192, 3)
-    last = ProportionalPlanner(decay=0.0).decide(steps, plan, where).planner
-    assert last.state.times.smoothed == pytest.approx(winsorize_top(steps.compute)[-1])
-
-
-def test_a_planner_that_returns_something_else_is_told():
-    for outcome in (None, (None, None, None)):
-        with pytest.raises(TypeError, match=r"decide\(\) of a planner returned"):
-            Decision.of(outcome)
-
-
-def test_static_is_proportional_to_capacities_and_never_changes():
-    ctx = context(192, 3, capacities=(8, 4, 4))
-    planner = StaticPlanner()
-    plan = planner.initial(ctx).plan
-    assert plan.local_batch_sizes == (96, 48, 48)
-    _, later, changes = drive(planner, slowed(CLUSTER, 0, 10.0), plan, ctx, 5, np.random.default_rng(0))
-    assert (later, changes) == (plan, [])
-    assert planner.predict(plan, ctx) is None
-
-
-def test_static_keeps_bounds():
-    ctx = context(192, 3, capacities=(8, 4, 4), max_local=(60, 192, 192))
-    assert StaticPlanner().initial(ctx).plan.local_batch_sizes == (60, 66, 66)
+# -- the link, and quotas
 
 
 def test_scatter_alone_does_not_split_equal_workers():

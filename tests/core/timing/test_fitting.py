@@ -4,15 +4,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import least_squares
 
 from lightning_hetero.core.compression.auto import Computing
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner, PlanContext
-from lightning_hetero.core.timing.fitting import estimate_gamma, estimate_sync_times, steps_that_tell
-from lightning_hetero.core.timing.link_times import Level, LinkTimes
+from lightning_hetero.core.timing.fitting import estimate_gamma, estimate_sync_times, fit_line, steps_that_tell
+from lightning_hetero.core.timing.link_times import LinkTimes
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
 from lightning_hetero.core.timing.time_posterior import TimePosterior
 from lightning_hetero.core.timing.times import EstimatorSettings
+from tests.core.timing.test_link_times import looks
 
 moderate = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -95,42 +97,6 @@ def test_a_link_that_is_busy_until_the_end_always_tells(accumulation):
         assert seen.overlapped_sync.min() == pytest.approx(t_o)
 
 
-def looks(tells, slower=1.0):
-    """Steps of two workers on a link that takes 0.2 s; where they do not tell, both wait for each other."""
-    steps = len(tells)
-    ones, busy = np.ones((steps, 2)), np.array(tells)[:, None]
-    late_first, late_last = np.tile([1.2, 1.0], (steps, 1)), np.tile([1.0, 1.5], (steps, 1))
-    waits = np.where(busy, [0.6, 0.2], [0.9, 0.8]) * slower
-    backward = np.where(busy, [1.0, 1.7], late_last)
-    return StepObservations(
-        ones, np.where(busy, [1.0, 1.1], late_first), backward, 0.2 * ones, waits, 0.1 * ones, 2 * ones
-    )
-
-
-def test_what_both_wait_is_a_bound_until_a_step_tells():
-    never, half = looks([False] * 8), looks([True, False] * 4)
-    assert steps_that_tell(half).tolist() == [True, False] * 4
-    link = LinkTimes().observe(never)
-    assert link.at(2)[0] == pytest.approx(0.8)
-    assert link.error(2) > 0.3
-    link = link.observe(half)
-    assert link.at(2)[0] == pytest.approx(0.2, rel=0.05)
-    assert link.error(2) < 0.02, "the scatter is that of the steps that tell"
-    assert link.observe(never).at(2)[0] == pytest.approx(0.2, rel=0.05)
-
-
-def test_one_step_is_no_jump_and_many_are():
-    link = LinkTimes()
-    for _ in range(8):
-        link = link.observe(looks([True] * 8))
-    assert link.observe(looks([True] + [False] * 7, slower=5.0)).at(2)[0] < 0.3
-    assert link.observe(looks([True] * 8, slower=5.0)).at(2)[0] == pytest.approx(1.0)
-    never_jumps = EstimatorSettings(link_jump=1e9)
-    assert link.observe(looks([True] * 8, slower=5.0), settings=never_jumps).at(2)[0] < 0.9
-    alone = LinkTimes().observe(looks([True] + [False] * 7))
-    assert alone.error(2) > 0.02, "one step says little"
-
-
 def test_all_that_estimates_a_link_goes_by_the_steps_that_tell():
     seen = looks([True, False, False] * 4)
     last = 0.1 / (0.1 + 0.2)
@@ -199,10 +165,62 @@ def test_a_link_that_hides_behind_computing_is_not_taken_for_a_slow_one():
     assert link.at(16)[0] == pytest.approx(t_o, rel=0.1)
 
 
-def test_a_bound_lowers_what_is_known_and_never_raises_it():
-    known = Level(0.5, 0.01)
-    assert known.below(0.8) == Level(0.5, pytest.approx(0.01 + 0.01**2))
-    assert 0.3 < known.below(0.3).value < 0.5
-    assert Level().below(0.8).value == 0.8
-    assert Level().below(0.8).variance >= 0.25
-    assert Level(0.5, 0.0001).below(0.05).value > 0.05, "one look is not believed at once"
+@moderate
+@given(st.integers(0, 2**32 - 1), st.integers(1, 12))
+def test_coefficients_are_never_negative(seed, n):
+    rng = np.random.default_rng(seed)
+    x, y = rng.integers(1, 50, n).astype(float), rng.random(n) * 10 ** rng.uniform(-6, 2)
+    slope, intercept = fit_line(x, y, rng.random(n) + 0.1)
+    assert slope >= 0
+    assert intercept >= 0
+    assert np.isfinite([slope, intercept]).all()
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("intercept", [0.0, 5.0])
+def test_line_agrees_with_scipys_bounded_huber_fit(seed, intercept):
+    rng = np.random.default_rng(seed)
+    x = rng.uniform(1, 50, 60)
+    y = (0.5 * x + intercept) * (1 + 0.1 * rng.standard_normal(60)) * np.where(rng.random(60) < 0.1, 4.0, 1.0)
+    y = np.abs(y)
+    slope, offset = fit_line(x, y, iterations=200)
+    spread = 1.345 * 1.4826 * np.median(np.abs(y - slope * x - offset) / y)
+    reference = least_squares(
+        lambda line: (y - line[0] * x - line[1]) / y,
+        x0=[0.4, 1.0],
+        bounds=([0, 0], [np.inf, np.inf]),
+        loss="huber",
+        f_scale=spread,
+        xtol=1e-12,
+        ftol=1e-12,
+        gtol=1e-12,
+    ).x
+    assert slope * x + offset == pytest.approx(reference[0] * x + reference[1], rel=1e-3)
+    few = fit_line(x, y)
+    assert few[0] * x + few[1] == pytest.approx(slope * x + offset, rel=1e-2)
+
+
+def test_line_is_weighted():
+    x, y = np.array([10.0, 20, 10, 20]), np.array([10.0, 20, 20, 40])
+    slope, _ = fit_line(x, y, np.array([1e6, 1e6, 1, 1]))
+    assert slope == pytest.approx(1.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "line"),
+    [
+        ([4, 4, 4], [2, 2, 2], (0.5, 0.0)),  # one size: through the origin
+        ([1, 2, 3], [2, 4, 6], (2.0, 0.0)),
+        ([1, 2, 3], [5, 5, 5], (0.0, 5.0)),
+        ([1, 2], [0, 0], (0.0, 0.0)),
+        ([7], [21], (3.0, 0.0)),
+        ([10, 20], [1, 4], (0.1, 0.0)),  # a line would start below zero: smallest relative error through the origin
+    ],
+)
+def test_line_of_special_points(x, y, line):
+    slope, intercept = fit_line(np.array(x, float), np.array(y, float))
+    if line[0] == 0.1:
+        assert intercept == 0.0
+        assert 0.1 <= slope <= 0.2
+    else:
+        assert (slope, intercept) == pytest.approx(line, abs=1e-12)

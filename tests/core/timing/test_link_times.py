@@ -7,7 +7,9 @@ import pytest
 from scipy.optimize import nnls
 
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.timing.fitting import steps_that_tell
 from lightning_hetero.core.timing.link_times import Level, LinkTimes
+from lightning_hetero.core.timing.times import EstimatorSettings
 
 
 def round_of(workers, t_o, t_u, rng=None, steps=8, gamma=0.2, noise=0.0):
@@ -104,3 +106,48 @@ def test_a_link_that_takes_less_with_more_workers_gives_no_negative_times():
 def test_state_goes_through_json():
     link = LinkTimes().observe(round_of(2, 0.5, 0.05)).observe(round_of(8, 0.7, 0.07))
     assert LinkTimes.from_state_dict(json.loads(json.dumps(link.state_dict()))) == link
+
+
+def looks(tells, slower=1.0):
+    """Steps of two workers on a link that takes 0.2 s; where they do not tell, both wait for each other."""
+    steps = len(tells)
+    ones, busy = np.ones((steps, 2)), np.array(tells)[:, None]
+    late_first, late_last = np.tile([1.2, 1.0], (steps, 1)), np.tile([1.0, 1.5], (steps, 1))
+    waits = np.where(busy, [0.6, 0.2], [0.9, 0.8]) * slower
+    backward = np.where(busy, [1.0, 1.7], late_last)
+    return StepObservations(
+        ones, np.where(busy, [1.0, 1.1], late_first), backward, 0.2 * ones, waits, 0.1 * ones, 2 * ones
+    )
+
+
+def test_what_both_wait_is_a_bound_until_a_step_tells():
+    never, half = looks([False] * 8), looks([True, False] * 4)
+    assert steps_that_tell(half).tolist() == [True, False] * 4
+    link = LinkTimes().observe(never)
+    assert link.at(2)[0] == pytest.approx(0.8)
+    assert link.error(2) > 0.3
+    link = link.observe(half)
+    assert link.at(2)[0] == pytest.approx(0.2, rel=0.05)
+    assert link.error(2) < 0.02, "the scatter is that of the steps that tell"
+    assert link.observe(never).at(2)[0] == pytest.approx(0.2, rel=0.05)
+
+
+def test_one_step_is_no_jump_and_many_are():
+    link = LinkTimes()
+    for _ in range(8):
+        link = link.observe(looks([True] * 8))
+    assert link.observe(looks([True] + [False] * 7, slower=5.0)).at(2)[0] < 0.3
+    assert link.observe(looks([True] * 8, slower=5.0)).at(2)[0] == pytest.approx(1.0)
+    never_jumps = EstimatorSettings(link_jump=1e9)
+    assert link.observe(looks([True] * 8, slower=5.0), settings=never_jumps).at(2)[0] < 0.9
+    alone = LinkTimes().observe(looks([True] + [False] * 7))
+    assert alone.error(2) > 0.02, "one step says little"
+
+
+def test_a_bound_lowers_what_is_known_and_never_raises_it():
+    known = Level(0.5, 0.01)
+    assert known.below(0.8) == Level(0.5, pytest.approx(0.01 + 0.01**2))
+    assert 0.3 < known.below(0.3).value < 0.5
+    assert Level().below(0.8).value == 0.8
+    assert Level().below(0.8).variance >= 0.25
+    assert Level(0.5, 0.0001).below(0.05).value > 0.05, "one look is not believed at once"

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import least_squares
 
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.timing.fitting import fit_line
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel, fit_node
 
 moderate = settings(max_examples=150, deadline=None, derandomize=True)
@@ -153,67 +151,6 @@ def test_fit_is_near_under_noise_with_gross_outliers(seed):
         assert found.q + found.k == pytest.approx(node.q + node.k, rel=0.1)
         for b in (8, 32, 64):
             assert found.compute_time(b) == pytest.approx(node.compute_time(b), rel=0.05)
-
-
-@moderate
-@given(st.integers(0, 2**32 - 1), st.integers(1, 12))
-def test_coefficients_are_never_negative(seed, n):
-    rng = np.random.default_rng(seed)
-    x, y = rng.integers(1, 50, n).astype(float), rng.random(n) * 10 ** rng.uniform(-6, 2)
-    slope, intercept = fit_line(x, y, rng.random(n) + 0.1)
-    assert slope >= 0
-    assert intercept >= 0
-    assert np.isfinite([slope, intercept]).all()
-
-
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("intercept", [0.0, 5.0])
-def test_line_agrees_with_scipys_bounded_huber_fit(seed, intercept):
-    rng = np.random.default_rng(seed)
-    x = rng.uniform(1, 50, 60)
-    y = (0.5 * x + intercept) * (1 + 0.1 * rng.standard_normal(60)) * np.where(rng.random(60) < 0.1, 4.0, 1.0)
-    y = np.abs(y)
-    slope, offset = fit_line(x, y, iterations=200)
-    spread = 1.345 * 1.4826 * np.median(np.abs(y - slope * x - offset) / y)
-    reference = least_squares(
-        lambda line: (y - line[0] * x - line[1]) / y,
-        x0=[0.4, 1.0],
-        bounds=([0, 0], [np.inf, np.inf]),
-        loss="huber",
-        f_scale=spread,
-        xtol=1e-12,
-        ftol=1e-12,
-        gtol=1e-12,
-    ).x
-    assert slope * x + offset == pytest.approx(reference[0] * x + reference[1], rel=1e-3)
-    few = fit_line(x, y)
-    assert few[0] * x + few[1] == pytest.approx(slope * x + offset, rel=1e-2)
-
-
-def test_line_is_weighted():
-    x, y = np.array([10.0, 20, 10, 20]), np.array([10.0, 20, 20, 40])
-    slope, _ = fit_line(x, y, np.array([1e6, 1e6, 1, 1]))
-    assert slope == pytest.approx(1.0, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("x", "y", "line"),
-    [
-        ([4, 4, 4], [2, 2, 2], (0.5, 0.0)),  # one size: through the origin
-        ([1, 2, 3], [2, 4, 6], (2.0, 0.0)),
-        ([1, 2, 3], [5, 5, 5], (0.0, 5.0)),
-        ([1, 2], [0, 0], (0.0, 0.0)),
-        ([7], [21], (3.0, 0.0)),
-        ([10, 20], [1, 4], (0.1, 0.0)),  # a line would start below zero: smallest relative error through the origin
-    ],
-)
-def test_line_of_special_points(x, y, line):
-    slope, intercept = fit_line(np.array(x, float), np.array(y, float))
-    if line[0] == 0.1:
-        assert intercept == 0.0
-        assert 0.1 <= slope <= 0.2
-    else:
-        assert (slope, intercept) == pytest.approx(line, abs=1e-12)
 
 
 def test_node_with_one_size_goes_through_the_origin():

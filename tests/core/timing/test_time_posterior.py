@@ -8,12 +8,9 @@ import pytest
 
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.timing import time_posterior
-from lightning_hetero.core.timing.filter_bank import step_filters, switch_filters, weigh_filters
-from lightning_hetero.core.timing.kalman import mixed
 from lightning_hetero.core.timing.step_scatter import relative_variance, summarise_round
 from lightning_hetero.core.timing.time_posterior import TimePosterior
 from lightning_hetero.core.timing.times import EstimatorSettings
-from lightning_hetero.core.timing.winsorized_mean import winsorize_top
 
 THETA = np.array([[0.0004, 0.004, 0.0008, 0.003], [0.0008, 0.008, 0.0016, 0.003], [0.002, 0.005, 0.004, 0.006]])
 NAMES = ("a", "b", "c")
@@ -175,32 +172,6 @@ def test_a_jump_while_the_size_changes_is_not_taken_for_a_negative_constant_part
 # what workers share
 
 
-def test_filters_that_all_agree_on_are_weighed_by_bayes_rule():
-    """Where the prior holds for very many workers, nothing that this round showed is common to all."""
-    rng = np.random.default_rng(0)
-    weight, likelihood = rng.dirichlet(np.ones(5), 3).T, rng.uniform(-7, 0, (5, 3))
-    found = weigh_filters(weight, likelihood, EstimatorSettings(prior_workers=1e9))
-    expected = weight * np.exp(likelihood)
-    np.testing.assert_allclose(found, expected / expected.sum(axis=0), rtol=1e-6)
-
-
-@pytest.mark.parametrize("workers", [1, 3, 40])
-def test_filters_are_weighed_as_expectation_maximisation_has_it(workers):
-    """Against loops: ``p_i = w_i f_i l_i``, ``f`` the ratio of the sums after and before, with workers of the prior."""
-    rng, count = np.random.default_rng(workers), EstimatorSettings().prior_workers
-    weight, likelihood = rng.dirichlet(np.ones(5), workers).T, rng.uniform(-12, 3, (5, workers))
-    factor = [1.0] * 5
-    for _ in range(5):
-        after = np.zeros((5, workers))
-        for n in range(workers):
-            best = max(likelihood[:, n])
-            parts = [weight[j, n] * factor[j] * np.exp(max(likelihood[j, n] - best, -8.0)) for j in range(5)]
-            after[:, n] = np.array(parts) / sum(parts)
-        usual = [np.mean(weight[j]) * count for j in range(5)]
-        factor = [(sum(after[j]) + usual[j]) / (sum(weight[j]) + usual[j]) for j in range(5)]
-    np.testing.assert_allclose(weigh_filters(weight, likelihood, EstimatorSettings()), after, rtol=1e-12)
-
-
 def test_what_holds_for_most_workers_counts_for_each():
     """Rounds that scatter by a tenth are told from single steps that do by many workers sooner than by one."""
     rng = np.random.default_rng(0)
@@ -318,69 +289,6 @@ def test_the_longer_ago_the_round_before_the_more_counts_the_newest():
     ]
     assert found[0] == found[1] < found[2] - 0.01 < found[3] - 0.02
     assert found[3] == pytest.approx(1.1, abs=0.015)
-
-
-@pytest.mark.parametrize("count", [4, 8, 32])
-def test_the_scatter_of_single_steps_is_found(count):
-    """Though the longest steps are capped."""
-    rng, names = np.random.default_rng(0), tuple(map(str, range(100)))
-    theta = np.repeat(THETA[:1], 100, axis=0)
-    posterior = seen(*[steps(theta, np.full(100, 20), count, rng, 0.08) for _ in range(8)], names=names)
-    assert np.sqrt((posterior.times(names).scatter ** 2).mean()) == pytest.approx(0.08, rel=0.05)
-
-
-def test_scatter_is_that_of_the_last_steps_and_not_of_one_round():
-    rng, sizes = np.random.default_rng(0), (30, 20, 10)
-    posterior = seen(*[steps(THETA, sizes, 8, rng, 0.02) for _ in range(60)])
-    once = seen(steps(THETA, sizes, 8, rng, np.array([0.02, 0.5, 0.02])), posterior=posterior)
-    assert once.times(NAMES).scatter.max() < 0.03
-    later = seen(*[steps(THETA, sizes, 8, rng, 0.05) for _ in range(60)], posterior=once)
-    assert later.times(NAMES).scatter.min() > 0.042
-
-
-def test_one_worker_that_scatters_does_not_make_others_uncertain():
-    rng, names, noise = np.random.default_rng(0), tuple("abcdef"), np.array([0.02] * 5 + [0.5])
-    looks = [steps(np.repeat(THETA[:1], 6, axis=0), np.full(6, 20), 8, rng, noise) for _ in range(6)]
-    scatter = seen(*looks, names=names).times(names).scatter
-    assert scatter[:5].max() < 0.06 < 0.15 < scatter[5].min()
-
-
-def test_a_round_that_scatters_more_than_others_counts_less():
-    rng = np.random.default_rng(0)
-    posterior = seen(*[steps(THETA, (30, 20, 10), 8, rng, 0.02) for _ in range(30)])
-    odd = steps(THETA, (30, 20, 10), 8, rng, 0.05)
-    _, variance, _ = summarise_round(posterior.scatter, odd.forward, odd.backward, posterior.settings)
-    own = np.stack(
-        [(winsorize_top(x) / winsorize_top(x).mean(axis=0)).var(axis=0) for x in (odd.forward, odd.backward)], axis=1
-    )
-    assert (variance >= 0.4 * own / 8).all()
-
-
-def test_what_switches_is_the_filter_and_not_what_is_known():
-    """A share of each worker's probability goes to what holds for the others; mean and covariance stay."""
-    rng = np.random.default_rng(4)
-    posterior = seen(*[steps(THETA, sizes, 8, rng, 0.05) for sizes in ((16, 16, 16), (48, 24, 8)) * 4])
-    weight = rng.dirichlet(np.ones(5), 3).T
-    mean, covariance, after = switch_filters(posterior.mean, posterior.covariance, weight, posterior.settings)
-    prior, share = np.array(posterior.settings.prior), posterior.settings.switch
-    others = (weight.sum(axis=1) + 8 * prior / prior.sum()) / (3 + 8)
-    np.testing.assert_allclose(after, (1 - share) * weight + share * others[:, None])
-    before = mixed(weight, posterior.mean, posterior.covariance)
-    for found, expected in zip(mixed(after, mean, covariance), before, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
-
-
-def test_a_round_that_says_nothing_speaks_for_nothing():
-    """Neither against a filter whose coefficients are below zero already, nor for a jump."""
-    chosen, y = replace(plain(), jump_probability=0.01), np.array([[0.3, 0.6]])
-    mean = np.array([[[0.03, -0.06, 0.06, 0.0]], [[0.03, 0.06, 0.06, 0.0]]])
-    covariance = np.broadcast_to(np.diag([1e-3, 0.015, 2e-3, 0.02]) ** 2, (2, 1, 4, 4)).copy()
-    vague, rounds = np.full((1, 2), 1e4), np.zeros((2, 1))
-    after, _, level, jump = step_filters(mean, covariance, np.array([10.0]), y, vague, rounds, 0.0, chosen)
-    np.testing.assert_allclose(after, mean, atol=1e-4)
-    scale = np.clip(mean[..., 0] * 10 + mean[..., 1], 0.15, 0.6) * 0.6
-    np.testing.assert_allclose(level, -np.log(1e4 * scale), atol=0.02)
-    assert jump[:, 0] == pytest.approx([0.01, 0.0], rel=0.02)
 
 
 # who it is about

@@ -7,7 +7,7 @@ import torch
 
 from lightning_hetero import BlockTopK
 from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
-from lightning_hetero.compression import BlockEncoder
+from lightning_hetero.compression import TorchEncoder
 from lightning_hetero.optim import SparseAdamW
 from lightning_hetero.optim.sparse import warmup as warming
 from tests.comm.contexts import context_of
@@ -34,7 +34,7 @@ def test_where_kernels_of_the_optimizer_fail_messages_are_read_on_the_host_and_t
     with caplog.at_level(logging.WARNING, logger="lightning_hetero"):
         for _ in range(2):
             exchange.bind([optimizer.sparse])
-    assert isinstance(exchange.encoder, BlockEncoder)
+    assert isinstance(exchange.encoder, TorchEncoder)
     assert exchange.encoder.residual[3] == 5.0
     (record,) = caplog.records
     assert "block top-k works on the host: kernels of SparseAdamW fail on cpu: " in record.getMessage()

@@ -19,7 +19,7 @@ KINDS = {**ALIKE, "adamw, short memory": (SparseAdamW, {"lr": 0.01, "betas": (0.
 
 def made(kind, pay, block, loops, monkeypatch):
     """Parameters in two groups, some of them in another order of memory, and an optimizer that takes their blocks."""
-    monkeypatch.setattr(encoder, "WORTH_NUMBA", 0 if loops else 10**9)
+    monkeypatch.setattr(encoder, "NUMBA_MIN_ELEMENTS", 0 if loops else 10**9)
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     parameters[2].data = parameters[2].data.to(memory_format=torch.channels_last)
@@ -90,7 +90,7 @@ def test_where_it_has_no_form_it_is_torchs(kind, monkeypatch):
             lambda self, *args, original=original, **kw: asked.append(1) or original(self, *args, **kw),
         )
     for dtype, worth, times in ((torch.float64, 0, 1), (torch.bfloat16, 0, 1), (torch.float32, 10**6, 0)):
-        monkeypatch.setattr(encoder, "WORTH_NUMBA", worth)
+        monkeypatch.setattr(encoder, "NUMBA_MIN_ELEMENTS", worth)
         ours, settings = KINDS[kind]
         parameters = [nn.Parameter(torch.zeros(64, dtype=dtype)), nn.Parameter(torch.zeros(64))]
         optimizer, touched = ours(parameters, **settings), {}

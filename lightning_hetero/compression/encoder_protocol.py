@@ -1,0 +1,162 @@
+"""Interfaces of block encoders: error feedback, selection and messages of one rank.
+
+A :class:`BlockEncoder` turns gradients into a message. What follows the exchange differs: a :class:`HostEncoder` reads
+all ranks' messages and knows at once what becomes of the step; a :class:`DeviceEncoder` leaves that to its GPU, so that
+the host never waits for it, and tells a step later (:class:`Outcome`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from lightning_hetero.compression.layout import Layout, Slot
+from lightning_hetero.compression.reference import Pack
+from lightning_hetero.compression.score_scaling import ScoreScaling
+from lightning_hetero.compression.selectors import SelectorState
+from lightning_hetero.compression.wire_format import MessageFormat
+
+__all__ = ["BlockEncoder", "DeviceEncoder", "HostEncoder", "Outcome"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of a step that a device has decided on.
+
+    Args:
+        step: its number.
+        dropped: whether it was left out, because a gradient was not finite.
+        blocks: blocks that all messages named.
+    """
+
+    step: int
+    dropped: bool
+    blocks: int
+
+
+class BlockEncoder(Protocol):
+    """Encoder of one rank, up to the exchange of messages, and after the step.
+
+    One step is :meth:`accumulate_bucket` for each bucket, :meth:`encode` or :meth:`give_up`, what follows the
+    exchange, and :meth:`finish`.
+    """
+
+    layout: Layout
+    """Places of the parameters in the residual and in the sum."""
+    form: MessageFormat
+    """Format of its messages."""
+    residual: torch.Tensor
+    """Error feedback: what was not sent yet, flat, in the layout's order."""
+    state: SelectorState
+    """What selection carries from step to step."""
+
+    @property
+    def merged(self) -> torch.Tensor:
+        """Sum of all ranks' blocks, flat, 0 where nothing was sent; valid until :meth:`finish`."""
+
+    def reform(self, form: MessageFormat) -> None:
+        """Send messages of another format from the next step on; what is in the residual stays there."""
+
+    def accumulate_bucket(
+        self, slots: Sequence[Slot], flat: torch.Tensor, weight: float, *, hold: bool = False
+    ) -> bool:
+        """Apply ``r += w g`` to parameters whose gradients lie one after the other, and score their blocks.
+
+        Args:
+            slots: the parameters' places.
+            flat: their gradients; they must stay as they are until the step ends.
+            weight: what gradients are multiplied by.
+            hold: whether the residual of a parameter waits for another step if its gradient is all 0.
+
+        Returns:
+            ``False`` if it is known that a gradient is not finite, so that this rank has to :meth:`give_up`.
+        """
+
+    def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> int | None:
+        """Write the message of this step and take what it holds out of the residual.
+
+        Args:
+            message: uint8, as long as the format says, receives the message.
+            step: number of the step.
+            bucket: number of the message in the step.
+            rank: this rank.
+
+        Returns:
+            Number of its blocks, ``None`` if only the device knows it.
+        """
+
+    def give_up(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> None:
+        """Write a message that says that this rank's gradient is not finite."""
+
+    def finish(self) -> None:
+        """End the step: clear the sum."""
+
+
+class HostEncoder(BlockEncoder, Protocol):
+    """Encoder whose host reads messages, and knows at once what becomes of the step."""
+
+    deferred: Literal[False]
+    balance: ScoreScaling | None
+    """Factors of the scores of each parameter, ``None`` for plain magnitudes."""
+
+    def read(self, rows: torch.Tensor, *, step: int, bucket: int = 0) -> list[Pack] | None:
+        """Return the packs of all ranks' messages; ``None`` if a rank says that its gradient is not finite.
+
+        Raises:
+            ValueError: if a message is malformed; all are checked before any is applied.
+        """
+
+    def merge(self, packs: list[Pack]) -> None:
+        """Add packs in the order of ranks to :attr:`merged`."""
+
+    def merge_sparse(self, packs: list[Pack]) -> Pack:
+        """Return the sum of packs, in the order of ranks, as one pack."""
+
+    def undo(self) -> None:
+        """Leave the step out: take back what was sent, then the gradient, to one rounding."""
+
+    def take_back(self, message: torch.Tensor) -> None:
+        """Return what a message of this rank's held to the residual, because nobody has applied it."""
+
+
+class DeviceEncoder(BlockEncoder, Protocol):
+    """Encoder whose device checks messages and decides what becomes of the step; the host learns of it later."""
+
+    deferred: Literal[True]
+    touched: torch.Tensor
+    """Whether each block of the model is in a message of this step, bool, on the device."""
+
+    @property
+    def verdict(self) -> torch.Tensor:
+        """On the device: 0 if the messages were merged, 1 if a gradient was not finite, 2 if a message is malformed."""
+
+    def receive(self, rows: torch.Tensor, *, rank: int, step: int, bucket: int = 0) -> None:
+        """Check the messages of all ranks; merge them if all are in order, and take back what was sent if not.
+
+        Args:
+            rows: one message in each row; this rank's own is its own.
+            rank: this rank.
+            step: number of the step.
+            bucket: number of the message in the step.
+
+        Raises:
+            ValueError: if ``rows`` has another shape than all messages have.
+        """
+
+    def deliver_bucket(
+        self, slots: Sequence[Slot], flat: torch.Tensor, weight: float, *, scale: float, fill: float
+    ) -> None:
+        """Write ``scale`` times the sum of a bucket's parameters in place of their gradients.
+
+        If the step is left out, gradients go out of the residual again, to one rounding, and become ``fill``.
+        """
+
+    def outcome(self) -> Outcome | None:
+        """Return what became of the last step, ``None`` if that was asked before; waits until the device is there.
+
+        All ranks have seen the same messages, so that all raise in the same step.
+
+        Raises:
+            ValueError: naming rank and bucket of a malformed message. Nothing of that step was applied.
+        """
