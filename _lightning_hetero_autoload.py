@@ -92,11 +92,13 @@ def boot() -> None:
     """Enter every strategy of :data:`TARGETS` in its registry: now if that is loaded, else when it is imported.
 
     Calling it again changes nothing. It never raises: what goes wrong is logged, and only the names are missing.
+    Torch calls it on ``import torch``, which an error of whatever kind would break for every program on the machine.
+    So the handlers below are broad where code of others runs: finders, loaders, and registries of any version.
     """
     try:
         if _FINDER not in sys.meta_path:
             sys.meta_path.insert(0, _FINDER)
-    except Exception:
+    except Exception:  # other finders compare themselves with ours, and the list may be no list; see boot()
         log.warning("The import hook that registers the hetero strategies was not installed.", exc_info=True)
     for name in {target.module for target in TARGETS}:
         module = sys.modules.get(name)
@@ -144,7 +146,7 @@ def _add_to_execution(spec: importlib.machinery.ModuleSpec) -> None:
 
     try:
         loader.exec_module = exec_module
-    except Exception:
+    except Exception:  # the loader is of another package, and may refuse the attribute with any error; see boot()
         log.warning("The hetero strategies cannot be registered with %s.", spec.name, exc_info=True)
 
 
@@ -157,7 +159,7 @@ def _enter_lazily(module: ModuleType) -> None:
             registry = getattr(module, target.registry)
             if target.name not in registry:
                 enter(target, registry, functools.partial(_construct, target.strategy))
-        except Exception:
+        except Exception:  # the registry is Lightning's, of any version; see boot()
             log.warning("%r was not registered with %s.", target.name, module.__name__, exc_info=True)
 
 

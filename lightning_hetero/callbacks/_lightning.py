@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from lightning_hetero.engine import HeteroEngine
+
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -19,6 +21,7 @@ __all__ = [
     "MisconfigurationException",
     "Trainer",
     "callbacks_of",
+    "engine_if_any",
     "is_named",
     "log_metrics",
     "processed",
@@ -30,6 +33,12 @@ def callbacks_of(trainer: Any) -> list[Callback]:
     """Return the callbacks of a trainer, the list itself; Lightning's class does not declare it."""
     every: list[Callback] = trainer.callbacks
     return every
+
+
+def engine_if_any(trainer: Trainer) -> HeteroEngine | None:
+    """Return the engine of a trainer's strategy, ``None`` if the strategy has none or one of another kind."""
+    engine = getattr(trainer.strategy, "engine", None)
+    return engine if isinstance(engine, HeteroEngine) else None
 
 
 def replace_callbacks(trainer: Any, callbacks: list[Callback]) -> None:

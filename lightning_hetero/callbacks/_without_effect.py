@@ -12,6 +12,7 @@ from lightning_hetero.callbacks.weight_prediction import LookAheadCallback
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.no_effect import NoEffect
 from lightning_hetero.core.policies.base import moves_total
+from lightning_hetero.core.policies.proportional import ProportionalPlanner
 from lightning_hetero.frontend.without_effect import ALONE
 
 __all__ = ["callbacks_without_effect"]
@@ -62,17 +63,18 @@ def _of_total(callback: TTACallback) -> Iterator[str]:
     if callback.given_lr_scaling not in ("auto", "none"):
         yield f"lr_scaling={callback.given_lr_scaling!r}"
     usual = inspect.signature(TTACallback).parameters
-    for name in ("hysteresis", "min_steps"):
-        if getattr(planner, name) != usual[name].default:
-            yield f"{name}={getattr(planner, name)}"
+    for name, value in (("hysteresis", planner.hysteresis), ("min_steps", planner.min_steps)):
+        if value != usual[name].default:
+            yield f"{name}={value}"
 
 
 def _starts_equal(callback: Callback) -> bool:
-    return isinstance(callback, DynamicBatchPIDCallback) and getattr(callback.planner, "start", None) == "equal"
+    planner = callback.planner if isinstance(callback, DynamicBatchPIDCallback) else None
+    return isinstance(planner, ProportionalPlanner) and planner.start == "equal"
 
 
 def _moves_total(callback: Callback) -> bool:
     """Whether a policy has something to decide on for one worker."""
     if isinstance(callback, TTACallback):
         return callback.tta_planner.moves_batch
-    return moves_total(getattr(callback, "planner", None))
+    return isinstance(callback, PolicyCallback) and moves_total(callback.planner)

@@ -13,6 +13,7 @@ from lightning_hetero.callbacks._lightning import (
     LightningModule,
     MisconfigurationException,
     Trainer,
+    engine_if_any,
     log_metrics,
     processed,
 )
@@ -44,8 +45,8 @@ def engine_of(trainer: Trainer, needs: str, use: str) -> HeteroEngine:
     Raises:
         MisconfigurationException: if the trainer runs with another strategy.
     """
-    engine = getattr(trainer.strategy, "engine", None)
-    if not isinstance(engine, HeteroEngine):
+    engine = engine_if_any(trainer)
+    if engine is None:
         raise MisconfigurationException(f"{needs}; got {type(trainer.strategy).__name__}. Use {use}.")
     return engine
 

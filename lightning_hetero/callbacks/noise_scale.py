@@ -11,6 +11,7 @@ from lightning_hetero.callbacks._lightning import (
     LightningModule,
     MisconfigurationException,
     Trainer,
+    engine_if_any,
     log_metrics,
 )
 from lightning_hetero.core.checkpoint_state import reading_state
@@ -18,7 +19,6 @@ from lightning_hetero.core.metrics import noise_metrics
 from lightning_hetero.core.noise.estimators import METHODS
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.validation import check_choice, check_int, check_number
-from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.optim import common_preconditioner, is_adam
 
 __all__ = ["GNSCallback"]
@@ -83,8 +83,8 @@ class GNSCallback(Callback):
         self._source.running = saved
         self._resume()
         self._source.listen(lambda: self._log(trainer))
-        engine = getattr(trainer.strategy, "engine", None)
-        if isinstance(engine, HeteroEngine):
+        engine = engine_if_any(trainer)
+        if engine is not None:
             engine.noise_scale = lambda: self.estimate
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -13,9 +13,10 @@ import torch
 from lightning_hetero.callbacks._lightning import Trainer
 from lightning_hetero.comm.noise.workers_noise import WorkersNoise
 from lightning_hetero.core.noise.running import RunningNoiseScale
+from lightning_hetero.frontend.model_setup import loss_scaler
 from lightning_hetero.optim import AdamPreconditioner
 
-__all__ = ["INTERVAL", "Source", "WorkersSource", "scaler_of"]
+__all__ = ["INTERVAL", "Source", "WorkersSource"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -70,7 +71,7 @@ class WorkersSource(WorkersNoise, Source):
         self.collector.news = news
 
     def start(self, trainer: Trainer) -> None:
-        self.scaled_by(scaler_of(trainer))
+        self.scaled_by(loss_scaler(trainer.precision_plugin))
         module = trainer.lightning_module
         if module.automatic_optimization:
             self.collector.accumulate(lambda: trainer.accumulate_grad_batches, module.parameters)
@@ -85,7 +86,3 @@ class WorkersSource(WorkersNoise, Source):
 
 INTERVAL = 50
 """Observed steps between two messages or readings of the device, where the engine does not set the pace."""
-
-
-def scaler_of(trainer: Trainer) -> Any:
-    return getattr(trainer.precision_plugin, "scaler", None)

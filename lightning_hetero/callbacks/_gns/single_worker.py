@@ -4,13 +4,14 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.callbacks._gns.base import INTERVAL, Source, log, scaler_of
+from lightning_hetero.callbacks._gns.base import INTERVAL, Source, log
 from lightning_hetero.callbacks._lightning import Trainer
 from lightning_hetero.comm.gradients.squared_norms import GradientNorms
 from lightning_hetero.comm.noise.collector import PRECONDITIONED_AFTER
 from lightning_hetero.comm.noise.window_sums import NoiseSums, merge_parts, own_part
 from lightning_hetero.core.noise.accumulation import window_estimator
 from lightning_hetero.core.noise.running import RunningNoiseScale
+from lightning_hetero.frontend.model_setup import loss_scaler
 from lightning_hetero.optim import AdamPreconditioner
 
 __all__ = ["SingleWorkerSource"]
@@ -51,10 +52,10 @@ class SingleWorkerSource(Source):
 
     def backward(self, trainer: Trainer) -> None:
         if self.observed and len(self.sizes) == 1 and self.window > 1 and len(trainer.optimizers) == 1:
-            scaler = scaler_of(trainer)
-            self.norms.loss_scale = None if scaler is None else scaler._get_scale_async
+            scaler: Any = loss_scaler(trainer.precision_plugin)
+            self.norms.scaled_by(None if scaler is None else scaler._get_scale_async)  # as get_scale(), on the device
             self.first = self.norms.of_parameters(_parameters(trainer.optimizers[0]))
-            self.norms.loss_scale = None  # gradients are unscaled before a step
+            self.norms.scaled_by(None)  # gradients are unscaled before a step
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the norms of the gradients of one optimizer; there may be several that step on a batch."""
