@@ -1,4 +1,4 @@
-"""What sparse steps need to know of an optimizer: one rule for each class, free of hooks, kernels and process groups.
+"""Rules of optimizers for sparse steps: one for each class, free of hooks, kernels and process groups.
 
 A block that a gradient does not touch has a gradient of 0, with which a dense optimizer still moves it: momentum goes
 on, weight decay shrinks it. Here that update is deferred until the block is touched again, and then applied in full

@@ -39,7 +39,7 @@ ELEMENT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.f
 
 
 class Launch(NamedTuple):
-    """What steps of parameters must have in common to be one launch.
+    """Launch of a kernel: what steps of parameters must have in common to be part of it.
 
     Args:
         kernel: name of the kernel.
@@ -65,7 +65,7 @@ class Launch(NamedTuple):
 
     @property
     def build(self) -> tuple[Any, ...]:
-        """What a kernel is compiled for, and where."""
+        """Build of the kernel, and its device."""
         return self.kernel, self.types, self.flags, self.device
 
 
