@@ -92,6 +92,7 @@ def step_filters(
     diagonal += (settings.shape_walk * walks[..., None] * size) ** 2 * (elapsed / WALK_STEPS)
     gain = gain_of(covariance, b)  # P H^T, (filters, workers, 4, 2)
     expected = np.stack([mean[..., 0] * b + mean[..., 1], mean[..., 2] * b + mean[..., 3]], axis=-1)
+    # noise grows with the expected time, but a filter that is far off must not excuse that by its own noise
     scale = np.clip(expected, y / 2.0, y * 2.0)
     noise = rounds[..., None, None] ** 2 * scale[..., :, None] * scale[..., None, :]
     noise[..., 0, 0] += variance[:, 0] * scale[..., 0] ** 2
@@ -138,6 +139,7 @@ def weigh_filters(weight: Array, likelihood: Array, settings: EstimatorSettings)
         >>> weigh_filters(even, np.array([[0.0], [-3.0]]), EstimatorSettings(prior_workers=1e9)).round(2).tolist()
         [[0.95], [0.05]]
     """
+    # the floor: no single round, however odd, rules a filter out for good
     likely, count = np.exp(np.maximum(likelihood - likelihood.max(axis=0), -8.0)), settings.prior_workers
     before = weight.sum(axis=1) + count * weight.mean(axis=1)
     factor = np.ones(len(weight))

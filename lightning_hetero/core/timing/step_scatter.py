@@ -50,6 +50,7 @@ def summarise_round(
     squares = np.stack([((x - x.mean(axis=0)) ** 2).sum(axis=0) for x in (a, p)], axis=1) / y**2
     others = np.median(squares, axis=0) / max(free, 0.5)
     before = np.where(scatter[:, 2:3] >= settings.own_scatter_steps, usual**2, others)
+    # a round counts with three times the usual deviation at most, so that one burst is not remembered for long
     squares = np.minimum(squares, 9.0 * np.maximum(before, others) * max(free, 0.5))
     steps = np.stack([np.full(len(y), free), odd, np.full(len(y), float(count))], axis=1)
     fade = np.minimum(1.0, settings.scatter_memory / np.maximum(scatter[:, 4:] + count, 1.0))
@@ -75,6 +76,7 @@ def relative_variance(scatter: Array, settings: EstimatorSettings) -> Array:
     """
     squares, steps = scatter[:, :2], scatter[:, 2:3]
     own = squares / np.maximum(steps, 0.5)
+    # one worker that scatters does not make the others uncertain
     usual = np.minimum(own, 4.0 * np.median(own, axis=0) + 1e-12)
     prior = settings.scatter_steps
     shared = ((usual * steps).sum(axis=0) + prior * settings.scatter**2) / (steps.sum() + prior)
