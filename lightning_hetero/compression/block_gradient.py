@@ -37,7 +37,7 @@ class BlockGradient:
     grad: torch.Tensor
 
     def stands(self, parameter: torch.Tensor) -> bool:
-        """Whether this is still the parameter's gradient; what was done to its values in place counts.
+        """Return whether this is still the parameter's gradient; what was done to its values in place counts.
 
         Torch's ``mul_`` gives a sparse tensor other memory; values are then taken over from there.
         """
@@ -55,7 +55,7 @@ class BlockGradient:
 
     @classmethod
     def of(cls, parameter: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> "BlockGradient":
-        """Gradient of a parameter from its touched blocks; what lies behind its end has to be 0."""
+        """Return the gradient of a parameter from its touched blocks; what lies behind its end has to be 0."""
         block = values.shape[1]
         if parameter.dim() == 0:  # has no sparse form, and one element
             values = values if len(rows) else values.new_zeros(1, block)
@@ -66,7 +66,7 @@ class BlockGradient:
 def _sparse(
     parameter: torch.Tensor, rows: torch.Tensor, flat: torch.Tensor, places: torch.Tensor, block: int
 ) -> torch.Tensor:
-    """Blocks as torch's sparse tensor, over the memory of their elements and without what is behind the end."""
+    """Return blocks as torch's sparse tensor, over the memory of their elements and without what is behind the end."""
     rest = parameter.numel() % block
     if rest and len(rows) and int(rows[-1]) == parameter.numel() // block:
         flat, places = flat[: rest - block], places[:, : rest - block]
@@ -78,7 +78,7 @@ def _sparse(
 
 
 def _places(parameter: torch.Tensor, rows: torch.Tensor, block: int) -> torch.Tensor:
-    """Coordinates of the elements of blocks, shape ``(dimensions, elements)``, on the device of ``rows``."""
+    """Return the coordinates of the elements of blocks, shape ``(dimensions, elements)``, on the device of ``rows``."""
     left, lanes = rows.cpu().numpy()[:, None] * block, np.arange(block)
     places, strides = np.empty((parameter.dim(), len(rows), block), np.int64), parameter.stride()
     if parameter.is_contiguous() and not any(stride % block for stride in strides[:-1]):
@@ -105,7 +105,7 @@ class BlockMarks:
     grad: torch.Tensor
 
     def stands(self, parameter: torch.Tensor) -> bool:
-        """Whether it is still what ``p.grad`` holds."""
+        """Return whether it is still what ``p.grad`` holds."""
         return parameter.grad is self.grad
 
 
@@ -128,7 +128,7 @@ class GradientParts:
         self._lanes = np.arange(block)
 
     def of(self, total: Pack) -> dict[torch.Tensor, BlockGradient]:
-        """Each parameter's part of a sum, whose indices ascend."""
+        """Return each parameter's part of a sum, whose indices ascend."""
         indices, block = total.indices.numpy(), self._block
         ends = np.searchsorted(indices, self._bounds)
         counts = np.diff(ends)
@@ -153,11 +153,11 @@ class GradientParts:
 
 
 def _width(parameter: torch.Tensor, block: int) -> int:
-    """Elements of a row of a usual matrix; of a vector all, in whole blocks."""
+    """Return the elements of a row of a usual matrix; of a vector all, in whole blocks."""
     return parameter.shape[1] if parameter.dim() == 2 else -(-parameter.numel() // block) * block
 
 
 def _is_usual(parameter: torch.Tensor, block: int) -> bool:
-    """Whether a parameter is a vector, or a matrix whose rows are whole blocks, on the host."""
+    """Return whether a parameter is a vector, or a matrix whose rows are whole blocks, on the host."""
     whole = parameter.dim() == 1 or (parameter.dim() == 2 and parameter.shape[1] % block == 0)
     return whole and parameter.is_contiguous() and parameter.device.type == "cpu"

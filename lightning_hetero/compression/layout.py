@@ -1,4 +1,4 @@
-"""Where each parameter lies in one flat buffer: padded to whole blocks, so that no block spans two parameters."""
+"""Layout of all parameters in one flat buffer: padded to whole blocks, so that no block spans two parameters."""
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -67,21 +67,21 @@ class Layout:
         return self.numel // self.block
 
     def fingerprint(self) -> int:
-        """32-bit fingerprint of names, sizes and block."""
+        """Return a 32-bit fingerprint of names, sizes and block."""
         return zlib.crc32(repr((self.block, [(slot.name, slot.numel) for slot in self.slots])).encode())
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain Python values, fit for any checkpoint."""
+        """Return plain Python values, fit for any checkpoint."""
         return {"block": self.block, "parameters": [[slot.name, slot.numel] for slot in self.slots]}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "Layout":
-        """The layout that :meth:`state_dict` described."""
+        """Return the layout that :meth:`state_dict` described."""
         return cls.of([(name, numel) for name, numel in state["parameters"]], state["block"])
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor in the order of memory, with no copy.
+    """Return the elements of a dense tensor in the order of memory, with no copy.
 
     Raises:
         ValueError: if the tensor has gaps or overlaps in memory.
@@ -104,7 +104,7 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def split(flat: torch.Tensor, slots: Sequence[Slot]) -> Iterator[tuple[Slot, torch.Tensor]]:
-    """Parameters that lie one after the other without padding, as in a bucket of DDP's.
+    """Split what lies one after the other without padding into parameters, as in a bucket of DDP's.
 
     Example:
         >>> slots = Layout.of([("weight", 3), ("bias", 1)], block=16).slots
@@ -115,13 +115,13 @@ def split(flat: torch.Tensor, slots: Sequence[Slot]) -> Iterator[tuple[Slot, tor
 
 
 def _records(t: torch.Tensor) -> np.ndarray:
-    """Rows of a matrix, one item each, which numpy moves whole."""
+    """Return the rows of a matrix as one item each, which numpy moves whole."""
     records: np.ndarray = t.detach().view(torch.uint8).numpy().view(f"V{t.shape[1] * t.element_size()}")[:, 0]
     return records
 
 
 def take_rows(t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of a matrix.
+    """Return some rows of a matrix.
 
     Example:
         >>> take_rows(torch.arange(6.0).view(3, 2), torch.tensor([0, 2])).tolist()
@@ -135,7 +135,7 @@ def take_rows(t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def put_rows(t: torch.Tensor, rows: torch.Tensor, part: torch.Tensor) -> None:
-    """Write rows of a matrix, each once."""
+    """Write some rows of a matrix, each once."""
     if t.device.type != "cpu":
         t.index_copy_(0, rows, part)
     else:

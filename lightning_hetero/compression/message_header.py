@@ -75,7 +75,7 @@ class Header(NamedTuple):
 
     @property
     def sealed_fields(self) -> tuple[int, int, int, int]:
-        """What the first sum covers besides the payload."""
+        """Fields that the first sum covers besides the payload."""
         return self.address, self.step, self.flags, self.blocks
 
 

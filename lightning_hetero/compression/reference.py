@@ -27,7 +27,7 @@ class Pack:
 
 
 def block_scores(flat: torch.Tensor, block: int = 16) -> torch.Tensor:
-    """Sum of magnitudes of each block of ``block`` contiguous elements; the last one may be shorter.
+    """Return the sum of magnitudes of each block of ``block`` contiguous elements; the last one may be shorter.
 
     Example:
         >>> block_scores(torch.tensor([1.0, -2.0, 3.0]), block=2).tolist()
@@ -38,7 +38,7 @@ def block_scores(flat: torch.Tensor, block: int = 16) -> torch.Tensor:
 
 
 def select_exact(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Numbers of the ``k`` largest scores above 0, ascending; of equal scores the first ones.
+    """Return the numbers of the ``k`` largest scores above 0, ascending; of equal scores the first ones.
 
     Example:
         >>> select_exact(torch.tensor([1.0, 3.0, 0.0, 2.0]), 2).tolist()
@@ -51,7 +51,7 @@ def select_exact(scores: torch.Tensor, k: int) -> torch.Tensor:
 def compress(
     residual: torch.Tensor, gradient: torch.Tensor, weight: float, k: int, *, block: int = 16, value_dtype: str
 ) -> Pack:
-    """``r += w g``; send the ``k`` blocks with the largest ``sum |r|``; ``r -= sent``.
+    """Apply ``r += w g``; send the ``k`` blocks with the largest ``sum |r|``; ``r -= sent``.
 
     ``sent + residual == residual_before + weight * gradient`` holds bitwise in float32, for every type of values.
 
@@ -79,7 +79,7 @@ def compress(
 
 
 def merge(packs: list[Pack], num_blocks: int, *, block: int = 16) -> torch.Tensor:
-    """Sum of packs, in the order given, as a flat float32 tensor.
+    """Return the sum of packs, in the order given, as a flat float32 tensor.
 
     Example:
         >>> one = Pack(torch.tensor([1]), torch.tensor([[1.0, 2.0]]))
@@ -93,7 +93,7 @@ def merge(packs: list[Pack], num_blocks: int, *, block: int = 16) -> torch.Tenso
 
 
 def merge_sparse(packs: list[Pack]) -> Pack:
-    """Sum of packs, in the order given, as one pack: bitwise what :func:`merge` gives, of the touched blocks only.
+    """Return the sum of packs, in the order given, as one pack: bitwise that of :func:`merge`, touched blocks only.
 
     Example:
         >>> one, other = Pack(torch.tensor([1]), torch.ones(1, 2)), Pack(torch.tensor([1, 4]), torch.ones(2, 2))

@@ -15,7 +15,7 @@ import numpy.typing as npt
 __all__ = ["SELECT", "Indices", "Scores", "SelectorState", "at_least"]
 
 Indices = npt.NDArray[np.int64]
-Scores = npt.NDArray[Any]
+Scores = npt.NDArray[np.floating]
 
 
 @dataclass(frozen=True)

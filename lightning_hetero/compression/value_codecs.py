@@ -15,7 +15,7 @@ Parts = tuple[torch.Tensor, ...]
 
 
 def aligned(num_bytes: int) -> int:
-    """The next multiple of 16 bytes, the widest load of a GPU.
+    """Return the next multiple of 16 bytes, the widest load of a GPU.
 
     Example:
         >>> aligned(33)
@@ -41,7 +41,7 @@ class ValueCodec:
     decode: Callable[[Parts], torch.Tensor]
 
     def num_bytes(self, k: int, block: int) -> int:
-        """Bytes of ``k`` blocks, each part rounded up to 16 bytes.
+        """Return the bytes of ``k`` blocks, each part rounded up to 16 bytes.
 
         Example:
             >>> CODECS["bfloat16"].num_bytes(3, 16)
@@ -50,7 +50,7 @@ class ValueCodec:
         return sum(length for _, length in self.spans(k, block))
 
     def spans(self, k: int, block: int) -> list[tuple[int, int]]:
-        """Offset and length in bytes of each part."""
+        """Return offset and length in bytes of each part."""
         spans, offset = [], 0
         for dtype, per_block in self.parts:
             length = aligned(k * (1 if per_block else block) * dtype.itemsize)
@@ -67,12 +67,12 @@ ROUNDING_TERM = 1.5 * 2**23
 
 
 def _to_bf16(blocks: torch.Tensor) -> Parts:
-    """Nearest bfloat16, never infinite: what exceeds its range stays in the residual."""
+    """Return the nearest bfloat16, never infinite: what exceeds its range stays in the residual."""
     return (blocks.clamp(-LARGEST_BFLOAT16, LARGEST_BFLOAT16).to(torch.bfloat16),)
 
 
 def _to_int8(blocks: torch.Tensor) -> Parts:
-    """``q = round(v / scale)`` with ``scale = max |v| / 127`` in bfloat16; blocks too small for a scale are 0."""
+    """Return ``q = round(v / scale)`` with ``scale = max |v| / 127`` in bfloat16; 0 where a scale is too small."""
     scale = (blocks.abs().amax(dim=1) / LARGEST_INT8).to(torch.bfloat16)
     divisor = torch.where(scale > 0, scale, torch.ones_like(scale)).to(blocks.dtype)
     q = (blocks / divisor[:, None]).round_().clamp_(-LARGEST_INT8, LARGEST_INT8)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -81,7 +80,7 @@ class AdamPreconditioner:
             }
         return self._homes.get(parameter)
 
-    def _moment(self, parameter: torch.Tensor) -> tuple[torch.Tensor, Any, float] | None:
+    def _moment(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float] | None:
         """Return ``v``, ``1 - beta_2^t`` and ``eps``; ``None`` before the first step."""
         home = self._home(parameter)
         known = {} if home is None else home[0].state.get(parameter, {})

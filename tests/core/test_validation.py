@@ -1,11 +1,12 @@
 """Each check says what it got, what is allowed, and how to fix it."""
 
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from lightning_hetero.core.validation import check_choice, check_int, check_number, check_sizes
+from lightning_hetero.core.validation import check_choice, check_fields, check_int, check_number, check_sizes
 
 NAN, INF = float("nan"), float("inf")
 
@@ -89,3 +90,12 @@ def test_choice():
     assert check_choice("mode", "sum", ("mean", "sum")) == "sum"
     with pytest.raises(ValueError, match="mode='max' is unknown; allowed are 'mean', 'sum'"):
         check_choice("mode", "max", ("mean", "sum"))
+
+
+def test_fields_of_one_range_are_named_with_their_class():
+    settings = SimpleNamespace(decay=0.9, share=1.5)
+    check_fields(settings, ["decay", "share"])
+    with pytest.raises(ValueError, match=r"SimpleNamespace\.share=1\.5 is out of range; .* 0\.0 to 1\.0"):
+        check_fields(settings, ["decay", "share"], high=1.0)
+    with pytest.raises(TypeError, match=r"SimpleNamespace\.decay='fast'"):
+        check_fields(SimpleNamespace(decay="fast"), ["decay"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_hetero.optim import LearningRateGain, LearningRateMultiplier
-from tests.optim.sparse.test_rules import gradients, made, same
+from tests.optim.sparse.twins import gradients, made, same
 
 
 def weights(*values):

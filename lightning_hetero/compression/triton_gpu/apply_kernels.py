@@ -1,4 +1,4 @@
-"""Triton kernels of what a verdict leads to: messages are merged and the sum handed on, or the step is taken back.
+"""Triton kernels that act on a verdict: messages are merged and the sum handed on, or the step is taken back.
 
 =============  ===================================================================================================
 kernel         what it does
@@ -16,7 +16,7 @@ only where Triton is.
 import triton
 import triton.language as tl
 
-from lightning_hetero.compression.triton_gpu.encode_kernels import LARGEST, _chunk
+from lightning_hetero.compression.triton_gpu.encode_kernels import LARGEST, _chunk, _nearest_bf16
 from lightning_hetero.compression.triton_gpu.header_kernels import _row
 from lightning_hetero.compression.triton_gpu.receive_kernels import _values
 
@@ -52,6 +52,7 @@ def merge(
         lane = tl.arange(0, BLOCK)[None, :]
         its_values, its_scales = _row(value_ptr, peer, stride), _row(scale_ptr, peer, stride)
         values = _values(its_values, its_scales, slot, live, lane, BLOCK, INT8)
+        # A message has each block once, so no two programs add to one element, and no atomic is needed.
         at = merged_ptr + number.to(tl.int64)[:, None] * BLOCK + lane
         tl.store(at, tl.load(at, mask=live[:, None], other=0.0) + values, mask=live[:, None])
         tl.store(touched_ptr + number, tl.full((TILE,), 1, tl.uint8), mask=live)
@@ -62,7 +63,7 @@ def take_back(
     chosen_ptr, value_ptr, scale_ptr, r_ptr, verdict_ptr, k,
     BLOCK: tl.constexpr, TILE: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """``r += sent`` for the blocks of this rank's own message, if the verdict is not 0."""
+    """Apply ``r += sent`` to the blocks of this rank's own message, if the verdict is not 0."""
     if tl.load(verdict_ptr) != 0:
         slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
         number = tl.load(chosen_ptr + slot, mask=slot < k, other=-1)
@@ -78,7 +79,7 @@ def deliver(
     g_ptr, r_ptr, merged_ptr, verdict_ptr, table_ptr, weight, scale, fill,
     BLOCK: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """``g = scale * merged`` if the verdict is 0; if not, ``r -= weight * g`` where it had been added, ``g = fill``.
+    """Set ``g = scale * merged`` if the verdict is 0; else ``r -= weight * g`` where it had been added, ``g = fill``.
 
     Args:
         g_ptr: gradients of a bucket.
@@ -102,8 +103,7 @@ def deliver(
             inside = at < left
             total = tl.load(merged_ptr + at, mask=inside, other=0.0) * scale
             if g_ptr.dtype.element_ty == tl.bfloat16:
-                bits = total.to(tl.int32, bitcast=True)
-                total = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+                total = _nearest_bf16(total)
             tl.store(g_ptr + at, total.to(g_ptr.dtype.element_ty), mask=inside)
     else:
         for begin in range(0, left, TILE):
@@ -111,13 +111,14 @@ def deliver(
             inside = at < left
             g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * weight
             r = tl.load(r_ptr + at, mask=inside, other=0.0)
+            # What is not finite has never been added, and a comparison is false of NaN.
             tl.store(r_ptr + at, tl.where(tl.abs(g) <= LARGEST, r - g, r), mask=inside)
             tl.store(g_ptr + at, (tl.zeros((TILE,), tl.float32) + fill).to(g_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["pitch", "k"])
 def wipe(numbers_ptr, merged_ptr, verdict_ptr, pitch, k, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """``merged = 0`` in the blocks of all messages, if they were merged; rows of numbers are ``pitch`` units apart."""
+    """Clear ``merged`` in the blocks of all messages, if they were merged; rows of numbers lie ``pitch`` apart."""
     if tl.load(verdict_ptr) == 0:
         slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
         number = tl.load(_row(numbers_ptr, tl.program_id(1), pitch) + slot, mask=slot < k, other=-1)

@@ -42,7 +42,7 @@ def accumulate(
     g_ptr, r_ptr, score_ptr, hist_ptr, used_ptr, table_ptr, weight, stamp,
     BLOCK: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
-    """``r += w g`` where ``g`` is finite, ``s = sum |r|`` of each block, and a histogram of the exponents of ``s``.
+    """Apply ``r += w g`` where ``g`` is finite, score blocks by ``s = sum |r|``, and count the exponents of ``s``.
 
     The score of a block is infinite if something in it is not finite, which fills the last bin of the histogram.
 
@@ -74,11 +74,12 @@ def accumulate(
             some = tl.maximum(some, tl.max(tl.max((g != 0).to(tl.int32), axis=1), axis=0))
         g = g * weight
         r = tl.load(r_ptr + at, mask=live[:, None], other=0.0)
-        fine = tl.abs(g) <= LARGEST
+        fine = tl.abs(g) <= LARGEST  # false of NaN, too
         r = tl.where(fine, r + g, r)
         tl.store(r_ptr + at, r, mask=live[:, None])
         score = tl.sum(tl.where(fine, tl.abs(r), float("inf")), axis=1)
         tl.store(score_ptr + row, score, mask=live)
+        # Scores are not negative: their bits without the mantissa are the exponent, 255 of an infinite one.
         totals += tl.histogram(score.to(tl.int32, bitcast=True) >> 23, 256)
     tl.atomic_add(hist_ptr + tl.arange(0, 256), totals, mask=totals > 0)
     if HOLD:
@@ -87,9 +88,9 @@ def accumulate(
 
 @triton.jit
 def _chunk(g_ptr, table_ptr, UNIT: tl.constexpr):
-    """Where this program's part of a gradient begins, and its row of the table: all that is in it fits into 32 bits.
+    """Return where this program's part of a gradient begins, and its row of the table.
 
-    The first block of the model alone has 64, since elements are counted from it.
+    All that is in it fits into 32 bits; the first block of the model alone has 64, since elements are counted from it.
     """
     row = table_ptr + tl.program_id(0).to(tl.int64) * COLUMNS
     left, blocks = tl.load(row + 1).to(tl.int32) * UNIT, tl.load(row + 3).to(tl.int32)
@@ -117,12 +118,13 @@ def hold(score_ptr, hist_ptr, used_ptr, table_ptr, stamp, TILE: tl.constexpr):
             totals += tl.histogram(score.to(tl.int32, bitcast=True) >> 23, 256)
             tl.store(score_ptr + first + row, tl.zeros((TILE,), tl.float32), mask=row < blocks)
         bins = tl.arange(0, 256)
+        # What was in bin 0 is still there with a score of 0.
         tl.atomic_add(hist_ptr + bins, -totals, mask=(totals > 0) & (bins > 0))
 
 
 @triton.jit(do_not_specialize=["k"])
 def pick(hist_ptr, plan_ptr, k, FINE: tl.constexpr):
-    """The highest bin that is reached by ``k`` blocks from above, and how many of its blocks are wanted; clears bins.
+    """Find the highest bin that ``k`` blocks from above reach, and how many of its blocks are wanted; clear bins.
 
     ``plan = (exponent, wanted in it, threshold key, wanted at it, not finite)``; the third and fourth are filled with
     ``FINE=True``, the others with ``FINE=False``.
@@ -148,12 +150,13 @@ def pick(hist_ptr, plan_ptr, k, FINE: tl.constexpr):
 
 @triton.jit
 def refine(score_ptr, hist_ptr, plan_ptr, TILE: tl.constexpr, ITERS: tl.constexpr):
-    """Histogram of the upper 7 bits of the mantissa of the scores with the exponent that ``pick`` found."""
+    """Count the upper 7 bits of the mantissa of the scores with the exponent that ``pick`` found."""
     exponent = tl.load(plan_ptr)
     totals = tl.zeros((256,), tl.int32)
     for it in range(ITERS):
         row = (tl.program_id(0) * ITERS + it) * TILE + tl.arange(0, TILE)
         key = tl.load(score_ptr + row).to(tl.int32, bitcast=True) >> 16
+        # Bin 255, which no mantissa of 7 bits reaches, takes all other exponents, and is left out below.
         totals += tl.histogram(tl.where((key >> 7) == exponent, key & 127, 255), 256)
     bins = tl.arange(0, 256)
     tl.atomic_add(hist_ptr + bins, totals, mask=(totals > 0) & (bins < 128))
@@ -161,7 +164,7 @@ def refine(score_ptr, hist_ptr, plan_ptr, TILE: tl.constexpr, ITERS: tl.constexp
 
 @triton.jit
 def _marks(score_ptr, plan_ptr, row):
-    """Which blocks of a tile are above the edge bin, and which in it."""
+    """Return whether each block of a tile is above the edge bin, and whether it is in it."""
     score = tl.load(score_ptr + row)
     key = score.to(tl.int32, bitcast=True) >> 16
     edge = tl.load(plan_ptr + 2)
@@ -171,7 +174,7 @@ def _marks(score_ptr, plan_ptr, row):
 
 @triton.jit
 def count(score_ptr, plan_ptr, above_ptr, edge_ptr, TILE: tl.constexpr):
-    """Blocks of each tile above the edge bin and in it."""
+    """Count the blocks of each tile above the edge bin and in it."""
     tile = tl.program_id(0)
     above, edge = _marks(score_ptr, plan_ptr, tile * TILE + tl.arange(0, TILE))
     tl.store(above_ptr + tile, tl.sum(above, axis=0))
@@ -180,7 +183,7 @@ def count(score_ptr, plan_ptr, above_ptr, edge_ptr, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["k"])
 def place(score_ptr, plan_ptr, above_ptr, edge_ptr, chosen_ptr, k, TILE: tl.constexpr):
-    """Numbers of the chosen blocks, ascending: all above the edge bin, and of those in it an even share.
+    """Write the numbers of the chosen blocks, ascending: all above the edge bin, and of those in it an even share.
 
     Args:
         score_ptr: scores.
@@ -206,7 +209,7 @@ def place(score_ptr, plan_ptr, above_ptr, edge_ptr, chosen_ptr, k, TILE: tl.cons
 
 @triton.jit
 def _nearest_bf16(x):
-    """The nearest bfloat16 of a finite float32, ties to even, as float32: the same on every device and interpreted."""
+    """Return the nearest bfloat16 of a finite float32, ties to even, as float32: the same on every device."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
 
@@ -216,7 +219,7 @@ def pack(
     chosen_ptr, r_ptr, value_ptr, scale_ptr, index_ptr, counts_ptr, k,
     BLOCK: tl.constexpr, TILE: tl.constexpr, INT8: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Values of the chosen blocks in the wire's type, what rounding loses back into the residual, and their indices.
+    """Write values of the chosen blocks in the wire's type and their indices; rounding errors return to the residual.
 
     Args:
         chosen_ptr: numbers of blocks, -1 in empty slots.

@@ -30,13 +30,14 @@ WEIGHT_0, WEIGHT_1, WEIGHT_2, WEIGHT_3 = map(tl.constexpr, HEADER_WEIGHTS)
 
 @triton.jit
 def _row(pointer, number, stride):
-    """Where a row begins whose rows are ``stride`` times 16 bytes apart, which is what a GPU loads at once."""
+    """Return where a row begins, of rows ``stride`` times 16 bytes apart, which is what a GPU loads at once."""
+    # From a 0 of 64 bits, because the rows of a large message lie further apart than 32 bits count.
     return pointer + (tl.full((), 0, tl.int64) + number) * stride * (128 // pointer.dtype.element_ty.primitive_bitwidth)
 
 
 @triton.jit(do_not_specialize=["units", "stride"])
 def word_sums(words_ptr, sums_ptr, units, stride, TILE: tl.constexpr, ITERS: tl.constexpr):
-    """``(sum w_i, sum (i + 1) w_i)`` of each row's payload of 32-bit words, added to ``sums``.
+    """Add ``(sum w_i, sum (i + 1) w_i)`` of each row's payload of 32-bit words to ``sums``.
 
     Args:
         words_ptr: first row.
@@ -59,25 +60,26 @@ def word_sums(words_ptr, sums_ptr, units, stride, TILE: tl.constexpr, ITERS: tl.
         second += word * (at + 1)
     total = tl.sum(first, axis=0)
     tl.atomic_add(sums_ptr + 2 * peer, total)
+    # Words were numbered from where this program begins; the last term makes up for it.
     tl.atomic_add(sums_ptr + 2 * peer + 1, tl.sum(second, axis=0) + 4 * begin * total)
 
 
 @triton.jit
 def _address(rank, bucket):
-    """Sender and bucket as one field."""
+    """Return sender and bucket as one word."""
     wide = tl.full((), 0, tl.int64)
     return ((wide + rank) << 32) | (wide + bucket)
 
 
 @triton.jit
 def _unsigned(number):
-    """32 bits without their sign."""
+    """Return 32 bits without their sign."""
     return (tl.full((), 0, tl.int64) + number) & 0xFFFFFFFF
 
 
 @triton.jit
 def _sealed(first, place, step, flags, number):
-    """The first sum with the fields of the header in it, all of them 64 bits wide."""
+    """Return the first sum with the fields of the header in it, all of them 64 bits wide."""
     wide = tl.full((), 0, tl.int64)
     total = first + (wide + WEIGHT_0) * (wide + place) + (wide + WEIGHT_1) * (wide + step)
     return total + (wide + WEIGHT_2) * (wide + flags) + (wide + WEIGHT_3) * (wide + number)
@@ -116,7 +118,7 @@ def seal(header_ptr, sums_ptr, plan_ptr, above_ptr, edge_ptr, tiles, k, rank, bu
 
 @triton.jit(do_not_specialize=["length", "stride"])
 def prefix(counts_ptr, ends_ptr, length, stride, TILE: tl.constexpr):
-    """Inclusive prefix sums of each row of ``length`` counts; these rows begin ``stride`` times 16 bytes apart."""
+    """Write inclusive prefix sums of each row of ``length`` counts, which begin ``stride`` times 16 bytes apart."""
     row = tl.program_id(0).to(tl.int64)
     counts_ptr = _row(counts_ptr, row, stride)
     carry = tl.full((), 0, tl.int32)
@@ -132,7 +134,7 @@ def inspect(
     header_ptr, sums_ptr, counts_ptr, ends_ptr, status_ptr, stride, counts_stride, length, k, world, bucket, step,
     fingerprint, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What is wrong with the header and the index table of each message; clears the sums.
+    """Write what is wrong with the header and the index table of each message into the status; clear the sums.
 
     Args:
         header_ptr: int64, first row's header.
@@ -167,7 +169,7 @@ def inspect(
     allowed = (number >= 0) & (number <= k) & ((flags == 0) | (flags == 1))
     kind = tl.load(header)
     its_version = tl.where(kind >> 8 == KIND >> 8, kind & 0xFF, 0).to(tl.int32)
-    code = tl.where(kind == KIND, 0, 1 + (its_version << VERSION_SHIFT))
+    code = tl.where(kind == KIND, 0, 1 + (its_version << VERSION_SHIFT))  # bits as in ``status.FAULTS``
     code += tl.where(tl.load(header + 7) == _unsigned(fingerprint), 0, 2)
     code += tl.where(tl.load(header + 1) == _address(peer, bucket), 0, 4)
     code += tl.where(tl.load(header + 2) == step, 0, 8)

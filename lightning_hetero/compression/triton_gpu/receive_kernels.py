@@ -24,11 +24,12 @@ __all__ = ["check", "decide", "expand", "spread", "tally"]
 
 SEGMENT_BLOCKS = tl.constexpr(wire_format.SEGMENT_BLOCKS)
 LAST = tl.constexpr(2**31 - 1)
+"""End of a segment behind the last one: no slot reaches it."""
 
 
 @triton.jit(do_not_specialize=["stride", "pitch", "segments", "steps", "k", "world"])
 def expand(places_ptr, ends_ptr, status_ptr, numbers_ptr, stride, pitch, segments, steps, k, world, TILE: tl.constexpr):
-    """Numbers of each message's blocks, -1 in empty slots: the segment by bisection of the prefix sums, plus the place.
+    """Write the numbers of each message's blocks, -1 in empty slots: segment, by bisection of prefix sums, and place.
 
     Args:
         places_ptr: int16 to be read without sign, first row's indices.
@@ -58,14 +59,14 @@ def expand(places_ptr, ends_ptr, status_ptr, numbers_ptr, stride, pitch, segment
 
 @triton.jit
 def _bits(words_ptr, peer, stride, block, bits):
-    """Whether each block is in the bitmap of a row."""
+    """Return whether each block is in the bitmap of a row."""
     word = tl.load(_row(words_ptr, peer, stride) + (block >> 5), mask=block < bits, other=0)
     return (word >> (block & 31)) & 1
 
 
 @triton.jit(do_not_specialize=["stride", "pitch", "bits"])
 def tally(words_ptr, counts_ptr, stride, pitch, bits, TILE: tl.constexpr):
-    """Blocks in each tile of each row's bitmap; rows of words and of counts are so many times 16 bytes apart."""
+    """Count the blocks in each tile of each row's bitmap; rows of words and counts are so many times 16 bytes apart."""
     tile, peer = tl.program_id(0), tl.program_id(1)
     bit = _bits(words_ptr, peer, stride, tile * TILE + tl.arange(0, TILE), bits)
     tl.store(_row(counts_ptr, peer, pitch) + tile, tl.sum(bit, axis=0))
@@ -73,7 +74,7 @@ def tally(words_ptr, counts_ptr, stride, pitch, bits, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride", "pitch", "bits", "k"])
 def spread(words_ptr, ends_ptr, status_ptr, numbers_ptr, stride, pitch, bits, k, TILE: tl.constexpr):
-    """Numbers of the blocks in each row's bitmap; slots that are empty stay as they are.
+    """Write the numbers of the blocks in each row's bitmap; slots that are empty stay as they are.
 
     Rows of words and of numbers are ``stride`` and ``pitch`` times 16 bytes apart.
     """
@@ -88,7 +89,7 @@ def spread(words_ptr, ends_ptr, status_ptr, numbers_ptr, stride, pitch, bits, k,
 
 @triton.jit
 def _values(value_ptr, scale_ptr, slot, live, lane, BLOCK: tl.constexpr, INT8: tl.constexpr):
-    """Blocks of one message in float32, 0 in empty slots."""
+    """Return blocks of one message in float32, 0 in empty slots."""
     values = tl.load(value_ptr + slot.to(tl.int64)[:, None] * BLOCK + lane, mask=live[:, None], other=0).to(tl.float32)
     if INT8:
         values = values * tl.load(scale_ptr + slot, mask=live, other=0.0).to(tl.float32)[:, None]
@@ -133,7 +134,7 @@ def check(
 
 @triton.jit(do_not_specialize=["world"])
 def decide(status_ptr, world, WIDTH: tl.constexpr):
-    """The verdict: 2 if a message is malformed, 1 if a gradient was not finite, 0 if neither."""
+    """Write the verdict: 2 if a message is malformed, 1 if a gradient was not finite, 0 if neither."""
     peer = tl.arange(0, WIDTH)
     code = tl.load(status_ptr + peer, mask=peer < world, other=0)
     flags = tl.load(status_ptr + 2 * world + peer, mask=peer < world, other=0)

@@ -1,7 +1,6 @@
 """Split a batch into whole samples: evenly, in proportion, and the ragged last batch of an epoch."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -82,7 +81,8 @@ def proportional_sizes(
     return tuple(int(size) for size in sizes)
 
 
-def _cycle_until(order: np.ndarray, sizes: np.ndarray, high: np.ndarray, total: int) -> Any:
+def _cycle_until(order: np.ndarray, sizes: np.ndarray, high: np.ndarray, total: int) -> Iterator[int]:
+    """Yield worker after worker that is below its bound, until the sizes sum to the total."""
     while sizes.sum() < total:
         for i in order:
             if sizes.sum() >= total:

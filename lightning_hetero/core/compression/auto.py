@@ -203,15 +203,15 @@ def choose_density(
         min_gain: dense time over compressed time from which on to compress, because predictions err.
 
     Example:
-        >>> thin = LinkMeasurement(1e-3, 12.5e6, 0.01, world_size=2, numel=10_000_000)
-        >>> choose_density(thin, [0.001, 0.01, 0.1]).density
+        >>> slow = LinkMeasurement(1e-3, 12.5e6, 0.01, world_size=2, numel=10_000_000)
+        >>> choose_density(slow, [0.001, 0.01, 0.1]).density
         0.001
-        >>> choose_density(thin, [0.001, 0.01, 0.1], computing=Computing(0.2, 0.1, 0.01), hidden=True).density
+        >>> choose_density(slow, [0.001, 0.01, 0.1], computing=Computing(0.2, 0.1, 0.01), hidden=True).density
         0.1
-        >>> choose_density(thin, [0.001, 0.01, 0.1], computing=Computing(10.0, 1.0, 0.01)).density is None
+        >>> choose_density(slow, [0.001, 0.01, 0.1], computing=Computing(10.0, 1.0, 0.01)).density is None
         True
-        >>> thick = LinkMeasurement(1e-4, 5e9, 0.5, world_size=2, numel=10_000_000)
-        >>> choose_density(thick, [0.001, 0.01, 0.1]).density is None
+        >>> fast = LinkMeasurement(1e-4, 5e9, 0.5, world_size=2, numel=10_000_000)
+        >>> choose_density(fast, [0.001, 0.01, 0.1]).density is None
         True
     """
     seconds = tuple((d, measured.compressed_step(d, value_dtype, computing, hidden=hidden)) for d in sorted(densities))

@@ -8,7 +8,7 @@ for others: the fit takes what a worker did, not how long it stood.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -95,7 +95,13 @@ class NodeModels(Sequence[NodeTimeModel]):
     def __len__(self) -> int:
         return len(self.coefficients)
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> NodeTimeModel: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "NodeModels": ...
+
+    def __getitem__(self, index: int | slice) -> "NodeTimeModel | NodeModels":
         if isinstance(index, slice):
             return NodeModels(self.coefficients[index])
         return NodeTimeModel(*map(float, self.coefficients[index]))

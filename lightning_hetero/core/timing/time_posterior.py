@@ -36,6 +36,7 @@ from lightning_hetero.core.timing.times import EstimatorSettings, Times
 __all__ = ["TimePosterior"]
 
 Array = npt.NDArray[np.float64]
+Rows = slice | list[int]
 
 _ARRAYS = ("mean", "covariance", "weight", "scatter", "seen")
 
@@ -111,7 +112,7 @@ class TimePosterior:
             steps = 0.0
         return known
 
-    def _rows(self, names: Sequence[str]) -> Any:
+    def _rows(self, names: Sequence[str]) -> Rows:
         if self.names == tuple(names):
             return slice(None)
         index = {name: i for i, name in enumerate(self.names)}
@@ -137,7 +138,7 @@ class TimePosterior:
             seen=np.concatenate([self.seen, np.zeros((count, 2))]),
         )
 
-    def _round(self, rows: Any, sizes: Array, forward: Array, backward: Array, elapsed: float) -> "TimePosterior":
+    def _round(self, rows: Rows, sizes: Array, forward: Array, backward: Array, elapsed: float) -> "TimePosterior":
         """Return the posterior with the steps of a round at one split.
 
         Args:
@@ -217,7 +218,7 @@ class TimePosterior:
             found.covariance[i] = self.settings.jump**2 * np.outer(mean, mean) + np.diag((0.1 * mean) ** 2)
         return found
 
-    def _known_times(self, rows: Any) -> Times:
+    def _known_times(self, rows: Rows) -> Times:
         weight = self.weight[:, rows]
         mean, covariance = mixed(weight, self.mean[:, rows], self.covariance[:, rows])
         mean, covariance = non_negative(mean, covariance)
@@ -259,7 +260,7 @@ class TimePosterior:
         return cls(tuple(known), **arrays, settings=settings)
 
 
-def _replaced(array: Array, at: Any, values: Array) -> Array:
+def _replaced(array: Array, at: Rows | tuple[slice, Rows], values: Array) -> Array:
     """Return a copy with other values at some places."""
     copy = np.array(array)
     copy[at] = values

@@ -9,13 +9,11 @@ these steps.
 Momentum that is applied ahead is the whole geometric sum always, and the first moment is 0 afterwards.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 
 from lightning_hetero.optim.sparse.deferred_updates import DeferredUpdates, Kind
-from lightning_hetero.optim.sparse.kernel_interface import Group, KernelStep
+from lightning_hetero.optim.sparse.kernel_interface import Group, KernelStep, Tensors
 from lightning_hetero.optim.sparse.update_rule import State, UpdateRule, has_buffer
 
 __all__ = ["AdamWRule"]
@@ -84,7 +82,7 @@ class AdamWRule(UpdateRule):
         return 1 / (1 - ratio) if self.momentum_mode == "ahead" and ratio < 1 else 1.0
 
     def apply_in_kernel(
-        self, kernel: KernelStep[Any], tensors: Any, group: Group, number: int, deferred: DeferredUpdates | None
+        self, kernel: KernelStep[Tensors], tensors: Tensors, group: Group, number: int, deferred: DeferredUpdates | None
     ) -> None:
         """Hand the step to a kernel."""
         eps = 1.0 if deferred is None else deferred.eps

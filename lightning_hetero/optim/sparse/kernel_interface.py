@@ -14,6 +14,7 @@ __all__ = [
     "NEWEST_SHIFT",
     "Group",
     "KernelStep",
+    "Tensors",
     "mean_intervals",
     "whole_intervals",
 ]
@@ -22,6 +23,7 @@ Group = dict[str, Any]
 """Settings of a parameter group, as torch keeps them."""
 
 Tensors = TypeVar("Tensors")
+"""Tensors of one parameter, or a list of those of each parameter."""
 
 INTERVAL_SHIFT, FRACTION_BITS, NEWEST_SHIFT = 32, 8, 2
 """History of a block in one number. The lowest 32 bits are 1 plus the step in which it was touched last, 0 if it was

@@ -85,7 +85,7 @@ class LazyUpdate:
 
     @property
     def momentum_mode(self) -> str:
-        """When momentum moves a block that is no longer touched, ``"ahead"`` or ``"later"``."""
+        """Mode of momentum of blocks that are no longer touched, ``"ahead"`` or ``"later"``."""
         return self.rule.momentum_mode
 
     def follow(self, source: Callable[[], Gradients | None] | None, block: int) -> None:

@@ -13,12 +13,10 @@ interval a weight of a quarter: after two touches in a row a block may well be s
 is deferred with all that a dense step's decay would still do by way of momentum: ``p -> (1 - l w / (1 - m)) p`` a step.
 """
 
-from typing import Any
-
 import torch
 
 from lightning_hetero.optim.sparse.deferred_updates import DeferredUpdates, Kind
-from lightning_hetero.optim.sparse.kernel_interface import Group, KernelStep, whole_intervals
+from lightning_hetero.optim.sparse.kernel_interface import Group, KernelStep, Tensors, whole_intervals
 from lightning_hetero.optim.sparse.update_rule import State, UpdateRule, has_buffer
 
 __all__ = ["SGDRule"]
@@ -95,7 +93,7 @@ class SGDRule(UpdateRule):
             parts[1].mul_(kept)
 
     def apply_in_kernel(
-        self, kernel: KernelStep[Any], tensors: Any, group: Group, number: int, deferred: DeferredUpdates | None
+        self, kernel: KernelStep[Tensors], tensors: Tensors, group: Group, number: int, deferred: DeferredUpdates | None
     ) -> None:
         """Hand the step to a kernel."""
         ahead = deferred is not None and deferred.kind == "interval"

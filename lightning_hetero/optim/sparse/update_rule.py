@@ -1,4 +1,4 @@
-"""What sparse steps need to know of an optimizer: one rule for each class, free of hooks, kernels and process groups.
+"""Rules of optimizers for sparse steps: one for each class, free of hooks, kernels and process groups.
 
 A block that a gradient does not touch has a gradient of 0, with which a dense optimizer still moves it: momentum goes
 on, weight decay shrinks it. Here that update is deferred until the block is touched again, and then applied in full
@@ -23,7 +23,7 @@ import torch
 
 from lightning_hetero.core.validation import check_choice
 from lightning_hetero.optim.sparse.deferred_updates import DeferredUpdates, Kind
-from lightning_hetero.optim.sparse.kernel_interface import Group, KernelStep
+from lightning_hetero.optim.sparse.kernel_interface import Group, KernelStep, Tensors
 
 __all__ = ["State", "UpdateRule", "has_buffer"]
 
@@ -104,7 +104,7 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def apply_in_kernel(
-        self, kernel: KernelStep[Any], tensors: Any, group: Group, number: int, deferred: DeferredUpdates | None
+        self, kernel: KernelStep[Tensors], tensors: Tensors, group: Group, number: int, deferred: DeferredUpdates | None
     ) -> None:
         """Do :meth:`apply_deferred` and :meth:`apply_gradient` of the touched blocks in one kernel.
 

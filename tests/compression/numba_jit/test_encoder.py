@@ -11,18 +11,10 @@ from hypothesis import strategies as st
 from lightning_hetero import BlockTopK
 from lightning_hetero.compression import Layout, MessageFormat, Pack, TorchEncoder, block_scores, compress, merge
 from lightning_hetero.compression.host import encoder
-from lightning_hetero.compression.reference import merge_sparse
 from lightning_hetero.compression.value_codecs import CODECS
 from tests.compression.host import test_encoder
-from tests.compression.host.test_encoder import (
-    DTYPES,
-    FAULTS,
-    nothing_is_applied,
-    padded,
-    step_of,
-    unaligned,
-    written,
-)
+from tests.compression.host.test_encoder import DTYPES, padded, step_of, unaligned
+from tests.compression.messages import FAULTS, nothing_is_applied, written
 from tests.helpers import run_ranks
 from tests.strategies.test_compression import _fit
 
@@ -130,38 +122,12 @@ def test_an_unused_parameter_is_held_back_and_merging_is_the_references():
     assert enc.merged.abs().sum() == 0
 
 
-@pytest.mark.parametrize("values", CODECS)
-def test_messages_are_read_by_the_loops_as_the_format_reads_them(values, monkeypatch):
-    form, message, pack = written(values=values)
-    enc, _ = made([64], 1.0)
-    enc.form = form
-    second = written(values=values, rank=1)[1]
-    expected = [form.read(row, rank=rank, bucket=0, step=7)[0] for rank, row in enumerate((message, second))]
-    monkeypatch.setattr(MessageFormat, "read", lambda *args, **kwargs: pytest.fail("was asked"))
-    packs = enc.read(torch.stack([message, second]), step=7)
-    assert torch.equal(packs[0].values, pack.values)
-    for got, due in zip(packs, expected, strict=True):
-        assert torch.equal(got.indices, due.indices)
-        assert torch.equal(got.values, due.values)
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_nothing_is_applied_if_one_message_is_malformed(fault):
     enc, message = made([64], 1.0)
     step_of(enc, message, [torch.randn(64)], 1.0)
     assert len(enc.read(message[None], step=0)) == 1
     nothing_is_applied(enc, written()[0], fault)
-
-
-def test_packs_are_merged_as_the_reference_merges_them():
-    enc, _ = made([16 * 50], 0.2)
-    generator = torch.Generator().manual_seed(0)
-    for sizes in ((5, 9), (0, 4, 50), (7,), (0, 0), (20, 1, 30, 30)):
-        rows = [torch.randperm(50, generator=generator)[:n].sort().values for n in sizes]
-        packs = [Pack(row, torch.randn(len(row), 16, generator=generator)) for row in rows]
-        ours, expected = enc.merge_sparse(packs), merge_sparse(packs)
-        assert torch.equal(ours.indices, expected.indices)
-        assert torch.equal(ours.values, expected.values)
 
 
 def test_it_is_chosen_where_numba_is_and_the_model_is_large(monkeypatch):

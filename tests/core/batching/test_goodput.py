@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.core.batching.goodput import Candidate, candidate_totals, choose_total, efficiency
+from lightning_hetero.core.batching.goodput import Candidate, TotalSettings, candidate_totals, choose_total, efficiency
 from lightning_hetero.core.batching.optperf_cache import goodput_table
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
 
@@ -140,3 +140,19 @@ def test_no_noise_picks_the_shortest_step():
 def test_unknown_noise_keeps_the_total(current):
     assert choose_total(table(math.nan), current).total_batch_size == current
     assert choose_total(table(math.nan), current, hysteresis=0.0).total_batch_size == current
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("max_growth", 1.0),
+        ("probe_factor", 1.0),
+        ("max_certain_growth", 1.9),
+        ("noise_scale_errors", 0.0),
+        ("max_probe_waste", 1.1),
+        ("max_drift", -0.1),
+    ],
+)
+def test_a_setting_of_the_total_out_of_range_is_refused(name, wrong):
+    with pytest.raises(ValueError, match=rf"TotalSettings\.{name}="):
+        TotalSettings(**{name: wrong})

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.core.batching.goodput import choose_total
+from lightning_hetero.core.batching.goodput import TotalSettings, choose_total
 from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.batching.optperf_cache import SolvedTotals
 from lightning_hetero.core.batching.plan import BatchPlan
@@ -587,3 +587,20 @@ def test_state_round_trip(tmp_path):
 def test_settings_are_those_of_the_new_run():
     after = GoodputPlanner(100, hysteresis=0.2, min_steps=7).loaded(planner().state_dict())
     assert (after.max_total_batch_size, after.hysteresis, after.min_steps) == (100, 0.2, 7)
+
+
+def test_how_far_a_total_goes_is_a_setting():
+    """The best total is beyond both; the noise scale is not certain."""
+    far = TotalSettings(max_growth=4.0)
+    found = [planner(total_settings=s).windows(40, context(40, 1e4))[-1][0] for s in (TotalSettings(), far)]
+    assert found == [80, 160]
+
+
+def test_what_a_probe_may_waste_is_a_setting():
+    """With the signal known to be strong, half as many samples again would waste a third of them."""
+    found = []
+    for waste in (0.0, 0.5):
+        before = unseen(total_settings=TotalSettings(max_probe_waste=waste))
+        proposal = before.decide(seen((20, 20)), plan(20, 20), context(40, 1.0)).proposal
+        found.append(proposal.plan.total_batch_size)
+    assert found[0] < 40 < found[1]

@@ -74,3 +74,17 @@ def test_a_moving_average_is_compared_with_a_mean_that_holds_the_same_steps():
     """20 steps, of which the average weighs the newest most: by chance they differ less than each from the truth."""
     times = StepTimes((1.04,), 0.06, (1.0,), steps=20, count=20, newest=(1.0,), differences=((0.05,),) * 30)
     assert times.current().best.tolist() == [1.04]
+
+
+@pytest.mark.parametrize("name", ["noise_steps", "longest_mean_steps", "outlier_ratio", "leaving_errors"])
+def test_a_setting_out_of_range_is_refused(name):
+    with pytest.raises(ValueError, match=rf"SmoothingSettings\.{name}"):
+        SmoothingSettings(**{name: -1})
+
+
+def test_a_mean_that_is_never_given_up_follows_nothing():
+    """Settings reach the times: 20 steps after a change the mean is still of all steps."""
+    rng = np.random.default_rng(1)
+    stubborn = StepTimes(settings=SmoothingSettings(leaving_errors=1e9))
+    times = seen(rng, np.array([2.0]), 0.02, 20, seen(rng, np.array([1.0]), 0.02, 180, stubborn))
+    assert times.best[0] == pytest.approx(1.1, abs=0.02)

@@ -1,8 +1,6 @@
 """Sparse optimizers through what happens to optimizers in a training, beside torch's dense ones."""
 
 import copy
-import logging
-from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -11,101 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_hetero.compression.block_gradient import BlockGradient
-from lightning_hetero.optim import SparseAdamW, SparseSGD
-from lightning_hetero.optim.sparse.optimizers import attach_lazy_update
-
-KINDS = {
-    "sgd": (SparseSGD, torch.optim.SGD, {"lr": 0.05}),
-    "sgd decay": (SparseSGD, torch.optim.SGD, {"lr": 0.05, "weight_decay": 0.1}),
-    "momentum": (SparseSGD, torch.optim.SGD, {"lr": 0.02, "momentum": 0.9}),
-    "momentum decay": (SparseSGD, torch.optim.SGD, {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}),
-    "nesterov": (SparseSGD, torch.optim.SGD, {"lr": 0.02, "momentum": 0.8, "weight_decay": 0.1, "nesterov": True}),
-    "adamw": (SparseAdamW, torch.optim.AdamW, {"lr": 0.003, "weight_decay": 0.1, "eps": 1e-13}),
-}
-BLOCK = 8
-SHAPES = {
-    "vector": (40,),
-    "tail": (29,),
-    "scalar": (),
-    "one": (1,),
-    "empty": (0,),
-    "no row": (0, 5),
-    "image": (3, 4, 5, 3),
-}
-
-
-@dataclass
-class Pair:
-    """A sparse optimizer and torch's own, on the same parameters and gradients, in float64."""
-
-    kind: str
-    pay: str = "later"
-    shapes: tuple = ("vector", "tail", "scalar")
-    ours: list = field(default_factory=list)
-    theirs: list = field(default_factory=list)
-    step_number: int = 0
-
-    def __post_init__(self):
-        sparse, dense, settings = KINDS[self.kind]
-        self.generator, self.given = torch.Generator().manual_seed(0), None
-        pairs = [self.parameter(SHAPES[name]) for name in self.shapes]
-        self.sparse = sparse([p for p, _ in pairs], pay=self.pay, **settings)
-        self.dense = dense([p for _, p in pairs], **settings)
-        self.sparse.sparse.follow(lambda: self.given, BLOCK)
-
-    def parameter(self, shape):
-        value = torch.randn(shape, generator=self.generator, dtype=torch.float64)
-        if value.dim() == 4:
-            value = value.to(memory_format=torch.channels_last)
-        self.ours.append(nn.Parameter(value))
-        self.theirs.append(nn.Parameter(value.clone()))
-        return self.ours[-1], self.theirs[-1]
-
-    def groups(self):
-        return zip(self.sparse.param_groups, self.dense.param_groups, strict=True)
-
-    def set(self, **values):
-        for groups in self.groups():
-            for group in groups:
-                group.update({name: value for name, value in values.items() if name in group})
-
-    def add_group(self, shape, **values):
-        one, other = self.parameter(shape)
-        self.sparse.add_param_group({"params": [one], **values})
-        self.dense.add_param_group({"params": [other], **values})
-
-    def step(self, share=0.2, dense=False):
-        """The same gradient for both; parameters that are frozen get none."""
-        self.given = None if dense else {}
-        for p, twin in zip(self.ours, self.theirs, strict=True):
-            rows = -(-p.numel() // BLOCK)
-            values = torch.randn(rows, BLOCK, generator=self.generator, dtype=torch.float64)
-            values.view(-1)[p.numel() :] = 0
-            few = (torch.rand(rows, generator=self.generator) < (1.0 if dense else share)).nonzero().view(-1)
-            if not p.requires_grad:
-                p.grad = twin.grad = None
-                continue
-            one = BlockGradient.of(p, few, values[few])
-            whole = one.grad.to_dense() if one.grad.is_sparse else one.grad.clone()
-            twin.grad = torch.empty_like(twin).copy_(whole)
-            p.grad = twin.grad.clone() if dense else one.grad
-            if not dense:
-                self.given[p] = one
-        self.sparse.step()
-        self.dense.step()
-        self.step_number += 1
-
-    def same(self, tolerance=1e-9):
-        for p, twin in zip(self.ours, self.theirs, strict=True):
-            torch.testing.assert_close(p.detach(), twin.detach(), rtol=tolerance, atol=tolerance)
-            state, expected = self.sparse.state.get(p, {}), self.dense.state.get(twin, {})
-            for name in expected:
-                torch.testing.assert_close(state[name], expected[name], rtol=tolerance, atol=tolerance)
-
-
-def tolerance_of(kind):
-    return 1e-6 if kind == "adamw" else 1e-9
-
+from tests.optim.sparse.pairs import BLOCK, KINDS, SHAPES, Pair, tolerance_of
 
 # layers that are frozen
 
@@ -232,55 +136,6 @@ def test_saving_changes_nothing(kind, pay):
         torch.testing.assert_close(one, other, rtol=tolerance_of(kind) / 10, atol=tolerance_of(kind) / 10)
 
 
-@pytest.mark.parametrize("dense", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_from_its_notes_as_it_would_have(kind, dense):
-    """The waits of blocks ride along, also where something is owed, which is paid before they are saved.
-
-    A dense step forgets them in either case.
-    """
-    whole = Pair(kind, "ahead")
-    for step in range(20):
-        whole.step(dense=step == 0, share=0.3)
-    state, notes = copy.deepcopy(whole.sparse.state_dict()), copy.deepcopy(whole.sparse.sparse.state_dict())
-    rest = Pair(kind, "ahead")
-    for p, saved in zip(rest.ours, whole.ours, strict=True):
-        p.data.copy_(saved.data)
-    rest.sparse.load_state_dict(state)
-    rest.sparse.sparse.load_state_dict(notes)
-    rest.generator.set_state(whole.generator.get_state())
-    for step in range(12):
-        for pair in (whole, rest):
-            pair.step(dense=dense and step == 0, share=0.3)
-        assert all(torch.equal(a, b) for a, b in zip(whole.ours, rest.ours, strict=True))
-
-
-def test_notes_of_other_blocks_say_nothing():
-    found = []
-    for loaded in ({"steps": 6, "block": 2 * BLOCK, "shift": 32, "noted": {0: torch.full((3,), 3 + (257 << 32))}}, {}):
-        pair = Pair("momentum", "ahead", shapes=("vector",))
-        pair.step(dense=True)
-        pair.sparse.sparse.load_state_dict(loaded)
-        for _ in range(3):
-            pair.step(share=1.0)
-        found.append(pair.ours[0].detach())
-    assert torch.equal(*found)
-
-
-def test_notes_of_older_checkpoints_are_read():
-    """They had the step in 16 bits, the wait above."""
-    found = []
-    for shift in (16, 32):
-        pair = Pair("momentum", "ahead", shapes=("vector",))
-        pair.step(dense=True)
-        noted = torch.tensor([3 + (257 << shift), 0, 5 + (700 << shift), 1, 0])
-        saved = {"steps": 6, "block": BLOCK, "noted": {0: noted}}
-        pair.sparse.sparse.load_state_dict(saved if shift == 16 else {**saved, "shift": shift})
-        pair.step(share=1.0)
-        found.append(pair.ours[0].detach())
-    assert torch.equal(*found)
-
-
 # rates that change
 
 
@@ -306,52 +161,6 @@ def test_under_one_cycle_it_is_exact(kind):
             worst = max(worst, *map(float, apart))
     assert len(cycled) > 300
     assert worst < (1e-8 if kind == "adamw" else 1e-11)
-
-
-def test_betas_of_a_short_second_memory_stay_finite():
-    """Factors beyond float32 times a moment of 0 are 0."""
-    p = nn.Parameter(torch.ones(16))
-    optimizer, given = SparseAdamW([p], lr=1e-3, betas=(0.9, 0.3)), {}
-    optimizer.sparse.follow(lambda: given or None, 8)
-    p.grad = torch.ones(16)
-    for step in range(400):
-        optimizer.step()
-        rows = torch.tensor([0] if step < 399 else [0, 1])
-        given[p] = BlockGradient.of(p, rows, torch.zeros(len(rows), 8))
-        p.grad = given[p].grad
-    optimizer.sparse.flush()
-    assert torch.isfinite(p).all()
-
-
-# options that are refused, or said
-
-
-@pytest.mark.parametrize("kind", [SparseSGD, SparseAdamW])
-def test_fused_steps_are_refused_at_construction(kind):
-    """Torch leaves unscaling to a fused step, which would not see blocks."""
-    p = nn.Parameter(torch.zeros(3))
-    for arguments in (([p],), ([{"params": [p], "fused": True}],)):
-        fused = {} if isinstance(arguments[0][0], dict) else {"fused": True}
-        with pytest.raises(ValueError, match=f"{kind.__name__} cannot go with fused=True: .* Leave fused out"):
-            kind(*arguments, lr=0.1, **fused)
-    optimizer = kind([p], lr=0.1, foreach=True)
-    with pytest.raises(ValueError, match="fused=True"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "fused": True})
-    with pytest.raises(ValueError, match="cannot go with fused=True"):
-        attach_lazy_update(torch.optim.SGD([p], lr=0.1, fused=True))
-
-
-def test_an_option_without_a_sparse_form_is_said_once_and_steps_are_dense(caplog):
-    pair = Pair("momentum")
-    pair.step(dense=True)
-    pair.step()
-    pair.set(maximize=True)
-    with caplog.at_level(logging.WARNING, "lightning_hetero"):
-        for _ in range(3):
-            pair.step()
-    pair.same(1e-9)
-    said = [record.getMessage() for record in caplog.records if "no form for maximize=True" in record.getMessage()]
-    assert len(said) == 1
 
 
 # any of it, in any order

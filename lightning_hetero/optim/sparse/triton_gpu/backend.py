@@ -38,8 +38,11 @@ OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 ELEMENT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
+Build = tuple[str, tuple[tuple[str, tl.dtype], ...], tuple[tuple[str, bool], ...], torch.device]
+
+
 class Launch(NamedTuple):
-    """What steps of parameters must have in common to be one launch.
+    """Launch of a kernel: what steps of parameters must have in common to be part of it.
 
     Args:
         kernel: name of the kernel.
@@ -54,7 +57,7 @@ class Launch(NamedTuple):
     """
 
     kernel: str
-    types: tuple[tuple[str, Any], ...]
+    types: tuple[tuple[str, tl.dtype], ...]
     flags: tuple[tuple[str, bool], ...]
     block: int
     rates: tuple[float, ...]
@@ -64,8 +67,8 @@ class Launch(NamedTuple):
     table: torch.Tensor | None
 
     @property
-    def build(self) -> tuple[Any, ...]:
-        """What a kernel is compiled for, and where."""
+    def build(self) -> Build:
+        """Build of the kernel, and its device."""
         return self.kernel, self.types, self.flags, self.device
 
 
@@ -133,7 +136,7 @@ class TritonSteps:
         self.block = block
         self._uploads: dict[tuple[int, torch.device], PinnedUpload] = {}
         self._queue: Queue = {}
-        self._tables: dict[tuple[Any, ...], ParameterTables] = {}
+        self._tables: dict[tuple[Build, int], ParameterTables] = {}
 
     def table(self, number: int, rows: npt.NDArray[np.float32], device: torch.device) -> torch.Tensor:
         """Return the table of this number in this step, on a device."""
@@ -147,10 +150,10 @@ class TritonSteps:
 
     def launch(self) -> None:
         """Take the queued steps: one launch, or two, for all parameters of a group that have the same types."""
-        launches = Counter[tuple[Any, ...]]()
+        launches = Counter[Build]()
         for launch, tensors in self._queue.items():
             build = launch.build
-            key = *build, launches[build]
+            key = build, launches[build]
             launches[build] += 1
             if key not in self._tables:
                 self._tables[key] = ParameterTables(launch.device, SHAPE.tile * SHAPE.tiles)
