@@ -45,19 +45,19 @@ class HeteroConfig:
         replan: when plans are reconsidered: ``"auto"`` (each epoch, and within it as often as costs 0.5 % of the time
             at most), ``"epoch"``, or a number of optimizer steps.
         hysteresis: least predicted gain for which a plan is changed, as a share of the step time, 0 to 1; by default
-            whatever pays, and 3 % where gradients may arrive late.
+            whatever pays, and 3 % where gradients may be stale.
         change_cost: seconds that a change of the split costs, to compile or tune anew, 0 or more; by default they are
             measured.
         balance_evaluation: split validation, test and predict data by speed, without repeating samples.
         probe_memory: find each rank's largest batch by trial before training (CUDA).
         compression: what is sent of gradients: ``None`` (all), settings such as ``BlockTopK(density=0.01)``, or a name
             of :data:`~lightning_hetero.core.compression.settings.COMPRESSORS`.
-        hierarchy: clusters of ranks, close together inside and joined by a thin link: lists such as
+        hierarchy: clusters of ranks, close together inside and joined by a low-bandwidth link: lists such as
             ``[[0, 1, 2], [3]]``, ``"nodes"`` (by host), ``"env"`` (by ``LIGHTNING_HETERO_CLUSTER`` of each process) or
             ``"auto"`` (by timing links). Gradients are summed inside a cluster; leaders exchange sums.
         sparse_optimizer: let the optimizer, ``torch.optim.SGD`` or ``AdamW``, update only the blocks that block top-k
             sends: ``False``, ``True``, or when momentum moves them, ``"ahead"`` (what ``True`` is) or ``"later"``.
-        staleness: most steps by which a gradient may arrive late: 0, or 1 where the link would make every step wait.
+        staleness: most steps by which a gradient may be stale: 0, or 1 where the link would make every step wait.
         nonfinite: what to do about a gradient that is not finite: ``"warn"`` (say so once, when the loss shows it),
             ``"drop"`` (leave it out on all ranks) or ``"stop"`` (an error on all ranks before the optimizer takes it).
         max_total_batch_size: greatest total batch, ``>= 1``, all micro-batches of an optimizer step together; with it

@@ -27,7 +27,7 @@ class ProbeOrder:
         samples: samples to train on, of all ranks together; 0 trains on none and only tells of the script.
         total: total batch size, ``None`` for the script's own.
         rate: compression rate, 0 to 1: one minus the density; 0 sends everything.
-        staleness: whether gradients arrive a step late, 0 or 1.
+        staleness: whether gradients are stale, 0 or 1.
         host: name of the host of the process that gave the order.
         pid: number of that process.
 
@@ -133,7 +133,7 @@ class ProbeReport:
     Args:
         loss: mean training loss over the last quarter of the samples, ``None`` if it did not train.
         samples: samples that it trained on.
-        staleness: whether gradients were late; a script may not allow it.
+        staleness: whether gradients were stale; a script may not allow it.
         world_size: number of ranks.
         total: total batch size that ran.
         dataset: samples of an epoch.

@@ -1,4 +1,4 @@
-"""A training loop that belongs to the user, run under the engine: Accelerate, Fabric, plain torch.
+"""Training loops that belong to the user, run under the engine: Accelerate, Fabric, plain torch.
 
 Lightning tells its strategy when a step begins and ends. A loop of the user's own only asks for batches, and that is
 enough: a step begins when its batch is handed out and ends when the next one is asked for.
@@ -29,7 +29,7 @@ __all__ = ["CopiedSession", "HeteroSession", "SessionBatches", "planner_of"]
 
 
 def planner_of(config: HeteroConfig) -> Planner | None:
-    """The planner that the settings name; ``None`` for a split that never changes.
+    """Make the planner that the settings name; ``None`` for a split that never changes.
 
     Example:
         >>> type(planner_of(HeteroConfig())).__name__, planner_of(HeteroConfig(policy="even"))
@@ -46,7 +46,7 @@ class HeteroSession(TotalAccess):
     Args:
         engine: the mechanism.
         planner: decides on plans; that of the engine's settings by default.
-        on_metrics: called on every rank with the metrics of each comparison of the ranks.
+        on_metrics: called on every rank with the metrics of each sync round.
 
     Raises:
         ValueError: if a planner is given beside the setting ``max_total_batch_size``, which has its own.
@@ -95,7 +95,7 @@ class HeteroSession(TotalAccess):
 
     @property
     def running(self) -> bool:
-        """Whether a pass over the data is under way."""
+        """Whether a pass over the data runs."""
         return self._pass is not None
 
     @property
@@ -139,7 +139,7 @@ class HeteroSession(TotalAccess):
         return self._data.restored_step
 
     def steps(self, open_loader: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """The batches of one pass; what happens between two of them is a step.
+        """Yield the batches of one pass; what happens between two of them is a step.
 
         A loop that is left early ends its pass: the next one begins anew, with a new order of the samples.
 
@@ -164,11 +164,11 @@ class HeteroSession(TotalAccess):
                 yield batch
         finally:
             if self._pass is mine:
-                self._leave()
+                self._end_pass()
 
     def _begin_pass(self) -> None:
         if self._pass is not None:
-            self._leave()
+            self._end_pass()
         if self._step > 0:  # the last pass was left early
             self._epoch, self._step = self._epoch + 1, 0
         tell(self.engine, self.planner)
@@ -186,15 +186,15 @@ class HeteroSession(TotalAccess):
         assert self.engine.sampler is not None
         self.engine.sampler.set_epoch(self._epoch)
 
-    def _leave(self) -> None:
-        """The pass is over; the weight of its last batch holds on, for ``next(iter(loader))``."""
+    def _end_pass(self) -> None:
+        """End the pass; the weight of its last batch holds on, for ``next(iter(loader))``."""
         self._pass = None
         self._steps.close(*self.position)
         if self.engine.sampler is not None:
             self.engine.sampler.set_epoch(self._epoch)
 
-    def another_loader(self) -> None:
-        """A loader that is not split begins: the running step is not measured, and outside a pass losses have weight 1.
+    def on_other_loader(self) -> None:
+        """Begin a loader that is not split: the running step is not measured, and outside a pass losses have weight 1.
 
         Inside a pass, as in an evaluation every so many steps, losses of the pass's batches keep their weights.
         """
@@ -204,8 +204,8 @@ class HeteroSession(TotalAccess):
             self.engine.weighting.reset()
 
     def beside(self, batches: Iterator[Any], evaluates: Callable[[], bool]) -> Iterator[Any]:
-        """The batches of a loader that is not split, see :meth:`LossWeighting.beside`."""
-        self.another_loader()
+        """Yield the batches of a loader that is not split, see :meth:`LossWeighting.beside`."""
+        self.on_other_loader()
         return self.engine.weighting.beside(batches, evaluates)
 
     # which batch a loss belongs to
@@ -241,7 +241,7 @@ class HeteroSession(TotalAccess):
         return self.engine.adopt(plan, reason, not_before=self.position)
 
     def close(self) -> None:
-        """Before the process group is destroyed: let its threads go, which a destructor would wait for in vain."""
+        """Let the process group's threads go before it is destroyed: a destructor would wait for them in vain."""
         self._adaptation.close()
         self.engine.close()
         if self.engine.world_size > 1:
@@ -250,7 +250,7 @@ class HeteroSession(TotalAccess):
     # state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run is, its plans and what rank 0 has learned: plain Python values and tensors."""
+        """Return where the run is, its plans and what rank 0 has learned: plain Python values and tensors."""
         if self._data.stream is None or self._data.restored is not None:
             return self._data.restored or {}
         return {
@@ -264,7 +264,7 @@ class HeteroSession(TotalAccess):
         }
 
     def interval(self) -> dict[str, Any]:
-        """What all ranks have seen since their last look, to be added to :meth:`state_dict`; a collective call.
+        """Return what ranks have seen since the last sync round, to be added to :meth:`state_dict`; a collective call.
 
         With it a run whose total moves decides after a break as without. Elsewhere it is empty. The step whose batch
         was handed out last has to be over.
@@ -287,7 +287,7 @@ class HeteroSession(TotalAccess):
         if not state:
             return
         if self._pass is not None:
-            self._leave()
+            self._end_pass()
         if self.planner is not None and state["policy"] == self._policy:
             self.planner = self.planner.loaded(state["planner"])
         self._adaptation.load_state_dict(state)

@@ -16,7 +16,7 @@ from lightning_hetero.accelerate.loaders import (
     announced_loader,
     training_loader,
     uneven_loader,
-    why_not,
+    unsupported_reason,
 )
 from lightning_hetero.accelerate.plugin import HeteroPlugin, check_accelerator, switched_on
 from lightning_hetero.comm.collectives.row_gather import refuse_own_gather
@@ -105,7 +105,7 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
     # prepare
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As ``Accelerator.prepare``; the training loader is split by speed."""
+        """Prepare as ``Accelerator.prepare`` does; the training loader is split by speed."""
         if self._hetero_loader is None:
             self._chosen = training_loader(args)
         try:
@@ -123,7 +123,7 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
         slice_fn_for_dispatch: Any = None,
         uneven: bool | None = None,
     ) -> Any:
-        """As ``Accelerator.prepare_data_loader``.
+        """Prepare a loader as ``Accelerator.prepare_data_loader`` does, or split it by speed.
 
         Args:
             data_loader: loader to prepare.
@@ -142,7 +142,9 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
         if known or session is None:
             return prepared
         if wanted and self._hetero_loader is None:
-            reason = why_not(data_loader, dispatch=self.dispatch_batches, stateful=self.use_stateful_dataloader)
+            reason = unsupported_reason(
+                data_loader, dispatch=self.dispatch_batches, stateful=self.use_stateful_dataloader
+            )
             if reason is None:
                 self._hetero_loader = uneven_loader(prepared, session, self.num_processes, split=self.split_batches)
                 self._dataloaders[-1] = self._hetero_loader
@@ -162,7 +164,7 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
         return self._dataloaders[-1]
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """As ``Accelerator.prepare_model``; no rank gets a batch of one sample if the model normalises batches."""
+        """Prepare a model; no rank gets a batch of one sample if the model normalises batches."""
         engine = self.engine
         if engine is not None and not evaluation_mode:
             refuse_own_gather(model, engine.world_size, engine.config.policy)
@@ -174,7 +176,7 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """As ``Accelerator.prepare_optimizer``; its steps are timed, and have the rate of a total that moves."""
+        """Prepare an optimizer; its steps are timed, and have the rate of a total that moves."""
         prepared: Any = super().prepare_optimizer(optimizer, device_placement)
         if self.engine is not None:
             prepared.__class__, prepared.observer = _TimedOptimizer, self.engine.observer
@@ -185,7 +187,7 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
-        """As ``Accelerator.free_memory``; the next training loader is split anew."""
+        """Free memory as ``Accelerator.free_memory`` does; the next training loader is split anew."""
         self._hetero_loader = None
         return super().free_memory(*objects)
 
@@ -202,11 +204,11 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
             super().backward(weighted, **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """As ``Accelerator.clip_grad_norm_``; of a sparse gradient, the blocks that were sent."""
+        """Clip as ``Accelerator.clip_grad_norm_`` does; of a sparse gradient, the blocks that were sent."""
         return super().clip_grad_norm_(self._clipped(parameters), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """As ``Accelerator.clip_grad_value_``; of a sparse gradient, the blocks that were sent."""
+        """Clip as ``Accelerator.clip_grad_value_`` does; of a sparse gradient, the blocks that were sent."""
         super().clip_grad_value_(self._clipped(parameters), clip_value)
 
     def _clipped(self, parameters: Any) -> Any:
@@ -221,12 +223,12 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
         self._metrics.update(metrics)
 
     def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
-        """As ``Accelerator.log``, with the newest ``hetero/...`` metrics added."""
+        """Log as ``Accelerator.log`` does, with the newest ``hetero/...`` metrics added."""
         kept, self._metrics = self._metrics, {}
         super().log({**kept, **values}, step=step, log_kwargs=log_kwargs or {})
 
     def end_training(self) -> None:
-        """As ``Accelerator.end_training``; metrics that were not logged yet are."""
+        """End training as ``Accelerator.end_training`` does; metrics that were not logged yet are."""
         if self._metrics and self.trackers:
             self.log({})
         if self.hetero_session is not None:
@@ -235,7 +237,7 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
 
 
 class _TimedOptimizer(AcceleratedOptimizer):
-    """Tells the observer when a step begins and ends."""
+    """An optimizer that tells the observer when a step begins and ends."""
 
     observer: StepObserver
 

@@ -1,4 +1,4 @@
-"""Accelerate's ``Accelerator`` with a session for its training loop, which parts of ours extend."""
+"""Accelerate's ``Accelerator`` with a session for its training loop."""
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs

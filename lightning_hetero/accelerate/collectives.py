@@ -23,14 +23,14 @@ class CollectivesAccelerator(SessionAccelerator):
         return self.num_processes > 1 and loader is not None and self.gradient_state.active_dataloader is loader
 
     def gather(self, tensor: Any) -> Any:
-        """As ``Accelerator.gather``; rows of unequal batches come rank by rank, none lost, none padded."""
+        """Gather as ``Accelerator.gather`` does; rows of unequal batches come rank by rank, none lost, none padded."""
         with not_computing(self.engine):
             if self.engine is not None and self.num_processes > 1:
                 return gather_uneven(tensor, self.engine.control, only_tensors=True)
             return super().gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As ``Accelerator.gather_for_metrics``: each sample of the total batch once, whatever the split.
+        """Gather each sample of the total batch once, whatever the split.
 
         Of what is no tensor, the items of lists are the samples; dicts and namedtuples are gathered entry by entry.
 
@@ -46,7 +46,11 @@ class CollectivesAccelerator(SessionAccelerator):
             return gather_uneven(input_data, engine.control, counted=counted, objects=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """As ``Accelerator.reduce``, which averages ranks alike: a RuntimeError for models of Accelerate's LocalSGD."""
+        """Reduce as ``Accelerator.reduce`` does, which averages ranks alike.
+
+        Raises:
+            RuntimeError: for models of Accelerate's LocalSGD.
+        """
         engine, handler = self.engine, self.ddp_handler
         split = engine is not None and engine.config.policy != "even" and self._hetero_loader is not None
         if split and self.num_processes > 1 and reduction == "mean" and isinstance(tensor, torch.Tensor):
@@ -55,6 +59,6 @@ class CollectivesAccelerator(SessionAccelerator):
             return super().reduce(tensor, reduction, scale)
 
     def wait_for_everyone(self) -> None:
-        """As ``Accelerator.wait_for_everyone``; what a rank waits is not counted as computing."""
+        """Wait for all ranks; what a rank waits is not counted as computing."""
         with not_computing(self.engine):
             super().wait_for_everyone()

@@ -18,7 +18,7 @@ __all__ = ["HookedDDP"]
 
 
 class HookedDDP(DistributedDataParallelKwargs):
-    """The user's DDP arguments, with our communication hook around theirs; a model can have only one.
+    """The DDP arguments of the user, with our communication hook around theirs; a model can have only one.
 
     Args:
         given: arguments of the user, whose ``comm_hook`` runs inside ours.

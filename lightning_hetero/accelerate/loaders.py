@@ -1,4 +1,4 @@
-"""Accelerate's DataLoader under a session, and which of a script's loaders is the one to split."""
+"""Accelerate's DataLoader under a session, and the choice of the one to split among a script's loaders."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -8,7 +8,8 @@ from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import DataLoader, SequentialSampler
 
 from lightning_hetero.data import BroadcastStream
-from lightning_hetero.frontend.loaders import evaluates, why_not_uneven, with_batch_sampler
+from lightning_hetero.frontend.loaders import evaluates, with_batch_sampler
+from lightning_hetero.frontend.loaders import unsupported_reason as reason_anywhere
 from lightning_hetero.session import HeteroSession
 
 __all__ = [
@@ -18,12 +19,12 @@ __all__ = [
     "refuse_local_sgd",
     "training_loader",
     "uneven_loader",
-    "why_not",
+    "unsupported_reason",
 ]
 
 
 def training_loader(objects: Sequence[Any]) -> DataLoader | None:
-    """The loader among the arguments of ``prepare`` that is split by speed: the one that shuffles.
+    """Return the loader among the arguments of ``prepare`` that is split by speed: the one that shuffles.
 
     Without one, the first loader beside an optimizer; ``None`` if there is no optimizer, as in an evaluation.
     """
@@ -64,8 +65,8 @@ class HeteroDataLoader(DataLoaderShard):
         return int(self.base_dataloader.batch_sampler.batch_size)
 
 
-def why_not(loader: Any, *, dispatch: bool | None, stateful: bool) -> str | None:
-    """Why a loader cannot be split unevenly under Accelerate, with advice; ``None`` if it can."""
+def unsupported_reason(loader: Any, *, dispatch: bool | None, stateful: bool) -> str | None:
+    """Return why a loader cannot be split unevenly under Accelerate, with advice; ``None`` if it can."""
     if dispatch:
         return "dispatch_batches=True hands out equal slices of each batch. Leave dispatch_batches out"
     if stateful:
@@ -73,11 +74,11 @@ def why_not(loader: Any, *, dispatch: bool | None, stateful: bool) -> str | None
             "use_stateful_dataloader=True keeps a position of its own. Leave it out; load_state and "
             "skip_first_batches(loader) go on at the exact batch"
         )
-    return why_not_uneven(loader, world_size=1)
+    return reason_anywhere(loader, world_size=1)
 
 
 def uneven_loader(prepared: DataLoaderShard, session: HeteroSession, world_size: int, *, split: bool) -> Any:
-    """The loader that Accelerate has prepared, with the session's batches in place of its equal ones.
+    """Return the loader that Accelerate has prepared, with the session's batches in place of its equal ones.
 
     Args:
         prepared: of Accelerate's.
@@ -105,7 +106,7 @@ def uneven_loader(prepared: DataLoaderShard, session: HeteroSession, world_size:
 
 
 def announced_loader(prepared: Any, session: HeteroSession, models: Callable[[], Sequence[torch.nn.Module]]) -> Any:
-    """The loader that Accelerate has prepared, which tells the session when it begins and what is trained on."""
+    """Return a prepared loader that tells the session when it begins and what is trained on."""
     cls = type(prepared)
 
     def iterate(self: Any) -> Iterator[Any]:

@@ -78,7 +78,7 @@ class HeteroPlugin(HeteroConfig):
 
 
 def with_density(given: dict[str, Any]) -> dict[str, Any]:
-    """Settings with ``density`` taken into the compression.
+    """Return the settings with ``density`` taken into the compression.
 
     Example:
         >>> with_density({"density": 0.05})
@@ -97,7 +97,7 @@ def with_density(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def switched_on(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether ``ACCELERATE_USE_HETERO`` leaves the plugin on; only ``false`` turns it off.
+    """Return whether ``ACCELERATE_USE_HETERO`` leaves the plugin on; only ``false`` turns it off.
 
     Raises:
         ValueError: if the variable is neither true nor false.
@@ -112,7 +112,7 @@ def switched_on(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def names_function(name: str, text: str) -> bool:
-    """Whether a setting, as it is written in a variable, is a function to be imported.
+    """Return whether a setting, as it is written in a variable, is a function to be imported.
 
     Example:
         >>> names_function("lr_scaling", "mine:rule"), names_function("lr_scaling", "sqrt")
@@ -122,7 +122,7 @@ def names_function(name: str, text: str) -> bool:
 
 
 def parsed(name: str, text: str) -> Any:
-    """Value of a setting as it is written in an environment variable or a YAML file.
+    """Return the value of a setting as it is written in an environment variable or a YAML file.
 
     YAML itself takes ``1e-05`` for text; here it is a number.
 
@@ -150,7 +150,7 @@ def parsed(name: str, text: str) -> Any:
 
 
 def as_environment(section: Mapping[str, Any]) -> dict[str, str]:
-    """Environment variables of a ``hetero_config`` section.
+    """Return the environment variables of a ``hetero_config`` section.
 
     Raises:
         TypeError: if the section has a setting that does not exist.
@@ -193,7 +193,7 @@ def check_accelerator(cls: type, given: Iterable[str]) -> None:
 
 
 def check_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Setting -> text of all of our variables that are set.
+    """Return the text of each setting whose variable is set.
 
     Raises:
         ValueError: if a variable with our prefix belongs to no setting.
@@ -222,7 +222,7 @@ def _from_file(path: str | None) -> dict[str, Any]:
 
 
 def _function(setting: str, text: str) -> Callable[..., Any]:
-    """The function that ``module:function`` names."""
+    """Import the function that ``module:function`` names."""
     module, _, name = text.partition(":")
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)

@@ -20,7 +20,7 @@ __all__ = ["gather_uneven"]
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank brings: the rows of its tensors, or its samples as pickled objects."""
+    """The offer of a rank: the rows of its tensors, or its samples as pickled objects."""
 
     outline: str
     counted: bool
@@ -32,7 +32,7 @@ class _Offer:
 def gather_uneven(
     data: Any, control: ControlPlane, *, counted: bool = True, objects: bool = False, only_tensors: bool = False
 ) -> Any:
-    """The samples of all ranks, rank by rank; a collective call.
+    """Gather the samples of all ranks, rank by rank; a collective call.
 
     Tensors may be nested in any structure, and differ in their first dimension between ranks. Of anything else, the
     items of lists and tuples are the samples; dicts and namedtuples are joined entry by entry.
@@ -66,7 +66,7 @@ def _offer(data: Any, counted: bool, objects: bool) -> _Offer:
         return _Offer(_outline(data, lists=True), counted, rows=tuple(rows))
     if not counted:
         return _Offer("", counted)
-    problem, pickled = _why_not(data), b""
+    problem, pickled = _unsupported_reason(data), b""
     try:
         pickled = pickle.dumps(recursively_apply(lambda tensor: tensor.detach().cpu(), data))
     except Exception as error:  # noqa: BLE001 - pickling calls the objects' own code, and every rank has to hear of it
@@ -123,7 +123,7 @@ def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _outline(data: Any, lists: bool, shapes: bool = True) -> str:
-    """What must be equal on all ranks: structure, and of tensors the type and all dimensions but the first.
+    """Describe what must be equal on all ranks: structure, and of tensors the type and all dimensions but the first.
 
     Args:
         data: what a rank brings.
@@ -143,10 +143,10 @@ def _outline(data: Any, lists: bool, shapes: bool = True) -> str:
     return f"{name}({', '.join(parts)})"
 
 
-def _why_not(data: Any) -> str | None:
-    """Why a value cannot be taken apart into samples; ``None`` if it can."""
+def _unsupported_reason(data: Any) -> str | None:
+    """Return why a value cannot be taken apart into samples; ``None`` if it can."""
     if isinstance(data, Mapping) or _is_record(data):
-        return next((reason for reason in map(_why_not, _entries(data)) if reason is not None), None)
+        return next((reason for reason in map(_unsupported_reason, _entries(data)) if reason is not None), None)
     if isinstance(data, list | tuple):
         mixed = len({isinstance(item, torch.Tensor) for item in data}) > 1
         return f"a {type(data).__name__} of tensors and other things" if mixed else None
@@ -155,7 +155,7 @@ def _why_not(data: Any) -> str | None:
 
 
 def _joined(values: list[Any], apart: bool) -> Any:
-    """Objects of the ranks that have samples, one behind the other; tensors as rows of one, or ``apart``."""
+    """Join the objects of ranks that have samples, one behind the other; tensors as rows of one, or ``apart``."""
     first = values[0]
     if isinstance(first, Mapping):
         kind: Any = type(first)
@@ -178,7 +178,7 @@ def _stacked(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gathered(data: Any, rows: Sequence[tuple[int, ...]]) -> Any:
-    """Every tensor's rows of all ranks, of which each has ``rows[rank][i]`` of the ``i``-th tensor."""
+    """Gather every tensor's rows of all ranks, of which each has ``rows[rank][i]`` of the ``i``-th tensor."""
     each = iter(list(zip(*rows, strict=True)))
 
     def of_all(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 ``PerfModelCallback``, ``DynamicBatchPIDCallback``, ``AdaptiveBatchCallback`` and ``TTACallback`` exclude each other.
 The strategy installs the one that its ``policy`` names; a callback of the user's takes its place. ``GNSCallback``
-measures and decides nothing, ``LookAheadCallback`` computes delayed gradients where they will be applied.
+measures and decides nothing, ``LookAheadCallback`` computes stale gradients at the weights that they will meet.
 """
 
 from lightning_hetero.callbacks.adaptive_batch import AdaptiveBatchCallback

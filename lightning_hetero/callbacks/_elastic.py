@@ -9,7 +9,7 @@ __all__ = ["ElasticCallback", "merge_metrics"]
 
 
 def merge_metrics(record: MergeRecord, batch_sizes: tuple[int, ...]) -> dict[str, float]:
-    """Metrics of one mega-batch; ``hetero/idle_fraction`` is what the ranks waited for the last, of all their time.
+    """Return the metrics of one mega-batch; ``hetero/idle_fraction`` is the share of time that ranks waited in it.
 
     Args:
         record: the merge at its end.

@@ -1,4 +1,4 @@
-"""What delayed gradients ask of a trainer: someone who decides on them, and a last step for those still under way."""
+"""Check that a trainer can take stale gradients, and apply those still in flight when it ends."""
 
 import inspect
 import logging
@@ -14,7 +14,7 @@ log = logging.getLogger("lightning_hetero")
 
 
 def check_staleness(trainer: Trainer, engine: HeteroEngine) -> str | None:
-    """Why this training cannot delay gradients, ``None`` if it can or does not."""
+    """Return why this training cannot have stale gradients, ``None`` if it can or has none."""
     if engine.config.staleness == 0:
         return None
     if engine.sampler is None:
@@ -33,7 +33,7 @@ def check_staleness(trainer: Trainer, engine: HeteroEngine) -> str | None:
 
 
 def apply_last_sums(trainer: Trainer, pl_module: LightningModule, engine: HeteroEngine) -> None:
-    """One more step of the optimizer with the sums that are still under way, on their parameters only.
+    """Make one more step of the optimizer with the sums still in flight, on their parameters only.
 
     It is clipped as the module clips, and counts neither as a step of the trainer nor of a scheduler.
     """

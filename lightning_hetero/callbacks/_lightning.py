@@ -1,4 +1,4 @@
-"""What callbacks take of Lightning, from whichever of its two packages is installed."""
+"""Names of Lightning's that callbacks use, from whichever of its two packages is installed."""
 
 from typing import TYPE_CHECKING, Any
 

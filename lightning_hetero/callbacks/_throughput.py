@@ -1,4 +1,4 @@
-"""Lightning's ``ThroughputMonitor`` where batches are unequal: it multiplies what rank 0 has by the number of ranks."""
+"""Give Lightning's ``ThroughputMonitor``, which multiplies samples by the number of ranks, the mean worker's."""
 
 import logging
 from collections.abc import Callable
@@ -13,7 +13,7 @@ log = logging.getLogger("lightning_hetero")
 
 
 class _Mean:
-    """Counts what a worker has on average in a training step, of which the number of ranks times is the whole.
+    """A count of what the mean worker has in a training step; times the number of ranks, it is the whole.
 
     Args:
         count: what the user counts in a batch, samples or their length.
@@ -28,7 +28,7 @@ class _Mean:
         self.count, self.samples, self.trainer, self.engine = count, samples, trainer, engine
 
     def __call__(self, batch: Any) -> float:
-        """What there is in a batch; in a training step, of the mean worker."""
+        """Count what there is in a batch; in a training step, of the mean worker."""
         own, sampler = self.count(batch), self.engine.sampler
         if sampler is None or not self.trainer.training:
             return own

@@ -19,7 +19,7 @@ __all__ = ["callbacks_without_effect"]
 
 
 def callbacks_without_effect(callbacks: Sequence[Callback], config: HeteroConfig, world_size: int) -> list[NoEffect]:
-    """The settings of a user's callbacks that do nothing.
+    """Return the settings of a user's callbacks that do nothing.
 
     Args:
         callbacks: those that the user gave, in their order.
@@ -58,7 +58,7 @@ def _of(callback: Callback, callbacks: Sequence[Callback], config: HeteroConfig,
 
 
 def _of_total(callback: TTACallback) -> Iterator[str]:
-    """Settings that say how a total batch moves, as they were given."""
+    """Yield the settings that say how a total batch moves, as they were given."""
     planner = callback.tta_planner
     if callback.given_lr_scaling not in ("auto", "none"):
         yield f"lr_scaling={callback.given_lr_scaling!r}"
@@ -74,7 +74,7 @@ def _starts_equal(callback: Callback) -> bool:
 
 
 def _moves_total(callback: Callback) -> bool:
-    """Whether a policy has something to decide on for one worker."""
+    """Return whether a policy has something to decide on for one worker."""
     if isinstance(callback, TTACallback):
         return callback.tta_planner.moves_batch
     return isinstance(callback, PolicyCallback) and moves_total(callback.planner)

@@ -23,7 +23,7 @@ __all__ = ["AdaptiveBatchCallback"]
 
 
 class AdaptiveBatchCallback(PolicyCallback):
-    """Moves the total batch to where goodput is highest, together with the split and the learning rate.
+    """Move the total batch to where goodput is highest, together with the split and the learning rate.
 
     ``goodput(B) = B / T(B) * (phi + B_0) / (phi + B)``: samples per second at the optimal split, times the progress
     that a sample brings relative to one at the initial total ``B_0`` (Cannikin, sec. 4.1). ``phi`` is the gradient
@@ -42,8 +42,8 @@ class AdaptiveBatchCallback(PolicyCallback):
             ``(total, initial, trace, grad_sq_norm) -> factor``, or ``"auto"``: AdaScale for SGD, else the square root.
         min_total_batch_size: least total, ``>= 1``; by default what the workers' bounds allow.
         hysteresis: least predicted gain in goodput for which the total is changed, 0 to 1.
-        min_steps: steps to observe between two changes of the total, ``>= 1``; of a long interval between two looks at
-            the plan, the last 32 are observed.
+        min_steps: steps to observe between two changes of the total, ``>= 1``; of a long interval between two sync
+            rounds, the last 32 are observed.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -103,7 +103,7 @@ class AdaptiveBatchCallback(PolicyCallback):
         return self._total.scale_invariant_steps
 
     def companions(self, callbacks: list[Callback]) -> list[Callback]:
-        """A noise scale callback, unless there is one."""
+        """Return a noise scale callback, unless there is one."""
         return [] if any(isinstance(c, GNSCallback) for c in callbacks) else [GNSCallback()]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -174,7 +174,7 @@ class AdaptiveBatchCallback(PolicyCallback):
         super().teardown(trainer, pl_module, stage)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned, the plan, and where learning rate and scale-invariant steps stand."""
+        """Return what was learned, the plan, and where learning rate and scale-invariant steps stand."""
         return {**super().state_dict(), **self._total.state_dict()}
 
     @reading_state("learning rates and steps of the adaptive batch")

@@ -29,13 +29,13 @@ __all__ = ["PolicyCallback", "engine_of", "policy_states"]
 
 
 def policy_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """States of policies in a checkpoint of Lightning's; none in one of plain DDP's."""
+    """Return the states of policies in a checkpoint of Lightning's; none in one of plain DDP's."""
     states = checkpoint.get("callbacks", {}).values()
     return [state for state in states if isinstance(state, dict) and {"policy", "engine"} <= set(state)]
 
 
 def engine_of(trainer: Trainer, needs: str, use: str) -> HeteroEngine:
-    """The engine of a trainer's strategy.
+    """Return the engine of a trainer's strategy.
 
     Args:
         trainer: the trainer.
@@ -65,7 +65,7 @@ def _strategy(trainer: Trainer) -> UnevenStrategy:
 
 
 class PolicyCallback(Callback):
-    """Runs one planner. ``planner=None`` keeps the split and only reports.
+    """Run one planner. ``planner=None`` keeps the split and only reports.
 
     Args:
         planner: decides on plans.
@@ -87,7 +87,7 @@ class PolicyCallback(Callback):
         return policy_name(self.planner)
 
     def companions(self, callbacks: list[Callback]) -> list[Callback]:
-        """Callbacks that this one needs and that are not among those given."""
+        """Return callbacks that this one needs and that are not among those given."""
         return []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -107,9 +107,9 @@ class PolicyCallback(Callback):
             count_all_workers(trainer, engine)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on in the middle of an interval between two looks at the plan, if the run is a resumed one.
+        """Go on in the middle of an interval between two sync rounds, if the run is a resumed one.
 
-        A delay of gradients that nobody would decide on, or that the optimizer could not take in the end, is refused.
+        Stale gradients that nobody would decide on, or that the optimizer could not take in the end, are refused.
 
         Raises:
             MisconfigurationException: if the loader is not split, or the optimizer needs a closure.
@@ -145,7 +145,7 @@ class PolicyCallback(Callback):
             self._exchange(trainer, (trainer.current_epoch, batch_idx + 1))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validation is no step."""
+        """Leave validation out of the step's observation."""
         if self._engine is not None:
             self._engine.observer.interrupt()
 
@@ -163,7 +163,7 @@ class PolicyCallback(Callback):
             log_metrics(trainer, self._engine.metrics(done, plan))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Apply what gradients of the last step are still under way."""
+        """Apply the gradients of the last step that are still in flight."""
         assert self._engine is not None
         apply_last_sums(trainer, pl_module, self._engine)
 
@@ -178,7 +178,7 @@ class PolicyCallback(Callback):
             shown.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned, by hardware identity, and the plan; of rank 0, which decides."""
+        """Return what was learned, by hardware identity, and the plan; of rank 0, which decides."""
         state: dict[str, Any] = {"policy": self.policy}
         if self.planner is not None:
             state["planner"] = self.planner.state_dict()
@@ -187,9 +187,9 @@ class PolicyCallback(Callback):
         return state
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add what all ranks have seen since the last look; a collective call, except after an exception.
+        """Add what all ranks have seen since the last sync round; a collective call, except after an exception.
 
-        Only where the total moves, which is part of the mathematics. The split is not, and may be decided on a look
+        Only where the total moves, which is part of the mathematics. The split is not, and may be decided on a round
         later: for that no rank has to wait for others before it writes.
         """
         engine = self._engine

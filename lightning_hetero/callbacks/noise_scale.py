@@ -25,7 +25,7 @@ __all__ = ["GNSCallback"]
 
 
 class GNSCallback(Callback):
-    """Estimates the gradient noise scale ``tr(Sigma) / |G|^2`` while training and logs it.
+    """Estimate the gradient noise scale ``tr(Sigma) / |G|^2`` while training and log it.
 
     Logs ``hetero/noise_scale`` (samples), ``hetero/grad_sq_norm`` (``|G|^2``) and ``hetero/grad_variance``
     (``tr(Sigma)``) whenever the estimate has news. Batches well below the noise scale waste communication, batches well
@@ -155,7 +155,7 @@ class GNSCallback(Callback):
         log_metrics(trainer, noise_metrics(estimate))
 
     def state_dict(self) -> dict[str, Any]:
-        """The running estimate."""
+        """Return the running estimate."""
         return self.estimate.state_dict()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -188,7 +188,7 @@ class GNSCallback(Callback):
 
 
 def _first_dimension(batch: Any) -> int | None:
-    """Samples of a batch: the first dimension of the first tensor in it."""
+    """Count the samples of a batch: the first dimension of the first tensor in it."""
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.ndim else None
     items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()

@@ -1,4 +1,4 @@
-"""Delayed gradients computed at the weights that they will meet, as a Lightning callback."""
+"""Weight prediction for stale gradients, computed at the weights that they will meet, as a Lightning callback."""
 
 import logging
 from collections.abc import Callable
@@ -24,16 +24,16 @@ log = logging.getLogger("lightning_hetero")
 
 
 class LookAheadCallback(Callback):
-    """Computes gradients that arrive a step late at the weights that they will meet then.
+    """Compute stale gradients, applied a step later, at the weights that they will meet then.
 
-    With ``staleness=1`` one step of the optimizer lies between a delayed gradient and the weights it was computed at.
+    With ``staleness=1`` one step of the optimizer lies between a stale gradient and the weights it was computed at.
     With momentum that costs much of the loss early in training. Here forward and backward run with what that step is
-    expected to change: momentum, and in place of the sum that is under way this worker's own part of it, divided by its
+    expected to change: momentum, and in place of the sum in flight this worker's own part of it, divided by its
     share of the batch. Before the optimizer steps the weights are exactly what they were, so that replicas stay
-    identical. In steps whose gradients are not delayed nothing happens.
+    identical. In steps whose gradients are not stale nothing happens.
 
-    It needs another copy of what is delayed, and reads and writes those weights twice a step; with sparse steps, of the
-    touched blocks alone. Of SGD, Adam and AdamW the next step can be foretold; with other optimizers, and
+    It needs another copy of what is stale, and reads and writes those weights twice a step; with sparse steps, of the
+    touched blocks alone. It predicts the next step of SGD, Adam and AdamW; with other optimizers, and
     with ``staleness=0``, it says so and does nothing. :class:`~lightning_hetero.TTACallback` brings one by itself.
 
     Args:
@@ -70,20 +70,20 @@ class LookAheadCallback(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ask for this worker's own part of delayed sums."""
+        """Ask for this worker's own part of stale sums."""
         assert self._engine is not None
         late = self._engine.hook_state.staleness
         strange = [type(optimizer).__name__ for optimizer in trainer.optimizers if not foresees(optimizer)]
         if late is None or late.limit == 0 or strange:
             if late is not None and late.limit and self._engine.rank == 0:
-                log.info("delayed gradients: the next step of %s cannot be foretold, so that none is", strange[0])
+                log.info("weight prediction supports SGD, Adam and AdamW only; %s runs without it", strange[0])
             self._engine = None
             return
         late.keep_own()
         self._engine.restore_weights_by(self._back)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        """Run this step with the weights that its delayed gradients will meet."""
+        """Run this step with the weights that its stale gradients will meet."""
         self._back()
         if self._engine is None or self._engine.hook_state.staleness is None or self._engine.plan is None:
             return
@@ -98,7 +98,7 @@ class LookAheadCallback(Callback):
                 self._move(optimizer, expected, factor)
 
     def _clip(self, trainer: Trainer, expected: dict[torch.Tensor, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """How the trainer is going to clip the gradient that is expected."""
+        """Return how the trainer is going to clip the gradient that is expected."""
         value = trainer.gradient_clip_val
         if not value:
             return lambda gradient: gradient
@@ -160,21 +160,21 @@ class LookAheadCallback(Callback):
                 flat.index_copy_(0, places, before)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The gradient is there: the optimizer gets the weights as they are."""
+        """Give the optimizer the weights as they are, now that the gradient is there."""
         self._back()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Also if there was no backward pass."""
+        """Put weights back also if there was no backward pass."""
         self._back()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Also if the module has skipped the rest of the epoch."""
+        """Put weights back also if the module has skipped the rest of the epoch."""
         self._back()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """A checkpoint that is saved now has the weights as they are."""
+        """Give a checkpoint that is saved now the weights as they are."""
         self._back()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

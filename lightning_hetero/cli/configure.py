@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def ask_settings(read: Callable[[str], str], num_processes: int | None = None) -> dict[str, Any]:
-    """Settings that differ from the defaults; a wrong answer is explained and asked for again.
+    """Ask for the settings that differ from the defaults; explain a wrong answer and ask again.
 
     Args:
         read: shows a question and returns the answer.
@@ -85,7 +85,7 @@ def ask_settings(read: Callable[[str], str], num_processes: int | None = None) -
 
 
 def _asked(read: Callable[[str], str], question: str, default: str, check: Callable[[str], Any]) -> Any:
-    """The value of an answer; as long as ``check`` raises, why is shown and the question is asked again."""
+    """Return the value of an answer; as long as ``check`` raises, show why and ask again."""
     while True:
         try:
             return check(read(f"{question} [{default}]: ").strip() or default)
@@ -94,7 +94,7 @@ def _asked(read: Callable[[str], str], question: str, default: str, check: Calla
 
 
 def _base(read: Callable[[str], str]) -> dict[str, Any]:
-    """What Accelerate itself needs to know, of a file that does not exist yet."""
+    """Ask for what Accelerate itself needs in a file that does not exist yet."""
     config: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE"}
 
     def ask(name: str, question: str, default: str, check: Callable[[str, str], Any]) -> None:
@@ -121,7 +121,7 @@ def _base(read: Callable[[str], str]) -> dict[str, Any]:
 
 
 def _choice(allowed: Sequence[Any]) -> Callable[[str, str], Any]:
-    """Takes one of several values, as it is written in YAML."""
+    """Return a check for one of several values, as it is written in YAML."""
     written = {str(value).lower(): value for value in allowed}
 
     def check(name: str, text: str) -> Any:
@@ -131,7 +131,7 @@ def _choice(allowed: Sequence[Any]) -> Callable[[str, str], Any]:
 
 
 def _whole(low: int, high: int | None = None) -> Callable[[str, str], int]:
-    """Takes an integer within bounds."""
+    """Return a check for an integer within bounds."""
 
     def check(name: str, text: str) -> int:
         if not text.lstrip("-").isdecimal() or int(text) < low or (high is not None and int(text) > high):

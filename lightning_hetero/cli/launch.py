@@ -42,7 +42,7 @@ HELP = {
     "replan": "auto, epoch, or a number of steps",
     "hysteresis": "least predicted gain for which the split changes, 0 to 1",
     "change_cost": "seconds that a change of the split costs, by default measured",
-    "hierarchy": "clusters of workers that a thin link joins: nodes, env, auto or [[0, 1], [2]]",
+    "hierarchy": "clusters of workers that a low-bandwidth link joins: nodes, env, auto or [[0, 1], [2]]",
     "sparse_optimizer": "true lets SGD or AdamW update only the blocks that block_topk sends",
     "compression": "what is sent of gradients: block_topk, powersgd, fp16, bf16 or auto",
     "density": "share of the gradient that block_topk sends, 0 to 1",
@@ -142,7 +142,7 @@ def read_config(path: str | None) -> tuple[dict[str, Any] | None, dict[str, Any]
 def hetero_environment(
     section: Mapping[str, Any], flags: Mapping[str, str], environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Variables to set for the workers: a flag goes before an exported variable, which goes before the file.
+    """Return the workers' variables: a flag goes before an exported variable, which goes before the file.
 
     Raises:
         TypeError: if a setting is unknown or has the wrong type.
@@ -176,7 +176,7 @@ def hetero_environment(
 
 
 def devices() -> int:
-    """Accelerators that torch sees on this machine.
+    """Count the accelerators that torch sees on this machine.
 
     Example:
         >>> devices() >= 0
@@ -231,7 +231,7 @@ def _start_cpu_workers(args: Namespace, config: dict[str, Any] | None) -> None:
 
 @contextlib.contextmanager
 def _config_file(config: dict[str, Any] | None) -> Iterator[str | None]:
-    """A file for Accelerate with what was left of the config."""
+    """Write a file for Accelerate with what was left of the config."""
     if config is None:
         yield None
         return

@@ -36,7 +36,7 @@ GRACE = 40.0
 
 
 class ProbeError(RuntimeError):
-    """A probe training did not end with an answer."""
+    """Raised if a probe training did not end with an answer."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 def ranges(
     script: ProbeReport | None, samples: int | None, min_total: int | None, max_total: int | None
 ) -> tuple[int, int, int]:
-    """Samples of a probe training, least and greatest total batch: as given, or by what the script says of itself.
+    """Return samples of a probe training, least and greatest total: as given, or by what the script says of itself.
 
     By default half of an epoch (StellaTrain, sec. 4.3), and totals from a quarter to four times the script's own.
 
@@ -149,7 +149,7 @@ class ScriptProbes:
         self._say = _say if say is None else say
 
     def describe(self) -> ProbeReport:
-        """What the script says of itself; it does not train.
+        """Ask the script what it is, without training.
 
         Raises:
             ProbeError: if it does not answer.

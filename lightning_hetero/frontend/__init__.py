@@ -1,3 +1,3 @@
-"""What all adapters to trainers share."""
+"""The parts that all adapters to trainers share."""
 
 __all__: list[str] = []

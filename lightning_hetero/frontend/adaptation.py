@@ -92,7 +92,7 @@ class Adaptation:
     # a total that moves
 
     def starts(self, planner: Planner | None) -> Planner | None:
-        """The planner, where a pass over the data begins; a total that cannot be within the bounds is refused.
+        """Return the planner with which a pass over the data begins; refuse a total that cannot be within the bounds.
 
         Args:
             planner: of the session, which knows the initial total if it goes on.
@@ -108,7 +108,7 @@ class Adaptation:
         return planner
 
     def begun(self, planner: Planner | None) -> Planner | None:
-        """The planner that knows the initial total, which the number of micro-batches is a part of.
+        """Return the planner that knows the initial total, which the number of micro-batches is a part of.
 
         Raises:
             RuntimeError: if the learning rate of no optimizer would follow.
@@ -137,7 +137,7 @@ class Adaptation:
         return planner
 
     def follow(self, planner: Planner | None, directory: Path | None) -> tuple[Planner | None, dict[str, float]]:
-        """Let all ranks take the learning rates of rank 0, behind a look at the plan; a collective call.
+        """Let all ranks take the learning rates of rank 0, behind a sync round; a collective call.
 
         Args:
             planner: that has decided.
@@ -161,7 +161,7 @@ class Adaptation:
     # state
 
     def interval(self, at: tuple[int, int]) -> dict[str, Any]:
-        """What was seen since the last look, if anything is measured here; a collective call.
+        """Return what was seen since the last sync round, if anything is measured here; a collective call.
 
         Args:
             at: epoch, and batches of it that were trained on.
@@ -182,7 +182,7 @@ class Adaptation:
                 self._noise.resume(interval["noise"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Where noise scale, learning rate and scale-invariant steps stand."""
+        """Return where noise scale, learning rate and scale-invariant steps stand."""
         noise = {} if self._noise is None else {"noise_scale": self._noise.running.state_dict()}
         return {**noise, **({} if self._total is None else {"total": self._total.state_dict()})}
 

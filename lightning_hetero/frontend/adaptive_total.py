@@ -1,7 +1,6 @@
 """Move learning rate, bounds and reports along with the total batch of an engine's plans, whatever trains under them.
 
-On the total itself :class:`~lightning_hetero.core.policies.goodput.GoodputPlanner` decides, when ranks look at their
-plan.
+On the total itself :class:`~lightning_hetero.core.policies.goodput.GoodputPlanner` decides, in sync rounds.
 """
 
 import csv
@@ -25,7 +24,7 @@ TABLE = "hetero_candidates.csv"
 
 
 class AdaptiveTotal:
-    """Keeps the learning rate, the bounds and the reports of a total batch that a planner moves.
+    """The learning rate, the bounds and the reports of a total batch that a planner moves.
 
     The scheduled learning rate is multiplied by a factor while the optimizer steps, see
     :mod:`lightning_hetero.core.batching.lr_scaling`; the scheduler does not see it.
@@ -85,7 +84,7 @@ class AdaptiveTotal:
         micro_batch_limit: int | None = None,
         fits: int | None = None,
     ) -> GoodputPlanner:
-        """The planner with what is known once a run begins, on all ranks alike.
+        """Return the planner with what is known once a run begins, on all ranks alike.
 
         Args:
             planner: new, or of an earlier run, whose initial total it keeps.
@@ -133,7 +132,7 @@ class AdaptiveTotal:
             )
 
     def follow(self, planner: GoodputPlanner) -> tuple[GoodputPlanner, Candidate | None]:
-        """Let all ranks take learning rates and micro-batches of rank 0, behind a look at the plan; a collective call.
+        """Let all ranks take learning rates and micro-batches of rank 0, behind a sync round; a collective call.
 
         Args:
             planner: that has decided; that of rank 0 counts.
@@ -190,7 +189,7 @@ class AdaptiveTotal:
     # reports
 
     def metrics(self, running: Candidate | None) -> dict[str, float]:
-        """Metrics of the total that holds from now on.
+        """Return the metrics of the total that holds from now on.
 
         Args:
             running: what is predicted of it.
@@ -204,13 +203,13 @@ class AdaptiveTotal:
         return metrics
 
     def write(self, table: Sequence[Candidate], running: Candidate | None, directory: Path, step: int) -> None:
-        """Add all candidates of a look to the table in a directory, ``hetero_candidates.csv``.
+        """Add all candidates of a sync round to the table in a directory, ``hetero_candidates.csv``.
 
         Args:
             table: candidates; nothing is written without any.
             running: the one that holds from now on.
             directory: is made if it is not there.
-            step: optimizer step of the look.
+            step: optimizer step of the sync round.
         """
         if not table:
             return
@@ -227,7 +226,7 @@ class AdaptiveTotal:
     # state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where learning rate and scale-invariant steps stand."""
+        """Return where learning rate and scale-invariant steps stand."""
         return {"gains": dict(self._gains), "scale_invariant_steps": self.scale_invariant_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

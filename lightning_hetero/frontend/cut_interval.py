@@ -1,6 +1,6 @@
-"""Save and resume a run that is cut between two looks at its plan.
+"""Save and resume a run that is cut between two sync rounds.
 
-The run that goes on then looks after the same step, and sees the same steps, as the run without a break.
+The run that goes on then has its round after the same step, and sees the same steps, as the run without a break.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["cut_interval", "of_same_workers", "resume_looks", "resume_plans"]
 
 
 def cut_interval(engine: HeteroEngine, at: tuple[int, int]) -> dict[str, Any]:
-    """Steps of all ranks since their last look, the step of the next one, and plans yet to come; a collective call.
+    """Return all ranks' steps since the last sync round, the step of the next, and plans to come; a collective call.
 
     Args:
         engine: of the run, whose data is sharded.
@@ -31,7 +31,7 @@ def cut_interval(engine: HeteroEngine, at: tuple[int, int]) -> dict[str, Any]:
 
 
 def of_same_workers(engine: HeteroEngine | None, interval: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint has of an interval, if it is of the workers at hand."""
+    """Return what a checkpoint has of an interval, if it is of the workers at hand."""
     roster = None if engine is None else engine.roster
     same = roster is not None and interval.get("workers") == list(roster.identities)
     return interval if same else {}
@@ -39,7 +39,7 @@ def of_same_workers(engine: HeteroEngine | None, interval: dict[str, Any]) -> di
 
 @reading_state("steps since the ranks last compared their times")
 def resume_looks(engine: HeteroEngine, interval: dict[str, Any]) -> None:
-    """Go on between two looks, if the interval has anything."""
+    """Go on between two sync rounds, if the interval has anything."""
     if interval:
         resume_interval(interval, engine.rank, engine.observer, engine.schedule)
 

@@ -21,7 +21,7 @@ __all__ = [
     "sample_count",
     "stream_of",
     "timed_loader",
-    "why_not_uneven",
+    "unsupported_reason",
     "with_batch_sampler",
 ]
 
@@ -31,8 +31,8 @@ NOT_MET = (
 )
 
 
-def why_not_uneven(loader: Any, world_size: int) -> str | None:
-    """Why a loader cannot be split unevenly over so many ranks, with advice; ``None`` if it can."""
+def unsupported_reason(loader: Any, world_size: int) -> str | None:
+    """Return why a loader cannot be split unevenly over so many ranks, with advice; ``None`` if it can."""
     if not isinstance(loader, DataLoader):
         return f"the train loader is a {type(loader).__name__}, not a torch DataLoader. Return a DataLoader"
     if isinstance(loader.dataset, IterableDataset):
@@ -69,7 +69,7 @@ def sample_count(loader: DataLoader) -> int:
 
 
 def batches_of(loader: DataLoader) -> BatchSampler:
-    """Return the batch sampler of a loader that can be split, see :func:`why_not_uneven`.
+    """Return the batch sampler of a loader that can be split, see :func:`unsupported_reason`.
 
     Raises:
         TypeError: if its batches are not torch's own.
@@ -81,7 +81,7 @@ def batches_of(loader: DataLoader) -> BatchSampler:
 
 
 def stream_of(loader: DataLoader) -> IndexStream | None:
-    """Order of a loader's samples before they are distributed over ranks; ``None`` if it cannot be told."""
+    """Return the order of a loader's samples before they are distributed over ranks; ``None`` if it cannot be told."""
     batches: Any = loader.batch_sampler
     sampler: Any = loader.sampler if batches is None else batches.sampler
     seed = int(getattr(sampler, "seed", None) or os.environ.get("PL_GLOBAL_SEED") or 0)
@@ -99,7 +99,7 @@ def stream_of(loader: DataLoader) -> IndexStream | None:
 
 
 def with_batch_sampler(loader: DataLoader, batch_sampler: Any) -> DataLoader:
-    """A copy of a loader of any class with another batch sampler; the loader itself stays as it is.
+    """Return a copy of a loader of any class with another batch sampler; the loader itself stays as it is.
 
     ``DataLoader`` refuses to have the attribute set after construction, because its own iterators would not notice; a
     copy has none yet. Copying keeps subclasses and all their attributes, which calling their constructor anew would
@@ -112,7 +112,7 @@ def with_batch_sampler(loader: DataLoader, batch_sampler: Any) -> DataLoader:
 
 
 class _TimedIterator:
-    """Times how long each batch took to come."""
+    """An iterator that times how long each batch took to come."""
 
     def __init__(self, iterator: Iterator[Any], engine: HeteroEngine) -> None:
         self._iterator, self._fetch = iterator, engine.fetch
@@ -143,7 +143,7 @@ def iterated_by(
     iterate: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]],
     length: Callable[[], int | None] = lambda: None,
 ) -> Any:
-    """The loader, still of its class, with ``iterate(open_loader)`` as its iterator and, if known, another length."""
+    """Give a loader, still of its class, ``iterate(open_loader)`` as its iterator and, if known, another length."""
     cls: Any = type(loader)
 
     def own_length(self: Any) -> int:
@@ -160,17 +160,17 @@ def iterated_by(
 
 
 def evaluates(models: Sequence[torch.nn.Module]) -> bool:
-    """Whether what is run now cannot be training: gradients are off, or all models are in ``eval()``."""
+    """Return whether what runs now cannot be training: gradients are off, or all models are in ``eval()``."""
     return not torch.is_grad_enabled() or (len(models) > 0 and not any(model.training for model in models))
 
 
 def _inner(loader: DataLoader) -> Any:
-    """The batch sampler of an evaluation, which Lightning wraps for predictions to know the indices of each batch."""
+    """Return an evaluation's batch sampler, which Lightning wraps for predictions to know the indices of each batch."""
     return getattr(loader.batch_sampler, "_batch_sampler", loader.batch_sampler)
 
 
-def why_not_balanced(loader: Any, world_size: int) -> str | None:
-    """Why an evaluation loader cannot be split by speed over several ranks; ``None`` if it can."""
+def unbalanced_reason(loader: Any, world_size: int) -> str | None:
+    """Return why an evaluation loader cannot be split by speed over several ranks; ``None`` if it can."""
     if not isinstance(loader, DataLoader):
         return f"it is a {type(loader).__name__}, not a torch DataLoader"
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
@@ -191,8 +191,8 @@ def why_not_balanced(loader: Any, world_size: int) -> str | None:
 
 
 def balanced_evaluation_loader(loader: Any, engine: HeteroEngine) -> Any:
-    """The evaluation loader split by the shares of the current plan; unchanged where that is not possible."""
-    reason = why_not_balanced(loader, engine.world_size)
+    """Split an evaluation loader by the shares of the current plan; leave it unchanged where that is not possible."""
+    reason = unbalanced_reason(loader, engine.world_size)
     if reason is not None:
         if engine.world_size > 1:
             text = f"balance_evaluation=True leaves an evaluation loader as it is under ddp: {reason}"

@@ -1,4 +1,4 @@
-"""What one has to know before joining a process group that torchrun started again."""
+"""Warn of stale addresses before joining a process group that torchrun started again."""
 
 from collections.abc import Mapping
 

@@ -11,13 +11,13 @@ __all__ = ["CopiedSession", "Session", "SessionBatches"]
 
 
 class Session(Protocol):
-    """What the batches need of their session."""
+    """The part of a session that its batches need."""
 
     engine: HeteroEngine
 
     @property
     def running(self) -> bool:
-        """Whether a pass over the data is under way."""
+        """Whether a pass over the data runs."""
 
     @property
     def stream(self) -> IndexStream | None:
@@ -25,7 +25,7 @@ class Session(Protocol):
 
 
 class CopiedSession:
-    """What the copy or the unpickled form of a front end has in place of its session; all that it does is to refuse."""
+    """The session of a copied or unpickled front end; all that it does is to refuse."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -40,7 +40,7 @@ class CopiedSession:
 
 
 class SessionBatches:
-    """The session's batches of this rank, in the shape of a batch sampler; it stays when plans and positions change.
+    """Batches of a session on this rank, in the shape of a batch sampler; it stays when plans and positions change.
 
     Args:
         session: whose batches these are.

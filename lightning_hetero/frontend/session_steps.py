@@ -20,7 +20,7 @@ class SessionSteps:
         """Steps so far at whose end gradients were averaged."""
 
     def begin(self) -> None:
-        """A batch is handed out."""
+        """Open a step: its batch is handed out."""
         self._open = True
 
     def close(self, epoch: int, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Which settings of a run do nothing in it, with the reason: said once, on rank 0, when training begins.
+"""Tell settings that do nothing in a run, with the reason: once, on rank 0, when training begins.
 
 A setting that is wrong is an error where it is given. Here are those that are right by themselves, and do nothing with
 the workers, the policy or the data at hand.
@@ -33,7 +33,7 @@ FOR_SPLIT = (
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of a run when its training begins.
+    """A run, as far as it is known when its training begins.
 
     Args:
         world_size: number of ranks.
@@ -57,7 +57,7 @@ class Run:
 
 
 def given(config: HeteroConfig, names: Iterable[str]) -> tuple[str, ...]:
-    """Those of some settings that are not at their defaults, as they were given.
+    """Return those of some settings that are not at their defaults, as they were given.
 
     Example:
         >>> given(HeteroConfig(policy="pid", local_batch_sizes=[3, 1]), ("policy", "local_batch_sizes", "replan"))
@@ -69,7 +69,7 @@ def given(config: HeteroConfig, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _written(value: object) -> str:
-    """A value as users write it: with lists in place of tuples, and without what is at its default."""
+    """Write a value as users do: with lists in place of tuples, and without what is at its default."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_written, value))}]"
     if not is_dataclass(value):
@@ -80,7 +80,7 @@ def _written(value: object) -> str:
 
 
 def without_effect(config: HeteroConfig, run: Run) -> list[NoEffect]:
-    """The settings of a configuration that do nothing in a run.
+    """Return the settings of a configuration that do nothing in a run.
 
     Example:
         >>> [str(one) for one in without_effect(HeteroConfig(staleness=1), Run(1))][0][:30]

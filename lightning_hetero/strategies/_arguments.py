@@ -1,4 +1,4 @@
-"""Which keyword arguments a strategy takes: a misspelt one is an error where it is written, not in the training."""
+"""Check the keyword arguments of a strategy: a misspelt one is an error where it is written, not in the training."""
 
 import inspect
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ GIVEN_BY_LIGHTNING = ("self", "module", "device_ids", "args", "kwargs")
 
 
 def arguments_of(strategy: type) -> list[str]:
-    """Names of all keyword arguments of a strategy of data parallelism: its own, ours, and those of torch's wrapper.
+    """Return the names of all keyword arguments of a strategy: its own, ours, and those of torch's wrapper.
 
     Args:
         strategy: a class; every class that it is made of passes on what it does not take itself.

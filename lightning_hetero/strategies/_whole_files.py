@@ -1,4 +1,4 @@
-"""Checkpoint files that are there as a whole or not at all, and what is said of those that are damaged nevertheless."""
+"""Checkpoint files that are there as a whole or not at all, and errors for those that are damaged nevertheless."""
 
 import functools
 import importlib
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
 
     class Strategy:
-        """What strategies of the Trainer and of Fabric have in common here."""
+        """The part that strategies of the Trainer and of Fabric have in common here."""
 
         _checkpoint_io: CheckpointIO | None
 
@@ -43,7 +43,7 @@ LAST = "last"
 
 
 class DamagedCheckpointError(RuntimeError):
-    """A checkpoint file is not whole."""
+    """Raised for a checkpoint file that is not whole."""
 
 
 class WholeFilesMixin(Strategy):
@@ -181,7 +181,7 @@ def _whole_beside(path: Path) -> list[Path]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file ends as torch's do: with the directory of its archive; or is of the older kind without one."""
+    """Return whether a file ends as torch's do, with the directory of its archive; one of the older kind has none."""
     with path.open("rb") as file:
         begins = file.read(2)
     return zipfile.is_zipfile(path) if begins != b"\x80\x02" else True

@@ -9,7 +9,7 @@ __all__ = ["ray_strategy"]
 
 
 def ray_strategy(**settings: Any) -> Any:
-    """The strategy for a ``Trainer`` inside the training function of Ray's ``TorchTrainer``.
+    """Make the strategy for a ``Trainer`` inside the training function of Ray's ``TorchTrainer``.
 
     Use it with ``plugins=[RayLightningEnvironment()]`` and ``prepare_trainer``, as Ray's ``RayDDPStrategy``.
 

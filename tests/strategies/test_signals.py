@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetero import AdaptiveBatchCallback, BlockTopK, GNSCallback
 from lightning_hetero.strategies._lightning.ending import EndingMixin
-from lightning_hetero.strategies._lightning.signals import SharedSignals, defer_sigterm
+from lightning_hetero.strategies._lightning.signals import SharedSignals, sigterm_at_next_merge
 from tests.helpers import Points, Regressor, fit, run_ranks
 
 N = 64
@@ -183,7 +183,9 @@ def test_only_lightnings_own_handler_is_replaced():
     launcher = SimpleNamespace(kill=killed.append)
     before = signal.signal(signal.SIGTERM, Handlers())
     try:
-        defer_sigterm(SimpleNamespace(strategy=SimpleNamespace(launcher=launcher)), lambda: called.append("noted"))
+        sigterm_at_next_merge(
+            SimpleNamespace(strategy=SimpleNamespace(launcher=launcher)), lambda: called.append("noted")
+        )
         signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -1,4 +1,4 @@
-"""Where :class:`~lightning_hetero.callbacks.GNSCallback` gets its norms from, by what runs the training.
+"""Sources of the norms of :class:`~lightning_hetero.callbacks.GNSCallback`, by what runs the training.
 
 Three sources: several workers of ``hetero_ddp`` (unequal batches), several workers of plain ``ddp`` (equal ones), and a
 single worker, by gradient accumulation or, flagged as biased, by successive steps.
@@ -22,7 +22,7 @@ log = logging.getLogger("lightning_hetero")
 
 
 class Source:
-    """Where gradients come from: what there is to do at the seams of a step, nothing by default."""
+    """A source of gradients, told of the seams of a step; by default it does nothing there."""
 
     running: RunningNoiseScale
 
@@ -33,31 +33,31 @@ class Source:
         """Take norms of gradients as Adam scales them."""
 
     def start(self, trainer: Trainer) -> None:
-        """Training begins."""
+        """Begin with a training."""
 
     def begin(self, trainer: Trainer, batch_size: int) -> None:
-        """A batch begins."""
+        """Take note that a batch begins."""
 
     def backward(self, trainer: Trainer) -> None:
-        """A backward pass is over."""
+        """Take note that a backward pass is over."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step."""
+        """Take note that an optimizer is about to step."""
 
     def end(self, trainer: Trainer) -> None:
-        """The batch is over."""
+        """Take note that the batch is over."""
 
     def flush(self) -> None:
         """Take what is known on this rank alone into the running estimate."""
 
     def finish(self) -> None:
-        """Training went to its end: a training too short for a message has an estimate all the same; collective."""
+        """End a training: one too short for a message has an estimate all the same; a collective call."""
 
     def stop(self) -> None:
-        """Training is over."""
+        """Leave nothing of the training running."""
 
     def interval(self) -> dict[str, Any]:
-        """What was seen since the last message, for a checkpoint; a collective call."""
+        """Return what was seen since the last message, for a checkpoint; a collective call."""
         return {}
 
     def resume(self, interval: dict[str, Any]) -> None:

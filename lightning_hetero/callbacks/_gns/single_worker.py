@@ -67,7 +67,7 @@ class SingleWorkerSource(Source):
             self._compare(optimizer, parameters)
 
     def _compare(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
-        """The gradient of this step with that of the step before, which belongs to other parameters."""
+        """Compare the gradient of this step with that of the step before, which belongs to other parameters."""
         ((size,),) = self.sizes
         before = self.previous.pop(id(optimizer), None)
         gradients = [p.grad.detach() for p in parameters if p.grad is not None]
@@ -140,6 +140,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _products(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
-    """``a . a``, ``b . b`` and ``2 a . b``."""
+    """Return ``a . a``, ``b . b`` and ``2 a . b``."""
     a, b = a.reshape(-1), b.reshape(-1)
     return [torch.dot(a, a).double(), torch.dot(b, b).double(), 2 * torch.dot(a, b).double()]

@@ -43,7 +43,7 @@ class FabricMixin(PlanAccess, DDPStrategy):
         return self.session
 
     def _met(self) -> HeteroSession | None:
-        """The session; where there is none yet, what is set up is as under plain DDP, and that is said."""
+        """Return the session; where there is none yet, warn that what is set up is as under plain DDP."""
         if self.session is None:
             log.warning(NOT_MET, "fabric.launch()")
         return self.session

@@ -14,7 +14,7 @@ from lightning_hetero.frontend.loaders import (
     evaluates,
     iterated_by,
     stream_of,
-    why_not_uneven,
+    unsupported_reason,
     with_batch_sampler,
 )
 from lightning_hetero.frontend.without_effect import tell_left
@@ -42,7 +42,7 @@ class FabricDataMixin(FabricMixin):
             return dataloader
         shuffles, taken = _shuffles(dataloader), self._train_loader is not None
         engine = self._running().engine
-        reason, say = why_not_uneven(dataloader, engine.world_size), engine.notices.say
+        reason, say = unsupported_reason(dataloader, engine.world_size), engine.notices.say
         if not shuffles and (taken or reason is not None):
             if not taken:
                 say(f"{reason}. It is left as it is, as the loader of an evaluation.", loses=True)
@@ -92,12 +92,12 @@ class FabricDataMixin(FabricMixin):
         return evaluates(self._models)
 
     def _even(self, loader: DataLoader) -> DataLoader:
-        """An evaluation loader: as DDP has it, or balanced by speed without repeated samples."""
+        """Return an evaluation loader: as DDP has it, or balanced by speed without repeated samples."""
         balanced = self.config.balance_evaluation
         return self._announced(balanced_evaluation_loader(loader, self._running().engine) if balanced else loader)
 
     def _announced(self, loader: DataLoader) -> DataLoader:
-        """The loader, which tells the session when it begins."""
+        """Return the loader, which tells the session when it begins."""
         session = self._running()
 
         def begin(open_loader: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -111,7 +111,7 @@ class FabricDataMixin(FabricMixin):
 
 
 def _shuffles(loader: Any) -> bool:
-    """Whether a loader is one to train with: it shuffles, or has a sampler of the user's."""
+    """Return whether a loader is one to train with: it shuffles, or has a sampler of the user's."""
     if not isinstance(loader, DataLoader):
         return False
     sampler = getattr(loader.batch_sampler, "sampler", None)

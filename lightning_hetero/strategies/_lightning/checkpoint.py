@@ -19,7 +19,7 @@ __all__ = ["CheckpointMixin"]
 
 
 class CheckpointMixin(AloneMixin):
-    """What a strategy of Lightning's saves besides what Lightning does, and how a fit goes on from it."""
+    """Save what a strategy has besides what Lightning saves, and let a fit go on from it."""
 
     engine: HeteroEngine | None
     _resumption: Resumption | None = None
@@ -44,7 +44,7 @@ class CheckpointMixin(AloneMixin):
             resumption.begin(self._trainer, self.engine)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As DDP, with the gradients that compression has not sent yet, of all ranks."""
+        """Save the checkpoint with the gradients that compression has not sent yet, of all ranks."""
         add_residuals(checkpoint, self.engine, alone=self._alone)
         leave_out_loader(checkpoint, self.engine)
         super().save_checkpoint(checkpoint, *args, **kwargs)
@@ -82,7 +82,7 @@ def forget_without_state(checkpoint: Mapping[str, Any], engine: HeteroEngine) ->
 
 
 def describe(checkpoint: Mapping[str, Any]) -> str:
-    """Which checkpoint it is, by its step and some of its weights: equal on ranks that have read the same."""
+    """Describe a checkpoint by its step and some of its weights: equal on ranks that have read the same."""
     weights = checkpoint.get("state_dict", {})
     some = (
         value.flatten()[:16].double().cpu().numpy().tobytes() for value in weights.values() if torch.is_tensor(value)

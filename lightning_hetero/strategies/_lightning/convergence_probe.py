@@ -84,7 +84,7 @@ def _strategy(trainer: Trainer) -> "HeteroDDPMixin":
 
 
 def _ahead(callbacks: list[Callback]) -> list[Callback]:
-    """The callback that a policy brings to look ahead: late gradients cost what they will cost with that policy."""
+    """Return the look-ahead callback of a policy: stale gradients then cost what they will cost with that policy."""
     policies = [callback for callback in callbacks if isinstance(callback, PolicyCallback)]
     brought = [callback for policy in policies for callback in policy.companions(callbacks)]
     return [callback for callback in brought if isinstance(callback, LookAheadCallback)]
@@ -97,13 +97,13 @@ class _EvenTotal(StaticPlanner):
     total: int
 
     def initial(self, context: PlanContext) -> Proposal | None:
-        """The total of the order, whatever the loader's."""
+        """Propose the total of the order, whatever the loader's."""
         plan = BatchPlan(self.total, even_sizes(self.total, len(context.identities)))
         return Proposal(plan, "a probe training's total batch")
 
 
 class ConvergenceProbe(PolicyCallback):
-    """Runs an order: the total batch, the delay of gradients, the end, and the answer.
+    """Runs the order of a probe training: the total batch, staleness, the end, and the answer.
 
     Args:
         order: what to train.
@@ -135,7 +135,7 @@ class ConvergenceProbe(PolicyCallback):
         )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Delay gradients if that is ordered; without a training, answer at once.
+        """Make gradients stale if that is ordered; without a training, answer at once.
 
         Raises:
             MisconfigurationException: if there is nobody to send gradients to.
@@ -157,7 +157,7 @@ class ConvergenceProbe(PolicyCallback):
             config.strict = False  # a metric of validation that a schedule follows is never there
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """No look at the plan, which is that of the order."""
+        """Keep the plan, which is that of the order."""
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Take the loss with this rank's weight in it, so that the mean over ranks is that of the total batch."""

@@ -55,17 +55,18 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
         min_local_batch_size: fewest samples of a worker; default 1, or 2 if the model has batch normalisation.
         max_local_batch_sizes: most samples of a worker (memory), one number or one per worker.
         weight_fn: counts what a batch's mean loss is a mean of (tokens, pixels): ``weight_fn(batch) -> number``.
-        replan: ``"auto"``, ``"epoch"``, or a number of optimizer steps between two looks at the plan.
+        replan: ``"auto"``, ``"epoch"``, or a number of optimizer steps between two sync rounds.
         hysteresis: least predicted gain for which a plan is changed, as a share of the step time; by default what pays.
         change_cost: seconds that a change of the split costs, to compile or tune anew; by default they are measured.
         balance_evaluation: split validation, test and predict data by speed, without repeating samples.
         probe_memory: find each worker's largest batch by trial before training (CUDA).
         compression: what is sent of gradients: ``None`` (all of them), ``BlockTopK(density=0.01)``, ``"block_topk"``,
             ``"powersgd"``, ``"fp16"``, ``"bf16"``, or ``"auto"`` (block top-k where it shortens the step).
-        hierarchy: clusters of workers that a thin link joins: ``[[0, 1, 2], [3]]``, ``"nodes"`` (by host), ``"env"`` or
-            ``"auto"``; gradients are summed inside of each, and one worker of each exchanges sums with the others.
+        hierarchy: clusters of workers that a low-bandwidth link joins: ``[[0, 1, 2], [3]]``, ``"nodes"`` (by host),
+            ``"env"`` or ``"auto"``; gradients are summed inside of each, and one worker of each exchanges sums with the
+            others.
         sparse_optimizer: ``True`` lets SGD or AdamW update only the blocks that block top-k sends.
-        staleness: 1 lets gradients that would make steps wait for the link arrive a step later; 0 lets none.
+        staleness: 1 applies gradients that would make steps wait for the link a step later; 0 applies none so.
         nonfinite: ``"warn"`` of a loss that is not finite, ``"drop"`` such gradients on all ranks, or ``"stop"``.
         kwargs: everything that Lightning's ``DDPStrategy`` takes.
 
@@ -182,7 +183,7 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
         self._share_signals()
 
     def configure_ddp(self) -> None:
-        """Look at the model before it is wrapped: its smallest batch and, if asked for, its largest."""
+        """Find the smallest batch of the model before it is wrapped and, if asked for, the largest."""
         assert self.engine is not None
         self._require_one_checkpoint()
         module = self._pl_module
@@ -198,7 +199,7 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
         super().configure_ddp()
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
-        """As DDP, on the stream that computes.
+        """Wrap the model as DDP does, on the stream that computes.
 
         Lightning builds it on another stream, on which torch then accumulates each gradient: an event and a wait for
         every parameter in every step, of which torch warns from 2.10 on.
@@ -214,7 +215,7 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
             WrappedModel(self.model, self.engine, self._attach, lambda: self.optimizers)
 
     def _attach(self, model: DistributedDataParallel) -> None:
-        """Put what sends gradients into our hook: the user's hook, compression, delays."""
+        """Put what sends gradients into our hook: the user's hook, compression, staleness."""
         assert self.engine is not None
         self._pl_static_graph_delay_done = False  # Lightning's own, of DDP's first step
         state = self.engine.hook_state
@@ -226,7 +227,7 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
         attach_staleness(self)
 
     def setup_optimizers(self, trainer: "Trainer") -> None:
-        """As DDP; an optimizer with sparse steps takes the blocks of a compressed gradient."""
+        """Set up optimizers; one with sparse steps takes the blocks of a compressed gradient."""
         super().setup_optimizers(trainer)
         lead_optimizers(self)
 
@@ -269,7 +270,7 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
         model: "LightningModule | torch.nn.Module | None" = None,
         **kwargs: Any,
     ) -> Any:
-        """As DDP.
+        """Step as DDP does, timed.
 
         Raises:
             RuntimeError: if under manual optimization no backward pass went through the strategy before this step.

@@ -14,14 +14,14 @@ from lightning_hetero.callbacks._elastic import ElasticCallback
 from lightning_hetero.callbacks._lightning import callbacks_of
 from lightning_hetero.core.validation import check_names
 from lightning_hetero.elastic import ElasticConfig, ElasticEngine, MergeRecord
-from lightning_hetero.frontend.loaders import NOT_MET, batches_of, stream_of, why_not_uneven, with_batch_sampler
+from lightning_hetero.frontend.loaders import NOT_MET, batches_of, stream_of, unsupported_reason, with_batch_sampler
 from lightning_hetero.frontend.log import log
 from lightning_hetero.frontend.model_setup import has_batch_norm
 from lightning_hetero.strategies._arguments import arguments_of
 from lightning_hetero.strategies._lightning.elastic_checkpoint import ElasticCheckpointMixin
-from lightning_hetero.strategies._lightning.elastic_requirements import why_not_elastic
+from lightning_hetero.strategies._lightning.elastic_requirements import unsupported_settings
 from lightning_hetero.strategies._lightning.elastic_steps import NEVER, ElasticStepsMixin
-from lightning_hetero.strategies._lightning.signals import CHECK, defer_sigterm
+from lightning_hetero.strategies._lightning.signals import CHECK, sigterm_at_next_merge
 from lightning_hetero.strategies._registration import register
 from lightning_hetero.strategies._whole_files import WholeFilesMixin
 
@@ -147,7 +147,7 @@ class HeteroElasticMixin(ElasticStepsMixin, ElasticCheckpointMixin, WholeFilesMi
         """
         assert self.engine is not None
         trainer: Any = self._trainer
-        reason = why_not_elastic(trainer, self._layer_sync)
+        reason = unsupported_settings(trainer, self._layer_sync)
         if reason is not None:
             raise self._misconfiguration(reason)
         if trainer.fast_dev_run:
@@ -155,7 +155,7 @@ class HeteroElasticMixin(ElasticStepsMixin, ElasticCheckpointMixin, WholeFilesMi
         self.engine.attach(self._pl_module)
 
     def setup_optimizers(self, trainer: "Trainer") -> None:
-        """As DDP; the momentum of the global model follows from the optimizers.
+        """Set up optimizers, from which the momentum of the global model follows.
 
         Raises:
             MisconfigurationException: if replicas that an optimizer trains cannot be merged.
@@ -179,7 +179,7 @@ class HeteroElasticMixin(ElasticStepsMixin, ElasticCheckpointMixin, WholeFilesMi
         if self.engine is None:
             log.warning(NOT_MET, "Trainer.fit()")
             return dataloader
-        reason = why_not_uneven(dataloader, self.engine.world_size)
+        reason = unsupported_reason(dataloader, self.engine.world_size)
         if isinstance(dataloader, DataLoader) and reason is None:
             return self._shard(self.engine, dataloader)
         raise self._misconfiguration(f"{reason}, or use strategy='ddp'.")
@@ -220,7 +220,7 @@ class HeteroElasticMixin(ElasticStepsMixin, ElasticCheckpointMixin, WholeFilesMi
                 "hetero_elastic takes one train loader. Combine the datasets in one DataLoader."
             )
         setattr(loop.epoch_loop, CHECK, lambda: None)  # a collective in every batch
-        defer_sigterm(self._trainer, self.engine.request_end)
+        sigterm_at_next_merge(self._trainer, self.engine.request_end)
         ended = loop.restarting and loop.epoch_loop.batch_progress.is_last_batch
         self._trainer.val_check_batch = 1 if ended else NEVER
         self._begin_schedules()

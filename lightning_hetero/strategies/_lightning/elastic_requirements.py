@@ -5,10 +5,10 @@ from typing import Any
 
 from lightning_hetero.callbacks._lightning import is_named
 
-__all__ = ["why_not_elastic"]
+__all__ = ["unsupported_settings"]
 
 
-def why_not_elastic(trainer: Any, layer_sync: object = None) -> str | None:
+def unsupported_settings(trainer: Any, layer_sync: object = None) -> str | None:
     """Return why a trainer cannot fit with elastic averaging, with advice; ``None`` if it can.
 
     Args:

@@ -23,7 +23,7 @@ def _ours(message: str) -> str:
 
 
 class AloneMixin(LightningMixin):
-    """Lets a rank wait for nobody while it handles an exception of its own, in order to save a checkpoint say.
+    """A strategy whose rank waits for nobody while it handles an exception of its own, to save a checkpoint say.
 
     The others are somewhere else, and would not take part in what it asks them. What is a collective call in Lightning
     then concerns this rank only.
@@ -66,7 +66,7 @@ class AloneMixin(LightningMixin):
 
 
 class EndingMixin(AloneMixin):
-    """Lets all ranks end at the same batch if one is told to, and lets none wait for ranks that it has left."""
+    """A strategy whose ranks end at the same batch if one is told to, and wait for none that has left them."""
 
     engine: HeteroEngine | None
     _signals: SharedSignals | None = None
@@ -80,7 +80,7 @@ class EndingMixin(AloneMixin):
             self._signals = SharedSignals(trainer, self.engine.control).install()
 
     def settle_signals(self) -> None:
-        """Wait for the last message about signals; a process that ends must not leave it under way."""
+        """Wait for the last message about signals; a process that ends must not leave it in flight."""
         if self._signals is not None:
             self._signals.settle()
 
@@ -113,7 +113,7 @@ class EndingMixin(AloneMixin):
             monitor.stop()
 
     def on_exception(self, exception: BaseException) -> None:
-        """As DDP, with cures of ours; an error of a call that has waited for others names the rank they wait for."""
+        """Add advice of ours; an error of a call that has waited for others names the rank they wait for."""
         super().on_exception(exception)
         exception.args = tuple(_ours(part) if isinstance(part, str) else part for part in exception.args)
         suspects = "" if self._monitor is None else self._monitor.suspects
@@ -128,7 +128,7 @@ class EndingMixin(AloneMixin):
         self._at = self._trainer.current_epoch, batch_idx
 
     def on_train_end(self) -> None:
-        """Look at losses and weights once more, and obey a signal that came after the last check."""
+        """Check losses and weights once more, and obey a signal that came after the last check."""
         super().on_train_end()
         if self.engine is not None:
             self.engine.health.finish()

@@ -48,7 +48,7 @@ OUT_OF_MEMORY = (
 
 
 def probe_module(trainer: Trainer, module: LightningModule, device: torch.device, config: HeteroConfig) -> int | None:
-    """Samples that fit on this device at a time, with 15 % headroom, beside what training allocates later.
+    """Return how many samples fit on this device, with 15 % headroom, beside what training allocates later.
 
     Args:
         trainer: whose train loader gives the samples.
@@ -98,7 +98,7 @@ def probe_module(trainer: Trainer, module: LightningModule, device: torch.device
 
 
 def later_bytes(module: torch.nn.Module, config: HeteroConfig) -> int:
-    """Bytes that training allocates after the dry runs: buckets, optimizer state, residuals, delayed sums.
+    """Count the bytes that training allocates after the dry runs: buckets, optimizer state, residuals, stale sums.
 
     Example:
         >>> later_bytes(torch.nn.Linear(9, 10), HeteroConfig())
@@ -113,7 +113,7 @@ def later_bytes(module: torch.nn.Module, config: HeteroConfig) -> int:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error says that memory ran out: torch's own, or one of a library below it.
+    """Return whether an error says that memory ran out: torch's own, or one of a library below it.
 
     Example:
         >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"))
@@ -132,7 +132,7 @@ def largest_training_batch(
     reserved: int = 0,
     world_size: int = 1,
 ) -> int:
-    """Largest batch of the loader's dataset for which forward and backward run without running out of memory.
+    """Find the largest batch of the loader's dataset for which forward and backward do not run out of memory.
 
     Args:
         module: LightningModule on its device.
@@ -200,7 +200,7 @@ def _dry(module: torch.nn.Module, device: torch.device, world_size: int) -> Iter
 
 
 def _stand_ins(module: torch.nn.Module, world_size: int) -> Iterator[tuple[Any, str, Any]]:
-    """What the module calls in a dry run in place of its own methods, with their owners and names."""
+    """Yield what the module calls in a dry run in place of its own methods, with their owners and names."""
 
     def nothing(*args: object, **kwargs: object) -> None:
         """Log into the void."""

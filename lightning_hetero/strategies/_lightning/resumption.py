@@ -41,7 +41,7 @@ def resume_position(checkpoint: Mapping[str, Any]) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Resumption:
-    """Where training data goes on after a checkpoint, and what Lightning's counters have to be told about it.
+    """The place at which training data goes on after a checkpoint, with what Lightning's counters have to know of it.
 
     Args:
         epoch: epoch that goes on.

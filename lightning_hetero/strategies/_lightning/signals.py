@@ -24,7 +24,7 @@ else:
     except ImportError:  # only the standalone package is installed, or an old one
         from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-__all__ = ["CHECK", "SharedSignals", "defer_sigterm"]
+__all__ = ["CHECK", "SharedSignals", "sigterm_at_next_merge"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -34,7 +34,7 @@ NOTIFIER, REQUEUE = "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
 TERM, AGAIN = 0, 1
 
 
-def defer_sigterm(trainer: "Trainer", note: Callable[[], None]) -> None:
+def sigterm_at_next_merge(trainer: "Trainer", note: Callable[[], None]) -> None:
     """Put ``note`` in the place of Lightning's handler, which broadcasts to all ranks from within the signal.
 
     Handlers besides Lightning's stay, and so does the forwarding to processes that Lightning started.
@@ -132,7 +132,7 @@ class SharedSignals:
         self._obey([max(pair) for pair in zip(before, self._take(), strict=True)])
 
     def settle(self) -> None:
-        """Wait for the message that is under way, and do nothing about it."""
+        """Wait for the message in flight, and do nothing about it."""
         self._take()
 
     def remove(self) -> None:

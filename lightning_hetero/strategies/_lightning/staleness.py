@@ -19,13 +19,13 @@ __all__ = ["attach_staleness"]
 
 
 def attach_staleness(strategy: "HeteroDDPMixin") -> None:
-    """Let gradients of a strategy's module arrive late, if it was asked to; a collective call.
+    """Let gradients of a strategy's module be stale, if it was asked to; a collective call.
 
-    With ``staleness=0`` it takes over only what a run with delayed gradients left in its checkpoint. A probe training
-    goes without a delay that its script does not allow.
+    With ``staleness=0`` it takes over only what a run with stale gradients left in its checkpoint. A probe training
+    goes without staleness that its script does not allow.
 
     Raises:
-        MisconfigurationException: if a delayed gradient would be lost, or end up in another loss's step.
+        MisconfigurationException: if a stale gradient would be lost, or end up in another loss's step.
     """
     engine = strategy.engine
     assert engine is not None
@@ -41,7 +41,7 @@ def attach_staleness(strategy: "HeteroDDPMixin") -> None:
         earlier, restored = before, before.state_dict()
     if not restored.get("sums") and (limit == 0 or engine.world_size == 1):
         return
-    reason = _why_not(strategy, state)
+    reason = _unsupported_reason(strategy, state)
     if reason is not None and strategy._probes:
         log.info("no gradient of this probe training is delayed: %s", reason)
         return
@@ -73,12 +73,12 @@ def attach_staleness(strategy: "HeteroDDPMixin") -> None:
 
 
 def _of_module(before: StaleAverager, module: torch.nn.Module) -> bool:
-    """Whether delays were those of this module, be it of others of its parameters."""
+    """Return whether gradients in flight were those of this module, be it of others of its parameters."""
     there = dict(module.named_parameters())
     return all(there.get(name) is p for name, p in before.parameters.items())
 
 
-def _why_not(strategy: "HeteroDDPMixin", state: HookState) -> str | None:
+def _unsupported_reason(strategy: "HeteroDDPMixin", state: HookState) -> str | None:
     """Return what a stale gradient cannot go with."""
     module = strategy._pl_module
     if not module.automatic_optimization:

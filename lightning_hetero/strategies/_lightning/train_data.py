@@ -11,7 +11,7 @@ from lightning_hetero.frontend.loaders import (
     batches_of,
     stream_of,
     timed_loader,
-    why_not_uneven,
+    unsupported_reason,
     with_batch_sampler,
 )
 from lightning_hetero.frontend.log import log
@@ -38,7 +38,7 @@ class TrainDataMixin(PolicyMixin):
             return dataloader
         if not training:
             return balanced_evaluation_loader(dataloader, self.engine) if self.config.balance_evaluation else dataloader
-        reason = why_not_uneven(dataloader, self.engine.world_size)
+        reason = unsupported_reason(dataloader, self.engine.world_size)
         if isinstance(dataloader, DataLoader) and reason is None:
             return self._shard(dataloader)
         if self.config.policy != "even":
