@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero.comm.agreement.control_plane import let_threads_go
 from lightning_hetero.config import HeteroConfig
@@ -210,7 +211,7 @@ class HeteroSession(TotalAccess):
 
     # which batch a loss belongs to
 
-    def watch(self, model: torch.nn.Module) -> Any:
+    def watch(self, model: torch.nn.Module) -> RemovableHandle:
         """Let the forward passes of a model tell which batch they ran; gives the handle of its hook.
 
         For a loop without a trainer that fetches several batches before their backward passes: each loss then has the
@@ -218,7 +219,7 @@ class HeteroSession(TotalAccess):
         """
         return self.engine.weighting.trace.watch(model)
 
-    def select(self, batch: Any) -> None:
+    def select(self, batch: object) -> None:
         """Let the losses up to the next batch belong to this one, where the model's inputs do not tell."""
         self.engine.weighting.trace.select(batch)
 

@@ -1,6 +1,7 @@
 """``HeteroAccelerator``: Accelerate's ``Accelerator`` with batches split by speed and losses weighted by the split."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
         self.hetero_plugin = hetero_plugin
         self.hetero_session = None
         self._hetero_loader = None
-        self._chosen: Any = None
+        self._chosen: torch.utils.data.DataLoader | None = None
         self._metrics: dict[str, float] = {}
         if hetero_plugin is None:
             return
@@ -120,7 +121,7 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
         self,
         data_loader: torch.utils.data.DataLoader,
         device_placement: bool | None = None,
-        slice_fn_for_dispatch: Any = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
         uneven: bool | None = None,
     ) -> Any:
         """Prepare a loader as ``Accelerator.prepare_data_loader`` does, or split it by speed.
@@ -163,14 +164,16 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
         self._dataloaders[-1] = announced_loader(prepared, session, lambda: self._models)
         return self._dataloaders[-1]
 
-    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
         """Prepare a model; no rank gets a batch of one sample if the model normalises batches."""
         engine = self.engine
         if engine is not None and not evaluation_mode:
             refuse_own_gather(model, engine.world_size, engine.config.policy)
             if raise_minimum(engine, model):
                 self._session().reshard()
-        prepared: Any = super().prepare_model(model, device_placement, evaluation_mode)
+        prepared: torch.nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         if isinstance(getattr(prepared, "_orig_mod", prepared), DistributedDataParallel) and engine is not None:
             self._session().watch(prepared)
         return prepared
@@ -241,7 +244,7 @@ class _TimedOptimizer(AcceleratedOptimizer):
 
     observer: StepObserver
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
         self.observer.begin_update()
         super().step(closure)
         self.observer.end_update()

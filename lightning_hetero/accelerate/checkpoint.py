@@ -23,7 +23,7 @@ class CheckpointAccelerator(SessionAccelerator):
             return SkippedLoader(self._hetero_loader, num_batches)
         return super().skip_first_batches(dataloader, num_batches or 0)
 
-    def _save_hetero(self, models: list[Any], weights: list[Any], folder: str) -> None:
+    def _save_hetero(self, models: list[torch.nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         if self._hetero_loader is None:
             return
         session = self._session()
@@ -35,7 +35,7 @@ class CheckpointAccelerator(SessionAccelerator):
             extra = {"loader": {"iteration": self._hetero_loader.iteration}, "residuals": unsent}
             torch.save({**session.state_dict(), **interval, **extra}, os.path.join(folder, STATE_FILE))
 
-    def _load_hetero(self, models: list[Any], folder: str) -> None:
+    def _load_hetero(self, models: list[torch.nn.Module], folder: str) -> None:
         """Give all ranks what rank 0 has read; a checkpoint of plain Accelerate has nothing to read."""
         session = self._session()
         state: Any = None

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-def training_loader(objects: Sequence[Any]) -> DataLoader | None:
+def training_loader(objects: Sequence[object]) -> DataLoader | None:
     """Return the loader among the arguments of ``prepare`` that is split by speed: the one that shuffles.
 
     Without one, the first loader beside an optimizer; ``None`` if there is no optimizer, as in an evaluation.
@@ -65,7 +65,7 @@ class HeteroDataLoader(DataLoaderShard):
         return int(self.base_dataloader.batch_sampler.batch_size)
 
 
-def unsupported_reason(loader: Any, *, dispatch: bool | None, stateful: bool) -> str | None:
+def unsupported_reason(loader: object, *, dispatch: bool | None, stateful: bool) -> str | None:
     """Return why a loader cannot be split unevenly under Accelerate, with advice; ``None`` if it can."""
     if dispatch:
         return "dispatch_batches=True hands out equal slices of each batch. Leave dispatch_batches out"
@@ -77,7 +77,9 @@ def unsupported_reason(loader: Any, *, dispatch: bool | None, stateful: bool) ->
     return reason_anywhere(loader, world_size=1)
 
 
-def uneven_loader(prepared: DataLoaderShard, session: HeteroSession, world_size: int, *, split: bool) -> Any:
+def uneven_loader(
+    prepared: DataLoaderShard, session: HeteroSession, world_size: int, *, split: bool
+) -> HeteroDataLoader:
     """Return the loader that Accelerate has prepared, with the session's batches in place of its equal ones.
 
     Args:
@@ -141,7 +143,7 @@ class SkippedLoader:
         return getattr(self._loader, name)
 
 
-def refuse_local_sgd(models: Iterable[Any], tensor: torch.Tensor) -> None:
+def refuse_local_sgd(models: Iterable[torch.nn.Module], tensor: torch.Tensor) -> None:
     """Check that a tensor to be averaged over ranks is no parameter of a model that every rank trains apart.
 
     Raises:

@@ -60,7 +60,7 @@ def gather_uneven(
     return _gathered(kept, [offer.rows or () for offer in offers])
 
 
-def _offer(data: Any, counted: bool, objects: bool) -> _Offer:
+def _offer(data: object, counted: bool, objects: bool) -> _Offer:
     if not objects and _only_tensors(data):
         rows = [len(_as_rows(tensor)) if counted else 0 for tensor in _tensors(data)]
         return _Offer(_outline(data, lists=True), counted, rows=tuple(rows))
@@ -94,7 +94,7 @@ def _check(offers: Sequence[_Offer], only_tensors: bool) -> None:
         )
 
 
-def _is_record(data: Any) -> bool:
+def _is_record(data: object) -> bool:
     return isinstance(data, tuple) and hasattr(data, "_fields")
 
 
@@ -103,14 +103,14 @@ def _entries(data: Any) -> list[Any]:
     return list(data.values() if isinstance(data, Mapping) else data)
 
 
-def _only_tensors(data: Any) -> bool:
+def _only_tensors(data: object) -> bool:
     if isinstance(data, Mapping | list | tuple):
         entries = _entries(data)
         return len(entries) > 0 and all(map(_only_tensors, entries))
     return isinstance(data, torch.Tensor)
 
 
-def _tensors(data: Any) -> Iterator[torch.Tensor]:
+def _tensors(data: object) -> Iterator[torch.Tensor]:
     if isinstance(data, torch.Tensor):
         yield data
         return
@@ -122,7 +122,7 @@ def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[None] if tensor.ndim == 0 else tensor
 
 
-def _outline(data: Any, lists: bool, shapes: bool = True) -> str:
+def _outline(data: object, lists: bool, shapes: bool = True) -> str:
     """Describe what must be equal on all ranks: structure, and of tensors the type and all dimensions but the first.
 
     Args:
@@ -137,13 +137,13 @@ def _outline(data: Any, lists: bool, shapes: bool = True) -> str:
     if isinstance(data, Mapping):
         parts = [f"{key}: {_outline(value, lists, shapes)}" for key, value in data.items()]
     elif _is_record(data) or (lists and isinstance(data, list | tuple)):
-        parts = [_outline(value, lists, shapes) for value in data]
+        parts = [_outline(value, lists, shapes) for value in _entries(data)]
     else:
         return "samples" if isinstance(data, list | tuple) else name
     return f"{name}({', '.join(parts)})"
 
 
-def _unsupported_reason(data: Any) -> str | None:
+def _unsupported_reason(data: object) -> str | None:
     """Return why a value cannot be taken apart into samples; ``None`` if it can."""
     if isinstance(data, Mapping) or _is_record(data):
         return next((reason for reason in map(_unsupported_reason, _entries(data)) if reason is not None), None)

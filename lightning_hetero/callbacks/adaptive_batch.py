@@ -74,12 +74,12 @@ class AdaptiveBatchCallback(PolicyCallback):
         self._directory: Path | None = None
 
     @property
-    def lr_scaling(self) -> Any:
+    def lr_scaling(self) -> str | Callable[[float, float, float, float], float]:
         """The rule, once training has begun that which ``"auto"`` has chosen."""
         return self._total.lr_scaling
 
     @property
-    def given_lr_scaling(self) -> Any:
+    def given_lr_scaling(self) -> str | Callable[[float, float, float, float], float]:
         """The rule as it was given."""
         return self._total.given_lr_scaling
 

@@ -187,7 +187,7 @@ class GNSCallback(Callback):
             self._interval = {}
 
 
-def _first_dimension(batch: Any) -> int | None:
+def _first_dimension(batch: object) -> int | None:
     """Count the samples of a batch: the first dimension of the first tensor in it."""
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.ndim else None

@@ -109,7 +109,10 @@ class LookAheadCallback(Callback):
         return lambda gradient: gradient * min(1.0, value / max(norm, 1e-12))
 
     def _move(
-        self, optimizer: torch.optim.Optimizer, expected: dict[torch.Tensor, Any], clip: Callable[[Any], Any]
+        self,
+        optimizer: torch.optim.Optimizer,
+        expected: dict[torch.Tensor, Any],
+        clip: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         assert self._engine is not None
         compression = self._engine.compression

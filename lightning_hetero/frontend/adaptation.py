@@ -66,7 +66,12 @@ class Adaptation:
         """Sum of the factors of all steps so far."""
         return 0.0 if self._total is None else self._total.scale_invariant_steps
 
-    def lead(self, optimizers: Sequence[torch.optim.Optimizer], scaler: Any, divisor: Callable[[], int | None]) -> None:
+    def lead(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        scaler: torch.amp.GradScaler | None,
+        divisor: Callable[[], int | None],
+    ) -> None:
         """Take hold of the optimizers of the run, in place of those held before.
 
         Args:

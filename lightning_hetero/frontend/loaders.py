@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ NOT_MET = (
 )
 
 
-def unsupported_reason(loader: Any, world_size: int) -> str | None:
+def unsupported_reason(loader: object, world_size: int) -> str | None:
     """Return why a loader cannot be split unevenly over so many ranks, with advice; ``None`` if it can."""
     if not isinstance(loader, DataLoader):
         return f"the train loader is a {type(loader).__name__}, not a torch DataLoader. Return a DataLoader"
@@ -98,7 +98,7 @@ def stream_of(loader: DataLoader) -> IndexStream | None:
     return SamplerStream(sampler, seed=seed)
 
 
-def with_batch_sampler(loader: DataLoader, batch_sampler: Any) -> DataLoader:
+def with_batch_sampler(loader: DataLoader, batch_sampler: Iterable[list[int]]) -> DataLoader:
     """Return a copy of a loader of any class with another batch sampler; the loader itself stays as it is.
 
     ``DataLoader`` refuses to have the attribute set after construction, because its own iterators would not notice; a
@@ -169,7 +169,7 @@ def _inner(loader: DataLoader) -> Any:
     return getattr(loader.batch_sampler, "_batch_sampler", loader.batch_sampler)
 
 
-def unbalanced_reason(loader: Any, world_size: int) -> str | None:
+def unbalanced_reason(loader: object, world_size: int) -> str | None:
     """Return why an evaluation loader cannot be split by speed over several ranks; ``None`` if it can."""
     if not isinstance(loader, DataLoader):
         return f"it is a {type(loader).__name__}, not a torch DataLoader"

@@ -8,7 +8,7 @@ from lightning_hetero.strategies._lightning.ddp import HeteroDDPMixin
 __all__ = ["ray_strategy"]
 
 
-def ray_strategy(**settings: Any) -> Any:
+def ray_strategy(**settings: Any) -> HeteroDDPMixin:
     """Make the strategy for a ``Trainer`` inside the training function of Ray's ``TorchTrainer``.
 
     Use it with ``plugins=[RayLightningEnvironment()]`` and ``prepare_trainer``, as Ray's ``RayDDPStrategy``.
@@ -28,7 +28,7 @@ def ray_strategy(**settings: Any) -> Any:
 
 
 @functools.cache
-def _strategy_class() -> Any:
+def _strategy_class() -> type[HeteroDDPMixin]:
     try:
         from ray.train.lightning import RayDDPStrategy
     except ImportError as error:

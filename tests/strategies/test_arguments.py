@@ -56,7 +56,7 @@ def test_ddp_is_built_on_the_stream_that_computes(monkeypatch, kind):
     if kind is HeteroDDPStrategy:
         wrapped = strategy._setup_model(model)
     else:
-        engine = SimpleNamespace(min_local=1, compression=None, hook_state=None, world_size=2)
+        engine = SimpleNamespace(config=strategy.config, min_local=1, hook_state=None, world_size=2)
         strategy.session = SimpleNamespace(engine=engine, watch=lambda model: None)
         wrapped = strategy.setup_module(model)
     assert wrapped.made_with == {"module": model, "device_ids": [1], "static_graph": True}

@@ -161,7 +161,7 @@ class HeteroFabricMixin(FabricCheckpointMixin, WholeFilesMixin):
         stacked = partial(super().all_gather, group=group, sync_grads=sync_grads)
         return gather_unequal(self.engine, tensor, stacked, group)
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, *args: object, **kwargs: object) -> None:
         """Wait for all ranks; what a rank waits here is not counted as computing."""
         with not_computing(self.engine):
             super().barrier(*args, **kwargs)

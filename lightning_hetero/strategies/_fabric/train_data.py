@@ -110,7 +110,7 @@ class FabricDataMixin(FabricMixin):
             self._wanted_step = int(state["step"])
 
 
-def _shuffles(loader: Any) -> bool:
+def _shuffles(loader: object) -> bool:
     """Return whether a loader is one to train with: it shuffles, or has a sampler of the user's."""
     if not isinstance(loader, DataLoader):
         return False

@@ -1,7 +1,6 @@
 """Collectives that Lightning asks of a strategy whose ranks have unequal batches."""
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ class CollectivesMixin(LightningMixin):
         with not_computing(self.engine):
             return super().reduce(exact_mean(tensor, reduce_op), group, reduce_op)
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, *args: object, **kwargs: object) -> None:
         """Wait for all ranks."""
         with not_computing(self.engine):
             super().barrier(*args, **kwargs)

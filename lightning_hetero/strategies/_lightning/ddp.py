@@ -244,7 +244,7 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
 
     # one step
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Take the weight of this batch."""
         super().on_train_batch_start(batch, batch_idx)
         assert self.engine is not None

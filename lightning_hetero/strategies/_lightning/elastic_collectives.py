@@ -1,6 +1,6 @@
 """Collectives of Lightning's under elastic averaging: allowed between two mega-batches only."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ class ElasticCollectivesMixin(AloneMixin):
         self._require_merged("reducing a value over ranks (self.log with sync_dist=True and on_step=True?)")
         return super().reduce(exact_mean(tensor, reduce_op), group, reduce_op)
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, *args: object, **kwargs: object) -> None:
         """Wait for all ranks, between mega-batches only."""
         self._require_merged("a barrier")
         super().barrier(*args, **kwargs)

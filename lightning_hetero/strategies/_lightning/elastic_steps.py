@@ -74,7 +74,7 @@ class ElasticStepsMixin(ElasticCollectivesMixin):
             )
         self._schedules = StepSchedules(configs, self.engine.steps_done())
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Begin to train on a batch, which is not the last of the epoch as far as is known now."""
         super().on_train_batch_start(batch, batch_idx)
         assert self.engine is not None

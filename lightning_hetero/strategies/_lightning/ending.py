@@ -1,6 +1,6 @@
 """End a training before its time: by a signal, which all ranks obey together, or by an exception of one of them."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ class AloneMixin(LightningMixin):
         trainer = self._trainer_if_any
         return trainer is not None and bool(trainer.interrupted) and not self._told_together
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, *args: object, **kwargs: object) -> None:
         """Wait for all ranks, unless this one is alone."""
         if not self._alone:
             super().barrier(*args, **kwargs)
@@ -120,7 +120,7 @@ class EndingMixin(AloneMixin):
         if suspects and isinstance(exception, RuntimeError):
             exception.args = (f"{exception}\nRanks were waiting for others. {suspects}.",)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Check for signals, if nobody has before this batch."""
         if self._signals is not None:
             self._signals.check_again()
