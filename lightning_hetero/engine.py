@@ -362,7 +362,7 @@ class HeteroEngine:
             cost, step = time.perf_counter() - begin, self.observer.synced_steps
             ahead = start[1] - (self._position[1] + 1 if start[0] == self._position[0] else 0)
             following = self.schedule.after(step, observations, cost, done, ahead=ahead // self.accumulation)
-            return entry, predicted, following, (done.density, done.stale, done.probe)
+            return entry, predicted, following, (done.density, done.stale)
 
         entry, (predicted, error), following, messages = self.control.decide(decision)
         if entry is not None:

@@ -276,7 +276,7 @@ def message_size(num_blocks: int, block: int, value_dtype: str, world_size: int)
     """Return what a worker sends to all others at a density, with no message at hand.
 
     Example:
-        >>> message_size(1000, 16, "bfloat16", 2)(0.02) == MessageFormat(1000, 10, 16, "bfloat16").num_bytes
+        >>> message_size(1000, 16, "bfloat16", 2).bytes(0.02) == MessageFormat(1000, 10, 16, "bfloat16").num_bytes
         True
     """
     listed, marked = MessageFormat(num_blocks, 0, block, value_dtype), aligned(-(-num_blocks // 8))

@@ -1,16 +1,18 @@
-"""Models that exist only to compare with the papers; training uses neither."""
+"""What exists only to compare with the papers; training uses none of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_hetero.core.batching.finish_lines import Bound, check_bounds
 from lightning_hetero.core.batching.integer_split import proportional_sizes
-from lightning_hetero.core.compression.objective import Array, _minimize
 from lightning_hetero.core.validation import check_int, check_number, check_sizes
 
-__all__ = ["ThroughputModel", "bootstrap_sizes"]
+__all__ = ["ThroughputModel", "bootstrap_sizes", "largest_density"]
+
+Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class ThroughputModel:
             >>> round(model.alpha, 2), round(model.beta, 1)
             (20.0, 200.0)
         """
+        from scipy.optimize import minimize  # not above: it takes a second, and nothing else here needs it
+
         x, t = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
         if x.size == 0 or x.shape != t.shape or not ((x > 0) & (t > 0)).all():
             raise ValueError("give one time above 0 for each batch size above 0, and at least one of them.")
@@ -73,9 +77,30 @@ class ThroughputModel:
 
         beta = float((x / t).max())
         starts = [np.log([alpha, beta]) for alpha in (beta * t.min(), x.min(), x.max())]
-        found = [_minimize(error, s, {"xatol": 1e-9, "fatol": 1e-15}) for s in starts]
+        found = [minimize(error, s, method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-15}) for s in starts]
         alpha, beta = np.exp(min(found, key=lambda result: float(result.fun)).x)
         return cls(float(alpha), float(beta))
+
+
+def largest_density(budget: float, message_bytes: Callable[[float], float], densities: Sequence[float]) -> float:
+    """Largest density whose messages fit into a step: ``bytes(density) <= bandwidth * seconds`` (eq. 6).
+
+    Args:
+        budget: what the link has in a step, in bytes, or in seconds if that is what ``message_bytes`` gives.
+        message_bytes: what a worker sends in a step at a density, increasing.
+        densities: those to choose from, each above 0, to 1.
+
+    Returns:
+        The largest that fits; the least of them if none does.
+
+    Example:
+        >>> largest_density(50.0, lambda density: 100.0 * density, [0.01, 0.1, 0.5, 1.0])
+        0.5
+    """
+    if not densities:
+        raise ValueError("densities is empty; give at least one, above 0 to 1.")
+    fitting = [density for density in densities if message_bytes(density) <= budget]
+    return max(fitting) if fitting else min(densities)
 
 
 def bootstrap_sizes(

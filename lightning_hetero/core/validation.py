@@ -91,7 +91,8 @@ def check_sizes(name: str, values: Any, *, minimum: int, length: int | None = No
     if isinstance(values, str | bytes) or not isinstance(values, Sequence | np.ndarray):
         raise TypeError(f"{name}={values!r} must be a list of integers, one per worker, such as [24, 12, 16].")
     sizes = tuple(values.tolist() if isinstance(values, np.ndarray) else values)
-    if not all(type(size) is int and size >= minimum for size in sizes):  # names are formatted only for what needs them
+    allowed = [type(size) is int and size >= minimum for size in sizes]
+    if not all(allowed):  # names are formatted only for what needs them
         sizes = tuple(check_int(f"{name}[{i}]", value, minimum=minimum) for i, value in enumerate(sizes))
     if not sizes:
         raise ValueError(f"{name} is empty; give one integer per worker.")

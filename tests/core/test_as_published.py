@@ -1,11 +1,11 @@
-"""What exists only to compare with the papers: the split of eq. 8, and the throughput model of StellaTrain."""
+"""What exists only to compare with the papers: the split of eq. 8, StellaTrain's throughput model and its eq. 6."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.core.as_published import ThroughputModel, bootstrap_sizes
+from lightning_hetero.core.as_published import ThroughputModel, bootstrap_sizes, largest_density
 
 moderate = settings(max_examples=200, deadline=None, derandomize=True)
 
@@ -70,3 +70,13 @@ def test_table_2_is_found_in_noise(pair):
 def test_nothing_to_fit_is_refused(sizes, seconds):
     with pytest.raises(ValueError, match="one time above 0"):
         ThroughputModel.fit(sizes, seconds)
+
+
+def test_bytes_are_compared_with_bytes():
+    """A model of 1 MB on 12.5 MB/s with steps of 40 ms: half of it fits; so says 1 - B / m x / f."""
+    budget = 12.5e6 * 0.04
+    assert largest_density(budget, lambda d: 1e6 * d, [0.1, 0.5, 0.6, 1.0]) == 0.5
+    assert pytest.approx(0.5) == 1 - 12.5e6 / 1e6 * 0.04
+    assert largest_density(1.0, lambda d: 1e6 * d, [0.1, 0.5]) == 0.1
+    with pytest.raises(ValueError, match="densities is empty"):
+        largest_density(1.0, lambda d: d, [])

@@ -80,7 +80,7 @@ class ExchangeSchedule:
         times = observations.step_time[np.isfinite(observations.step_time)]
         steps = math.ceil(cost / BUDGET / max(float(np.median(times)), 1e-6)) if times.size else FIRST
         steps = max(steps, WALKING if decision.moving else FIRST)
-        return step + min(steps, FIRST + ahead * changed if decision.waits else LONGEST) + changed
+        return step + min(steps, FIRST + ahead * changed if decision.soon else LONGEST) + changed
 
     def done(self, step: int, following: int, *, between_epochs: bool = False) -> None:
         """An exchange took place; all ranks take the following one from rank 0."""

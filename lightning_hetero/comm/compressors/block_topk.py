@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -17,7 +15,6 @@ from lightning_hetero.comm.compressors.registry import AveragerContext
 from lightning_hetero.comm.gradients.averager import Future, GradientAverager
 from lightning_hetero.comm.gradients.nonfinite import DroppedSteps, all_finite, clear
 from lightning_hetero.comm.gradients.squared_norms import BucketSquares
-from lightning_hetero.comm.link.link_benchmark import handling_seconds, probe
 from lightning_hetero.comm.timing.message_timer import MessageLog
 from lightning_hetero.compression.encoder_choice import encoder_for
 from lightning_hetero.compression.reference import Pack
@@ -148,18 +145,6 @@ class BlockTopKAverager(GradientAverager):
     def _sent_bytes(self) -> float:
         """Those at the present density."""
         return float((self.topology.size - 1) * self.encoder.form.num_bytes)
-
-    def probe(self, density: float) -> npt.NDArray[np.float64]:
-        """Time messages as they are and as they would be at another density; all ranks have to call it together.
-
-        What comes back are the fields of :class:`~lightning_hetero.core.link.message_link.LinkProbe`, as seen by this
-        rank.
-        """
-        self._wait()
-        handling = 0.0 if self.path.deferred else handling_seconds(self.model.layout, self.settings.value_dtype)
-        sizes = self.encoder.form.num_bytes, self._form(density).num_bytes
-        timed = probe(self._way, self.path.rows.device, *sizes)
-        return np.array([*timed, handling * self.density, handling * density])
 
     def set_density(self, density: float) -> None:
         """Send another share of the blocks from the next backward pass on; all ranks have to call it together.

@@ -243,8 +243,8 @@ class GradientCompression:
         if density is not None and self.blocks is not None:
             self.blocks.set_density(density)
 
-    def apply_choice(self, choice: DensityChoice | None, stale: bool | None, probe: float | None) -> None:
-        """Send as densely, and as late, as rank 0 has chosen, which says so; time messages of the density ``probe``."""
+    def apply_choice(self, choice: DensityChoice | None, stale: bool | None) -> None:
+        """Send as densely, and as late, as rank 0 has chosen, which says so."""
         if choice is None or self.blocks is None:
             return
         bound = self.choice is not None and self.choice.network_bound
@@ -258,8 +258,6 @@ class GradientCompression:
                 late.delay_all()
             else:
                 late.delay_none()
-        if probe is not None and self._topology().size > 1:
-            self.watch.time(self.blocks.probe(probe))
         if self.control.rank == 0 and (choice.density != before or choice.network_bound != bound or moved):
             rates = [link.rate or math.inf for link in self.watch.links]
             log.log(

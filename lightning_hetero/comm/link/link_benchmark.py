@@ -4,7 +4,6 @@ import logging
 import time
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -15,15 +14,13 @@ from lightning_hetero.compression.layout import Layout
 from lightning_hetero.compression.wire_format import MessageFormat
 from lightning_hetero.core.compression.settings import blocks_per_rank
 
-__all__ = ["encode_seconds", "exchange_seconds", "handling_seconds", "latency", "probe"]
+__all__ = ["encode_seconds", "exchange_seconds", "latency"]
 
 log = logging.getLogger("lightning_hetero")
 
 PROBE_BYTES = 1_000_000
 REPEATS = 3
-PROBES = 2
 SAMPLE_ELEMENTS = 8_000_000
-HANDLED = 0.01, 0.1
 
 
 def latency(control: ControlPlane, topology: Topology, device: torch.device) -> float:
@@ -31,48 +28,18 @@ def latency(control: ControlPlane, topology: Topology, device: torch.device) -> 
     return float(control.gather(np.array([exchange_seconds(64, topology, device)])).max())
 
 
-def probe(topology: Topology, device: torch.device, bytes_now: int, num_bytes: int) -> npt.NDArray[np.float64]:
-    """Time messages of next to nothing, of the present size, and of another one; all ranks call it together.
-
-    Args:
-        topology: the way that messages take.
-        device: where they are.
-        bytes_now: bytes of a message at present.
-        num_bytes: bytes of a message of the other size.
-
-    Returns:
-        ``(5,)``: seconds of the least one, bytes and shortest seconds of the present one, bytes and longest seconds of
-        the other, with bytes as a worker sends them to all others.
-    """
-    least, now = (exchange_seconds(size, topology, device, repeats=PROBES) for size in (64, bytes_now))
-    longest = max(_exchange_times(num_bytes, topology, device, repeats=PROBES))
-    others = topology.size - 1
-    return np.array([least, others * bytes_now, now, others * num_bytes, longest], dtype=float)
-
-
-def exchange_seconds(size: int, topology: Topology, device: torch.device, repeats: int = REPEATS) -> float:
+def exchange_seconds(size: int, topology: Topology, device: torch.device) -> float:
     """Measure an exchange of messages of a size: the best of some; all ranks call it together."""
-    return min(_exchange_times(size, topology, device, repeats))
-
-
-def _exchange_times(size: int, topology: Topology, device: torch.device, repeats: int) -> list[float]:
     rows = torch.zeros((topology.size, size), dtype=torch.uint8, device=device)
     seconds = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         dist.barrier()
         begin = time.perf_counter()
         topology.gather(rows).wait()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - begin)
-    return seconds
-
-
-def handling_seconds(layout: Layout, value_dtype: str) -> float:
-    """Seconds by which messages take longer to select, write, read and merge here for each unit of density."""
-    numel = layout.num_blocks * layout.block
-    sparse, denser = (encode_seconds(numel, density, value_dtype) for density in HANDLED)
-    return max(denser - sparse, 0.0) / (HANDLED[1] - HANDLED[0])
+    return min(seconds)
 
 
 def encode_seconds(numel: int, density: float, value_dtype: str) -> float:

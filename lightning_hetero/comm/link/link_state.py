@@ -1,21 +1,19 @@
 """What ranks have seen of the link that compressed gradients cross, the same on all of them after a comparison."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.comm.timing.message_timer import MessageLog, message_seconds
-from lightning_hetero.core.link.bandwidth import LinkEstimate, sending_rate
-from lightning_hetero.core.link.message_link import LinkProbe, MessageLink
+from lightning_hetero.core.link.bandwidth import LinkEstimate
+from lightning_hetero.core.link.message_link import MessageLink
+from lightning_hetero.core.link.message_size import MessageSize
+from lightning_hetero.core.link.message_times import MessageTimes
 
 __all__ = ["LinkWatch"]
 
 Array = npt.NDArray[np.float64]
-
-PROBE = 7
-"""Values of a :class:`~lightning_hetero.core.link.message_link.LinkProbe`."""
 
 
 class LinkWatch:
@@ -25,26 +23,22 @@ class LinkWatch:
         size: ranks, or in a hierarchy clusters, that exchange.
 
     Attributes:
-        links: estimate of each one's rate.
-        latency: seconds of messages of next to nothing.
+        times: what is known of latency and of each one's rate.
         seconds: what the newest messages took, ``None`` if there were none since the last comparison.
-        timed: messages that were only timed, on this rank, of which the others do not know yet.
     """
 
     def __init__(self, size: int) -> None:
-        self.links = (LinkEstimate(),) * size
-        self.latency = 0.0
+        self.times = MessageTimes((LinkEstimate(),) * size)
         self.seconds: float | None = None
-        self.timed: Array | None = None
-        self._probe: LinkProbe | None = None
+
+    @property
+    def links(self) -> tuple[LinkEstimate, ...]:
+        """Estimate of each one's rate."""
+        return self.times.links
 
     def begin(self, latency: float) -> None:
-        """Begin with the latency that was measured before training."""
-        self.latency = latency
-
-    def time(self, timed: Array) -> None:
-        """Keep what messages of another size took on this rank, until the others know."""
-        self.timed = timed
+        """Messages of next to nothing took so many seconds before training."""
+        self.times = MessageTimes(self.times.links, latency)
 
     def metrics(self, leaders: list[int]) -> dict[str, float]:
         """Return the rates and the newest seconds of messages.
@@ -61,9 +55,8 @@ class LinkWatch:
         return metrics
 
     def take(self, messages: MessageLog) -> Array:
-        """What this rank has seen since the last call: timed exchanges and messages, flat."""
-        timed, self.timed = np.full(PROBE, np.nan) if self.timed is None else self.timed, None
-        return np.concatenate([timed, messages.take().ravel()])
+        """What this rank has seen since the last call, flat."""
+        return messages.take().ravel()
 
     def see(self, everyone: Array) -> None:
         """What all ranks have seen: move the estimates, the same on all of them.
@@ -71,39 +64,33 @@ class LinkWatch:
         Args:
             everyone: :meth:`take` of every rank, shape ``(ranks, n)``.
         """
-        timed = everyone[:, :PROBE].max(axis=0)
-        self._probe = None if np.isnan(timed).any() else LinkProbe(*timed.tolist())
-        seen = message_seconds(everyone[:, PROBE:].reshape(len(everyone), -1, 2 + len(self.links)))
+        seen = message_seconds(everyone.reshape(len(everyone), -1, 2 + len(self.links)))
         self.seconds = None if seen is None else float(seen[1].max())
         if seen is None:
             return
-        num_bytes, seconds = seen
-        self.latency = min(self.latency, float(seconds.max()))
-        self.links = tuple(
-            link.observe(sending_rate(num_bytes, took, self.latency))
-            for link, took in zip(self.links, seconds.tolist(), strict=True)
-        )
+        self.times = self.times.observe(*seen)
 
     def link(
-        self, density: float, message_bytes: Callable[[float], float], *, hidden: bool, may_hide: bool, step: int
+        self, density: float, message_size: MessageSize, *, hidden: bool, may_hide: bool, step: int
     ) -> MessageLink:
         """The link for a planner."""
-        return MessageLink(
-            density, message_bytes, self.links, self.seconds, hidden, self.latency, may_hide, step, self._probe
-        )
+        latency, error = self.times.latency, self.times.latency_error or 0.0
+        return MessageLink(density, message_size, self.links, self.seconds, hidden, latency, error, may_hide, step)
 
     def state_dict(self, messages: MessageLog) -> dict[str, Any]:
         """What is known of the link, and of this rank's messages since the last comparison, as plain Python values."""
         return {
             "rates": [link.rate for link in self.links],
-            "latency": self.latency,
-            "timed": None if self.timed is None else self.timed.tolist(),
+            "latency": self.times.latency,
+            "latency_error": self.times.latency_error,
+            "last": None if self.times.last is None else list(self.times.last),
             "messages": [list(row) for row in messages.rows()],
         }
 
     def load_state_dict(self, state: dict[str, Any], messages: MessageLog) -> None:
         """Go on from there, if as many exchange."""
         if len(state["rates"]) == len(self.links):
-            self.links, self.latency = tuple(LinkEstimate(rate) for rate in state["rates"]), state["latency"]
-            self.timed = None if state["timed"] is None else np.array(state["timed"])
+            links, last = tuple(LinkEstimate(rate) for rate in state["rates"]), state.get("last")
+            last = None if last is None else (float(last[0]), float(last[1]))
+            self.times = MessageTimes(links, state["latency"], state.get("latency_error"), last)
             messages.resume(state["messages"])

@@ -8,8 +8,11 @@ OptPerf does not depend on the progress of training, so that what was solved is 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_hetero.core.validation import check_fields, check_int, check_number
 
@@ -26,6 +29,8 @@ __all__ = [
     "windows_of",
 ]
 
+
+Totals = TypeVar("Totals", float, npt.NDArray[np.float64])
 
 Window = tuple[int, int]
 """A total, and the number of micro-batches in which it runs."""
@@ -100,11 +105,11 @@ class Candidate:
     goodput: float
 
 
-def efficiency(total_batch_size: float, noise_scale: float, initial_total: float) -> float:
+def efficiency(total_batch_size: Totals, noise_scale: float, initial_total: float) -> Totals:
     """Return the statistical efficiency of a sample at ``B`` relative to ``B_0``: ``(phi + B_0) / (phi + B)``.
 
     Args:
-        total_batch_size: ``B``.
+        total_batch_size: ``B``, one or an array of them.
         noise_scale: ``phi = tr(Sigma) / |G|^2`` in samples, ``>= 0``; may be infinite (then 1) or unknown (NaN).
         initial_total: ``B_0``.
 
@@ -124,7 +129,7 @@ def efficiency(total_batch_size: float, noise_scale: float, initial_total: float
             "steps (RunningNoiseScale), or 0."
         )
     if math.isinf(noise_scale):
-        return 1.0
+        return 0.0 * total_batch_size + 1.0
     return (noise_scale + initial_total) / (noise_scale + total_batch_size)
 
 
@@ -148,7 +153,7 @@ def candidate_totals(smallest: int, largest: int, *, ratio: float = 1.1) -> tupl
     if largest < smallest:
         raise ValueError(f"the largest total {largest} is below the smallest, {smallest}. Raise max_total_batch_size.")
     count = math.ceil(math.log(largest / smallest) / math.log(ratio) - 1e-9) + 1
-    return tuple(dict.fromkeys(round(float(b)) for b in np.geomspace(smallest, largest, max(count, 1))))
+    return tuple(dict.fromkeys(np.geomspace(smallest, largest, max(count, 1)).round().astype(int).tolist()))
 
 
 def windows_of(
@@ -210,11 +215,10 @@ def goodput_of(times: Mapping[Window, float], *, noise_scale: float, initial_tot
         >>> goodput_of({(200, 1): 0.2}, noise_scale=100, initial_total=100)[0].throughput
         1000.0
     """
-    table = []
-    for (total, count), seconds in times.items():
-        share = efficiency(total, noise_scale, initial_total)
-        table.append(Candidate(total, count, seconds, total / seconds, share, total / seconds * share))
-    return tuple(sorted(table, key=lambda candidate: candidate.total_batch_size))
+    windows = sorted(times)
+    shares = efficiency(np.array([float(total) for total, _ in windows]), noise_scale, initial_total).tolist()
+    rows = [(window, times[window], share) for window, share in zip(windows, shares, strict=True)]
+    return tuple([Candidate(b, n, s, b / s, share, b / s * share) for (b, n), s, share in rows])
 
 
 def choose_total(table: Sequence[Candidate], current: int, *, hysteresis: float = 0.02) -> Candidate:
@@ -235,11 +239,11 @@ def choose_total(table: Sequence[Candidate], current: int, *, hysteresis: float 
         >>> choose_total(table, 8).total_batch_size, choose_total(table[:2], 8).total_batch_size
         (32, 8)
     """
-    now = next((candidate for candidate in table if candidate.total_batch_size == current), None)
+    now = next(iter([candidate for candidate in table if candidate.total_batch_size == current]), None)
     if now is None:
         known = [candidate.total_batch_size for candidate in table]
         raise ValueError(f"the current total {current} is not among the candidates {known}. Add it to their totals.")
     if math.isnan(now.goodput):
         return now
-    best = max(table, key=lambda candidate: candidate.goodput)
+    best = max(table, key=attrgetter("goodput"))
     return best if best.goodput >= (1 + hysteresis) * now.goodput else now

@@ -111,7 +111,7 @@ class ProfilePenalty:
     Example:
         >>> profile = ConvergenceProfile(16, 256, 1.0, ((0.0, 64, 0.0), (0.9, 64, 0.2), (0.99, 64, 0.4)))
         >>> penalty = ProfilePenalty(profile)
-        >>> abs(penalty(0.1, 64) - ConvergenceSurrogate(profile).extra_loss(0.9, 64)) < 0.01
+        >>> bool(abs(penalty(0.1, 64) - ConvergenceSurrogate(profile).extra_loss(0.9, 64)) < 0.01)
         True
     """
 
@@ -127,10 +127,19 @@ class ProfilePenalty:
         table = [surrogate.predict(1.0 - math.exp(density), totals)[0] for density in self._densities]
         self._extra = np.maximum(np.array(table), _SEARCH.min_penalty)
 
-    def __call__(self, density: float, total: float) -> float:
-        """Return the extra samples, as a share, at a density above 0, to 1, and a total batch."""
-        columns = [np.interp(math.log(total), self._totals, row) for row in self._extra]
-        return float(np.interp(math.log(density), self._densities, columns))
+    def __call__(self, density: float | Array, total: float | Array) -> Array:
+        """Extra samples, as a share, at densities above 0, to 1, and total batches, which are broadcast."""
+        (i, x), (j, y) = _place(np.log(density), self._densities), _place(np.log(total), self._totals)
+        below, above = (self._extra[k, j] * (1.0 - y) + self._extra[k, j + 1] * y for k in (i, i + 1))
+        extra: Array = below * (1.0 - x) + above * x
+        return extra
+
+
+def _place(values: Array, grid: Array) -> tuple[npt.NDArray[np.int64], Array]:
+    """Cell of an even grid in which values lie, and how far along it, 0 to 1; outside, the end counts."""
+    places = np.interp(values, grid, np.arange(len(grid)))
+    cells = np.minimum(places.astype(np.int64), len(grid) - 2)
+    return cells, places - cells
 
 
 def expected_improvement(mean: Array, deviation: Array, best: float) -> Array:

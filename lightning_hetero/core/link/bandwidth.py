@@ -7,25 +7,52 @@ second, so that one fast moment does not hide a slow link.
 
 import math
 from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from lightning_hetero.core.validation import check_number
 
-__all__ = ["LinkEstimate", "sending_rate", "sum_bytes"]
+__all__ = ["BandwidthSettings", "LinkEstimate", "sending_rate", "sum_bytes"]
 
-DOWN = 0.8
-"""Weight of an observation below the estimate."""
+Bytes = TypeVar("Bytes", float, npt.NDArray[np.float64])
 
-UP = 0.5
-"""Weight of an observation above it."""
 
-MARGIN = 0.9
-"""Share of the estimate that plans count on."""
+@dataclass(frozen=True)
+class BandwidthSettings:
+    """How a rate is estimated.
 
-IDLE = 0.05
-"""Share of a step that workers may idle before the rate is believed to be lower (StellaTrain, sec. 4.1)."""
+    Args:
+        weight_of_slower: weight of an observation below the estimate, 0 to 1.
+        weight_of_faster: weight of an observation above it, 0 to 1.
+        planned_share: share of the estimate that plans count on, above 0, to 1.
+        idle_share: share of a step that workers may idle before the rate is believed to be lower (StellaTrain,
+            sec. 4.1), 0 to 1.
+        idle_factor_up: factor by which that rule raises the rate, 1 or more.
+        idle_factor_down: factor by which it lowers the rate, above 0, to 1.
 
-IDLE_UP, IDLE_DOWN = 1.05, 0.8
-"""Factors by which that rule moves the rate."""
+    Example:
+        >>> BandwidthSettings().planned_share
+        0.9
+    """
+
+    weight_of_slower: float = 0.8
+    weight_of_faster: float = 0.5
+    planned_share: float = 0.9
+    idle_share: float = 0.05
+    idle_factor_up: float = 1.05
+    idle_factor_down: float = 0.8
+
+    def __post_init__(self) -> None:
+        for name in ("weight_of_slower", "weight_of_faster", "idle_share"):
+            check_number(name, getattr(self, name), low=0.0, high=1.0)
+        for name in ("planned_share", "idle_factor_down"):
+            check_number(name, getattr(self, name), low=0.0, high=1.0, include_low=False)
+        check_number("idle_factor_up", self.idle_factor_up, low=1.0)
+
+
+SETTINGS = BandwidthSettings()
 
 
 @dataclass(frozen=True)
@@ -34,6 +61,7 @@ class LinkEstimate:
 
     Args:
         rate: smoothed rate, bytes per second, above 0; ``None`` before the first observation.
+        settings: how it is estimated.
 
     Raises:
         TypeError: if the rate is no number.
@@ -46,6 +74,7 @@ class LinkEstimate:
     """
 
     rate: float | None = None
+    settings: BandwidthSettings = SETTINGS
 
     def __post_init__(self) -> None:
         if self.rate is not None:
@@ -57,7 +86,8 @@ class LinkEstimate:
             return self
         if self.rate is None:
             return replace(self, rate=rate)
-        weight = DOWN if rate < self.rate else UP
+        s = self.settings
+        weight = s.weight_of_slower if rate < self.rate else s.weight_of_faster
         return replace(self, rate=1.0 / ((1.0 - weight) / self.rate + weight / rate))
 
     def observe_idle(self, share: float) -> "LinkEstimate":
@@ -73,16 +103,17 @@ class LinkEstimate:
         """
         if self.rate is None or not math.isfinite(share):
             return self
-        return replace(self, rate=self.rate * (IDLE_UP if share < IDLE else IDLE_DOWN))
+        s = self.settings
+        return replace(self, rate=self.rate * (s.idle_factor_up if share < s.idle_share else s.idle_factor_down))
 
-    def seconds(self, num_bytes: float) -> float:
+    def seconds(self, num_bytes: Bytes) -> Bytes:
         """Seconds to count on for sending so many bytes; 0 before the first observation.
 
         Example:
             >>> LinkEstimate(rate=1000.0).seconds(90.0)
             0.1
         """
-        return 0.0 if self.rate is None else num_bytes / (MARGIN * self.rate)
+        return 0.0 * num_bytes if self.rate is None else num_bytes / (self.settings.planned_share * self.rate)
 
 
 def sending_rate(num_bytes: float, seconds: float, latency: float) -> float:

@@ -1,10 +1,14 @@
-"""Bytes of compressed gradients by density, as a value: a controller asks for them thousands of times in a decision."""
+"""Bytes of compressed gradients by density, as a value: no process group, no parameters, no messages."""
 
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
-from lightning_hetero.core.compression.settings import blocks_per_rank
+import numpy as np
+import numpy.typing as npt
 
 __all__ = ["MessageSize"]
+
+Densities = TypeVar("Densities", float, npt.NDArray[np.float64])
 
 
 @dataclass(frozen=True)
@@ -22,8 +26,8 @@ class MessageSize:
 
     Example:
         >>> size = MessageSize(1000, 2, parts=(32,), listed=80, marked=192)
-        >>> size(0.02), size(1.0)
-        (432.0, 32192.0)
+        >>> size.bytes(0.02), size.bytes(np.array([0.02, 1.0])).tolist()
+        (432.0, [432.0, 32192.0])
     """
 
     num_blocks: int
@@ -34,12 +38,12 @@ class MessageSize:
     marked_from: float = 0.1
     align: int = 16
 
-    def __call__(self, density: float) -> float:
-        """Bytes at a density, above 0, to 1."""
-        k = blocks_per_rank(self.num_blocks, density, self.world_size)
-        values = sum(self._rounded(k * part) for part in self.parts)
-        marked = k >= self.marked_from * self.num_blocks
-        return float((self.world_size - 1) * (values + (self.marked if marked else self.listed + self._rounded(2 * k))))
-
-    def _rounded(self, num_bytes: int) -> int:
-        return -(-num_bytes // self.align) * self.align
+    def bytes(self, density: Densities) -> Densities:
+        """Bytes at each density, above 0, to 1."""
+        shares = np.rint(self.num_blocks * np.asarray(density, dtype=float) * 2**20).astype(np.int64)
+        k = np.clip(-(-shares // (self.world_size * 2**20)), 1, self.num_blocks)  # as blocks_per_rank, of arrays
+        k = np.where(np.asarray(density) >= 1.0, self.num_blocks, k)
+        listed, *values = [-(-k * part // self.align) * self.align for part in (2, *self.parts)]
+        indices = np.where(k >= self.marked_from * self.num_blocks, self.marked, self.listed + listed)
+        sent = ((self.world_size - 1) * sum(values, indices)).astype(float)
+        return cast(Densities, sent if isinstance(density, np.ndarray) else float(sent))

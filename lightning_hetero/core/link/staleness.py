@@ -9,18 +9,46 @@ are fresh.
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from lightning_hetero.core.validation import check_number
+from lightning_hetero.core.validation import check_int, check_number
 
-__all__ = ["BucketTimes", "DelayChoice", "choose_fresh"]
+__all__ = ["BucketTimes", "DelayChoice", "StaleHysteresis", "StaleSettings", "choose_fresh"]
 
-STEPS = 12
-"""Simulated steps; the second half is measured, when the pattern repeats itself."""
 
-TOLERANCE = 0.02
-"""A step may take so much longer than with the fewest fresh buckets, so that more of them are fresh."""
+@dataclass(frozen=True)
+class StaleSettings:
+    """When buckets, or whole messages, become stale and fresh again.
 
-CAUTION = (0.8, 0.9, 1.0, 1.12, 1.25)
-"""Fewer buckets are delayed than now only if that holds for transfers of all these lengths: no going to and fro."""
+    Args:
+        simulated_steps: steps of the simulated link; the second half is measured, when the pattern repeats itself.
+        tolerance: share by which a step may take longer than with the fewest fresh buckets, so that more are fresh.
+        link_factors: fewer buckets are stale than now only if that holds for transfers that take so many times as long.
+        min_relative_gain: least predicted gain for which messages become stale, as a share.
+        keep_relative_gain: gain below which they are fresh again.
+        rounds: sync rounds in a row that have to speak for stale messages.
+
+    Example:
+        >>> StaleSettings().rounds
+        3
+    """
+
+    simulated_steps: int = 12
+    tolerance: float = 0.02
+    link_factors: tuple[float, ...] = (0.8, 0.9, 1.0, 1.12, 1.25)
+    min_relative_gain: float = 0.05
+    keep_relative_gain: float = 0.01
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        check_int("simulated_steps", self.simulated_steps, minimum=2)
+        check_int("rounds", self.rounds, minimum=1)
+        check_number("tolerance", self.tolerance, low=0.0)
+        check_number("min_relative_gain", self.min_relative_gain, low=0.0, high=1.0)
+        check_number("keep_relative_gain", self.keep_relative_gain, low=0.0, high=self.min_relative_gain)
+        for i, factor in enumerate(self.link_factors):
+            check_number(f"link_factors[{i}]", factor, low=0.0, include_low=False)
+
+
+SETTINGS = StaleSettings()
 
 
 @dataclass(frozen=True)
@@ -70,7 +98,7 @@ class BucketTimes:
         """
         begin, link, awaited = 0.0, 0.0, 0.0
         ends: list[float] = []
-        for _ in range(STEPS):
+        for _ in range(SETTINGS.simulated_steps):
             end, later = max(begin + self.compute, awaited), 0.0
             for number, (ready, seconds) in enumerate(zip(self.ready, self.transfer, strict=True)):
                 link = max(begin + ready, link) + seconds
@@ -80,7 +108,7 @@ class BucketTimes:
                     later = link
             ends.append(end)
             begin, awaited = end, later
-        half = STEPS // 2
+        half = SETTINGS.simulated_steps // 2
         return max((ends[-1] - ends[half - 1]) / half, sum(self.transfer))  # the queue may still grow slowly
 
     def slowed(self, factor: float) -> "BucketTimes":
@@ -113,7 +141,7 @@ class DelayChoice:
     @property
     def network_bound(self) -> bool:
         """Whether gradients take longer than computing, so that no delay of one step can hide them."""
-        return self.transfer > (1.0 + TOLERANCE) * self.compute
+        return self.transfer > (1.0 + SETTINGS.tolerance) * self.compute
 
     def describe(self) -> str:
         """One line for the log."""
@@ -123,6 +151,40 @@ class DelayChoice:
         if self.network_bound:
             text += f"; network-bound: the gradients of a step take {1e3 * self.transfer:.3g} ms on the link"
         return text
+
+
+@dataclass(frozen=True)
+class StaleHysteresis:
+    """Whether compressed messages, all of a step or none, are stale: slow to become so, quick to be fresh again.
+
+    Args:
+        rounds: sync rounds in a row that spoke for stale messages.
+
+    Example:
+        >>> state = StaleHysteresis()
+        >>> for _ in range(3):
+        ...     state, stale = state.observe(False, gain=0.2)
+        >>> stale, state.observe(True, gain=0.03)[1], state.observe(True, gain=0.0)[1]
+        (True, True, False)
+    """
+
+    rounds: int = 0
+
+    def observe(self, stale: bool, gain: float, settings: StaleSettings = SETTINGS) -> "tuple[StaleHysteresis, bool]":
+        """One sync round more.
+
+        Args:
+            stale: whether messages are stale at present.
+            gain: predicted gain of stale messages over fresh ones, each at its best density, as a share.
+            settings: when to turn.
+
+        Returns:
+            What is known now, and whether messages are to be stale.
+        """
+        if stale:
+            return StaleHysteresis(), gain >= settings.keep_relative_gain
+        rounds = self.rounds + 1 if gain > settings.min_relative_gain else 0
+        return (StaleHysteresis(), True) if rounds >= settings.rounds else (StaleHysteresis(rounds), False)
 
 
 def choose_fresh(times: BucketTimes, current: int, *, hysteresis: float = 0.03) -> DelayChoice:
@@ -150,7 +212,7 @@ def choose_fresh(times: BucketTimes, current: int, *, hysteresis: float = 0.03) 
         raise ValueError(f"current={current} must be from 0 to {len(times.ready)}, the number of buckets.")
     fresh = _most_fresh(times)
     if fresh > current:
-        fresh = max(current, min(_most_fresh(times.slowed(factor)) for factor in CAUTION))
+        fresh = max(current, min(_most_fresh(times.slowed(factor)) for factor in SETTINGS.link_factors))
     elif times.step_time(fresh) > (1.0 - hysteresis) * times.step_time(current):
         fresh = current
     return DelayChoice(
@@ -163,6 +225,6 @@ def _most_fresh(times: BucketTimes) -> int:
 
     A bucket more that is awaited never makes a step shorter, so that bisection finds it.
     """
-    limit = (1.0 + TOLERANCE) * times.step_time(0)
+    limit = (1.0 + SETTINGS.tolerance) * times.step_time(0)
     numbers = range(1, len(times.ready) + 1)
     return bisect_left(numbers, True, key=lambda fresh: times.step_time(fresh) > limit)

@@ -2,15 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.compression.objective import DensityChoice
 from lightning_hetero.core.link.message_link import MessageLink
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
-
-if TYPE_CHECKING:  # it takes scipy, which most runs have no need of
-    from lightning_hetero.core.compression.objective import DensityChoice
 
 __all__ = ["Decision", "PlanContext", "Planner", "Proposal", "check_planner", "moves_total"]
 
@@ -80,7 +78,6 @@ class Decision:
         proposal: plan to change to, ``None`` to keep the current one.
         density: share of the gradient to send from now on, with its predictions; ``None`` if nothing is decided on it.
         stale: whether gradients are applied a step late from now on; ``None`` leaves that as it is.
-        probe: density whose messages the next steps are to time, ``None`` for none.
         kept: why the plan stays, ``None`` if it changes or there is nothing to say. What stands before the first colon
             is said once in a run.
         soon: whether the next sync round is worth more than it costs, so that it comes as early as it can.
@@ -95,9 +92,8 @@ class Decision:
 
     planner: "Planner | None"
     proposal: Proposal | None = None
-    density: "DensityChoice | None" = None
+    density: DensityChoice | None = None
     stale: bool | None = None
-    probe: float | None = None
     kept: str | None = None
     soon: bool = False
     error: float | None = None
@@ -105,11 +101,6 @@ class Decision:
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.planner, self.proposal))
-
-    @property
-    def waits(self) -> bool:
-        """True if the next steps decide on something, so that a sync round is due soon."""
-        return self.soon or self.probe is not None
 
     @classmethod
     def of(cls, outcome: Any) -> "Decision":

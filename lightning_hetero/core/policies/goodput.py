@@ -13,7 +13,6 @@ from lightning_hetero.core.batching.goodput import (
     Window,
     candidate_totals,
     choose_total,
-    efficiency,
     goodput_of,
     in_equal_parts,
     windows_of,
@@ -132,17 +131,15 @@ class GoodputPlanner:
         if not error < 1.0 or len(near) == len(self.table):
             return best
 
-        def cautious(candidate: Candidate) -> float:
-            """Return goodput over that of the best one nearby, should the noise scale be off to the side against it."""
-            scale = self.noise_scale(context)
-            assert scale is not None
-            assert self.initial_total is not None
-            phi = scale * (1.0 - error if candidate.total_batch_size > total else 1.0 + error)
-            here, there = (efficiency(c.total_batch_size, phi, self.initial_total) for c in (best, candidate))
-            return candidate.throughput * there / (best.throughput * here)
-
-        far = max(self.table, key=cautious)
-        return far if cautious(far) > 1.0 + self.hysteresis else best
+        scale = self.noise_scale(context)
+        assert scale is not None
+        totals, throughput = np.array([(c.total_batch_size, c.throughput) for c in self.table]).T
+        # goodput over that of the best one nearby, should the noise scale be off to the side against it
+        phi = scale * np.where(totals > total, 1.0 - error, 1.0 + error)
+        efficiency = 1.0 if math.isinf(scale) else (phi + best.total_batch_size) / (phi + totals)
+        cautious = throughput * efficiency / best.throughput
+        far = int(cautious.argmax())
+        return self.table[far] if cautious[far] > 1.0 + self.hysteresis else best
 
     def _pays(self, chosen: Candidate, now: Candidate, model: PerfModelPlanner, context: PlanContext) -> bool:
         """Return whether a total gains more while it holds than the change costs: the rule of the split."""
@@ -180,9 +177,9 @@ class GoodputPlanner:
         count = None if context.epoch_begins else context.accumulation
         grid = () if high < low else candidate_totals(low, high)
         full = () if limit is None else range(-(-low // limit) * limit, high + 1, limit)  # what just fits
-        parts = (in_equal_parts(b, limit, count) for b in (*grid, *full))
+        parts = [in_equal_parts(b, limit, count) for b in (*grid, *full)]
         return windows_of(
-            [total, *(b for b in parts if b >= low)],
+            [total, *[b for b in parts if b >= low]],
             min_local=context.min_local,
             max_local=context.max_local,
             micro_batch_limit=limit,
@@ -227,7 +224,7 @@ class GoodputPlanner:
 
     def current(self, table: Sequence[Candidate], total: int) -> Candidate | None:
         """Return the candidate that runs now, ``None`` before there is a table."""
-        return next((candidate for candidate in table if candidate.total_batch_size == total), None)
+        return next(iter([candidate for candidate in table if candidate.total_batch_size == total]), None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the time model learned, and where the total stands."""
@@ -271,13 +268,9 @@ def _tells(model: PerfModelPlanner, plan: BatchPlan, context: PlanContext) -> bo
 
 def _probe(table: Sequence[Candidate], now: Candidate, settings: TotalSettings) -> Candidate:
     """Return the candidate nearest to half as much again; a smaller one if that would waste too many samples."""
-
-    def distance(candidate: Candidate, factor: float) -> float:
-        return abs(candidate.total_batch_size / now.total_batch_size - factor)
-
     larger = [c for c in table if c.total_batch_size > now.total_batch_size]
     larger = [c for c in larger if c.efficiency >= (1 - settings.max_probe_waste) * now.efficiency]
     smaller = [c for c in table if c.total_batch_size < now.total_batch_size and not math.isnan(c.efficiency)]
-    if larger:
-        return min(larger, key=lambda c: distance(c, settings.probe_factor))
-    return min(smaller, key=lambda c: distance(c, 1 / settings.probe_factor)) if smaller else now
+    others, factor = (larger, settings.probe_factor) if larger else (smaller, 1 / settings.probe_factor)
+    distances = [abs(c.total_batch_size / now.total_batch_size - factor) for c in others]
+    return others[distances.index(min(distances))] if others else now

@@ -151,9 +151,10 @@ class PerfModelPlanner:
             return self
         predicted, expected = self._prediction(self._times(context), context), 0.0
         bare = predicted.bare
-        for split, own in observations.splits():
-            part = float(rows[own].mean()) * len(rows[own]) / float(rows.sum())
-            expected += predicted.waiting_factor(split) * bare.step_time(split) * part
+        for split, steps in zip(
+            *np.unique(observations.local_batch_sizes[rows], axis=0, return_counts=True), strict=True
+        ):
+            expected += predicted.waiting_factor(split) * bare.step_time(split) * float(steps / rows.sum())
         single = observations.step_time[rows].max(axis=1)
         measured = winsorized_mean(single)
         variance = float(np.var(single)) / max(measured, 1e-9) ** 2 / len(single)

@@ -6,56 +6,67 @@ what a step takes that sends nothing, and the link what each density adds to it.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_hetero.core.batching.goodput import Candidate, Window
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.compression.bayesian_search import ProfilePenalty
+from lightning_hetero.core.compression.density_search import best_densities
 from lightning_hetero.core.compression.objective import (
-    Change,
     DensityChoice,
     assumed_penalty,
     minimise_time_to_accuracy,
+    penalised_time,
+    time_to_accuracy,
 )
-from lightning_hetero.core.link.bandwidth import LinkEstimate, sending_rate
-from lightning_hetero.core.link.late_choice import SAME_LINK, LateChoice
-from lightning_hetero.core.link.message_link import LinkProbe, MessageLink, without_messages
+from lightning_hetero.core.link.bandwidth import LinkEstimate
+from lightning_hetero.core.link.message_link import MessageLink, without_messages
+from lightning_hetero.core.link.staleness import StaleHysteresis
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
 from lightning_hetero.core.policies.goodput import GoodputPlanner
-from lightning_hetero.core.policies.perf_model import Decision, PlanContext, Proposal
+from lightning_hetero.core.validation import check_int, check_number
 
-__all__ = ["NO_LIMIT", "TimeToAccuracyPlanner"]
+__all__ = ["NO_LIMIT", "DensitySettings", "TimeToAccuracyPlanner"]
+
+Array = npt.NDArray[np.float64]
 
 NO_LIMIT = 2**31
 
-GAIN = 0.02
-"""Least predicted gain for which the density changes; around its optimum that is a factor of two or three."""
 
-AGAIN = 2.0
-"""Factor on that where messages were timed in vain before: out of many tries scatter makes one a gain."""
+@dataclass(frozen=True)
+class DensitySettings:
+    """How the density is chosen.
 
-OPTIMISM = 3.0
-"""Factor by which a link may be faster than small messages make it look, for larger ones to be timed."""
+    Args:
+        min_relative_gain: least predicted gain for which the density changes, as a share, 0 to 1. Around its optimum 2
+            percent are a factor of two or three in density, so that timing jitter moves nothing.
+        max_growth: factor by which the density grows in one decision at most, above 1. Larger messages than any so far
+            show what the link is like; too large ones would cost much before they do.
+        stale_headroom: factor by which a link may become slower while stale messages still take no longer than
+            computing, 1 or more.
+        densities_per_decade: densities that are tried first of each factor of ten.
 
-GROWTH, SMALL = 8.0, 16e3
-"""Largest factor between messages and those that are timed, unless those have so few bytes."""
+    Example:
+        >>> DensitySettings().min_relative_gain
+        0.02
+    """
 
-COST = 0.02
-"""Share of the time that timing messages may take after it brought no change."""
+    min_relative_gain: float = 0.02
+    max_growth: float = 1.4
+    stale_headroom: float = 1.5
+    densities_per_decade: int = 16
 
-LONGEST = 0.5
-"""Share of computing that a message which is timed is believed to take at most."""
-
-PER_DECADE = 4
-"""Densities that are tried of each factor of ten."""
-
-PARTS = {"believed": LinkEstimate, "late": LateChoice, "change": Change, "choice": DensityChoice}
-NUMBERS = ("density", "latency", "handling", "next_probe", "refused")
-"""Fields on which the next decision rests."""
+    def __post_init__(self) -> None:
+        check_number("min_relative_gain", self.min_relative_gain, low=0.0, high=1.0)
+        check_number("max_growth", self.max_growth, low=1.0, include_low=False)
+        check_number("stale_headroom", self.stale_headroom, low=1.0)
+        check_int("densities_per_decade", self.densities_per_decade, minimum=1)
 
 
 @dataclass(frozen=True)
@@ -73,26 +84,23 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         moves_batch: whether the total may change, rather than density and split alone.
         profile: extra samples by density and total, ``None`` without a profile.
         idle_rule: believe in rates by the share of time that workers idle, as the paper does, not by transfers.
-        believed: what the slowest worker's rate is believed to be.
-        latency: seconds of it that its messages take however small they are; ``None`` for what was measured at first.
-        change: newest change of the density, ``None`` before there is one.
-        handling: seconds by which a byte more makes handling longer, which counts for higher densities and not for
-            lower ones, so that none is chosen for a gain that it does not bring.
-        late: what spoke for messages that come a step later.
-        next_probe: step from which on messages of another size may be timed.
-        refused: seconds of messages when that last brought no change, ``None`` if it did.
+        believed: what that rule believes the slowest worker's rate to be.
+        late: what spoke for stale messages so far.
         density: newest decision, also that of an earlier run; ``None`` before there is one.
         choice: newest decision with its predictions, ``None`` before there is one.
+        density_settings: how the density is chosen.
 
     Example:
-        >>> link = MessageLink(0.1, lambda density: 4e6 * density, (LinkEstimate(1e6),) * 2, seconds=0.4, step=40_000)
+        >>> from lightning_hetero.core.link.message_size import MessageSize
+        >>> size = MessageSize(62_500, 2, parts=(32,), listed=80, marked=8000)
+        >>> link = MessageLink(0.1, size, (LinkEstimate(1e6),) * 2, seconds=0.1, step=40_000)
         >>> context = PlanContext(40, ("a", "b"), (1, 1), link=link)
         >>> sizes = np.array([[20.0, 20.0], [30.0, 10.0]] * 20)
         >>> zeros = np.zeros_like(sizes)
-        >>> obs = StepObservations(sizes, zeros, 0.05 + sizes * [0.001, 0.003], zeros, zeros, zeros + 0.4, zeros)
+        >>> obs = StepObservations(sizes, zeros, 0.05 + sizes * [0.001, 0.003], zeros, zeros, zeros + 0.1, zeros)
         >>> planner, _ = TimeToAccuracyPlanner(initial_total=40).decide(obs, BatchPlan(40, (30, 10)), context)
-        >>> planner.density, 0.001 <= planner.choice.probe < 0.002  # to be timed before anything changes
-        (0.1, True)
+        >>> 0.001 < planner.density < 0.01
+        True
     """
 
     max_total_batch_size: int = NO_LIMIT
@@ -102,24 +110,20 @@ class TimeToAccuracyPlanner(GoodputPlanner):
     profile: ProfilePenalty | None = None
     idle_rule: bool = False
     believed: LinkEstimate = LinkEstimate()
-    latency: float | None = None
-    change: Change | None = None
-    handling: float = 0.0
-    late: LateChoice = LateChoice()
-    next_probe: int = 0
-    refused: float | None = None
+    late: StaleHysteresis = StaleHysteresis()
     density: float | None = None
     choice: DensityChoice | None = None
+    density_settings: DensitySettings = DensitySettings()
 
     @property
     def densities(self) -> list[float]:
-        """Densities that are tried; the best one may lie between two of them."""
-        decades = math.log10(self.max_density / self.min_density)
-        grid = np.geomspace(self.min_density, self.max_density, max(math.ceil(PER_DECADE * decades), 1) + 1)
+        """Densities that are tried first; the best one may lie between two of them."""
+        count = math.ceil(self.density_settings.densities_per_decade * math.log10(self.max_density / self.min_density))
+        grid = np.geomspace(self.min_density, self.max_density, max(count, 1) + 1)
         return [self.min_density, *grid[1:-1].tolist(), self.max_density]
 
-    def extra(self, density: float, total: float, link: MessageLink) -> float:
-        """``g``: extra samples that a density and a total cost by now, as a share, and messages that come late."""
+    def extra(self, density: Array, total: Array, link: MessageLink) -> Array:
+        """``g``: extra samples that a density and a total cost by now, as a share, and stale messages."""
         if self.profile is not None:
             return self.profile(density, total)
         return assumed_penalty(density, link.density, link.step, link.hidden and link.may_hide)
@@ -138,191 +142,98 @@ class TimeToAccuracyPlanner(GoodputPlanner):
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
         """As the time model's planner, and the messages at the present density."""
         computing = super().predict(plan, context)
+        return None if computing is None else computing + self._waiting(computing, context)
+
+    def _waiting(self, computing: float, context: PlanContext) -> float:
+        """Seconds by which the messages at the present density make a step longer."""
         link = self._link(context)
-        if computing is None or link is None:
-            return computing
+        if link is None:
+            return 0.0
         transfer = link.transfer(link.density)
-        return max(computing, transfer) if link.hidden else computing + transfer
+        return max(transfer - computing, 0.0) if link.hidden else transfer
 
     def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
         """Learn from the observations; propose the best total with its split, and choose the density for it."""
-        planner = self._observe(observations, context)._forget_refusal(context.link)
+        planner = self._observe(observations, context)
         bare = without_messages(observations, context.link)
         split: Decision = super(TimeToAccuracyPlanner, planner).decide(bare, current, context)
         planner, proposal = cast(TimeToAccuracyPlanner, split.planner), split.proposal
         link, cluster = planner._link(context), planner.model.cluster(replace(context, accumulation=1))
         if link is None or cluster is None:
-            return planner._decision(split)
-        plan = current if proposal is None else proposal.plan
+            return split
+        plan = current
         if proposal is not None:
+            plan = proposal.plan
             split = replace(split, proposal=planner._whole_steps(proposal, current, context))
+        total = plan.total_batch_size * planner.accumulation
         seconds = cluster.accumulated(planner.accumulation).step_time(plan.local_batch_sizes)
-        return planner._settle(plan.total_batch_size * planner.accumulation, seconds, link)._decision(split)
+        late, hidden = planner._stale(total, seconds, link)
+        if hidden == link.hidden:
+            choice = planner.choose(total, seconds, link)
+        else:
+            choice = planner._at(link.density, total, seconds, replace(link, hidden=hidden))
+        soon = split.soon or choice.density != link.density
+        planner = replace(planner, late=late, density=choice.density, choice=choice)
+        return replace(split, planner=planner, density=choice, stale=hidden, soon=soon)
 
     def _whole_steps(self, proposal: Proposal, current: BatchPlan, context: PlanContext) -> Proposal:
         """The proposal whose predictions have the messages in them, which the split's do not."""
         plan = proposal.plan
-        more = (self.predict(plan, context) or 0.0) - (super().predict(plan, context) or 0.0)
+        more = self._waiting(plan.step_time or 0.0, context)
         first, without = (x if x is None else x + more for x in (plan.step_time, plan.step_time_without))
         plan = replace(plan, step_time=first, step_time_without=without)
         apart = ", messages apart" if plan.total_batch_size == current.total_batch_size else ""
         return Proposal(plan, proposal.reason + apart)
 
-    def _decision(self, split: Decision) -> Decision:
-        """What is decided on the split, and by now on messages."""
-        if self.choice is None:
-            return replace(split, planner=self)
-        return replace(split, planner=self, density=self.choice, stale=self.choice.hidden, probe=self.choice.probe)
-
-    def _settle(self, total: int, seconds: float, link: MessageLink) -> "TimeToAccuracyPlanner":
-        """Decide on the density: at once if it has to be another, else by messages of both sizes that were timed."""
-        turn, late = self._late(total, seconds, link)
-        if late != link.hidden:
-            planner = replace(self, late=turn, change=None, refused=None, next_probe=link.step)
-            now = planner._at(link.density, total, seconds, replace(link, hidden=late))
-            return replace(planner, density=link.density, choice=now)
-        return replace(self, late=turn)._move(total, seconds, link)
-
-    def _move(self, total: int, seconds: float, link: MessageLink) -> "TimeToAccuracyPlanner":
-        """Choose the density, with messages awaited or delayed as they are."""
-        wish = self.choose(total, seconds, link)
-        inside = self.min_density <= link.density <= self.max_density
-        if self.idle_rule or not inside:
-            return replace(self, density=wish.density, choice=wish)
-        now = self._at(link.density, total, seconds, link)
-        timed = self._timed(now, seconds, link)
-        if timed is not None and timed.density != link.density:
-            return replace(self._changed(timed, now, link), density=timed.density, choice=timed)
-        planner = self if timed is None else self._refuse(now, link)
-        probe = planner._probe(wish, now, seconds, link)
-        return replace(planner, density=link.density, choice=replace(now, probe=probe))
-
-    def _late(self, total: int, seconds: float, link: MessageLink) -> tuple[LateChoice, bool]:
-        """Whether messages are to come a step later: where the time that this gains is worth more than what it costs.
+    def _stale(self, total: int, seconds: float, link: MessageLink) -> tuple[StaleHysteresis, bool]:
+        """Whether messages are to be stale: where the time that this gains is worth more than what it costs.
 
         Each way counts with the density that suits it best, and sending less goes first: only where nothing is to be
-        gained by that, or messages were timed in vain, is a delay what is left.
+        gained by that, staleness is what is left.
         """
-        less = self.refused is None and self.choose(total, seconds, link).density < link.density
-        if not link.may_hide or (less and not link.hidden):
+        if not link.may_hide or (not link.hidden and self.choose(total, seconds, link).density < link.density):
             return self.late, link.hidden
-        fresh, late = (
-            self._best(total, seconds, replace(link, hidden=hidden), self.densities).objective
-            for hidden in (False, True)
-        )
-        return self.late.look(link.hidden, fresh, late, min(link.rates))
+        fresh, late = (self._best(total, seconds, replace(link, hidden=hidden)).objective for hidden in (False, True))
+        return self.late.observe(link.hidden, 1.0 - late / fresh)
 
     def choose(self, total: int, seconds: float, link: MessageLink) -> DensityChoice:
-        """The best density by what the link is believed to be; the present one if it is as good.
+        """The best density of three digits by what the link is believed to be; the present one if it is as good.
 
         Args:
             total: samples of a step.
             seconds: predicted seconds of a step that sends nothing.
             link: what messages cross.
         """
-        return self._better(self._best(total, seconds, link, self.densities), total, seconds, link)
-
-    def _better(
-        self,
-        best: DensityChoice,
-        total: int,
-        seconds: float,
-        link: MessageLink,
-        transfer: Callable[[float], float] | None = None,
-    ) -> DensityChoice:
-        """The best choice with a density of three digits, if it gains enough over the present one."""
-        rounded = min(max(float(f"{best.density:.3g}"), self.min_density), self.max_density)
-        best = replace(self._best(total, seconds, link, [rounded], transfer), least=best.least)
-        now = replace(self._best(total, seconds, link, [link.density], transfer), least=best.least)
+        settings, now = self.density_settings, self._at(link.density, total, seconds, link)
+        best = self._best(total, seconds, link)
         allowed = self.min_density <= link.density <= self.max_density
-        gain = GAIN if self.refused is None else AGAIN * GAIN
-        return now if allowed and best.objective > (1 - gain) * now.objective else best
+        if allowed and best.objective > (1.0 - settings.min_relative_gain) * now.objective:
+            hopeful = link.at_best()
+            best = self._best(total, seconds, hopeful)
+            least = (1.0 - settings.min_relative_gain) * self._at(link.density, total, seconds, hopeful).objective
+            if best.density <= link.density or best.objective > least:
+                return now
+        wished = min(best.density, link.density * settings.max_growth)
+        rounded = float(f"{wished:.3g}")
+        return self._at(min(max(rounded, self.min_density), self.max_density), total, seconds, link)
 
     def _at(self, density: float, total: int, seconds: float, link: MessageLink) -> DensityChoice:
         """What is predicted at a density, and whether even the least would be the bound."""
-        return replace(self._best(total, seconds, link, [density]), least=link.transfer(self.min_density))
+        least, sent = link.transfer(np.array([self.min_density, density])).tolist()
+        choice = DensityChoice(density, total, 0.0, seconds, sent, least, link.hidden)
+        extra = self.extra(np.array([density]), np.array([float(total)]), link)
+        return replace(choice, objective=time_to_accuracy(float(total), choice.step_time, float(extra[0])))
 
-    def _timed(self, now: DensityChoice, seconds: float, link: MessageLink) -> DensityChoice | None:
-        """The best density up to the size that was timed, by how much longer it takes; ``None`` if nothing was timed.
-
-        The present one if nothing gains enough, or if it would take back the last change on the same link.
-        """
-        probe, total = link.probe, now.total_batch_size
-        if probe is None or link.seconds is None:
-            return None
-        base, size = link.seconds, link.message_bytes
-        low, high = sorted((probe.bytes_now, probe.num_bytes))
-        near = [d for d in self.densities if low <= size(d) <= high]
-        ends = [d for d in (self._asked(), link.density) if d is not None and low <= size(d) <= high]
-
-        def transfer(density: float) -> float:
-            return max(base + probe.added(size(density)), 0.0)
-
-        best = self._best(total, seconds, link, sorted({*near, *ends, link.density}), transfer)
-        best = replace(best, least=now.least)
-        best = self._better(best, total, seconds, link, transfer)
-        if best.density == link.density or not self._takes_back(best, probe, link):
-            return replace(best, least=now.least)
-        return now
-
-    def _asked(self) -> float | None:
-        return None if self.choice is None else self.choice.probe
-
-    def _takes_back(self, choice: DensityChoice, probe: LinkProbe, link: MessageLink) -> bool:
-        """Whether a choice goes back where the density came from although the link is the same."""
-        before = self.change
-        more = choice.density > link.density
-        if before is None or more == before.more or before.total != choice.total_batch_size:
-            return False
-        if not 1 / SAME_LINK < choice.compute / max(before.compute, 1e-12) < SAME_LINK:
-            return False
-        num_bytes, seconds = (probe.num_bytes, probe.seconds) if more else (probe.bytes_now, probe.now)
-        crossing = max(seconds - probe.latency, 0.0) * before.num_bytes / num_bytes
-        return before.crossing / SAME_LINK < crossing if more else crossing < SAME_LINK * before.crossing
-
-    def _changed(self, choice: DensityChoice, now: DensityChoice, link: MessageLink) -> "TimeToAccuracyPlanner":
-        """Remember a change of the density, and what the larger of both messages took to cross the link."""
-        probe, more = link.probe, choice.density > link.density
-        assert probe is not None
-        num_bytes, seconds = (probe.num_bytes, probe.seconds) if more else (probe.bytes_now, probe.now)
-        crossing = max(seconds - probe.latency, 0.0)
-        change = Change(link.density, num_bytes, crossing, choice.total_batch_size, now.compute, more)
-        return replace(self, change=change, next_probe=link.step, refused=None)
-
-    def _refuse(self, now: DensityChoice, link: MessageLink) -> "TimeToAccuracyPlanner":
-        """Let so many steps pass before the next messages are timed that those cost next to nothing."""
-        probe = link.probe
-        assert probe is not None
-        steps = math.ceil(2 * (probe.now + probe.seconds) / (COST * max(now.step_time, 1e-9)))
-        return replace(self, next_probe=link.step + steps, refused=link.seconds)
-
-    def _forget_refusal(self, link: MessageLink | None) -> "TimeToAccuracyPlanner":
-        """Begin anew where messages take another time than when others were timed in vain."""
-        if link is None or link.seconds is None or self.refused is None:
-            return self
-        same = 1 / SAME_LINK < link.seconds / self.refused < SAME_LINK
-        return self if same else replace(self, refused=None, next_probe=link.step)
-
-    def _probe(self, wish: DensityChoice, now: DensityChoice, seconds: float, link: MessageLink) -> float | None:
-        """Density whose messages are to be timed: the wish, or a higher one if the link may be faster than it looks."""
-        if link.seconds is None or link.step < self.next_probe:
-            return None
-        if wish.density >= link.density:
-            faster = replace(link, estimates=tuple(LinkEstimate(OPTIMISM * rate) for rate in link.rates))
-            wish = self.choose(now.total_batch_size, seconds, faster)
-        if wish.density > link.density:
-            return self._small_enough(wish.density, now, link)
-        return None if link.message_bytes(wish.density) == link.bytes_now else wish.density
-
-    def _small_enough(self, wished: float, now: DensityChoice, link: MessageLink) -> float | None:
-        """The greatest density up to the wished one whose messages are not too large to be timed; ``None`` without."""
-        most = max(GROWTH * link.bytes_now, SMALL)
-        longest = max(LONGEST * now.compute, 2.0 * link.transfer(link.density))
-        for density in (wished, *np.geomspace(link.density, wished, 12)[-2:0:-1].tolist()):
-            num_bytes = link.message_bytes(density)
-            if num_bytes <= most and link.transfer(density) <= longest:
-                return float(density) if num_bytes > link.bytes_now else None
-        return None
+    def _best(self, total: int, seconds: float, link: MessageLink) -> DensityChoice:
+        """The best density, however little it gains."""
+        return minimise_time_to_accuracy(
+            {total: seconds},
+            self.densities,
+            transfer=link.transfer,
+            penalty=lambda density, total: self.extra(density, total, link),
+            hidden=link.hidden,
+            headroom=self.density_settings.stale_headroom,
+        )
 
     def windows(self, total: int, context: PlanContext) -> tuple[Window, ...]:
         """Every total that may follow the current one; only itself where the total stays."""
@@ -332,76 +243,52 @@ class TimeToAccuracyPlanner(GoodputPlanner):
     def candidates(self, times: Mapping[Window, float], context: PlanContext) -> tuple[Candidate, ...]:
         """Goodput of candidates whose step times are known, at the density that suits each best."""
         table, link = super().candidates(times, context), self._link(context)
-        return table if link is None else tuple(self._with_messages(candidate, link) for candidate in table)
+        if link is None or not table:
+            return table
+        totals, compute = np.array([(c.total_batch_size, c.step_time) for c in table]).T[:, :, None]
+        headroom = self.density_settings.stale_headroom
 
-    def _with_messages(self, candidate: Candidate, link: MessageLink) -> Candidate:
-        total = candidate.total_batch_size
-        best = self._best(total, candidate.step_time, link, self.densities)
-        throughput = total / best.step_time
-        share = candidate.efficiency / (1.0 + self.extra(best.density, total, link))
-        return Candidate(total, candidate.accumulation, best.step_time, throughput, share, throughput * share)
+        def objective(density: Array) -> Array:
+            sent, extra = link.transfer(density), self.extra(density, totals, link)
+            return penalised_time(totals, compute, sent, extra, hidden=link.hidden, headroom=headroom)
 
-    def _best(
-        self,
-        total: int,
-        seconds: float,
-        link: MessageLink,
-        densities: list[float],
-        transfer: Callable[[float], float] | None = None,
-    ) -> DensityChoice:
-        return minimise_time_to_accuracy(
-            {total: seconds},
-            densities,
-            transfer=link.transfer if transfer is None else transfer,
-            penalty=lambda density, total: self.extra(density, total, link),
-            hidden=link.hidden,
-            handling=lambda density: self.handling * max(link.message_bytes(density) - link.bytes_now, 0.0),
-            headroom=SAME_LINK,
-        )
+        found = best_densities(objective, self.densities)
+        sent, compute, totals = link.transfer(found), compute[:, 0], totals[:, 0]
+        seconds = np.maximum(compute, sent) if link.hidden else compute + sent
+        share = np.array([c.efficiency for c in table]) / (1.0 + self.extra(found, totals, link))
+        columns = zip(table, seconds.tolist(), (totals / seconds).tolist(), share.tolist(), strict=True)
+        return tuple([Candidate(c.total_batch_size, c.accumulation, s, t, e, t * e) for c, s, t, e in columns])
 
     def _link(self, context: PlanContext) -> MessageLink | None:
         """The link as it is believed to be, ``None`` before it was seen."""
         link = context.link
         if link is None or not link.rates:
             return None
-        latency = link.latency if self.latency is None else self.latency
-        return link if self.believed.rate is None else replace(link, estimates=(self.believed,), latency=latency)
+        return link if self.believed.rate is None else replace(link, estimates=(self.believed,))
 
     def _observe(self, observations: StepObservations, context: PlanContext) -> "TimeToAccuracyPlanner":
-        """Believe in what was measured of the slowest worker, or in what the paper's rule makes of it."""
+        """Believe what the paper's rule makes of the rate that was measured at first, if that rule decides."""
         link = context.link
-        if link is None or not link.rates or link.seconds is None:
+        if not self.idle_rule or link is None or not link.rates or link.seconds is None:
             return self
-        if self.believed.rate is None or not self.idle_rule:
-            return self._learn(link, link.message_bytes(link.density), link.seconds)
+        if self.believed.rate is None:
+            return replace(self, believed=link.estimates[link.slowest])
         cluster, rows = self.model.cluster(context), np.isfinite(observations.step_time).all(axis=1)
         if cluster is None or not rows.any():
             return self
-        computing, transfer = observations.compute[rows].max(axis=1), link.latency
-        transfer += self.believed.seconds(link.message_bytes(link.density))
+        computing = observations.compute[rows].max(axis=1)
+        transfer = link.latency + self.believed.seconds(link.bytes_now)
         explained = np.maximum(computing, transfer) if link.hidden else computing + cluster.t_u + transfer
         idle = 1.0 - float(np.median(explained / observations.step_time[rows].max(axis=1)))
         return replace(self, believed=self.believed.observe_idle(idle))
 
-    def _learn(self, link: MessageLink, num_bytes: float, seconds: float) -> "TimeToAccuracyPlanner":
-        """Rate from the newest messages, and from those of two sizes that were timed latency as well."""
-        latency, probe = min(link.latency if self.latency is None else self.latency, seconds), link.probe
-        if probe is None or probe.slope == 0.0:
-            believed = self.believed.observe(sending_rate(num_bytes, seconds, latency))
-            handling = self.handling if probe is None else probe.handling_slope
-            return replace(self, believed=believed, latency=latency, handling=handling)
-        latency = max(seconds - probe.slope * num_bytes, 0.0)
-        believed = LinkEstimate(1.0 / probe.slope)
-        return replace(self, believed=believed, latency=latency, handling=probe.handling_slope)
-
     def state_dict(self) -> dict[str, Any]:
         """What the time model learned, where the total stands, the density, and what it rests on."""
-        parts = {name: None if (part := getattr(self, name)) is None else asdict(part) for name in PARTS}
-        return {**super().state_dict(), **parts, **{name: getattr(self, name) for name in NUMBERS}}
+        own = {"believed": {"rate": self.believed.rate}, "late": asdict(self.late), "density": self.density}
+        return {**super().state_dict(), **own}
 
     def loaded(self, state: dict[str, Any]) -> "TimeToAccuracyPlanner":
         """The planner with what :meth:`state_dict` described."""
-        before: Any = super().loaded(state)
-        parts = {n: None if state[n] is None else kind(**state[n]) for n, kind in PARTS.items() if n in state}
-        planner: TimeToAccuracyPlanner = replace(before, **parts, **{n: state[n] for n in NUMBERS if n in state})
-        return planner
+        before = cast(TimeToAccuracyPlanner, super().loaded(state))
+        believed, late = LinkEstimate(state["believed"]["rate"]), StaleHysteresis(state["late"].get("rounds", 0))
+        return replace(before, believed=believed, late=late, density=state["density"])

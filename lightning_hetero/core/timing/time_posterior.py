@@ -101,14 +101,9 @@ class TimePosterior:
         known = self._with(names)
         rows, steps = known._rows(names), float(elapsed or observations.num_steps)
         known = replace(known, jumped=frozenset())
+        outside, backward = observations.outside_backward, observations.backward
         for split, own in observations.splits():
-            known = known._round(
-                rows,
-                np.maximum(split, 1.0),
-                observations.outside_backward[own],
-                observations.backward[own],
-                steps,
-            )
+            known = known._round(rows, np.maximum(split, 1.0), outside[own], backward[own], steps)
             steps = 0.0
         return known
 
@@ -178,16 +173,11 @@ class TimePosterior:
             weight[:, part] = weigh_filters(weight[:, part], likelihood, settings)
             jumped[part] = (weight[:, part] * jump).sum(axis=0) > 0.5
         low, high = np.where(new, sizes, np.minimum(seen[:, 0], sizes)), np.maximum(seen[:, 1], sizes)
-        every_filter = (slice(None), rows)
-        return replace(
-            self,
-            mean=_replaced(self.mean, every_filter, mean),
-            covariance=_replaced(self.covariance, every_filter, covariance),
-            weight=_replaced(self.weight, every_filter, weight),
-            scatter=_replaced(self.scatter, rows, scatter),
-            seen=_replaced(self.seen, rows, np.stack([low, high], axis=1)),
-            jumped=self.jumped | {name for name, so in zip(np.array(self.names)[rows], jumped, strict=True) if so},
-        )
+        filters = (self.mean, mean), (self.covariance, covariance), (self.weight, weight)
+        mean, covariance, weight = _replaced((slice(None), rows), *filters)
+        scatter, seen = _replaced(rows, (self.scatter, scatter), (self.seen, np.stack([low, high], axis=1)))
+        names = self.jumped.union(np.array(self.names)[rows][jumped].tolist())
+        return replace(self, mean=mean, covariance=covariance, weight=weight, scatter=scatter, seen=seen, jumped=names)
 
     def times(self, names: Sequence[str], capacities: Sequence[float] = ()) -> Times:
         """Return the time models of these workers.
@@ -260,8 +250,9 @@ class TimePosterior:
         return cls(tuple(known), **arrays, settings=settings)
 
 
-def _replaced(array: Array, at: Rows | tuple[slice, Rows], values: Array) -> Array:
-    """Return a copy with other values at some places."""
-    copy = np.array(array)
-    copy[at] = values
-    return copy
+def _replaced(at: Rows | tuple[slice, Rows], *pairs: tuple[Array, Array]) -> list[Array]:
+    """Return copies of arrays with other values at some places."""
+    copies = [np.array(array) for array, _ in pairs]
+    for copy, (_, values) in zip(copies, pairs, strict=True):
+        copy[at] = values
+    return copies

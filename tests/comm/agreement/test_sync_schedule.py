@@ -32,7 +32,6 @@ OTHER = Proposal(BatchPlan(3, (3,)), "smaller")
         (0.2, {"proposal": OTHER}, 41),
         (99.0, {}, LONGEST),
         (0.2, {"soon": True}, FIRST),
-        (99.0, {"probe": 0.1}, FIRST),
         (99.0, {"soon": True, "proposal": OTHER}, FIRST + 1),
         (0.001, {"moving": True}, WALKING),
         (0.001, {"moving": True, "proposal": OTHER, "soon": True}, WALKING + 1),
@@ -136,27 +135,25 @@ def train(engine, step):
 
 @dataclass(frozen=True)
 class Asks(StaticPlanner):
-    """Has nothing to decide; may have asked for messages of another size, for an early look, or for more of them."""
+    """Has nothing to decide; may have asked for an early look, or for more of them."""
 
-    probe: float | None = None
     soon: bool = False
     moving: bool = False
     proposal: Proposal | None = None
 
     def decide(self, observations, current, context):
-        return Decision(self, self.proposal, probe=self.probe, soon=self.soon, moving=self.moving)
+        return Decision(self, self.proposal, soon=self.soon, moving=self.moving)
 
 
 @pytest.mark.parametrize(
     ("asks", "steps"),
     [
         (Asks(), LONGEST),
-        (Asks(probe=0.01), FIRST),
         (Asks(soon=True), FIRST),
         (Asks(soon=True, proposal=OTHER), FIRST + 1),
         (Asks(moving=True), LONGEST),
     ],
-    ids=["nothing to be seen", "messages to be timed", "a better split may follow", "another split", "too dear"],
+    ids=["nothing to be seen", "a better split may follow", "another split", "too dear"],
 )
 def test_ranks_look_soon_at_what_a_decision_waits_for(monkeypatch, asks, steps):
     """A look takes a thousand counted seconds, too much for such steps, but not if a decision waits for it."""

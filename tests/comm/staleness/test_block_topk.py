@@ -154,7 +154,7 @@ def start(rank, world_size, settings, limit=1, restored=None):
 
     def follow(hidden, density=settings.density):
         """What a controller decides."""
-        compression.apply_choice(DensityChoice(density, 10, 1.0, 1.0, 1.0, 1.0, hidden=hidden), hidden, None)
+        compression.apply_choice(DensityChoice(density, 10, 1.0, 1.0, 1.0, 1.0, hidden=hidden), hidden)
 
     return ddp, late, follow
 

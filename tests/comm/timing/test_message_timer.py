@@ -9,6 +9,7 @@ import torch
 from lightning_hetero.comm.link.link_state import LinkWatch
 from lightning_hetero.comm.timing.message_timer import KEPT_STEPS, MessageLog, message_seconds
 from lightning_hetero.core.link.bandwidth import LinkEstimate
+from lightning_hetero.core.link.message_times import MessageTimes
 
 BYTES = 1000.0
 
@@ -85,8 +86,7 @@ def test_a_checkpoint_has_the_messages_that_were_not_compared_yet():
     """The run goes on as if nothing had been read, and so does one that resumes there."""
     clock = Marks()
     run, resumed, watch, later = MessageLog(clock, 2), MessageLog(clock, 2), LinkWatch(2), LinkWatch(2)
-    watch.latency, watch.timed = 1e-3, np.arange(7.0)
-    watch.links = (LinkEstimate(1e6), LinkEstimate(None))
+    watch.times = MessageTimes((LinkEstimate(1e6), LinkEstimate(None)), 1e-3, 1e-4, (BYTES, 0.5))
     for step in range(3):
         _sent(run, clock, step)
     file = io.BytesIO()
@@ -101,8 +101,8 @@ def test_a_checkpoint_has_the_messages_that_were_not_compared_yet():
         _sent(resumed, clock, step)
     seen, again = watch.take(run), later.take(resumed)
     np.testing.assert_array_equal(seen, again)
-    assert np.isfinite(seen[7:].reshape(-1, 4)[:, 0]).sum() == 5
-    assert (later.links, later.latency) == (watch.links, watch.latency)
+    assert np.isfinite(seen.reshape(-1, 4)[:, 0]).sum() == 5
+    assert later.times == watch.times
     assert np.isnan(resumed.take()).all()
 
 
@@ -117,4 +117,4 @@ def test_links_of_other_workers_are_not_taken_over():
     clock, watch = Marks(), LinkWatch(3)
     two = LinkWatch(2).state_dict(MessageLog(clock, 2))
     watch.load_state_dict({**two, "latency": 5.0}, MessageLog(clock, 3))
-    assert (len(watch.links), watch.latency) == (3, 0.0)
+    assert (len(watch.links), watch.times.latency) == (3, 0.0)

@@ -4,19 +4,8 @@ import numpy as np
 import pytest
 
 from lightning_hetero.core.batching.optperf import solve_optperf
-from lightning_hetero.core.compression.objective import largest_density, minimise_time_to_accuracy, time_to_accuracy
+from lightning_hetero.core.compression.objective import minimise_time_to_accuracy, time_to_accuracy
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
-
-
-def test_bytes_are_compared_with_bytes():
-    """A model of 1 MB on 12.5 MB/s with steps of 40 ms: half of it fits; so says 1 - B / m x / f."""
-    budget = 12.5e6 * 0.04
-    assert largest_density(budget, lambda d: 1e6 * d, [0.1, 0.5, 0.6, 1.0]) == 0.5
-    assert pytest.approx(0.5) == 1 - 12.5e6 / 1e6 * 0.04
-    assert largest_density(1.0, lambda d: 1e6 * d, [0.1, 0.5]) == 0.1
-    with pytest.raises(ValueError, match="densities is empty"):
-        largest_density(1.0, lambda d: d, [])
-
 
 CLUSTER = ClusterTimeModel(
     (NodeTimeModel(1e-4, 5e-3, 2e-4, 1e-3), NodeTimeModel(3e-4, 5e-3, 6e-4, 1e-3)), 0.2, 0.0, 1e-3

@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 
-from lightning_hetero.core.link.bandwidth import IDLE, MARGIN, LinkEstimate
+from lightning_hetero.core.link.bandwidth import BandwidthSettings, LinkEstimate
 from lightning_hetero.core.link.message_link import MessageLink
+from lightning_hetero.core.link.message_size import MessageSize
+
+SIZE = MessageSize(1_000_000, 2, parts=(), listed=0, marked=0, marked_from=2.0, align=1)  # 1e6 * density
 
 
 @pytest.mark.parametrize("truth", [2e5, 5e7])
@@ -21,14 +24,14 @@ def test_the_idle_rule_finds_the_rate_from_either_side(truth):
 
 
 def test_the_idle_rule_moves_up_slowly_and_down_quickly():
-    link = LinkEstimate(100.0)
-    assert link.observe_idle(IDLE).rate < link.rate < link.observe_idle(0.99 * IDLE).rate
+    link, idle = LinkEstimate(100.0), BandwidthSettings().idle_share
+    assert link.observe_idle(idle).rate < link.rate < link.observe_idle(0.99 * idle).rate
     assert link.observe_idle(float("nan")) == link
     assert LinkEstimate().observe_idle(0.5).rate is None
 
 
 def test_the_slowest_worker_counts():
-    link = MessageLink(0.1, lambda density: 1e6 * density, tuple(map(LinkEstimate, (3e6, 1e6, 2e6))))
+    link = MessageLink(0.1, SIZE, tuple(map(LinkEstimate, (3e6, 1e6, 2e6))))
     assert link.slowest == 1
-    assert link.transfer(0.5) == pytest.approx(0.5 / MARGIN)
-    assert MessageLink(0.1, float, (LinkEstimate(1.0), LinkEstimate())).rates == ()
+    assert link.transfer(0.5) == pytest.approx(0.5 / BandwidthSettings().planned_share)
+    assert MessageLink(0.1, SIZE, (LinkEstimate(1.0), LinkEstimate())).rates == ()

@@ -15,6 +15,7 @@ from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.compression.settings import BlockTopK, blocks_per_rank
 from lightning_hetero.core.link.bandwidth import LinkEstimate
 from lightning_hetero.core.link.message_link import MessageLink
+from lightning_hetero.core.link.message_size import MessageSize
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.perf_model import PlanContext
 from lightning_hetero.core.policies.time_to_accuracy import TimeToAccuracyPlanner
@@ -26,9 +27,11 @@ from tests.comm.contexts import context_of
 @pytest.mark.parametrize("num_blocks", [1, 37, 70_000, 1_000_003])
 def test_sizes_are_those_of_messages(num_blocks, world_size, dtype):
     size = message_size(num_blocks, 16, dtype, world_size)
-    for density in [*np.geomspace(1e-4, 1.0, 60), 0.1, 0.2, 0.5]:
+    densities = np.array([*np.geomspace(1e-4, 1.0, 60), 0.1, 0.2, 0.5])
+    np.testing.assert_array_equal(size.bytes(densities), [size.bytes(density) for density in densities.tolist()])
+    for density in densities:
         form = MessageFormat(num_blocks, blocks_per_rank(num_blocks, density, world_size), 16, dtype, layout=7)
-        assert size(density) == (world_size - 1) * form.num_bytes
+        assert size.bytes(density) == (world_size - 1) * form.num_bytes
 
 
 def test_a_decision_reads_no_parameter(monkeypatch):
@@ -36,9 +39,9 @@ def test_a_decision_reads_no_parameter(monkeypatch):
     parameters = {f"layer.{i}.weight": nn.Parameter(zeros_of(i)) for i in range(300)}
     exchange = BlockTopKAverager(BlockTopK(0.1), context_of(parameters, 2))
     asked, hashed = [], []
-    fingerprint, call = Layout.fingerprint, type(exchange.message_size).__call__
+    fingerprint, sized = Layout.fingerprint, MessageSize.bytes
     monkeypatch.setattr(Layout, "fingerprint", lambda self: hashed.append(1) or fingerprint(self))
-    monkeypatch.setattr(type(exchange.message_size), "__call__", lambda self, d: asked.append(d) or call(self, d))
+    monkeypatch.setattr(MessageSize, "bytes", lambda self, d: asked.extend(np.ravel(d)) or sized(self, d))
     link = MessageLink(0.1, exchange.message_size, (LinkEstimate(1e5),) * 2, seconds=0.4, step=40_000)
     sizes = np.array([[20.0, 20.0], [30.0, 10.0]] * 20)
     zeros = np.zeros_like(sizes)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.core.link.bandwidth import DOWN, UP, LinkEstimate, sum_bytes
-from lightning_hetero.core.link.staleness import TOLERANCE, BucketTimes, choose_fresh
+from lightning_hetero.core.link.bandwidth import BandwidthSettings, LinkEstimate, sum_bytes
+from lightning_hetero.core.link.staleness import BucketTimes, StaleHysteresis, StaleSettings, choose_fresh
 
 seconds = st.floats(0.0, 10.0)
 links = st.lists(st.tuples(seconds, seconds), min_size=1, max_size=6).map(
@@ -42,11 +42,11 @@ def test_as_many_are_fresh_as_fit(times):
     """From the state with everything fresh: the most that cost nothing, by trying all; or all, for want of a gain."""
     n = len(times.ready)
     steps = [times.step_time(fresh) for fresh in range(n + 1)]
-    most = max(fresh for fresh in range(n + 1) if steps[fresh] <= (1 + TOLERANCE) * steps[0])
+    most = max(fresh for fresh in range(n + 1) if steps[fresh] <= (1 + StaleSettings().tolerance) * steps[0])
     choice = choose_fresh(times, n)
     gains = steps[most] <= (1 - 0.03) * steps[n]
     assert choice.fresh == (most if gains else n)
-    assert choice.network_bound == (sum(times.transfer) > (1 + TOLERANCE) * times.compute)
+    assert choice.network_bound == (sum(times.transfer) > (1 + StaleSettings().tolerance) * times.compute)
     assert choice.network_bound == ("network-bound" in choice.describe())
 
 
@@ -88,7 +88,8 @@ def test_estimate_is_between_and_nearer_to_the_slower(old, new):
     after = LinkEstimate(old).observe(new).rate
     assert min(old, new) * (1 - 1e-9) <= after <= max(old, new) * (1 + 1e-9)
     weight = (1 / after - 1 / old) / (1 / new - 1 / old) if abs(old - new) > 1e-3 * old else None
-    assert weight is None or weight == pytest.approx(DOWN if new < old else UP, rel=1e-3)
+    s = BandwidthSettings()
+    assert weight is None or weight == pytest.approx(s.weight_of_slower if new < old else s.weight_of_faster, rel=1e-3)
 
 
 @pytest.mark.parametrize("nothing", [0.0, -1.0, float("nan"), float("inf")])
@@ -108,3 +109,23 @@ def test_a_stall_is_believed_at_once_and_forgotten_within_a_few_looks():
 
 def test_bytes_of_a_sum():
     assert [sum_bytes(100.0, n) for n in (1, 2, 4, 8)] == [0.0, 100.0, 150.0, 175.0]
+
+
+def observed(state, stale, gain, rounds):
+    for _ in range(rounds):
+        state, stale = state.observe(stale, gain)
+    return state, stale
+
+
+def test_a_round_that_speaks_against_stale_messages_begins_the_count_anew():
+    rounds = StaleSettings().rounds
+    state, stale = observed(StaleHysteresis(), False, 0.2, rounds - 1)
+    state, stale = observed(state, stale, 0.04, 1)
+    assert not observed(state, stale, 0.2, rounds - 1)[1]
+    assert observed(state, stale, 0.2, rounds)[1]
+
+
+def test_messages_stay_stale_while_that_gains_anything_worth_a_word():
+    """What made them so has to be five times as much, so that a gain in between turns them neither way."""
+    for gain, stale, then in ((0.03, False, False), (0.03, True, True), (0.005, True, False), (0.06, False, True)):
+        assert observed(StaleHysteresis(), stale, gain, StaleSettings().rounds)[1] is then

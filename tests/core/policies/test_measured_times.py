@@ -7,14 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lightning_hetero.compression.wire_format import message_size
 from lightning_hetero.core.batching.plan import BatchPlan
-from lightning_hetero.core.compression.auto import pack_bytes
-from lightning_hetero.core.link.bandwidth import LinkEstimate, sending_rate
-from lightning_hetero.core.link.message_link import LinkProbe, MessageLink
+from lightning_hetero.core.link.bandwidth import LinkEstimate
+from lightning_hetero.core.link.message_link import MessageLink
+from lightning_hetero.core.link.message_times import MessageTimes
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner, PlanContext
 from lightning_hetero.core.policies.time_to_accuracy import TimeToAccuracyPlanner
 
+SIZE = message_size(1_126_410 // 16, 16, "bfloat16", 2)
 NAMES, EVEN = ("a", "b"), BatchPlan(112, (56, 56))
 MEASURED = json.loads((Path(__file__).parent / "measured_trace.json").read_text())["trainings"]
 
@@ -107,11 +109,14 @@ class Replay:
     def __init__(self, training, late):
         self.looks = [1e-6 * np.array(look, dtype=float).T for look in training["microseconds_a_sample"]]
         self.late, self.plan, self.step, self.density, self.hidden = late, EVEN, 0, 0.1, False
-        self.planner, self.estimates, self.probe = TimeToAccuracyPlanner(initial_total=112), (LinkEstimate(),) * 2, None
+        self.planner, self.times = (
+            TimeToAccuracyPlanner(initial_total=112),
+            MessageTimes((LinkEstimate(),) * 2, self.LATENCY),
+        )
         self.now, self.densities, self.given, self.rates = 0.0, [], [], []
 
     def message_bytes(self, density):
-        return 64.0 + pack_bytes(1_126_410, density, 2)
+        return SIZE.bytes(density)
 
     def crossing(self, num_bytes, mbit):
         return self.LATENCY + num_bytes / (mbit * 125e3)
@@ -122,20 +127,15 @@ class Replay:
         seen = observed(
             self.plan.local_batch_sizes, measured * np.array(self.plan.local_batch_sizes), sent, self.hidden
         )
-        rate = sending_rate(self.message_bytes(self.density), sent, self.LATENCY)
-        self.estimates = tuple(estimate.observe(rate) for estimate in self.estimates)
+        self.times = self.times.observe(self.message_bytes(self.density), np.full(2, sent))
         self.step, self.now = self.step + len(measured) + 9, self.now + 41 * float(seen.step_time.mean())
         link = MessageLink(
-            self.density, self.message_bytes, self.estimates, sent, self.hidden, self.LATENCY, self.late, self.step,
-            self.probe,
+            self.density, SIZE, self.times.links, sent, self.hidden, self.times.latency,
+            self.times.latency_error, self.late, self.step,
         )  # fmt: skip
         context = PlanContext(112, NAMES, (1, 1), link=link)
         self.planner, proposal = self.planner.decide(seen, self.plan, context)
-        choice, now = self.planner.choice, self.message_bytes(self.density)
-        self.probe = None
-        if choice is not None and choice.probe is not None:
-            then = self.message_bytes(choice.probe)
-            self.probe = LinkProbe(self.LATENCY, now, self.crossing(now, mbit), then, self.crossing(then, mbit))
+        choice = self.planner.choice
         self.plan = self.plan if proposal is None else proposal.plan
         self.density = self.planner.density or self.density
         self.hidden = choice.hidden if self.late and choice is not None else False
@@ -157,13 +157,13 @@ def test_on_a_measured_trace_density_and_split_follow_and_never_go_back_while_th
             replay.look(mbit)
         after = replay.densities[begin:]
         assert direction * (after[5] - before) > 0, f"not within six looks on {mbit} Mbit/s: {before} -> {after}"
-        assert len(set(after[10:])) == 1, after
+        assert len(set(after[16:])) == 1, after
         assert replay.hidden == (late and direction < 0)
     begin = 0
     for _, same in itertools.groupby(replay.rates):
         length = len(list(same))
         for values in (replay.densities, replay.given):
-            seen = values[begin : begin + length]  # the first look still decides by what was timed before
+            seen = values[begin : begin + length]  # the first look decides already
             assert turns(seen)[1] == 0, f"to and fro on the same link: {seen}"
         begin += length
     assert turns([56, *replay.given])[0] <= 4
