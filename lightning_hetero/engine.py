@@ -17,7 +17,7 @@ from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.agreement.group_lifetime import ended
 from lightning_hetero.comm.agreement.notices import Notices
 from lightning_hetero.comm.agreement.plan_log import SplitLog
-from lightning_hetero.comm.agreement.sync_round import look
+from lightning_hetero.comm.agreement.sync_round import Padding, SyncPayload, gather_payloads
 from lightning_hetero.comm.agreement.sync_schedule import ExchangeSchedule
 from lightning_hetero.comm.agreement.workers import Roster
 from lightning_hetero.comm.collectives.topology import Topology
@@ -347,7 +347,10 @@ class HeteroEngine:
             raise RuntimeError("no training data was sharded yet; call shard() first.")
         begin = time.perf_counter()
         held = self.history.digest(), *self.sampler.drawn
-        reached, observations = look(self.control, held, self.observer, self.noise, self.compression, self.health)
+        payloads: list[SyncPayload] = [self.observer, self.health, self.noise or Padding(NOISE_FIELDS)]
+        payloads += [] if self.compression is None else [self.compression]
+        reached = gather_payloads(self.control, held, payloads)
+        observations = self.observer.matched
         self.last_observations = observations if observations.num_steps else self.last_observations
         done, roster = Decision(None), self.roster
 

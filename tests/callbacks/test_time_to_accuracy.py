@@ -146,10 +146,10 @@ def _seeming(rank, rates, settings):
     looks = iter(rates)
     seen = compressed.GradientCompression.unpack
 
-    def see(self, everyone):
+    def see(self, everyone, control):
         size, rate = self.averager.message_size.bytes(self.averager.density), next(looks)
         link_watch.message_seconds = lambda _: (size, np.full(2, LATENCY + size / rate))
-        seen(self, everyone)
+        seen(self, everyone, control)
 
     compressed.GradientCompression.unpack = see
     return _run(rank, {}, settings, {"max_steps": 8 * len(rates)})

@@ -1,58 +1,71 @@
-"""What ranks tell each other when they look at their plan: how far each has drawn, and what each has measured."""
+"""Gather sampler positions and payloads of all ranks in one all-gather."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane, check_digests
-from lightning_hetero.comm.compressors.manager import GradientCompression
-from lightning_hetero.comm.gradients.health import Health
-from lightning_hetero.comm.noise.collector import NoiseCollector
-from lightning_hetero.comm.noise.window_sums import NOISE_FIELDS
-from lightning_hetero.comm.timing.step_rows import common_steps, match_rows
-from lightning_hetero.comm.timing.step_timer import StepObserver
-from lightning_hetero.core.observations import StepObservations
 
-__all__ = ["look"]
+__all__ = ["Padding", "SyncPayload", "gather_payloads"]
+
+Array = npt.NDArray[np.float64]
 
 
-def look(
-    control: ControlPlane,
-    held: tuple[int, int, int],
-    observer: StepObserver,
-    noise: NoiseCollector | None,
-    compression: GradientCompression | None,
-    health: Health,
-) -> tuple[list[tuple[int, int]], StepObservations]:
-    """Gather all of it in one message, and let noise scale and compression take what is theirs; a collective call.
+class SyncPayload(Protocol):
+    """Something that ranks tell each other in a sync round."""
+
+    def pack(self) -> Array:
+        """Return this rank's numbers, flat and of one length on all ranks."""
+
+    def unpack(self, everyone: Array, control: ControlPlane) -> None:
+        """Take in the numbers of all ranks, one row for each; called on all ranks alike, so it may be collective."""
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Zeros in the place of a payload that this run has none of, so that the message has one length with and without.
+
+    Args:
+        length: numbers of that payload.
+
+    Example:
+        >>> Padding(2).pack().tolist()
+        [0.0, 0.0]
+    """
+
+    length: int
+
+    def pack(self) -> Array:
+        """Return zeros."""
+        return np.zeros(self.length)
+
+    def unpack(self, everyone: Array, control: ControlPlane) -> None:
+        """Leave what all ranks sent."""
+
+
+def gather_payloads(
+    control: ControlPlane, held: tuple[int, int, int], payloads: Sequence[SyncPayload]
+) -> list[tuple[int, int]]:
+    """Gather all payloads in one message, and let each take in what is its own; a collective call.
 
     Args:
         control: gathers.
         held: digest of the plans that this rank holds; epoch and step up to which it has drawn batches.
-        observer: times of this rank's steps.
-        noise: sums for the noise scale, ``None`` without.
-        compression: times of messages, ``None`` without.
-        health: compares some weights.
+        payloads: the same ones in the same order on all ranks.
 
     Returns:
-        ``(epoch, step)`` up to which each rank has drawn, and the steps that all of them have observed.
+        ``(epoch, step)`` up to which each rank has drawn.
 
     Raises:
         PlanMismatchError: if a rank holds other plans.
     """
-    header = np.array(held, dtype=float)
-    sums = np.zeros(NOISE_FIELDS) if noise is None else noise.sums.peek()
-    messages = np.zeros(0) if compression is None else compression.pack()
-    table, weights = observer.take(), health.sample()
-    everyone = control.gather(np.concatenate([header, sums, messages, weights, table.ravel()]))
+    parts = [np.array(held, dtype=float), *(payload.pack() for payload in payloads)]
+    everyone = control.gather(np.concatenate(parts))
     check_digests(everyone[:, 0])
-    behind: list[npt.NDArray[np.float64]] = np.split(
-        everyone, np.cumsum([3, NOISE_FIELDS, len(messages), len(weights)]), axis=1
-    )
-    tables = behind[4].reshape(len(everyone), *table.shape)
-    observer.put_back(max(common_steps(tables), default=0.0))
-    health.judge(behind[3])
-    if compression is not None:
-        compression.unpack(behind[2])
-    if noise is not None:
-        noise.absorb(behind[1], control)
-    return [(int(row[1]), int(row[2])) for row in everyone], match_rows(tables)
+    _, *rest = np.split(everyone, np.cumsum([len(part) for part in parts])[:-1], axis=1)
+    for payload, rows in zip(payloads, rest, strict=True):
+        payload.unpack(rows, control)
+    return [(int(row[1]), int(row[2])) for row in everyone]

@@ -220,7 +220,7 @@ class GradientCompression:
         """Return times of this rank's messages since the last call, of one shape on all ranks."""
         return np.zeros(0) if self.blocks is None else self.watch.take(self.blocks.messages).ravel()
 
-    def unpack(self, everyone: npt.NDArray[np.float64]) -> None:
+    def unpack(self, everyone: npt.NDArray[np.float64], control: ControlPlane) -> None:
         """Take in what all ranks saw of their messages."""
         if everyone.size:
             self.watch.see(everyone)

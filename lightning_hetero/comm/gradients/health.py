@@ -171,6 +171,14 @@ class Health:
             self._limits = [_tolerance(parameters[name]) for name in chosen]
         return sampled
 
+    def pack(self) -> npt.NDArray[np.float64]:
+        """Return some weights of this rank."""
+        return self.sample()
+
+    def unpack(self, everyone: npt.NDArray[np.float64], control: ControlPlane) -> None:
+        """Compare the weights of all ranks."""
+        self.judge(everyone)
+
     def judge(self, everyone: npt.NDArray[np.float64]) -> None:
         """Compare the weights that all ranks have sampled, a row of each."""
         if self._told_of_weights or self._control.rank > 0:

@@ -183,6 +183,14 @@ class NoiseCollector:
         part = estimator.part(self.rank, divided=self.hook.squares.norms.in_parts)
         self.sums.add(part, estimator.samples, (first, local, whole))
 
+    def pack(self) -> np.ndarray:
+        """Return what this rank has added up since the last sync round."""
+        return self.sums.peek()
+
+    def unpack(self, everyone: np.ndarray, control: ControlPlane) -> None:
+        """Take the parts of all ranks into the running estimate, the same on all ranks."""
+        self.absorb(everyone, control)
+
     def absorb(self, parts: np.ndarray, control: ControlPlane) -> None:
         """Take :meth:`NoiseSums.peek` of all ranks into the running estimate, the same on all ranks."""
         agreed = self.sums.agreed(parts, control)

@@ -15,19 +15,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.timing.clock import Clock
 from lightning_hetero.comm.timing.step_rows import (
     ENDS,
     FIELDS,
     BackwardMarks,
     BatchMarks,
+    common_steps,
     compute_seconds,
+    match_rows,
     processor_seconds,
     row_of,
     sustain,
     waited,
 )
 from lightning_hetero.core.link.diagnosis import LONG, LongWait
+from lightning_hetero.core.observations import StepObservations
 
 __all__ = ["StepObserver"]
 
@@ -53,6 +57,7 @@ class StepObserver:
     Attributes:
         synced_steps: synchronised steps so far.
         buckets: most gradient buckets of a step so far.
+        matched: steps of the newest sync round that all ranks have timed.
         long_wait: the newest step, if it waited long for gradients and the device has told so already.
     """
 
@@ -82,6 +87,7 @@ class StepObserver:
         self._discard = False
         self._taken: list[npt.NDArray[np.float64]] = []
         self._usual: tuple[float, float] | None = None
+        self.matched = StepObservations.empty(1)
         self._cold_until = 0
         self.long_wait: LongWait | None = None
         self._long: deque[npt.NDArray[np.float64]] = deque(maxlen=KEPT_LONG)
@@ -308,6 +314,16 @@ class StepObserver:
         """
         rows = [*(row for row in self._taken if row[0] > after), *self._rows]
         self._rows, self._taken = deque(rows, maxlen=KEPT_ROWS), []
+
+    def pack(self) -> npt.NDArray[np.float64]:
+        """Return the rows since the last sync round, flat."""
+        return self.take().ravel()
+
+    def unpack(self, everyone: npt.NDArray[np.float64], control: ControlPlane) -> None:
+        """Match the rows of all ranks: :attr:`matched` are the steps that all of them have timed."""
+        tables = everyone.reshape(len(everyone), KEPT_ROWS, -1)
+        self.put_back(max(common_steps(tables), default=0.0))
+        self.matched = match_rows(tables)
 
     # state
 
