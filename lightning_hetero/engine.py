@@ -27,6 +27,7 @@ from lightning_hetero.comm.gradients.health import Health
 from lightning_hetero.comm.gradients.loss_weighting import LossWeighting
 from lightning_hetero.comm.link_diagnosis import NetworkWatch
 from lightning_hetero.comm.noise.collector import NoiseCollector
+from lightning_hetero.comm.noise.window_sums import NOISE_FIELDS
 from lightning_hetero.comm.timing.clock import agreed_clock
 from lightning_hetero.comm.timing.step_timer import StepObserver
 from lightning_hetero.config import HeteroConfig
