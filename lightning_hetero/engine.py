@@ -106,6 +106,7 @@ class HeteroEngine:
         self._backwards, self._stepped, self._local_rank = 0, False, local_rank
         self.roster: Roster | None = None
         self._restored_workers: tuple[str, ...] = ()
+        self._restored_at: tuple[int, ...] = ()
         self._plans, self.notices = SplitLog(rank == 0 and world_size > 1), Notices(rank == 0)
 
     def restore_weights_by(self, put_back: Callable[[], None] | None) -> None:
@@ -167,12 +168,11 @@ class HeteroEngine:
         )
         start = max(self._start, (epoch, 0))
         self._position = max(self._position, start)
-        resumed, self.history = self._restored is not None, self._known_history(start)
+        restored, self.history = self._restored, self._known_history(start)
         fixed = self.config.local_batch_sizes
         self._begin(sum(fixed) if fixed is not None else batch_size * self.world_size, planner, start)
-        if resumed and self.history is not None and self.history.last not in self.log:
-            self.log = [self.history.last]
-            self._plans.adopted(self.history.last, "plan of the checkpoint")
+        if restored is not None and self.history is not None:
+            self._go_on(restored, start)
         self.sampler = UnevenBatchSampler(
             stream,
             lambda: self.history,  # type: ignore[arg-type, return-value]
@@ -188,6 +188,18 @@ class HeteroEngine:
         history, self._restored = self._restored or self.history, None
         before = [entry for entry in history.entries if (entry.epoch, entry.step) <= start] if history else []
         return PlanHistory(tuple(before)) if before else None
+
+    def _go_on(self, restored: PlanHistory, start: tuple[int, int]) -> None:
+        """Say which plan of the checkpoint runs, and take over one that all ranks had agreed on for a later step."""
+        assert self.history is not None
+        assert self.roster is not None
+        if self.history.last not in self.log:
+            self.log = [self.history.last]
+            self._plans.adopted(self.history.last, "plan of the checkpoint")
+        if self.roster.identities == self._restored_workers and start >= self._restored_at > ():
+            for entry in restored.entries:
+                if (entry.epoch, entry.step) > start:
+                    self._append(entry)
 
     def _begin(self, total: int, planner: Planner | None, start: tuple[int, int]) -> None:
         """Adopt the plan to begin with, decided by rank 0."""
@@ -395,14 +407,14 @@ class HeteroEngine:
         if self.history is None or self.roster is None:
             return late
         history = self.history.since(self._position[0]).state_dict()
-        return {"history": history, "workers": list(self.roster.identities), **late}
+        return {"history": history, "workers": list(self.roster.identities), "at": list(self._position), **late}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the plans of an earlier run, and with the gradients that were under way, be it none."""
         self.hook_state.load_stale_state(state.get("staleness", {}))
         if "history" in state:
             self._restored = PlanHistory.from_state_dict(state["history"])
-            self._restored_workers = tuple(state["workers"])
+            self._restored_workers, self._restored_at = tuple(state["workers"]), tuple(state.get("at", ()))
 
     def resume_at(self, epoch: int, step: int) -> None:
         """A resumed run goes on at this step; to be called before the data is sharded."""

@@ -86,7 +86,6 @@ class HeteroSession(TotalAccess):
         self._adaptation = Adaptation(engine)
         self._data, self._steps = SessionData(engine), SessionSteps(engine)
         self._epoch, self._step = 0, 0
-        self._went_on = False
         self._pass: object | None = None
         self._skip: int | None = None
 
@@ -180,9 +179,7 @@ class HeteroSession(TotalAccess):
         self.planner = self._adaptation.starts(self.planner)
         self._adaptation.resume(interval)
         self.engine.observer.interrupt()
-        self._went_on |= bool(interval)
-        inside = interval and skip  # where the run without a break does not look
-        if (self._steps.synced > 0 or self._went_on) and not inside and self.engine.due_at_epoch(self.planner):
+        if self._steps.synced > 0 and self.engine.due_at_epoch(self.planner):
             self._exchange()
         assert self.engine.sampler is not None
         self.engine.sampler.set_epoch(self._epoch)
@@ -265,15 +262,15 @@ class HeteroSession(TotalAccess):
         }
 
     def interval(self) -> dict[str, Any]:
-        """Return what ranks have seen since the last sync round, to be added to :meth:`state_dict`; a collective call.
+        """Return the noise that ranks saw since the last sync round, to be added to :meth:`state_dict`; collective.
 
-        With it a run whose total moves decides after a break as without. Elsewhere it is empty. The step whose batch
-        was handed out last has to be over.
+        With it the estimate of the noise scale is that of a run without a break. Where none is measured, it is empty.
+        The step whose batch was handed out last has to be over.
         """
         if self._data.stream is None or self._data.restored is not None:
             return {}
         self._steps.close(*self.position)
-        found = self._adaptation.interval(self.position)
+        found = self._adaptation.interval()
         return {"interval": found} if found else {}
 
     @property

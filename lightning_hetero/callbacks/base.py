@@ -15,15 +15,13 @@ from lightning_hetero.callbacks._lightning import (
     Trainer,
     engine_if_any,
     log_metrics,
-    processed,
 )
 from lightning_hetero.callbacks._progress_bar import SplitInBar, lengthen_bar
 from lightning_hetero.callbacks._throughput import count_all_workers, count_own
 from lightning_hetero.core.checkpoint_state import check_tensors, reading_state
 from lightning_hetero.core.policies import policy_name
-from lightning_hetero.core.policies.base import Planner, check_planner, moves_total
+from lightning_hetero.core.policies.base import Planner, check_planner
 from lightning_hetero.engine import HeteroEngine
-from lightning_hetero.frontend.cut_interval import cut_interval, of_same_workers, resume_looks, resume_plans
 
 __all__ = ["PolicyCallback", "engine_of", "policy_states"]
 
@@ -79,7 +77,6 @@ class PolicyCallback(Callback):
         self._first: tuple[Planner | None, ...] = ()
         self._engine: HeteroEngine | None = None
         self._shown: SplitInBar | None = None
-        self._interval: dict[str, Any] = {}
 
     @property
     def policy(self) -> str:
@@ -107,7 +104,7 @@ class PolicyCallback(Callback):
             count_all_workers(trainer, engine)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on in the middle of an interval between two sync rounds, if the run is a resumed one.
+        """Refuse what cannot be trained.
 
         Stale gradients that nobody would decide on, or that the optimizer could not take in the end, are refused.
 
@@ -118,13 +115,6 @@ class PolicyCallback(Callback):
         reason = check_staleness(trainer, self._engine)
         if reason is not None:
             raise MisconfigurationException(reason)
-        interval, self._interval = of_same_workers(self._engine, self._interval), {}
-        resume_looks(self._engine, interval)
-
-    def resume_plans(self) -> None:
-        """Go on with a plan of the checkpoint that was yet to come; before a batch is drawn, on all ranks alike."""
-        if self._engine is not None:
-            resume_plans(self._engine, of_same_workers(self._engine, self._interval))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reconsider the plan before the loader of this epoch is iterated."""
@@ -186,23 +176,6 @@ class PolicyCallback(Callback):
             state["engine"] = self._engine.state_dict()
         return state
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add what all ranks have seen since the last sync round; a collective call, except after an exception.
-
-        Only where the total moves, which is part of the mathematics. The split is not, and may be decided on a round
-        later: for that no rank has to wait for others before it writes.
-        """
-        engine = self._engine
-        if engine is None or engine.sampler is None or engine.roster is None or trainer.interrupted:
-            return
-        if not moves_total(self.planner):
-            return
-        at = trainer.current_epoch, processed(trainer.fit_loop.epoch_loop.batch_progress)
-        interval = cut_interval(engine, at)
-        state = checkpoint["callbacks"].get(self.state_key)
-        if state is not None:  # else a subclass saves nothing
-            state["interval"] = interval
-
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take the plan over from another policy's run."""
         if self.state_key not in checkpoint.get("callbacks", {}):
@@ -215,7 +188,6 @@ class PolicyCallback(Callback):
             self.planner = self.planner.loaded(state_dict["planner"])
         elif self._first:
             (self.planner,) = self._first
-        self._interval = dict(state_dict.get("interval", {}))
         if self._engine is not None:
             state = state_dict.get("engine", {})
             check_tensors("sums", state.get("staleness", {}).get("sums", {}))

@@ -14,7 +14,6 @@ from lightning_hetero.core.policies.goodput import GoodputPlanner
 from lightning_hetero.core.policies.perf_model import Planner
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.adaptive_total import AdaptiveTotal
-from lightning_hetero.frontend.cut_interval import cut_interval, of_same_workers, resume_looks, resume_plans
 from lightning_hetero.optim import common_preconditioner
 
 __all__ = ["Adaptation"]
@@ -165,13 +164,9 @@ class Adaptation:
 
     # state
 
-    def interval(self, at: tuple[int, int]) -> dict[str, Any]:
-        """Return what was seen since the last sync round, if anything is measured here; a collective call.
-
-        Args:
-            at: epoch, and batches of it that were trained on.
-        """
-        return {} if self._noise is None else {**cut_interval(self._engine, at), "noise": self._noise.interval()}
+    def interval(self) -> dict[str, Any]:
+        """Return the noise of all ranks' steps since the last sync round, if it is measured; a collective call."""
+        return {} if self._noise is None else {"noise": self._noise.interval()}
 
     def resume(self, interval: dict[str, Any]) -> None:
         """Go on in the middle of an interval.
@@ -180,9 +175,6 @@ class Adaptation:
             interval: what :meth:`interval` gave, empty if there is none.
         """
         if self._noise is not None and interval:
-            same = of_same_workers(self._engine, interval)
-            resume_plans(self._engine, same)
-            resume_looks(self._engine, same)
             with reading_state("the noise scale's steps since its last message"):
                 self._noise.resume(interval["noise"])
 

@@ -132,13 +132,14 @@ def test_messages_follow_a_link_that_gets_thin_and_a_resumed_run_goes_on_with_th
 
 
 @pytest.mark.parametrize("at", [28, 40])
-def test_a_resumed_run_decides_on_the_same_densities_at_the_same_steps(at, tmp_path):
-    """Between two looks; the first time with messages that were timed and not looked at yet."""
+def test_a_resumed_run_keeps_the_density_until_eight_new_steps_were_measured(at, tmp_path):
+    """Between two sync rounds; the first time with messages that were timed and not compared yet."""
     saving = ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, filename="{step}", every_n_train_steps=at)
     whole = run({0: FAT, 16: THIN}, callbacks=[saving], enable_checkpointing=True, max_steps=72)[0]["densities"]
     rest = run({at: THIN}, ckpt_path=str(tmp_path / f"step={at}.ckpt"), max_steps=72)[0]["densities"]
+    assert rest[:8] == [whole[at - 1]] * 8
     assert changes(whole[at:])
-    assert rest == whole[at:]
+    assert rest[-1] == pytest.approx(whole[-1], rel=0.5)
 
 
 def _seeming(rank, rates, settings):

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -85,13 +84,3 @@ class ExchangeSchedule:
     def done(self, step: int, following: int, *, between_epochs: bool = False) -> None:
         """An exchange took place; all ranks take the following one from rank 0."""
         self.last, self.next, self.begun = step, following, step if between_epochs else self.begun
-
-    def state_dict(self, step: int) -> dict[str, Any]:
-        """Steps since the last exchanges and to the next one, as plain Python values."""
-        return {"replan": self.replan, "since": step - self.last, "begun": step - self.begun, "to": self.next - step}
-
-    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Go on between two exchanges, if it is the same schedule."""
-        if state["replan"] == self.replan:
-            self.last, self.next = step - int(state["since"]), step + int(state["to"])
-            self.begun = step - int(state.get("begun", state["since"]))

@@ -60,7 +60,6 @@ class TrainDataMixin(PolicyMixin):
             planner=self._callback.planner,
             epoch=processed(self._trainer.fit_loop.epoch_progress),
         )
-        self._callback.resume_plans()
         clone: Any = timed_loader(with_batch_sampler(loader, sampler), self.engine)
         # Lightning takes a loader with these for one that can go on inside an epoch. The position itself is read in
         # load_checkpoint, because Lightning asks the loader too late if configure_optimizers had set it up before.

@@ -92,18 +92,6 @@ def test_an_epoch_begins_with_a_look_if_eight_steps_have_passed_since_the_last_o
     assert ExchangeSchedule("epoch").due_at_epoch(0, micro_batches_move=True)
 
 
-def test_a_schedule_goes_on_in_another_process():
-    schedule = ExchangeSchedule("auto")
-    schedule.done(10, 18, between_epochs=True)
-    schedule.done(18, 26)
-    other = ExchangeSchedule("auto")
-    other.load_state_dict(schedule.state_dict(20), 3)
-    assert (other.begun, other.last, other.next) == (-7, 1, 9)
-    old = {name: value for name, value in schedule.state_dict(20).items() if name != "begun"}
-    other.load_state_dict(old, 3)
-    assert (other.begun, other.last, other.next) == (1, 1, 9)
-
-
 @pytest.mark.parametrize("decision", [Decision(None), Decision(None, OTHER, soon=True, moving=True)])
 def test_an_interval_of_the_users_is_kept(decision):
     assert ExchangeSchedule(50).after(100, STEPS_OF_ONE_SECOND, 99.0, decision) == 150
