@@ -25,7 +25,7 @@ from lightning_hetero.comm.compressors.manager import GradientCompression
 from lightning_hetero.comm.gradients.ddp_hook import DIRECT_BACKWARD, HookState
 from lightning_hetero.comm.gradients.health import Health
 from lightning_hetero.comm.gradients.loss_weighting import LossWeighting
-from lightning_hetero.comm.link_diagnosis import NetworkWatch
+from lightning_hetero.comm.link.diagnosis import LinkDiagnosis
 from lightning_hetero.comm.noise.collector import NoiseCollector
 from lightning_hetero.comm.noise.window_sums import NOISE_FIELDS
 from lightning_hetero.comm.timing.clock import agreed_clock
@@ -87,7 +87,7 @@ class HeteroEngine:
         topology = Topology.form(config.hierarchy, self.control, timeout)
         self.hook_state = HookState(self.observer, world_size, topology=topology)
         self.compression = GradientCompression.of(config, self.control, self.hook_state)
-        self.network = NetworkWatch(config, rank, self.hook_state, self.compression)
+        self.network = LinkDiagnosis(config, rank, self.hook_state)
         self.weighting, self.schedule = LossWeighting(config, world_size, device), ExchangeSchedule(config.replan)
         self.health = Health(config.nonfinite, self.control, self.hook_state, self.observer.clock)
         self.noise: NoiseCollector | None = None
@@ -288,8 +288,6 @@ class HeteroEngine:
         """The step is over."""
         if not self.observer.end_step():
             return
-        if self.observer.long_wait is not None:
-            self.network.see_wait(self.observer, None if self.sampler is None else self.schedule)
         for part in (p for p in (self.noise, self.compression) if p is not None):
             part.end_step()
 
@@ -336,7 +334,10 @@ class HeteroEngine:
             return decision, (predicted, decision.error if upcoming == current else None)
 
         done = self._agree(decide, not_before)
-        self.network.look(done.observations, accumulation=self.accumulation, watched=done.density)
+        seconds = None if self.compression is None else self.compression.watch.seconds
+        self.network.observe(
+            done.observations, accumulation=self.accumulation, controlled=done.density, message_seconds=seconds
+        )
         return done
 
     def adopt(self, plan: BatchPlan, reason: str = "given", *, not_before: tuple[int, int] = (0, 0)) -> PlanEntry:

@@ -24,15 +24,13 @@ __all__ = [
     "processor_seconds",
     "row_of",
     "sustain",
-    "waited",
 ]
 
 FIELDS = len(StepObservations.FIELDS)
 ENDS = FIELDS + 3
 """Place of the ends of the buckets in a row, behind the step number, the fields and two numbers of processor time."""
 OUTSIDE = [1 + StepObservations.FIELDS.index(name) for name in ("data_wait", "forward", "optimizer")]
-BACKWARD, LAST_SYNC = (1 + StepObservations.FIELDS.index(name) for name in ("backward", "last_sync"))
-COMPUTE = [*OUTSIDE, BACKWARD]
+COMPUTE = [*OUTSIDE, 1 + StepObservations.FIELDS.index("backward")]
 
 Span = tuple[Any, Any]
 
@@ -124,11 +122,6 @@ def compute_seconds(row: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """``a + P`` of one row or of several."""
     seconds: npt.NDArray[np.float64] = row[..., COMPUTE].sum(axis=-1)
     return seconds
-
-
-def waited(row: npt.NDArray[np.float64]) -> float:
-    """Seconds from the last gradient to the end of the last bucket."""
-    return max(float(row[LAST_SYNC]), float(np.nanmax(row[ENDS:], initial=0.0)) - float(row[BACKWARD]))
 
 
 def processor_seconds(window: list[BatchMarks]) -> tuple[float, float]:

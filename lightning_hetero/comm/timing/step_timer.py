@@ -28,17 +28,13 @@ from lightning_hetero.comm.timing.step_rows import (
     processor_seconds,
     row_of,
     sustain,
-    waited,
 )
-from lightning_hetero.core.link.diagnosis import LONG, LongWait
 from lightning_hetero.core.observations import StepObservations
 
 __all__ = ["StepObserver"]
 
 WARM_UP = 3
 KEPT_ROWS = 32
-KEPT_LONG = 4
-"""Of these rows, those of before the newest ones that waited long for gradients."""
 COLD = 1.5
 """Factor on what a step took before a resume above which one of the first steps after it is not believed."""
 
@@ -58,7 +54,6 @@ class StepObserver:
         synced_steps: synchronised steps so far.
         buckets: most gradient buckets of a step so far.
         matched: steps of the newest sync round that all ranks have timed.
-        long_wait: the newest step, if it waited long for gradients and the device has told so already.
     """
 
     def __init__(
@@ -89,9 +84,6 @@ class StepObserver:
         self._usual: tuple[float, float] | None = None
         self.matched = StepObservations.empty(1)
         self._cold_until = 0
-        self.long_wait: LongWait | None = None
-        self._long: deque[npt.NDArray[np.float64]] = deque(maxlen=KEPT_LONG)
-        self._ended, self._took = float("nan"), float("inf")  # of the step before; a first one has none
 
     # seams, in the order of a step
 
@@ -211,10 +203,7 @@ class StepObserver:
             self._pending.append((self.synced_steps, window, self._last_sync))
         self._skip = max(0, self._skip - 1)
         self._last_sync, self._discard = sync_end, False
-        ended, before = time.perf_counter(), self._took
-        self._took, self._ended = ended - self._ended, ended
-        self._see_change(ended - self._began)
-        self.long_wait = self._see_long(window, min(self._took, before)) if self._took > LONG else None
+        self._see_change(time.perf_counter() - self._began)
         return True
 
     @property
@@ -235,18 +224,6 @@ class StepObserver:
             first, second = self._changed
             self._costs.append(max(first - second, 0.0))
             self._changed = None
-
-    def _see_long(self, window: list[BatchMarks], seconds: float) -> LongWait | None:
-        """A long step is over: keep its row from being pushed out by those that follow, and see what it waited for."""
-        last = window[-1].synced
-        if not self._reached(window):
-            return None
-        longest = max(self.clock.seconds(last.ready[-1], mark) for mark in last.done.values() or [last.end])
-        if longest <= LONG:
-            return None
-        self._resolve()
-        row = np.array([0.0, *row_of(self.clock, window, None)[0]])
-        return LongWait(longest, len(window) * float(compute_seconds(row)), seconds)
 
     def interrupt(self) -> None:
         """Something that is no step happens now (validation, agreement on a plan): the next step time is unknown."""
@@ -275,13 +252,7 @@ class StepObserver:
             fields, ends = row_of(self.clock, window, previous)
             row = np.array([number, *fields, *processor_seconds(window), *ends])
             if number > self._cold_until or not self._is_cold(row):
-                if len(self._rows) == KEPT_ROWS and waited(self._rows[0]) > LONG:
-                    self._long.append(self._rows[0])
                 self._rows.append(row)
-
-    def _kept(self) -> list[npt.NDArray[np.float64]]:
-        rows = list(self.rows)
-        return [*self._long, *rows[max(0, len(rows) + len(self._long) - KEPT_ROWS) :]]
 
     def _reached(self, window: list[BatchMarks]) -> bool:
         return all(self.clock.ready(mark) for micro in window for mark in micro.marks if mark is not None)
@@ -289,11 +260,10 @@ class StepObserver:
     def take(self) -> npt.NDArray[np.float64]:
         """Rows since the last call, newest last: step number, fields, ends of the buckets; unused places are NaN.
 
-        The shape is ``(32, 10 + buckets)`` for the most buckets of a step so far, which is equal on all ranks. They are
-        the newest, but for up to four older ones that waited long for gradients.
+        The shape is ``(32, 10 + buckets)`` for the most buckets of a step so far, which is equal on all ranks.
         """
         table = np.full((KEPT_ROWS, FIELDS + 1 + self.buckets), np.nan)
-        seen = self._kept()
+        seen = list(self.rows)
         if seen:
             self._usual = self._newest_pace()
             rows = np.stack([row[:ENDS] for row in seen])
@@ -304,7 +274,6 @@ class StepObserver:
                 place[: len(row) - ENDS] = row[ENDS:]
         self._taken = seen
         self._rows.clear()
-        self._long.clear()
         return table
 
     def put_back(self, after: float) -> None:
@@ -330,7 +299,7 @@ class StepObserver:
     def state_dict(self) -> dict[str, Any]:
         """Rows since the last :meth:`take`, numbered back from this step, what the next are measured by, and costs."""
         self.clock.wait()
-        rows = [[float(row[0]) - self.synced_steps, *map(float, row[1:])] for row in self._kept()]
+        rows = [[float(row[0]) - self.synced_steps, *map(float, row[1:])] for row in self.rows]
         usual = self._newest_pace()
         return {
             "rows": rows,

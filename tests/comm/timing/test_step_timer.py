@@ -9,7 +9,6 @@ import pytest
 from lightning_hetero.comm.timing import step_timer as module
 from lightning_hetero.comm.timing.clock import HostClock
 from lightning_hetero.comm.timing.step_timer import KEPT_ROWS, WARM_UP, StepObserver
-from lightning_hetero.core.link.diagnosis import LONG
 
 NAMES = ("step", "size", "forward", "P", "first", "t_o", "t_u", "step_time", "wait", "update")
 
@@ -455,63 +454,6 @@ def test_rows_that_another_rank_lacks_come_again(run):
     run.observer.put_back(0)
     run.step()
     assert [row["step"] for row in run.rows()] == list(range(11, 11 + KEPT_ROWS))
-
-
-STALLED = (((2.0, 3.25), (5.0, 45.0)), 46.0)
-"""The same step with a sum that takes 40 seconds."""
-
-
-def test_a_step_that_waited_long_is_kept_however_many_follow(run):
-    """Among the newest, in the place of an older one; across a checkpoint as well; and only until it is taken."""
-    run.warm().step()
-    run.step(passages=(STALLED,))
-    for _ in range(3 * KEPT_ROWS):
-        run.step()
-        run.observer.rows  # noqa: B018 - somebody asks, as a checkpoint does
-    assert len(run.observer.state_dict()["rows"]) == KEPT_ROWS
-    table = run.observer.take()
-    newest = run.observer.synced_steps
-    np.testing.assert_array_equal(table[:, 0], [5, *range(newest - KEPT_ROWS + 2, newest + 1)])
-    run.step()
-    assert [row["step"] for row in run.rows()] == [newest + 1]
-
-
-def test_a_long_wait_is_seen_at_once_and_no_other_long_step(run):
-    """Also while rows are not counted yet; after it, or behind a long forward pass, there is none."""
-    run.step()
-    run.step(passages=(STALLED,))
-    wait = run.observer.long_wait
-    assert (wait.waited, wait.computed) == (40.0, 3.5 + 5.0)
-    run.step(passages=(STALLED,))
-    assert run.observer.long_wait.step_time == 1.0 + 2.0 + 46.0 + 0.5
-    run.step(forward=50.0)
-    assert run.observer.long_wait is None
-
-
-def test_what_the_steps_after_a_long_wait_may_take_is_what_the_one_before_it_took(run):
-    run.warm().step(passages=(STALLED,))
-    assert run.observer.long_wait.step_time == 10.5
-
-
-def test_a_step_that_took_little_more_than_it_waited_waited_long_too(run):
-    """However short its computing."""
-    run.warm().step(wait=0.0, forward=0.01, passages=((((0.01, 0.01 + 1.1 * LONG),), 0.01 + 1.1 * LONG),), update=0.0)
-    assert run.observer.long_wait.waited == pytest.approx(1.1 * LONG)
-
-
-def test_a_long_wait_is_weighed_against_the_computing_of_the_whole_window(run):
-    run.warm().micro()
-    run.step(passages=(STALLED,))
-    assert run.observer.long_wait.computed == (3.5 + 3.0) + (3.5 + 5.0)
-
-
-def test_a_long_wait_whose_marks_are_not_reached_is_left_to_the_look(run):
-    run.warm()
-    run.clock.reached = run.clock.now + 10.0
-    run.step(passages=(STALLED,))
-    assert run.observer.long_wait is None
-    run.clock.reached = float("inf")
-    assert len(run.rows()) == 1
 
 
 def test_rows_are_made_when_somebody_asks_for_them(run, monkeypatch):
