@@ -45,7 +45,7 @@ class QuotaCluster:
         link: seconds of the averaging in which nobody computes.
         crowding: share by which computing is slower while all compute, at most.
         noise: relative spread of processor times.
-        corrected: whether observed times are those that the quotas sustain, as :class:`StepObserver` gives them.
+        corrected: whether observed times are those that the quotas sustain, as :class:`StepTimer` gives them.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_hetero import engine as mechanism
-from lightning_hetero.comm.timing.step_timer import StepObserver
+from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
@@ -49,7 +49,7 @@ def _changes(rank, front_end):
         return decide(self, StepObservations(sizes, zeros, seconds, seconds, zeros, zeros, step), current, context)
 
     PerfModelPlanner.decide = told
-    StepObserver.change_cost = property(lambda self: measured)
+    StepTimer.change_cost = property(lambda self: measured)
     found = {}
     for name, (settings, cost, _) in CASES.items():
         measured, elapsed = cost, []

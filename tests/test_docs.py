@@ -17,7 +17,7 @@ import lightning_hetero
 from lightning_hetero import BatchPlan, HeteroDDPStrategy
 from lightning_hetero.callbacks._elastic import merge_metrics
 from lightning_hetero.comm.compressors.manager import GradientCompression
-from lightning_hetero.comm.link.link_state import LinkWatch
+from lightning_hetero.comm.link.link_state import LinkState
 from lightning_hetero.comm.staleness.dense import DenseStaleAverager
 from lightning_hetero.core import StepObservations
 from lightning_hetero.core.batching.goodput import Candidate
@@ -171,7 +171,7 @@ def noise_metrics():
 
 def compression_metrics():
     """Names of the metrics of compressed gradients."""
-    sources = inspect.getsource(GradientCompression.metrics) + inspect.getsource(LinkWatch.metrics)
+    sources = inspect.getsource(GradientCompression.metrics) + inspect.getsource(LinkState.metrics)
     return set(METRIC.findall(sources))
 
 

@@ -21,7 +21,7 @@ from lightning_hetero.accelerate.loaders import (
 )
 from lightning_hetero.accelerate.plugin import HeteroPlugin, check_accelerator, switched_on
 from lightning_hetero.comm.collectives.row_gather import refuse_own_gather
-from lightning_hetero.comm.timing.step_timer import StepObserver
+from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.model_setup import raise_minimum
 from lightning_hetero.frontend.restart_check import warn_of_stale_addresses
@@ -242,7 +242,7 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
 class _TimedOptimizer(AcceleratedOptimizer):
     """An optimizer that tells the observer when a step begins and ends."""
 
-    observer: StepObserver
+    observer: StepTimer
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         self.observer.begin_update()

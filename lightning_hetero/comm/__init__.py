@@ -2,6 +2,6 @@
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane, PlanMismatchError
 from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
-from lightning_hetero.comm.timing.step_timer import StepObserver
+from lightning_hetero.comm.timing.step_timer import StepTimer
 
-__all__ = ["ControlPlane", "HookState", "PlanMismatchError", "StepObserver", "gradient_hook"]
+__all__ = ["ControlPlane", "HookState", "PlanMismatchError", "StepTimer", "gradient_hook"]

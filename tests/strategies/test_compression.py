@@ -27,7 +27,7 @@ from lightning_hetero.comm.compressors.powersgd import PowerSGDAverager
 from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
 from lightning_hetero.comm.gradients.nonfinite import DroppedSteps
 from lightning_hetero.comm.timing.clock import HostClock
-from lightning_hetero.comm.timing.step_timer import StepObserver
+from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.compression import MessageFormat
 from lightning_hetero.core.compression.auto import LinkMeasurement
 from lightning_hetero.core.compression.settings import parse_compression
@@ -222,7 +222,7 @@ def _sums(rank, settings, steps, cap, unused, densities=None):
     model = Branched()
     alone = copy.deepcopy(model)
     ddp = DistributedDataParallel(model, bucket_cap_mb=cap, find_unused_parameters=unused)
-    state = HookState(StepObserver(HostClock()), 2)
+    state = HookState(StepTimer(HostClock()), 2)
     compression = GradientCompression(settings, ControlPlane(rank, 2), state)
     compression.attach(model, hold_unused=unused)
     ddp.register_comm_hook(state, gradient_hook)
@@ -311,7 +311,7 @@ def test_nothing_is_lost_when_the_density_changes(selector):
 
 def _wrong_densities(rank):
     dist.init_process_group("gloo")
-    compression = GradientCompression(BlockTopK(), ControlPlane(rank, 2), HookState(StepObserver(HostClock()), 2))
+    compression = GradientCompression(BlockTopK(), ControlPlane(rank, 2), HookState(StepTimer(HostClock()), 2))
     compression.attach(build())
     said = []
     for density in (0, 1.5, float("nan"), "1 %"):
@@ -798,7 +798,7 @@ def test_a_resumed_run_with_a_sparse_optimizer_goes_on_identically(tmp_path):
 def test_another_checkpoint_leaves_nothing_of_the_first_one_to_pay():
     """One worker loads two states before its first step: what the first one owed is not the second one's."""
     control = SimpleNamespace(world_size=1, rank=0)
-    hook = HookState(StepObserver(HostClock()), 1)
+    hook = HookState(StepTimer(HostClock()), 1)
     compression = GradientCompression(BlockTopK(), control, hook)
     model = nn.Linear(3, 1)
     compression.attach(model)

@@ -14,7 +14,7 @@ from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.compressors.manager import GradientCompression
 from lightning_hetero.comm.gradients.ddp_hook import HookState
 from lightning_hetero.comm.timing.clock import HostClock
-from lightning_hetero.comm.timing.step_timer import StepObserver
+from lightning_hetero.comm.timing.step_timer import StepTimer
 from tests.helpers import Points, Regressor, run_ranks, trainer_of
 
 FEATURES, CLIP = 40, 0.2
@@ -238,7 +238,7 @@ def test_what_cannot_work_is_refused_on_every_rank(what, kind, words):
 
 
 def test_several_optimizers_are_refused():
-    compression = GradientCompression(FEW, ControlPlane(0, 1), HookState(StepObserver(HostClock()), 1), sparse=True)
+    compression = GradientCompression(FEW, ControlPlane(0, 1), HookState(StepTimer(HostClock()), 1), sparse=True)
     optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1) for _ in range(2)]
     compression.bind_optimizers(optimizers[:1])
     with pytest.raises(ValueError, match="sparse_optimizer=True is for one optimizer, .* there are 2"):

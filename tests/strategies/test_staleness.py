@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, GNSCallback, HeteroDDPStrategy
 from lightning_hetero.comm.noise.collector import NoiseCollector
-from lightning_hetero.comm.timing.bucket_timer import TransferLog
+from lightning_hetero.comm.timing.bucket_timer import BucketTimer
 from lightning_hetero.simulate import ThinLink
 from tests.helpers import Points, RankError, Regressor, fit, run_ranks, trainer_of
 
@@ -354,7 +354,7 @@ def _given_times(rank, seconds, **settings):
             table[0] = [len(left), left.pop(0), *np.linspace(0.9, 1.0, buckets)]
         return table
 
-    TransferLog.take = take
+    BucketTimer.take = take
     said, handler = [], logging.Handler()
     handler.emit = lambda record: said.append((record.levelname, record.getMessage()))
     logging.getLogger("lightning_hetero").addHandler(handler)

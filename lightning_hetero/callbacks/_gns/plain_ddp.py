@@ -10,7 +10,7 @@ from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
 from lightning_hetero.comm.noise.window_sums import merge_parts
 from lightning_hetero.comm.timing.clock import HostClock
-from lightning_hetero.comm.timing.step_timer import StepObserver
+from lightning_hetero.comm.timing.step_timer import StepTimer
 
 __all__ = ["PlainDDPSource"]
 
@@ -20,7 +20,7 @@ class PlainDDPSource(WorkersSource):
 
     def __init__(self, rank: int, world_size: int, **settings: Any) -> None:
         self.world_size = world_size
-        self.hook = HookState(StepObserver(HostClock()), world_size)
+        self.hook = HookState(StepTimer(HostClock()), world_size)
         super().__init__(self.hook, ControlPlane(rank, world_size), **settings)
         self.warned = False
 

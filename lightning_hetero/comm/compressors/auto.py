@@ -14,7 +14,7 @@ from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
 from lightning_hetero.comm.compressors.registry import AveragerContext
 from lightning_hetero.comm.link.link_benchmark import PROBE_BYTES, encode_seconds, exchange_seconds
 from lightning_hetero.comm.timing.step_rows import FIELDS, match_rows
-from lightning_hetero.comm.timing.step_timer import KEPT_ROWS, StepObserver
+from lightning_hetero.comm.timing.step_timer import KEPT_ROWS, StepTimer
 from lightning_hetero.core.compression.auto import CompressionChoice, Computing, LinkMeasurement, choose_density
 from lightning_hetero.core.compression.settings import Automatic, BlockTopK
 from lightning_hetero.core.observations import StepObservations
@@ -49,7 +49,7 @@ class AutoCompression:
         """Block top-k that can be set to any of the candidates."""
         return BlockTopK(density=self.settings.densities[0], value_dtype=self.settings.value_dtype)
 
-    def try_decide(self, observer: StepObserver, *, may_delay: bool = False) -> CompressionChoice | None:
+    def try_decide(self, observer: StepTimer, *, may_delay: bool = False) -> CompressionChoice | None:
         """Return the choice, once enough steps were timed on all ranks: in the same step on all of them.
 
         To be called at the end of each synchronised step; collective from the eighth on.

@@ -21,7 +21,7 @@ from lightning_hetero.comm.gradients.averager import GradientAverager, StepRepor
 from lightning_hetero.comm.gradients.ddp_hook import HookState
 from lightning_hetero.comm.gradients.requirements import check_parameters, warn_of_untrained
 from lightning_hetero.comm.link.link_benchmark import latency
-from lightning_hetero.comm.link.link_state import LinkWatch
+from lightning_hetero.comm.link.link_state import LinkState
 from lightning_hetero.compression.block_gradient import BlockGradient
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.compression.objective import DensityChoice
@@ -58,7 +58,7 @@ class GradientCompression:
         self.settings, self.control, self.hook = settings, control, hook
         self.averager: GradientAverager | None = None
         self.optimizers = OptimizerLink(sparse)
-        self.watch = LinkWatch(self._topology().size)
+        self.watch = LinkState(self._topology().size)
         self.choice: DensityChoice | None = None
         self._restored: dict[str, Any] = {}
         self._idle: dict[str, Any] = {}
@@ -341,7 +341,7 @@ class GradientCompression:
         """Let the model that is attached next begin as the first one did."""
         self._restored, self._idle, self._module, self.averager, self.choice = {}, {}, None, None, None
         self.hook.pay_out(None)
-        self.watch = LinkWatch(self._topology().size)
+        self.watch = LinkState(self._topology().size)
 
     def _go_on(self, state: dict[str, Any]) -> None:
         self._take_over(own_share(state, self._topology(), self.control.rank))

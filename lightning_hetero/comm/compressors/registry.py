@@ -13,7 +13,7 @@ import torch
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.gradients.averager import GradientAverager
-from lightning_hetero.comm.timing.step_timer import StepObserver
+from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.core.compression.settings import Compressor
 
 __all__ = ["AveragerContext", "averager_for"]
@@ -34,7 +34,7 @@ class AveragerContext:
 
     parameters: Mapping[str, torch.Tensor]
     control: ControlPlane
-    observer: StepObserver
+    observer: StepTimer
     topology: Topology | None = None
     grad_scale: Callable[[], float] | None = None
     hold_unused: bool = False

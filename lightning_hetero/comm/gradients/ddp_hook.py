@@ -18,7 +18,7 @@ from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.gradients.averager import DDPMean, GradientAverager, UserHook
 from lightning_hetero.comm.gradients.squared_norms import BucketSquares
 from lightning_hetero.comm.gradients.stale_averager import StaleAverager
-from lightning_hetero.comm.timing.step_timer import StepObserver
+from lightning_hetero.comm.timing.step_timer import StepTimer
 
 __all__ = ["DIRECT_BACKWARD", "HookState", "gradient_hook"]
 
@@ -53,7 +53,7 @@ class HookState:
 
     def __init__(
         self,
-        observer: StepObserver,
+        observer: StepTimer,
         world_size: int,
         *,
         topology: Topology | None = None,

@@ -5,18 +5,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetero.comm.timing.message_timer import MessageLog, message_seconds
+from lightning_hetero.comm.timing.message_timer import MessageTimer, message_seconds
 from lightning_hetero.core.link.bandwidth import LinkEstimate
 from lightning_hetero.core.link.message_link import MessageLink
 from lightning_hetero.core.link.message_size import MessageSize
 from lightning_hetero.core.link.message_times import MessageTimes
 
-__all__ = ["LinkWatch"]
+__all__ = ["LinkState"]
 
 Array = npt.NDArray[np.float64]
 
 
-class LinkWatch:
+class LinkState:
     """Times of messages as a planner is to know them.
 
     Args:
@@ -54,7 +54,7 @@ class LinkWatch:
             metrics["hetero/transfer_time"] = self.seconds
         return metrics
 
-    def take(self, messages: MessageLog) -> Array:
+    def take(self, messages: MessageTimer) -> Array:
         """What this rank has seen since the last call, flat."""
         return messages.take().ravel()
 
@@ -77,7 +77,7 @@ class LinkWatch:
         latency, error = self.times.latency, self.times.latency_error or 0.0
         return MessageLink(density, message_size, self.links, self.seconds, hidden, latency, error, may_hide, step)
 
-    def state_dict(self, messages: MessageLog) -> dict[str, Any]:
+    def state_dict(self, messages: MessageTimer) -> dict[str, Any]:
         """What is known of the link, and of this rank's messages since the last comparison, as plain Python values."""
         return {
             "rates": [link.rate for link in self.links],
@@ -87,7 +87,7 @@ class LinkWatch:
             "messages": [list(row) for row in messages.rows()],
         }
 
-    def load_state_dict(self, state: dict[str, Any], messages: MessageLog) -> None:
+    def load_state_dict(self, state: dict[str, Any], messages: MessageTimer) -> None:
         """Go on from there, if as many exchange."""
         if len(state["rates"]) == len(self.links):
             links, last = tuple(LinkEstimate(rate) for rate in state["rates"]), state.get("last")

@@ -22,8 +22,8 @@ class WorkersNoise:
 
     Example:
         >>> from lightning_hetero.comm.timing.clock import HostClock
-        >>> from lightning_hetero.comm.timing.step_timer import StepObserver
-        >>> noise = WorkersNoise(HookState(StepObserver(HostClock()), 1), ControlPlane(0, 1))
+        >>> from lightning_hetero.comm.timing.step_timer import StepTimer
+        >>> noise = WorkersNoise(HookState(StepTimer(HostClock()), 1), ControlPlane(0, 1))
         >>> noise.interval()
         {'steps': 0, 'parts': [[0.0, 0.0, 0.0, 0.0, 0.0]]}
     """

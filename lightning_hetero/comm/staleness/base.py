@@ -17,7 +17,7 @@ from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.gradients.averager import Future
 from lightning_hetero.comm.gradients.stale_averager import StaleAverager
-from lightning_hetero.comm.timing.bucket_timer import TransferLog, combine
+from lightning_hetero.comm.timing.bucket_timer import BucketTimer, combine
 from lightning_hetero.comm.timing.clock import Clock
 from lightning_hetero.core.link.bandwidth import LinkEstimate
 from lightning_hetero.core.link.staleness import BucketTimes, DelayChoice, choose_fresh
@@ -58,7 +58,7 @@ class MeasuredStaleness(StaleAverager):
         self.hysteresis, self.clock = hysteresis, clock
         self.link = LinkEstimate()
         self._hold = hold
-        self._timer = TransferLog(clock)
+        self._timer = BucketTimer(clock)
 
     # what the two kinds say of themselves
 
@@ -99,7 +99,7 @@ class MeasuredStaleness(StaleAverager):
         return metrics
 
     def trace(self) -> list[tuple[int, int, float, float, float]]:
-        """Return :meth:`~lightning_hetero.comm.timing.bucket_timer.TransferLog.spans`."""
+        """Return :meth:`~lightning_hetero.comm.timing.bucket_timer.BucketTimer.spans`."""
         return self._timer.spans()
 
     def agree(self, control: ControlPlane) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from lightning_hetero.comm.timing.clock import Clock
 
-__all__ = ["TransferLog", "busy_seconds", "combine"]
+__all__ = ["BucketTimer", "busy_seconds", "combine"]
 
 KEPT_STEPS = 32
 
@@ -41,7 +41,7 @@ class _Step:
         return [*self.released, *(transfer.end for transfer in self.transfers)]
 
 
-class TransferLog:
+class BucketTimer:
     """Marks the buckets of each step and their transfers on one rank, with no synchronisation.
 
     Args:
@@ -155,7 +155,7 @@ def combine(tables: Array) -> tuple[float, Array] | None:
     as well; a bucket is ready when it is on the slowest rank.
 
     Args:
-        tables: :meth:`TransferLog.take` of every rank, shape ``(ranks, 32, 2 + buckets)``.
+        tables: :meth:`BucketTimer.take` of every rank, shape ``(ranks, 32, 2 + buckets)``.
 
     Returns:
         Seconds, and seconds per bucket in increasing order; ``None`` if there is no common step.

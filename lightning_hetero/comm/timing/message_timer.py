@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from lightning_hetero.comm.timing.clock import Clock
 
-__all__ = ["MessageLog", "message_seconds"]
+__all__ = ["MessageTimer", "message_seconds"]
 
 KEPT_STEPS = 32
 
@@ -32,7 +32,7 @@ class _Sent:
     arrivals: dict[int, Any] = field(default_factory=dict)
 
 
-class MessageLog:
+class MessageTimer:
     """Marks when this rank's message is ready, and when each rank's has arrived, with no synchronisation.
 
     Args:
@@ -90,7 +90,7 @@ def message_seconds(tables: Array) -> tuple[float, Array] | None:
     """Bytes that a rank sent in a step, and the seconds that each rank's message took: medians over common steps.
 
     Args:
-        tables: :meth:`MessageLog.take` of every rank, shape ``(ranks, 32, 2 + ranks)``.
+        tables: :meth:`MessageTimer.take` of every rank, shape ``(ranks, 32, 2 + ranks)``.
 
     Returns:
         Bytes and seconds per rank, as the rank saw them that was ready last; ``None`` if there is no common step.

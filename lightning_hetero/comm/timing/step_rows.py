@@ -150,7 +150,7 @@ def match_rows(tables: npt.NDArray[np.float64]) -> StepObservations:
     """Observations of all ranks for the steps that every rank has reported.
 
     Args:
-        tables: :meth:`~lightning_hetero.comm.timing.step_timer.StepObserver.take` of every rank, shape
+        tables: :meth:`~lightning_hetero.comm.timing.step_timer.StepTimer.take` of every rank, shape
             ``(ranks, 32, 10 + buckets)``.
     """
     steps = common_steps(tables)

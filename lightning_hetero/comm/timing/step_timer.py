@@ -31,7 +31,7 @@ from lightning_hetero.comm.timing.step_rows import (
 )
 from lightning_hetero.core.observations import StepObservations
 
-__all__ = ["StepObserver"]
+__all__ = ["StepTimer"]
 
 WARM_UP = 3
 KEPT_ROWS = 32
@@ -39,7 +39,7 @@ COLD = 1.5
 """Factor on what a step took before a resume above which one of the first steps after it is not believed."""
 
 
-class StepObserver:
+class StepTimer:
     """Collects the timings of one rank, one row per synchronised step.
 
     Rows are numbered by synchronised steps, which all ranks count alike, so that rows of different ranks can be matched

@@ -18,7 +18,7 @@ from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
 from lightning_hetero.comm.compressors.manager import GradientCompression
 from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
 from lightning_hetero.comm.timing.clock import HostClock
-from lightning_hetero.comm.timing.step_timer import StepObserver
+from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.compression.triton_gpu import encoder as triton_encoder
 from lightning_hetero.compression.triton_gpu import launch
 from lightning_hetero.optim import SparseAdamW, SparseSGD
@@ -60,7 +60,7 @@ def train(rank, *, spoil, settings=SETTINGS, kind="momentum", steps=STEPS):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 1))
     ddp = DistributedDataParallel(model, bucket_cap_mb=TINY)
-    state = HookState(StepObserver(HostClock()), 2)
+    state = HookState(StepTimer(HostClock()), 2)
     compression = GradientCompression(settings, ControlPlane(rank, 2), state)
     compression.attach(model)
     ddp.register_comm_hook(state, gradient_hook)

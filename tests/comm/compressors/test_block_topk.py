@@ -13,7 +13,7 @@ from lightning_hetero import BlockTopK
 from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
 from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
 from lightning_hetero.comm.timing.clock import HostClock
-from lightning_hetero.comm.timing.step_timer import StepObserver
+from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.optim import SparseAdamW, SparseSGD
 from tests.comm.compressors.block_steps import Bucket
 from tests.comm.contexts import context_of
@@ -45,7 +45,7 @@ def _given(rank, cases):
     found = []
     for settings in cases:
         model = Pair()
-        state = HookState(StepObserver(HostClock()), 1)
+        state = HookState(StepTimer(HostClock()), 1)
         exchange = BlockTopKAverager(settings, context_of(dict(model.named_parameters()), rank=rank))
         state.use(exchange)
         ddp, given = DistributedDataParallel(model), []

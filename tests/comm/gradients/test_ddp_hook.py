@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_hetero.comm.gradients.ddp_hook import DIRECT_BACKWARD, HookState, gradient_hook
 from lightning_hetero.comm.gradients.squared_norms import GradientNorms
 from lightning_hetero.comm.timing.clock import HostClock
-from lightning_hetero.comm.timing.step_timer import StepObserver
+from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.optim import AdamPreconditioner
 from tests.helpers import run_ranks
@@ -46,7 +46,7 @@ def _gradients(rank, hook, ours, cap):
     """Averaged gradient of each step; ``ours`` puts ``hook`` inside our own."""
     dist.init_process_group("gloo")
     model = DistributedDataParallel(build(), bucket_cap_mb=cap)
-    state = HookState(StepObserver(HostClock()), dist.get_world_size())
+    state = HookState(StepTimer(HostClock()), dist.get_world_size())
     state.use_hook(hook)
     if ours:
         model.register_comm_hook(state, gradient_hook)
@@ -81,7 +81,7 @@ def test_average_is_that_of_ddp_with_the_same_hook(hook, cap):
 def _norms(rank, cap, hook):
     dist.init_process_group("gloo")
     model = DistributedDataParallel(build().double(), bucket_cap_mb=cap)
-    state = HookState(StepObserver(HostClock()), 2)
+    state = HookState(StepTimer(HostClock()), 2)
     state.use_hook(hook)
     state.squares.want(True)
     model.register_comm_hook(state, gradient_hook)
@@ -123,7 +123,7 @@ class Bag(nn.Module):
 def _sparse(rank, ours, parts):
     dist.init_process_group("gloo")
     model = DistributedDataParallel(Bag().double())
-    state = HookState(StepObserver(HostClock()), 2)
+    state = HookState(StepTimer(HostClock()), 2)
     state.squares.want(parts is not None)
     state.squares.norms.divide(rank, parts or 1)
     if ours:
@@ -154,7 +154,7 @@ def test_sparse_gradients_are_averaged_as_by_ddp_and_their_norms_are_known(parts
 def _observed(rank):
     dist.init_process_group("gloo")
     model = DistributedDataParallel(build(), bucket_cap_mb=TINY)
-    observer = StepObserver(HostClock())
+    observer = StepTimer(HostClock())
     state = HookState(observer, 2)
     model.register_comm_hook(state, gradient_hook)
     for _ in range(6):
@@ -194,7 +194,7 @@ def test_signature_is_the_one_that_torch_asks_for():
 def _direct(rank, weighted, through):
     dist.init_process_group("gloo")
     model = DistributedDataParallel(build())
-    state = HookState(StepObserver(HostClock()), 2, weighted=weighted)
+    state = HookState(StepTimer(HostClock()), 2, weighted=weighted)
     model.register_comm_hook(state, gradient_hook)
     with state.backward() if through else nullcontext():
         loss_of(model, batches(rank)[0]).backward()

@@ -14,7 +14,7 @@ from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
 from lightning_hetero.comm.noise import window_sums
 from lightning_hetero.comm.noise.collector import NoiseCollector
 from lightning_hetero.comm.timing.clock import HostClock
-from lightning_hetero.comm.timing.step_timer import StepObserver
+from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.optim import AdamPreconditioner
 
 SHAPES = [(40, 30), (30,), (7,)]
@@ -63,7 +63,7 @@ def test_no_step_of_an_interval_reads_the_device(micro, adam, monkeypatch):
     """More steps than norms may wait, so that they are added up in between; only the message reads them."""
     monkeypatch.setattr(window_sums, "HELD", 12)
     weights = parameters()
-    hook = HookState(StepObserver(HostClock()), 2)
+    hook = HookState(StepTimer(HostClock()), 2)
     hook.use_hook(at_once)
     hook.squares.norms.precondition(adam_of(weights) if adam else None)
     hook.squares.norms.scaled_by(lambda: torch.ones((), device="meta"))
@@ -84,7 +84,7 @@ def test_no_step_of_an_interval_reads_the_device(micro, adam, monkeypatch):
 
 def test_between_the_steps_that_are_observed_no_norms_are_taken():
     weights = parameters()
-    hook = HookState(StepObserver(HostClock()), 2)
+    hook = HookState(StepTimer(HostClock()), 2)
     hook.use_hook(at_once)
     collector, taken = NoiseCollector(hook, 0, every_n_steps=3), []
     for _ in range(7):

@@ -16,7 +16,7 @@ from lightning_hetero.comm.compressors.manager import GradientCompression
 from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
 from lightning_hetero.comm.staleness.block_topk import BlockTopKStaleAverager
 from lightning_hetero.comm.timing.clock import HostClock
-from lightning_hetero.comm.timing.step_timer import StepObserver
+from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.compression import Layout, compress, merge
 from lightning_hetero.core.compression.objective import DensityChoice
 from lightning_hetero.core.compression.settings import blocks_per_rank
@@ -137,7 +137,7 @@ def simulated(schedule, settings, world_size, bad=None):
 def start(rank, world_size, settings, limit=1, restored=None):
     model = Crossed()
     ddp = DistributedDataParallel(model, bucket_cap_mb=TINY)
-    state = HookState(StepObserver(HostClock()), world_size)
+    state = HookState(StepTimer(HostClock()), world_size)
     compression = GradientCompression(settings, ControlPlane(rank, world_size), state)
     compression.attach(model)
     late = BlockTopKStaleAverager(

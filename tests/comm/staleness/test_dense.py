@@ -11,7 +11,7 @@ from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
 from lightning_hetero.comm.staleness.dense import DenseStaleAverager
 from lightning_hetero.comm.timing.clock import HostClock
-from lightning_hetero.comm.timing.step_timer import StepObserver
+from lightning_hetero.comm.timing.step_timer import StepTimer
 from tests.helpers import run_ranks
 
 STEPS, TINY = 7, 1e-5  # MB: one bucket for each parameter after the first step
@@ -79,7 +79,7 @@ def start(world_size, *, cap=TINY, limit=1, restored=None, static_graph=False, b
     model = DistributedDataParallel(
         build(), bucket_cap_mb=cap, static_graph=static_graph, gradient_as_bucket_view=bucket_view
     )
-    state = HookState(StepObserver(HostClock()), world_size)
+    state = HookState(StepTimer(HostClock()), world_size)
     staleness = DenseStaleAverager(
         limit,
         dict(model.module.named_parameters()),
@@ -158,7 +158,7 @@ def _resumed(rank, cut, cap):
         if step == cut:
             restored = staleness.state_dict()
             assert set(restored["sums"]) == set(INPUT)
-            state = HookState(StepObserver(HostClock()), 2)
+            state = HookState(StepTimer(HostClock()), 2)
             model = DistributedDataParallel(model.module, bucket_cap_mb=cap)
             names = dict(model.module.named_parameters())
             state.delay_by(DenseStaleAverager(1, names, world_size=2, clock=HostClock(), restored=restored))

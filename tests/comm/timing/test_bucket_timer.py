@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_hetero.comm.timing.bucket_timer import TransferLog, busy_seconds, combine
+from lightning_hetero.comm.timing.bucket_timer import BucketTimer, busy_seconds, combine
 
 
 class Hand:
@@ -47,7 +47,7 @@ def rows(log, buckets=2):
 def test_rows_by_hand():
     """The second step begins at 3, after the first; nobody waits for its second sum, which comes late."""
     clock = Hand()
-    log = TransferLog(clock)
+    log = BucketTimer(clock)
     step(log, clock, 0.0, FIRST)
     step(log, clock, 3.0, [(1.0, 1.0, 1.5, 1.5), (2.0, 2.0, 4.0, 2.0)])
     assert rows(log) == [[2.0, 2.5, 1.0, 2.0]]
@@ -58,7 +58,7 @@ def test_rows_by_hand():
 
 def test_a_step_waits_for_its_last_mark_and_other_layouts_are_left_out():
     clock = Hand()
-    log = TransferLog(clock)
+    log = BucketTimer(clock)
     step(log, clock, 0.0, FIRST)
     step(log, clock, 3.0, FIRST)
     clock.reached = 5.5

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hetero.comm.link.link_state import LinkWatch
-from lightning_hetero.comm.timing.message_timer import KEPT_STEPS, MessageLog, message_seconds
+from lightning_hetero.comm.link.link_state import LinkState
+from lightning_hetero.comm.timing.message_timer import KEPT_STEPS, MessageTimer, message_seconds
 from lightning_hetero.core.link.bandwidth import LinkEstimate
 from lightning_hetero.core.link.message_times import MessageTimes
 
@@ -34,7 +34,7 @@ def simulated(compute, uplink, steps=20):
     """Tables of ranks that compute for ``compute[i]`` and whose message takes ``uplink[i]`` to every other rank."""
     ranks = len(compute)
     clocks = [Marks() for _ in range(ranks)]
-    logs = [MessageLog(clock, ranks) for clock in clocks]
+    logs = [MessageTimer(clock, ranks) for clock in clocks]
     for step in range(steps):
         arrived = []
         for rank, clock in enumerate(clocks):
@@ -66,7 +66,7 @@ def test_a_thin_uplink_is_found_by_those_who_wait_for_it(uplink):
 
 def test_messages_under_way_are_reported_later():
     clock = Marks()
-    log = MessageLog(clock, 2)
+    log = MessageTimer(clock, 2)
     arrived = log.send(0, BYTES)
     arrived(0)
     assert np.isnan(log.take()).all(), "one message has not arrived"
@@ -85,7 +85,7 @@ def test_messages_under_way_are_reported_later():
 def test_a_checkpoint_has_the_messages_that_were_not_compared_yet():
     """The run goes on as if nothing had been read, and so does one that resumes there."""
     clock = Marks()
-    run, resumed, watch, later = MessageLog(clock, 2), MessageLog(clock, 2), LinkWatch(2), LinkWatch(2)
+    run, resumed, watch, later = MessageTimer(clock, 2), MessageTimer(clock, 2), LinkState(2), LinkState(2)
     watch.times = MessageTimes((LinkEstimate(1e6), LinkEstimate(None)), 1e-3, 1e-4, (BYTES, 0.5))
     for step in range(3):
         _sent(run, clock, step)
@@ -114,7 +114,7 @@ def _sent(log, clock, step):
 
 
 def test_links_of_other_workers_are_not_taken_over():
-    clock, watch = Marks(), LinkWatch(3)
-    two = LinkWatch(2).state_dict(MessageLog(clock, 2))
-    watch.load_state_dict({**two, "latency": 5.0}, MessageLog(clock, 3))
+    clock, watch = Marks(), LinkState(3)
+    two = LinkState(2).state_dict(MessageTimer(clock, 2))
+    watch.load_state_dict({**two, "latency": 5.0}, MessageTimer(clock, 3))
     assert (len(watch.links), watch.times.latency) == (3, 0.0)

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_hetero.comm.timing import step_timer as module
 from lightning_hetero.comm.timing.clock import HostClock
-from lightning_hetero.comm.timing.step_timer import KEPT_ROWS, WARM_UP, StepObserver
+from lightning_hetero.comm.timing.step_timer import KEPT_ROWS, WARM_UP, StepTimer
 
 NAMES = ("step", "size", "forward", "P", "first", "t_o", "t_u", "step_time", "wait", "update")
 
@@ -45,7 +45,7 @@ class Run:
 
     def __init__(self, monkeypatch, **kwargs):
         self.clock = Script()
-        self.observer = StepObserver(self.clock, **kwargs)
+        self.observer = StepTimer(self.clock, **kwargs)
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=self.clock.perf_counter))
 
     def batches(self, wait):
@@ -605,7 +605,7 @@ def test_what_is_no_step_uses_none_of_the_quota(monkeypatch):
 
 def _observer(monkeypatch, steps):
     """What an observer takes a change to cost after each of these ``(size, seconds)``, and the observer."""
-    now, costs, observer = [0.0], [], StepObserver(HostClock())
+    now, costs, observer = [0.0], [], StepTimer(HostClock())
     monkeypatch.setattr("lightning_hetero.comm.timing.step_timer.time.perf_counter", lambda: now[0])
     for size, seconds in steps:
         now[0] += 100.0  # between steps
@@ -640,7 +640,7 @@ def test_a_cost_that_comes_once_does_not_hold_up_later_changes(monkeypatch):
 def test_what_a_change_costs_is_known_after_a_resume(monkeypatch):
     """As it was before the break; without it the run that goes on would change what the run without a break keeps."""
     seen = _observer(monkeypatch, [(8, 1.0), (6, 31.0), (6, 1.0), (7, 21.0), (7, 1.0)])[1]
-    resumed = StepObserver(HostClock())
+    resumed = StepTimer(HostClock())
     resumed.load_state_dict(json.loads(json.dumps(seen.state_dict())))
     assert resumed.change_cost == seen.change_cost == 20.0
 
