@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetero.comm.agreement.sync_schedule import ExchangeSchedule
+from lightning_hetero.comm.agreement.sync_schedule import SyncSchedule
 from lightning_hetero.comm.timing.step_timer import KEPT_ROWS, WARM_UP
 from lightning_hetero.core.batching.integer_split import even_sizes
 from lightning_hetero.core.batching.plan import BatchPlan
@@ -324,7 +324,7 @@ class Loop:
     def __post_init__(self) -> None:
         self.names = self.names or tuple(f"device {i}" for i in range(self.truth.workers))
         self.plan = BatchPlan(self.total, even_sizes(self.total, self.truth.workers))
-        self.schedule, self.step, self.skip = ExchangeSchedule("auto"), 0, WARM_UP
+        self.schedule, self.step, self.skip = SyncSchedule("auto"), 0, WARM_UP
         self.rows: list[dict[str, Array]] = []
         self.changes: list[int] = []
         self.exact: list[float] = []  # seconds of each step without noise
@@ -345,7 +345,7 @@ class Loop:
         self.planner = self.planner.loaded(self.planner.state_dict())
         proposal = self.planner.initial(self.context)
         self.plan = BatchPlan(self.total, even_sizes(self.total, truth.workers)) if proposal is None else proposal.plan
-        self.schedule, self.skip, self.rows = ExchangeSchedule("auto"), WARM_UP, []
+        self.schedule, self.skip, self.rows = SyncSchedule("auto"), WARM_UP, []
         self.schedule.next += self.step
         self.schedule.last = self.step
 

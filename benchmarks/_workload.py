@@ -107,10 +107,11 @@ class Switched(L.Callback):
         if (batch_idx + 1) // self.STEPS % 2:
             self.callbacks, self.noise = trainer.callbacks, engine.noise
             trainer.callbacks = [callback for callback in self.callbacks if not isinstance(callback, GNSCallback)]
-            engine.noise = None
+            engine.measure_noise(None)
             engine.hook_state.forget_squares()
         else:
-            trainer.callbacks, engine.noise = self.callbacks, self.noise
+            trainer.callbacks = self.callbacks
+            engine.measure_noise(self.noise)
 
     def on_train_end(self, trainer, pl_module):
         if abs(2 * self.noise.number - trainer.global_step) > self.STEPS:

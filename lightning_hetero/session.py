@@ -73,7 +73,8 @@ class HeteroSession(TotalAccess):
         self.engine = engine
         # the loop is the user's: it may fetch several batches before a backward, and accumulates as it does
         show_log()
-        engine.weighting.trace.several = engine.keeps_window = True
+        engine.weighting.hold_several()
+        engine.rounds.keep_window()
         if planner is not None and engine.config.max_total_batch_size is not None:
             raise ValueError(
                 f"planner={type(planner).__name__} and max_total_batch_size={engine.config.max_total_batch_size} both "
@@ -116,8 +117,7 @@ class HeteroSession(TotalAccess):
         Data that no pass has begun with is forgotten, with its plan.
         """
         if self._data.stream is not None and self.position == (0, 0) and self._data.restored is None:
-            self.engine.history = None
-            self.engine.log.clear()
+            self.engine.data.plans.forget()
         self._data.give(stream, batch_size, drop_last=drop_last)
         self._data.shard(self.planner, self._epoch, 0)
         return SessionBatches(self)
@@ -179,7 +179,7 @@ class HeteroSession(TotalAccess):
         self.planner = self._adaptation.starts(self.planner)
         self._adaptation.resume(interval)
         self.engine.observer.interrupt()
-        if self._steps.synced > 0 and self.engine.due_at_epoch(self.planner):
+        if self._steps.synced > 0 and self.engine.sync_due_at_epoch(self.planner):
             self._exchange()
         assert self.engine.sampler is not None
         self.engine.sampler.set_epoch(self._epoch)
@@ -222,7 +222,7 @@ class HeteroSession(TotalAccess):
 
     def _end_step(self) -> None:
         self._steps.close(*self.position)
-        if self.engine.due:
+        if self.engine.sync_due:
             self._exchange()
 
     def _exchange(self) -> None:

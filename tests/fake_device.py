@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from lightning_hetero import engine
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.collectives import async_ops as sums
+from lightning_hetero.engine import parts
 
 LAUNCH = 1e-3
 SUM = 0.01
@@ -36,6 +36,8 @@ class FakeDevice:
         stream: the one that work and marks go to.
         steps: when the device has done each optimizer step.
     """
+
+    synchronous = False
 
     def __init__(self):
         self.now, self.stream = 0.0, "compute"
@@ -115,7 +117,7 @@ class FakeDevice:
             return everyone
 
         time.perf_counter = lambda: self.now
-        engine.agreed_clock = lambda device, control: self
+        parts.agreed_clock = lambda device, control: self
         torch.Tensor.backward, sums.sum_over_ranks = joined, self.sum
         dist.barrier, dist.all_reduce, ControlPlane.gather = self.barrier, self.all_reduce, gathered
         return self

@@ -86,14 +86,14 @@ def test_a_hundred_workers_that_move_are_followed_as_well(kind):
 
 
 def test_looks_come_twice_as_often_while_speeds_walk(monkeypatch):
-    seen, after = [], loops.ExchangeSchedule.after
+    seen, after = [], loops.SyncSchedule.after
 
     def noted(self, step, observations, cost, decision):
         following = after(self, step, observations, cost, decision)
         seen.append((step, decision.moving, following - step - (decision.proposal is not None)))
         return following
 
-    monkeypatch.setattr(loops.ExchangeSchedule, "after", noted)
+    monkeypatch.setattr(loops.SyncSchedule, "after", noted)
     run("walk", "C")
     steady = [(moving, steps) for step, moving, steps in seen if step < benchmark.WARM]
     assert {moving for moving, _ in steady} == {False}

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hetero import engine as mechanism
 from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.perf_model import Decision, PerfModelPlanner, StaticPlanner
 from lightning_hetero.data import PermutationStream
-from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.engine import HeteroEngine, training_data
 from lightning_hetero.hardware import identity
 from tests.helpers import run_ranks
 from tests.learned import knowing
@@ -72,7 +71,7 @@ def test_hysteresis_and_costs_of_a_change_decide_whether_the_split_changes(front
 def _begins(rank):
     """Rank 0 was seen before; rank 1 is new, with three times the peak FLOP/s."""
     torch.distributed.init_process_group("gloo")
-    mechanism.capacity = lambda device: (1.0, 3.0)[rank]
+    training_data.capacity = lambda device: (1.0, 3.0)[rank]
     device, found = torch.device("cpu"), []
     for planner in (knowing({identity(device, 0): (0.001, 0.0, 0.002, 0.0)}), StaticPlanner(), None):
         engine = HeteroEngine(HeteroConfig(), rank=rank, world_size=2, device=device, local_rank=rank)
@@ -110,7 +109,7 @@ def test_the_error_is_that_of_the_plan_whose_step_is_predicted():
         engine.end_step()
         if step == 8:
             engine.adopt(BatchPlan(3, (3,)), not_before=(0, 20))
-        if engine.due:
+        if engine.sync_due:
             plan = engine.plan
             found.append(engine.metrics(engine.exchange(Sure(), not_before=(0, step + 1)), plan))
     names = ("hetero/total_batch_size", "hetero/predicted_step_time", "hetero/predicted_step_time_error")

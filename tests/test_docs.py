@@ -22,8 +22,8 @@ from lightning_hetero.comm.staleness.dense import DenseStaleAverager
 from lightning_hetero.core import StepObservations
 from lightning_hetero.core.batching.goodput import Candidate
 from lightning_hetero.core.merging.rules import MERGES
-from lightning_hetero.core.metrics import exchange_metrics
 from lightning_hetero.core.metrics import noise_metrics as noise_scale_metrics
+from lightning_hetero.core.metrics import plan_metrics
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.elastic import MergeRecord
 from lightning_hetero.frontend.adaptive_total import AdaptiveTotal
@@ -148,7 +148,7 @@ def test_sessions_give_what_is_shown(source):
 def metrics_written():
     """Names of all metrics that a comparison of the ranks can write."""
     seen = StepObservations.from_array(np.ones((3, 2, len(StepObservations.FIELDS))))
-    metrics = exchange_metrics(seen, BatchPlan(8, (6, 2)), 0.5, error=0.01)
+    metrics = plan_metrics(seen, BatchPlan(8, (6, 2)), 0.5, error=0.01)
     names = {re.sub(r"rank\d+", "rank{i}", name) for name in metrics}
     return names | set(METRIC.findall(inspect.getsource(DenseStaleAverager.metrics)))
 

@@ -155,7 +155,7 @@ def test_a_planner_is_told_that_the_number_of_micro_batches_is_the_loops_own():
     for own in (True, False):
         engine = HeteroEngine(HeteroConfig(replan="epoch"), rank=0, world_size=1, device=torch.device("cpu"))
         session = HeteroSession(engine, Notes())
-        engine.keeps_window &= own
+        engine.rounds.keep_window(own)
         batches = session.shard(PermutationStream(40, shuffle=True, seed=0), 2)
         for _ in range(2):
             counted(session, batches, lambda number: True)
@@ -176,7 +176,7 @@ def test_a_loop_with_windows_of_its_own_gains_nothing_by_a_look_at_the_start_of_
     for own in (True, False):
         engine = HeteroEngine(HeteroConfig(replan=8), rank=0, world_size=1, device=torch.device("cpu"))
         session = HeteroSession(engine, Moves())
-        engine.keeps_window &= own
+        engine.rounds.keep_window(own)
         batches = session.shard(PermutationStream(40, shuffle=True, seed=0), 2)
         for _ in range(2):
             counted(session, batches, lambda number: True)

@@ -129,9 +129,9 @@ class AdaptiveBatchCallback(PolicyCallback):
         engine, planner = self._engine, self.goodput_planner
         assert engine is not None
         assert engine.plan is not None
-        assert engine.roster is not None
+        assert engine.workers is not None
         assert engine.sampler is not None
-        count, micro, bounds = trainer.accumulate_grad_batches, engine.plan.total_batch_size, engine.roster.max_local
+        count, micro, bounds = trainer.accumulate_grad_batches, engine.plan.total_batch_size, engine.workers.max_local
         # the module's own loop does not follow accumulate_grad_batches: what does not fit cannot be run
         fits = None if bounds is None or pl_module.automatic_optimization else sum(bounds)
         try:
@@ -145,7 +145,8 @@ class AdaptiveBatchCallback(PolicyCallback):
             )
         except ValueError as error:
             raise MisconfigurationException(str(error)) from error
-        trainer.accumulate_grad_batches = engine.accumulation = planner.accumulation
+        trainer.accumulate_grad_batches = planner.accumulation
+        engine.rounds.accumulate(planner.accumulation)
         self._total.hold(trainer.optimizers)
         directory = trainer.log_dir if trainer.loggers else None  # collective
         self._directory = Path(directory) if directory and trainer.is_global_zero else None
@@ -157,7 +158,8 @@ class AdaptiveBatchCallback(PolicyCallback):
         planner, running = self._total.follow(self.goodput_planner)
         self.planner = planner
         if trainer.accumulate_grad_batches != planner.accumulation:
-            trainer.accumulate_grad_batches = self._engine.accumulation = planner.accumulation
+            trainer.accumulate_grad_batches = planner.accumulation
+            self._engine.rounds.accumulate(planner.accumulation)
         step, metrics = trainer.fit_loop.epoch_loop._batches_that_stepped, self._total.metrics(running)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)

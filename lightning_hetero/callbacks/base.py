@@ -98,7 +98,7 @@ class PolicyCallback(Callback):
         self._first = self._first or (self.planner,)
         self._leave()  # Lightning calls no teardown after an exception
         if stage == "fit":
-            engine.noise, engine.noise_scale = None, lambda: None  # who measures the noise of this fit comes after us
+            engine.measure_noise(None)  # who measures the noise of this fit comes after us
             engine.hook_state.forget_squares()
             self._shown = SplitInBar(trainer, engine)
             count_all_workers(trainer, engine)
@@ -121,7 +121,7 @@ class PolicyCallback(Callback):
         assert self._engine is not None
         self._engine.observer.interrupt()
         if trainer.current_epoch > 0 and self._engine.sampler is not None:
-            if self._engine.due_at_epoch(self.planner):
+            if self._engine.sync_due_at_epoch(self.planner):
                 self._exchange(trainer, (trainer.current_epoch, 0))
             _strategy(trainer).refresh_epoch_length()
 
@@ -130,8 +130,7 @@ class PolicyCallback(Callback):
     ) -> None:
         """Close the step's observation; reconsider the plan if it is time."""
         assert self._engine is not None
-        self._engine.end_step()
-        if self._engine.due:
+        if self._engine.end_step():
             self._exchange(trainer, (trainer.current_epoch, batch_idx + 1))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -141,7 +140,7 @@ class PolicyCallback(Callback):
 
     def _exchange(self, trainer: Trainer, not_before: tuple[int, int]) -> None:
         assert self._engine is not None
-        self._engine.accumulation = trainer.accumulate_grad_batches
+        self._engine.rounds.accumulate(trainer.accumulate_grad_batches)
         plan = self._engine.plan
         done = self._engine.exchange(self.planner, not_before=not_before)
         self.planner = done.planner if done.planner is not None else self.planner

@@ -85,7 +85,7 @@ class GNSCallback(Callback):
         self._source.listen(lambda: self._log(trainer))
         engine = engine_if_any(trainer)
         if engine is not None:
-            engine.noise_scale = lambda: self.estimate
+            engine.measure_noise(engine.noise, lambda: self.estimate)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to observe.

@@ -1,45 +1,17 @@
-"""Outcome of a sync round between ranks, and its metrics under their fixed names."""
+"""Metrics of a sync round, under their fixed names."""
 
 import warnings
-from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
+from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.policies.perf_model import Planner
 
-__all__ = ["Exchange", "exchange_metrics", "noise_metrics"]
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Outcome of one agreement between ranks.
-
-    Args:
-        planner: the planner that has seen the observations (on rank 0; unchanged elsewhere).
-        observations: what all ranks measured since the last sync round.
-        entry: the plan that was adopted, ``None`` if the current one stays.
-        predicted: predicted seconds of a step under the plan that ran, ``None`` without a model.
-        error: standard error of that in seconds, ``None`` where it is not known.
-        density: whether the policy decided on the density of compressed gradients (on rank 0).
-
-    Example:
-        >>> done = Exchange(None, StepObservations.empty(2), PlanEntry(0, 9, BatchPlan(8, (6, 2)), "by hand"), None)
-        >>> done.entry.describe(), done.observations.num_steps
-        ('6/2 of 8 samples (by hand)', 0)
-    """
-
-    planner: Planner | None
-    observations: StepObservations
-    entry: PlanEntry | None
-    predicted: float | None
-    error: float | None = None
-    density: bool = False
+__all__ = ["noise_metrics", "plan_metrics"]
 
 
-def exchange_metrics(
+def plan_metrics(
     observations: StepObservations,
     plan: BatchPlan,
     predicted: float | None,
@@ -59,7 +31,7 @@ def exchange_metrics(
         error: standard error of ``predicted`` in seconds, ``None`` where it is not known.
 
     Example:
-        >>> metrics = exchange_metrics(StepObservations.empty(2), BatchPlan(8, (6, 2)), 0.5)
+        >>> metrics = plan_metrics(StepObservations.empty(2), BatchPlan(8, (6, 2)), 0.5)
         >>> metrics["hetero/local_batch_size/rank0"], metrics["hetero/predicted_step_time"]
         (6.0, 0.5)
     """

@@ -54,6 +54,7 @@ class UnevenBatchSampler(Sampler[list[int]]):
         self.epoch = start[0]
         self.drawn = start
         self._full: tuple[PlanHistory | None, int, int, int] = None, 0, 0, 0  # history, epoch, samples: full steps
+        self._run: tuple[PlanHistory | None, int, float, float, tuple[int, ...]] = None, 0, 0, 0, ()
 
     @property
     def sampler(self) -> "UnevenBatchSampler":
@@ -63,6 +64,7 @@ class UnevenBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Take the order of this epoch at the next ``iter``."""
         self.epoch = epoch
+        self._run = None, 0, 0, 0, ()
 
     def __len__(self) -> int:
         return self.num_batches(self.epoch)
@@ -87,14 +89,27 @@ class UnevenBatchSampler(Sampler[list[int]]):
 
     def sizes_at(self, epoch: int, step: int) -> tuple[int, ...]:
         """Return the samples of every rank at a step, the ragged tail included."""
-        history, samples = self._history(), len(self.stream)
+        return self.step_at(epoch, step)[0]
+
+    def step_at(self, epoch: int, step: int) -> tuple[tuple[int, ...], bool]:
+        """Return the samples of every rank at a step, and whether the step is a full one."""
+        history = self._history()
+        known, during, first, end, sizes = self._run  # steps of an epoch that are alike
+        if known is history and during == epoch and first <= step < end:
+            return sizes, True
+        return self._look_up(history, epoch, step)
+
+    def _look_up(self, history: PlanHistory, epoch: int, step: int) -> tuple[tuple[int, ...], bool]:
+        samples = len(self.stream)
         known, *of, full = self._full
         if known is not history or of != [epoch, samples]:
             full = history.num_batches(epoch, samples, drop_last=True)
             self._full = history, epoch, samples, full
         if step < full:  # a full step, of which there is nothing to compute
-            return history.at(epoch, step).plan.local_batch_sizes
-        return history.sizes_at(epoch, step, samples, min_local=self.min_local)
+            sizes, until = history.at(epoch, step).plan.local_batch_sizes, history.until(epoch, step)
+            self._run = history, epoch, step, min(until, full), sizes
+            return sizes, True
+        return history.sizes_at(epoch, step, samples, min_local=self.min_local), False
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch = self.epoch

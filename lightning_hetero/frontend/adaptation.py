@@ -48,7 +48,7 @@ class Adaptation:
         if engine.world_size > 1 and (config.noise_scale or self._total is not None):
             summed = config.loss_reduction == "sum"
             self._noise = WorkersNoise(engine.hook_state, engine.control, summed=summed)
-            engine.noise, engine.noise_scale = self._noise.collector, lambda: self.estimate
+            engine.measure_noise(self._noise.collector, lambda: self.estimate)
 
     @property
     def estimate(self) -> RunningNoiseScale | None:
@@ -131,13 +131,13 @@ class Adaptation:
     @property
     def _initial(self) -> int:
         """Samples of a micro-batch as the loader was given."""
-        return self._engine.batch_size * self._engine.world_size
+        return self._engine.data.batch_size * self._engine.world_size
 
     def _begin(self, planner: GoodputPlanner) -> GoodputPlanner:
         assert self._total is not None
         engine = self._engine
         planner = self._total.begin(planner, engine, initial=self._initial, accumulation=engine.accumulation)
-        engine.accumulation = planner.accumulation
+        engine.rounds.accumulate(planner.accumulation)
         return planner
 
     def follow(self, planner: Planner | None, directory: Path | None) -> tuple[Planner | None, dict[str, float]]:

@@ -115,7 +115,7 @@ class _TimedIterator:
     """An iterator that times how long each batch took to come."""
 
     def __init__(self, iterator: Iterator[Any], engine: HeteroEngine) -> None:
-        self._iterator, self._fetch = iterator, engine.fetch
+        self._iterator, self._fetch = iterator, engine.observer.fetch
 
     def __iter__(self) -> "_TimedIterator":
         return self
@@ -206,6 +206,6 @@ def balanced_evaluation_loader(loader: Any, engine: HeteroEngine) -> Any:
         engine.current_shares,
         engine.rank,
         engine.world_size,
-        max_local=engine.roster.max_local if engine.roster else None,
+        max_local=engine.workers.max_local if engine.workers else None,
     )
     return with_batch_sampler(loader, batches if inner is captured else type(captured)(batches))

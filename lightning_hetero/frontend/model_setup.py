@@ -25,9 +25,9 @@ def raise_minimum(engine: HeteroEngine, model: torch.nn.Module) -> bool:
     Returns:
         Whether the minimum is a new one, so that data which was sharded before has to be sharded anew.
     """
-    if engine.config.min_local_batch_size is not None or engine.min_local >= 2 or not has_batch_norm(model):
+    if engine.config.min_local_batch_size is not None or engine.data.min_local >= 2 or not has_batch_norm(model):
         return False
-    engine.min_local = 2
+    engine.data.require_samples(2)
     return True
 
 

@@ -48,7 +48,7 @@ class SessionData:
         if self.stream is None:
             return
         if self.restored is not None:
-            self._engine.history = None
+            self._engine.data.plans.forget_running()
             self._engine.load_state_dict(self.restored["engine"])
         self._engine.resume_at(epoch, step)
         self._engine.shard(self.stream, self._batch_size, drop_last=self._drop_last, planner=planner, epoch=epoch)

@@ -37,5 +37,5 @@ class SessionSteps:
             assert engine.sampler is not None
             cut = self._micro < engine.accumulation and step >= engine.sampler.num_batches(epoch)
             if not cut:  # by the end of the data
-                engine.accumulation = max(self._micro, 1)
+                engine.rounds.accumulate(max(self._micro, 1))
             self.synced, self._micro = engine.observer.synced_steps, 0

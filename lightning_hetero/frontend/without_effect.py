@@ -148,7 +148,7 @@ def tell(engine: HeteroEngine, planner: Planner | None, others: Iterable[NoEffec
         others: of callbacks.
         split: whether the training loader is split, as far as is known.
     """
-    topology, names = engine.hook_state.topology, [] if engine.roster is None else engine.roster.identities
+    topology, names = engine.hook_state.topology, [] if engine.workers is None else engine.workers.identities
     run = Run(
         engine.world_size,
         planner,
@@ -156,7 +156,7 @@ def tell(engine: HeteroEngine, planner: Planner | None, others: Iterable[NoEffec
         flat=topology is None or topology.flat,
         on_cpu=bool(names) and all("/cpu:" in name for name in names),
         scaled=engine.health.scaled,
-        batch_size=engine.batch_size or None,
+        batch_size=engine.data.batch_size or None,
         split=split,
     )
     engine.notices.tell([*without_effect(engine.config, run), *others])

@@ -21,13 +21,14 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import distributed as dist
 from torch.utils.data import DataLoader
 
-from lightning_hetero import AdaptiveBatchCallback, GNSCallback, TTACallback, engine
+from lightning_hetero import AdaptiveBatchCallback, GNSCallback, TTACallback
 from lightning_hetero.callbacks import PolicyCallback
 from lightning_hetero.comm.timing import clock
 from lightning_hetero.comm.timing import step_timer as observer
 from lightning_hetero.core import BatchPlan
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.policies.perf_model import Decision, Proposal, StaticPlanner
+from lightning_hetero.engine import parts, sync_rounds
 from lightning_hetero.optim import LearningRateMultiplier
 from tests.core.policies.test_goodput import context, seen
 from tests.core.policies.test_goodput import planner as learned
@@ -566,8 +567,9 @@ class Estimates(Callback):
 def _scripted(rank, kwargs, **options):
     model, estimates = Scripted(), Estimates()
     told = SimpleNamespace(perf_counter=lambda: model.now, process_time=lambda: model.now)
-    clock.time = observer.time = engine.time = told
-    engine.cpu_quota = lambda: None
+    observer.time = sync_rounds.time = told
+    clock.HostClock.mark = staticmethod(told.perf_counter)
+    parts.cpu_quota = lambda: None
     arguments = {"dataset": Points(640), "noise": None, "model": model, "max_epochs": 4, **kwargs}
     arguments["callbacks"] = [*arguments.get("callbacks", []), estimates]
     result = steps_only(rank, 2, options, {"lr_scaling": "adascale", "hysteresis": 0.05}, arguments)

@@ -12,7 +12,7 @@ from lightning_hetero import DynamicBatchPIDCallback, HeteroDDPStrategy, PerfMod
 from lightning_hetero.callbacks import PolicyCallback, policy_callback
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core import BatchPlan
-from lightning_hetero.core.metrics import exchange_metrics
+from lightning_hetero.core.metrics import plan_metrics
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies import NAMED
 from lightning_hetero.core.policies.perf_model import Decision, PerfModelPlanner, PlanContext, Proposal, StaticPlanner
@@ -92,7 +92,7 @@ def observations(step_time=(1.0, 2.0)):
 
 def test_metrics_by_hand():
     """Computing 0.75 s (median of 0.5 and 1) and 1 s in a step of 1.5 s: idle for 1 - 0.875 / 1.5."""
-    assert exchange_metrics(observations(), BatchPlan(8, (6, 2)), 1.25, error=0.03) == {
+    assert plan_metrics(observations(), BatchPlan(8, (6, 2)), 1.25, error=0.03) == {
         "hetero/total_batch_size": 8.0,
         "hetero/local_batch_size/rank0": 6.0,
         "hetero/local_batch_size/rank1": 2.0,
@@ -110,7 +110,7 @@ def test_metrics_by_hand():
     [((np.nan, 2.0), True), ((np.nan, np.nan), False), ((0.0, 0.0), False), ((np.inf, np.inf), False)],
 )
 def test_metrics_leave_out_what_is_not_known(step_time, known):
-    metrics = exchange_metrics(observations(step_time), BatchPlan(8, (6, 2)), None)
+    metrics = plan_metrics(observations(step_time), BatchPlan(8, (6, 2)), None)
     assert ("hetero/step_time" in metrics) == ("hetero/idle_fraction" in metrics) == known
     assert "hetero/predicted_step_time" not in metrics
     assert all(np.isfinite(value) and type(value) is float for value in metrics.values())
@@ -118,7 +118,7 @@ def test_metrics_leave_out_what_is_not_known(step_time, known):
 
 def test_idle_fraction_is_a_share():
     """More computing than time in a step (accumulation, jitter) is no negative idleness."""
-    assert exchange_metrics(observations((0.1, 0.1)), BatchPlan(8, (6, 2)), None)["hetero/idle_fraction"] == 0.0
+    assert plan_metrics(observations((0.1, 0.1)), BatchPlan(8, (6, 2)), None)["hetero/idle_fraction"] == 0.0
 
 
 # names

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_hetero import GNSCallback, HeteroDDPStrategy, engine
+from lightning_hetero import GNSCallback, HeteroDDPStrategy
 from lightning_hetero.accelerate import HeteroPlugin
 from lightning_hetero.comm import gradient_hook
 from lightning_hetero.comm.timing import clock
@@ -23,7 +23,7 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.lr_scaling import lr_gain
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.data import PermutationStream
-from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.engine import HeteroEngine, parts, sync_rounds
 from lightning_hetero.session import HeteroSession
 from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
 from tests.helpers import Points, Regressor, run_ranks, trainer_of
@@ -349,7 +349,8 @@ def _moving(rank, loop, folder, resume):
     for count in Moving.counts:
         logs = str(folder / f"logs-{count}-{resume}")
         training = LOOPS[loop](Moving.settings, 4 // count, dataset=Points(N), accumulate=count, logs=logs)
-        training.session.engine.noise_scale = lambda: INFINITE
+        engine = training.session.engine
+        engine.measure_noise(engine.noise, lambda: INFINITE)
         training.session.planner = replace(training.session.planner, min_steps=30)
         training.pace = lambda rank, samples: time.sleep(FIXED + samples * SPEEDS[rank])
         path = str(folder / f"saved-{count}")
@@ -467,8 +468,9 @@ def _scripted(rank, loop, folder, resume, breaks=BREAKS, **ahead):
     """A run whose time is told, not measured, in ticks that add up exactly; its noise is what it is."""
     now = [0.0]
     told = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: now[0])
-    clock.time = observer.time = engine.time = told
-    engine.cpu_quota = lambda: None
+    observer.time = sync_rounds.time = told
+    clock.HostClock.mark = staticmethod(told.perf_counter)
+    parts.cpu_quota = lambda: None
     settings = {"max_total_batch_size": 64}
     LOOPS[loop].ahead = ahead
     training = LOOPS[loop](settings, 4, dataset=Points(256 if loop == "accelerate" else 264))  # its loader is ahead

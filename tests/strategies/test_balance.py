@@ -8,8 +8,9 @@ import torch
 from lightning import Callback
 from lightning.pytorch.trainer.states import RunningStage
 
-from lightning_hetero import BatchPlan, DynamicBatchPIDCallback, HeteroDDPStrategy, engine
+from lightning_hetero import BatchPlan, DynamicBatchPIDCallback, HeteroDDPStrategy
 from lightning_hetero.core.policies import NAMED
+from lightning_hetero.engine import parts, training_data
 from lightning_hetero.strategies._lightning.epoch_length import recount_batches
 from tests.counted import CountedTime
 from tests.helpers import Points, Regressor, collected, covered, fit, run_ranks
@@ -213,7 +214,7 @@ def _mismatch(rank):
             if rank == 1 and trainer.global_step == 2:
                 from lightning_hetero.core import PlanEntry
 
-                engine.history = engine.history.extended(PlanEntry(0, 9, BatchPlan(12, (1, 11))))
+                engine.data.plans.append(PlanEntry(0, 9, BatchPlan(12, (1, 11))))
 
     return fit(rank, {"replan": 4}, 2, 6, dataset=Points(240), callbacks=[Alone()], max_epochs=1)
 
@@ -368,9 +369,7 @@ def test_replan_says_when_plans_change_and_hysteresis_reaches_the_planner():
 
 def _static(rank):
     """Two workers of which the first says that it has three times the capacity."""
-    import lightning_hetero.engine as engine
-
-    engine.capacity = lambda device: (3.0, 1.0)[rank]
+    training_data.capacity = lambda device: (3.0, 1.0)[rank]
     return fit(rank, {"policy": "static"}, 2, 6, dataset=Points(48), max_epochs=1)
 
 
@@ -381,9 +380,7 @@ def test_static_policy_splits_by_capacity():
 
 
 def _pid_start(rank, settings, callback):
-    import lightning_hetero.engine as engine
-
-    engine.capacity = lambda device: (3.0, 1.0)[rank]
+    training_data.capacity = lambda device: (3.0, 1.0)[rank]
     strategy, callbacks = HeteroDDPStrategy(**settings), [DynamicBatchPIDCallback(**callback)] if callback else []
     result = fit(rank, strategy, 2, 6, dataset=Points(24), max_epochs=1, callbacks=callbacks)
     return {**result, "reasons": [entry.reason for entry in strategy.plan_history]}
@@ -408,7 +405,7 @@ def test_proportional_control_starts_open_loop_equal_or_as_given(settings, callb
 
 
 def _quota(rank):
-    engine.cpu_quota = lambda: 0.1 if rank else None
+    parts.cpu_quota = lambda: 0.1 if rank else None
     return fit(rank, {"replan": 8}, 2, 16, dataset=Points(32 * 12), max_epochs=1)
 
 

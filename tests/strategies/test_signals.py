@@ -113,7 +113,7 @@ class Fake:
             _slurm_sigusr_handler_fn=lambda number, frame: self.requeued.append(number),
         )
         trainer = SimpleNamespace(strategy=SimpleNamespace(launcher=launcher), _signal_connector=self.connector)
-        control = SimpleNamespace(rank=0, world_size=world_size, maximum_later=self.maximum_later)
+        control = SimpleNamespace(rank=0, world_size=world_size, maximum_later=lambda: self.maximum_later)
         self.signals = SharedSignals(trainer, control).install()
 
     def maximum_later(self, notes):

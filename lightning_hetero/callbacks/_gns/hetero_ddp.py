@@ -14,4 +14,4 @@ class EngineSource(WorkersSource):
     def __init__(self, engine: HeteroEngine, **settings: Any) -> None:
         summed = engine.config.loss_reduction == "sum"
         super().__init__(engine.hook_state, engine.control, summed=summed, **settings)
-        engine.noise = self.collector
+        engine.measure_noise(self.collector)

@@ -136,9 +136,9 @@ class ControlPlane:
             raise value
         return value
 
-    def maximum_later(self, tensor: torch.Tensor) -> Any:
-        """Begin to put the greatest of all ranks' numbers into a tensor on the host; wait for what is returned."""
-        return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
+    def maximum_later(self) -> Callable[[torch.Tensor], Any]:
+        """Return what begins to put the greatest of all ranks' numbers into a tensor on the host, to be waited for."""
+        return partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Send a tensor on the host to one rank, which has to :meth:`receive` it."""

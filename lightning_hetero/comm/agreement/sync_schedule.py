@@ -8,7 +8,7 @@ import numpy as np
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision
 
-__all__ = ["ExchangeSchedule"]
+__all__ = ["SyncSchedule"]
 
 FIRST = 8
 WALKING = 4
@@ -18,14 +18,14 @@ NEVER = 2**62
 
 
 @dataclass
-class ExchangeSchedule:
+class SyncSchedule:
     """Counts synchronised steps, which all ranks count alike, to the next exchange.
 
     Args:
         replan: ``"auto"``, ``"epoch"``, or a number of steps.
 
     Example:
-        >>> schedule = ExchangeSchedule("auto")
+        >>> schedule = SyncSchedule("auto")
         >>> schedule.due(7), schedule.due(8)
         (False, True)
     """

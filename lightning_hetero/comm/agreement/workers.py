@@ -10,13 +10,13 @@ from lightning_hetero.core.batching.integer_split import proportional_sizes
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.policies.perf_model import PlanContext, Planner, Proposal
 
-__all__ = ["Roster"]
+__all__ = ["Workers"]
 
 NO_LIMIT = 2**31
 
 
 @dataclass(frozen=True)
-class Roster:
+class Workers:
     """What all ranks know of each other.
 
     Args:
@@ -32,9 +32,9 @@ class Roster:
     max_local: tuple[int, ...] | None = None
 
     @classmethod
-    def meet(
+    def gather(
         cls, control: ControlPlane, name: str, capacity: float, *, min_local: int, bounds: Sequence[int | None]
-    ) -> "Roster":
+    ) -> "Workers":
         """Tell all ranks of oneself and hear of them; collective. The least of this rank's ``bounds`` holds."""
         bound = min((b for b in bounds if b is not None), default=NO_LIMIT)
         names, capacities, minima, maxima = zip(
@@ -80,7 +80,7 @@ class Roster:
                 "samples each. Change the sizes or the bounds."
             )
 
-    def first_plan(
+    def initial_plan(
         self, config: HeteroConfig, total: int, planner: Planner | None, running: BatchPlan | None
     ) -> Proposal | None:
         """Plan to begin or to go on with; ``None`` if the one that ran before still holds.
@@ -96,7 +96,7 @@ class Roster:
         """
         if config.fixes_split:
             proposal = Proposal(BatchPlan(total, tuple(config.local_batch_sizes or ())), "given split")
-            self.check_given(proposal.plan)
+            self.check_user_split(proposal.plan)
         elif running is not None and running.total_batch_size == total and planner is not None:
             self.check(running)
             return None
@@ -106,7 +106,7 @@ class Roster:
             self.check(proposal.plan)
         return None if proposal.plan.local_batch_sizes == getattr(running, "local_batch_sizes", None) else proposal
 
-    def check_given(self, plan: BatchPlan) -> None:
+    def check_user_split(self, plan: BatchPlan) -> None:
         """Check a split that somebody gave: it may leave workers out, by a size of 0, but not run less than they can.
 
         Raises:

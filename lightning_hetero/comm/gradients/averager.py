@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-from lightning_hetero.comm.collectives.async_ops import sum_over_ranks
+from lightning_hetero.comm.collectives import async_ops
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.gradients.squared_norms import BucketSquares
 
@@ -191,7 +191,7 @@ class DDPMean(GradientAverager):
 
     def __init__(self, world_size: int, topology: Topology | None = None) -> None:
         super().__init__(world_size)
-        self._all_reduce = sum_over_ranks if topology is None else topology.sum
+        self._topology = None if topology is None or topology.flat else topology
         self._weight = 1.0 / world_size  # as DDP does without a hook; a division is slower
 
     def average(self, bucket: dist.GradBucket, squares: BucketSquares | None = None) -> Future:
@@ -201,7 +201,7 @@ class DDPMean(GradientAverager):
             squares.take_weighted(buffer, self._weight, bucket.parameters)
         elif self._weight != 1.0:
             buffer.mul_(self._weight)
-        return self._all_reduce(buffer)
+        return async_ops.sum_over_ranks(buffer) if self._topology is None else self._topology.sum(buffer)
 
 
 class UserHook(GradientAverager):

@@ -20,7 +20,7 @@ from lightning_hetero.comm.gradients.squared_norms import BucketSquares
 from lightning_hetero.comm.gradients.stale_averager import StaleAverager
 from lightning_hetero.comm.timing.step_timer import StepTimer
 
-__all__ = ["DIRECT_BACKWARD", "HookState", "gradient_hook"]
+__all__ = ["DIRECT_BACKWARD", "BackwardCheck", "HookState", "gradient_hook"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -197,6 +197,32 @@ class HookState:
         return restored
 
 
+class BackwardCheck:
+    """Count backward passes between two optimizer steps."""
+
+    def __init__(self) -> None:
+        self.passes, self.stepped = 0, False
+
+    def begin_batch(self) -> None:
+        """Count anew if the optimizer has stepped."""
+        if self.stepped:
+            self.passes, self.stepped = 0, False
+
+    def count(self) -> None:
+        """Count a backward pass."""
+        self.passes += 1
+
+    def step(self) -> None:
+        """Make sure that there was one.
+
+        Raises:
+            RuntimeError: if there was none since the batch of the last optimizer step.
+        """
+        if self.passes == 0:
+            raise RuntimeError(DIRECT_BACKWARD)
+        self.stepped = True
+
+
 def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average one gradient bucket over all ranks: ``sum_i (W b_i / B) g_i / W = sum_i r_i g_i`` (Cannikin, eq. 9).
 
@@ -215,8 +241,7 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     if payout is not None and payout(bucket):
         state.end_payout()
     future = averager.average(bucket, squares if fused else None)
-    stale = averager.stale_parts
-    parameters = bucket.parameters if squares.due else None
+    parameters, stale = (bucket.parameters, averager.stale_parts) if squares.due else (None, False)
     travels_later = averager.flags.single_message and not bucket.is_last()
     if travels_later:  # with the last bucket, so what it waits for is no communication of its own
         state.observer.bucket_done(number)

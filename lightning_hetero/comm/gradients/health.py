@@ -98,7 +98,8 @@ class Health:
         self._losses.append((value, self._clock.mark(), step))
 
     def _read(self, *, wait: bool = False) -> None:
-        while self._losses and (wait or self._clock.ready(self._losses[0][1])):
+        now = wait or self._clock.synchronous
+        while self._losses and (now or self._clock.ready(self._losses[0][1])):
             value, _, (epoch, batch) = self._losses.popleft()
             number = float(value)
             if math.isfinite(number) or self._told:

@@ -41,6 +41,11 @@ class LossWeighting:
     def __init__(self, config: HeteroConfig, world_size: int, device: torch.device) -> None:
         self.config, self.world_size, self.device = config, world_size, device
         self.trace = BatchTrace(check=self._check_arguments if world_size > 1 else None)
+        self._newest: HandedOut | None = None
+
+    def hold_several(self) -> None:
+        """Tell losses apart by their batches, of which the loop may hold several at once."""
+        self.trace.several = True
 
     def begin(self, own: int, total: int, batch: Any, sizes: Sequence[int] = ()) -> None:
         """Take the weight of a batch of ``own`` out of ``total`` samples; a collective call with ``weight_fn``.
@@ -59,7 +64,12 @@ class LossWeighting:
             weight, key = 1.0 if own else 0.0, tuple(size > 0 for size in sizes)
         else:
             weight, key = self.world_size * own / total, self._shares(sizes)
-        self.trace.hand_out(batch, HandedOut(weight, key, tuple(sizes)))
+        self._hand_out(batch, HandedOut(weight, key, tuple(sizes)))
+
+    def _hand_out(self, batch: Any, handed: HandedOut) -> None:
+        self._newest = handed
+        if self.trace.several:
+            self.trace.hand_out(batch, handed)
 
     def beside(self, batches: Iterator[Any], evaluates: Callable[[], bool]) -> Iterator[Any]:
         """The batches of a loader that is not split; the losses of those that are trained on have weight 1.
@@ -83,18 +93,24 @@ class LossWeighting:
         even = self._shares((1,) * self.world_size)
         # While the split may move, a loss that joins both loaders is refused from the first step on.
         key = even if self.config.policy == "even" else ("beside", self.config.loss_reduction)
-        self.trace.hand_out(batch, HandedOut(1.0, key, (rows,) * self.world_size, loader))
+        self._hand_out(batch, HandedOut(1.0, key, (rows,) * self.world_size, loader))
 
     def _shares(self, sizes: Sequence[int]) -> Hashable:
-        return tuple(size / sum(sizes) for size in sizes)
+        total = sum(sizes)
+        return tuple([size / total for size in sizes])
 
     @property
     def waits(self) -> bool:
         """Whether :meth:`scale` may have to wait for the counts of other ranks."""
-        return any(isinstance(handed.weight, _Counts) and handed.weight.pending for handed in self.trace.open)
+        if self.config.weight_fn is None:
+            return False
+        opened = self.trace.open if self.trace.several else (self._newest,)
+        weights = [None if handed is None else handed.weight for handed in opened]
+        return any(isinstance(weight, _Counts) and weight.pending for weight in weights)
 
     def reset(self) -> None:
         """Losses that come now belong to no batch: they have weight 1."""
+        self._newest = None
         self.trace.forget()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -103,7 +119,7 @@ class LossWeighting:
         Raises:
             RuntimeError: if the loss may belong to batches of different weights.
         """
-        handed = self.trace.of(loss)
+        handed = self.trace.of(loss) if self.trace.several else self._newest
         weight = 1.0 if handed is None else handed.weight
         if isinstance(weight, _Counts):
             weight = weight.weight().to(loss.dtype)

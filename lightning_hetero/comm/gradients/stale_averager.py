@@ -3,6 +3,8 @@
 from abc import abstractmethod
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
@@ -103,7 +105,11 @@ class StaleAverager(GradientAverager):
         """Await everything from the next backward pass on; all ranks have to call it together."""
 
     @abstractmethod
-    def agree(self, control: ControlPlane) -> None:
+    def pack(self) -> npt.NDArray[np.float64]:
+        """Return what transfers have taken since the last sync round, of one length on all ranks."""
+
+    @abstractmethod
+    def unpack(self, everyone: npt.NDArray[np.float64], control: ControlPlane) -> None:
         """Let rank 0 decide by the link what is delayed from the next step on; a collective call."""
 
     @abstractmethod

@@ -102,13 +102,20 @@ class MeasuredStaleness(StaleAverager):
         """Return :meth:`~lightning_hetero.comm.timing.bucket_timer.BucketTimer.spans`."""
         return self._timer.spans()
 
-    def agree(self, control: ControlPlane) -> None:
-        """Let rank 0 decide by the link what is delayed from the next step on; a collective call."""
+    def pack(self) -> npt.NDArray[np.float64]:
+        """Return what transfers have taken since the last sync round; nothing where that decides on nothing."""
         sent = self._sent_bytes()
-        if self.limit == 0 or not sent or self.externally_controlled:
+        if self.limit == 0 or self.externally_controlled or not sent:
+            return np.zeros(0)
+        return self._timer.take(len(sent)).ravel()
+
+    def unpack(self, everyone: npt.NDArray[np.float64], control: ControlPlane) -> None:
+        """Let rank 0 decide by the link what is delayed from the next step on; a collective call."""
+        if not everyone.size:
             return
-        everyone = control.gather(self._timer.take(len(sent)))
-        self.link, choice = control.decide(lambda: self._decide(everyone, sent))
+        sent = self._sent_bytes()
+        tables = everyone.reshape(len(everyone), -1, 2 + len(sent))
+        self.link, choice = control.decide(lambda: self._decide(tables, sent))
         if choice is not None:
             self._follow(choice, len(sent), say=control.rank == 0)
 

@@ -14,7 +14,13 @@ log = logging.getLogger("lightning_hetero")
 
 
 class Clock(Protocol):
-    """Marks moments in the order of the device's work; marks of two clocks or ranks are never compared."""
+    """Marks moments in the order of the device's work; marks of two clocks or ranks are never compared.
+
+    Attributes:
+        synchronous: whether a mark is reached as soon as it is made.
+    """
+
+    synchronous: bool
 
     def mark(self) -> Any:
         """This moment."""
@@ -35,9 +41,8 @@ class Clock(Protocol):
 class HostClock:
     """Monotonic host time, for devices that compute in step with the host."""
 
-    def mark(self) -> float:
-        """This moment."""
-        return time.perf_counter()
+    synchronous = True
+    mark = staticmethod(time.perf_counter)  # this moment; called many times a step
 
     def ready(self, mark: float) -> bool:
         """Host time is always there."""
@@ -61,6 +66,8 @@ class CudaClock:
         device: of this rank. The threads of a process group, which mark the ends of buckets, may have another one as
             their current device.
     """
+
+    synchronous = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -196,6 +196,16 @@ class PlanHistory:
                 return entry
         return self.entries[0]
 
+    def until(self, epoch: int, step: int) -> float:
+        """Return the step of the epoch from which another entry holds than at ``step``; infinite if none does.
+
+        Example:
+            >>> plans = (PlanEntry(0, 0, BatchPlan(8, (4, 4))), PlanEntry(0, 9, BatchPlan(8, (6, 2))))
+            >>> PlanHistory(plans).until(0, 3), PlanHistory(plans).until(0, 9)
+            (9, inf)
+        """
+        return next((e.step for e in self.entries if e.epoch == epoch and e.step > step), math.inf)
+
     def extended(self, entry: PlanEntry) -> "PlanHistory":
         """Add an entry; one that starts at the same step replaces the last.
 

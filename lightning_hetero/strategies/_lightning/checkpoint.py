@@ -74,8 +74,7 @@ def forget_without_state(checkpoint: Mapping[str, Any], engine: HeteroEngine) ->
             "the checkpoint has no state of hetero_ddp: plans, gradients that were not sent or applied yet, and what "
             "was learned in the fit before are forgotten"
         )
-    engine.history = None
-    engine.log.clear()
+    engine.data.plans.forget()
     engine.hook_state.load_stale_state({})
     if engine.compression is not None:
         engine.compression.reset()

@@ -187,7 +187,7 @@ class ConvergenceProbe(PolicyCallback):
         assert engine is not None
         assert engine.sampler is not None
         assert engine.plan is not None
-        assert engine.roster is not None
+        assert engine.workers is not None
         last = [loss for seen, loss in self._losses if seen > (1.0 - SMOOTHED) * self._seen]
         loss = float(strategy.reduce(torch.stack(last).mean())) if last else None
         staleness = engine.hook_state.staleness
@@ -201,7 +201,7 @@ class ConvergenceProbe(PolicyCallback):
             world_size=engine.world_size,
             total=engine.plan.total_batch_size,
             dataset=len(engine.sampler.stream),
-            min_local=engine.roster.min_local,
+            min_local=engine.workers.min_local,
         )
         if trainer.is_global_zero:
             report.write(self.order.report)

@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -195,7 +196,7 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
         refuse_own_gather(module, self.engine.world_size, self.config.policy, self._misconfiguration)
         raise_minimum(self.engine, module)
         if self.config.probe_memory:
-            self.engine.memory_bound = probe_module(self._trainer, module, self.root_device, self.config)
+            self.engine.data.bound_by_memory(probe_module(self._trainer, module, self.root_device, self.config))
         super().configure_ddp()
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
@@ -212,7 +213,7 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
         assert self.engine is not None
         if isinstance(self.model, DistributedDataParallel):
             self.engine.health.begin()
-            WrappedModel(self.model, self.engine, self._attach, lambda: self.optimizers)
+            WrappedModel(self.model, self.engine, self._attach, partial(getattr, self, "optimizers"))
 
     def _attach(self, model: DistributedDataParallel) -> None:
         """Put what sends gradients into our hook: the user's hook, compression, staleness."""
@@ -246,9 +247,14 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Take the weight of this batch."""
+        if self._signals is not None and not self._signals.asked:  # Lightning has no check of its own
+            self._signals.check()
         super().on_train_batch_start(batch, batch_idx)
+        module = self.lightning_module
         assert self.engine is not None
-        trainer = self._trainer
+        assert module is not None
+        trainer = module.trainer
+        self._at = trainer.current_epoch, batch_idx
         counted = self.engine.begin_step(trainer.current_epoch, batch_idx, batch)
         if counted == 0 and trainer._results is not None:
             trainer._results.batch_size = 0  # runs with weight 0: it must not count in logged means either
@@ -276,7 +282,8 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
             RuntimeError: if under manual optimization no backward pass went through the strategy before this step.
         """
         assert self.engine is not None
-        module = self._pl_module
+        module = self.lightning_module
+        assert module is not None
         if not module.automatic_optimization:
             self.engine.check_backward()
         self.engine.observer.begin_update()

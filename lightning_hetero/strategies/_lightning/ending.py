@@ -120,13 +120,6 @@ class EndingMixin(AloneMixin):
         if suspects and isinstance(exception, RuntimeError):
             exception.args = (f"{exception}\nRanks were waiting for others. {suspects}.",)
 
-    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Check for signals, if nobody has before this batch."""
-        if self._signals is not None:
-            self._signals.check_again()
-        super().on_train_batch_start(batch, batch_idx)
-        self._at = self._trainer.current_epoch, batch_idx
-
     def on_train_end(self) -> None:
         """Check losses and weights once more, and obey a signal that came after the last check."""
         super().on_train_end()

@@ -73,7 +73,8 @@ class SharedSignals:
         self._noted: list[int | None] = [None, None]  # numbers of the signals that came
         self._sent: tuple[torch.Tensor, dist.Work] | None = None
         self._requeue: Callable[[int, FrameType | None], None] | None = None
-        self.agreed = False
+        self._begin_maximum: Callable[[torch.Tensor], dist.Work] | None = None
+        self.agreed = self.asked = False  # asked: whether Lightning asks before each batch
 
     def install(self) -> "SharedSignals":
         """Replace the handlers; before Lightning registers them."""
@@ -100,13 +101,9 @@ class SharedSignals:
 
     def start(self) -> None:
         """Check before each batch from now on."""
-        if self._control.world_size > 1 and hasattr(self._trainer.fit_loop.epoch_loop, CHECK):
+        self.asked = hasattr(self._trainer.fit_loop.epoch_loop, CHECK)
+        if self._control.world_size > 1 and self.asked:
             setattr(self._trainer.fit_loop.epoch_loop, CHECK, self.check)
-
-    def check_again(self) -> None:
-        """Check where Lightning has no check of its own."""
-        if not hasattr(self._trainer.fit_loop.epoch_loop, CHECK):
-            self.check()
 
     def check(self) -> None:
         """Read what ranks have noted up to the batch before, and send what this one has.
@@ -144,7 +141,8 @@ class SharedSignals:
     def _send(self) -> None:
         notes = torch.tensor([number or 0 for number in self._noted])
         self._noted[AGAIN] = None
-        self._sent = notes, self._control.maximum_later(notes)
+        self._begin_maximum = self._begin_maximum or self._control.maximum_later()
+        self._sent = notes, self._begin_maximum(notes)
 
     def _take(self) -> list[int]:
         if self._sent is None:

@@ -44,7 +44,7 @@ class TrainDataMixin(PolicyMixin):
         if self.config.policy != "even":
             raise self._misconfiguration(f"{reason}, or set policy='even' to train as plain DDP does.")
         self.engine.notices.say(f"{reason}. With policy='even' it is left as it is, as plain DDP does.")
-        self.engine.sampler = None
+        self.engine.data.leave_whole()
         return dataloader
 
     def _shard(self, loader: DataLoader) -> DataLoader:

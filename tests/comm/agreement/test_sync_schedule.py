@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hetero import engine as module
-from lightning_hetero.comm.agreement.sync_schedule import FIRST, LONGEST, WALKING, ExchangeSchedule
+from lightning_hetero.comm.agreement.sync_schedule import FIRST, LONGEST, WALKING, SyncSchedule
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.perf_model import Decision, Proposal, StaticPlanner
 from lightning_hetero.data import PermutationStream
+from lightning_hetero.engine import HeteroEngine, sync_rounds
 
 ZEROS = np.zeros((4, 2))
 STEPS_OF_ONE_SECOND = StepObservations(*[ZEROS] * 6, ZEROS + 1.0)
@@ -42,20 +42,20 @@ OTHER = Proposal(BatchPlan(3, (3,)), "smaller")
 )
 def test_looking_costs_half_a_percent_unless_a_decision_waits_for_it(cost, decision, steps):
     """Where speeds walk, looks come every four steps if they are as cheap as that."""
-    schedule = ExchangeSchedule("auto")
+    schedule = SyncSchedule("auto")
     assert schedule.after(100, STEPS_OF_ONE_SECOND, cost, Decision(None, **decision)) == 100 + steps
 
 
 @pytest.mark.parametrize("moving", [False, True])
 def test_where_no_step_was_timed_the_next_look_comes_after_eight(moving):
-    assert ExchangeSchedule("auto").after(100, StepObservations.empty(2), 99.0, Decision(None, moving=moving)) == 108
+    assert SyncSchedule("auto").after(100, StepObservations.empty(2), 99.0, Decision(None, moving=moving)) == 108
 
 
 def test_a_step_that_stalls_does_not_make_looks_cheap_and_parts_of_a_step_count():
     times = np.array([[1.0, 1.0]] * 3 + [[90.0, 90.0]])
     seen = StepObservations(*[ZEROS] * 6, times)
-    assert ExchangeSchedule("auto").after(100, seen, 0.2, Decision(None)) == 140
-    assert ExchangeSchedule("auto").after(100, seen, 0.201, Decision(None)) == 141
+    assert SyncSchedule("auto").after(100, seen, 0.2, Decision(None)) == 140
+    assert SyncSchedule("auto").after(100, seen, 0.201, Decision(None)) == 141
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ def test_a_step_that_stalls_does_not_make_looks_cheap_and_parts_of_a_step_count(
 )
 def test_a_dear_look_that_waits_for_a_new_plan_comes_when_eight_of_its_steps_have_run(cost, decision, steps):
     """Loader workers have drawn six steps ahead; looks that pay for themselves come as often as otherwise."""
-    following = ExchangeSchedule("auto").after(100, STEPS_OF_ONE_SECOND, cost, Decision(None, **decision), ahead=6)
+    following = SyncSchedule("auto").after(100, STEPS_OF_ONE_SECOND, cost, Decision(None, **decision), ahead=6)
     assert following == 100 + steps
 
 
 @pytest.mark.parametrize("replan", ["auto", 4])
 def test_an_epoch_begins_with_a_look_if_eight_steps_have_passed_since_the_last_one_that_may_do_as_much(replan):
     """As much: change the number of micro-batches, which no look within an epoch may."""
-    schedule = ExchangeSchedule(replan)
+    schedule = SyncSchedule(replan)
     assert [step for step in range(20) if schedule.due_at_epoch(step)] == list(range(8, 20))
     for step in (8, 12, 16):
         schedule.done(step, step + 4)
@@ -89,18 +89,18 @@ def test_an_epoch_begins_with_a_look_if_eight_steps_have_passed_since_the_last_o
     schedule.done(20, 24)
     assert not schedule.due_at_epoch(23, micro_batches_move=True)
     assert schedule.due_at_epoch(24, micro_batches_move=True)
-    assert ExchangeSchedule("epoch").due_at_epoch(0, micro_batches_move=True)
+    assert SyncSchedule("epoch").due_at_epoch(0, micro_batches_move=True)
 
 
 @pytest.mark.parametrize("decision", [Decision(None), Decision(None, OTHER, soon=True, moving=True)])
 def test_an_interval_of_the_users_is_kept(decision):
-    assert ExchangeSchedule(50).after(100, STEPS_OF_ONE_SECOND, 99.0, decision) == 150
-    assert ExchangeSchedule("epoch").after(100, STEPS_OF_ONE_SECOND, 99.0, decision) > 2**60
+    assert SyncSchedule(50).after(100, STEPS_OF_ONE_SECOND, 99.0, decision) == 150
+    assert SyncSchedule("epoch").after(100, STEPS_OF_ONE_SECOND, 99.0, decision) > 2**60
 
 
 def test_a_link_that_stalls_in_one_look_does_not_put_off_the_next_ones():
     def steps_between(*costs):
-        schedule = ExchangeSchedule("auto")
+        schedule = SyncSchedule("auto")
         return [schedule.after(0, STEPS_OF_ONE_SECOND, cost, Decision(None)) for cost in costs]
 
     assert steps_between(0.2, 99.0, 0.2, 0.2) == [40] * 4
@@ -109,7 +109,7 @@ def test_a_link_that_stalls_in_one_look_does_not_put_off_the_next_ones():
 
 def alone(**config):
     """An engine of one worker, at its first step."""
-    engine = module.HeteroEngine(HeteroConfig(**config), rank=0, world_size=1, device=torch.device("cpu"))
+    engine = HeteroEngine(HeteroConfig(**config), rank=0, world_size=1, device=torch.device("cpu"))
     engine.shard(PermutationStream(800, shuffle=False, seed=0), batch_size=4)
     return engine
 
@@ -148,36 +148,36 @@ def test_ranks_look_soon_at_what_a_decision_waits_for(monkeypatch, asks, steps):
     engine = alone()
     for step in range(8):
         train(engine, step)
-    assert engine.due
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=itertools.count(step=1000.0).__next__))
+    assert engine.sync_due
+    monkeypatch.setattr(sync_rounds, "time", SimpleNamespace(perf_counter=itertools.count(step=1000.0).__next__))
     done = engine.exchange(asks, not_before=(0, 8))
     assert done.observations.num_steps > 1
-    assert engine.schedule.next == 8 + steps
+    assert engine.rounds.schedule.next == 8 + steps
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_ranks_wait_for_the_steps_of_a_plan_that_is_still_to_come(monkeypatch, accumulation):
     """Sixteen micro-batches were drawn ahead when a look, too dear to come often, changed the split."""
     engine = alone()
-    engine.accumulation = accumulation
+    engine.rounds.accumulate(accumulation)
     for step in range(8):
         train(engine, step)
     engine.sampler.drawn = (0, 24)
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=itertools.count(step=1000.0).__next__))
+    monkeypatch.setattr(sync_rounds, "time", SimpleNamespace(perf_counter=itertools.count(step=1000.0).__next__))
     same = Proposal(BatchPlan(4, (4,)), "as it is")
     done = engine.exchange(Asks(soon=True, proposal=same), not_before=(0, 8))
     assert done.entry.step == 24
-    assert engine.schedule.next == 8 + 16 // accumulation + FIRST + 1
+    assert engine.rounds.schedule.next == 8 + 16 // accumulation + FIRST + 1
 
 
 @pytest.mark.parametrize("moving", [False, True])
 def test_ranks_look_twice_as_often_where_speeds_walk(monkeypatch, moving):
     engine = alone()
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(sync_rounds, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     looks = []
     for step in range(24):
         train(engine, step)
-        if engine.due:
+        if engine.sync_due:
             engine.exchange(Asks(moving=moving), not_before=(0, step + 1))
             looks.append(step + 1)
     assert looks == ([8, 12, 16, 20, 24] if moving else [8, 16, 24])
@@ -198,6 +198,6 @@ def test_a_planner_is_told_of_the_steps_that_have_passed_not_only_of_those_obser
     planner = Ages()
     for step in range(120):
         train(engine, step)
-        if engine.due:
+        if engine.sync_due:
             planner = engine.exchange(planner, not_before=(0, step + 1)).planner
     assert planner.seen == ((32, 60), (32, 60))

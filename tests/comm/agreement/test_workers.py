@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_hetero.comm.agreement.workers import Roster
+from lightning_hetero.comm.agreement.workers import Workers
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner, Proposal, StaticPlanner
@@ -29,26 +29,26 @@ class Table:
 
 
 def roster(n=2, min_local=1, max_local=None, capacities=None):
-    return Roster(tuple("abcd"[:n]), capacities or (1.0,) * n, min_local, max_local)
+    return Workers(tuple("abcd"[:n]), capacities or (1.0,) * n, min_local, max_local)
 
 
 def first(roster, total, planner=None, running=None, **config):
-    proposal = roster.first_plan(HeteroConfig(**config), total, planner, running)
+    proposal = roster.initial_plan(HeteroConfig(**config), total, planner, running)
     return None if proposal is None else (proposal.plan.local_batch_sizes, proposal.reason)
 
 
 def test_meeting_takes_the_largest_minimum_and_the_least_bound_of_each():
-    met = Roster.meet(Table(("b", 2.0, 2, 9)), "a", 1.0, min_local=1, bounds=(12, 7))
-    assert met == Roster(("a", "b"), (1.0, 2.0), 2, (7, 9))
+    met = Workers.gather(Table(("b", 2.0, 2, 9)), "a", 1.0, min_local=1, bounds=(12, 7))
+    assert met == Workers(("a", "b"), (1.0, 2.0), 2, (7, 9))
     assert met.world_size == 2
 
 
 def test_meeting_without_bounds():
-    assert Roster.meet(Table(), "a", 1.0, min_local=1, bounds=(None, None)).max_local is None
+    assert Workers.gather(Table(), "a", 1.0, min_local=1, bounds=(None, None)).max_local is None
 
 
 def test_one_bound_is_enough_to_have_bounds():
-    met = Roster.meet(Table(("b", 1.0, 1, 9)), "a", 1.0, min_local=1, bounds=(None, None))
+    met = Workers.gather(Table(("b", 1.0, 1, 9)), "a", 1.0, min_local=1, bounds=(None, None))
     assert met.max_local[1] == 9
     assert met.max_local[0] > 10**9
 
@@ -56,7 +56,7 @@ def test_one_bound_is_enough_to_have_bounds():
 def test_equal_names_are_told_apart():
     """Two containers may have one host name and slot."""
     others = [("a", 1.0, 1, 9), ("b", 1.0, 1, 9), ("a", 1.0, 1, 9)]
-    met = Roster.meet(Table(*others), "a", 1.0, min_local=1, bounds=())
+    met = Workers.gather(Table(*others), "a", 1.0, min_local=1, bounds=())
     assert met.identities == ("a", "a#1", "b", "a#2")
 
 

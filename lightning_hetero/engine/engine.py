@@ -1,0 +1,228 @@
+"""The mechanism of heterogeneous data parallelism, free of any trainer.
+
+:class:`HeteroEngine` holds the plan, shards by it, weights by it, observes each step, and agrees with the other ranks
+on the next plan, on which the planners of :mod:`lightning_hetero.core.policies` decide.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from lightning_hetero.comm.agreement.group_lifetime import ended
+from lightning_hetero.comm.agreement.round_result import RoundResult
+from lightning_hetero.comm.agreement.sync_round import Padding, SyncPayload
+from lightning_hetero.comm.noise.window_sums import NOISE_FIELDS
+from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
+from lightning_hetero.core.metrics import plan_metrics
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.policies.base import Decision, PlanContext, Planner, Proposal, moves_total
+from lightning_hetero.data.index_stream import IndexStream
+from lightning_hetero.data.sampler import UnevenBatchSampler
+from lightning_hetero.engine.parts import EngineParts
+from lightning_hetero.engine.sync_rounds import Decide
+
+__all__ = ["HeteroEngine"]
+
+
+class HeteroEngine(EngineParts):
+    """Plan, shards, weights, observations and agreement of one rank.
+
+    Args:
+        config: settings, equal on all ranks.
+        rank: this rank.
+        world_size: number of ranks.
+        device: this rank's device.
+        local_rank: slot on this host, part of the identity of a CPU worker.
+        timeout: longest wait for another rank when ranks agree on plans; torch's own by default.
+
+    Raises:
+        ValueError: if a setting does not fit the number of ranks.
+        PlanMismatchError: if the settings differ between ranks.
+
+    Example:
+        >>> engine = HeteroEngine(HeteroConfig(), rank=0, world_size=1, device=torch.device("cpu"))
+        >>> from lightning_hetero.data import PermutationStream
+        >>> sampler = engine.shard(PermutationStream(10, shuffle=False, seed=0), batch_size=4)
+        >>> [len(batch) for batch in sampler]
+        [4, 4, 2]
+    """
+
+    def shard(
+        self,
+        stream: IndexStream,
+        batch_size: int,
+        *,
+        drop_last: bool = False,
+        planner: Planner | None = None,
+        epoch: int = 0,
+    ) -> UnevenBatchSampler:
+        """Make this rank's sampler over a stream; a collective call.
+
+        Args:
+            stream: order of the samples, equal on all ranks.
+            batch_size: samples per rank on average, as under DDP: the total is ``batch_size * world_size``.
+            drop_last: whether the ragged last batch is dropped.
+            planner: may know a plan from an earlier run.
+            epoch: epoch that comes next, unless a resumed position is later.
+
+        Raises:
+            PlanMismatchError: if ranks differ in dataset, order, batch size or ``drop_last``.
+            ValueError: if the bounds cannot give the total.
+        """
+        return self.data.shard(stream, batch_size, drop_last=drop_last, planner=planner, epoch=epoch)
+
+    # one step
+
+    def fetch(self, iterator: Iterator[Any]) -> Any:
+        """Return the next batch of the loader, timed."""
+        return self.observer.fetch(iterator)
+
+    def begin_step(self, epoch: int, step: int, batch: Any = None) -> int | None:
+        """Begin with a batch: take its weight, ``W b_i / B`` or what ``weight_fn`` counts; return :attr:`own_size`."""
+        data = self.data
+        data.plans.position = (epoch, step)
+        if self.backwards.stepped:
+            self.backwards.begin_batch()
+        weighted = data.sampler is not None or self.config.weight_fn is not None
+        if weighted != self.hook_state.weighted:
+            self.hook_state.require_weighting(weighted)
+        if data.sampler is None:
+            self.observer.begin_step(0, regular=False)
+            self.weighting.begin(1, self.world_size, batch)
+            return None
+        sizes, regular = data.sampler.step_at(epoch, step)
+        own = sizes[self.control.rank]
+        if self.noise is not None:
+            self.noise.begin_step(sizes)
+        self.observer.begin_step(max(own, data.sampler.min_local), regular=regular)
+        self.weighting.begin(own, sum(sizes), batch, sizes)
+        return own
+
+    @property
+    def own_size(self) -> int | None:
+        """Samples of this rank that count in the running step; 0 if it runs with weight 0, ``None`` if not sharded."""
+        return None if self.sampler is None else self.sampler.sizes_at(*self.data.plans.position)[self.rank]
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Weight the loss, as does :class:`~lightning_hetero.comm.gradients.loss_weighting.LossWeighting`."""
+        self.health.see(loss, self.data.plans.position)
+        with self.excluded() if self.weighting.waits else nullcontext():
+            return self.weighting.scale(loss)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Observe every backward pass inside, and average its gradients."""
+        self.backwards.count()
+        with self.hook_state.backward():
+            self.observer.begin_backward()
+            yield
+            self.observer.end_backward()
+        for part in (*self.models.values(), self.noise, self.compression, self.health):
+            if part is not None:
+                part.after_backward()
+
+    def check_backward(self) -> None:
+        """Make sure that the gradients of an optimizer step went through :meth:`backward`.
+
+        Raises:
+            RuntimeError: if no backward pass did since the batch of the last optimizer step.
+        """
+        self.backwards.step()
+
+    def excluded(self) -> Any:
+        """Leave what is inside, such as collectives outside the backward pass, out of the computing time."""
+        return self.observer.excluded()
+
+    def end_step(self) -> bool:
+        """End the step; return whether a sync round is due now, the same on all ranks."""
+        if self.observer.end_step():
+            for part in (self.noise, self.compression):
+                if part is not None:
+                    part.end_step()
+        return self.data.sampler is not None and self.observer.synced_steps >= self.rounds.schedule.next
+
+    def close(self) -> None:
+        """Finish the run; check the last step's message on GPU, whose validation is asynchronous."""
+        self.hook_state.settle()
+        if self.compression is not None:
+            self.compression.close()
+        ended(self.control, *self.hook_state.topologies)
+
+    # sync rounds
+
+    @property
+    def sync_due(self) -> bool:
+        """Whether a sync round is due now; the same on all ranks."""
+        return self.data.sampler is not None and self.rounds.schedule.due(self.observer.synced_steps)
+
+    def sync_due_at_epoch(self, planner: Planner | None) -> bool:
+        """Return whether enough steps have passed since the last sync round for one between two epochs."""
+        step, move = self.observer.synced_steps, moves_total(planner) and not self.rounds.keeps_window
+        return self.data.sampler is not None and self.rounds.schedule.due_at_epoch(step, micro_batches_move=move)
+
+    def exchange(self, planner: Planner | None, *, not_before: tuple[int, int] = (0, 0)) -> RoundResult:
+        """Gather observations, let rank 0 decide, adopt its plan from a step that no rank has drawn; collective.
+
+        Args:
+            planner: decides on rank 0; ``None`` keeps the plan.
+            not_before: earliest ``(epoch, step)`` for a new plan.
+
+        Raises:
+            PlanMismatchError: if a rank holds another plan.
+            ValueError: if the planner's plan exceeds a bound.
+        """
+
+        def decide(observations: StepObservations) -> tuple[Decision, tuple[float | None, float | None]]:
+            current, begins = self.plan, not_before[1] == 0 and not self.rounds.keeps_window
+            if planner is None or current is None or not (observations.num_steps or (begins and moves_total(planner))):
+                kept = None if planner is None else "too few observations: no timed step"
+                return Decision(planner, kept=kept), (None, None)
+            upcoming = self.history.last.plan if self.history is not None else current
+            context = self._context(upcoming, noise=self.noise_scale(), epoch_begins=begins)
+            decision = Decision.of(planner.decide(observations, upcoming, context))
+            predicted = (decision.planner or planner).predict(current, self._context(current))
+            return decision, (predicted, decision.error if upcoming == current else None)
+
+        done = self._run_sync_round(decide, not_before)
+        self.rounds.diagnosis.observe(
+            done.observations,
+            accumulation=self.accumulation,
+            controlled=done.density,
+            message_seconds=None if self.compression is None else self.compression.watch.seconds,
+        )
+        return done
+
+    def adopt(self, plan: BatchPlan, reason: str = "given", *, not_before: tuple[int, int] = (0, 0)) -> PlanEntry:
+        """Make rank 0's plan the plan of all ranks, from a step that no rank has drawn yet; collective.
+
+        Raises:
+            ValueError: if the plan has another number of workers, or exceeds a bound.
+        """
+        done = self._run_sync_round(lambda _: (Decision(None, Proposal(plan, reason)), (None, None)), not_before)
+        assert done.entry is not None
+        return done.entry
+
+    def _context(self, plan: BatchPlan, **known: Any) -> PlanContext:
+        assert self.workers is not None
+        known |= {"change_cost": self.observer.change_cost, "elapsed": self.rounds.elapsed}
+        known["link"] = self.compression.link() if self.compression else None
+        return self.workers.context(self.config, plan.total_batch_size, self.accumulation, **known)
+
+    def _run_sync_round(self, decide: Decide, not_before: tuple[int, int]) -> RoundResult:
+        parts = (self.hook_state.staleness, self.compression)
+        payloads: list[SyncPayload] = [self.health, self.noise or Padding(NOISE_FIELDS)]
+        payloads += [part for part in parts if part is not None]
+        done, messages = self.rounds.run(decide, not_before, payloads)
+        if self.compression is not None:
+            self.compression.apply_choice(*messages)
+        self.observer.interrupt()
+        return done
+
+    def metrics(self, done: RoundResult, plan: BatchPlan) -> dict[str, float]:
+        """Return metrics of the steps up to a sync round and of what was sent in them."""
+        metrics = plan_metrics(done.observations, plan, done.predicted, self.accumulation, done.error)
+        for part in (self.hook_state.staleness, self.compression):
+            metrics |= {} if part is None else part.metrics()
+        return metrics

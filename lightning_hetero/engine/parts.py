@@ -1,0 +1,174 @@
+"""The parts of an engine, what others read of them, and what of them rides in a checkpoint."""
+
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.comm.agreement.notices import Notices
+from lightning_hetero.comm.agreement.workers import Workers
+from lightning_hetero.comm.collectives.topology import Topology
+from lightning_hetero.comm.compressors.manager import GradientCompression
+from lightning_hetero.comm.gradients.ddp_hook import BackwardCheck, HookState
+from lightning_hetero.comm.gradients.health import Health
+from lightning_hetero.comm.gradients.loss_weighting import LossWeighting
+from lightning_hetero.comm.link.diagnosis import LinkDiagnosis
+from lightning_hetero.comm.noise.collector import NoiseCollector
+from lightning_hetero.comm.timing.clock import agreed_clock
+from lightning_hetero.comm.timing.step_timer import StepTimer
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry, PlanHistory
+from lightning_hetero.core.noise.running import RunningNoiseScale
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.data.sampler import UnevenBatchSampler
+from lightning_hetero.engine.sync_rounds import SyncRounds
+from lightning_hetero.engine.training_data import TrainingData
+from lightning_hetero.hardware import cpu_quota
+
+__all__ = ["EngineParts"]
+
+
+class EngineParts:
+    """Hold the parts of an engine, of which each owns its state.
+
+    Args:
+        config: settings, equal on all ranks.
+        rank: this rank.
+        world_size: number of ranks.
+        device: this rank's device.
+        local_rank: slot on this host, part of the identity of a CPU worker.
+        timeout: longest wait for another rank when ranks agree on plans; torch's own by default.
+
+    Attributes:
+        control: agrees with the other ranks.
+        observer: times the steps of this rank.
+        hook_state: state of the gradient hook, which knows who averages.
+        compression: of gradients, ``None`` without.
+        backwards: counts backward passes.
+        weighting: weighs losses.
+        health: looks at losses, gradients and weights.
+        noise: collects the noise of gradients, ``None`` without.
+        noise_scale: returns the running estimate of the noise scale, ``None`` without.
+        models: what follows each model that is trained.
+        put_back: restores weights where a step runs with predicted ones, ``None`` without.
+        data: training data, and the plans by which it is split.
+        rounds: sync rounds, in which ranks agree on plans.
+        notices: says what users are told once, on rank 0.
+    """
+
+    def __init__(
+        self,
+        config: HeteroConfig,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        local_rank: int = 0,
+        timeout: timedelta | None = None,
+    ) -> None:
+        config.check_world_size(world_size)
+        self.config = config
+        self.control = ControlPlane(rank, world_size, timeout=timeout)
+        self.control.require_equal("the settings of the strategy", config.fingerprint())
+        cores = cpu_quota() if device.type == "cpu" else None
+        self.observer = StepTimer(agreed_clock(device, self.control), cores=cores)
+        topology = Topology.form(config.hierarchy, self.control, timeout)
+        self.hook_state = HookState(self.observer, world_size, topology=topology)
+        self.compression = GradientCompression.of(config, self.control, self.hook_state)
+        self.weighting = LossWeighting(config, world_size, device)
+        self.health = Health(config.nonfinite, self.control, self.hook_state, self.observer.clock)
+        self.noise: NoiseCollector | None = None
+        self.noise_scale: Callable[[], RunningNoiseScale | None] = lambda: None
+        self.models: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.put_back: Callable[[], None] | None = None
+        self.data = TrainingData(config, self.control, device, local_rank)
+        self.rounds = SyncRounds(self.control, self.data, self.observer, LinkDiagnosis(config, rank, self.hook_state))
+        self.notices, self.backwards = Notices(rank == 0), BackwardCheck()
+
+    def restore_weights_by(self, put_back: Callable[[], None] | None) -> None:
+        """Restore weights by this where a step runs with predicted ones; ``None`` if none does."""
+        self.put_back = put_back
+
+    def measure_noise(
+        self,
+        collector: NoiseCollector | None,
+        estimate: Callable[[], RunningNoiseScale | None] | None = None,
+    ) -> None:
+        """Collect the noise of gradients by this from now on, ``None`` for none.
+
+        Args:
+            collector: of this rank.
+            estimate: returns the running estimate, equal on all ranks; by default there is none.
+        """
+        self.noise, self.noise_scale = collector, estimate or (lambda: None)
+
+    # what others read
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.control.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.control.world_size
+
+    @property
+    def sampler(self) -> UnevenBatchSampler | None:
+        """This rank's sampler, ``None`` if no data is sharded."""
+        return self.data.sampler
+
+    @property
+    def workers(self) -> Workers | None:
+        """The workers of the run, ``None`` before data was sharded."""
+        return self.data.workers
+
+    @property
+    def history(self) -> PlanHistory | None:
+        """Plans from the running epoch on, ``None`` before data was sharded."""
+        return self.data.plans.history
+
+    @property
+    def plan(self) -> BatchPlan | None:
+        """The plan of the running step, ``None`` before the first loader was sharded."""
+        return self.data.plans.plan
+
+    @property
+    def plan_history(self) -> tuple[PlanEntry, ...]:
+        """All plans since training began or went on, with the step from which each held and the reason."""
+        return tuple(self.data.plans.log)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of an optimizer step."""
+        return self.rounds.accumulation
+
+    def current_shares(self) -> tuple[float, ...]:
+        """Share of each rank in the newest plan; equal shares before there is one."""
+        return (1.0,) * self.world_size if self.history is None else self.history.last.plan.shares
+
+    def observations(self) -> StepObservations:
+        """What all ranks measured up to the last sync round."""
+        return self.rounds.observations
+
+    # state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plans of the running epoch and stale gradients in flight, as plain Python values."""
+        stale = {"staleness": self.hook_state.stale_state()}
+        if self.history is None or self.workers is None:
+            return stale
+        return {**self.data.plans.state_dict(self.workers), **stale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore plans and in-flight gradients from a checkpoint; either may be absent."""
+        self.hook_state.load_stale_state(state.get("staleness", {}))
+        self.data.plans.load_state_dict(state)
+
+    def resume_at(self, epoch: int, step: int) -> None:
+        """Go on at this step; to be called before the data is sharded."""
+        self.data.plans.resume_at(epoch, step)

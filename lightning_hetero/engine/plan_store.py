@@ -1,0 +1,157 @@
+"""Hold the plans of a run: which ran, which runs, which is to come, and where training stands."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.comm.agreement.plan_log import SplitLog
+from lightning_hetero.comm.agreement.workers import Workers
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry, PlanHistory
+from lightning_hetero.core.policies.base import Planner, moves_total
+
+__all__ = ["PlanStore"]
+
+Position = tuple[int, int]
+"""Epoch, and step of the epoch."""
+
+
+@dataclass(frozen=True)
+class _Restored:
+    """Plans of a checkpoint.
+
+    Args:
+        history: plans from the epoch of the checkpoint on.
+        workers: hardware identities that they were made for.
+        at: position at which the checkpoint was written, empty if it does not say.
+    """
+
+    history: PlanHistory
+    workers: tuple[str, ...]
+    at: tuple[int, ...]
+
+
+class PlanStore:
+    """Hold the plan history of a run, the same on all ranks.
+
+    Args:
+        speaks: whether this rank logs which plan runs.
+
+    Attributes:
+        history: plans from the running epoch on, ``None`` before there is one.
+        log: all plans since training began or went on.
+        position: epoch and step of the running batch.
+        sayings: what was logged of plans.
+    """
+
+    def __init__(self, speaks: bool) -> None:
+        self.history: PlanHistory | None = None
+        self.log: list[PlanEntry] = []
+        self.position: Position = (0, 0)
+        self.sayings = SplitLog(speaks)
+        self._start: Position = (0, 0)
+        self._restored: _Restored | None = None
+
+    @property
+    def plan(self) -> BatchPlan | None:
+        """The plan of the running step."""
+        return None if self.history is None else self.history.at(*self.position).plan
+
+    def begin_step(self, epoch: int, step: int) -> None:
+        """Note where training stands."""
+        self.position = (epoch, step)
+
+    def resume_at(self, epoch: int, step: int) -> None:
+        """Go on at this step; to be called before the data is sharded."""
+        self._start = self.position = (epoch, step)
+
+    def start_of(self, epoch: int) -> Position:
+        """Return where sharded data begins: at an epoch, or where a resumed run goes on if that is later."""
+        start = max(self._start, (epoch, 0))
+        self.position = max(self.position, start)
+        return start
+
+    def forget(self) -> None:
+        """Forget all plans, which belong to other weights or to data that is no longer trained on."""
+        self.history = None
+        self.log.clear()
+
+    def forget_running(self) -> None:
+        """Forget the plans that hold, but not which ones have run."""
+        self.history = None
+
+    # how a run begins or goes on
+
+    def begin(
+        self,
+        control: ControlPlane,
+        workers: Workers,
+        config: HeteroConfig,
+        total: int,
+        planner: Planner | None,
+        start: Position,
+    ) -> None:
+        """Adopt the plan to begin with, decided by rank 0; a collective call.
+
+        Args:
+            control: agrees.
+            workers: of this run.
+            config: may fix the split.
+            total: total batch size, unless a resumed planner moves it.
+            planner: may know a plan from an earlier run.
+            start: first position that is trained on.
+        """
+        restored, self._restored = self._restored, None
+        known = self.history if restored is None else restored.history
+        before = [] if known is None else [entry for entry in known.entries if (entry.epoch, entry.step) <= start]
+        self.history = PlanHistory(tuple(before)) if before else None
+        running = None if self.history is None else self.history.at(*start).plan
+        total = running.total_batch_size if running is not None and moves_total(planner) else total
+        same_workers = restored is None or restored.workers == workers.identities
+        first = start if self.history is not None else (0, 0)
+
+        def decision() -> PlanEntry | None:
+            proposal = workers.initial_plan(config, total, planner, running if same_workers else None)
+            return None if proposal is None else PlanEntry(*first, proposal.plan, proposal.reason)
+
+        entry = control.decide(decision)
+        if entry is not None:
+            self.append(entry)
+        if restored is not None and self.history is not None:
+            self._go_on(restored, start, same_workers)
+
+    def _go_on(self, restored: _Restored, start: Position, same_workers: bool) -> None:
+        """Say which plan of the checkpoint runs, and take over one that all ranks had agreed on for a later step."""
+        assert self.history is not None
+        if self.history.last not in self.log:
+            self.log = [self.history.last]
+            self.sayings.adopted(self.history.last, "plan of the checkpoint")
+        if same_workers and start >= restored.at > ():
+            for entry in restored.history.entries:
+                if (entry.epoch, entry.step) > start:
+                    self.append(entry)
+
+    def append(self, entry: PlanEntry) -> None:
+        """Adopt a plan."""
+        self.history = PlanHistory((entry,)) if self.history is None else self.history.extended(entry)
+        self.log.append(entry)
+        self.sayings.adopted(entry)
+
+    def end_round(self) -> None:
+        """Drop plans of epochs that are over."""
+        if self.history is not None:
+            self.history = self.history.since(self.position[0])
+
+    # state
+
+    def state_dict(self, workers: Workers) -> dict[str, Any]:
+        """Return the plans of the running epoch, whom they are for and where training stands: plain Python values."""
+        assert self.history is not None
+        history = self.history.since(self.position[0]).state_dict()
+        return {"history": history, "workers": list(workers.identities), "at": list(self.position)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with these plans when data is sharded; with those at hand if the state has none."""
+        if "history" in state:
+            history = PlanHistory.from_state_dict(state["history"])
+            self._restored = _Restored(history, tuple(state["workers"]), tuple(state.get("at", ())))

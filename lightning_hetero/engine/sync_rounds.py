@@ -1,0 +1,99 @@
+"""Run sync rounds: ranks gather what they measured, rank 0 decides, all adopt its plan from the same step on."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.comm.agreement.round_result import RoundResult
+from lightning_hetero.comm.agreement.sync_round import SyncPayload, gather_payloads
+from lightning_hetero.comm.agreement.sync_schedule import SyncSchedule
+from lightning_hetero.comm.link.diagnosis import LinkDiagnosis
+from lightning_hetero.comm.timing.step_timer import StepTimer
+from lightning_hetero.core.batching.plan import PlanEntry
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.policies.base import Decision
+from lightning_hetero.engine.training_data import TrainingData
+
+__all__ = ["Decide", "SyncRounds"]
+
+Decide = Callable[[StepObservations], tuple[Decision, tuple[float | None, float | None]]]
+"""From observations to a decision, and the predicted seconds of a step with their standard error."""
+
+
+class SyncRounds:
+    """Agree on plans from time to time.
+
+    Args:
+        control: gathers and decides.
+        data: whose plans they are.
+        timer: times this rank's steps.
+        diagnosis: warns of a link that makes steps wait.
+
+    Attributes:
+        schedule: when rounds are due.
+        observations: what all ranks measured up to the last round.
+        accumulation: micro-batches of an optimizer step, all of which have one plan.
+        keeps_window: whether the training loop itself says how many those are.
+    """
+
+    def __init__(self, control: ControlPlane, data: TrainingData, timer: StepTimer, diagnosis: LinkDiagnosis) -> None:
+        self.control, self.data, self.timer, self.diagnosis = control, data, timer, diagnosis
+        self.schedule = SyncSchedule(data.config.replan)
+        self.observations = StepObservations.empty(control.world_size)
+        self.accumulation, self.keeps_window = 1, False
+
+    def accumulate(self, number: int) -> None:
+        """Take so many micro-batches for a step from now on."""
+        self.accumulation = number
+
+    def keep_window(self, keeps: bool = True) -> None:
+        """Leave the number of micro-batches to the training loop."""
+        self.keeps_window = keeps
+
+    @property
+    def elapsed(self) -> int:
+        """Steps since the last round."""
+        return self.timer.synced_steps - self.schedule.last
+
+    def run(self, decide: Decide, not_before: tuple[int, int], payloads: Sequence[SyncPayload]) -> Any:
+        """Gather payloads, decide on rank 0, adopt a new plan; collective.
+
+        Args:
+            decide: called on rank 0.
+            not_before: earliest position of a new plan.
+            payloads: what ranks tell each other besides their step times.
+
+        Returns:
+            Outcome of the round, the decision (on rank 0), and density and staleness of messages, the same on all
+            ranks.
+        """
+        data, plans, begin = self.data, self.data.plans, time.perf_counter()
+        if plans.history is None or data.sampler is None or data.workers is None:
+            raise RuntimeError("no training data was sharded yet; call shard() first.")
+        held = plans.history.digest(), *data.sampler.drawn
+        reached = gather_payloads(self.control, held, (self.timer, *payloads))
+        observations, workers, done = self.timer.matched, data.workers, Decision(None)
+        self.observations = observations if observations.num_steps else self.observations
+
+        def decision() -> Any:
+            nonlocal done
+            epoch, step = max(not_before, *reached)
+            start = epoch, -(-step // self.accumulation) * self.accumulation  # a window has one plan
+            (done, predicted), entry = decide(observations), None
+            if done.proposal is not None:
+                workers.check_user_split(done.proposal.plan)
+                entry = PlanEntry(*start, done.proposal.plan, done.proposal.reason)
+            cost, step, at = time.perf_counter() - begin, self.timer.synced_steps, plans.position
+            ahead = start[1] - (at[1] + 1 if start[0] == at[0] else 0)
+            following = self.schedule.after(step, observations, cost, done, ahead=ahead // self.accumulation)
+            return entry, predicted, following, (done.density, done.stale)
+
+        entry, (predicted, error), following, messages = self.control.decide(decision)
+        if entry is not None:
+            plans.append(entry)
+        self.control.require_equal("the plan and the step of the next sync round", (plans.history.digest(), following))
+        plans.end_round()
+        self.schedule.done(self.timer.synced_steps, following, between_epochs=not_before[1] == 0)
+        plans.sayings.see(done)
+        return RoundResult(done.planner, observations, entry, predicted, error, done.density is not None), messages
