@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.comm.agreement.sync_schedule import SyncSchedule
-from lightning_hetero.comm.timing.step_timer import KEPT_ROWS, WARM_UP
+from lightning_hetero.comm.timing.settings import SETTINGS
 from lightning_hetero.core.batching.integer_split import even_sizes
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
@@ -324,7 +324,7 @@ class Loop:
     def __post_init__(self) -> None:
         self.names = self.names or tuple(f"device {i}" for i in range(self.truth.workers))
         self.plan = BatchPlan(self.total, even_sizes(self.total, self.truth.workers))
-        self.schedule, self.step, self.skip = SyncSchedule("auto"), 0, WARM_UP
+        self.schedule, self.step, self.skip = SyncSchedule("auto"), 0, SETTINGS.warm_up_steps
         self.rows: list[dict[str, Array]] = []
         self.changes: list[int] = []
         self.exact: list[float] = []  # seconds of each step without noise
@@ -345,7 +345,7 @@ class Loop:
         self.planner = self.planner.loaded(self.planner.state_dict())
         proposal = self.planner.initial(self.context)
         self.plan = BatchPlan(self.total, even_sizes(self.total, truth.workers)) if proposal is None else proposal.plan
-        self.schedule, self.skip, self.rows = SyncSchedule("auto"), WARM_UP, []
+        self.schedule, self.skip, self.rows = SyncSchedule("auto"), SETTINGS.warm_up_steps, []
         self.schedule.next += self.step
         self.schedule.last = self.step
 
@@ -388,7 +388,9 @@ class Loop:
         rows, self.rows = self.rows, []
         seen = StepObservations.empty(self.truth.workers)
         if rows:
-            seen = StepObservations(**{name: np.concatenate([r[name] for r in rows])[-KEPT_ROWS:] for name in rows[0]})
+            seen = StepObservations(
+                **{name: np.concatenate([r[name] for r in rows])[-SETTINGS.max_steps :] for name in rows[0]}
+            )
         begin, decision = time.process_time(), Decision(self.planner)
         if isinstance(self.planner, Oracle):
             self.planner.truth = self.truth if self.noise.drift is None else self.truth.slowed(self.noise.drift)

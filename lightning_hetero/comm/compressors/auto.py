@@ -13,8 +13,9 @@ from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
 from lightning_hetero.comm.compressors.registry import AveragerContext
 from lightning_hetero.comm.link.link_benchmark import PROBE_BYTES, encode_seconds, exchange_seconds
+from lightning_hetero.comm.timing.settings import SETTINGS
 from lightning_hetero.comm.timing.step_rows import FIELDS, match_rows
-from lightning_hetero.comm.timing.step_timer import KEPT_ROWS, StepTimer
+from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.core.compression.auto import CompressionChoice, Computing, LinkMeasurement, choose_density
 from lightning_hetero.core.compression.settings import Automatic, BlockTopK
 from lightning_hetero.core.observations import StepObservations
@@ -61,8 +62,8 @@ class AutoCompression:
         self._rows |= {row[0]: row[: FIELDS + 1] for row in observer.rows}
         if observer.synced_steps < STEPS:
             return None
-        table = np.full((KEPT_ROWS, FIELDS + 1), np.nan)
-        for place, row in enumerate(list(self._rows.values())[-KEPT_ROWS:]):
+        table = np.full((SETTINGS.max_steps, FIELDS + 1), np.nan)
+        for place, row in enumerate(list(self._rows.values())[-SETTINGS.max_steps :]):
             table[place] = row
         seen = match_rows(self.control.gather(table))
         observer.interrupt()

@@ -1,61 +1,65 @@
-"""Times of gradient buckets: when each is ready, and how long the sums of a step keep the link busy."""
+"""Time gradient buckets: when each is ready, and how long the all-reduces of a step keep the link busy."""
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetero.comm.timing.clock import Clock
+from lightning_hetero.comm.timing.clock import Clock, Mark
+from lightning_hetero.comm.timing.settings import SETTINGS, TimingSettings
 
 __all__ = ["BucketTimer", "busy_seconds", "combine"]
-
-KEPT_STEPS = 32
 
 Array = npt.NDArray[np.float64]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Transfer:
-    """One sum on its way."""
+    """One all-reduce in flight."""
 
     bucket: int
-    start: Any
-    end: Any = None
+    start: Mark
+    end: Mark = None
+
+    def arrive(self, mark: Mark) -> None:
+        """Note when it arrived."""
+        self.end = mark
 
 
-@dataclass
+@dataclass(slots=True)
 class _Step:
     """Marks of one backward pass."""
 
     number: int
-    ready: list[Any] = field(default_factory=list)
-    released: list[Any] = field(default_factory=list)
+    ready: list[Mark] = field(default_factory=list)
+    released: list[Mark] = field(default_factory=list)
     transfers: list[_Transfer] = field(default_factory=list)
 
     @property
-    def marks(self) -> list[Any]:
+    def marks(self) -> list[Mark]:
+        """Marks that show that the step is over."""
         return [*self.released, *(transfer.end for transfer in self.transfers)]
 
 
 class BucketTimer:
-    """Marks the buckets of each step and their transfers on one rank, with no synchronisation.
+    """Mark the buckets of each step and their transfers on one rank, with no synchronisation.
 
     Args:
         clock: marks moments on this rank's device.
+        settings: how many steps are kept.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self._steps: deque[_Step] = deque(maxlen=KEPT_STEPS)
+    def __init__(self, clock: Clock, settings: TimingSettings = SETTINGS) -> None:
+        self.clock, self.settings = clock, settings
+        self._steps: deque[_Step] = deque(maxlen=settings.max_steps)
         self._count = 0
         self._reported = 0
 
     def ready(self, index: int) -> Callable[[], None]:
-        """The bucket of this index is ready (0 begins a step); call what is returned when the optimizer may have it."""
+        """Mark a bucket as ready (0 begins a step); call what is returned when the optimizer may have the bucket."""
         if index == 0:
             self._count += 1
             self._steps.append(_Step(self._count))
@@ -64,34 +68,30 @@ class BucketTimer:
         return lambda: step.released.append(self.clock.mark())
 
     def gap(self) -> None:
-        """A step passes that is not measured."""
+        """Let a step pass that is not measured."""
         self._count += 1
         self._steps.append(_Step(self._count))
 
     def send(self) -> Callable[[], None]:
-        """The sum of the bucket that was ready last begins to travel; call what is returned when it has arrived."""
+        """Begin the all-reduce of the bucket that was ready last; call what is returned when it has arrived."""
         return self.sender()()
 
     def sender(self) -> Callable[[], Callable[[], None]]:
-        """:meth:`send` for the bucket that was ready last, to be called when its sum begins to travel at last."""
+        """Return :meth:`send` for the bucket that was ready last, to be called when its all-reduce really begins."""
         step = self._steps[-1]
         bucket = len(step.ready) - 1
 
         def send() -> Callable[[], None]:
             transfer = _Transfer(bucket, self.clock.mark())
             step.transfers.append(transfer)
-
-            def arrived() -> None:
-                transfer.end = self.clock.mark()
-
-            return arrived
+            return lambda: transfer.arrive(self.clock.mark())
 
         return send
 
     def spans(self) -> list[tuple[int, int, float, float, float]]:
-        """Step, bucket, and seconds from the step's first gradient until it was ready, sent and there, on this rank.
+        """Return step, bucket, and seconds from the step's first gradient until it was ready, sent and received.
 
-        Of all transfers of the newest 32 steps that have arrived, in the order in which they were sent.
+        These are all transfers of the newest 32 steps that have arrived on this rank, in the order of sending.
         """
         found = []
         for step in self._steps:
@@ -103,13 +103,13 @@ class BucketTimer:
         return found
 
     def take(self, buckets: int) -> Array:
-        """Steps of so many buckets since the last call.
+        """Return the steps of so many buckets since the last call.
 
         Returns:
-            shape ``(32, 2 + buckets)``: number of the step, seconds that the link was busy with its sums, seconds from
-            the end of the synchronisation before until each bucket was ready. Rows that are not used are NaN.
+            shape ``(32, 2 + buckets)``: number of the step, seconds that its all-reduces kept the link busy, seconds
+            from the end of the synchronisation before until each bucket was ready. Rows that are not used are NaN.
         """
-        table = np.full((KEPT_STEPS, 2 + buckets), np.nan)
+        table = np.full((self.settings.max_steps, 2 + buckets), np.nan)
         row = 0
         for before, step in pairwise(self._steps):
             if step.number > self._reported and self._whole(before, buckets) and self._whole(step, buckets):
@@ -133,7 +133,7 @@ class BucketTimer:
 
 
 def busy_seconds(spans: list[tuple[float, float]], until: float = -float("inf")) -> float:
-    """Seconds after ``until`` that are covered by at least one span.
+    """Return the seconds after ``until`` that are covered by at least one span.
 
     Example:
         >>> busy_seconds([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)])
@@ -149,7 +149,7 @@ def busy_seconds(spans: list[tuple[float, float]], until: float = -float("inf"))
 
 
 def combine(tables: Array) -> tuple[float, Array] | None:
-    """Medians over the steps that every rank has reported: busy seconds of the link, and when each bucket is ready.
+    """Return medians over the common steps of all ranks: busy seconds of the link, and when each bucket is ready.
 
     In each step the link is busy for as long as the rank sees it that came last, because the others wait for that one
     as well; a bucket is ready when it is on the slowest rank.

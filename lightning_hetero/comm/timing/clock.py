@@ -2,15 +2,20 @@
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 
-__all__ = ["Clock", "CudaClock", "HostClock", "agreed_clock", "clock_for"]
+__all__ = ["Clock", "CudaClock", "HostClock", "Mark", "agreed_clock", "clock_for"]
 
 log = logging.getLogger("lightning_hetero")
+
+
+Mark = Any
+"""A moment: seconds of the host, or an event of the device."""
 
 
 class Clock(Protocol):
@@ -22,41 +27,47 @@ class Clock(Protocol):
 
     synchronous: bool
 
-    def mark(self) -> Any:
-        """This moment."""
+    def mark(self) -> Mark:
+        """Mark this moment."""
 
-    def ready(self, mark: Any) -> bool:
-        """Whether the device has reached the mark."""
+    def ready(self, mark: Mark) -> bool:
+        """Return whether the device has reached the mark."""
 
-    def seconds(self, start: Any, end: Any) -> float:
-        """Seconds between two marks that are ready."""
+    def seconds(self, start: Mark, end: Mark) -> float:
+        """Return the seconds between two marks that are ready."""
 
     def wait(self) -> None:
-        """Until the device has reached all marks so far; for a checkpoint, which waits for the device anyway."""
+        """Wait until the device has reached all marks so far; for a checkpoint, which waits for the device anyway."""
 
-    def wait_for(self, mark: Any) -> None:
-        """Until the device has reached the mark."""
+    def wait_for(self, mark: Mark) -> None:
+        """Wait until the device has reached the mark."""
 
 
 class HostClock:
-    """Monotonic host time, for devices that compute in step with the host."""
+    """Monotonic host time, for devices that compute in step with the host.
+
+    Attributes:
+        mark: returns this moment; the timer of the system itself, since a step marks many.
+    """
 
     synchronous = True
-    mark = staticmethod(time.perf_counter)  # this moment; called many times a step
+
+    def __init__(self) -> None:
+        self.mark: Callable[[], float] = time.perf_counter
 
     def ready(self, mark: float) -> bool:
-        """Host time is always there."""
+        """Return ``True``: host time is always there."""
         return True
 
     def seconds(self, start: float, end: float) -> float:
-        """Seconds between two marks."""
+        """Return the seconds between two marks."""
         return end - start
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Wait for nothing."""
 
     def wait_for(self, mark: float) -> None:
-        """Nothing to wait for."""
+        """Wait for nothing."""
 
 
 class CudaClock:
@@ -73,30 +84,30 @@ class CudaClock:
         self.device = device
 
     def mark(self) -> torch.cuda.Event:
-        """An event behind all work that is queued on the current stream of the device."""
+        """Record an event behind all work that is queued on the current stream of the device."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def ready(self, mark: torch.cuda.Event) -> bool:
-        """Whether the stream has passed the event."""
+        """Return whether the stream has passed the event."""
         return bool(mark.query())
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Seconds between two events that are ready."""
+        """Return the seconds between two events that are ready."""
         return float(start.elapsed_time(end)) * 1e-3
 
     def wait(self) -> None:
-        """Until the device has done all that was asked of it, on every stream."""
+        """Wait until the device has done all that was asked of it, on every stream."""
         torch.cuda.synchronize(self.device)
 
     def wait_for(self, mark: torch.cuda.Event) -> None:
-        """Until the stream has passed the event."""
+        """Wait until the stream has passed the event."""
         mark.synchronize()
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock of a device.
+    """Return the clock of a device.
 
     Raises:
         ValueError: if it is neither a CPU nor a CUDA device.
@@ -119,7 +130,7 @@ def _unknown(given: str) -> str:
 
 
 def agreed_clock(device: torch.device, control: ControlPlane) -> Clock:
-    """The clock of this rank's device, once all ranks have one; a collective call.
+    """Return the clock of this rank's device, once all ranks have one; a collective call.
 
     A worker alone has nobody to share batches with: it may compute anywhere, by the host's clock.
 

@@ -1,52 +1,51 @@
-"""Times of the messages of compressed gradients: how long each rank's takes, apart from waiting for slow computing.
+"""Time the messages of compressed gradients: how long each rank's takes, apart from waiting for stragglers.
 
-A message arrives late for one of two reasons: its sender was late, or the link is thin. Clocks of two ranks are never
-compared; but the rank that is ready last in a step waits for nobody, so that what it sees is the link alone. It is the
-one for which all messages of the step are there soonest after its own was ready.
+A message takes long for one of two reasons: its sender is a straggler, or the link has a low bandwidth. Clocks of two
+ranks are never compared; but the rank that is ready last in a step waits for nobody, so that what it sees is the link
+alone. It is the one for which all messages of the step are there soonest after its own was ready.
 """
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetero.comm.timing.clock import Clock
+from lightning_hetero.comm.timing.clock import Clock, Mark
+from lightning_hetero.comm.timing.settings import SETTINGS, TimingSettings
 
 __all__ = ["MessageTimer", "message_seconds"]
-
-KEPT_STEPS = 32
 
 Array = npt.NDArray[np.float64]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Sent:
     """The messages of one step."""
 
     step: int
     num_bytes: float
-    start: Any
-    arrivals: dict[int, Any] = field(default_factory=dict)
+    start: Mark
+    arrivals: dict[int, Mark] = field(default_factory=dict)
 
 
 class MessageTimer:
-    """Marks when this rank's message is ready, and when each rank's has arrived, with no synchronisation.
+    """Mark when this rank's message is ready, and when each rank's has arrived, with no synchronisation.
 
     Args:
         clock: marks moments on this rank's device.
         world_size: number of ranks.
+        settings: how many steps are kept.
     """
 
-    def __init__(self, clock: Clock, world_size: int) -> None:
-        self.clock, self.world_size = clock, world_size
-        self._steps: deque[_Sent] = deque(maxlen=KEPT_STEPS)
+    def __init__(self, clock: Clock, world_size: int, settings: TimingSettings = SETTINGS) -> None:
+        self.clock, self.world_size, self.settings = clock, world_size, settings
+        self._steps: deque[_Sent] = deque(maxlen=settings.max_steps)
         self._rows: list[list[float]] = []
 
     def send(self, step: int, num_bytes: float) -> Callable[[int], None]:
-        """This rank begins to send ``num_bytes``; call what is returned with each rank whose message is there."""
+        """Begin to send ``num_bytes``; call what is returned with each rank whose message has arrived."""
         sent = _Sent(step, num_bytes, self.clock.mark())
         self._steps.append(sent)
 
@@ -56,19 +55,19 @@ class MessageTimer:
         return arrived
 
     def take(self) -> Array:
-        """Steps since the last call whose messages have all arrived.
+        """Return the steps since the last call whose messages have all arrived.
 
         Returns:
             shape ``(32, 2 + ranks)``: number of the step, bytes that this rank sent, seconds until each rank's message
             was there. Rows that are not used are NaN.
         """
-        table = np.full((KEPT_STEPS, 2 + self.world_size), np.nan)
-        rows, self._rows = self.rows()[-KEPT_STEPS:], []
+        table = np.full((self.settings.max_steps, 2 + self.world_size), np.nan)
+        rows, self._rows = self.rows()[-self.settings.max_steps :], []
         table[: len(rows)] = np.array(rows).reshape(len(rows), 2 + self.world_size)
         return table
 
     def rows(self) -> list[list[float]]:
-        """What :meth:`take` would return, without taking it: for a checkpoint."""
+        """Return what :meth:`take` would, without taking it: for a checkpoint."""
         left = []
         for sent in self._steps:
             marks = [sent.arrivals.get(peer) for peer in range(self.world_size)]
@@ -77,7 +76,7 @@ class MessageTimer:
                 self._rows.append([float(sent.step), float(sent.num_bytes), *seconds])
             else:
                 left.append(sent)
-        self._steps = deque(left, maxlen=KEPT_STEPS)
+        self._steps = deque(left, maxlen=self.settings.max_steps)
         return self._rows
 
     def resume(self, rows: list[list[float]]) -> None:
@@ -87,7 +86,7 @@ class MessageTimer:
 
 
 def message_seconds(tables: Array) -> tuple[float, Array] | None:
-    """Bytes that a rank sent in a step, and the seconds that each rank's message took: medians over common steps.
+    """Return the bytes that a rank sent in a step and the seconds of each rank's message: medians over common steps.
 
     Args:
         tables: :meth:`MessageTimer.take` of every rank, shape ``(ranks, 32, 2 + ranks)``.

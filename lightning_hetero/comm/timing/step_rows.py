@@ -1,30 +1,26 @@
-"""What the marks of a step make of it: one row of seconds, and rows of all ranks matched.
+"""Rows of seconds, one per synchronised step, made of its marks when a sync round asks for them.
 
 Everything that a worker waits for is the span between two marks on its device. A host that waits may do so while the
 device works, and a device that waits may do so while the host goes on; only what the device saw is part of the step.
 """
 
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.comm.timing.clock import Clock
+from lightning_hetero.comm.timing.settings import SETTINGS, TimingSettings
+from lightning_hetero.comm.timing.step_marks import BatchMarks, Span, StepMarks
+from lightning_hetero.comm.timing.warm_up import ColdStart
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.timing.cpu_quota import quota_limited_times
 
-__all__ = [
-    "BackwardMarks",
-    "BatchMarks",
-    "common_steps",
-    "compute_seconds",
-    "match_rows",
-    "processor_seconds",
-    "row_of",
-    "sustain",
-]
+__all__ = ["StepRows", "common_steps", "match_rows", "row_of"]
+
+Array = npt.NDArray[np.float64]
 
 FIELDS = len(StepObservations.FIELDS)
 ENDS = FIELDS + 3
@@ -32,75 +28,105 @@ ENDS = FIELDS + 3
 OUTSIDE = [1 + StepObservations.FIELDS.index(name) for name in ("data_wait", "forward", "optimizer")]
 COMPUTE = [*OUTSIDE, 1 + StepObservations.FIELDS.index("backward")]
 
-Span = tuple[Any, Any]
 
+class StepRows:
+    """Keep the marks of the newest steps of a rank, and the rows that are made of them.
 
-@dataclass(slots=True)
-class BackwardMarks:
-    """Marks of one backward pass."""
-
-    start: Any
-    end: Any = None
-    ready: list[Any] = field(default_factory=list)
-    done: dict[int, Any] = field(default_factory=dict)
-    processor: tuple[float, float] = (0.0, 0.0)
-
-
-@dataclass(slots=True)
-class BatchMarks:
-    """Marks of one micro-batch.
+    Rows are numbered by synchronised steps, which all ranks count alike, so that rows of different ranks can be matched
+    although a device may report some of them later than another.
 
     Args:
-        size: samples.
-        fetched: before and after its batch was taken from the loader, ``None`` if nobody saw that.
-        start: where it begins.
+        clock: of the marks.
+        cores: processor quota of this rank, ``None`` without one.
+        settings: how many steps.
+
+    Attributes:
+        pending: steps of which no row was made yet.
     """
 
-    size: int
-    fetched: Span | None
-    start: Any
-    end: Any = None
-    excluded: list[Span] = field(default_factory=list)
-    processor: float = 0.0
-    backwards: list[BackwardMarks] = field(default_factory=list)
-    update_start: Any = None
-    update_excluded: int = 0
-    updates: list[tuple[Any, Any, list[Span]]] = field(default_factory=list)
+    def __init__(self, clock: Clock, cores: float | None, settings: TimingSettings = SETTINGS) -> None:
+        self.clock, self.cores, self.settings = clock, cores, settings
+        self.pending: deque[StepMarks] = deque(maxlen=settings.max_steps)
+        self._rows: deque[Array] = deque(maxlen=settings.max_steps)
+        self._taken: list[Array] = []
+        self._cold = ColdStart(settings)
 
-    @property
-    def marks(self) -> list[Any]:
-        """The last mark of each of its parts; those before lie on the same streams."""
-        done = [mark for b in self.backwards for mark in b.done.values()]
-        return [self.start, self.end, *(b.end for b in self.backwards), *(u[1] for u in self.updates), *done]
+    def made(self) -> deque[Array]:
+        """Return the rows since the last :meth:`take`, as far as the device has reached their marks."""
+        while self.pending and self._reached(self.pending[0].window):
+            row = row_of(self.clock, self.pending.popleft())
+            if not self._cold.is_cold(row[0], row[1], float(compute_seconds(row))):
+                self._rows.append(row)
+        return self._rows
 
-    @property
-    def synced(self) -> BackwardMarks:
-        """The last backward pass that was synchronised; others may follow it under ``no_sync``."""
-        return [passage for passage in self.backwards if passage.ready][-1]
+    def _reached(self, window: list[BatchMarks]) -> bool:
+        return all(self.clock.ready(mark) for batch in window for mark in batch.last_marks if mark is not None)
+
+    def take(self, buckets: int) -> Array:
+        """Return the rows since the last call, newest last: step number, fields, ends of so many buckets."""
+        table = np.full((self.settings.max_steps, FIELDS + 1 + buckets), np.nan)
+        taken = list(self.made())
+        if taken:
+            self._cold.learn(self._newest_pace())
+            rows = np.stack([row[:ENDS] for row in taken])
+            if self.cores is not None:
+                sustain(rows, self.cores)
+            table[-len(rows) :, : FIELDS + 1] = rows[:, : FIELDS + 1]
+            for place, row in zip(table[-len(rows) :, FIELDS + 1 :], taken, strict=True):
+                place[: len(row) - ENDS] = row[ENDS:]
+        self._taken = taken
+        self._rows.clear()
+        return table
+
+    def put_back(self, after: float) -> None:
+        """Let the next :meth:`take` return the rows of the last one again whose steps come after this one."""
+        rows = [*(row for row in self._taken if row[0] > after), *self._rows]
+        self._rows, self._taken = deque(rows, maxlen=self.settings.max_steps), []
+
+    def _newest_pace(self) -> tuple[float, float] | None:
+        """Return the newest size that was observed, and the seconds that a step of it takes to compute."""
+        if not self._rows:
+            return self._cold.usual
+        rows = np.stack([row[:ENDS] for row in self._rows])
+        same = rows[rows[:, 1] == rows[-1, 1]]
+        return float(rows[-1, 1]), float(np.median(compute_seconds(same)))
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """Return the rows, numbered back from this step, and what the next are judged by, as plain Python values."""
+        rows = [[float(row[0]) - step, *map(float, row[1:])] for row in self.made()]
+        usual = self._newest_pace()
+        return {"rows": rows, "cores": self.cores, "usual": None if usual is None else list(usual)}
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> bool:
+        """Go on behind those rows from this step; return whether anything is known of steps under the same quota."""
+        if state["usual"] is None or state["cores"] != self.cores:
+            return False
+        size, seconds = state["usual"]
+        self._cold.resume((float(size), float(seconds)), step)
+        self._rows.extend(np.array([row[0] + step, *row[1:]]) for row in state["rows"])
+        return True
 
 
-def row_of(clock: Clock, window: list[BatchMarks], previous: Any) -> tuple[list[float], list[float]]:
-    """The fields of the observation of a step, and the ends of its buckets.
+def row_of(clock: Clock, step: StepMarks) -> Array:
+    """Return the row of a step: its number, the fields of its observation, processor seconds, ends of its buckets.
 
     Args:
         clock: of the marks, all of which are ready.
-        window: its micro-batches.
-        previous: end of the synchronisation before, ``None`` if something that is no step came between.
+        step: its marks.
     """
-    between = clock.seconds
+    between, window, last = clock.seconds, step.window, step.synced
 
     def total(spans: Iterable[Span]) -> float:
         return sum(between(start, end) for start, end in spans)
 
     n = len(window)
     forward = backward = optimizer = 0.0
-    for micro in window:
-        update = sum(between(start, end) - total(excluded) for start, end, excluded in micro.updates)
-        passes = total((b.start, b.end) for b in micro.backwards)
-        forward += between(micro.start, micro.end) - passes - update - total(micro.excluded)
+    for batch in window:
+        update = sum(between(start, end) - total(excluded) for start, end, excluded in batch.updates)
+        passes = total((b.start, b.end) for b in batch.backwards)
+        forward += between(batch.start, batch.end) - passes - update - total(batch.excluded)
         optimizer += update
-        backward += total((b.start, b.ready[-1] if b.ready else b.end) for b in micro.backwards)
-    last = window[-1].synced
+        backward += total((b.start, b.ready[-1] if b.ready else b.end) for b in batch.backwards)
     ready = [between(last.start, mark) for mark in last.ready]
     done = [between(last.start, last.done.get(i, last.end)) for i in range(len(ready))]
     sync = [done[i] - max(ready[i], done[i - 1] if i else ready[i]) for i in range(len(ready))]
@@ -111,27 +137,27 @@ def row_of(clock: Clock, window: list[BatchMarks], previous: Any) -> tuple[list[
         ready[0],
         max(sum(sync[:-1]), 0.0),
         max(sync[-1], 0.0),
-        between(previous, last.end) if previous is not None else float("nan"),
-        total(micro.fetched for micro in window if micro.fetched is not None) / n,
+        between(step.previous, last.end) if step.previous is not None else float("nan"),
+        total(batch.fetched for batch in window if batch.fetched is not None) / n,
         max(optimizer, 0.0) / n,
     ]
-    return fields, done
+    return np.array([step.number, *fields, *processor_seconds(window), *done])
 
 
-def compute_seconds(row: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """``a + P`` of one row or of several."""
-    seconds: npt.NDArray[np.float64] = row[..., COMPUTE].sum(axis=-1)
+def compute_seconds(row: Array) -> Array:
+    """Return ``a + P`` of one row or of several."""
+    seconds: Array = row[..., COMPUTE].sum(axis=-1)
     return seconds
 
 
 def processor_seconds(window: list[BatchMarks]) -> tuple[float, float]:
-    """Mean processor seconds of a micro-batch outside of its backward pass and in it."""
-    backward = sum(end - start for micro in window for start, end in (b.processor for b in micro.backwards))
-    return (sum(micro.processor for micro in window) - backward) / len(window), backward / len(window)
+    """Return the mean processor seconds of a micro-batch outside of its backward pass and in it."""
+    backward = sum(end - start for batch in window for start, end in (b.processor for b in batch.backwards))
+    return (sum(batch.processor for batch in window) - backward) / len(window), backward / len(window)
 
 
-def sustain(rows: npt.NDArray[np.float64], cores: float) -> None:
-    """Put what a quota allows in place of the observed times, size by size, see :func:`quota_limited_times`."""
+def sustain(rows: Array, cores: float) -> None:
+    """Replace the observed times by what a quota allows, size by size, see :func:`quota_limited_times`."""
     for size in set(rows[:, 1]):
         same = rows[:, 1] == size
         backward, own_outside, own_backward = rows[same][:, [3, FIELDS + 1, FIELDS + 2]].T
@@ -141,13 +167,13 @@ def sustain(rows: npt.NDArray[np.float64], cores: float) -> None:
         rows[same, 4] *= rows[same, 3] / np.maximum(backward, 1e-12)
 
 
-def common_steps(tables: npt.NDArray[np.float64]) -> list[float]:
-    """Numbers of the steps that every rank has reported, in increasing order; tables as for :func:`match_rows`."""
+def common_steps(tables: Array) -> list[float]:
+    """Return the numbers of the steps that every rank has reported, increasing; tables as for :func:`match_rows`."""
     return sorted(set.intersection(*({float(s) for s in t[:, 0] if not np.isnan(s)} for t in tables)))
 
 
-def match_rows(tables: npt.NDArray[np.float64]) -> StepObservations:
-    """Observations of all ranks for the steps that every rank has reported.
+def match_rows(tables: Array) -> StepObservations:
+    """Return the observations of all ranks for the steps that every rank has reported.
 
     Args:
         tables: :meth:`~lightning_hetero.comm.timing.step_timer.StepTimer.take` of every rank, shape

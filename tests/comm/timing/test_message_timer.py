@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lightning_hetero.comm.link.link_state import LinkState
-from lightning_hetero.comm.timing.message_timer import KEPT_STEPS, MessageTimer, message_seconds
+from lightning_hetero.comm.timing.message_timer import MessageTimer, message_seconds
+from lightning_hetero.comm.timing.settings import SETTINGS
 from lightning_hetero.core.link.bandwidth import LinkEstimate
 from lightning_hetero.core.link.message_times import MessageTimes
 
@@ -76,7 +77,7 @@ def test_messages_under_way_are_reported_later():
     assert np.isnan(log.take()).all(), "the device has not reached the mark"
     clock.pending.clear()
     table = log.take()
-    assert table.shape == (KEPT_STEPS, 4)
+    assert table.shape == (SETTINGS.max_steps, 4)
     assert table[0].tolist() == [0, BYTES, 0.0, 2.0]
     assert np.isnan(log.take()).all(), "a step is reported twice"
     assert message_seconds(np.stack([table, log.take()])) is None

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from lightning_hetero.comm.timing.settings import SETTINGS
 from lightning_hetero.comm.timing.step_rows import FIELDS, match_rows
-from lightning_hetero.comm.timing.step_timer import KEPT_ROWS
 from lightning_hetero.core.observations import StepObservations
 
 WIDTH = 1 + FIELDS + 2
@@ -12,8 +12,8 @@ WIDTH = 1 + FIELDS + 2
 
 
 def _table(steps):
-    table = np.full((KEPT_ROWS, WIDTH), np.nan)
-    for row, step in zip(table[KEPT_ROWS - len(steps) :], steps, strict=True):
+    table = np.full((SETTINGS.max_steps, WIDTH), np.nan)
+    for row, step in zip(table[SETTINGS.max_steps - len(steps) :], steps, strict=True):
         row[:] = [step, *(step * 20 + np.arange(11))]
     return table
 

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from lightning_hetero.comm.timing import step_rows
 from lightning_hetero.comm.timing import step_timer as module
 from lightning_hetero.comm.timing.clock import HostClock
-from lightning_hetero.comm.timing.step_timer import KEPT_ROWS, WARM_UP, StepTimer
+from lightning_hetero.comm.timing.settings import SETTINGS
+from lightning_hetero.comm.timing.step_timer import StepTimer
 
 NAMES = ("step", "size", "forward", "P", "first", "t_o", "t_u", "step_time", "wait", "update")
 
@@ -89,7 +91,7 @@ class Run:
         self.micro(**{"passages": (STEP,), **kwargs})
 
     def warm(self, **kwargs):
-        for _ in range(WARM_UP):
+        for _ in range(SETTINGS.warm_up_steps):
             self.step(**kwargs)
         return self
 
@@ -209,7 +211,7 @@ def test_steps_of_different_numbers_of_buckets_lie_in_one_table(run):
     """The places of the buckets that a step did not have stay empty."""
     one = (((2.0, 3.0),), 4.0)
     run.warm().step(passages=(one,))
-    assert run.observer.take().shape == (KEPT_ROWS, len(NAMES) + 2)
+    assert run.observer.take().shape == (SETTINGS.max_steps, len(NAMES) + 2)
     run.step()
     run.step(passages=(one,))
     assert [row["ends"] for row in run.rows()] == [[3.25, 6.0], [3.0]]
@@ -283,7 +285,7 @@ def test_a_backward_pass_that_failed_gives_no_row(run):
     run.clock.now += 1.0
     run.observer.end_step()
     run.step()
-    assert [row["step"] for row in run.rows()] == [WARM_UP + 2]
+    assert [row["step"] for row in run.rows()] == [SETTINGS.warm_up_steps + 2]
 
 
 def test_a_loader_that_is_not_timed_starts_the_step_at_its_batch(run):
@@ -307,7 +309,7 @@ def test_backward_pass_that_is_not_synchronised_may_be_the_last(run):
 
 
 def test_accumulation_window_is_one_row_with_the_mean_of_its_micro_batches(run):
-    for _ in range(WARM_UP + 1):
+    for _ in range(SETTINGS.warm_up_steps + 1):
         run.micro()
         run.micro(forward=4.0)
         run.step()
@@ -364,7 +366,7 @@ def test_an_irregular_batch_leaves_out_its_whole_window(run):
 def test_step_without_a_synchronisation_counts_with_the_next(run):
     """A skipped step (no loss) has no backward pass and is no step of the group."""
     run.warm().micro(passages=())
-    assert run.observer.synced_steps == WARM_UP
+    assert run.observer.synced_steps == SETTINGS.warm_up_steps
     run.step()
     (row,) = run.rows()
     assert row["step"] == 4
@@ -430,11 +432,11 @@ def test_a_mark_of_an_optimizer_holds_its_row_back(run):
 
 def test_only_the_newest_rows_are_kept(run):
     run.warm()
-    for _ in range(KEPT_ROWS + 5):
+    for _ in range(SETTINGS.max_steps + 5):
         run.step()
     table = run.observer.take()
-    assert table.shape == (KEPT_ROWS, len(NAMES) + 2)
-    np.testing.assert_array_equal(table[:, 0], np.arange(9, 9 + KEPT_ROWS))
+    assert table.shape == (SETTINGS.max_steps, len(NAMES) + 2)
+    np.testing.assert_array_equal(table[:, 0], np.arange(9, 9 + SETTINGS.max_steps))
 
 
 def test_rows_that_another_rank_lacks_come_again(run):
@@ -448,23 +450,25 @@ def test_rows_that_another_rank_lacks_come_again(run):
     assert [row["step"] for row in run.rows()] == [5, 6, 7]
     run.observer.put_back(7)
     assert run.rows() == []
-    for _ in range(KEPT_ROWS + 2):
+    for _ in range(SETTINGS.max_steps + 2):
         run.step()
     run.rows()
     run.observer.put_back(0)
     run.step()
-    assert [row["step"] for row in run.rows()] == list(range(11, 11 + KEPT_ROWS))
+    assert [row["step"] for row in run.rows()] == list(range(11, 11 + SETTINGS.max_steps))
 
 
 def test_rows_are_made_when_somebody_asks_for_them(run, monkeypatch):
     """A step pays for its marks alone, however many of them pass before ranks compare what they saw."""
     made = []
-    monkeypatch.setattr(module, "row_of", lambda *step, whole=module.row_of: made.append(whole(*step)) or made[-1])
+    monkeypatch.setattr(
+        step_rows, "row_of", lambda *step, whole=step_rows.row_of: made.append(whole(*step)) or made[-1]
+    )
     run.warm()
-    for _ in range(KEPT_ROWS + 5):
+    for _ in range(SETTINGS.max_steps + 5):
         run.step()
     assert made == []
-    assert len(run.rows()) == len(made) == KEPT_ROWS
+    assert len(run.rows()) == len(made) == SETTINGS.max_steps
 
 
 # across a checkpoint
@@ -548,7 +552,7 @@ def test_a_second_fit_keeps_the_places_of_the_buckets_that_it_has_seen(run, monk
     after = Run(monkeypatch).warm()
     after.step()
     after.observer.load_state_dict(saved(run))
-    assert after.observer.take().shape == (KEPT_ROWS, len(NAMES) + 2)
+    assert after.observer.take().shape == (SETTINGS.max_steps, len(NAMES) + 2)
 
 
 @pytest.mark.parametrize("before", ["nothing observed", "another quota"])
