@@ -1,10 +1,10 @@
-"""Marks of a step: values of a clock at the moments when its parts begin and end."""
+"""Marks of a step: values of a clock at the moments when its parts begin and end, in lists that grow while it runs."""
 
 from typing import NamedTuple
 
 from lightning_hetero.comm.timing.clock import Mark
 
-__all__ = ["BackwardMarks", "BatchMarks", "Span", "StepMarks", "UpdateMarks"]
+__all__ = ["BackwardMarks", "BatchMarks", "Span", "StepMarks"]
 
 Span = tuple[Mark, Mark]
 
@@ -16,23 +16,20 @@ class BackwardMarks(NamedTuple):
         start: when it began.
         ready: when each gradient bucket was complete.
         done: when each bucket was averaged.
-        processor: processor seconds of the process at the start and at the last gradient, where there is a quota.
-        end: when the backward call returned; ``None`` if it has not, or failed.
+        ends: when the backward call returned; empty if it has not, or failed.
+        processor: where there is a quota, processor seconds of the process at the start and after each gradient.
     """
 
     start: Mark
     ready: list[Mark]
     done: dict[int, Mark]
-    processor: tuple[float, float] = (0.0, 0.0)
-    end: Mark = None
+    ends: list[Mark]
+    processor: list[float]
 
-
-class UpdateMarks(NamedTuple):
-    """Marks of an optimizer step: start, end, and what is excluded in between."""
-
-    start: Mark
-    end: Mark
-    excluded: list[Span]
+    @property
+    def processor_seconds(self) -> float:
+        """Processor seconds up to the last gradient."""
+        return self.processor[-1] - self.processor[0] if self.processor else 0.0
 
 
 class BatchMarks(NamedTuple):
@@ -43,27 +40,27 @@ class BatchMarks(NamedTuple):
         fetched: before and after its batch was taken from the loader, ``None`` if nobody saw that.
         start: when it began.
         backwards: its backward passes.
-        updates: its optimizer steps.
+        updates: start and end of its optimizer steps, and what is excluded in between.
         excluded: spans in which the worker waited for others.
-        end: when it was over; ``None`` while it runs.
-        processor: processor seconds, where there is a quota.
+        ends: when it was over; empty while it runs.
+        processor: where there is a quota, its processor seconds.
     """
 
     size: int
     fetched: Span | None
     start: Mark
     backwards: list[BackwardMarks]
-    updates: list[UpdateMarks]
+    updates: list[tuple[Mark, Mark, list[Span]]]
     excluded: list[Span]
-    end: Mark = None
-    processor: float = 0.0
+    ends: list[Mark]
+    processor: list[float]
 
     @property
     def last_marks(self) -> list[Mark]:
         """The last mark of each of its parts; those before lie on the same streams."""
         done = [mark for passage in self.backwards for mark in passage.done.values()]
-        ends = [*(passage.end for passage in self.backwards), *(update.end for update in self.updates)]
-        return [self.start, self.end, *ends, *done]
+        ends = [passage.ends[-1] for passage in self.backwards]
+        return [self.start, self.ends[-1], *ends, *(end for _, end, _ in self.updates), *done]
 
 
 class StepMarks(NamedTuple):

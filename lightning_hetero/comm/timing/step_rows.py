@@ -60,7 +60,7 @@ class StepRows:
         return self._rows
 
     def _reached(self, window: list[BatchMarks]) -> bool:
-        return all(self.clock.ready(mark) for batch in window for mark in batch.last_marks if mark is not None)
+        return all(self.clock.ready(mark) for batch in window for mark in batch.last_marks)
 
     def take(self, buckets: int) -> Array:
         """Return the rows since the last call, newest last: step number, fields, ends of so many buckets."""
@@ -123,12 +123,12 @@ def row_of(clock: Clock, step: StepMarks) -> Array:
     forward = backward = optimizer = 0.0
     for batch in window:
         update = sum(between(start, end) - total(excluded) for start, end, excluded in batch.updates)
-        passes = total((b.start, b.end) for b in batch.backwards)
-        forward += between(batch.start, batch.end) - passes - update - total(batch.excluded)
+        passes = total((b.start, b.ends[-1]) for b in batch.backwards)
+        forward += between(batch.start, batch.ends[-1]) - passes - update - total(batch.excluded)
         optimizer += update
-        backward += total((b.start, b.ready[-1] if b.ready else b.end) for b in batch.backwards)
+        backward += total((b.start, b.ready[-1] if b.ready else b.ends[-1]) for b in batch.backwards)
     ready = [between(last.start, mark) for mark in last.ready]
-    done = [between(last.start, last.done.get(i, last.end)) for i in range(len(ready))]
+    done = [between(last.start, last.done.get(i, last.ends[-1])) for i in range(len(ready))]
     sync = [done[i] - max(ready[i], done[i - 1] if i else ready[i]) for i in range(len(ready))]
     fields = [
         window[-1].size,
@@ -137,7 +137,7 @@ def row_of(clock: Clock, step: StepMarks) -> Array:
         ready[0],
         max(sum(sync[:-1]), 0.0),
         max(sync[-1], 0.0),
-        between(step.previous, last.end) if step.previous is not None else float("nan"),
+        between(step.previous, last.ends[-1]) if step.previous is not None else float("nan"),
         total(batch.fetched for batch in window if batch.fetched is not None) / n,
         max(optimizer, 0.0) / n,
     ]
@@ -152,8 +152,8 @@ def compute_seconds(row: Array) -> Array:
 
 def processor_seconds(window: list[BatchMarks]) -> tuple[float, float]:
     """Return the mean processor seconds of a micro-batch outside of its backward pass and in it."""
-    backward = sum(end - start for batch in window for start, end in (b.processor for b in batch.backwards))
-    return (sum(batch.processor for batch in window) - backward) / len(window), backward / len(window)
+    backward = sum(passage.processor_seconds for batch in window for passage in batch.backwards)
+    return (sum(sum(batch.processor) for batch in window) - backward) / len(window), backward / len(window)
 
 
 def sustain(rows: Array, cores: float) -> None:

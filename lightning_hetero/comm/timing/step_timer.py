@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from lightning_hetero.comm.timing.clock import Clock, Mark
 from lightning_hetero.comm.timing.settings import SETTINGS, TimingSettings
-from lightning_hetero.comm.timing.step_marks import BackwardMarks, BatchMarks, Span, StepMarks, UpdateMarks
+from lightning_hetero.comm.timing.step_marks import BackwardMarks, BatchMarks, Span, StepMarks
 from lightning_hetero.comm.timing.step_rows import StepRows
 from lightning_hetero.comm.timing.warm_up import WarmUp
 
@@ -81,7 +81,8 @@ class StepTimer:
         fetched, self._fetched, self._update = self._fetched, None, None
         if not self._window:
             self._began = time.perf_counter()
-        self._batch = BatchMarks(size, fetched, self.clock.mark() if fetched is None else fetched[1], [], [], [])
+        start = self.clock.mark() if fetched is None else fetched[1]
+        self._batch = BatchMarks(size, fetched, start, [], [], [], [], [])
         if self._processor_time is not None and self._processor_began is None:
             self._processor_began = self._processor_time()
         if size != self._warm_up.size:
@@ -93,8 +94,8 @@ class StepTimer:
         if self._batch is None:
             return
         start = self.clock.mark()
-        began = 0.0 if self._processor_time is None else self._processor_time()
-        self._batch.backwards.append(BackwardMarks(start, [], {}, (began, began)))
+        processor = [] if self._processor_time is None else [self._processor_time()]
+        self._batch.backwards.append(BackwardMarks(start, [], {}, [], processor))
 
     def end_backward(self) -> None:
         """End the backward pass that began last; one that failed has no end."""
@@ -102,9 +103,9 @@ class StepTimer:
         if batch is None or not batch.backwards:
             return
         end, passage = self.clock.mark(), batch.backwards[-1]
+        passage.ends.append(end)
         if self._processor_time is not None and not passage.ready:
-            passage = passage._replace(processor=(passage.processor[0], self._processor_time()))
-        batch.backwards[-1] = passage._replace(end=end)
+            passage.processor.append(self._processor_time())
         if self._update is not None:  # a closure of the optimizer's: it only begins now
             self._update = end, len(batch.excluded)
 
@@ -116,7 +117,7 @@ class StepTimer:
         passage = batch.backwards[-1]
         passage.ready.append(self.clock.mark())
         if self._processor_time is not None:
-            batch.backwards[-1] = passage._replace(processor=(passage.processor[0], self._processor_time()))
+            passage.processor.append(self._processor_time())
         return len(passage.ready) - 1
 
     def bucket_done(self, number: int | None) -> None:
@@ -133,7 +134,7 @@ class StepTimer:
         """End the optimizer step; one that failed has no end."""
         if self._batch is not None and self._update is not None:
             start, excluded = self._update
-            self._batch.updates.append(UpdateMarks(start, self.clock.mark(), self._batch.excluded[excluded:]))
+            self._batch.updates.append((start, self.clock.mark(), self._batch.excluded[excluded:]))
             self._update = None
 
     @contextmanager
@@ -159,16 +160,18 @@ class StepTimer:
         batch, self._batch = self._batch, None
         if batch is None:
             return False
-        end, backwards, processor = self.clock.mark(), batch.backwards, 0.0
-        for i, passage in enumerate(backwards):
-            if passage.end is None:  # it failed, and the loop goes on
-                backwards[i], self._discard = passage._replace(end=end), True
+        end = self.clock.mark()
+        batch.ends.append(end)
+        for passage in batch.backwards:
+            if not passage.ends:  # it failed, and the loop goes on
+                passage.ends.append(end)
+                self._discard = True
         if self._processor_time is not None:
             now = self._processor_time()
-            processor = now - (now if self._processor_began is None else self._processor_began)
+            batch.processor.append(now - (now if self._processor_began is None else self._processor_began))
             self._processor_began = now
-        self._window.append(batch._replace(end=end, processor=processor))
-        synced = [passage for passage in backwards if passage.ready]
+        self._window.append(batch)
+        synced = [passage for passage in batch.backwards if passage.ready]
         if not synced:
             return False
         self._end_window(synced[-1])
@@ -181,7 +184,7 @@ class StepTimer:
         left_out = self._warm_up.settling and self._warm_up.end_step(time.perf_counter() - self._began)
         if not (left_out or self._discard):
             self._rows.pending.append(StepMarks(self.synced_steps, self._window, synced, self._last_sync))
-        self._window, self._last_sync, self._discard = [], synced.end, False
+        self._window, self._last_sync, self._discard = [], synced.ends[-1], False
 
     def interrupt(self) -> None:
         """Note that something that is no step happens now (validation, a sync round): the next step time is unknown."""
