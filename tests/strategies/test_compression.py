@@ -695,7 +695,7 @@ def test_what_auto_knows_is_measured():
     one, other = run_ranks(_measured, 2)
     assert one == other
     assert RATE / 2 < one.rate < 1.1 * RATE
-    assert 0 < one.latency < link.PROBE_BYTES / RATE
+    assert 0 < one.latency < link.BENCHMARK.probe_bytes / RATE
     assert one.encode > 0
     assert (one.world_size, one.numel, one.element_size) == (2, 750_000, 4)
 

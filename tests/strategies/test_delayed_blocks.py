@@ -1,6 +1,7 @@
 """``staleness=1`` with block top-k: the simulation's weights, checkpoints, ends of a training, who decides."""
 
 import time
+from dataclasses import replace
 
 import lightning as L
 import numpy as np
@@ -278,7 +279,7 @@ class Timed(Regressor):
 
 def _auto(rank, rate):
     """Over a link that is thin from the beginning."""
-    link.PROBE_BYTES, lines = 100_000, []
+    link.BENCHMARK, lines = replace(link.BENCHMARK, probe_bytes=100_000), []
     link.log.info = lambda text, *args: lines.append(text % args)
     kwargs = {"model": Timed(), "dataset": Points(40, features=4000, dtype=torch.float32), "max_epochs": 2}
     strategy = {"compression": "auto(densities=[0.01, 0.1])", "staleness": 1, "replan": 4}

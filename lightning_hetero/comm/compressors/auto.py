@@ -12,7 +12,7 @@ from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
 from lightning_hetero.comm.compressors.registry import AveragerContext
-from lightning_hetero.comm.link.link_benchmark import PROBE_BYTES, encode_seconds, exchange_seconds
+from lightning_hetero.comm.link.link_benchmark import BENCHMARK, encode_seconds, exchange_seconds
 from lightning_hetero.comm.timing.settings import SETTINGS
 from lightning_hetero.comm.timing.step_rows import FIELDS, match_rows
 from lightning_hetero.comm.timing.step_timer import StepTimer
@@ -127,11 +127,13 @@ def measure(
     """Measure latency and rate of the exchange and cost of selection: the best of three, of the slowest rank."""
     device = next(iter(parameters.values())).device
     numel = sum(p.numel() for p in parameters.values())
-    small, large = (exchange_seconds(size, topology, device) for size in (64, PROBE_BYTES))
+    small, large = (
+        exchange_seconds(size, topology, device) for size in (BENCHMARK.latency_bytes, BENCHMARK.probe_bytes)
+    )
     middle = settings.densities[len(settings.densities) // 2]
     encode = encode_seconds(numel, middle, settings.value_dtype) if device.type == "cpu" else 0.0
     mine = np.array([small, max(large - small, 1e-9), encode])
     latency, transfer, encode = control.gather(mine).max(axis=0)
-    rate = (topology.size - 1) * PROBE_BYTES / transfer
+    rate = (topology.size - 1) * BENCHMARK.probe_bytes / transfer
     size = max(p.element_size() for p in parameters.values())
     return LinkMeasurement(float(latency), float(rate), float(encode), topology.size, numel, size)

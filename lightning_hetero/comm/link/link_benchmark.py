@@ -1,7 +1,7 @@
-"""What is measured of a link before training: its latency; for ``compression="auto"``, which chooses here, its rate."""
+"""Measure a link before training: its latency; for ``compression="auto"``, its rate and the time to encode as well."""
 
-import logging
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,25 +14,41 @@ from lightning_hetero.compression.layout import Layout
 from lightning_hetero.compression.wire_format import MessageFormat
 from lightning_hetero.core.compression.settings import blocks_per_rank
 
-__all__ = ["encode_seconds", "exchange_seconds", "latency"]
+__all__ = ["BENCHMARK", "BenchmarkSettings", "encode_seconds", "exchange_seconds", "latency"]
 
-log = logging.getLogger("lightning_hetero")
 
-PROBE_BYTES = 1_000_000
-REPEATS = 3
-SAMPLE_ELEMENTS = 8_000_000
+@dataclass(frozen=True)
+class BenchmarkSettings:
+    """Size and number of the measurements.
+
+    Args:
+        latency_bytes: bytes of a message that takes the latency alone.
+        probe_bytes: bytes of one that shows the rate.
+        repeats: measurements, of which the best counts.
+        max_elements: most elements of a gradient that are encoded; a larger one is extrapolated.
+        block_elements: elements of a block.
+    """
+
+    latency_bytes: int = 64
+    probe_bytes: int = 1_000_000
+    repeats: int = 3
+    max_elements: int = 8_000_000
+    block_elements: int = 16
+
+
+BENCHMARK = BenchmarkSettings()
 
 
 def latency(control: ControlPlane, topology: Topology, device: torch.device) -> float:
-    """Seconds of an exchange of next to nothing: the best of three, of the slowest rank; a collective call."""
-    return float(control.gather(np.array([exchange_seconds(64, topology, device)])).max())
+    """Measure an exchange of next to nothing: the best of some, of the slowest rank; a collective call."""
+    return float(control.gather(np.array([exchange_seconds(BENCHMARK.latency_bytes, topology, device)])).max())
 
 
 def exchange_seconds(size: int, topology: Topology, device: torch.device) -> float:
     """Measure an exchange of messages of a size: the best of some; all ranks call it together."""
     rows = torch.zeros((topology.size, size), dtype=torch.uint8, device=device)
     seconds = []
-    for _ in range(REPEATS):
+    for _ in range(BENCHMARK.repeats):
         dist.barrier()
         begin = time.perf_counter()
         topology.gather(rows).wait()
@@ -43,15 +59,16 @@ def exchange_seconds(size: int, topology: Topology, device: torch.device) -> flo
 
 
 def encode_seconds(numel: int, density: float, value_dtype: str) -> float:
-    """Error feedback, selection and merging on this processor at a density, from 8 million elements at most."""
-    sample = min(numel, SAMPLE_ELEMENTS)
-    layout = Layout.of([("probe", sample)], 16)
+    """Measure error feedback, selection and merging of a gradient on this processor at a density."""
+    sample = min(numel, BENCHMARK.max_elements)
+    block = BENCHMARK.block_elements
+    layout = Layout.of([("probe", sample)], block)
     k = blocks_per_rank(layout.num_blocks, density, 2)
-    encoder = cpu_encoder(layout, MessageFormat(layout.num_blocks, k, 16, value_dtype))
+    encoder = cpu_encoder(layout, MessageFormat(layout.num_blocks, k, block, value_dtype))
     gradient = torch.rand(sample, dtype=torch.float32)
     message = torch.zeros(encoder.form.num_bytes, dtype=torch.uint8)
     best = float("inf")
-    for step in range(REPEATS):
+    for step in range(BENCHMARK.repeats):
         begin = time.perf_counter()
         encoder.accumulate(layout.slots[0], gradient, 1.0)
         encoder.encode(message, step=step)

@@ -1,4 +1,4 @@
-"""What ranks have seen of the link that compressed gradients cross, the same on all of them after a comparison."""
+"""State of the link that compressed gradients cross, the same on all ranks after a sync round."""
 
 from typing import Any
 
@@ -17,14 +17,14 @@ Array = npt.NDArray[np.float64]
 
 
 class LinkState:
-    """Times of messages as a planner is to know them.
+    """Times of messages, as planners know them.
 
     Args:
         size: ranks, or in a hierarchy clusters, that exchange.
 
     Attributes:
-        times: what is known of latency and of each one's rate.
-        seconds: what the newest messages took, ``None`` if there were none since the last comparison.
+        times: estimates of latency and of each one's rate.
+        seconds: what the newest messages took, ``None`` if there were none since the last sync round.
     """
 
     def __init__(self, size: int) -> None:
@@ -37,7 +37,7 @@ class LinkState:
         return self.times.links
 
     def begin(self, latency: float) -> None:
-        """Messages of next to nothing took so many seconds before training."""
+        """Begin with a latency that was measured before training, in seconds."""
         self.times = MessageTimes(self.times.links, latency)
 
     def metrics(self, leaders: list[int]) -> dict[str, float]:
@@ -55,11 +55,11 @@ class LinkState:
         return metrics
 
     def take(self, messages: MessageTimer) -> Array:
-        """What this rank has seen since the last call, flat."""
+        """Return the times of messages on this rank since the last call, flat."""
         return messages.take().ravel()
 
     def see(self, everyone: Array) -> None:
-        """What all ranks have seen: move the estimates, the same on all of them.
+        """Move the estimates by what all ranks have seen, the same on all of them.
 
         Args:
             everyone: :meth:`take` of every rank, shape ``(ranks, n)``.
@@ -73,12 +73,12 @@ class LinkState:
     def link(
         self, density: float, message_size: MessageSize, *, hidden: bool, may_hide: bool, step: int
     ) -> MessageLink:
-        """The link for a planner."""
+        """Return the link for a planner."""
         latency, error = self.times.latency, self.times.latency_error or 0.0
         return MessageLink(density, message_size, self.links, self.seconds, hidden, latency, error, may_hide, step)
 
     def state_dict(self, messages: MessageTimer) -> dict[str, Any]:
-        """What is known of the link, and of this rank's messages since the last comparison, as plain Python values."""
+        """Return the estimates, and this rank's messages since the last sync round, as plain Python values."""
         return {
             "rates": [link.rate for link in self.links],
             "latency": self.times.latency,

@@ -51,13 +51,13 @@ def network_waits(
 
 @dataclass(frozen=True)
 class DiagnosisSettings:
-    """When waiting for the network is worth a warning.
+    """Thresholds of the warning that training is communication-bound.
 
     Args:
         enter_ratio: mean wait over mean computing above which training becomes communication-bound.
         leave_ratio: ratio below which it no longer is.
-        min_usual_wait_s: the median step waits for so long, or all is timing jitter of a busy machine;
-        min_longest_wait_s: unless a single step waited for so long.
+        min_usual_wait_s: wait of the median step that is worth a warning; less is timing jitter of a busy machine.
+        min_longest_wait_s: wait of a single step that is worth a warning whatever the others waited for.
         repeat_factor: growth of the mean wait after which the warning is repeated.
         min_steps: newest steps that have to be known, if need be from earlier sync rounds.
 
@@ -76,7 +76,7 @@ class DiagnosisSettings:
 
 @dataclass(frozen=True)
 class CommunicationBound:
-    """Whether training is communication-bound, by the newest steps, and what was said of it.
+    """Judge by the newest steps whether training is communication-bound, and remember what was said of it.
 
     Args:
         steps: wait and computing of the newest steps, seconds.
@@ -140,7 +140,7 @@ class CommunicationBound:
 
     @property
     def lasting(self) -> bool:
-        """Whether it is the link that makes most steps wait, rather than a stall in a few."""
+        """``True`` if the link makes most steps wait, rather than a stall a few of them."""
         s = self.settings
         return self.usual > s.leave_ratio * max(self.computing, s.min_usual_wait_s)
 
