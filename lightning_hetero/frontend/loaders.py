@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_hetero.comm.timing.step_timer import TimedIterator
 from lightning_hetero.data import EvaluationBatchSampler, IndexStream, PermutationStream, SamplerStream
 from lightning_hetero.engine import HeteroEngine
 
@@ -111,28 +112,12 @@ def with_batch_sampler(loader: DataLoader, batch_sampler: Iterable[list[int]]) -
     return clone
 
 
-class _TimedIterator:
-    """An iterator that times how long each batch took to come."""
-
-    def __init__(self, iterator: Iterator[Any], engine: HeteroEngine) -> None:
-        self._iterator, self._fetch = iterator, engine.observer.fetch
-
-    def __iter__(self) -> "_TimedIterator":
-        return self
-
-    def __next__(self) -> Any:
-        return self._fetch(self._iterator)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
-
-
 def timed_loader(loader: DataLoader, engine: HeteroEngine) -> DataLoader:
     """Make a loader report to the engine when a batch is fetched; it stays an instance of its class."""
     cls: Any = type(loader)
 
-    def iterate(self: Any) -> _TimedIterator:
-        return _TimedIterator(cls.__iter__(self), engine)
+    def iterate(self: Any) -> TimedIterator:
+        return TimedIterator(cls.__iter__(self), engine.observer)
 
     loader.__class__ = type(cls.__name__, (cls,), {"__iter__": iterate, "__module__": cls.__module__})
     return loader

@@ -567,8 +567,7 @@ class Estimates(Callback):
 def _scripted(rank, kwargs, **options):
     model, estimates = Scripted(), Estimates()
     told = SimpleNamespace(perf_counter=lambda: model.now, process_time=lambda: model.now)
-    observer.time = sync_rounds.time = told
-    clock.HostClock.mark = staticmethod(told.perf_counter)
+    clock.time = observer.time = sync_rounds.time = told
     parts.cpu_quota = lambda: None
     arguments = {"dataset": Points(640), "noise": None, "model": model, "max_epochs": 4, **kwargs}
     arguments["callbacks"] = [*arguments.get("callbacks", []), estimates]

@@ -315,7 +315,7 @@ class GradientCompression:
             "residuals": self.averager.residuals(),
             "extra": self.averager.extra_state(),
             "waits": self.optimizers.state(),
-            "link": {} if self.blocks is None else self.watch.state_dict(self.blocks.messages),
+            "link": {} if self.blocks is None else self.watch.state_dict(),
         }
 
     def state_dict(self, *, alone: bool = False) -> dict[str, Any]:
@@ -354,4 +354,4 @@ class GradientCompression:
         if own.get("kind") == self.averager.kind and own["extra"]:
             self.averager.load_extra_state(own["extra"])
             if self.blocks is not None and own.get("link"):
-                self.watch.load_state_dict(own["link"], self.blocks.messages)
+                self.watch.load_state_dict(own["link"])

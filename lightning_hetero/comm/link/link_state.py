@@ -77,20 +77,18 @@ class LinkState:
         latency, error = self.times.latency, self.times.latency_error or 0.0
         return MessageLink(density, message_size, self.links, self.seconds, hidden, latency, error, may_hide, step)
 
-    def state_dict(self, messages: MessageTimer) -> dict[str, Any]:
-        """Return the estimates, and this rank's messages since the last sync round, as plain Python values."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the estimates as plain Python values."""
         return {
             "rates": [link.rate for link in self.links],
             "latency": self.times.latency,
             "latency_error": self.times.latency_error,
             "last": None if self.times.last is None else list(self.times.last),
-            "messages": [list(row) for row in messages.rows()],
         }
 
-    def load_state_dict(self, state: dict[str, Any], messages: MessageTimer) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there, if as many exchange."""
         if len(state["rates"]) == len(self.links):
             links, last = tuple(LinkEstimate(rate) for rate in state["rates"]), state.get("last")
             last = None if last is None else (float(last[0]), float(last[1]))
             self.times = MessageTimes(links, state["latency"], state.get("latency_error"), last)
-            messages.resume(state["messages"])

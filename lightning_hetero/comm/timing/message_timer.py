@@ -79,11 +79,6 @@ class MessageTimer:
         self._steps = deque(left, maxlen=self.settings.max_steps)
         return self._rows
 
-    def resume(self, rows: list[list[float]]) -> None:
-        """Go on behind the rows of a checkpoint."""
-        self._steps.clear()
-        self._rows = [list(row) for row in rows]
-
 
 def message_seconds(tables: Array) -> tuple[float, Array] | None:
     """Return the bytes that a rank sent in a step and the seconds of each rank's message: medians over common steps.

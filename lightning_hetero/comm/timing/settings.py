@@ -12,14 +12,11 @@ class TimingSettings:
     Args:
         max_steps: newest steps that each timer keeps for a sync round; the rows of the tables that ranks exchange.
         warm_up_steps: first synchronised steps of a process, which are left out.
-        max_cold_ratio: factor on the usual seconds of a step above which one of the first steps after a resume is left
-            out as well.
         change_costs: newest costs of a change of size, of which the lowest counts.
     """
 
     max_steps: int = 32
     warm_up_steps: int = 3
-    max_cold_ratio: float = 1.5
     change_costs: int = 2
 
 

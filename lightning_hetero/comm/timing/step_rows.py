@@ -6,7 +6,6 @@ device works, and a device that waits may do so while the host goes on; only wha
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +13,6 @@ import numpy.typing as npt
 from lightning_hetero.comm.timing.clock import Clock
 from lightning_hetero.comm.timing.settings import SETTINGS, TimingSettings
 from lightning_hetero.comm.timing.step_marks import BatchMarks, Span, StepMarks
-from lightning_hetero.comm.timing.warm_up import ColdStart
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.timing.cpu_quota import quota_limited_times
 
@@ -42,6 +40,7 @@ class StepRows:
 
     Attributes:
         pending: steps of which no row was made yet.
+        matched: steps of the newest sync round that all ranks have timed.
     """
 
     def __init__(self, clock: Clock, cores: float | None, settings: TimingSettings = SETTINGS) -> None:
@@ -49,14 +48,12 @@ class StepRows:
         self.pending: deque[StepMarks] = deque(maxlen=settings.max_steps)
         self._rows: deque[Array] = deque(maxlen=settings.max_steps)
         self._taken: list[Array] = []
-        self._cold = ColdStart(settings)
+        self.matched = StepObservations.empty(1)
 
     def made(self) -> deque[Array]:
         """Return the rows since the last :meth:`take`, as far as the device has reached their marks."""
         while self.pending and self._reached(self.pending[0].window):
-            row = row_of(self.clock, self.pending.popleft())
-            if not self._cold.is_cold(row[0], row[1], float(compute_seconds(row))):
-                self._rows.append(row)
+            self._rows.append(row_of(self.clock, self.pending.popleft()))
         return self._rows
 
     def _reached(self, window: list[BatchMarks]) -> bool:
@@ -67,7 +64,6 @@ class StepRows:
         table = np.full((self.settings.max_steps, FIELDS + 1 + buckets), np.nan)
         taken = list(self.made())
         if taken:
-            self._cold.learn(self._newest_pace())
             rows = np.stack([row[:ENDS] for row in taken])
             if self.cores is not None:
                 sustain(rows, self.cores)
@@ -78,33 +74,15 @@ class StepRows:
         self._rows.clear()
         return table
 
+    def match(self, tables: Array) -> None:
+        """Match the rows of all ranks, tables as for :func:`match_rows`."""
+        self.put_back(max(common_steps(tables), default=0.0))
+        self.matched = match_rows(tables)
+
     def put_back(self, after: float) -> None:
         """Let the next :meth:`take` return the rows of the last one again whose steps come after this one."""
         rows = [*(row for row in self._taken if row[0] > after), *self._rows]
         self._rows, self._taken = deque(rows, maxlen=self.settings.max_steps), []
-
-    def _newest_pace(self) -> tuple[float, float] | None:
-        """Return the newest size that was observed, and the seconds that a step of it takes to compute."""
-        if not self._rows:
-            return self._cold.usual
-        rows = np.stack([row[:ENDS] for row in self._rows])
-        same = rows[rows[:, 1] == rows[-1, 1]]
-        return float(rows[-1, 1]), float(np.median(compute_seconds(same)))
-
-    def state_dict(self, step: int) -> dict[str, Any]:
-        """Return the rows, numbered back from this step, and what the next are judged by, as plain Python values."""
-        rows = [[float(row[0]) - step, *map(float, row[1:])] for row in self.made()]
-        usual = self._newest_pace()
-        return {"rows": rows, "cores": self.cores, "usual": None if usual is None else list(usual)}
-
-    def load_state_dict(self, state: dict[str, Any], step: int) -> bool:
-        """Go on behind those rows from this step; return whether anything is known of steps under the same quota."""
-        if state["usual"] is None or state["cores"] != self.cores:
-            return False
-        size, seconds = state["usual"]
-        self._cold.resume((float(size), float(seconds)), step)
-        self._rows.extend(np.array([row[0] + step, *row[1:]]) for row in state["rows"])
-        return True
 
 
 def row_of(clock: Clock, step: StepMarks) -> Array:

@@ -15,13 +15,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.timing.clock import Clock, Mark
 from lightning_hetero.comm.timing.settings import SETTINGS, TimingSettings
 from lightning_hetero.comm.timing.step_marks import BackwardMarks, BatchMarks, Span, StepMarks
 from lightning_hetero.comm.timing.step_rows import StepRows
 from lightning_hetero.comm.timing.warm_up import WarmUp
+from lightning_hetero.core.observations import StepObservations
 
-__all__ = ["StepTimer"]
+__all__ = ["StepTimer", "TimedIterator"]
 
 Array = npt.NDArray[np.float64]
 
@@ -216,25 +218,40 @@ class StepTimer:
         """
         return self._rows.take(self.buckets)
 
-    def put_back(self, after: float) -> None:
-        """Let the next :meth:`take` return those rows again whose steps come after this one: some rank lacks them yet.
+    def pack(self) -> Array:
+        """Return the rows since the last sync round, flat."""
+        return self.take().ravel()
 
-        The device of a rank whose host is far ahead reports its steps an interval later than other ranks do theirs.
+    def unpack(self, everyone: Array, control: ControlPlane) -> None:
+        """Match the rows of all ranks, flat ones as of :meth:`pack`.
+
+        The device of a rank whose host is far ahead reports its steps a sync round later than other ranks do theirs;
+        rows of such steps are packed again.
         """
-        self._rows.put_back(after)
+        self._rows.match(everyone.reshape(len(everyone), self._rows.settings.max_steps, -1))
 
-    # state
+    @property
+    def matched(self) -> StepObservations:
+        """The steps of the newest sync round that all ranks have timed."""
+        return self._rows.matched
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the rows since the last :meth:`take`, what the next are judged by, and costs, for a checkpoint."""
-        self.clock.wait()
-        return {"buckets": self.buckets, **self._rows.state_dict(self.synced_steps), **self._warm_up.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on in the middle of an interval, as if there had been no break.
+class TimedIterator:
+    """An iterator that times how long each batch took to come.
 
-        The first steps of a process take longer than others. Where the state says what steps took, they count unless
-        they took half as long again; else they are left out.
-        """
-        self.buckets = max(self.buckets, int(state["buckets"]))  # on all ranks alike, whatever else is known
-        self._warm_up.load_state_dict(state, warm=self._rows.load_state_dict(state, self.synced_steps))
+    Args:
+        iterator: gives batches.
+        timer: times them.
+    """
+
+    def __init__(self, iterator: Iterator[Any], timer: StepTimer) -> None:
+        self._iterator, self._fetch = iterator, timer.fetch
+
+    def __iter__(self) -> "TimedIterator":
+        return self
+
+    def __next__(self) -> Any:
+        return self._fetch(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)

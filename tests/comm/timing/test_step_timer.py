@@ -1,6 +1,5 @@
 """Timings of a step from scripted clocks: every number by hand."""
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -445,15 +444,15 @@ def test_rows_that_another_rank_lacks_come_again(run):
     for _ in range(3):
         run.step()
     assert [row["step"] for row in run.rows()] == [4, 5, 6]
-    run.observer.put_back(4)
+    run.observer._rows.put_back(4)
     run.step()
     assert [row["step"] for row in run.rows()] == [5, 6, 7]
-    run.observer.put_back(7)
+    run.observer._rows.put_back(7)
     assert run.rows() == []
     for _ in range(SETTINGS.max_steps + 2):
         run.step()
     run.rows()
-    run.observer.put_back(0)
+    run.observer._rows.put_back(0)
     run.step()
     assert [row["step"] for row in run.rows()] == list(range(11, 11 + SETTINGS.max_steps))
 
@@ -469,101 +468,6 @@ def test_rows_are_made_when_somebody_asks_for_them(run, monkeypatch):
         run.step()
     assert made == []
     assert len(run.rows()) == len(made) == SETTINGS.max_steps
-
-
-# across a checkpoint
-
-
-def saved(run):
-    """What a checkpoint has of the observer; writing it is no step."""
-    state = json.loads(json.dumps(run.observer.state_dict()))
-    run.observer.interrupt()
-    return state
-
-
-def resumed(monkeypatch, state, **kwargs):
-    """A new process that goes on with it."""
-    after = Run(monkeypatch, **kwargs)
-    after.observer.load_state_dict(state)
-    return after
-
-
-def test_an_interval_goes_on_as_if_there_had_been_no_break(run, monkeypatch):
-    """Rows of another size, one that the device has not reached yet, and one to leave out because the size changes."""
-    run.warm().step()
-    run.step(size=8)
-    run.step(size=8, update=2.0)
-    run.clock.reached = run.clock.now - 1.0
-    state = saved(run)
-
-    def go_on(one):
-        one.step(size=8, update=1.0)
-        one.step(size=2)
-        one.step(size=2, wait=3.0)
-
-    go_on(run)
-    after = resumed(monkeypatch, state)
-    go_on(after)
-    whole, rest = run.rows(), after.rows()
-    assert [row["size"] for row in whole] == [4, 8, 8, 2]
-    assert [row["step"] for row in whole] == [4, 6, 7, 9]
-    assert [row.pop("step") + run.observer.synced_steps - after.observer.synced_steps for row in rest] == [
-        row.pop("step") for row in whole
-    ]
-    for one, other in zip(rest, whole, strict=True):
-        assert one.pop("ends") == pytest.approx(other.pop("ends"))
-        assert one == pytest.approx(other, nan_ok=True)
-
-
-def test_first_steps_after_a_resume_count_unless_they_are_cold(run, monkeypatch):
-    """8.5 s are usual, so that 12.75 s are the most; from the fourth step on nothing is left out."""
-    run.warm().step()
-    run.rows()  # what is usual is known although the rows were taken
-    after = resumed(monkeypatch, saved(run))
-    for more in (4.3, 4.2, 0.0, 100.0):
-        after.step(wait=1.0 + more)
-    assert [(row["step"], round(row["a"], 9)) for row in after.rows()] == [(2, 7.7), (3, 3.5), (4, 103.5)]
-
-
-def test_a_larger_batch_may_take_longer_after_a_resume(run, monkeypatch):
-    run.warm(size=4).step(size=4)
-    after = resumed(monkeypatch, saved(run))
-    after.step(size=8)  # left out, as the first one of a size always is
-    after.step(size=8, wait=1.0 + 16.0)
-    after.step(size=8, wait=1.0 + 18.0)
-    assert [row["a"] for row in after.rows()] == [3.5, 19.5]
-
-
-def test_what_is_usual_is_what_steps_of_the_newest_size_took(run, monkeypatch):
-    """17.5 s of size 2 say nothing of size 4, for which 8.5 s are usual."""
-    run.warm(size=2)
-    for _ in range(5):
-        run.step(size=2, wait=10.0)
-    run.step(size=4)
-    run.step(size=4)
-    after = resumed(monkeypatch, saved(run))
-    after.step(wait=1.0 + 5.0)
-    assert after.observer.synced_steps not in [row["step"] for row in after.rows()]
-
-
-def test_a_second_fit_keeps_the_places_of_the_buckets_that_it_has_seen(run, monkeypatch):
-    one = (((2.0, 3.0),), 4.0)
-    run.warm(passages=(one,)).step(passages=(one,))
-    after = Run(monkeypatch).warm()
-    after.step()
-    after.observer.load_state_dict(saved(run))
-    assert after.observer.take().shape == (SETTINGS.max_steps, len(NAMES) + 2)
-
-
-@pytest.mark.parametrize("before", ["nothing observed", "another quota"])
-def test_with_nothing_to_go_by_a_resumed_process_warms_up(run, monkeypatch, before):
-    if before == "another quota":
-        run.warm().step()
-    after = resumed(monkeypatch, saved(run), **({} if before == "nothing observed" else {"cores": 2.0}))
-    after.warm()
-    assert after.rows() == []
-    after.step()
-    assert len(after.rows()) == 1
 
 
 def test_seams_outside_a_step_do_nothing(run):
@@ -639,14 +543,6 @@ def test_a_cost_that_comes_once_does_not_hold_up_later_changes(monkeypatch):
     assert costs == [None] * 4 + [0.0] * 3
     costs = _costs(monkeypatch, [(8, 1.0), (6, 1.0), (6, 1.0), (7, 31.0), (7, 1.0), (5, 31.0), (5, 1.0)])
     assert costs == [None] * 4 + [0.0] * 2 + [30.0]
-
-
-def test_what_a_change_costs_is_known_after_a_resume(monkeypatch):
-    """As it was before the break; without it the run that goes on would change what the run without a break keeps."""
-    seen = _observer(monkeypatch, [(8, 1.0), (6, 31.0), (6, 1.0), (7, 21.0), (7, 1.0)])[1]
-    resumed = StepTimer(HostClock())
-    resumed.load_state_dict(json.loads(json.dumps(seen.state_dict())))
-    assert resumed.change_cost == seen.change_cost == 20.0
 
 
 def test_sizes_that_ran_before_do_not_tell_what_a_new_one_costs(monkeypatch):
