@@ -57,6 +57,7 @@ def test_sizes_are_those_of_the_history_that_holds(case, other):
     (sampler,) = samplers(history, 1, n, min_local=min_local, stream=stream)
     for history[0], stream.num_samples in ((first, n), (second, n), (second, longer)):
         for epoch in (0, 1, 0):
+            sampler.set_epoch(epoch)  # from then on the stream may have another length
             steps = range(history[0].num_batches(epoch, len(stream)))
             expected = [history[0].sizes_at(epoch, step, len(stream), min_local=min_local) for step in steps]
             assert [sampler.sizes_at(epoch, step) for step in steps] == expected
