@@ -10,10 +10,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help venv demo test gpu lint bench docs clean
+.PHONY: help venv demo test gpu lint bench docs map clean
 
 help:
-	@echo "make venv | demo | test | gpu | lint | bench (as root) | docs | clean"
+	@echo "make venv | demo | test | gpu | lint | bench (as root) | docs | map | clean"
 
 venv: $(STAMP)
 
@@ -60,6 +60,11 @@ bench: venv
 docs: venv
 	$(INSTALL) --no-build-isolation -e '.[docs]'
 	$(BIN)/python -m sphinx -W --keep-going docs docs/_build
+
+# Draws the packages from their imports and writes the table of equations; tests fail when it is due. Needs Python alone.
+map:
+	$(PYTHON) docs/figures/packages.py
+	$(PYTHON) docs/equations.py
 
 clean:
 	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

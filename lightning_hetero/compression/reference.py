@@ -1,6 +1,6 @@
 """Block top-k with error feedback in plain torch: the definition that every fast path is tested against.
 
-StellaTrain, sec. 3.1, with these differences: the threshold comes from the scores of this step, magnitudes of tail
+StellaTrain (S sec. 3.2), with these differences: the threshold comes from the scores of this step, magnitudes of tail
 blocks are magnitudes, and rounding errors return to the residual.
 """
 

@@ -17,7 +17,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ThroughputModel:
-    """Samples per second of one worker: linear up to ``alpha`` samples, constant above (StellaTrain, eq. 2, Table 2).
+    """Samples per second of one worker: linear up to ``alpha`` samples, constant above (S eq. 2, Table 2).
 
     Args:
         alpha: samples from which the worker is busy all the time, above 0.
@@ -55,7 +55,7 @@ class ThroughputModel:
 
     @classmethod
     def fit(cls, sizes: Sequence[float], seconds: Sequence[float]) -> "ThroughputModel":
-        """Fit iteration times by least squares of their relative error, by Nelder-Mead (StellaTrain, sec. 4.1).
+        """Fit iteration times by least squares of their relative error, by Nelder-Mead (S sec. 4.1).
 
         Raises:
             ValueError: if there is no measurement, or one is not above 0.
@@ -83,7 +83,7 @@ class ThroughputModel:
 
 
 def largest_density(budget: float, message_bytes: Callable[[float], float], densities: Sequence[float]) -> float:
-    """Largest density whose messages fit into a step: ``bytes(density) <= bandwidth * seconds`` (eq. 6).
+    """Largest density whose messages fit into a step: ``bytes(density) <= bandwidth * seconds`` (S eq. 6).
 
     Args:
         budget: what the link has in a step, in bytes, or in seconds if that is what ``message_bytes`` gives.
@@ -111,7 +111,7 @@ def bootstrap_sizes(
     min_local: Bound = 1,
     max_local: Bound | None = None,
 ) -> tuple[int, ...]:
-    """Return the next sizes while every worker was seen at one size only (Cannikin, eq. 8).
+    """Return the next sizes while every worker was seen at one size only (C eq. 8).
 
     ``b_i' = B (1 / t_i) / sum_j (1 / t_j)`` with the time per sample ``t_i = compute_i / b_i``.
 

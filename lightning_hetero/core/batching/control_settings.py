@@ -1,4 +1,4 @@
-"""Settings of the proportional controller of batch sizes (dynamic batching, sec. III-C)."""
+"""Settings of the proportional controller of batch sizes (D sec. III-C)."""
 
 from dataclasses import dataclass
 

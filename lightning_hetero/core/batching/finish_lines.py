@@ -1,4 +1,4 @@
-"""Finish time of each worker as two lines in its samples, and what it can take within a time (Cannikin, eq. 5-6).
+"""Finish time of each worker as two lines in its samples, and what it can take within a time (C eq. 5-6).
 
 Each worker finishes at ``t_i(b) = max(alpha_1 b + beta_1, alpha_2 b + beta_2)``, increasing and convex. What it can
 take within a time ``T`` is ``b_i(T) = min(hi_i, (T - beta_1) / alpha_1, (T - beta_2) / alpha_2)``, increasing and

@@ -1,4 +1,4 @@
-"""Choice of the total batch size by goodput (Cannikin, sec. 4.1 and 4.5; Pollux).
+"""Choice of the total batch size by goodput (C sec. 4.1 and 4.5; Pollux).
 
 ``goodput(B) = throughput(B) * efficiency(B)`` with ``throughput(B) = B / T(B)``, ``T`` the OptPerf of that total, and
 ``efficiency(B) = (noise_scale + B_0) / (noise_scale + B)``, the progress of a sample relative to one at ``B_0``.

@@ -1,4 +1,4 @@
-"""Upper bounds of batch sizes, learned where throughput fell after a rise (dynamic batching, sec. III-C).
+"""Upper bounds of batch sizes, learned where throughput fell after a rise (D sec. III-C).
 
 What differs from the paper: a bound is learned only where throughput fell by as much as the size rose, because a
 smaller fall is answered by the proportional rule itself, while from there on it would swing for ever. And a bound is on

@@ -1,4 +1,4 @@
-"""The optimal split of a batch (OptPerf; Cannikin, sec. 3.3 and Algorithm 1), solved exactly.
+"""The optimal split of a batch (OptPerf; C sec. 3.3, C Alg. 1), solved exactly.
 
 What all workers together can take within a time is a concave function of it
 (:mod:`lightning_hetero.core.batching.finish_lines`), and the optimum is the time at which that is the total. The
@@ -24,7 +24,7 @@ Array = npt.NDArray[np.float64]
 def solve_optperf(
     cluster: ClusterTimeModel, total_batch_size: int, *, min_local: Bound = 1, max_local: Bound | None = None
 ) -> BatchPlan:
-    """Solve for the split of least step time (OptPerf; Cannikin, sec. 3.3), exact with bounds and integers.
+    """Solve for the split of least step time (OptPerf; C sec. 3.3), exact with bounds and integers.
 
     Integers: the floor of the real optimum, then the samples left over go, one by one, to whoever stays earliest. Any
     integer split contains at least as many increments, so its largest finish time is no smaller.
@@ -127,7 +127,7 @@ def solve_step_times(
     min_local: Bound = 1,
     max_local: Bound | None = None,
 ) -> Array:
-    """Solve for the least step time of many totals at once, with sizes as real numbers (Cannikin, sec. 4.5).
+    """Solve for the least step time of many totals at once, with sizes as real numbers (C sec. 4.5).
 
     The capacity of the cluster is a concave, piecewise linear function of the time with at most two breaks per
     worker; it is tabulated once and inverted for every total.
@@ -190,7 +190,7 @@ def _capacity_table(lines: FinishLines, times: Array, crossing_time: Array, full
 
 
 def overlap_state(cluster: ClusterTimeModel, step_times: Sequence[float] | Array) -> list[bytes]:
-    """Return the overlap states: the workers that are bound by computing at each of these OptPerfs (sec. 3.3).
+    """Return the overlap states: the workers that are bound by computing at each of these OptPerfs (C sec. 3.3).
 
     Within a step time a worker is bound by computing or by communication, whichever leaves it fewer samples. It does
     not matter whether its bounds leave it fewer still.
@@ -216,7 +216,7 @@ def overlap_state(cluster: ClusterTimeModel, step_times: Sequence[float] | Array
 def static_sizes(
     total_batch_size: int, capacities: Sequence[float], *, min_local: Bound = 1, max_local: Bound | None = None
 ) -> tuple[int, ...]:
-    """Split in proportion to a known capacity, CPU cores or peak FLOPs, open-loop (dynamic batching, sec. III-B).
+    """Split in proportion to a known capacity, CPU cores or peak FLOPs, open-loop (D sec. III-B).
 
     Args:
         total_batch_size: ``B``.

@@ -1,4 +1,4 @@
-"""Keep the optimal splits of all candidate totals from one decision to the next (Cannikin, sec. 4.5)."""
+"""Keep the optimal splits of all candidate totals from one decision to the next (C sec. 4.5)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,7 +37,7 @@ class _Solved:
 
 @dataclass(frozen=True)
 class SolvedTotals:
-    """OptPerf of all candidates, kept from one choice of the total to the next (Cannikin, sec. 4.5).
+    """OptPerf of all candidates, kept from one choice of the total to the next (C sec. 4.5).
 
     All are solved together once. A later choice is made by these times and the newest noise scale, and only what was
     chosen is solved for the newest time model. While its overlap state (which workers are bound by computing) is the

@@ -1,4 +1,4 @@
-"""Peak half-precision FLOP/s of devices, for open-loop splits (dynamic batching, sec. III-B).
+"""Peak half-precision FLOP/s of devices, for open-loop splits (D sec. III-B).
 
 Figures are dense (no sparsity), of the format that mixed-precision training multiplies in: float16 or bfloat16 with
 sums in float32; where hardware has no fast half precision, float32. Sources: NVIDIA's data sheets of each product; for

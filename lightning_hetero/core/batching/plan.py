@@ -19,7 +19,7 @@ __all__ = ["BatchPlan", "PlanEntry", "PlanHistory"]
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """One split of one total batch over the workers (``b_i`` and ``B`` of Cannikin, sec. 3).
+    """One split of one total batch over the workers (``b_i`` and ``B`` of C sec. 3).
 
     Args:
         total_batch_size: ``B``, samples of one step over all workers.
@@ -75,7 +75,7 @@ class BatchPlan:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """``r_i = b_i / B``, the weight of each worker's mean gradient (Cannikin, eq. 9)."""
+        """``r_i = b_i / B``, the weight of each worker's mean gradient (C eq. 9)."""
         return tuple(size / self.total_batch_size for size in self.local_batch_sizes)
 
     def state_dict(self) -> dict[str, Any]:

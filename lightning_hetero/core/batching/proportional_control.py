@@ -1,4 +1,4 @@
-"""Proportional control of batch sizes with no time model (dynamic batching, sec. III-C, eq. 4-5).
+"""Proportional control of batch sizes with no time model (D sec. III-C, D eq. 4-5).
 
 ``delta b_i = -X_i (mu_i - mean(mu))`` with the throughput ``X_i = b_i / mu_i`` and ``mu_i`` the smoothed compute time
 since the last change. Made stable by a dead band, smoothing, bounds, and an upper bound learned where throughput fell

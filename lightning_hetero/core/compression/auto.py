@@ -1,9 +1,9 @@
 """Choice between the dense all-reduce and block top-k at each density, by predicted time to accuracy.
 
-Steps are those of the time model (Cannikin, eq. 7). Of a dense all-reduce, all buckets but the last can overlap with
+Steps are those of the time model (C eq. 7). Of a dense all-reduce, all buckets but the last can overlap with
 the backward pass; selection and messages of block top-k begin when that is over, and overlap with nothing. Where
 gradients may be stale, all-reduces and messages overlap with a whole step of computing, selection does not. A step
-counts with the samples that its density costs (StellaTrain, eq. 5).
+counts with the samples that its density costs (S eq. 5).
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Search for the convergence profile of a model with few probe trainings (StellaTrain, Alg. 1).
+"""Search for the convergence profile of a model with few probe trainings (S Alg. 1).
 
 A Gaussian process stands for ``g(r, x)``, the cost of compression rate ``r`` and total batch ``x``. The next probe is
 at a random rate, and at the batch whose expected improvement at that rate is greatest, so that all rates are explored.
@@ -166,7 +166,7 @@ def profile_convergence(
     rng: np.random.Generator | None = None,
     on_profile: Callable[[ConvergenceProfile], None] | None = None,
 ) -> ConvergenceProfile:
-    """Choose and run probe trainings (StellaTrain, Alg. 1).
+    """Choose and run probe trainings (S Alg. 1).
 
     Args:
         probe: ``(compression rate, total batch, staleness) -> smoothed loss`` of a short training on some of the data.

@@ -1,4 +1,4 @@
-"""Profile of what compression, staleness and batch size cost in convergence (StellaTrain, Alg. 1).
+"""Profile of what compression, staleness and batch size cost in convergence (S Alg. 1).
 
 ``g(r, x)`` is the relative difference in the smoothed loss after a probe training at compression rate ``r`` and total
 batch ``x``, against one with neither compression nor staleness. The search for it is in

@@ -1,7 +1,7 @@
-"""Predicted time to accuracy: density of compression, total batch and split together (StellaTrain, sec. 4).
+"""Predicted time to accuracy: density of compression, total batch and split together (S sec. 4).
 
-``f_i(x) = min(beta_i / alpha_i x, beta_i)`` samples per second on worker ``i`` (eq. 2); ``TTA`` is in proportion to
-``(1 + g(r, X)) / (X / max_i x_i / f_i(x_i))`` (eq. 5), with ``g`` the extra samples that compression and batch size
+``f_i(x) = min(beta_i / alpha_i x, beta_i)`` samples per second on worker ``i`` (S eq. 2); ``TTA`` is in proportion to
+``(1 + g(r, X)) / (X / max_i x_i / f_i(x_i))`` (S eq. 5), with ``g`` the extra samples that compression and batch size
 cost (:mod:`lightning_hetero.core.compression.convergence_profile`). Eq. 6 is not as printed: it compares bytes with
 bytes, ``bytes(density) <= bandwidth * x_i / f_i(x_i)``.
 
@@ -44,7 +44,7 @@ class PenaltySettings:
         per_decade: extra samples, as a share, for each factor of ten by which less is sent. An assumption, no
             measurement.
         stale: extra samples, as a share, of gradients that are applied one step late. StellaTrain saw 0.18 at most
-            (sec. 6); early in a training with momentum it is more, so that nothing is delayed for a small gain.
+            (S sec. 6); early in a training with momentum it is more, so that nothing is delayed for a small gain.
         cut_steps_per_waiting_step: steps of progress that a cut of the density costs for each step by which blocks wait
             longer. On the digits (``benchmarks/wan.py``), a cut from 10 % to 0.67 % put trainings back by 30 to 45
             steps, where blocks wait for 140 more: by about a third.
@@ -68,7 +68,7 @@ PENALTY = PenaltySettings()
 
 
 def time_to_accuracy(total: Numbers, step_time: Numbers, loss_penalty: Numbers) -> Numbers:
-    """Seconds per sample at the least penalty, which is minimised: ``(1 + g) / (X / T)`` (StellaTrain, eq. 5).
+    """Seconds per sample at the least penalty, which is minimised: ``(1 + g) / (X / T)`` (S eq. 5).
 
     Example:
         >>> time_to_accuracy(100, 0.5, 0.2)
@@ -137,7 +137,7 @@ def assumed_penalty(
 def penalised_time(
     total: Array, compute: Array, transfer: Array, penalty: Array, *, hidden: bool, headroom: float = 1.0
 ) -> Array:
-    """Time to accuracy (eq. 5); beyond all others where stale messages take longer than computing (eq. 6).
+    """Time to accuracy (S eq. 5); beyond all others where stale messages take longer than computing (S eq. 6).
 
     Args:
         total: samples of a step; all arrays are broadcast.
@@ -170,7 +170,7 @@ class DensityChoice:
     Args:
         density: share of the gradient's blocks that is sent, above 0, to 1.
         total_batch_size: samples of a step.
-        objective: predicted seconds per sample, times the penalty on convergence (eq. 5).
+        objective: predicted seconds per sample, times the penalty on convergence (S eq. 5).
         compute: seconds of a step that sends nothing.
         transfer: seconds that its messages take at this density.
         least: seconds that they take at the least density allowed.
@@ -197,7 +197,7 @@ class DensityChoice:
 
     @property
     def network_bound(self) -> bool:
-        """Whether even the least density takes longer than computing (eq. 6 has no solution)."""
+        """Whether even the least density takes longer than computing (S eq. 6 has no solution)."""
         return self.least > self.compute
 
     def describe(self) -> str:
@@ -228,7 +228,7 @@ def minimise_time_to_accuracy(
     headroom: float = 1.0,
     settings: SearchSettings = SEARCH,
 ) -> DensityChoice:
-    """Total batch and density of least predicted time to accuracy under the bandwidth constraint (eq. 1, 5, 6).
+    """Total batch and density of least predicted time to accuracy under the bandwidth constraint (S eq. 1, 5, 6).
 
     The paper searches split, total and density by Nelder-Mead, with a weight ``lambda`` on unequal iteration times.
     With a time model at hand the split of each total is the exact optimum, and unequal times need no weight of their

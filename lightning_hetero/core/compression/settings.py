@@ -39,7 +39,7 @@ VALUE_DTYPES = {"float32": 64.0, "bfloat16": 32.0, "int8": 18.0}
 
 @dataclass(frozen=True)
 class BlockTopK:
-    """Send the blocks of ``residual + weight * gradient`` with the largest sums of magnitudes (StellaTrain, sec. 3.1).
+    """Send the blocks of ``residual + weight * gradient`` with the largest sums of magnitudes (S sec. 3.2).
 
     What is not sent stays in the residual and is sent later. As in StellaTrain, ``density`` is what all workers send
     together: each of ``N`` workers sends ``density / N`` of the blocks. ``density=1`` sends every block of every
@@ -225,7 +225,7 @@ def _split(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def blocks_per_rank(num_blocks: int, density: float, world_size: int) -> int:
-    """Return the blocks that one rank sends: ``k / N`` (StellaTrain, sec. 6), rounded up; all of them at density 1.
+    """Return the blocks that one rank sends: ``k / N`` (S sec. 6), rounded up; all of them at density 1.
 
     Example:
         >>> blocks_per_rank(1000, 0.01, 2), blocks_per_rank(1000, 1.0, 2), blocks_per_rank(3, 0.01, 8)

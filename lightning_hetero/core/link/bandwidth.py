@@ -1,4 +1,4 @@
-"""How fast a link is, as a conservative estimate: down at once, up slowly (StellaTrain, sec. 4.1 and 7).
+"""How fast a link is, as a conservative estimate: down at once, up slowly (S sec. 4.1 and 6).
 
 A link that is believed too fast makes every step wait; one that is believed too slow costs a little staleness. So a
 slower observation is believed almost at once and a faster one bit by bit. Seconds per byte are averaged, not bytes per
@@ -27,8 +27,8 @@ class BandwidthSettings:
         weight_of_slower: weight of an observation below the estimate, 0 to 1.
         weight_of_faster: weight of an observation above it, 0 to 1.
         planned_share: share of the estimate that plans count on, above 0, to 1.
-        idle_share: share of a step that workers may idle before the rate is believed to be lower (StellaTrain,
-            sec. 4.1), 0 to 1.
+        idle_share: share of a step that workers may idle before the rate is believed to be lower, 0 to 1
+            (S sec. 4.1).
         idle_factor_up: factor by which that rule raises the rate, 1 or more.
         idle_factor_down: factor by which it lowers the rate, above 0, to 1.
 
@@ -91,7 +91,7 @@ class LinkEstimate:
         return replace(self, rate=1.0 / ((1.0 - weight) / self.rate + weight / rate))
 
     def observe_idle(self, share: float) -> "LinkEstimate":
-        """The estimate by the paper's rule: up while workers idle for less than 5 % of a step, else down (sec. 4.1).
+        """The estimate by the paper's rule: up while workers idle for less than 5 % of a step, else down (S sec. 4.1).
 
         Args:
             share: of a step in which workers wait for the link although, at the rate that is believed, they would not

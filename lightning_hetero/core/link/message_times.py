@@ -1,4 +1,4 @@
-"""Latency and rates of a link, told apart by messages of different sizes (StellaTrain, sec. 4.1).
+"""Latency and rates of a link, told apart by messages of different sizes (S sec. 4.1).
 
 A message takes ``latency + bytes / rate``. What is measured before training says how long messages of next to nothing
 take while ranks do nothing else; in a training they take longer, and where all of that counted as sending, small

@@ -1,4 +1,4 @@
-"""Which gradient buckets are awaited, and which arrive a step later (partial staleness, StellaTrain, sec. 3.3).
+"""Which gradient buckets are awaited, and which arrive a step later (partial staleness, S sec. 3.3).
 
 All sums cross one link in the order in which they become ready. A *fresh* one has to be there when the backward pass
 ends, a *delayed* one when the next backward pass ends, so that order is that of their deadlines. Input-side layers are

@@ -1,4 +1,4 @@
-"""Scale the workers' batch sizes so that they make equally many updates (Adaptive SGD, Alg. 1)."""
+"""Scale the workers' batch sizes so that they make equally many updates (A Alg. 1)."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ __all__ = ["scale_batch_sizes"]
 def scale_batch_sizes(
     batch_sizes: Sequence[int], updates: Sequence[int], settings: AdaptiveSettings
 ) -> tuple[int, ...]:
-    """Return the batch sizes of the next mega-batch: ``b_i + beta (u_i - mean(u))``, in whole samples (Algorithm 1).
+    """Return the batch sizes of the next mega-batch: ``b_i + beta (u_i - mean(u))``, in whole samples (A Alg. 1).
 
     The learning rate follows the rounded size: ``lr_i b_i' / b_i``, so ``lr_i`` is ``b_i / b_max`` times the user's.
 

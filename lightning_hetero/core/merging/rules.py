@@ -1,12 +1,12 @@
 """Elastic averaging for irregular work: batch sizes that equalise updates, and how replicas are merged (Adaptive SGD).
 
 Workers train replicas of their own on batches that they take one by one, ``u_i`` of them in a mega-batch. At its end
-batch sizes are scaled (Algorithm 1) and the replicas are merged (Algorithm 2): ``w' = sum_i alpha_i w_i + gamma (w -
+batch sizes are scaled (A Alg. 1) and the replicas are merged (A Alg. 2): ``w' = sum_i alpha_i w_i + gamma (w -
 w_p)``. A merge rule is a subclass of :class:`MergeRule` and a line of :data:`MERGES`.
 
 What differs from the paper, which was written for workers that differ by a third:
 
-- A step of Algorithm 1 never goes beyond the size at which the worker would have done ``mean(u)`` updates, because
+- Scaling (A Alg. 1) never goes beyond the size at which the worker would have done ``mean(u)`` updates, because
   ``beta`` alone overshoots or stays put for ever; and the largest size is always ``b_max``, because with noise all
   would shrink (``damped=False`` is as printed).
 - Weights are normalised after the perturbation too, because unequal workers have weights that sum to more than 1, by
@@ -75,7 +75,7 @@ class MergeRule:
     that have no effect.
 
     Attributes:
-        scales: whether batch sizes follow updates (Algorithm 1).
+        scales: whether batch sizes follow updates (A Alg. 1).
         momentum: whether the global model moves on by ``gamma (w - w_p)``.
         elastic: whether a replica keeps a part of its distance to the global model.
 
@@ -194,7 +194,7 @@ class CrossbowMerge(MomentumMerge):
 
 
 class AdaptiveMerge(MomentumMerge):
-    """Adaptive SGD: weights and batch sizes follow updates (Algorithms 1 and 2).
+    """Adaptive SGD: weights and batch sizes follow updates (A Alg. 1 and 2).
 
     Example:
         >>> printed, rule = AdaptiveSettings(64, renormalize=False), MERGES["adaptive"]
@@ -213,7 +213,7 @@ class AdaptiveMerge(MomentumMerge):
         norms: Sequence[float],
         settings: AdaptiveSettings,
     ) -> MergeWeights:
-        """Return the weights of Algorithm 2, lines 1-7, for the finite replicas.
+        """Return the weights of A Alg. 2, lines 1-7, for the finite replicas.
 
         ``alpha_i = b_i / sum(b)`` if all did the same number of updates, else ``u_i / sum(u)``; then, if ``||w_i||_2 /
         |w| < pert_thr`` for all, ``(1 + delta)`` times as much for the most updated replica and ``(1 - delta)`` for the

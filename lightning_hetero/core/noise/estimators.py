@@ -1,10 +1,10 @@
-"""Gradient noise scale from unequal batches (Cannikin, sec. 4.4, eq. 10-11; McCandlish et al., appendix A).
+"""Gradient noise scale from unequal batches (C sec. 4.4, C eq. 10-11; McCandlish et al., appendix A).
 
 ``noise_scale = tr(Sigma) / |G|^2`` with the covariance ``Sigma`` of single-sample gradients and the true gradient
 ``G``. For a batch of ``b`` samples ``E|g|^2 = |G|^2 + tr(Sigma) / b``, so norms of two batch sizes tell both; here
 the local gradients of ``n`` workers and their weighted mean.
 
-The local estimators of eq. 10 are unbiased. The weights printed in Theorem 4.1 are not the best ones: its covariances
+The local estimators of C eq. 10 are unbiased. The weights printed in Theorem 4.1 are not the best ones: its covariances
 leave out the products ``g_i . g_j``. The minimum-variance weights need no matrix, ``w_i = (B - b_i) / ((n - 1) B)``,
 and give the pooled variance of elementary statistics. The printed ones are kept as ``method="cannikin"`` for
 comparison.
@@ -91,7 +91,7 @@ def _checked(
 def local_estimates(
     local_sq_norms: Sequence[float] | Array, global_sq_norm: float, local_batch_sizes: Sequence[float] | Array
 ) -> tuple[Array, Array]:
-    """Return each worker's unbiased estimates of ``|G|^2`` and ``tr(Sigma)`` (Cannikin, eq. 10).
+    """Return each worker's unbiased estimates of ``|G|^2`` and ``tr(Sigma)`` (C eq. 10).
 
     ``G_i = (B |g|^2 - b_i |g_i|^2) / (B - b_i)``, ``S_i = b_i B / (B - b_i) (|g_i|^2 - |g|^2)``
 
@@ -127,7 +127,7 @@ def _mean_weights(b: Array) -> tuple[Array, Array]:
 
 
 def _cannikin_weights(b: Array) -> tuple[Array, Array]:
-    """Return ``1^T A^-1 / (1^T A^-1 1)`` with the matrices as printed in Theorem 4.1 (eq. 11)."""
+    """Return ``1^T A^-1 / (1^T A^-1 1)`` with the matrices as printed in Theorem 4.1 (C eq. 11)."""
     B, bi, bj = b.sum(), b[:, None], b[None, :]
     a_g = (B**2 - bi**2 - bj**2) / (B * (B - bi) * (B - bj))
     a_s = bi * bj * (B - bi - bj) / ((B - bi) * (B - bj))
@@ -151,7 +151,7 @@ def estimate_noise_scale(
     *,
     method: str = "pooled",
 ) -> NoiseScaleEstimate:
-    """Estimate ``|G|^2`` and ``tr(Sigma)`` from one step of unequal workers (Cannikin, sec. 4.4, corrected).
+    """Estimate ``|G|^2`` and ``tr(Sigma)`` from one step of unequal workers (C sec. 4.4, corrected).
 
     ``"pooled"``: ``S = (sum_i b_i |g_i|^2 - B |g|^2) / (n - 1)``, ``|G|^2 = |g|^2 - S / B``: the unbiased combination
     of the local estimates with the least variance, ``Var(S) = 2 tr(Sigma^2) / (n - 1)`` for Gaussian gradients.

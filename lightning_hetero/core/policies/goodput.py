@@ -1,4 +1,4 @@
-"""Policy that decides on total batch size and split together, by goodput (Cannikin, sec. 4.1 and 4.5)."""
+"""Policy that decides on total batch size and split together, by goodput (C sec. 4.1 and 4.5)."""
 
 import math
 from collections.abc import Mapping, Sequence

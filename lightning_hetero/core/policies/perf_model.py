@@ -1,4 +1,4 @@
-"""The planner of the time model: the exact optimum of what was learned of every worker (Cannikin, sec. 3-4)."""
+"""The planner of the time model: the exact optimum of what was learned of every worker (C sec. 3-4)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -39,11 +39,11 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class PerfModelPlanner:
-    """Time model of each worker, and the split that is its exact optimum (Cannikin, sec. 3-4).
+    """Time model of each worker, and the split that is its exact optimum (C sec. 3-4).
 
     Workers are known by a posterior that follows their speeds (:mod:`lightning_hetero.core.timing.time_posterior`),
     averaging by :mod:`lightning_hetero.core.timing.link_times`. While a worker was seen at one size only, its model
-    goes through the origin, which makes the optimum the split of eq. 8; the second size gives the line. The plan
+    goes through the origin, which makes the optimum the split of C eq. 8; the second size gives the line. The plan
     changes where that saves more than it costs (:mod:`lightning_hetero.core.policies.split_rule`).
 
     Args:
@@ -110,7 +110,7 @@ class PerfModelPlanner:
         )
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
-        """Predict the seconds of a step (of a window, under accumulation) by Cannikin, eq. 7."""
+        """Predict the seconds of a step (of a window, under accumulation) by C eq. 7."""
         if not self.knows(context):
             return None
         sizes = plan.local_batch_sizes
@@ -261,7 +261,7 @@ def _optimum(cluster: ClusterTimeModel, context: PlanContext) -> BatchPlan:
 
 
 def _optimal_model(predicted: StepPrediction, context: PlanContext) -> ClusterTimeModel:
-    """Return eq. 7 with what steps of the optimal sizes take longer than it says."""
+    """Return C eq. 7 with what steps of the optimal sizes take longer than it says."""
     return predicted.model(_optimum(predicted.bare, context).local_batch_sizes)
 
 

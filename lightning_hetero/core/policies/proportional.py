@@ -1,4 +1,4 @@
-"""Policy of proportional control, which has no model of time (dynamic batching, sec. III-C)."""
+"""Policy of proportional control, which has no model of time (D sec. III-C)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +28,7 @@ def _in_proportion(capacities: Sequence[float], context: PlanContext, reason: st
 
 @dataclass(frozen=True)
 class ProportionalPlanner:
-    """Equal compute times with no model (dynamic batching, sec. III-C).
+    """Equal compute times with no model (D sec. III-C).
 
     The controller is that of :mod:`lightning_hetero.core.batching.proportional_control`.
 

@@ -1,4 +1,4 @@
-"""Policy that keeps the split of the workers' open-loop capacities (dynamic batching, sec. III-B)."""
+"""Policy that keeps the split of the workers' open-loop capacities (D sec. III-B)."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ __all__ = ["StaticPlanner"]
 
 @dataclass(frozen=True)
 class StaticPlanner:
-    """Open-loop split by peak half-precision FLOP/s, taken once (dynamic batching, sec. III-B).
+    """Open-loop split by peak half-precision FLOP/s, taken once (D sec. III-B).
 
     Example:
         >>> context = PlanContext(9, ("a", "b"), (1, 1), capacities=(2.0, 1.0))

@@ -1,4 +1,4 @@
-"""Density of compressed gradients, total batch and split decided together, by time to accuracy (StellaTrain, sec. 4).
+"""Density of compressed gradients, total batch and split decided together, by time to accuracy (S sec. 4).
 
 The planner of the total, :mod:`lightning_hetero.core.policies.goodput`, with the exchange in its model: a total is
 worth its goodput at the density that suits it best. With the messages taken out of the timings, the time model says
@@ -73,7 +73,7 @@ class DensitySettings:
 class TimeToAccuracyPlanner(GoodputPlanner):
     """Splits by the time model, and moves density and total to where time to accuracy is predicted to be least.
 
-    Time to accuracy is ``(1 + g(density, B)) T(density, B) / B`` (eq. 5), in seconds per sample. ``g`` comes from a
+    Time to accuracy is ``(1 + g(density, B)) T(density, B) / B`` (S eq. 5), in seconds per sample. ``g`` comes from a
     profile of the model; without one it is that of
     :func:`~lightning_hetero.core.compression.objective.assumed_penalty`, times what the gradient noise scale says of
     the total, ``(phi + B) / (phi + B_0)``.

@@ -1,4 +1,4 @@
-"""Estimate ``gamma``, ``t_o`` and ``t_u`` from the steps of one round (Cannikin, eq. 12)."""
+"""Estimate ``gamma``, ``t_o`` and ``t_u`` from the steps of one round (C eq. 12)."""
 
 import math
 
@@ -14,7 +14,7 @@ Array = npt.NDArray[np.float64]
 
 
 def estimate_gamma(first_bucket: Array, backward: Array) -> float:
-    """Estimate the share of the backward pass before the first bucket, by inverse variance (Cannikin, eq. 12).
+    """Estimate the share of the backward pass before the first bucket, by inverse variance (C eq. 12).
 
     Args:
         first_bucket: seconds to the first bucket, shape ``(steps, workers)``.
@@ -65,7 +65,7 @@ def steps_that_tell(
 def estimate_sync_times(
     overlapped: Array, last: Array, tells: npt.NDArray[np.bool_] | None = None
 ) -> tuple[float, float]:
-    """Estimate ``t_o`` and ``t_u``: the minimum over workers, then the median over steps (Cannikin, eq. 12).
+    """Estimate ``t_o`` and ``t_u``: the minimum over workers, then the median over steps (C eq. 12).
 
     Whoever comes last does not wait, so the smallest of the workers' times is the network's own.
 

@@ -1,4 +1,4 @@
-"""Estimate what averaging gradients takes: ``gamma``, ``t_o`` and ``t_u`` (Cannikin, eq. 12), by number of workers."""
+"""Estimate what averaging gradients takes: ``gamma``, ``t_o`` and ``t_u`` (C eq. 12), by number of workers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

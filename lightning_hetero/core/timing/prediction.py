@@ -1,6 +1,6 @@
 """Predict the time of a step, and its standard error, from what is known of workers, link and residual.
 
-The model of Cannikin, eq. 7, takes the slowest of the workers' mean times. A step takes longer, because it waits for
+The model of C eq. 7 takes the slowest of the workers' mean times. A step takes longer, because it waits for
 whoever is slowest in that very step. Here finish times are normal values, whose deviation is the standard
 error of a worker's mean time, or the jitter of its single steps. A step waits for the largest of them
 (:mod:`lightning_hetero.core.timing.expected_maximum`).
@@ -70,7 +70,7 @@ class StepPrediction:
         return ClusterTimeModel(NodeModels(self.times.mean), self.gamma, *link).accumulated(self.accumulation)
 
     def model(self, sizes: Sizes) -> ClusterTimeModel:
-        """Return eq. 7 with what steps of these sizes take longer than it says."""
+        """Return C eq. 7 with what steps of these sizes take longer than it says."""
         bare = self.bare
         more, less = max(self.residual.seconds, 0.0), min(self.residual.seconds, 0.0)
         factor = self.waiting_factor(sizes) * (1.0 + self.residual.share)

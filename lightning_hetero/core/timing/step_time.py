@@ -1,4 +1,4 @@
-"""Time model of a data-parallel step on unequal workers (Cannikin, sec. 3.2, eq. 3-7 and 12) and its fit.
+"""Time model of a data-parallel step on unequal workers (C sec. 3.2, C eq. 3-7 and 12) and its fit.
 
 Symbols: ``a_i = q_i b_i + s_i`` is everything of a step that is not backward (load, forward, update), ``P_i = k_i b_i
 + m_i`` the backward pass, ``gamma`` the share of the backward pass before the first gradient bucket is ready, ``t_o``
@@ -25,7 +25,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class NodeTimeModel:
-    """Compute time of one worker, linear in its batch size: ``a = q b + s``, ``P = k b + m`` (Cannikin, eq. 3).
+    """Compute time of one worker, linear in its batch size: ``a = q b + s``, ``P = k b + m`` (C eq. 3).
 
     Args:
         q: seconds per sample of load, forward and update, ``>= 0``.
@@ -118,7 +118,7 @@ class NodeModels(Sequence[NodeTimeModel]):
 
 @dataclass(frozen=True)
 class ClusterTimeModel:
-    """Time of one synchronous step of all workers (Cannikin, eq. 7).
+    """Time of one synchronous step of all workers (C eq. 7).
 
     ``T = max( max_i(a_i + P_i) + t_u,  max_i(a_i + gamma P_i) + t_o + t_u )``
 
@@ -161,7 +161,7 @@ class ClusterTimeModel:
     def coefficients(self) -> tuple[Array, Array, Array, Array]:
         """Return ``alpha_1, beta_1, alpha_2, beta_2`` of finish times ``max(alpha_1 b + beta_1, alpha_2 b + beta_2)``.
 
-        The first line is its computing bottleneck (eq. 5), the second its communication bottleneck (eq. 6).
+        The first line is its computing bottleneck (C eq. 5), the second its communication bottleneck (C eq. 6).
         """
         q, s, k, m = self.array.T
         tiny = 1e-12
@@ -181,7 +181,7 @@ class ClusterTimeModel:
         return np.asarray(np.maximum(alpha_1 * b + beta_1, alpha_2 * b + beta_2))
 
     def step_time(self, local_batch_sizes: Sequence[int] | Array) -> float:
-        """Return the seconds of one step with these local batch sizes (Cannikin, eq. 7)."""
+        """Return the seconds of one step with these local batch sizes (C eq. 7)."""
         return float(self.finish_times(local_batch_sizes).max())
 
     def accumulated(self, n: int) -> "ClusterTimeModel":
@@ -205,7 +205,7 @@ class ClusterTimeModel:
 
     @classmethod
     def fit(cls, observations: StepObservations) -> "ClusterTimeModel":
-        """Learn all coefficients from observed steps (Cannikin, sec. 4.5, with the estimators of eq. 12).
+        """Learn all coefficients from observed steps (C sec. 4.5, with the estimators of C eq. 12).
 
         Args:
             observations: at least one step; a worker seen at one batch size only gets a model through the origin.
@@ -249,7 +249,7 @@ def fit_node(
     backward: Array,
     weight: Array | None = None,
 ) -> NodeTimeModel:
-    """Fit the model of one worker to its own timings (Cannikin, sec. 4.5).
+    """Fit the model of one worker to its own timings (C sec. 4.5).
 
     Args:
         sizes: samples of each observation, shape ``(n,)``.
@@ -258,7 +258,7 @@ def fit_node(
         weight: weight of each observation.
 
     Returns:
-        The model; with one distinct size it goes through the origin, as eq. 8 of the paper assumes.
+        The model; with one distinct size it goes through the origin, as C eq. 8 assumes.
 
     Example:
         >>> fit_node(np.array([4.0, 4.0]), np.array([0.04, 0.04]), np.array([0.08, 0.08]))

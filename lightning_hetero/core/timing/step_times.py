@@ -1,4 +1,4 @@
-"""Smoothed step times of each worker at the present sizes, and their errors (dynamic batching, sec. III-C).
+"""Smoothed step times of each worker at the present sizes, and their errors (D sec. III-C).
 
 The paper's moving average follows what changes, and of noise it keeps as much as the mean of some twenty steps does.
 Beside it stands the mean of all steps at the present sizes. It counts as long as the moving average agrees with it, so

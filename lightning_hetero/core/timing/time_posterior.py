@@ -1,6 +1,6 @@
 """Estimate the time models of all workers as one posterior that follows speeds which move.
 
-Each worker has the state ``theta = (q, s, k, m)`` of ``a = q b + s`` and ``P = k b + m`` (Cannikin, eq. 3), Gaussian,
+Each worker has the state ``theta = (q, s, k, m)`` of ``a = q b + s`` and ``P = k b + m`` (C eq. 3), Gaussian,
 updated at each sync round by the Kalman filter from the mean times of its steps:
 
 ``(a, P) = H(b) theta + noise``, ``R = diag(sigma_a^2 a^2, sigma_P^2 P^2) / steps + rho^2 (a, P)(a, P)^T``

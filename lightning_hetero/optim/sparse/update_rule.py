@@ -4,7 +4,7 @@ A block that a gradient does not touch has a gradient of 0, with which a dense o
 on, weight decay shrinks it. Here that update is deferred until the block is touched again, and then applied in full
 before the new gradient counts. What ``n`` steps without a gradient do is known in closed form, which each rule states.
 
-StellaTrain (sec. 3.2) leaves untouched blocks as they are and calls the error small.
+StellaTrain (S sec. 3.1) leaves untouched blocks as they are and calls the error small.
 
 Between two touches the forward pass sees a block without its deferred updates, and with error feedback that may be a
 hundred steps: gradients then go on asking for a move that momentum has made already, and training overshoots. So by

@@ -1,0 +1,46 @@
+"""The picture of the packages is that of the imports, and its arrows lead downward."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = runpy.run_path(str(ROOT / "docs" / "figures" / "packages.py"))
+PAIRS = SCRIPT["statements"](ROOT)
+INSIDES = ("", *SCRIPT["OPENED"])
+
+
+def test_the_picture_is_that_of_the_imports():
+    assert (ROOT / "docs" / "figures" / "packages.svg").read_text() == SCRIPT["picture"](), "run make map"
+
+
+@pytest.mark.parametrize("inside", INSIDES)
+def test_arrows_lead_downward(inside):
+    found, _ = SCRIPT["without_circles"](SCRIPT["graph"](PAIRS, inside))
+    level = SCRIPT["levels"](found)
+    assert all(level[box] > level[target] for box, target in SCRIPT["arrows"](found))
+
+
+@pytest.mark.parametrize("inside", INSIDES)
+def test_leaving_out_arrows_leaves_what_is_reached(inside):
+    found, _ = SCRIPT["without_circles"](SCRIPT["graph"](PAIRS, inside))
+    drawn = {box: {target for start, target in SCRIPT["arrows"](found) if start == box} for box in found}
+    for box in found:
+        assert SCRIPT["reached"](drawn, box) == SCRIPT["reached"](found, box)
+
+
+@pytest.mark.parametrize("inside", INSIDES)
+def test_no_box_covers_another_or_leaves_the_picture(inside):
+    panel = SCRIPT["Panel"](SCRIPT["graph"](PAIRS, inside), inside, SCRIPT["OPENED"].get(inside, 800))
+    edges = {
+        box: (panel.x[box] - panel.box_width(box) / 2, panel.x[box] + panel.box_width(box) / 2) for box in panel.boxes
+    }
+    assert all(low >= -1 and high <= panel.width + 1 for low, high in edges.values())
+    rows = sorted((panel.level[box], *edges[box]) for box in panel.boxes)
+    assert all(a[0] != b[0] or a[2] < b[1] for a, b in zip(rows, rows[1:], strict=False))
+
+
+def test_every_box_says_what_it_is_for():
+    boxes = {f"{inside}.{box}" if inside else box for inside in INSIDES for box in SCRIPT["graph"](PAIRS, inside)}
+    assert boxes == set(SCRIPT["ROLES"]), "ROLES has a line for each"
