@@ -1,11 +1,13 @@
-"""The picture of the packages is that of the imports, and its arrows lead downward."""
+"""What `make map` writes is up to date; in the picture of the packages, arrows lead downward."""
 
+import re
 import runpy
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lightning_hetero"
 SCRIPT = runpy.run_path(str(ROOT / "docs" / "figures" / "packages.py"))
 PAIRS = SCRIPT["statements"](ROOT)
 INSIDES = ("", *SCRIPT["OPENED"])
@@ -44,3 +46,34 @@ def test_no_box_covers_another_or_leaves_the_picture(inside):
 def test_every_box_says_what_it_is_for():
     boxes = {f"{inside}.{box}" if inside else box for inside in INSIDES for box in SCRIPT["graph"](PAIRS, inside)}
     assert boxes == set(SCRIPT["ROLES"]), "ROLES has a line for each"
+
+
+@pytest.mark.parametrize("name", ["equations", "modules"])
+def test_the_page_is_up_to_date(name):
+    script, text = runpy.run_path(str(ROOT / "docs" / f"{name}.py")), (ROOT / "docs" / f"{name}.md").read_text()
+    assert text == script["page"](text), "run make map"
+
+
+NAMED = re.compile(r"`([\w/]+(?:\.py|/))`")
+
+
+def test_the_walks_name_files_that_exist():
+    """By their path below the package, or beside the file, or in the folder, that was named before."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    folder = PACKAGE
+    for name in NAMED.findall(text[text.index("## The walk of a batch") :]):
+        path = (ROOT if name.startswith(("benchmarks/", "docs/", "tests/")) else PACKAGE) / name
+        if path.is_dir():
+            folder = path
+        elif name.endswith(".py"):
+            folder = path.parent if "/" in name else folder
+            assert (folder / path.name).is_file(), name
+
+
+def test_the_layers_are_all_in_the_page():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    layers = text[text.index("| package | question") : text.index("## The walk of a batch")]
+    for inside in INSIDES:
+        for box in SCRIPT["graph"](PAIRS, inside):
+            if inside != "core" or (PACKAGE / "core" / box).is_dir():
+                assert f"`{box}`" in layers, box

@@ -56,11 +56,3 @@ def test_what_code_cites_has_its_letter_and_is_in_the_index(path):
         assert letter in PAPERS, f"{kind}. {first} is of which paper? Write its letter before it."
         numbers = range(int(first), int(last or first) + 1)
         assert {f"{letter} {kind}. {number}" for number in numbers} <= there
-
-
-def test_the_page_has_the_index():
-    text = (ROOT / "docs" / "equations.md").read_text()
-    for entry in INDEX:
-        code, test = entry.code.replace(":", "."), entry.test.replace("::", " ")
-        assert f"| {entry.cited} | {entry.what} | `{code}` | `{test}` |\n" in text, "run make map"
-    assert len(re.findall(r"^\| [CDAS] (?:eq|Alg|sec|appendix|Table)", text, re.M)) == len(INDEX), "run make map"
