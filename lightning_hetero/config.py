@@ -6,14 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_hetero.core.batching.lr_scaling import check_lr_scaling
-from lightning_hetero.core.compression.settings import (
-    Automatic,
-    BlockTopK,
-    Compressor,
-    HalfPrecision,
-    LowRank,
-    parse_compression,
-)
+from lightning_hetero.core.compression.settings import Compressor, Feature, parse_compression
 from lightning_hetero.core.link.clusters import check_clusters, check_hierarchy
 from lightning_hetero.core.policies import DEFAULT, NAMED
 from lightning_hetero.core.validation import check_choice, check_int, check_number, check_sizes, check_totals
@@ -119,13 +112,13 @@ class HeteroConfig:
             check_int("replan", self.replan, minimum=1)
         self._check_numbers()
         object.__setattr__(self, "hierarchy", check_hierarchy(self.hierarchy))
-        if self.hierarchy is not None and isinstance(self.compression, LowRank | HalfPrecision):
+        if self.hierarchy is not None and not self._supports("hierarchy"):
             raise ValueError(
-                f"hierarchy={self.hierarchy!r} and compression={self.compression!r}: torch's own hooks sum straight "
-                "over all ranks. Use block_topk or no compression, or leave the hierarchy out."
+                f"hierarchy={self.hierarchy!r} and compression={self.compression!r}: such gradients are summed "
+                "straight over all ranks. Use block_topk or no compression, or leave the hierarchy out."
             )
         check_choice("staleness", check_int("staleness", self.staleness, minimum=0), (0, 1))
-        if self.staleness and isinstance(self.compression, LowRank | HalfPrecision):
+        if self.staleness and not self._supports("stale"):
             raise ValueError(
                 f"staleness=1 and compression={self.compression!r}: of compressed gradients, only those of block_topk "
                 "can arrive late. Use block_topk or no compression, or set staleness=0."
@@ -135,6 +128,10 @@ class HeteroConfig:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False.")
 
+    def _supports(self, feature: Feature) -> bool:
+        """Return whether a feature goes with the compressor, if there is one."""
+        return not isinstance(self.compression, Compressor) or feature in self.compression.supports
+
     def _check_numbers(self) -> None:
         for name, high in (("hysteresis", 1.0), ("change_cost", math.inf)):
             if getattr(self, name) is not None:
@@ -142,7 +139,7 @@ class HeteroConfig:
 
     def _check_sparse_optimizer(self) -> None:
         check_choice("sparse_optimizer", self.sparse_optimizer, (False, True, "ahead", "later"))
-        if self.sparse_optimizer and not isinstance(self.compression, BlockTopK | Automatic):
+        if self.sparse_optimizer and (self.compression is None or not self._supports("sparse_optimizer")):
             raise ValueError(
                 f"sparse_optimizer={self.sparse_optimizer!r} updates the blocks that block top-k sends, and "
                 f"compression={self.compression} sends none. Set compression='block_topk' or 'auto', or leave it out."

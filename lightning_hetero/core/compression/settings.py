@@ -38,7 +38,24 @@ VALUE_DTYPES = {"float32": 64.0, "bfloat16": 32.0, "int8": 18.0}
 
 
 @dataclass(frozen=True)
-class BlockTopK:
+class Compressor:
+    """Settings of one compressor; the base of all of them.
+
+    Attributes:
+        supports: what may go with it.
+        averager: ``module:Class`` that averages gradients so, with ``build(settings, context)``.
+
+    Example:
+        >>> isinstance(BlockTopK(), Compressor), "density" in BlockTopK.supports
+        (True, True)
+    """
+
+    supports: ClassVar[frozenset[Feature]] = frozenset()
+    averager: ClassVar[str]
+
+
+@dataclass(frozen=True)
+class BlockTopK(Compressor):
     """Send the blocks of ``residual + weight * gradient`` with the largest sums of magnitudes (S sec. 3.2).
 
     What is not sent stays in the residual and is sent later. As in StellaTrain, ``density`` is what all workers send
@@ -90,7 +107,7 @@ class BlockTopK:
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LowRank(Compressor):
     """Send two thin matrices in place of each gradient matrix: PowerSGD, by torch's own implementation.
 
     Args:
@@ -103,7 +120,6 @@ class LowRank:
         4
     """
 
-    supports: ClassVar[frozenset[Feature]] = frozenset()
     averager: ClassVar[str] = "lightning_hetero.comm.compressors.powersgd:PowerSGDAverager"
 
     rank: int = 4
@@ -115,7 +131,7 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class HalfPrecision:
+class HalfPrecision(Compressor):
     """Send gradients as 16-bit numbers, by torch's own hooks.
 
     Args:
@@ -126,7 +142,6 @@ class HalfPrecision:
         HalfPrecision(dtype='float16')
     """
 
-    supports: ClassVar[frozenset[Feature]] = frozenset()
     averager: ClassVar[str] = "lightning_hetero.comm.compressors.half:HalfPrecisionAverager"
 
     dtype: str = "bfloat16"
@@ -136,7 +151,7 @@ class HalfPrecision:
 
 
 @dataclass(frozen=True)
-class Automatic:
+class Automatic(Compressor):
     """Measure the link, the cost of selection and the first steps; compress only where that pays.
 
     Args:
@@ -162,9 +177,7 @@ class Automatic:
             BlockTopK(density=density, value_dtype=self.value_dtype)
 
 
-Compressor = BlockTopK | LowRank | HalfPrecision | Automatic
-
-COMPRESSORS: dict[str, tuple[type, dict[str, Any]]] = {
+COMPRESSORS: dict[str, tuple[type[Compressor], dict[str, Any]]] = {
     "block_topk": (BlockTopK, {}),
     "powersgd": (LowRank, {}),
     "fp16": (HalfPrecision, {"dtype": "float16"}),
