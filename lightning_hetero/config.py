@@ -199,7 +199,7 @@ class HeteroConfig:
 
     @property
     def fixes_split(self) -> bool:
-        """Whether ``local_batch_sizes`` is the split of the whole run, rather than what a policy starts with."""
+        """``True`` if ``local_batch_sizes`` is the split of the whole run, rather than what a policy starts with."""
         return self.local_batch_sizes is not None and self.policy is None
 
     def check_world_size(self, world_size: int) -> None:
@@ -215,7 +215,7 @@ class HeteroConfig:
             check_clusters(self.hierarchy, world_size)
 
     def fingerprint(self) -> str:
-        """Text of all settings that must be equal on all ranks."""
+        """Return the text of all settings that must be equal on all ranks."""
         return (
             f"policy={self.policy}, loss_reduction={self.loss_reduction}, local_batch_sizes={self.local_batch_sizes}, "
             f"min_local_batch_size={self.min_local_batch_size}, max_local_batch_sizes={self.max_local_batch_sizes}, "

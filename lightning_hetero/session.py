@@ -96,7 +96,7 @@ class HeteroSession(TotalAccess):
 
     @property
     def running(self) -> bool:
-        """Whether a pass over the data runs."""
+        """``True`` while a pass over the data runs."""
         return self._pass is not None
 
     @property

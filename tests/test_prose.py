@@ -13,9 +13,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_hetero"
 FILES = sorted(PACKAGE.rglob("*.py"))
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
-    (ROOT / "docs").glob("*.md")
-)
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted({*(ROOT / "docs").glob("*.md")} - {ROOT / "docs" / "modules.md"}),  # which is made of docstrings
+]
+
 
 QUESTIONS = {"What", "Where", "Which", "Whether", "Who", "Why", "How", "When"}
 NOT_VERBS = {
@@ -44,7 +46,7 @@ NOT_VERBS = {
 # What is said instead, and what is not said. Words between backticks are code and may be anything.
 WORDS = {
     "deferred update, flush": r"owe[sd]?|owing|debts?|paid|pays? (?:it|them|what|for|ahead|out|back)",
-    "sync round": r"(?:an?|the|each|every|last|next|one|first|second|newest|earlier|later|of|at|from) looks?(?![- ]ahead)"
+    "sync round": r"(?:an?|the|each|every|last|next|one|first|newest|earlier|later|of|at|from) looks?(?![- ]ahead)"
     r"|comparisons? of the ranks",
     "in flight": r"under way",
     "low-bandwidth link": r"thin(?:ner)? (?:links?|networks?)",
@@ -59,8 +61,6 @@ BANNED = {word: re.compile(rf"\b(?:{pattern})\b", re.I) for word, pattern in WOR
 
 # Violations that are left, at most, by folder or page. Numbers may fall, never rise; a test says which entry is due.
 FIRST_LINES_LEFT = {
-    "accelerate": 1,
-    "callbacks": 2,
     "comm": 4,
     "comm/agreement": 25,
     "comm/collectives": 15,
@@ -70,16 +70,7 @@ FIRST_LINES_LEFT = {
     "comm/noise": 9,
     "comm/staleness": 6,
     "comm/timing": 50,
-    "compression": 2,
-    "config.py": 2,
-    "core": 3,
-    "core/compression": 12,
-    "core/link": 40,
-    "core/policies": 14,
     "engine.py": 11,
-    "frontend": 4,
-    "session.py": 1,
-    "strategies": 7,
 }
 WORDS_LEFT = {
     "comm": 3,
@@ -88,16 +79,7 @@ WORDS_LEFT = {
     "comm/gradients": 1,
     "comm/noise": 1,
     "comm/staleness": 2,
-    "core/batching": 2,
-    "core/compression": 1,
-    "core/link": 5,
-    "core/noise": 1,
-    "core/policies": 4,
-    "core/timing": 26,
-    "docs/architecture.md": 1,
     "docs/compression.md": 2,
-    "docs/how-it-works.md": 1,
-    "docs/modules.md": 2,
     "engine.py": 2,
 }
 

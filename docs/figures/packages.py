@@ -37,7 +37,7 @@ ROLES = {
     "optim": "optimizer steps",
     "probe_job": "probe trainings",
     "session": "your own loop",
-    "simulate": "slow workers, links",
+    "simulate": "stragglers, links",
     "strategies": "Lightning, Fabric, Ray",
     "comm.agreement": "sync rounds",
     "comm.collectives": "all-reduce, topology",

@@ -18,7 +18,7 @@ class CollectivesAccelerator(SessionAccelerator):
 
     @property
     def _in_pass(self) -> bool:
-        """Whether the batch at hand is one of the uneven loader, split over several ranks."""
+        """Return whether the batch at hand is one of the uneven loader, split over several ranks."""
         loader = self._hetero_loader
         return self.num_processes > 1 and loader is not None and self.gradient_state.active_dataloader is loader
 

@@ -115,7 +115,7 @@ class TTACallback(AdaptiveBatchCallback):
         return self.tta_planner.min_density, self.tta_planner.max_density
 
     def companions(self, callbacks: list[Any]) -> list[Any]:
-        """A noise scale callback, if the total moves by the noise scale and there is none; one that looks ahead."""
+        """Return a noise scale callback, if the total moves by it and there is none, and one for weight prediction."""
         needed = self.tta_planner.moves_batch and self.tta_planner.profile is None
         given = any(isinstance(callback, LookAheadCallback) for callback in callbacks)
         ahead = [] if given else [LookAheadCallback(partial(getattr, self, "lr_gain"))]
@@ -137,7 +137,7 @@ class TTACallback(AdaptiveBatchCallback):
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """As the base class; go on with the density of an earlier run."""
+        """Begin as the base class, with the density of an earlier run."""
         super().on_train_start(trainer, pl_module)
         assert self._engine is not None
         assert self._engine.compression is not None

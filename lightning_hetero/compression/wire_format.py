@@ -69,7 +69,7 @@ class MessageFormat:
 
     @cached_property
     def bitmap(self) -> bool:
-        """Whether indices are a bitmap."""
+        """``True`` if indices are a bitmap."""
         return self.k >= BITMAP_MIN_DENSITY * self.num_blocks
 
     @cached_property

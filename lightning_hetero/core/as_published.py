@@ -1,4 +1,4 @@
-"""What exists only to compare with the papers; training uses none of it."""
+"""Forms that exist only to compare with the papers; training uses none of them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ class ThroughputModel:
 
 
 def largest_density(budget: float, message_bytes: Callable[[float], float], densities: Sequence[float]) -> float:
-    """Largest density whose messages fit into a step: ``bytes(density) <= bandwidth * seconds`` (S eq. 6).
+    """Return the largest density whose messages fit into a step: ``bytes(density) <= bandwidth * seconds`` (S eq. 6).
 
     Args:
         budget: what the link has in a step, in bytes, or in seconds if that is what ``message_bytes`` gives.

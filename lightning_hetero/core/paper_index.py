@@ -38,7 +38,7 @@ class PaperEntry(NamedTuple):
 
     @property
     def cited(self) -> str:
-        """How code cites it: ``C eq. 9``."""
+        """The citation that code uses, ``C eq. 9``."""
         return f"{self.paper} {self.where}"
 
 

@@ -176,7 +176,7 @@ class AdaptiveTotal:
 
     @property
     def rates_follow(self) -> bool:
-        """Whether optimizers are held, or their rates are to stay."""
+        """``True`` if optimizers are held, or their rates are to stay."""
         return self._lr is not None or self.given_lr_scaling == "none"
 
     def let_go(self) -> None:

@@ -17,7 +17,7 @@ class Session(Protocol):
 
     @property
     def running(self) -> bool:
-        """Whether a pass over the data runs."""
+        """``True`` while a pass over the data runs."""
 
     @property
     def stream(self) -> IndexStream | None:
@@ -86,5 +86,5 @@ class SessionBatches:
 
     @property
     def drop_last(self) -> bool:
-        """Whether the ragged last batch is dropped."""
+        """``True`` if the ragged last batch is dropped."""
         return bool(self.session.engine.sampler is not None and self.session.engine.sampler.drop_last)

@@ -163,7 +163,7 @@ class WrappedModel:
 
 
 class Unwatched:
-    """What the copy of a model has in place of a :class:`WrappedModel`: torch registers no hook with a copy either."""
+    """Stand-in for a :class:`WrappedModel` in the copy of a model: torch registers no hook with a copy either."""
 
     def __call__(self, model: Any, inputs: Any) -> None:
         """Leave the copy to torch."""

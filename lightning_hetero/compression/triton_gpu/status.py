@@ -68,7 +68,7 @@ class StatusReadback:
         self._unread: tuple[int, int] | None = None
 
     def start(self, *, step: int, bucket: int) -> None:
-        """Queue a copy of this step's status."""
+        """Start a copy of this step's status."""
         self._seen.copy_(self._status, non_blocking=True)
         if self._copied is not None:
             self._copied.record()

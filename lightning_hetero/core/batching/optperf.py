@@ -94,8 +94,8 @@ def _leave_out(lines: FinishLines, total: int, step_time: float) -> tuple[tuple[
     """Return the workers whose minimum alone takes longer than all else by the others, and the time without them.
 
     Of the workers, slowest minimum first, leave out ``k``: the longest minimum of the rest falls with ``k``, the time
-    that the rest needs for everything rises. The best ``k`` is where they cross, or one before; equally slow workers
-    go together.
+    that the rest needs for everything rises. The best ``k`` is where they cross, or one before; workers that are
+    equally slow go together.
     """
     slowest_first = np.argsort(-lines.finish(lines.low), kind="stable")
 

@@ -6,7 +6,7 @@ after a rise. The paper's rule does not keep the total; here sizes are re-normal
 
 The mean is that of the workers that can still change: one that is held by a bound takes longer or shorter than all
 others whatever these do, and would put every one of them in the wrong. And the dead band knows the noise: what a change
-rests on has to exceed what times that scatter so much show by chance, see
+rests on has to exceed what times that vary so much show by chance, see
 :mod:`lightning_hetero.core.timing.step_times`.
 
 What differs from the paper: upper bounds are on trial, see :mod:`lightning_hetero.core.batching.learned_bound`. And a

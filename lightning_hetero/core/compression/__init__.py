@@ -1,3 +1,3 @@
-"""What compression sends and what it costs in convergence."""
+"""Settings of compression, and its cost in convergence."""
 
 __all__: list[str] = []

@@ -128,7 +128,7 @@ class ProfilePenalty:
         self._extra = np.maximum(np.array(table), _SEARCH.min_penalty)
 
     def __call__(self, density: float | Array, total: float | Array) -> Array:
-        """Extra samples, as a share, at densities above 0, to 1, and total batches, which are broadcast."""
+        """Return the extra samples, as a share, at densities above 0, to 1, and total batches, which are broadcast."""
         (i, x), (j, y) = _place(np.log(density), self._densities), _place(np.log(total), self._totals)
         below, above = (self._extra[k, j] * (1.0 - y) + self._extra[k, j + 1] * y for k in (i, i + 1))
         extra: Array = below * (1.0 - x) + above * x
@@ -174,7 +174,7 @@ def profile_convergence(
         max_total: greatest total batch.
         probes: trainings besides the one that others are compared with, ``>= 1``.
         rng: source of the random rates.
-        on_profile: called after each probe training with the profile so far, to keep what was paid for.
+        on_profile: called after each probe training with the profile so far, to keep what was measured.
 
     Raises:
         ImportError: if scikit-learn is missing.

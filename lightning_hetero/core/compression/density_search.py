@@ -15,7 +15,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """How finely the best density is searched.
+    """Settings of the search for the best density.
 
     Args:
         points: densities that a round tries between the neighbours of the best one so far, 3 or more.
@@ -41,7 +41,7 @@ SEARCH = SearchSettings()
 def best_densities(
     objective: Callable[[Array], Array], densities: Sequence[float] | Array, settings: SearchSettings = SEARCH
 ) -> Array:
-    """Density of the least objective in each row: all that are given, then finer ones between the best's neighbours.
+    """Find the density of the least objective in each row: those given, then finer ones between the best's neighbours.
 
     Args:
         objective: from densities of shape ``(1, n)`` or ``(rows, n)`` to values of shape ``(rows, n)``.

@@ -68,7 +68,7 @@ PENALTY = PenaltySettings()
 
 
 def time_to_accuracy(total: Numbers, step_time: Numbers, loss_penalty: Numbers) -> Numbers:
-    """Seconds per sample at the least penalty, which is minimised: ``(1 + g) / (X / T)`` (S eq. 5).
+    """Return the seconds per sample at a penalty, which are minimised: ``(1 + g) / (X / T)`` (S eq. 5).
 
     Example:
         >>> time_to_accuracy(100, 0.5, 0.2)
@@ -78,7 +78,7 @@ def time_to_accuracy(total: Numbers, step_time: Numbers, loss_penalty: Numbers) 
 
 
 def density_penalty(density: Numbers, settings: PenaltySettings = PENALTY) -> Numbers:
-    """Extra samples that a density costs where no profile says more: 10 % for each factor of ten below 1.
+    """Return the extra samples of a density where no profile says more: 10 % for each factor of ten below 1.
 
     That is an assumption, no measurement: error feedback sends what a step leaves out later, so that the price of a low
     density is a delay, and it grows slowly. A
@@ -92,7 +92,7 @@ def density_penalty(density: Numbers, settings: PenaltySettings = PENALTY) -> Nu
 
 
 def cut_penalty(density: Numbers, present: float, steps: float, settings: PenaltySettings = PENALTY) -> Numbers:
-    """Extra samples that a cut of the density costs a young training: ``0.3 (1 / density - 1 / present) / steps``.
+    """Return the extra samples of a cut in a young training: ``0.3 (1 / density - 1 / present) / steps``.
 
     A block is sent once in about ``1 / density`` steps. After a cut it waits for so much longer, and until then the
     weights lack what it holds back, which is less than the whole, because what is large goes first. That counts as a
@@ -117,7 +117,7 @@ def cut_penalty(density: Numbers, present: float, steps: float, settings: Penalt
 def assumed_penalty(
     density: Numbers, present: float, steps: int, stale: bool = False, settings: PenaltySettings = PENALTY
 ) -> Numbers:
-    """``g`` where no profile says more: what a density costs, what a cut costs by now, and stale gradients.
+    """Return ``g`` where no profile says more: the cost of a density, of a cut by now, and of stale gradients.
 
     Args:
         density: share of the gradient's blocks that is sent, above 0, to 1.
@@ -137,7 +137,7 @@ def assumed_penalty(
 def penalised_time(
     total: Array, compute: Array, transfer: Array, penalty: Array, *, hidden: bool, headroom: float = 1.0
 ) -> Array:
-    """Time to accuracy (S eq. 5); beyond all others where stale messages take longer than computing (S eq. 6).
+    """Return the time to accuracy (S eq. 5), beyond all others where stale messages outlast computing (S eq. 6).
 
     Args:
         total: samples of a step; all arrays are broadcast.
@@ -197,11 +197,11 @@ class DensityChoice:
 
     @property
     def network_bound(self) -> bool:
-        """Whether even the least density takes longer than computing (S eq. 6 has no solution)."""
+        """``True`` if even the least density takes longer than computing (S eq. 6 has no solution)."""
         return self.least > self.compute
 
     def describe(self) -> str:
-        """One line for the log.
+        """Return one line for the log.
 
         Example:
             >>> DensityChoice(0.01, 64, objective=0.002, compute=0.1, transfer=0.02, least=0.002).describe()
@@ -228,7 +228,7 @@ def minimise_time_to_accuracy(
     headroom: float = 1.0,
     settings: SearchSettings = SEARCH,
 ) -> DensityChoice:
-    """Total batch and density of least predicted time to accuracy under the bandwidth constraint (S eq. 1, 5, 6).
+    """Find total batch and density of least time to accuracy under the bandwidth constraint (S eq. 1, 5, 6).
 
     The paper searches split, total and density by Nelder-Mead, with a weight ``lambda`` on unequal iteration times.
     With a time model at hand the split of each total is the exact optimum, and unequal times need no weight of their

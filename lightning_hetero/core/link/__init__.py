@@ -1,3 +1,3 @@
-"""What gradients cross: bandwidth, messages, staleness, clusters."""
+"""The link that gradients cross: bandwidth, messages, staleness, clusters."""
 
 __all__: list[str] = []

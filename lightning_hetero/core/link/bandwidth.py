@@ -1,4 +1,4 @@
-"""How fast a link is, as a conservative estimate: down at once, up slowly (S sec. 4.1 and 6).
+"""Conservative estimate of a link's rate: down at once, up slowly (S sec. 4.1 and 6).
 
 A link that is believed too fast makes every step wait; one that is believed too slow costs a little staleness. So a
 slower observation is believed almost at once and a faster one bit by bit. Seconds per byte are averaged, not bytes per
@@ -21,7 +21,7 @@ Bytes = TypeVar("Bytes", float, npt.NDArray[np.float64])
 
 @dataclass(frozen=True)
 class BandwidthSettings:
-    """How a rate is estimated.
+    """Settings of the estimate of a rate.
 
     Args:
         weight_of_slower: weight of an observation below the estimate, 0 to 1.
@@ -81,7 +81,7 @@ class LinkEstimate:
             check_number("rate", self.rate, low=0.0, include_low=False)
 
     def observe(self, rate: float) -> "LinkEstimate":
-        """The estimate after an observation in bytes per second; one that is not finite or not above 0 says nothing."""
+        """Return the estimate after an observation in bytes per second; one that is no number above 0 says nothing."""
         if not 0.0 < rate < float("inf"):
             return self
         if self.rate is None:
@@ -91,7 +91,7 @@ class LinkEstimate:
         return replace(self, rate=1.0 / ((1.0 - weight) / self.rate + weight / rate))
 
     def observe_idle(self, share: float) -> "LinkEstimate":
-        """The estimate by the paper's rule: up while workers idle for less than 5 % of a step, else down (S sec. 4.1).
+        """Return the estimate by the paper's rule: up while workers idle for less than 5 % of a step, else down.
 
         Args:
             share: of a step in which workers wait for the link although, at the rate that is believed, they would not
@@ -107,7 +107,7 @@ class LinkEstimate:
         return replace(self, rate=self.rate * (s.idle_factor_up if share < s.idle_share else s.idle_factor_down))
 
     def seconds(self, num_bytes: Bytes) -> Bytes:
-        """Seconds to count on for sending so many bytes; 0 before the first observation.
+        """Return the seconds to count on for sending so many bytes; 0 before the first observation.
 
         Example:
             >>> LinkEstimate(rate=1000.0).seconds(90.0)
@@ -117,7 +117,7 @@ class LinkEstimate:
 
 
 def sending_rate(num_bytes: float, seconds: float, latency: float) -> float:
-    """Bytes per second of a message that took ``seconds``; at least a tenth of them count as sending.
+    """Return the bytes per second of a message that took ``seconds``; at least a tenth of them count as sending.
 
     Example:
         >>> sending_rate(100.0, 0.3, latency=0.1), sending_rate(100.0, 0.1, latency=0.1)
@@ -127,7 +127,7 @@ def sending_rate(num_bytes: float, seconds: float, latency: float) -> float:
 
 
 def sum_bytes(num_bytes: float, world_size: int) -> float:
-    """Bytes that each worker sends to sum up a buffer over all of them: ``2 (N - 1) / N`` times its size (ring).
+    """Return the bytes that each worker sends to all-reduce a buffer: ``2 (N - 1) / N`` times its size (ring).
 
     Example:
         >>> sum_bytes(100.0, 2), sum_bytes(100.0, 4)

@@ -1,7 +1,7 @@
-"""Which workers stand close together: clusters of ranks inside of which a link is many times faster than between them.
+"""Clusters of ranks inside of which a link is many times faster than between them.
 
 Inside a cluster gradients are summed densely; only one rank of each, its *leader*, exchanges sums with the others, so
-that a thin link carries one message per cluster rather than one per worker.
+that a low-bandwidth link carries one message per cluster rather than one per worker.
 """
 
 import math
@@ -25,7 +25,7 @@ APART = 3.0
 
 
 def check_hierarchy(value: Any) -> str | Clusters | None:
-    """The setting ``hierarchy`` as a name, as clusters in the order of their leaders, or as ``None``.
+    """Return the setting ``hierarchy`` as a name, as clusters in the order of their leaders, or as ``None``.
 
     Raises:
         TypeError: if it is neither a name nor lists of ranks.
@@ -56,7 +56,7 @@ def check_hierarchy(value: Any) -> str | Clusters | None:
 
 
 def check_clusters(clusters: Clusters, world_size: int) -> Clusters:
-    """Clusters of all ranks of a run.
+    """Return the clusters of all ranks of a run.
 
     Raises:
         ValueError: if a rank is missing, or there are fewer ranks.
@@ -75,7 +75,7 @@ def check_clusters(clusters: Clusters, world_size: int) -> Clusters:
 
 
 def clusters_by_name(names: Sequence[Hashable]) -> Clusters:
-    """Ranks with equal names together.
+    """Put ranks with equal names together.
 
     Example:
         >>> clusters_by_name(["lab-a", "lab-b", "lab-a"])
@@ -85,7 +85,7 @@ def clusters_by_name(names: Sequence[Hashable]) -> Clusters:
 
 
 def clusters_by_time(seconds: npt.ArrayLike) -> Clusters:
-    """Clusters from the time of a transfer between each two ranks.
+    """Find clusters from the time of a transfer between each two ranks.
 
     Times are sorted; the greatest ratio of one to the next parts those inside from those between clusters, if it is 3
     at least. Ranks that a chain of short times joins are one cluster.

@@ -17,7 +17,7 @@ Densities = TypeVar("Densities", float, npt.NDArray[np.float64])
 
 @dataclass(frozen=True)
 class MessageLink:
-    """What compressed gradients cross, as a planner sees it.
+    """The link that compressed gradients cross, as a planner sees it.
 
     Args:
         density: share of the blocks that is sent at present, above 0, to 1.
@@ -65,7 +65,7 @@ class MessageLink:
         return self.message_size.bytes(self.density)
 
     def at_best(self) -> "MessageLink":
-        """The same link if latency were longer by its standard error, so that less of the time were sending."""
+        """Return the same link if latency were longer by its standard error, so that less of the time were sending."""
         if self.seconds is None:
             return self
         latency = min(self.latency + self.latency_error, 0.98 * self.seconds)
@@ -73,12 +73,12 @@ class MessageLink:
         return replace(self, latency=latency, latency_error=0.0, estimates=(LinkEstimate(rate),))
 
     def transfer(self, density: Densities) -> Densities:
-        """Seconds to count on for the messages of a step at each density."""
+        """Return the seconds to count on for the messages of a step at each density."""
         return self.latency + self.estimates[self.slowest].seconds(self.message_size.bytes(density))
 
 
 def without_messages(observations: StepObservations, link: MessageLink | None) -> StepObservations:
-    """The same steps as if they had sent nothing: synchronisation and step time shorter by the messages' time.
+    """Return the same steps as if they had sent nothing: synchronisation and step time shorter by the messages' time.
 
     Of messages that travel while the next step computes, synchronisation and step time say nothing about computing.
 

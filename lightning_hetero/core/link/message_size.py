@@ -39,7 +39,7 @@ class MessageSize:
     align: int = 16
 
     def bytes(self, density: Densities) -> Densities:
-        """Bytes at each density, above 0, to 1."""
+        """Return the bytes at each density, above 0, to 1."""
         shares = np.rint(self.num_blocks * np.asarray(density, dtype=float) * 2**20).astype(np.int64)
         k = np.clip(-(-shares // (self.world_size * 2**20)), 1, self.num_blocks)  # as blocks_per_rank, of arrays
         k = np.where(np.asarray(density) >= 1.0, self.num_blocks, k)

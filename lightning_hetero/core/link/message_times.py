@@ -20,7 +20,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class LatencySettings:
-    """How latency is told from what messages take.
+    """Settings by which latency is told from the times of messages.
 
     Args:
         busy_factor: factor on the latency that was measured before training by which it is longer in one, 1 or more;
@@ -51,7 +51,7 @@ SETTINGS = LatencySettings()
 
 @dataclass(frozen=True)
 class MessageTimes:
-    """What is known of the times of messages.
+    """Latency and rates as far as messages have told them.
 
     Args:
         links: estimate of each worker's rate.
@@ -75,7 +75,7 @@ class MessageTimes:
     settings: LatencySettings = SETTINGS
 
     def observe(self, num_bytes: float, seconds: Array) -> "MessageTimes":
-        """With the newest messages.
+        """Return what is known with the newest messages.
 
         Args:
             num_bytes: bytes that a worker sent to all others in a step.
@@ -88,7 +88,7 @@ class MessageTimes:
         return replace(self, links=links, latency=latency, latency_error=error, last=(num_bytes, slowest))
 
     def _latency(self, num_bytes: float, seconds: float) -> tuple[float, float]:
-        """Latency and its standard error, by one step of a Kalman filter where the size has changed."""
+        """Return latency and its standard error, by one step of a Kalman filter where the size has changed."""
         s = self.settings
         if self.latency_error is None or self.last is None:
             return min(s.busy_factor * self.latency, seconds), s.first_relative_error * seconds

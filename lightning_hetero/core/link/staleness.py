@@ -1,4 +1,4 @@
-"""Which gradient buckets are awaited, and which arrive a step later (partial staleness, S sec. 3.3).
+"""Choice of the gradient buckets that are stale, and those that are awaited (partial staleness, S sec. 3.3).
 
 All sums cross one link in the order in which they become ready. A *fresh* one has to be there when the backward pass
 ends, a *delayed* one when the next backward pass ends, so that order is that of their deadlines. Input-side layers are
@@ -16,7 +16,7 @@ __all__ = ["BucketTimes", "DelayChoice", "StaleHysteresis", "StaleSettings", "ch
 
 @dataclass(frozen=True)
 class StaleSettings:
-    """When buckets, or whole messages, become stale and fresh again.
+    """Settings by which buckets, or whole messages, become stale and fresh again.
 
     Args:
         simulated_steps: steps of the simulated link; the second half is measured, when the pattern repeats itself.
@@ -89,7 +89,7 @@ class BucketTimes:
         return self.ready[-1]
 
     def step_time(self, fresh: int) -> float:
-        """Seconds of a step whose first ``fresh`` buckets are awaited and whose others arrive a step later.
+        """Return the seconds of a step whose first ``fresh`` buckets are awaited and whose others are stale.
 
         Example:
             >>> times = BucketTimes(ready=(3.0, 4.0), transfer=(1.0, 3.0))
@@ -112,13 +112,13 @@ class BucketTimes:
         return max((ends[-1] - ends[half - 1]) / half, sum(self.transfer))  # the queue may still grow slowly
 
     def slowed(self, factor: float) -> "BucketTimes":
-        """The same computing on a link that takes ``factor`` times as long."""
+        """Return the same computing on a link that takes ``factor`` times as long."""
         return BucketTimes(self.ready, tuple(factor * seconds for seconds in self.transfer))
 
 
 @dataclass(frozen=True)
 class DelayChoice:
-    """How many buckets are fresh, and the predictions that it rests on.
+    """Number of fresh buckets, and the predictions that it rests on.
 
     Args:
         fresh: buckets, from the output side on, that are awaited.
@@ -140,11 +140,11 @@ class DelayChoice:
 
     @property
     def network_bound(self) -> bool:
-        """Whether gradients take longer than computing, so that no delay of one step can hide them."""
+        """``True`` if gradients take longer than computing, so that no delay of one step can hide them."""
         return self.transfer > (1.0 + SETTINGS.tolerance) * self.compute
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         text = (
             f"step {1e3 * self.all_fresh:.3g} -> {1e3 * self.step_time:.3g} ms, computing {1e3 * self.compute:.3g} ms"
         )
@@ -155,7 +155,7 @@ class DelayChoice:
 
 @dataclass(frozen=True)
 class StaleHysteresis:
-    """Whether compressed messages, all of a step or none, are stale: slow to become so, quick to be fresh again.
+    """Choice of stale or fresh messages, all of a step or none: slow to become stale, quick to be fresh again.
 
     Args:
         rounds: sync rounds in a row that spoke for stale messages.
@@ -171,7 +171,7 @@ class StaleHysteresis:
     rounds: int = 0
 
     def observe(self, stale: bool, gain: float, settings: StaleSettings = SETTINGS) -> "tuple[StaleHysteresis, bool]":
-        """One sync round more.
+        """Count one sync round more.
 
         Args:
             stale: whether messages are stale at present.
@@ -188,7 +188,7 @@ class StaleHysteresis:
 
 
 def choose_fresh(times: BucketTimes, current: int, *, hysteresis: float = 0.03) -> DelayChoice:
-    """As many fresh buckets as fit without making a step longer; from the present number only for a gain.
+    """Choose as many fresh buckets as fit into a step; leave the present number only for a gain.
 
     Fewer are fresh if that makes a step shorter by ``hysteresis`` at least; more are fresh only if the step would not
     get longer on a link slower or faster by a quarter either.
@@ -221,7 +221,7 @@ def choose_fresh(times: BucketTimes, current: int, *, hysteresis: float = 0.03) 
 
 
 def _most_fresh(times: BucketTimes) -> int:
-    """Greatest number of fresh buckets whose step is as short as one can be, but for the tolerance.
+    """Return the greatest number of fresh buckets whose step is as short as one can be, but for the tolerance.
 
     A bucket more that is awaited never makes a step shorter, so that bisection finds it.
     """

@@ -40,7 +40,7 @@ class RunningNoiseScale:
     """
 
     min_steps_for_error: ClassVar[float] = 8.0
-    """Steps with fewer of which :attr:`relative_error` is infinite: their own scatter says little."""
+    """Steps with fewer of which :attr:`relative_error` is infinite: their own noise says little."""
     horizon: float = 50_000.0
     trace_sum: float = 0.0
     sq_norm_sum: float = 0.0
@@ -139,7 +139,7 @@ class RunningNoiseScale:
     def relative_error(self) -> float:
         """Standard error of :attr:`noise_scale` as a share of it; infinite where too little was seen to tell.
 
-        By how single steps scatter: ``d ln phi = dS / S - (d|g|^2 - mean(1 / B) dS) / |G|^2``.
+        By how single steps vary: ``d ln phi = dS / S - (d|g|^2 - mean(1 / B) dS) / |G|^2``.
 
         Example:
             >>> running = RunningNoiseScale(horizon=1e6)

@@ -7,9 +7,9 @@ that the running split is predicted to take.
 ``unknown`` is what a step of the other split may lose to what is not known of the workers: by how much the slowest of
 them, in expectation and one standard deviation more, exceeds the slowest of their expected times. Who finishes late in
 the estimates of many workers is partly who had bad luck, and would be taken for slow. Between ``n`` equal workers luck
-promises some 0.4 of what the errors cost, whatever ``n``: their expected times scatter by as much as the errors of
+promises some 0.4 of what the errors cost, whatever ``n``: their expected times differ by as much as the errors of
 these. So luck passes no such test, and a gain that waits is decided later, when less is unknown, by more at once. Where
-sizes differ already and single steps hardly scatter, doubt is less: luck can then mislead by little, and to wait for
+sizes differ already and single steps hardly vary, doubt is less: luck can then mislead by little, and to wait for
 more steps would lose more than that.
 """
 
@@ -37,7 +37,7 @@ class RuleSettings:
         least_horizon: steps for which a split is taken to hold in a run that has just begun, ``>= 8``.
         doubt: times by which a gain has to exceed what a step loses to what is not known yet, ``>= 0``. It falls
             where speeds walk, since then no later sync round knows more, and below ``noisy``.
-        noisy: relative scatter of single steps from which on doubt is whole, ``> 0``; with less it falls as their
+        noisy: relative noise of single steps from which on doubt is whole, ``> 0``; with less it falls as their
             variance does, unless sizes are equal.
         soon: gain of a change, as a share of the step, above which the next sync round is to come as early as it can,
             since more is likely to follow.
@@ -116,7 +116,7 @@ def cost(steps: float, settings: RuleSettings = RuleSettings()) -> float:
 def doubt(scatter: Array, moving: float, equal: bool, settings: RuleSettings = RuleSettings()) -> float:
     """Return the factor by which a gain has to exceed what a step may lose to what is not known.
 
-    ``doubt * min(1, scatter / noisy)^2 * (1 - moving)``, by the median of all scatters; ``doubt * (1 - moving)`` where
+    ``doubt * min(1, scatter / noisy)^2 * (1 - moving)``, by the median of all workers; ``doubt * (1 - moving)`` where
     sizes are equal, so that equal workers stay equal whatever their noise.
 
     Args:

@@ -41,7 +41,7 @@ NO_LIMIT = 2**31
 
 @dataclass(frozen=True)
 class DensitySettings:
-    """How the density is chosen.
+    """Settings of the choice of the density.
 
     Args:
         min_relative_gain: least predicted gain for which the density changes, as a share, 0 to 1. Around its optimum 2
@@ -123,7 +123,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return [self.min_density, *grid[1:-1].tolist(), self.max_density]
 
     def extra(self, density: Array, total: Array, link: MessageLink) -> Array:
-        """``g``: extra samples that a density and a total cost by now, as a share, and stale messages."""
+        """Return ``g``, the extra samples that a density and a total cost by now, as a share, and stale messages."""
         if self.profile is not None:
             return self.profile(density, total)
         return assumed_penalty(density, link.density, link.step, link.hidden and link.may_hide)
@@ -134,18 +134,18 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return math.inf if fixed else super().noise_scale(context)
 
     def ground(self, context: PlanContext) -> str:
-        """What a change of the total rests on, for the log."""
+        """Say what a change of the total rests on, for the log."""
         return (
             "by the profile and the link" if self.profile is not None else f"{super().ground(context)} and by the link"
         )
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
-        """As the time model's planner, and the messages at the present density."""
+        """Predict as the time model's planner, with the messages at the present density."""
         computing = super().predict(plan, context)
         return None if computing is None else computing + self._waiting(computing, context)
 
     def _waiting(self, computing: float, context: PlanContext) -> float:
-        """Seconds by which the messages at the present density make a step longer."""
+        """Return the seconds by which the messages at the present density make a step longer."""
         link = self._link(context)
         if link is None:
             return 0.0
@@ -177,7 +177,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return replace(split, planner=planner, density=choice, stale=hidden, soon=soon)
 
     def _whole_steps(self, proposal: Proposal, current: BatchPlan, context: PlanContext) -> Proposal:
-        """The proposal whose predictions have the messages in them, which the split's do not."""
+        """Return the proposal whose predictions have the messages in them, which the split's do not."""
         plan = proposal.plan
         more = self._waiting(plan.step_time or 0.0, context)
         first, without = (x if x is None else x + more for x in (plan.step_time, plan.step_time_without))
@@ -186,7 +186,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return Proposal(plan, proposal.reason + apart)
 
     def _stale(self, total: int, seconds: float, link: MessageLink) -> tuple[StaleHysteresis, bool]:
-        """Whether messages are to be stale: where the time that this gains is worth more than what it costs.
+        """Decide whether messages are stale: where the time that this gains is worth more than what it costs.
 
         Each way counts with the density that suits it best, and sending less goes first: only where nothing is to be
         gained by that, staleness is what is left.
@@ -197,7 +197,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return self.late.observe(link.hidden, 1.0 - late / fresh)
 
     def choose(self, total: int, seconds: float, link: MessageLink) -> DensityChoice:
-        """The best density of three digits by what the link is believed to be; the present one if it is as good.
+        """Choose the best density of three digits on the link as it is known; the present one if it is as good.
 
         Args:
             total: samples of a step.
@@ -218,14 +218,14 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return self._at(min(max(rounded, self.min_density), self.max_density), total, seconds, link)
 
     def _at(self, density: float, total: int, seconds: float, link: MessageLink) -> DensityChoice:
-        """What is predicted at a density, and whether even the least would be the bound."""
+        """Return the predictions at a density, and whether even the least would be the bound."""
         least, sent = link.transfer(np.array([self.min_density, density])).tolist()
         choice = DensityChoice(density, total, 0.0, seconds, sent, least, link.hidden)
         extra = self.extra(np.array([density]), np.array([float(total)]), link)
         return replace(choice, objective=time_to_accuracy(float(total), choice.step_time, float(extra[0])))
 
     def _best(self, total: int, seconds: float, link: MessageLink) -> DensityChoice:
-        """The best density, however little it gains."""
+        """Return the best density, however little it gains."""
         return minimise_time_to_accuracy(
             {total: seconds},
             self.densities,
@@ -236,7 +236,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         )
 
     def windows(self, total: int, context: PlanContext) -> tuple[Window, ...]:
-        """Every total that may follow the current one; only itself where the total stays."""
+        """Return every total that may follow the current one; only itself where the total stays."""
         bounds = self if self.moves_batch else replace(self, max_total_batch_size=total, min_total_batch_size=total)
         return super(TimeToAccuracyPlanner, bounds).windows(total, context)
 
@@ -260,14 +260,14 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return tuple([Candidate(c.total_batch_size, c.accumulation, s, t, e, t * e) for c, s, t, e in columns])
 
     def _link(self, context: PlanContext) -> MessageLink | None:
-        """The link as it is believed to be, ``None`` before it was seen."""
+        """Return the link as it is believed to be, ``None`` before it was seen."""
         link = context.link
         if link is None or not link.rates:
             return None
         return link if self.believed.rate is None else replace(link, estimates=(self.believed,))
 
     def _observe(self, observations: StepObservations, context: PlanContext) -> "TimeToAccuracyPlanner":
-        """Believe what the paper's rule makes of the rate that was measured at first, if that rule decides."""
+        """Take over what the paper's rule makes of the rate that was measured at first, if that rule decides."""
         link = context.link
         if not self.idle_rule or link is None or not link.rates or link.seconds is None:
             return self
@@ -283,12 +283,12 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return replace(self, believed=self.believed.observe_idle(idle))
 
     def state_dict(self) -> dict[str, Any]:
-        """What the time model learned, where the total stands, the density, and what it rests on."""
+        """Return what the time model learned, where the total stands, the density, and what it rests on."""
         own = {"believed": {"rate": self.believed.rate}, "late": asdict(self.late), "density": self.density}
         return {**super().state_dict(), **own}
 
     def loaded(self, state: dict[str, Any]) -> "TimeToAccuracyPlanner":
-        """The planner with what :meth:`state_dict` described."""
+        """Return the planner with what :meth:`state_dict` described."""
         before = cast(TimeToAccuracyPlanner, super().loaded(state))
         believed, late = LinkEstimate(state["believed"]["rate"]), StaleHysteresis(state["late"].get("rounds", 0))
         return replace(before, believed=believed, late=late, density=state["density"])

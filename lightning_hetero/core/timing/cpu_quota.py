@@ -15,7 +15,7 @@ def quota_limited_times(
     """Return the times of a window's steps as a processor quota allows them in the long run.
 
     ``cores`` seconds of processor time come with each second. Where the steps took about as long as what they used
-    needs to come back, or less, the quota is what bounds the worker, and processor time, which does not scatter, takes
+    needs to come back, or less, the quota is what bounds the worker, and processor time, which has no such noise, takes
     the place of the observed times, scaled to what the window took or needs to come back, whichever is longer. Else the
     observed times stay, since something else bounds the worker.
 

@@ -125,7 +125,7 @@ def step_filters(
 def weigh_filters(weight: Array, likelihood: Array, settings: EstimatorSettings) -> Array:
     """Return the probability of each filter after a round, by how well it has predicted each worker, and all of them.
 
-    Rounds scatter and speeds walk for reasons that workers often share (a machine, a room, a kind of device). So a
+    Rounds vary and speeds walk for reasons that workers often share (a machine, a room, a kind of device). So a
     filter that has predicted most of them well counts more for each: a factor on each filter that all workers have
     in common, fitted to the round by expectation maximisation.
 

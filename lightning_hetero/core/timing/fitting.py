@@ -89,7 +89,7 @@ def estimate_sync_times(
 def fit_line(x: Array, y: Array, weight: Array | None = None, *, iterations: int = 20) -> tuple[float, float]:
     """Fit a robust line ``y = slope x + intercept`` with both coefficients ``>= 0``.
 
-    Minimises the Huber loss of the *relative* residuals (timings scatter in proportion to their length) by iteratively
+    Minimises the Huber loss of the *relative* residuals (timings vary in proportion to their length) by iteratively
     re-weighted least squares; each round is solved exactly over the non-negative quadrant.
 
     Args:

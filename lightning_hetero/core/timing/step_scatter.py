@@ -1,4 +1,4 @@
-"""Measure how much the single steps of workers scatter, and condense a sync round to mean times and their variance.
+"""Measure how much the single steps of workers vary, and condense a sync round to mean times and their variance.
 
 What is kept of each worker are fading sums: squared relative deviations outside of and in backward, their degrees of
 freedom, odd steps, and all steps.
@@ -18,7 +18,7 @@ Array = npt.NDArray[np.float64]
 def summarise_round(
     scatter: Array, forward: Array, backward: Array, settings: EstimatorSettings
 ) -> tuple[Array, Array, Array]:
-    """Return mean times of a round, their relative variance, and the scatter of single steps with this round.
+    """Return mean times of a round, their relative variance, and the noise of single steps with this round.
 
     Args:
         scatter: sums of each worker so far, shape ``(workers, 5)``.
@@ -46,7 +46,7 @@ def summarise_round(
     a, p = winsorize_top(np.minimum(forward, limits[0])), winsorize_top(np.minimum(backward, limits[1]))
     y = np.stack([a.mean(axis=0), p.mean(axis=0)], axis=1)
     y = np.maximum(y, np.maximum(settings.least_part * y.sum(axis=1, keepdims=True), 1e-9))
-    free = max(count - 1 - 1.5 * num_winsorized(count), 0.0)  # degrees of freedom: what is capped scatters less
+    free = max(count - 1 - 1.5 * num_winsorized(count), 0.0)  # degrees of freedom: what is capped varies less
     squares = np.stack([((x - x.mean(axis=0)) ** 2).sum(axis=0) for x in (a, p)], axis=1) / y**2
     others = np.median(squares, axis=0) / max(free, 0.5)
     before = np.where(scatter[:, 2:3] >= settings.own_scatter_steps, usual**2, others)
@@ -61,7 +61,7 @@ def summarise_round(
 
 
 def relative_variance(scatter: Array, settings: EstimatorSettings) -> Array:
-    """Return the squared relative scatter of single steps: each worker's own, as far as known, else that of all.
+    """Return the squared relative noise of single steps: each worker's own, as far as known, else that of all.
 
     Args:
         scatter: sums of each worker, shape ``(workers, 5)``.
@@ -76,7 +76,7 @@ def relative_variance(scatter: Array, settings: EstimatorSettings) -> Array:
     """
     squares, steps = scatter[:, :2], scatter[:, 2:3]
     own = squares / np.maximum(steps, 0.5)
-    # one worker that scatters does not make the others uncertain
+    # one noisy worker does not make the others uncertain
     usual = np.minimum(own, 4.0 * np.median(own, axis=0) + 1e-12)
     prior = settings.scatter_steps
     shared = ((usual * steps).sum(axis=0) + prior * settings.scatter**2) / (steps.sum() + prior)

@@ -26,7 +26,7 @@ class SmoothingSettings:
     """Settings of :class:`StepTimes`.
 
     Args:
-        noise_steps: newest differences between successive steps that say how much times scatter, ``>= 1``.
+        noise_steps: newest differences between successive steps that say how much times vary, ``>= 1``.
         longest_mean_steps: most steps that the mean is of, ``>= 1``.
         outlier_ratio: multiple of the median difference above which a difference counts as just that, above 0.
         leaving_errors: standard errors by which the moving average has to leave the mean before that is given up,
@@ -134,7 +134,7 @@ class StepTimes:
         return np.asarray(self.noise / np.sqrt(max(self.steps, 1)))
 
     def restarted(self) -> "StepTimes":
-        """Return no times, for another split; how much they scatter is known from this one."""
+        """Return no times, for another split; how much they vary is known from this one."""
         return StepTimes(differences=self.differences, settings=self.settings)
 
     def current(self) -> "StepTimes":

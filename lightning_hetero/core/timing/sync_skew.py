@@ -52,7 +52,7 @@ def last_bucket_differences(
     middle = {pair: round(float(np.median(seen)), 12) for pair, seen in found.items() if len(seen) >= 3}
     if not middle:
         return {}
-    # scatter of one difference, by mean deviations of normal values: within pairs, and where there are few of these of
+    # noise of one difference, by mean deviations of normal values: within pairs, and where there are few of these of
     # all steps, which differ by workers as well
     apart = sum(float(np.abs(np.array(found[pair]) - value).sum()) for pair, value in middle.items())
     free = sum(len(found[pair]) - 1 for pair in middle)

@@ -5,7 +5,7 @@ updated at each sync round by the Kalman filter from the mean times of its steps
 
 ``(a, P) = H(b) theta + noise``, ``R = diag(sigma_a^2 a^2, sigma_P^2 P^2) / steps + rho^2 (a, P)(a, P)^T``
 
-``sigma`` is the scatter of single steps, measured. ``rho`` is what all steps of a sync round share (another process, a
+``sigma`` is the noise of single steps, measured. ``rho`` is what all steps of a sync round share (another process, a
 clock, a quota). Between rounds a speed walks: ``Q = omega^2 theta theta^T`` scales all four coefficients together, so
 that the shape of a worker's line survives. ``rho`` and ``omega`` are unknown and differ from machine to machine:
 several pairs are filtered side by side, and how well each predicts says how much it counts (a bank of filters, weighted

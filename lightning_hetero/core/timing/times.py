@@ -24,14 +24,14 @@ class EstimatorSettings:
     :class:`~lightning_hetero.core.timing.link_times.LinkTimes`; ``skew_`` of
     :mod:`~lightning_hetero.core.timing.sync_skew`; ``residual_`` of
     :class:`~lightning_hetero.core.timing.residual_time.Residual`. The last two decide on no split: a worker's own part
-    of averaging is many times its scatter or hardly anything, and what all splits take longer by makes none the better
+    of averaging is many times its noise or hardly anything, and what all splits take longer by makes none the better
     one. They say how soon predictions follow, and how certain these are.
 
     Args:
         walks: ``omega``, standard deviation of the logarithm of a speed's walk over eight steps, ``> 0``, one per
             filter. Those above four times the least are filters of speeds that walk.
-        rounds: ``rho``, standard deviation of what the steps of a round share, as a multiple of the scatter of single
-            steps, ``>= 0``, one per filter. Where steps scatter, rounds do.
+        rounds: ``rho``, standard deviation of what the steps of a round share, as a multiple of the noise of single
+            steps, ``>= 0``, one per filter. Where steps vary, rounds do.
         prior: probability of each filter for a worker of which nothing is known; they are divided by their sum.
         prior_workers: workers that this probability counts for, beside those that are known, ``>= 0``.
         switch: probability that between two rounds another filter becomes the right one for a worker, 0 to 1.
@@ -41,21 +41,21 @@ class EstimatorSettings:
         reshape: standard deviation of each coefficient in a jump, as a share of the worker's time at that size.
         scatter: relative standard deviation of single steps that is assumed before any was measured.
         scatter_steps: steps that this assumption counts for, all workers together, ``> 0``.
-        wide: share of a round's own scatter below which its variance is never taken to be, 0 to 1; a round in which
-            something else ran scatters more than others, and counts less.
-        odd: multiples of the scatter above the round's median beyond which a step is odd (a snapshot, another process):
+        wide: share of a round's own noise below which its variance is never taken to be, 0 to 1; a round in which
+            something else ran varies more than others, and counts less.
+        odd: multiples of the noise above the round's median beyond which a step is odd (a snapshot, another process):
             it counts no more than that, as long as no more than a tenth of a worker's steps are odd.
-        scatter_memory: steps over which the scatter, and the share of odd steps, are averaged.
-        own_scatter_steps: steps of its own from which on a worker's scatter counts more than that of all, ``> 0``.
+        scatter_memory: steps over which the noise, and the share of odd steps, are averaged.
+        own_scatter_steps: steps of its own from which on a worker's noise counts more than that of all, ``> 0``.
         shape_walk: walk of each coefficient by itself, as a share of a speed's walk; the shape of a line hardly moves.
         gate: squared standard errors, ``> 0``, above which a jump is considered at all; about 2 where nothing moves.
         least_part: share of a step that each of its two parts is taken to be at least, ``> 0``: a covariance has no
             more digits than that.
         link_walk: standard deviation of the walk of what averaging takes between two rounds, as a share of it.
-        link_rounds: standard deviation of one round of it, beside what the scatter of its steps says, as a share.
-        link_scatter: relative scatter of single steps that is assumed where only a few show what the link takes.
+        link_rounds: standard deviation of one round of it, beside what the noise of its steps says, as a share.
+        link_scatter: relative noise of single steps that is assumed where only a few show what the link takes.
         link_jump: standard errors beyond which what averaging takes is taken to have jumped.
-        link_few_steps: steps below which their own scatter says little of the link, and no jump is believed.
+        link_few_steps: steps below which their own noise says little of the link, and no jump is believed.
         link_bound_error: relative standard deviation of what averaging takes while only a bound of it is known.
         link_same_end: share of the time of averaging by which workers may differ in when it ends, to be taken for one
             time.
@@ -64,7 +64,7 @@ class EstimatorSettings:
             not, a part as long as the link's time is forgotten within tens of rounds.
         skew_waited: share of the last worker's averaging by which that of each other one has to be longer, so that
             this one waited: above what clocks resolve, and below any difference of workers that is worth a change.
-        skew_prior_freedom: degrees of freedom for which the scatter of all steps counts beside that within pairs, a
+        skew_prior_freedom: degrees of freedom for which the noise of all steps counts beside that within pairs, a
             prior for a round of few pairs.
         skew_probability: probability that a worker has a part of its own, before anything is seen, above 0 and below 1:
             most move data as fast as the others do. Its logarithm counts: with twice as much, a part is as likely that
@@ -73,7 +73,7 @@ class EstimatorSettings:
             steps before and after, it makes two differences of one sign, which a median of three would believe.
         residual_prior: standard deviation of both parts of the residual before anything was seen, as a share of the
             step, ``> 0``.
-        residual_rounds: relative standard deviation of one round of it, beside what the scatter of its steps says.
+        residual_rounds: relative standard deviation of one round of it, beside what the noise of its steps says.
         residual_walk: standard deviation of the walk of both parts between two rounds, as a share of the step.
         residual_shortfall: share of the predicted time by which a measured one may fall short of it, 0 to 1; what is
             shorter was no step, since the slowest worker alone takes longer.

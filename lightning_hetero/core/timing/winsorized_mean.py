@@ -1,7 +1,7 @@
 """Winsorized mean of a window of steps: the time that a worker takes for a step in the long run.
 
 It is the mean, since the times of all steps add up to the time of a training. The median is something else where steps
-scatter to one side: under a processor quota (containers, cgroups) a step runs at full speed or waits for the next
+vary to one side: under a processor quota (containers, cgroups) a step runs at full speed or waits for the next
 period, and its median says nothing of how often it waits. But the longest tenth of a window counts only as much as the
 longest of the rest: what happens once in a window (a snapshot, another process) is not the worker's pace.
 

@@ -88,7 +88,7 @@ class FabricDataMixin(FabricMixin):
 
     @property
     def _evaluating(self) -> bool:
-        """Whether what is run now cannot be training: gradients are off, or all models are in ``eval()``."""
+        """Return whether what is run now cannot be training: gradients are off, or all models are in ``eval()``."""
         return evaluates(self._models)
 
     def _even(self, loader: DataLoader) -> DataLoader:

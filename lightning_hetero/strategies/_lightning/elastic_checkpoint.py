@@ -46,7 +46,7 @@ class ElasticCheckpointMixin(ElasticCollectivesMixin):
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Each rank's optimizer goes on from its own state; with more ranks than before they share them."""
+        """Let each rank's optimizer go on from its own state; with more ranks than before they share them."""
         own = checkpoint.get(STATE, {}).get("optimizer_states")
         if own and self.engine is not None:
             checkpoint = {**checkpoint, "optimizer_states": own[self.engine.rank % len(own)]}

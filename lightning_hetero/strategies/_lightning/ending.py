@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def _ours(message: str) -> str:
-    """Lightning's advice on unused parameters, which would lead to the plain strategy."""
+    """Rewrite Lightning's advice on unused parameters, which would lead to the plain strategy."""
     ours = message.replace("strategy='ddp_find_unused", "strategy='hetero_ddp_find_unused")
     return ours.replace("strategy=DDPStrategy(find_unused", "strategy=HeteroDDPStrategy(find_unused")
 
@@ -31,12 +31,12 @@ class AloneMixin(LightningMixin):
 
     @property
     def _told_together(self) -> bool:
-        """Whether all ranks end at the same batch, because they were told to."""
+        """``True`` if all ranks end at the same batch, because they were told to."""
         return False
 
     @property
     def _alone(self) -> bool:
-        """Whether this rank handles an exception that the others may not have."""
+        """Return whether this rank handles an exception that the others may not have."""
         trainer = self._trainer_if_any
         return trainer is not None and bool(trainer.interrupted) and not self._told_together
 

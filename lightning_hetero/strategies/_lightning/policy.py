@@ -27,7 +27,7 @@ class PolicyMixin(LightningMixin):
 
     @property
     def _probes(self) -> bool:
-        """Whether the strategy runs a probe training."""
+        """``True`` if the strategy runs a probe training."""
         return isinstance(self._callback, ConvergenceProbe)
 
     def _attach_policy(self) -> None:

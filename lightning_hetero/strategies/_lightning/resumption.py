@@ -16,7 +16,7 @@ __all__ = ["Resumption", "resume_data", "resume_position"]
 
 
 def resume_position(checkpoint: Mapping[str, Any]) -> tuple[int, int] | None:
-    """``(epoch, step)`` at which training data goes on after a checkpoint of Lightning's, ``None`` if it has no loops.
+    """Return ``(epoch, step)`` from which training data goes on after Lightning's checkpoint, ``None`` without loops.
 
     Example:
         >>> progress = {"current": {"started": 1, "processed": 0, "completed": 0}}
