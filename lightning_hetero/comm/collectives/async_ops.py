@@ -1,4 +1,4 @@
-"""Where every sum of gradients and every message sets out: one place, so that a link can be made thin for tests."""
+"""One place from which every all-reduce and every message sets out, so that tests can slow a link down."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +32,7 @@ def sum_over_ranks(buffer: torch.Tensor, group: Any = None) -> torch.futures.Fut
 
 
 def _on_streams(buffer: torch.Tensor, work: Any, future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
-    """A future that makes the stream of whoever waits for it wait for the sum, as NCCL's does.
+    """Return a future that makes the stream of whoever waits for it wait for the sum, as NCCL's does.
 
     A sum by gloo is copied back to the GPU on a stream of gloo's own. Its future says that the copy was begun, and
     orders no stream behind it: who reads on another stream than the default one would read what was there before.
@@ -52,7 +52,7 @@ def _on_streams(buffer: torch.Tensor, work: Any, future: torch.futures.Future[An
 
 
 def num_bytes(buffer: torch.Tensor) -> int:
-    """Bytes of a bucket; of a sparse gradient, those of the rows that it has and of their numbers.
+    """Return the bytes of a bucket; of a sparse gradient, those of the rows that it has and of their numbers.
 
     Example:
         >>> num_bytes(torch.zeros(3)), num_bytes(torch.eye(3).to_sparse(1))
@@ -115,7 +115,7 @@ def gather_over_ranks(
     arrived: Callable[[int], None] | None = None,
     order: list[int] | None = None,
 ) -> Any:
-    """All-gather in place while other things go on: row ``i`` is that of rank ``sources[i]``; the own one is filled.
+    """Gather in place while other things go on: row ``i`` is that of rank ``sources[i]``; the own one is filled.
 
     NCCL gathers in one call. On gloo, whose all-gather allocates in every call, a broadcast of each row into its place
     is faster (``benchmarks/compression.py``).
@@ -156,13 +156,13 @@ def _all_of_them(done: torch.futures.Future[Any]) -> None:
 
 
 def tensor_of(value: Any) -> torch.Tensor:
-    """The tensor of a finished collective, which some backends give in a list."""
+    """Return the tensor of a finished collective, which some backends give in a list."""
     result: torch.Tensor = value[0] if isinstance(value, list | tuple) else value
     return result
 
 
 def pending(buffer: torch.Tensor) -> Any:
-    """A future that is set by hand, for a tensor on this device."""
+    """Return a future that is set by hand, for a tensor on this device."""
     return torch.futures.Future(devices=[buffer.device]) if buffer.is_cuda else torch.futures.Future()
 
 

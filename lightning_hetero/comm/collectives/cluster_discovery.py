@@ -45,9 +45,9 @@ def discover_clusters(setting: Any, control: ControlPlane) -> Clusters:
 
 
 def link_seconds(control: ControlPlane) -> npt.NDArray[np.float64]:
-    """Seconds of a small transfer between each two ranks, the best of three, shape (N, N); a collective call.
+    """Measure a small transfer between each two ranks, the best of three, shape (N, N); a collective call.
 
-    Ranks meet in pairs, as in a tournament in which each plays once in a round, and send 256 KiB to and fro.
+    Ranks meet in pairs, as in a tournament in which each plays once in a round, and send 256 KiB back and forth.
     """
     n = control.world_size
     mine = np.zeros(n)
@@ -65,7 +65,7 @@ def link_seconds(control: ControlPlane) -> npt.NDArray[np.float64]:
 
 
 def _ping(probe: torch.Tensor, low: int, high: int, control: ControlPlane) -> float:
-    """Seconds to and fro between two ranks."""
+    """Return the seconds of a round trip between two ranks."""
     best = float("inf")
     for _ in range(REPEATS):
         begin = time.perf_counter()

@@ -24,7 +24,7 @@ DTYPES = {zlib.crc32(str(dtype).encode()): dtype for dtype in vars(torch).values
 def gather_rows(
     tensor: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor], control: ControlPlane, group: Any = None
 ) -> torch.Tensor:
-    """The tensors of all ranks; a collective call.
+    """Gather the tensors of all ranks; a collective call.
 
     Tensors of one shape are stacked, ``(W, b, ...)``. If their first dimensions differ, the rows come in the order of
     the ranks, in a first dimension of one: ``(1, b_0 + b_1 + ..., ...)``. So the number of dimensions is the same, and
@@ -58,7 +58,7 @@ def gather_rows(
 
 
 def _shapes(tensor: torch.Tensor, control: ControlPlane, group: Any) -> list[tuple[Any, ...]]:
-    """Type and dimensions of each rank's tensor."""
+    """Gather type and dimensions of each rank's tensor."""
     own: npt.NDArray[np.float64] = np.zeros(2 + MOST_DIMENSIONS)
     own[: 2 + tensor.ndim] = zlib.crc32(str(tensor.dtype).encode()), tensor.ndim, *tensor.shape
     everyone: Any

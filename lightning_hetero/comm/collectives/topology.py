@@ -1,10 +1,11 @@
 """The way of gradients between ranks: straight, or densely inside clusters and between their leaders (hierarchy).
 
-A thin link between clusters then carries what the leaders exchange, once per cluster. Each of the three parts of the
-way, up to the leader, across, and down to the members, has a process group of its own, and each is used in the order of
-the buckets: so collectives meet in the same order on all ranks, while one bucket crosses and the next is on its way up.
-NCCL needs more: one order over all groups, since collectives of two groups that start in another order on another rank
-can wait for each other. There everything sets out from the thread that hands buckets over, which waits for none of it.
+A low-bandwidth link between clusters then carries what the leaders exchange, once per cluster. Each of the three parts
+of the way, up to the leader, across, and down to the members, has a process group of its own, and each is used in the
+order of the buckets: so collectives meet in the same order on all ranks, while one bucket crosses and the next is on
+its way up. NCCL needs more: one order over all groups, since collectives of two groups that start in another order on
+another rank can wait for each other. There everything sets out from the thread that hands buckets over, which waits for
+none of it.
 """
 
 import logging
@@ -101,12 +102,12 @@ class Topology:
 
     @classmethod
     def straight(cls, rank: int, world_size: int) -> "Topology":
-        """Every rank for itself."""
+        """Return the topology of every rank for itself."""
         return cls(rank, tuple((other,) for other in range(world_size)))
 
     @classmethod
     def form(cls, setting: Any, control: ControlPlane, timeout: timedelta | None) -> "Topology":
-        """The topology that a checked setting ``hierarchy`` asks for; a collective call.
+        """Form the topology that a checked setting ``hierarchy`` asks for; a collective call.
 
         Raises:
             ValueError: on every rank, if clusters do not name all ranks, or a rank has no cluster in its environment.
@@ -119,7 +120,7 @@ class Topology:
         return topology
 
     def another(self) -> "Topology":
-        """The same clusters with groups of their own, so that two exchanges need not wait for each other; collective.
+        """Form the same clusters with groups of their own, so that no exchange waits for another one; collective.
 
         All ranks have to call it together.
         """
@@ -132,11 +133,11 @@ class Topology:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank speaks for its cluster."""
+        """Return whether this rank speaks for its cluster."""
         return self.rank == self.leader
 
     def members_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks of a rank's cluster."""
+        """Return the ranks of a rank's cluster."""
         return next(members for members in self.clusters if rank in members)
 
     def sum(self, buffer: torch.Tensor) -> torch.futures.Future[Any]:

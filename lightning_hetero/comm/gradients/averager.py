@@ -54,7 +54,7 @@ class StepReport:
 
 @dataclass
 class StepFlags:
-    """What the average of the running step is.
+    """Kind of the average of the running step.
 
     Args:
         exact: whether it is the sum of all ranks' gradients, rather than a compressed one.
@@ -112,7 +112,7 @@ class GradientAverager(ABC):
 
     @property
     def stale_parts(self) -> bool | list[bool]:
-        """Whether the last bucket got the sum of the step before, and nothing else.
+        """``True`` if the last bucket got the sum of the step before, and nothing else.
 
         Of a bucket that has both, a list with an entry for each of its parameters.
         """
@@ -123,7 +123,7 @@ class GradientAverager(ABC):
 
     @property
     def undecided(self) -> bool:
-        """Whether it is not known yet what is sent of gradients."""
+        """``True`` while it is not known yet what is sent of gradients."""
         return False
 
     def end_step(self, *, may_delay: bool) -> bool:

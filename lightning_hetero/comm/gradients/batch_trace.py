@@ -1,4 +1,4 @@
-"""Which batch a loss came from, for loops that hold several batches at once.
+"""Trace of a loss to the batch that it came from, for loops that hold several batches at once.
 
 A loop that fetches one batch, runs it backward and fetches the next needs none of this. Loops that fetch the
 micro-batches of a whole accumulation window first, prefetch one ahead, keep losses for later, or draw from two loaders
@@ -53,7 +53,7 @@ class HandedOut:
         self.storages = [(weakref.ref(tensor), _address(tensor)) for tensor in tensors if tensor.numel()]
 
     def holds(self, addresses: set[int]) -> bool:
-        """Whether one of these storages is the batch's; a tensor that is gone may have left its address to another."""
+        """Return whether one of these storages is the batch's; a tensor that is gone may have left its address."""
         return any(address in addresses and tensor() is not None for tensor, address in self.storages)
 
 
@@ -85,7 +85,7 @@ class BatchTrace:
         return tuple(self._open)
 
     def hand_out(self, batch: Any, handed: HandedOut) -> None:
-        """The loop gets another batch; those that were run backward are over."""
+        """Hand another batch to the loop; those that were run backward are over."""
         kept = [earlier for earlier in self._open if not earlier.used] if self.several else []
         if self.several:
             handed.remember(batch)
@@ -93,7 +93,7 @@ class BatchTrace:
         self._selected = None
 
     def forget(self, beside: LoaderPass | None = None) -> None:
-        """A pass of the loader is over, or begins: its batches that were never run backward are out of the question.
+        """Forget the batches that were never run backward: a pass of the loader is over, or begins.
 
         Args:
             beside: the iteration that is over; ``None`` for the loader that is split.
@@ -122,7 +122,7 @@ class BatchTrace:
         return model.register_forward_hook(ForwardMark(self), with_kwargs=True)
 
     def mark(self, given: Any, output: Any) -> None:
-        """A forward pass made ``output`` of ``given``."""
+        """Note that a forward pass made ``output`` of ``given``."""
         if not self._open or not torch.is_grad_enabled():
             return
         found = [self._open[-1]] if len(self._open) == 1 else self._matching(list(tensors_in(given)))
@@ -131,7 +131,7 @@ class BatchTrace:
                 _metadata(tensor.grad_fn)[MARK] = found
 
     def _matching(self, tensors: Sequence[torch.Tensor]) -> list[HandedOut]:
-        """Batches that these tensors are of: by storage, through the graph, or, of copies, by shape."""
+        """Find the batches that these tensors are of: by storage, through the graph, or, of copies, by shape."""
         addresses = {_address(tensor) for tensor in tensors if tensor.layout is torch.strided and tensor.numel()}
         found = [handed for handed in self._open if handed.holds(addresses)]
         for tensor in tensors:
@@ -139,7 +139,7 @@ class BatchTrace:
         return found or self._shaped_like({tuple(tensor.shape) for tensor in tensors if tensor.ndim})
 
     def _shaped_like(self, shapes: set[tuple[int, ...]]) -> list[HandedOut]:
-        """Batches with a tensor of such a shape, if numbers of samples tell batches of different weights apart.
+        """Find batches with a tensor of such a shape, if numbers of samples tell batches of different weights apart.
 
         They have to on all ranks, because an error on one of them alone would leave the others waiting.
         """
@@ -153,7 +153,7 @@ class BatchTrace:
     # backward
 
     def of(self, loss: torch.Tensor) -> HandedOut | None:
-        """The batch that a loss belongs to, or another one of the same weight; ``None`` before the first.
+        """Find the batch that a loss belongs to, or another one of the same weight; ``None`` before the first.
 
         Raises:
             RuntimeError: if the batches that it may belong to, or was made of, have different weights.
@@ -196,7 +196,7 @@ class ForwardMark:
 
 
 def tensors_in(data: Any) -> Iterator[torch.Tensor]:
-    """Tensors of a batch, of a model's arguments or of its output."""
+    """Yield the tensors of a batch, of a model's arguments or of its output."""
     if isinstance(data, torch.Tensor):
         yield data
     elif isinstance(data, Mapping):
@@ -215,13 +215,13 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _metadata(node: Any) -> dict[str, list[HandedOut]]:
-    """What can be attached to a node of the graph; a property, which torch's stubs call a method."""
+    """Return what can be attached to a node of the graph; a property, which torch's stubs call a method."""
     attached: dict[str, list[HandedOut]] = node.metadata
     return attached
 
 
 def _marks(made: torch.Tensor) -> list[HandedOut]:
-    """Batches whose outputs a loss, say, was made of; the graph is followed down to the marked outputs only."""
+    """Find the batches whose outputs made a loss, say; the graph is followed down to the marked outputs only."""
     found: list[HandedOut] = []
     waiting, seen = [made.grad_fn], set()
     while waiting:

@@ -132,7 +132,7 @@ class HookState:
         self.num_bytes += buffer.nbytes if not buffer.is_sparse else buffer._indices().nbytes + buffer._values().nbytes
 
     def end_payout(self) -> None:
-        """Note that residuals of an earlier run are paid out."""
+        """Note that residuals of an earlier run are applied."""
         self.residual_payout = None
 
     def skip_step(self) -> None:
@@ -146,12 +146,12 @@ class HookState:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the running step's gradient is the sum of all ranks'."""
+        """``True`` if the running step's gradient is the sum of all ranks'."""
         return self.active.flags.exact
 
     @property
     def step_skipped(self) -> bool | torch.Tensor:
-        """Whether the running step was left out on all ranks; on GPU a number on the device, 0 if it was not."""
+        """``True`` if the running step was left out on all ranks; on GPU a number on the device, 0 if it was not."""
         return self._skipped or self.active.flags.skipped
 
     def forget_squares(self) -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong in a training without an error: losses and gradients that are not finite, weights that differ.
+"""Watch for failures that raise no error: losses and gradients that are not finite, weights that differ.
 
 Each is told once, with rank and step. Nothing here asks the device in a step, unless steps that are not finite are to
 be left out or to end the training.
@@ -60,7 +60,7 @@ class Health:
         self._dropped = DroppedSteps()
 
     def begin(self) -> None:
-        """A training begins: what was said of an earlier one can be said again."""
+        """Begin a training: what was said of an earlier one can be said again."""
         self._modules.clear()
         self._losses.clear()
         self._told, self._told_of_weights, self._bad = False, False, None
@@ -75,7 +75,7 @@ class Health:
         self._modules[module], self.scaled = None, scaled
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """What is trained, by name; those of a second module and so on are told apart by its number."""
+        """Return what is trained, by name; those of a second module and so on are told apart by its number."""
         return {
             f"{name} (model {number})" if number else name: p
             for number, module in enumerate(self._modules)
@@ -86,7 +86,7 @@ class Health:
     # losses
 
     def see(self, loss: torch.Tensor, step: tuple[int, int]) -> None:
-        """A loss enters backward; it is read when the device has come to it, in a later step at the earliest."""
+        """Take a loss that enters backward; it is read when the device has come to it, in a later step."""
         self._step = step
         if self._told:
             return
@@ -156,7 +156,7 @@ class Health:
     # weights
 
     def sample(self) -> npt.NDArray[np.float64]:
-        """Some weights of this rank, the same on all ranks, for :meth:`judge`; NaN in place of those that are missing.
+        """Return some weights of this rank, the same on all ranks, for :meth:`judge`; NaN where one is missing.
 
         They travel with what ranks send each other anyway when they look at their plan.
         """
@@ -219,6 +219,6 @@ def _tolerance(parameter: torch.Tensor) -> float:
 
 
 def _element(tensor: torch.Tensor, place: int) -> torch.Tensor:
-    """One element by its number, of a tensor in any layout, without a copy of it."""
+    """Return one element by its number, of a tensor in any layout, without a copy of it."""
     value = tensor[tuple(int(i) for i in np.unravel_index(place, tensor.shape))] if tensor.ndim else tensor
     return value.real if value.is_complex() else value

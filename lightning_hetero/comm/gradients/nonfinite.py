@@ -11,13 +11,13 @@ log = logging.getLogger("lightning_hetero")
 
 
 class DroppedSteps:
-    """How many steps were left out so far."""
+    """Number of steps that were left out so far."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def add(self, step: int, where: str) -> None:
-        """One more; the 1st, 2nd, 4th, 8th, ... is a line in the log."""
+        """Count one more; the 1st, 2nd, 4th, 8th, ... is a line in the log."""
         self.count += 1
         if self.count & (self.count - 1) == 0:
             log.warning(
@@ -29,7 +29,7 @@ class DroppedSteps:
 
 
 def all_finite(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether the gradients are; one answer of the device for all of them.
+    """Return whether the gradients are finite; one answer of the device for all of them.
 
     Example:
         >>> p = torch.nn.Parameter(torch.zeros(2))

@@ -1,4 +1,4 @@
-"""What can be sent: gradients that messages can carry, what an optimizer may train, and what would drift apart."""
+"""Requirements: gradients that messages can carry, what an optimizer may train, and what would drift apart."""
 
 import logging
 from collections.abc import Iterable, Mapping

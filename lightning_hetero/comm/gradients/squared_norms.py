@@ -54,11 +54,11 @@ class GradientNorms:
 
     @property
     def in_parts(self) -> bool:
-        """Whether each rank takes the squares of its own part of an averaged bucket only."""
+        """``True`` if each rank takes the squares of its own part of an averaged bucket only."""
         return self.ranks > 1 and self.preconditioner is None
 
     def of_average(self, flat: torch.Tensor, parameters: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-        """Squares of a bucket that is the same on all ranks: of this rank's part, if they are :attr:`in_parts`.
+        """Return the squares of a bucket that all ranks have: of this rank's part, if they are :attr:`in_parts`.
 
         Example:
             >>> halves = [GradientNorms(rank=rank, ranks=2) for rank in range(2)]
@@ -74,7 +74,7 @@ class GradientNorms:
     def of_weighted(
         self, flat: torch.Tensor, weight: float, parameters: Callable[[], list[torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """Squares of a bucket that is multiplied by a weight afterwards: each piece while it is still in the cache.
+        """Return the squares of a bucket that is weighted afterwards: each piece while it is still in the cache.
 
         Example:
             >>> flat = torch.tensor([3.0, 4.0])
@@ -90,7 +90,7 @@ class GradientNorms:
         return squares
 
     def of_bucket(self, flat: torch.Tensor, parameters: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-        """Squares of a bucket, whose parameters lie one after the other in it."""
+        """Return the squares of a bucket, whose parameters lie one after the other in it."""
         if self.preconditioner is None:
             return self._unscaled(square(_stored(flat)))
         owners, flat = parameters(), flat.to_dense() if flat.is_sparse else flat
@@ -98,7 +98,7 @@ class GradientNorms:
         return self._sum((p, _laid_out_as(p, part)) for p, part in zip(owners, parts, strict=True))
 
     def of_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Squares of all gradients that lie in the parameters; nothing if there are none."""
+        """Return the squares of all gradients that lie in the parameters; nothing if there are none."""
         return self._sum((p, p.grad.detach()) for p in parameters if p.grad is not None)
 
     def _sum(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
@@ -183,7 +183,7 @@ class BucketSquares:
 
 
 def _stored(tensor: torch.Tensor) -> torch.Tensor:
-    """What a sparse gradient stores, each row once; a dense one as it is."""
+    """Return the values of a sparse gradient, each row once; a dense one as it is."""
     return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
@@ -202,7 +202,7 @@ def square(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _laid_out_as(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A parameter's gradient in a bucket, where DDP keeps the parameter's own order in memory (channels last, say)."""
+    """Return a parameter's gradient in a bucket, where DDP keeps the parameter's own order (channels last, say)."""
     dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
     return (
         part.as_strided(parameter.size(), parameter.stride(), part.storage_offset())

@@ -97,7 +97,7 @@ class NoiseCollector:
         self._held: _Held | None = None
 
     def begin_step(self, sizes: tuple[int, ...]) -> None:
-        """A micro-batch of these sizes begins."""
+        """Begin a micro-batch of these sizes."""
         known = self.hook.squares.norms.preconditioner is None or self.number >= PRECONDITIONED_AFTER
         due = self.number % self.every_n_steps == 0
         self.hook.squares.want(known and (due or self._held is not None))
@@ -122,7 +122,7 @@ class NoiseCollector:
             self._first = self.hook.squares.norms.of_parameters(self._parameters())
 
     def end_step(self) -> None:
-        """The gradients of an optimizer step were averaged: take their norms."""
+        """Take the norms of the gradients of an optimizer step, which were averaged."""
         due = self.number % self.every_n_steps == 0
         self.number += 1
         squares, late = self.hook.squares.take(), self.hook.squares.take_stale()
@@ -160,7 +160,7 @@ class NoiseCollector:
             )
 
     def settle(self) -> None:
-        """Wait for what of the last step is under way, so that a checkpoint has all of that step.
+        """Wait for what of the last step is in flight, so that a checkpoint has all of that step.
 
         All ranks have to call it together.
         """

@@ -84,7 +84,7 @@ class NoiseSums:
         self._rows.append(torch.cat([sums, finite, weights], dim=1))
 
     def _each(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of each step: ``(B S, B |g|^2, 1, B, 1)``, and whether all norms that this rank knows are finite."""
+        """Return of each step ``(B S, B |g|^2, 1, B, 1)``, and whether all norms that this rank knows are finite."""
         self._settle()
         rows = torch.cat(self._rows).cpu().numpy() if self._rows else np.zeros((0, 4))
         self._rows = [torch.from_numpy(rows)] if self._rows else []
@@ -97,7 +97,7 @@ class NoiseSums:
         return total
 
     def peek(self) -> np.ndarray:
-        """``(sum of B S, of B |g|^2, finite steps, their samples, steps)`` since the last :meth:`take`.
+        """Return ``(sum of B S, of B |g|^2, finite steps, their samples, steps)`` since the last :meth:`take`.
 
         A sixth number tells which steps are not finite on this rank, for :meth:`agreed`; 0 if there are none.
         """
@@ -106,7 +106,7 @@ class NoiseSums:
         return np.array([*self._sum(each, finite), left_out])
 
     def agreed(self, parts: np.ndarray, control: ControlPlane) -> np.ndarray:
-        """The same parts of all ranks, shape ``(ranks, 5)``, with the same steps left out of each.
+        """Return the same parts of all ranks, shape ``(ranks, 5)``, with the same steps left out of each.
 
         Args:
             parts: :meth:`peek` of each rank.
@@ -123,7 +123,7 @@ class NoiseSums:
         self._before, self._steps, self._rows = np.zeros(5), 0, []
 
     def take(self) -> np.ndarray:
-        """The first five numbers of :meth:`peek`, and begin anew."""
+        """Return the first five numbers of :meth:`peek`, and begin anew."""
         out = self.peek()[:5]
         self.clear()
         return out
@@ -136,7 +136,7 @@ class NoiseSums:
 def merge_parts(
     running: RunningNoiseScale, parts: np.ndarray, *, biased: bool = False, weight: float = 1.0
 ) -> RunningNoiseScale:
-    """The running estimate with the parts of all ranks, shape ``(ranks, 5)``, of one interval.
+    """Return the running estimate with the parts of all ranks, shape ``(ranks, 5)``, of one interval.
 
     Args:
         running: estimate so far.
@@ -162,7 +162,7 @@ def merge_parts(
 
 
 def own_part(parts: Sequence[Sequence[float]], rank: int, world_size: int) -> list[float]:
-    """This rank's part of an interval that was cut, by another number of ranks perhaps.
+    """Return this rank's part of an interval that was cut, by another number of ranks perhaps.
 
     Example:
         >>> own_part([[6.0, 2.0, 3.0, 18.0, 3.0], [2.0, 2.0, 3.0, 18.0, 3.0]], rank=0, world_size=4)

@@ -54,7 +54,7 @@ class WorkersNoise:
         self.collector.absorb(self.control.gather(self.collector.sums.peek()), self.control)
 
     def interval(self) -> dict[str, Any]:
-        """What was seen since the last message, for a checkpoint; a collective call."""
+        """Return what was seen since the last message, for a checkpoint; a collective call."""
         self.collector.settle()
         sums = self.collector.sums
         parts = sums.agreed(self.control.gather(sums.peek()), self.control)
