@@ -224,7 +224,7 @@ class BackwardCheck:
 
 
 def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average one gradient bucket over all ranks: ``sum_i (W b_i / B) g_i / W = sum_i r_i g_i`` (Cannikin, eq. 9).
+    """Average one gradient bucket over all ranks: ``sum_i (W b_i / B) g_i / W = sum_i r_i g_i`` (C eq. 9).
 
     The weight ``W b_i / B`` is already in the gradient, because it was applied where the loss entered backward.
 

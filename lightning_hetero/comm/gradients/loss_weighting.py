@@ -19,7 +19,7 @@ COUNTED = "num_items_in_batch"  # the argument by which transformers' Trainer te
 
 
 class LossWeighting:
-    """Scales the loss by ``W b_i / B``, so that DDP's mean over ``W`` ranks is the mean over ``B`` samples (eq. 9).
+    """Scales the loss by ``W b_i / B``, so that DDP's mean over ``W`` ranks is the mean over ``B`` samples (C eq. 9).
 
     With ``weight_fn`` the counts ``n_i`` of the batches (tokens, pixels) take the place of ``b_i``; they are summed
     over ranks while the forward pass runs. A sum-reduced loss has weight 1. A rank whose share is 0 has weight 0. The

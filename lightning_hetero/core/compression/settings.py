@@ -37,7 +37,6 @@ VALUE_DTYPES = {"float32": 64.0, "bfloat16": 32.0, "int8": 18.0}
 """Types of values on the wire, and the bytes of 16 of them."""
 
 
-@dataclass(frozen=True)
 class Compressor:
     """Settings of one compressor; the base of all of them.
 
@@ -177,7 +176,7 @@ class Automatic(Compressor):
             BlockTopK(density=density, value_dtype=self.value_dtype)
 
 
-COMPRESSORS: dict[str, tuple[type[Compressor], dict[str, Any]]] = {
+COMPRESSORS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "block_topk": (BlockTopK, {}),
     "powersgd": (LowRank, {}),
     "fp16": (HalfPrecision, {"dtype": "float16"}),
