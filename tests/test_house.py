@@ -87,13 +87,10 @@ TESTED_ELSEWHERE = {
     "comm/compressors/registry.py",
     "comm/compressors/residuals.py",
     "comm/gradients/averager.py",
-    "comm/gradients/nonfinite.py",
     "comm/gradients/requirements.py",
     "comm/gradients/squared_norms.py",
     "comm/gradients/stale_averager.py",
     "comm/link/link_benchmark.py",
-    "comm/link/link_state.py",
-    "comm/noise/window_sums.py",
     "comm/noise/workers_noise.py",
     "comm/staleness/base.py",
 }
