@@ -65,13 +65,13 @@ FIRST_LINES_LEFT = {
     "comm/compressors": 19,
     "comm/staleness": 6,
     "comm/timing": 50,
-    "engine.py": 11,
+    "engine": 11,
 }
 WORDS_LEFT = {
     "comm/agreement": 2,
     "comm/staleness": 2,
     "docs/compression.md": 2,
-    "engine.py": 2,
+    "engine": 2,
 }
 
 
@@ -81,7 +81,7 @@ def part_of(path):
         return path.relative_to(ROOT).as_posix()
     *folders, name = path.relative_to(PACKAGE).parts
     if not folders:
-        return name
+        return name.removesuffix(".py")
     return "/".join(folders[: 2 if folders[0] in ("comm", "core") else 1])
 
 
