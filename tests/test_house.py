@@ -36,7 +36,6 @@ SUB_LAYERS = {
         *("observations", "checkpoint_state", "no_effect", "paper_index", "validation"),
     ),
     "comm": (
-        "link_diagnosis",
         *("staleness", "compressors"),
         *("noise", "link", "gradients"),
         *("collectives", "timing"),
@@ -46,20 +45,13 @@ SUB_LAYERS = {
 
 # What is not as it should be yet. Entries may be taken off these lists, never added: a test says which is due.
 UPWARD = {  # imports against the order: file, and the sub-package that it imports
-    ("comm/agreement/sync_checkpoint.py", "timing"),
-    ("comm/agreement/sync_round.py", "compressors"),
-    ("comm/agreement/sync_round.py", "gradients"),
-    ("comm/agreement/sync_round.py", "noise"),
-    ("comm/agreement/sync_round.py", "timing"),
-    ("comm/gradients/averager.py", "compressors"),
+    ("comm/gradients/averager.py", "compressors"),  # for type checkers alone
 }
 MAX_LINES = 300
 LONGER = {  # lines at most
     "comm/compressors/block_topk.py": 315,
     "comm/compressors/manager.py": 357,
     "comm/staleness/dense.py": 304,
-    "comm/timing/step_timer.py": 357,
-    "engine.py": 405,
 }
 MAX_MODULES = 12
 FULLER = {"callbacks": 14, "core/timing": 15, "elastic": 14, "frontend": 16, "strategies/_lightning": 19}  # at most
@@ -68,8 +60,6 @@ LARGER = {  # attributes at most
     "comm/collectives/topology.py Topology": 17,
     "comm/compressors/powersgd.py PowerSGDAverager": 17,
     "comm/gradients/health.py Health": 16,
-    "comm/timing/step_timer.py StepObserver": 27,
-    "engine.py HeteroEngine": 35,
 }
 MIRRORED = ("core", "comm")
 TESTED_ELSEWHERE = {

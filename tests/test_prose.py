@@ -71,7 +71,6 @@ WORDS_LEFT = {
     "comm/agreement": 2,
     "comm/staleness": 2,
     "docs/compression.md": 2,
-    "engine": 2,
 }
 
 

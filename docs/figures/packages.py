@@ -44,7 +44,6 @@ ROLES = {
     "comm.compressors": "one file, one compressor",
     "comm.gradients": "DDP hook, weighting",
     "comm.link": "measured link",
-    "comm.link_diagnosis": "communication-bound?",
     "comm.noise": "gradient norms",
     "comm.staleness": "one step late",
     "comm.timing": "clocks, step times",

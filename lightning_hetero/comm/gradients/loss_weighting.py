@@ -72,7 +72,7 @@ class LossWeighting:
             self.trace.hand_out(batch, handed)
 
     def beside(self, batches: Iterator[Any], evaluates: Callable[[], bool]) -> Iterator[Any]:
-        """The batches of a loader that is not split; the losses of those that are trained on have weight 1.
+        """Yield the batches of a loader that is not split; the losses of those that are trained on have weight 1.
 
         Args:
             batches: of this rank, as many on every rank.
@@ -101,7 +101,7 @@ class LossWeighting:
 
     @property
     def waits(self) -> bool:
-        """Whether :meth:`scale` may have to wait for the counts of other ranks."""
+        """True if :meth:`scale` may have to wait for the counts of other ranks."""
         if self.config.weight_fn is None:
             return False
         opened = self.trace.open if self.trace.several else (self._newest,)
@@ -109,12 +109,12 @@ class LossWeighting:
         return any(isinstance(weight, _Counts) and weight.pending for weight in weights)
 
     def reset(self) -> None:
-        """Losses that come now belong to no batch: they have weight 1."""
+        """Give losses weight 1 until the next batch: they belong to none."""
         self._newest = None
         self.trace.forget()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The weighted loss; the very same tensor where the weight is 1.
+        """Weight a loss; return the very same tensor where the weight is 1.
 
         Raises:
             RuntimeError: if the loss may belong to batches of different weights.
@@ -140,7 +140,7 @@ class LossWeighting:
 
 
 class _Counts:
-    """What ``weight_fn`` counts in a batch, and the sum over ranks, which is needed only when backward begins."""
+    """Count of ``weight_fn`` in a batch, and its sum over ranks, which is needed only when backward begins."""
 
     def __init__(self, count: Any, weighting: LossWeighting) -> None:
         self._world_size = weighting.world_size

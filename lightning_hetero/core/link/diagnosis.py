@@ -1,7 +1,7 @@
 """Tell whether training is communication-bound: steps wait for the network for longer than they compute.
 
 The worker that comes last in a step waits for no other worker, so the least of the workers' waits is the network's own
-(as in Cannikin, eq. 12). A straggler is not mistaken for a slow network.
+(C eq. 12). A straggler is not mistaken for a slow network.
 """
 
 from dataclasses import dataclass, replace
