@@ -23,7 +23,7 @@ from hardware import write_record
 
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.policies.split_rule import RuleSettings
-from lightning_hetero.core.timing.time_posterior import TimePosterior
+from lightning_hetero.core.timing.filters.time_posterior import TimePosterior
 from lightning_hetero.core.timing.times import EstimatorSettings
 
 CASES = [

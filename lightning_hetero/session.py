@@ -20,9 +20,9 @@ from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.adaptation import Adaptation
 from lightning_hetero.frontend.log import show_log
-from lightning_hetero.frontend.session_batches import CopiedSession, SessionBatches
-from lightning_hetero.frontend.session_data import SessionData
-from lightning_hetero.frontend.session_steps import SessionSteps
+from lightning_hetero.frontend.session.batches import CopiedSession, SessionBatches
+from lightning_hetero.frontend.session.data import SessionData
+from lightning_hetero.frontend.session.steps import SessionSteps
 from lightning_hetero.frontend.total_access import TotalAccess
 from lightning_hetero.frontend.without_effect import tell
 

@@ -23,8 +23,8 @@ from lightning_hetero.strategies._lightning.ddp import resume_position
 from tests.helpers import Points, run_ranks
 
 STRATEGY, LOADERS = "strategies/_lightning/ddp.py", "frontend/loaders.py"
-POLICY, PROBE, HOOK = "callbacks/base.py", "strategies/_lightning/memory_probe.py", "comm/gradients/ddp_hook.py"
-ELASTIC, RULES = "strategies/_lightning/elastic_steps.py", "strategies/_lightning/elastic_requirements.py"
+POLICY, PROBE, HOOK = "callbacks/base.py", "strategies/_lightning/probes/memory.py", "comm/gradients/ddp_hook.py"
+ELASTIC, RULES = "strategies/_lightning/elastic/steps.py", "strategies/_lightning/elastic/requirements.py"
 DATA, LENGTH = "strategies/_lightning/train_data.py", "strategies/_lightning/epoch_length.py"
 RESUME, MODEL = "strategies/_lightning/resumption.py", "frontend/model_setup.py"
 SIGNALS = "strategies/_lightning/signals.py"
@@ -123,7 +123,7 @@ def test_the_signal_to_end_is_broadcast_in_every_batch(pl):
     loop = submodule(pl, "loops.training_epoch_loop")._TrainingEpochLoop
     if hasattr(loop, "_broadcast_sigterm_tensor"):  # from 2.6 on
         assert "self._broadcast_sigterm_tensor()" in inspect.getsource(loop.advance), used(
-            "strategies/_lightning/elastic.py", "in on_train_start() to have no collective in a batch"
+            "strategies/_lightning/elastic/strategy.py", "in on_train_start() to have no collective in a batch"
         )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, GNSCallback, HeteroDDPStrategy
-from lightning_hetero.strategies._lightning.memory_probe import largest_training_batch
+from lightning_hetero.strategies._lightning.probes.memory import largest_training_batch
 from tests.comm.compressors.block_steps import OPTIMIZERS, BlockSteps
 from tests.helpers import Points, Regressor, covered, run_ranks, trainer_of
 

@@ -28,7 +28,7 @@ from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.elastic import MergeRecord
 from lightning_hetero.frontend.adaptive_total import AdaptiveTotal
 from lightning_hetero.strategies._lightning.ddp import HeteroDDPMixin
-from lightning_hetero.strategies._lightning.elastic import HeteroElasticMixin
+from lightning_hetero.strategies._lightning.elastic.strategy import HeteroElasticMixin
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

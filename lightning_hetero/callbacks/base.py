@@ -7,6 +7,8 @@ engine, which gathers observations, lets rank 0 decide and adopts the plan on al
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from lightning_hetero.callbacks._display.progress_bar import SplitInBar, lengthen_bar
+from lightning_hetero.callbacks._display.throughput import count_all_workers, count_own
 from lightning_hetero.callbacks._flush_stale import apply_last_sums, check_staleness
 from lightning_hetero.callbacks._lightning import (
     Callback,
@@ -16,8 +18,6 @@ from lightning_hetero.callbacks._lightning import (
     engine_if_any,
     log_metrics,
 )
-from lightning_hetero.callbacks._progress_bar import SplitInBar, lengthen_bar
-from lightning_hetero.callbacks._throughput import count_all_workers, count_own
 from lightning_hetero.core.checkpoint_state import check_tensors, reading_state
 from lightning_hetero.core.policies import policy_name
 from lightning_hetero.core.policies.base import Planner, check_planner

@@ -128,7 +128,7 @@ INDEX: tuple[PaperEntry, ...] = tuple(
          "elastic/test_engine.py::test_merges_are_the_printed_equations"),
         ("A", "sec. III", "batches claimed one by one", "data.mega_batch:MegaBatch",
          "data/test_mega_batch.py::test_an_epoch_is_covered_once_in_any_order_of_claims"),
-        ("A", "sec. IV", "weighted all-reduce of models", "elastic.weighted_average:weighted_sums",
+        ("A", "sec. IV", "weighted all-reduce of models", "elastic.merging.weighted_average:weighted_sums",
          "elastic/test_weighted_average.py::"
          "test_sums_are_weighted_and_a_weight_of_zero_hides_what_is_not_finite"),
         ("A", "Table I", "sparse data of this shape", "datasets.synthetic:synthetic_multilabel",
@@ -169,7 +169,7 @@ INDEX: tuple[PaperEntry, ...] = tuple(
         ("S", "Alg. 1", "search of the convergence profile", "core.compression.bayesian_search:profile_convergence",
          "core/compression/test_bayesian_search.py::"
          "test_first_probe_is_the_one_compared_with_and_others_are_stale"),
-        ("S", "Alg. 1", "a probe training", "strategies._lightning.convergence_probe:ConvergenceProbe",
+        ("S", "Alg. 1", "a probe training", "strategies._lightning.probes.convergence:ConvergenceProbe",
          "strategies/test_convergence_probe.py::test_losses_are_those_of_samples_with_accumulation_and_sums"),
         ("S", "sec. 6", "each worker sends k / N blocks", "core.compression.settings:blocks_per_rank",
          "core/compression/test_settings.py::test_budget_is_k_over_n_rounded_up"),

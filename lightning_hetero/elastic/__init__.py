@@ -2,6 +2,6 @@
 
 from lightning_hetero.elastic.config import OWN_LOOP, ElasticConfig
 from lightning_hetero.elastic.engine import ElasticEngine, MergeRecord
-from lightning_hetero.elastic.replica import Replica
+from lightning_hetero.elastic.merging.replica import Replica
 
 __all__ = ["OWN_LOOP", "ElasticConfig", "ElasticEngine", "MergeRecord", "Replica"]

@@ -22,13 +22,13 @@ from lightning_hetero.elastic.batch_queue import BatchDispatcher, job_store
 from lightning_hetero.elastic.config import ElasticConfig
 from lightning_hetero.elastic.device_pace import DevicePace
 from lightning_hetero.elastic.epoch_layout import EpochLayout
-from lightning_hetero.elastic.merge_record import MergeRecord
-from lightning_hetero.elastic.merger import ReplicaMerger
+from lightning_hetero.elastic.merging.merge_record import MergeRecord
+from lightning_hetero.elastic.merging.merger import ReplicaMerger
+from lightning_hetero.elastic.merging.replica import Replica
+from lightning_hetero.elastic.merging.same_model import require_same_model
 from lightning_hetero.elastic.optimizers import agree_on_momentum, require_mergeable
 from lightning_hetero.elastic.progress import MegaBatchProgress
-from lightning_hetero.elastic.replica import Replica
 from lightning_hetero.elastic.resume import ResumePoint
-from lightning_hetero.elastic.same_model import require_same_model
 from lightning_hetero.elastic.without_effect import elastic_without_effect
 
 __all__ = ["ElasticEngine", "MergeRecord"]

@@ -2,7 +2,7 @@
 
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
-from lightning_hetero.strategies._lightning.elastic import HeteroElasticMixin
+from lightning_hetero.strategies._lightning.elastic.strategy import HeteroElasticMixin
 from lightning_hetero.strategies._registration import register
 
 __all__ = ["HeteroElasticStrategy"]

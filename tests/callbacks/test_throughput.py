@@ -32,7 +32,9 @@ def samples_of(batch):
 def _counted(rank, settings):
     said = []
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr("lightning_hetero.callbacks._throughput.log.info", lambda text, *rest: said.append(text))
+    monkeypatch.setattr(
+        "lightning_hetero.callbacks._display.throughput.log.info", lambda text, *rest: said.append(text)
+    )
     model = Regressor()
     model.flops_per_batch = 10
     monitor = ThroughputMonitor(samples_of, length_fn=lambda batch: 5 * len(batch[0]), window_size=2)

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.elastic.weighted_average import buckets, synchronize, weighted_sums
+from lightning_hetero.elastic.merging.weighted_average import buckets, synchronize, weighted_sums
 from tests.helpers import run_ranks
 
 

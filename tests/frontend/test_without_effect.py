@@ -17,7 +17,7 @@ from lightning_hetero import (
     TTACallback,
 )
 from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
-from lightning_hetero.callbacks._without_effect import callbacks_without_effect
+from lightning_hetero.callbacks._display.without_effect import callbacks_without_effect
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner, ProportionalPlanner, StaticPlanner
 from lightning_hetero.elastic import ElasticConfig

@@ -103,7 +103,7 @@ def _probed(rank):
 
 
 def _bound_of(strategy, trainer, model, loader):
-    from lightning_hetero.strategies._lightning.memory_probe import largest_training_batch, later_bytes
+    from lightning_hetero.strategies._lightning.probes.memory import largest_training_batch, later_bytes
 
     reserved = later_bytes(model, strategy.config)
     found = largest_training_batch(model.to(GPU), loader, GPU, limit=2048, reserved=reserved)

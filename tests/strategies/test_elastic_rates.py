@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hetero.strategies._lightning.elastic_rates import scaled_rates
+from lightning_hetero.strategies._lightning.elastic.rates import scaled_rates
 
 
 def rates(optimizer):

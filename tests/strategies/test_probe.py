@@ -17,8 +17,8 @@ from lightning_hetero.core import BatchPlan
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner, Proposal
 from lightning_hetero.hardware import identity
 from lightning_hetero.strategies._lightning import ddp as _hetero_ddp
-from lightning_hetero.strategies._lightning import memory_probe as _probe
-from lightning_hetero.strategies._lightning.memory_probe import largest_training_batch, later_bytes, probe_module
+from lightning_hetero.strategies._lightning.probes import memory as _probe
+from lightning_hetero.strategies._lightning.probes.memory import largest_training_batch, later_bytes, probe_module
 from tests.helpers import Points, Regressor, covered, fit, run_ranks, trainer_of
 from tests.learned import knowing
 

@@ -14,12 +14,12 @@ from lightning_hetero.core.policies.base import Decision, PlanContext, Planner, 
 from lightning_hetero.core.policies.proportional import ProportionalPlanner
 from lightning_hetero.core.policies.split_rule import RuleSettings, cost, doubt, horizon
 from lightning_hetero.core.policies.static import StaticPlanner
+from lightning_hetero.core.timing.filters.time_posterior import TimePosterior
 from lightning_hetero.core.timing.link_times import LinkTimes
 from lightning_hetero.core.timing.prediction import StepPrediction
 from lightning_hetero.core.timing.residual_time import Residual
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
 from lightning_hetero.core.timing.sync_skew import last_bucket_differences, likely_offsets, per_worker_offsets
-from lightning_hetero.core.timing.time_posterior import TimePosterior
 from lightning_hetero.core.timing.times import Times
 from lightning_hetero.core.timing.winsorized_mean import winsorized_mean
 
@@ -41,7 +41,8 @@ Array = npt.NDArray[np.float64]
 class PerfModelPlanner:
     """Time model of each worker, and the split that is its exact optimum (C sec. 3-4).
 
-    Workers are known by a posterior that follows their speeds (:mod:`lightning_hetero.core.timing.time_posterior`),
+    Workers are known by a posterior that follows their speeds
+    (:mod:`lightning_hetero.core.timing.filters.time_posterior`),
     averaging by :mod:`lightning_hetero.core.timing.link_times`. While a worker was seen at one size only, its model
     goes through the origin, which makes the optimum the split of C eq. 8; the second size gives the line. The plan
     changes where that saves more than it costs (:mod:`lightning_hetero.core.policies.split_rule`).

@@ -20,7 +20,8 @@ WALK_STEPS = 8.0
 class EstimatorSettings:
     """Settings of all that is learned of step times; ``benchmarks/estimator.py`` sweeps each of them.
 
-    Those without a prefix are of :class:`~lightning_hetero.core.timing.time_posterior.TimePosterior`; ``link_`` of
+    Those without a prefix are of :class:`~lightning_hetero.core.timing.filters.time_posterior.TimePosterior`;
+    ``link_`` of
     :class:`~lightning_hetero.core.timing.link_times.LinkTimes`; ``skew_`` of
     :mod:`~lightning_hetero.core.timing.sync_skew`; ``residual_`` of
     :class:`~lightning_hetero.core.timing.residual_time.Residual`. The last two decide on no split: a worker's own part

@@ -26,7 +26,7 @@ from lightning_hetero.strategies._arguments import check_arguments, refuse_for_o
 from lightning_hetero.strategies._lightning.checkpoint import CheckpointMixin
 from lightning_hetero.strategies._lightning.collectives import CollectivesMixin
 from lightning_hetero.strategies._lightning.ending import EndingMixin
-from lightning_hetero.strategies._lightning.memory_probe import probe_module
+from lightning_hetero.strategies._lightning.probes.memory import probe_module
 from lightning_hetero.strategies._lightning.resumption import resume_position
 from lightning_hetero.strategies._lightning.staleness import attach_staleness
 from lightning_hetero.strategies._lightning.train_data import TrainDataMixin

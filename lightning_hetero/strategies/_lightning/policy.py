@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING
 
 from lightning_hetero.callbacks import PolicyCallback, policy_callback
+from lightning_hetero.callbacks._display.without_effect import callbacks_without_effect
 from lightning_hetero.callbacks._lightning import callbacks_of
-from lightning_hetero.callbacks._without_effect import callbacks_without_effect
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.without_effect import tell
 from lightning_hetero.strategies._lightning.base import LightningMixin
-from lightning_hetero.strategies._lightning.convergence_probe import ConvergenceProbe, begin_probe
+from lightning_hetero.strategies._lightning.probes.convergence import ConvergenceProbe, begin_probe
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback

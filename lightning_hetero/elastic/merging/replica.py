@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hetero.core.merging.rules import GlobalModel, MergeRule
-from lightning_hetero.elastic.weighted_average import synchronize, weighted_sums
+from lightning_hetero.elastic.merging.weighted_average import synchronize, weighted_sums
 
 __all__ = ["Replica"]
 

@@ -22,14 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.timing.filter_bank import (
+from lightning_hetero.core.timing.filters.filter_bank import (
     first_state,
     step_filters,
     switch_filters,
     usual_weight,
     weigh_filters,
 )
-from lightning_hetero.core.timing.kalman import mixed, non_negative
+from lightning_hetero.core.timing.filters.kalman import mixed, non_negative
 from lightning_hetero.core.timing.step_scatter import relative_variance, summarise_round
 from lightning_hetero.core.timing.times import EstimatorSettings, Times
 

@@ -15,9 +15,9 @@ from lightning_hetero.core.merging.rules import MergeRule
 from lightning_hetero.core.merging.settings import AdaptiveSettings
 from lightning_hetero.data.mega_batch import MegaBatch
 from lightning_hetero.elastic.batch_queue import BatchDispatcher, ElasticWorkerError
-from lightning_hetero.elastic.merge_record import MergeRecord
+from lightning_hetero.elastic.merging.merge_record import MergeRecord
+from lightning_hetero.elastic.merging.replica import Replica
 from lightning_hetero.elastic.progress import MegaBatchProgress
-from lightning_hetero.elastic.replica import Replica
 
 __all__ = ["ReplicaMerger"]
 

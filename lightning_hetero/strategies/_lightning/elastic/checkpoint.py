@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hetero.frontend.log import log
-from lightning_hetero.strategies._lightning.elastic_collectives import ElasticCollectivesMixin
+from lightning_hetero.strategies._lightning.elastic.collectives import ElasticCollectivesMixin
 from lightning_hetero.strategies._lightning.resumption import resume_position
 
 __all__ = ["STATE", "ElasticCheckpointMixin"]

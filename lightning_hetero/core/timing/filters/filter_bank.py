@@ -8,7 +8,7 @@ multiple models; Blom and Bar-Shalom, 1988), and a speed may jump. Arrays have t
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetero.core.timing.kalman import gain_of, mixed, possible, surprise, update
+from lightning_hetero.core.timing.filters.kalman import gain_of, mixed, possible, surprise, update
 from lightning_hetero.core.timing.times import WALK_STEPS, EstimatorSettings
 
 __all__ = ["first_state", "step_filters", "switch_filters", "usual_weight", "weigh_filters"]

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.timing import time_posterior
+from lightning_hetero.core.timing.filters import time_posterior
+from lightning_hetero.core.timing.filters.time_posterior import TimePosterior
 from lightning_hetero.core.timing.step_scatter import relative_variance, summarise_round
-from lightning_hetero.core.timing.time_posterior import TimePosterior
 from lightning_hetero.core.timing.times import EstimatorSettings
 
 THETA = np.array([[0.0004, 0.004, 0.0008, 0.003], [0.0008, 0.008, 0.0016, 0.003], [0.002, 0.005, 0.004, 0.006]])

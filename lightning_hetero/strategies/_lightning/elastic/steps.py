@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_hetero.elastic import MergeRecord
-from lightning_hetero.strategies._lightning.elastic_collectives import ElasticCollectivesMixin
-from lightning_hetero.strategies._lightning.elastic_rates import scaled_rates
+from lightning_hetero.strategies._lightning.elastic.collectives import ElasticCollectivesMixin
+from lightning_hetero.strategies._lightning.elastic.rates import scaled_rates
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_hetero.core.timing.kalman import gain_of, non_negative, surprise, update
+from lightning_hetero.core.timing.filters.kalman import gain_of, non_negative, surprise, update
 
 
 def covariances(rng, count):

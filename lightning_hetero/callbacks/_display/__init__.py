@@ -1,0 +1,1 @@
+"""Show users the progress bar, throughput and settings without effect of a run."""

@@ -1,0 +1,3 @@
+"""Merge the replicas of an elastic run."""
+
+__all__: list[str] = []

@@ -1,0 +1,1 @@
+"""Trainings of a few steps that measure something before the real one."""
