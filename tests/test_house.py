@@ -82,6 +82,9 @@ TESTED_ELSEWHERE = {
     "comm/link/link_benchmark.py",
     "comm/noise/workers_noise.py",
     "comm/staleness/base.py",
+    "comm/timing/settings.py",
+    "comm/timing/step_marks.py",
+    "comm/timing/warm_up.py",
 }
 
 

@@ -64,7 +64,6 @@ FIRST_LINES_LEFT = {
     "comm/agreement": 25,
     "comm/compressors": 19,
     "comm/staleness": 6,
-    "comm/timing": 50,
     "engine": 11,
 }
 WORDS_LEFT = {
