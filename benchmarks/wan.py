@@ -67,9 +67,9 @@ KINDS = {
         "staleness": 1,
         "callbacks": {"look_ahead": {}},
     },
-    "dense, late": {"staleness": 1},
-    "dense, late, no priority": {"staleness": 1, "callbacks": {"no_priority": {}}},
-    "dense, late, look-ahead": {"staleness": 1, "callbacks": {"look_ahead": {}}},
+    "dense, late": {"staleness": 1, "transfer_priority": True},
+    "dense, late, no priority": {"staleness": 1},
+    "dense, late, look-ahead": {"staleness": 1, "transfer_priority": True, "callbacks": {"look_ahead": {}}},
     "auto": {"compression": "auto"},
     "controller": {"compression": "block_topk(density=0.1)", "callbacks": {"tta": {}}},
     "controller, late": {"compression": "block_topk(density=0.1)", "staleness": 1, "callbacks": {"tta": {}}},
@@ -78,14 +78,7 @@ KINDS = {
 """Settings of the strategy; ``None`` is Lightning's own DDP. ``callbacks`` are made by :data:`CALLBACKS`."""
 
 
-class NoPriority(L.Callback):
-    """Lets delayed sums set out with those that are awaited."""
-
-    def on_train_start(self, trainer, pl_module):
-        trainer.strategy.engine.hook_state.staleness.queue.running = False
-
-
-CALLBACKS = {"tta": TTACallback, "look_ahead": LookAheadCallback, "no_priority": NoPriority}
+CALLBACKS = {"tta": TTACallback, "look_ahead": LookAheadCallback}
 OF_RATES = (
     NOTHING_SENT,
     "ddp",

@@ -51,6 +51,8 @@ class HeteroConfig:
         sparse_optimizer: let the optimizer, ``torch.optim.SGD`` or ``AdamW``, update only the blocks that block top-k
             sends: ``False``, ``True``, or when momentum moves them, ``"ahead"`` (what ``True`` is) or ``"later"``.
         staleness: most steps by which a gradient may be stale: 0, or 1 where the link would make every step wait.
+        transfer_priority: let the all-reduces that a step waits for cross the link before stale ones, where dense
+            gradients on CPUs are stale. It has not shortened steps in our benchmarks, so it is off by default.
         nonfinite: what to do about a gradient that is not finite: ``"warn"`` (say so once, when the loss shows it),
             ``"drop"`` (leave it out on all ranks) or ``"stop"`` (an error on all ranks before the optimizer takes it).
         max_total_batch_size: greatest total batch, ``>= 1``, all micro-batches of an optimizer step together; with it
@@ -86,6 +88,7 @@ class HeteroConfig:
     hierarchy: str | Sequence[Sequence[int]] | None = None
     sparse_optimizer: bool | str = False
     staleness: int = 0
+    transfer_priority: bool = False
     nonfinite: str = "warn"
     max_total_batch_size: int | None = None
     min_total_batch_size: int | None = None
@@ -124,7 +127,7 @@ class HeteroConfig:
                 "can arrive late. Use block_topk or no compression, or set staleness=0."
             )
         self._check_totals()
-        for name in ("balance_evaluation", "probe_memory", "noise_scale"):
+        for name in ("balance_evaluation", "probe_memory", "transfer_priority", "noise_scale"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False.")
 

@@ -25,6 +25,7 @@ ONLY_LIGHTNING = {
     "balance_evaluation": "leave evaluation loaders to Accelerate",
     "probe_memory": "give max_local_batch_sizes",
     "staleness": "it needs a trainer that applies the last sums; compress gradients with compression='block_topk'",
+    "transfer_priority": "it is for stale gradients; leave it out",
 }
 SETTINGS = tuple(field.name for field in fields(HeteroConfig) if field.name not in ONLY_LIGHTNING)
 """Settings by name; the variable of ``local_batch_sizes`` is ``ACCELERATE_HETERO_LOCAL_BATCH_SIZES``."""

@@ -20,7 +20,7 @@ ALONE = "there is one worker, who has nobody to share batches or exchange gradie
 
 FOR_SEVERAL = (
     *("policy", "weight_fn", "hysteresis", "change_cost", "balance_evaluation"),
-    *("compression", "hierarchy", "sparse_optimizer", "staleness"),
+    *("compression", "hierarchy", "sparse_optimizer", "staleness", "transfer_priority"),
     *("max_total_batch_size", "min_total_batch_size", "lr_scaling", "noise_scale"),
 )
 """Settings that take several workers."""
@@ -88,7 +88,7 @@ def without_effect(config: HeteroConfig, run: Run) -> list[NoEffect]:
         >>> without_effect(HeteroConfig(), Run(2))
         []
     """
-    rules = (_of_one_worker, _of_policy, _of_loader, _of_devices, _of_hierarchy)
+    rules = (_of_one_worker, _of_policy, _of_loader, _of_devices, _of_staleness, _of_hierarchy)
     return [one for rule in rules for one in rule(config, run) if one.settings]
 
 
@@ -129,6 +129,16 @@ def _of_devices(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
     if run.scaled:
         reason = "the loss scaler leaves out steps that are not finite"
         yield NoEffect(given(config, ["nonfinite"]), reason, "Leave it out, or train without a scaler, in bf16")
+
+
+def _of_staleness(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
+    if run.world_size == 1:
+        return
+    priority = given(config, ["transfer_priority"])
+    if config.staleness == 0:
+        yield NoEffect(priority, "no gradient is stale", "Set staleness=1, or leave it out")
+    elif config.compression is not None:
+        yield NoEffect(priority, "a compressed gradient travels in one message", "Leave it out")
 
 
 def _of_hierarchy(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:

@@ -97,6 +97,17 @@ class OwnGNS(GNSCallback):
             {"planner": ProportionalPlanner()},
             ["change_cost=2.0 has no effect: proportional control"],
         ),
+        ({"transfer_priority": True, "staleness": 1}, {"planner": PerfModelPlanner()}, []),
+        (
+            {"transfer_priority": True},
+            {"planner": PerfModelPlanner()},
+            ["transfer_priority=True has no effect: no grad"],
+        ),
+        (
+            {"transfer_priority": True, "staleness": 1, "compression": "block_topk"},
+            {"planner": PerfModelPlanner()},
+            ["transfer_priority=True has no effect: a compressed gradient"],
+        ),
         ({"local_batch_sizes": [3, 1]}, {"batch_size": 2}, []),
         (
             {"local_batch_sizes": [3, 1]},

@@ -56,7 +56,8 @@ def test_ddp_is_built_on_the_stream_that_computes(monkeypatch, kind):
     if kind is HeteroDDPStrategy:
         wrapped = strategy._setup_model(model)
     else:
-        engine = SimpleNamespace(config=strategy.config, min_local=1, hook_state=None, world_size=2)
+        data = SimpleNamespace(min_local=1)
+        engine = SimpleNamespace(config=strategy.config, data=data, hook_state=None, world_size=2)
         strategy.session = SimpleNamespace(engine=engine, watch=lambda model: None)
         wrapped = strategy.setup_module(model)
     assert wrapped.made_with == {"module": model, "device_ids": [1], "static_graph": True}
@@ -260,6 +261,7 @@ SETTINGS = {
     "hierarchy": ((0, 1), (2,)),
     "sparse_optimizer": "later",
     "staleness": 1,
+    "transfer_priority": True,
     "nonfinite": "drop",
     "max_total_batch_size": 4096,
     "min_total_batch_size": 64,

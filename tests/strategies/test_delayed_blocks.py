@@ -56,7 +56,7 @@ class Delays(L.Callback):
 
     def on_train_start(self, trainer, pl_module):
         if self.schedule is not None:
-            trainer.strategy.engine.hook_state.staleness.agree = lambda control: None
+            trainer.strategy.engine.hook_state.staleness.pack = lambda: np.zeros(0)
         self._follow(trainer)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):

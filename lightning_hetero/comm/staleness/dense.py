@@ -63,6 +63,7 @@ class DenseStaleAverager(MeasuredStaleness):
         hysteresis: least predicted gain for which more is delayed, as a share of the step time.
         topology: way of delayed sums, with process groups of its own, so that no other collective waits behind them,
             and they for awaited ones; ``None`` for that of awaited sums, in which all set out as they are ready.
+        priority: whether delayed sums set out when the awaited ones of their step have arrived, rather than at once.
         synchronous: way of awaited sums; ``None`` for flat ones.
         restored: :meth:`state_dict` of an earlier run.
         hold: remembers callbacks that a thread of the process group may still hold when training ends.
@@ -77,6 +78,7 @@ class DenseStaleAverager(MeasuredStaleness):
         clock: Clock,
         hysteresis: float = 0.03,
         topology: Topology | None = None,
+        priority: bool = False,
         synchronous: Topology | None = None,
         restored: dict[str, Any] | None = None,
         hold: Callable[[Any], None] | None = None,
@@ -96,7 +98,7 @@ class DenseStaleAverager(MeasuredStaleness):
         self._sums: dict[str, torch.Tensor] = {}
         self._buckets: dict[int, _StaleBucket] = {}
         self._stale_parts: bool | list[bool] = False
-        self.queue = TransferQueue(running=topology is not None)
+        self.queue = TransferQueue(running=priority and topology is not None)
         self.load_state_dict(restored or {})
 
     @property

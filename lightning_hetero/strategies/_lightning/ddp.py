@@ -68,6 +68,7 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
             others.
         sparse_optimizer: ``True`` lets SGD or AdamW update only the blocks that block top-k sends.
         staleness: 1 applies gradients that would make steps wait for the link a step later; 0 applies none so.
+        transfer_priority: let the all-reduces that a step waits for cross the link before stale ones.
         nonfinite: ``"warn"`` of a loss that is not finite, ``"drop"`` such gradients on all ranks, or ``"stop"``.
         kwargs: everything that Lightning's ``DDPStrategy`` takes.
 
@@ -100,6 +101,7 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
         hierarchy: str | Sequence[Sequence[int]] | None = None,
         sparse_optimizer: bool | str = False,
         staleness: int = 0,
+        transfer_priority: bool = False,
         nonfinite: str = "warn",
         **kwargs: Any,
     ) -> None:
@@ -123,6 +125,7 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
             hierarchy=hierarchy,
             sparse_optimizer=sparse_optimizer,
             staleness=staleness,
+            transfer_priority=transfer_priority,
             nonfinite=nonfinite,
         )
         for name, given in (("compression", compression), ("hierarchy", hierarchy)):

@@ -65,7 +65,12 @@ def attach_staleness(strategy: "HeteroDDPMixin") -> None:
         late = BlockTopKStaleAverager(limit, blocks, parameters, **settings)
     else:
         late = DenseStaleAverager(
-            limit, parameters, world_size=engine.world_size, synchronous=state.topology, **settings
+            limit,
+            parameters,
+            world_size=engine.world_size,
+            synchronous=state.topology,
+            priority=engine.config.transfer_priority,
+            **settings,
         )
     if earlier is not None and earlier.parameters.keys() != parameters.keys():
         late.follow(earlier)

@@ -86,6 +86,7 @@ def start(world_size, *, cap=TINY, limit=1, restored=None, static_graph=False, b
         world_size=world_size,
         clock=HostClock(),
         topology=Topology.straight(dist.get_rank(), world_size).another(),
+        priority=True,
         restored=restored,
     )
     state.delay_by(staleness)
