@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from lightning_hetero.core.batching.lr_scaling import check_lr_scaling
@@ -219,14 +219,5 @@ class HeteroConfig:
 
     def fingerprint(self) -> str:
         """Return the text of all settings that must be equal on all ranks."""
-        return (
-            f"policy={self.policy}, loss_reduction={self.loss_reduction}, local_batch_sizes={self.local_batch_sizes}, "
-            f"min_local_batch_size={self.min_local_batch_size}, max_local_batch_sizes={self.max_local_batch_sizes}, "
-            f"weight_fn={self.weight_fn is not None}, replan={self.replan}, hysteresis={self.hysteresis}, "
-            f"change_cost={self.change_cost}, "
-            f"balance_evaluation={self.balance_evaluation}, compression={self.compression}, "
-            f"hierarchy={self.hierarchy}, sparse_optimizer={self.sparse_optimizer}, staleness={self.staleness}, "
-            f"nonfinite={self.nonfinite}, max_total_batch_size={self.max_total_batch_size}, "
-            f"min_total_batch_size={self.min_total_batch_size}, noise_scale={self.noise_scale}, "
-            f"lr_scaling={'a function' if callable(self.lr_scaling) else self.lr_scaling}"
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "probe_memory"}
+        return ", ".join(f"{name}={'a function' if callable(given) else given}" for name, given in values.items())
