@@ -136,7 +136,7 @@ def _meet(rank, names):
     buffer = torch.full((5,), float(rank))
     flat.sum(buffer).wait()
     rows = torch.zeros(flat.size, 3, dtype=torch.uint8)
-    if flat.leads:
+    if flat.is_leader:
         rows[flat.cluster] = 1 + flat.cluster
     flat.gather(rows).wait()
     if rank == 3:

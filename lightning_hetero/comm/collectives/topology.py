@@ -13,6 +13,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeAlias
@@ -33,7 +34,24 @@ __all__ = ["Topology"]
 log = logging.getLogger("lightning_hetero")
 
 
-_Work: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
+_Work: TypeAlias = queue.SimpleQueue[Callable[[], None] | None]
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Process groups of this rank, ``None`` where it takes part in none.
+
+    Args:
+        up: its cluster's, for sums that go to the leader.
+        down: its cluster's, for what comes back from the leader.
+        across: that of leaders, or of all ranks; ``None`` for the default one.
+        work: transfers between leaders, in order, which a thread carries on; ``None`` without clusters.
+    """
+
+    up: Any = None
+    down: Any = None
+    across: Any = None
+    work: _Work | None = None
 
 
 class Topology:
@@ -59,34 +77,33 @@ class Topology:
         self.leader = self.clusters[self.cluster][0]
         self.timeout = timeout
         self._order = list(range(self.size))
-        self._up: Any = None
-        self._down: Any = None
-        self._across: Any = None
-        self._work: _Work | None = None
         self._stream: Any = None
-        self._apart, self._opened = apart, False
+        self._apart = apart
+        self._groups: _Groups | None = None
         self._closers = on_end(self)
         self.open()
 
     def open(self) -> None:
         """Make the process groups, or make them again behind :meth:`close`; a collective call."""
-        if self._opened:
-            return
-        self._opened = True
-        if self.flat:
-            self._across = self._join(None) if self._apart else None
-            return
+        if self._groups is None:
+            self._groups = self._flat_groups() if self.flat else self._cluster_groups()
+
+    def _flat_groups(self) -> _Groups:
+        return _Groups(across=self._join(None) if self._apart else None)
+
+    def _cluster_groups(self) -> _Groups:
+        """Make the groups of clusters, and start the thread; collective, in the same order on all ranks."""
+        own: tuple[Any, Any] = (None, None)
         for members in self.clusters:
             if len(members) > 1:
-                up, down = self._join(members), self._join(members)
-                if self.rank in members:
-                    self._up, self._down = up, down
+                pair = self._join(members), self._join(members)
+                own = pair if self.rank in members else own
         across = self._join([members[0] for members in self.clusters])
-        self._across = across if self.leads else None
-        self._work = queue.SimpleQueue()
+        work: _Work = queue.SimpleQueue()
         # a daemon, so that a process that fails can end while an exchange waits for it
-        threading.Thread(target=_carry_on, args=(self._work,), name="lightning_hetero-across", daemon=True).start()
-        self._closers.append(partial(self._work.put, None))
+        threading.Thread(target=_carry_on, args=(work,), name="lightning_hetero-across", daemon=True).start()
+        self._closers.append(partial(work.put, None))
+        return _Groups(*own, across if self.is_leader else None, work)
 
     def _join(self, ranks: Sequence[int] | None) -> Any:
         group = new_group(None if ranks is None else list(ranks), timeout=self.timeout)
@@ -94,10 +111,13 @@ class Topology:
             self._closers.append(partial(leave, group))
         return group
 
+    @property
+    def _joined(self) -> _Groups:
+        return self._groups or _Groups()
+
     def close(self) -> None:
         """Leave the process groups, and end the thread behind what it still carries."""
-        self._up = self._down = self._across = self._work = None
-        self._opened = False
+        self._groups = None
         run(self._closers)
 
     @classmethod
@@ -132,8 +152,8 @@ class Topology:
         return len(self.clusters)
 
     @property
-    def leads(self) -> bool:
-        """Return whether this rank speaks for its cluster."""
+    def is_leader(self) -> bool:
+        """Whether this rank speaks for its cluster."""
         return self.rank == self.leader
 
     def members_of(self, rank: int) -> tuple[int, ...]:
@@ -142,17 +162,19 @@ class Topology:
 
     def sum(self, buffer: torch.Tensor) -> torch.futures.Future[Any]:
         """Add a buffer up over all ranks, in place and while other things go on."""
-        if self._work is None:
-            return sums.sum_over_ranks(buffer, self._across)
+        groups = self._joined
+        if groups.work is None:
+            return sums.sum_over_ranks(buffer, groups.across)
         raised = self.collect(buffer)
-        return self._begin(buffer, raised, lambda: sums.sum_over_ranks(buffer, self._across))
+        return self._begin(buffer, raised, lambda: sums.sum_over_ranks(buffer, groups.across))
 
     def collect(self, buffer: torch.Tensor) -> Any:
         """Begin to add a buffer up inside the cluster, in place on its leader; what is returned can be waited for.
 
         On other ranks the buffer's content is undefined afterwards. ``None`` if there is nobody to add.
         """
-        return None if self._up is None else dist.reduce(buffer, dst=self.leader, group=self._up, async_op=True)
+        up = self._joined.up
+        return None if up is None else dist.reduce(buffer, dst=self.leader, group=up, async_op=True)
 
     def gather(self, rows: torch.Tensor, arrived: Callable[[int], None] | None = None) -> Any:
         """Begin to fill ``rows`` on all ranks; row ``i`` is that of cluster ``i``, filled already on its leader.
@@ -163,23 +185,24 @@ class Topology:
             rows: uint8, a row for each cluster.
             arrived: called with the number of each row that is there; on members, when all are.
         """
-        if self._work is None:
+        if self._joined.work is None:
             return self._gather_across(rows, arrived)
         done = self._begin(rows, None, lambda: self._gather_across(rows, arrived))
-        if arrived is not None and not self.leads:
+        if arrived is not None and not self.is_leader:
             done.then(lambda _: [arrived(row) for row in range(len(rows))])
         return done
 
     def _gather_across(self, rows: torch.Tensor, arrived: Callable[[int], None] | None) -> Any:
         leaders = [members[0] for members in self.clusters]
-        return sums.gather_over_ranks(rows, self.cluster, leaders, self._across, arrived, self._order)
+        return sums.gather_over_ranks(rows, self.cluster, leaders, self._joined.across, arrived, self._order)
 
     def _begin(self, buffer: torch.Tensor, raised: Any, cross: Callable[[], Any]) -> torch.futures.Future[Any]:
         """Let the thread carry a buffer across, after those before it; on a GPU on a stream of its own.
 
         With NCCL nobody waits on the host, so that no thread is needed.
         """
-        assert self._work is not None
+        groups = self._joined
+        assert groups.work is not None
         done: torch.futures.Future[Any] = pending(buffer)
         if buffer.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(buffer.device)
@@ -191,10 +214,10 @@ class Topology:
                     torch.cuda.current_stream().wait_event(filled)
                 self._carry(buffer, raised, done, cross)
 
-        if backend_of(buffer.device, self._across or self._down) == "nccl":
+        if backend_of(buffer.device, groups.across or groups.down) == "nccl":
             carry()
         else:
-            self._work.put(carry)
+            groups.work.put(carry)
         return done
 
     def _carry(self, buffer: torch.Tensor, raised: Any, done: Any, cross: Callable[[], Any]) -> None:
@@ -210,12 +233,13 @@ class Topology:
         try:
             if raised is not None:
                 raised.wait()
-            if self.leads:
+            if self.is_leader:
                 cross().wait()
-            if self._down is None:
+            down = self._joined.down
+            if down is None:
                 done.set_result(buffer)
             else:
-                work = dist.broadcast(buffer, src=self.leader, group=self._down, async_op=True)
+                work = dist.broadcast(buffer, src=self.leader, group=down, async_op=True)
                 work.get_future().then(arrived)
         except Exception as error:  # noqa: BLE001 - it belongs to whoever waits
             done.set_exception(error)

@@ -9,17 +9,19 @@ import torch.distributed as dist
 from lightning_hetero.comm.collectives.async_ops import pending
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.compressors.block_topk_gpu import DevicePath
-from lightning_hetero.comm.compressors.block_topk_host import HostPath, ModelBlocks
+from lightning_hetero.comm.compressors.block_topk_host import HostPath
 from lightning_hetero.comm.compressors.in_flight import BackwardPass, InFlight, StaleMessages
+from lightning_hetero.comm.compressors.message_path import ModelBlocks
 from lightning_hetero.comm.compressors.registry import AveragerContext
 from lightning_hetero.comm.gradients.averager import Future, GradientAverager
 from lightning_hetero.comm.gradients.nonfinite import DroppedSteps, all_finite, clear
 from lightning_hetero.comm.gradients.squared_norms import BucketSquares
 from lightning_hetero.comm.timing.message_timer import MessageTimer
+from lightning_hetero.compression.block_gradient import BlockGradient, BlockMarks
 from lightning_hetero.compression.encoder_choice import encoder_for
-from lightning_hetero.compression.reference import Pack
-from lightning_hetero.compression.wire_format import MessageFormat, message_size
-from lightning_hetero.core.compression.settings import BlockTopK, blocks_per_rank
+from lightning_hetero.compression.encoder_protocol import DeviceEncoder, HostEncoder
+from lightning_hetero.compression.wire_format import MessageFormat
+from lightning_hetero.core.compression.settings import BlockTopK
 from lightning_hetero.core.link.message_size import MessageSize
 from lightning_hetero.core.validation import check_number
 from lightning_hetero.optim.sparse.lazy_update import LazyUpdate
@@ -67,15 +69,16 @@ class BlockTopKAverager(GradientAverager):
         """Build it for a run."""
         return cls(settings, context)
 
-    def _path(self, parameters: Mapping[str, torch.Tensor], *, hold_unused: bool) -> HostPath:
+    def _path(self, parameters: Mapping[str, torch.Tensor], *, hold_unused: bool) -> HostPath | DevicePath:
         """Return the path of messages on the parameters' device."""
         encoder = self._encoder(parameters, hold_unused)
         device = next(iter(parameters.values())).device
         rows = torch.zeros((self.topology.size, encoder.form.num_bytes), dtype=torch.uint8, device=device)
-        path = DevicePath if encoder.deferred else HostPath
-        return path(encoder, self.model, self.topology, rows, hold_unused=hold_unused)
+        if encoder.deferred:
+            return DevicePath(encoder, self.model, self.topology, rows, hold_unused=hold_unused)
+        return HostPath(encoder, self.model, self.topology, rows, hold_unused=hold_unused)
 
-    def _encoder(self, parameters: Mapping[str, torch.Tensor], hold_unused: bool) -> Any:
+    def _encoder(self, parameters: Mapping[str, torch.Tensor], hold_unused: bool) -> HostEncoder | DeviceEncoder:
         """Return the encoder for the parameters' device: kernels on a GPU where they work, the host elsewhere."""
         form = self._form(self.density)
         return encoder_for(self.settings, self.model.layout, form, parameters, self.topology.size, hold=hold_unused)
@@ -86,12 +89,12 @@ class BlockTopKAverager(GradientAverager):
         return self
 
     @property
-    def encoder(self) -> Any:
+    def encoder(self) -> HostEncoder | DeviceEncoder:
         """The encoder of the path."""
         return self.path.encoder
 
     @property
-    def gradients(self) -> Mapping[torch.Tensor, Any] | None:
+    def gradients(self) -> Mapping[torch.Tensor, BlockGradient | BlockMarks] | None:
         """Blocks of the newest step for an optimizer that takes them, ``None`` after a dense step."""
         return self._pass.gradients
 
@@ -101,15 +104,16 @@ class BlockTopKAverager(GradientAverager):
 
     # how messages are applied
 
-    def read_on_host(self) -> None:
-        """Select and merge on the host from now on: messages that are applied a step late are read there."""
+    def read_on_host(self) -> HostPath:
+        """Select and merge on the host from now on, where stale messages are read; return the path of messages."""
         self.settle()
-        self.path = self.path.on_host(self.settings.selector or "exact")
+        self.path = path = self.path.on_host(self.settings.selector or "exact")
+        return path
 
-    def apply_by(self, stale: StaleMessages) -> None:
-        """Let this decide in which step messages are applied, from the next one on."""
-        self.read_on_host()
+    def apply_by(self, stale: StaleMessages) -> HostPath:
+        """Let this decide in which step messages are applied, from the next one on; return their path."""
         self.stale = stale
+        return self.read_on_host()
 
     def pause(self, paused: bool) -> None:
         """Send all steps densely, or compress again."""
@@ -118,7 +122,7 @@ class BlockTopKAverager(GradientAverager):
     def bind(self, steps: Sequence[LazyUpdate]) -> None:
         """Hand blocks to these optimizers, if any; messages are read on the host where kernels of one of them fail."""
         block, device = self.model.layout.block, self.path.rows.device
-        if self.path.deferred and not all(kernels_work(one, block, device) for one in steps):
+        if isinstance(self.path, DevicePath) and not all(kernels_work(one, block, device) for one in steps):
             self.read_on_host()
         self.sparse_steps = min((one.max_sparse_density for one in steps), default=0.0)
 
@@ -131,15 +135,12 @@ class BlockTopKAverager(GradientAverager):
     # density
 
     def _form(self, density: float) -> MessageFormat:
-        s, layout = self.settings, self.model.layout
-        k = blocks_per_rank(layout.num_blocks, density, self.topology.size)
-        return MessageFormat(layout.num_blocks, k, s.block, s.value_dtype, layout.fingerprint())
+        return self.model.message_format(self.settings, density, self.topology.size)
 
     @property
     def message_size(self) -> MessageSize:
         """Bytes that this rank sends to the others in a compressed step, by density."""
-        layout = self.model.layout
-        return message_size(layout.num_blocks, layout.block, self.settings.value_dtype, self.topology.size)
+        return self.model.message_size(self.settings, self.topology.size)
 
     @property
     def _sent_bytes(self) -> float:
@@ -216,7 +217,7 @@ class BlockTopKAverager(GradientAverager):
         if bucket.is_last():
             self.step += 1
             self._pass.complete("dense")
-            share = 2 * (self.topology.size - 1) / self.topology.size * self.topology.leads
+            share = 2 * (self.topology.size - 1) / self.topology.size * self.topology.is_leader
             self.report.add(share * self.model.num_bytes, 1.0)
         return self.topology.sum(buffer)
 
@@ -228,31 +229,16 @@ class BlockTopKAverager(GradientAverager):
         arrival = self._way.gather(self.path.rows, arrived)
         return InFlight(self.path.rows, self.step, arrival, self._pass.finite)
 
-    def receive(self, sent: InFlight) -> list[Pack]:
-        """Wait for messages: their packs, in the order of ranks; none if a gradient was not finite.
-
-        Raises:
-            ValueError: if a message is malformed.
-        """
-        packs = self.path.read(sent)
-        if packs is None:
-            self._leave_out(sent)
-        return packs or []
-
-    def _leave_out(self, sent: InFlight) -> None:
-        """Leave a step out; of one that is over, only what was sent can come back, since the gradient is gone."""
-        if sent.step == self.step:
-            self.encoder.undo()
-        elif sent.finite and self.topology.leads:
-            self.path.take_back(sent)
+    def skip(self, step: int, where: str) -> None:
+        """Note that a step was left out on all ranks, because a gradient was not finite ``where`` it says."""
         self.flags.skip()
         if self.grad_scale is None:
-            self.dropped.add(sent.step, f"on {'another rank than this' if sent.finite else 'this rank'}")
+            self.dropped.add(step, where)
 
     def count(self, blocks: int, seconds: float) -> None:
         """Report a compressed step: the blocks that were applied, and the seconds that selection took."""
         share = blocks / self.model.layout.num_blocks
-        self.report.add(self._sent_bytes * self.topology.leads, share, seconds)
+        self.report.add(self._sent_bytes * self.topology.is_leader, share, seconds)
 
     @property
     def fill(self) -> float:
@@ -273,15 +259,6 @@ class BlockTopKAverager(GradientAverager):
         if self.stale is not None:
             self.stale.wait()
 
-    # what was applied
-
-    def sums_of(self, packs: list[Pack]) -> dict[str, torch.Tensor]:
-        """Return the sum of packs by parameter, flat."""
-        self.encoder.merge(packs)
-        flat = {slot.name: self.path.merged(slot).clone() for slot in self.model.layout.slots}
-        self.encoder.finish()
-        return flat
-
     def after_backward(self) -> None:
         """Give parameters their sparse gradients; leave out a dense sum that is not finite."""
         arrived = self._pass.take_arrived()
@@ -289,8 +266,7 @@ class BlockTopKAverager(GradientAverager):
             clear(self.model.slots)
             if self.stale is not None:
                 self.stale.undo_add()
-            self.flags.skip()
-            self.dropped.add(self.step - 1, "on some rank")
+            self.skip(self.step - 1, "on some rank")
         if arrived == "compressed" and self.takes_blocks:
             self._pass.hand_over(self.path.blocks(self._pass))
 

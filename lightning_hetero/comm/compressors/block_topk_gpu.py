@@ -1,14 +1,16 @@
-"""Select, check and merge the messages of block top-k on the GPU; the host learns later what became of a step."""
+"""Select, check and merge the messages of block top-k on the GPU; the host learns the outcome of a step afterwards."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from lightning_hetero.comm.collectives.topology import Topology
-from lightning_hetero.comm.compressors.block_topk_host import HostPath, ModelBlocks
+from lightning_hetero.comm.compressors.block_topk_host import HostPath
 from lightning_hetero.comm.compressors.in_flight import BackwardPass, InFlight
+from lightning_hetero.comm.compressors.message_path import MessagePath, ModelBlocks
 from lightning_hetero.compression.block_gradient import BlockGradient, BlockMarks
+from lightning_hetero.compression.encoder_protocol import DeviceEncoder
 from lightning_hetero.compression.host.encoder import cpu_encoder
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["DevicePath"]
 
 
-class DevicePath(HostPath):
+class DevicePath(MessagePath[DeviceEncoder]):
     """Messages by an encoder whose kernels decide on the device, so that the host never waits in a step.
 
     Args:
@@ -28,10 +30,14 @@ class DevicePath(HostPath):
         hold_unused: hold back the residual of parameters whose gradient is all 0.
     """
 
-    deferred = True
-
     def __init__(
-        self, encoder: Any, model: ModelBlocks, topology: Topology, rows: torch.Tensor, *, hold_unused: bool = False
+        self,
+        encoder: DeviceEncoder,
+        model: ModelBlocks,
+        topology: Topology,
+        rows: torch.Tensor,
+        *,
+        hold_unused: bool = False,
     ) -> None:
         super().__init__(encoder, model, topology, rows, hold_unused=hold_unused)
         self._last = BackwardPass()
@@ -42,17 +48,17 @@ class DevicePath(HostPath):
         }
 
     def apply(self, averager: "BlockTopKAverager", sent: InFlight, running: BackwardPass) -> None:
-        """Let the device check and add up the messages; :meth:`settle` tells later what became of it."""
+        """Let the device check and add up the messages; :meth:`settle` reports the outcome."""
         sent.arrival.wait()
         self.encoder.receive(sent.rows, rank=self.topology.cluster, step=sent.step)
         averager.flags.skip(self.encoder.verdict)
         self._last = running
-        weight = running.weight if self.topology.leads else 0.0  # of what went into the residual
+        weight = running.weight if self.topology.is_leader else 0.0  # of the gradient in the residual
         for buffer, slots, _ in running.waiting:
             self.encoder.deliver_bucket(slots, buffer, weight, scale=running.scale, fill=averager.fill)
 
     def settle(self, averager: "BlockTopKAverager") -> None:
-        """Look at what the device decided on the last step, if it is not known yet.
+        """Report the outcome of the last step, if it is not known yet.
 
         Raises:
             ValueError: if a message of that step was malformed, naming rank and bucket; the same on all ranks.
@@ -74,11 +80,3 @@ class DevicePath(HostPath):
         path = HostPath(encoder, self.model, self.topology, self.rows, hold_unused=self.hold_unused)
         path.keep_frozen(self.frozen)
         return path
-
-    def state(self) -> dict[str, Any]:
-        """Return the state of selection, as plain values."""
-        return {"selector": self.encoder.state.state_dict()}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on as :meth:`state` described."""
-        self.encoder.state.load_state_dict(state["selector"])

@@ -1,103 +1,25 @@
 """Select, read and merge the messages of block top-k on the host."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.compressors.in_flight import BackwardPass, InFlight
-from lightning_hetero.comm.timing.clock import clock_for
-from lightning_hetero.compression.block_gradient import BlockGradient, BlockMarks, GradientParts
-from lightning_hetero.compression.layout import Layout, Slot, split
+from lightning_hetero.comm.compressors.message_path import MessagePath
+from lightning_hetero.compression.block_gradient import BlockGradient, BlockMarks
+from lightning_hetero.compression.encoder_protocol import HostEncoder
+from lightning_hetero.compression.layout import split
 from lightning_hetero.compression.reference import Pack
 
 if TYPE_CHECKING:
     from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
 
-__all__ = ["HostPath", "ModelBlocks"]
+__all__ = ["HostPath"]
 
 
-@dataclass(frozen=True)
-class ModelBlocks:
-    """Blocks of a model's parameters.
-
-    Args:
-        layout: where each parameter lies in one flat buffer.
-        slots: the same by parameter.
-        parts: makes gradients of blocks.
-        num_bytes: bytes of the dense gradient.
-    """
-
-    layout: Layout
-    slots: dict[torch.Tensor, Slot]
-    parts: GradientParts
-    num_bytes: int
-
-    @classmethod
-    def of(cls, parameters: Mapping[str, torch.Tensor], block: int) -> "ModelBlocks":
-        """Lay parameters out, by name and in the order of the module."""
-        layout = Layout.of(((name, p.numel()) for name, p in parameters.items()), block)
-        slots = {p: layout.by_name[name] for name, p in parameters.items()}
-        num_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
-        return cls(layout, slots, GradientParts(slots, block), num_bytes)
-
-
-class HostPath:
-    """Error feedback, messages and merging by an encoder whose packs the host reads.
-
-    Args:
-        encoder: of the host, in torch or Numba.
-        model: blocks of the model.
-        topology: this rank's place among those that exchange.
-        rows: messages of all of them, on the device whose process group sends them.
-        hold_unused: hold back the residual of parameters whose gradient is all 0.
-    """
-
-    deferred = False
-    """Whether the host learns later what the device decided on a step."""
-
-    def __init__(
-        self, encoder: Any, model: ModelBlocks, topology: Topology, rows: torch.Tensor, *, hold_unused: bool = False
-    ) -> None:
-        self.encoder, self.model, self.topology, self.hold_unused = encoder, model, topology, hold_unused
-        self.clock = clock_for(encoder.residual.device)
-        self.copies = rows.device.type != encoder.residual.device.type
-        self.frozen: dict[str, torch.Tensor] = {}  # residuals of parameters that are not trained at present
-        self.use_rows(rows)
-
-    def use_rows(self, rows: torch.Tensor) -> None:
-        """Receive the messages of the next step here; this rank's own is written into its row."""
-        self.rows = rows
-        own = rows[self.topology.cluster]
-        self.message = own.cpu() if self.copies else own
-
-    # a backward pass
-
-    def accumulate(self, running: BackwardPass, *, everything: bool) -> None:
-        """Add gradients to the residuals, those of the cluster on its leader: what has come up, or all there are."""
-        while (ready := running.pop_reduced(everything=everything)) is not None:
-            buffer, slots = ready
-            begin, finite = self.clock.mark(), running.finite
-            if self.topology.leads and finite:
-                local = buffer.cpu() if self.copies else buffer
-                finite = self.encoder.accumulate_bucket(slots, local, running.weight, hold=self.hold_unused)
-            running.accumulated(finite, (begin, self.clock.mark()))
-
-    def write(self, running: BackwardPass, step: int) -> None:
-        """Write this rank's message into its row."""
-        begin, cluster = self.clock.mark(), self.topology.cluster
-        if self.topology.leads:
-            write = self.encoder.encode if running.finite else self.encoder.give_up
-            write(self.message, step=step, rank=cluster)
-            if self.copies:
-                self.rows[cluster].copy_(self.message)
-        running.accumulated(running.finite, (begin, self.clock.mark()))
-
-    def seconds(self, running: BackwardPass) -> float:
-        """Return what error feedback, selection and writing took in a backward pass."""
-        return float(sum(self.clock.seconds(begin, end) for begin, end in running.spans))
+class HostPath(MessagePath[HostEncoder]):
+    """Messages by an encoder in torch or Numba, whose packs the host reads, so that it decides on each step itself."""
 
     def read(self, sent: InFlight) -> list[Pack] | None:
         """Wait for messages: their packs, in the order of ranks; ``None`` if a gradient was not finite.
@@ -106,19 +28,32 @@ class HostPath:
             ValueError: if a message is malformed.
         """
         sent.arrival.wait()
-        packs: list[Pack] | None = self.encoder.read(self._on_host(sent), step=sent.step)
-        return packs
+        return self.encoder.read(self._on_host(sent), step=sent.step)
 
-    def take_back(self, sent: InFlight) -> None:
-        """Return to the residual what a message took from it."""
-        self.encoder.take_back(self._on_host(sent)[self.topology.cluster])
+    def receive(self, averager: "BlockTopKAverager", sent: InFlight) -> list[Pack]:
+        """Wait for messages: their packs, in the order of ranks; none if a gradient was not finite.
+
+        Of a step that is over, only the sent blocks can return to the residual, since the gradient is gone.
+
+        Raises:
+            ValueError: if a message is malformed.
+        """
+        packs = self.read(sent)
+        if packs is not None:
+            return packs
+        if sent.step == averager.step:
+            self.encoder.undo()
+        elif sent.finite and self.topology.is_leader:
+            self.encoder.take_back(self._on_host(sent)[self.topology.cluster])
+        averager.skip(sent.step, f"on {'another rank than this' if sent.finite else 'this rank'}")
+        return []
 
     def _on_host(self, sent: InFlight) -> torch.Tensor:
         return sent.rows.cpu() if self.copies else sent.rows
 
     def apply(self, averager: "BlockTopKAverager", sent: InFlight, running: BackwardPass) -> None:
         """Keep the sum for an optimizer that takes blocks, or write it into DDP's buckets."""
-        packs = averager.receive(sent) if averager.stale is None else averager.stale.step(sent)
+        packs = self.receive(averager, sent) if averager.stale is None else averager.stale.step(sent)
         averager.count(sum(len(pack.indices) for pack in packs), self.seconds(running))
         if averager.takes_blocks:
             running.hand_over(self.model.parts.of(self._sparse_sum(packs, running, averager.fill)))
@@ -137,7 +72,7 @@ class HostPath:
     def _sparse_sum(self, packs: list[Pack], running: BackwardPass, fill: float) -> Pack:
         """Return the merged blocks; if there are none, for a loss scaler one infinite element of each parameter."""
         if packs:
-            total: Pack = self.encoder.merge_sparse(packs)
+            total = self.encoder.merge_sparse(packs)
             if running.scale != 1.0:
                 total.values.mul_(running.scale)
             return total
@@ -147,10 +82,12 @@ class HostPath:
         values[:, 0] = fill
         return Pack(torch.tensor(starts, dtype=torch.int64), values)
 
-    def merged(self, slot: Slot) -> torch.Tensor:
-        """Return a parameter's part of the merged sum."""
-        part: torch.Tensor = self.encoder.merged[slot.start : slot.start + slot.numel]
-        return part
+    def sums_of(self, packs: list[Pack]) -> dict[str, torch.Tensor]:
+        """Return the sum of packs by parameter, flat."""
+        self.encoder.merge(packs)
+        flat = {slot.name: self.merged(slot).clone() for slot in self.model.layout.slots}
+        self.encoder.finish()
+        return flat
 
     def blocks(self, running: BackwardPass) -> Mapping[torch.Tensor, BlockGradient | BlockMarks]:
         """Give parameters their sparse gradients; return them."""
@@ -168,30 +105,13 @@ class HostPath:
 
     # state
 
-    def keep_frozen(self, residuals: dict[str, torch.Tensor]) -> None:
-        """Keep residuals of parameters that are not trained at present."""
-        self.frozen = residuals
-
-    def residuals(self) -> dict[str, torch.Tensor]:
-        """Return what this rank has not sent yet, by parameter."""
-        flat, slots = self.encoder.residual, self.model.layout.slots
-        return self.frozen | {slot.name: flat[slot.start : slot.start + slot.numel].cpu() for slot in slots}
-
-    def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Go on with these residuals; parameters that are not named begin with 0, those not trained keep theirs."""
-        self.frozen = {name: r for name, r in residuals.items() if name not in self.model.layout.by_name}
-        self.encoder.residual.zero_()
-        for slot in self.model.layout.slots:
-            if slot.name in residuals:
-                self.encoder.residual[slot.start : slot.start + slot.numel].copy_(residuals[slot.name])
-
     def state(self) -> dict[str, Any]:
         """Return the state of selection, as plain values."""
         scores = {} if self.encoder.balance is None else {"scores": self.encoder.balance.state_dict()}
-        return {"selector": self.encoder.state.state_dict(), **scores}
+        return {**super().state(), **scores}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on as :meth:`state` described."""
-        self.encoder.state.load_state_dict(state["selector"])
+        super().load_state(state)
         if self.encoder.balance is not None:
             self.encoder.balance.load_state_dict(state.get("scores", {}))

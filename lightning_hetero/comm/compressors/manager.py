@@ -1,7 +1,6 @@
 """Hold the gradient compression of one rank: made when the model is known, saved with the checkpoint."""
 
 import logging
-import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,15 +13,15 @@ from torch import nn
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
-from lightning_hetero.comm.compressors.optimizer_link import OptimizerLink
+from lightning_hetero.comm.compressors.checkpoint import CompressionCheckpoint
+from lightning_hetero.comm.compressors.density_control import DensityControl
+from lightning_hetero.comm.compressors.optimizer_link import OptimizerLink, clip_targets
 from lightning_hetero.comm.compressors.registry import AveragerContext, averager_for
-from lightning_hetero.comm.compressors.residuals import ResidualPayout, left_alone, own_share, unsent
 from lightning_hetero.comm.gradients.averager import GradientAverager, StepReport
 from lightning_hetero.comm.gradients.ddp_hook import HookState
 from lightning_hetero.comm.gradients.requirements import check_parameters, warn_of_untrained
 from lightning_hetero.comm.link.link_benchmark import latency
 from lightning_hetero.comm.link.link_state import LinkState
-from lightning_hetero.compression.block_gradient import BlockGradient
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.compression.objective import DensityChoice
 from lightning_hetero.core.compression.settings import Compressor
@@ -49,7 +48,8 @@ class GradientCompression:
             ``compression="auto"`` has chosen dense sums.
         optimizers: those that may take its blocks.
         watch: what ranks have seen of the link.
-        choice: newest decision of a controller on the density.
+        density: follows a controller of the density.
+        checkpoint: holds residuals while no averager does.
     """
 
     def __init__(
@@ -58,10 +58,9 @@ class GradientCompression:
         self.settings, self.control, self.hook = settings, control, hook
         self.averager: GradientAverager | None = None
         self.optimizers = OptimizerLink(sparse)
-        self.watch = LinkState(self._topology().size)
-        self.choice: DensityChoice | None = None
-        self._restored: dict[str, Any] = {}
-        self._idle: dict[str, Any] = {}
+        self.checkpoint = CompressionCheckpoint(control, hook, self.optimizers)
+        self.watch = LinkState(self._topology.size)
+        self.density = DensityControl(control.rank == 0)
         self._scaled = self._warned = False
         self._module: weakref.ref[nn.Module] | None = None
 
@@ -94,13 +93,13 @@ class GradientCompression:
         if self._module is None or self._module() is not module:
             self.optimizers.forget()
         self._module = weakref.ref(module)
-        before, self.averager, self._idle = self.state_dict_of_rank(), None, {}
-        self.hook.pay_out(None)
+        before, self.averager = self.state_dict_of_rank(), None
+        self.checkpoint.drop_payout()
         self._scaled = grad_scale is not None
         if self.control.world_size > 1 and parameters:
             self._begin(parameters, before, grad_scale, hold_unused)
         elif parameters:
-            self._pay_out(own_share(self._restored, self._topology(), self.control.rank) or before)
+            self._pay_out(before)
         self._connect()
 
     def _begin(
@@ -116,12 +115,9 @@ class GradientCompression:
         )
         self.averager = averager_for(self.settings, context)
         if self.blocks is not None:
-            self.watch.begin(latency(self.control, self._topology(), next(iter(parameters.values())).device))
+            self.watch.begin(latency(self.control, self._topology, next(iter(parameters.values())).device))
         self.hook.use(self.averager)
-        if self._restored:
-            self._go_on(self._restored)
-        elif before:  # another fit of the same run
-            self._take_over(before)
+        self.checkpoint.hand_over(self.averager, self.watch, before)
 
     def end_step(self) -> None:
         """End a synchronised step; a collective call while ``"auto"`` has not chosen."""
@@ -140,16 +136,17 @@ class GradientCompression:
             self.hook.delay_by(self.hook.staleness.for_dense_sums(self.hook.topology))
         self._pay_out(state)
 
-    def _pay_out(self, state: dict[str, Any]) -> None:
-        """Add what compression had not sent to the next dense sum."""
-        module = None if self._module is None else self._module()
-        idle = unsent(state)
-        if idle and module is not None:
-            self._idle, self._restored = idle, {}
-            self.hook.pay_out(ResidualPayout.of(idle, module, self.control.world_size, scaled=self._scaled))
+    def _pay_out(self, before: dict[str, Any]) -> None:
+        """Add residuals to the next dense sum: those of a checkpoint, else those of before."""
+        self.checkpoint.pay_out(self._trained_module, before, scaled=self._scaled)
 
+    @property
+    def _trained_module(self) -> nn.Module | None:
+        return None if self._module is None else self._module()
+
+    @property
     def _topology(self) -> Topology:
-        return self.hook.topology or Topology.straight(self.control.rank, self.control.world_size)
+        return self.checkpoint.topology
 
     # the optimizer
 
@@ -193,17 +190,8 @@ class GradientCompression:
 
         Norms and factors are then those of the merged gradient, over the blocks that were sent.
         """
-        gradients = (None if self.blocks is None else self.blocks.gradients) or {}
-        found = []
-        for parameter in parameters:
-            gradient = gradients.get(parameter)
-            if not isinstance(gradient, BlockGradient) or not gradient.stands(parameter):
-                found.append(parameter)
-            elif len(gradient.rows):
-                target = gradient.values.detach()
-                target.grad = gradient.values
-                found.append(target)
-        return found
+        gradients = None if self.blocks is None else self.blocks.gradients
+        return clip_targets(parameters, gradients or {})
 
     # the link
 
@@ -244,36 +232,14 @@ class GradientCompression:
             self.blocks.set_density(density)
 
     def apply_choice(self, choice: DensityChoice | None, stale: bool | None) -> None:
-        """Send as densely, and as late, as rank 0 has chosen, which says so."""
-        if choice is None or self.blocks is None:
-            return
-        bound = self.choice is not None and self.choice.network_bound
-        before, self.choice = self.blocks.density, choice
-        self.blocks.set_density(choice.density)
-        late, moved = self.hook.staleness, False
-        if late is not None and late.limit and stale is not None:
-            late.control_externally(True)
-            moved = stale != (late.delayed_share > 0.0)
-            if stale:
-                late.delay_all()
-            else:
-                late.delay_none()
-        if self.control.rank == 0 and (choice.density != before or choice.network_bound != bound or moved):
-            rates = [link.rate or math.inf for link in self.watch.links]
-            log.log(
-                logging.WARNING if choice.network_bound else logging.INFO,
-                "density %.3g -> %.3g: rank %d sends %.4g MB/s at the least; %s",
-                before,
-                choice.density,
-                self._topology().clusters[rates.index(min(rates))][0],
-                min(rates) / 1e6,
-                choice.describe(),
-            )
+        """Take the density, and stale or awaited messages, that rank 0 has chosen, which says so."""
+        if choice is not None and self.blocks is not None:
+            self.density.apply(choice, stale, self.blocks, self.hook.staleness, self.watch.links)
 
     # state
 
     def settle(self) -> None:
-        """Look at what the device decided on the last step, if it is not known yet (block top-k on GPU).
+        """Report the outcome of the last step, if only the device knows it yet (block top-k on GPU).
 
         Raises:
             ValueError: if a message of that step was malformed, naming rank and bucket; the same on all ranks.
@@ -282,7 +248,7 @@ class GradientCompression:
             self.averager.settle()
 
     def close(self) -> None:
-        """End the run: see what became of the last step, and apply deferred updates, so that weights are final."""
+        """End the run: report the last step's outcome, and apply deferred updates, so that weights are final."""
         self.settle()
         self.optimizers.flush()
 
@@ -300,23 +266,15 @@ class GradientCompression:
             "hetero/bytes_received": report.received / report.steps,
             "hetero/compression_density": report.density / report.steps,
             "hetero/encode_time": report.encode / report.steps,
-            **self.watch.metrics([members[0] for members in self._topology().clusters]),
+            **self.watch.metrics([members[0] for members in self._topology.clusters]),
         }
-        if self.choice is not None:
-            metrics["hetero/time_to_accuracy"] = self.choice.objective
+        if self.density.choice is not None:
+            metrics["hetero/time_to_accuracy"] = self.density.choice.objective
         return metrics
 
     def state_dict_of_rank(self) -> dict[str, Any]:
         """Return residuals by parameter, and what else this rank needs to go on."""
-        if self.averager is None:
-            return unsent(self._idle)
-        return {
-            "kind": self.averager.kind,
-            "residuals": self.averager.residuals(),
-            "extra": self.averager.extra_state(),
-            "waits": self.optimizers.state(),
-            "link": {} if self.blocks is None else self.watch.state_dict(),
-        }
+        return self.checkpoint.of_rank(self.averager, self.watch)
 
     def state_dict(self, *, alone: bool = False) -> dict[str, Any]:
         """Return the state of all ranks, on rank 0; empty elsewhere. A collective call, unless ``alone``.
@@ -324,34 +282,19 @@ class GradientCompression:
         Deferred updates are applied first.
         """
         self.optimizers.flush()
-        own = self.state_dict_of_rank() or own_share(self._restored, self._topology(), self.control.rank)
-        everyone = left_alone(own, self.control) if alone else self.control.gather_objects_at_zero(own)
-        return {"ranks": everyone, "clusters": self._topology().clusters} if everyone and any(everyone) else {}
+        return self.checkpoint.of_all(self.state_dict_of_rank(), alone=alone)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the residuals of an earlier run, once the model is attached or at once; without any, with zero."""
-        self._restored, self._idle = state, {}
-        self.hook.pay_out(None)
+        self.checkpoint.load(state)
         if self.averager is not None:
-            self._go_on(state)
+            self.checkpoint.restore(self.averager, self.watch)
         elif self.control.world_size == 1:
-            self._pay_out(own_share(state, self._topology(), self.control.rank))
+            self._pay_out({})
 
     def reset(self) -> None:
         """Let the model that is attached next begin as the first one did."""
-        self._restored, self._idle, self._module, self.averager, self.choice = {}, {}, None, None, None
-        self.hook.pay_out(None)
-        self.watch = LinkState(self._topology().size)
-
-    def _go_on(self, state: dict[str, Any]) -> None:
-        self._take_over(own_share(state, self._topology(), self.control.rank))
-        self._restored = {}
-
-    def _take_over(self, own: dict[str, Any]) -> None:
-        assert self.averager is not None
-        self.averager.load_residuals(own.get("residuals", {}))
-        self.optimizers.load_state(own.get("waits", []))
-        if own.get("kind") == self.averager.kind and own["extra"]:
-            self.averager.load_extra_state(own["extra"])
-            if self.blocks is not None and own.get("link"):
-                self.watch.load_state_dict(own["link"])
+        self.checkpoint.clear()
+        self._module = self.averager = None
+        self.density = DensityControl(self.control.rank == 0)
+        self.watch = LinkState(self._topology.size)

@@ -1,17 +1,18 @@
 """Connect optimizers with sparse steps to the blocks of a compressed gradient."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
 from lightning_hetero.comm.gradients.requirements import check_trained
+from lightning_hetero.compression.block_gradient import BlockGradient, BlockMarks
 from lightning_hetero.optim.sparse.lazy_update import LazyUpdate
 from lightning_hetero.optim.sparse.optimizers import SparseAdamW, SparseSGD, attach_lazy_update
 
-__all__ = ["OptimizerLink"]
+__all__ = ["OptimizerLink", "clip_targets"]
 
 
 class OptimizerLink:
@@ -101,3 +102,24 @@ class OptimizerLink:
 
 def _source(blocks: BlockTopKAverager | None) -> Callable[[], Any]:
     return lambda: None if blocks is None else blocks.gradients
+
+
+def clip_targets(
+    parameters: Iterable[torch.Tensor], gradients: Mapping[torch.Tensor, BlockGradient | BlockMarks]
+) -> list[torch.Tensor]:
+    """Return what to clip in place of parameters: for a sparse gradient, a tensor that holds its values.
+
+    Args:
+        parameters: with their gradients.
+        gradients: blocks of those that have sparse ones.
+    """
+    found = []
+    for parameter in parameters:
+        gradient = gradients.get(parameter)
+        if not isinstance(gradient, BlockGradient) or not gradient.stands(parameter):
+            found.append(parameter)
+        elif len(gradient.rows):
+            target = gradient.values.detach()
+            target.grad = gradient.values
+            found.append(target)
+    return found

@@ -1,6 +1,5 @@
-"""Torch's own compression hooks behind the same argument: 16-bit sums and PowerSGD."""
+"""PowerSGD by torch's own hook, with state by parameter that survives a resume."""
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +20,31 @@ from lightning_hetero.comm.timing.clock import Clock
 from lightning_hetero.core.compression.settings import LowRank
 
 __all__ = ["PowerSGDAverager"]
+
+
+class _DeviceVerdicts:
+    """Numbers on the device, 0 for a step that was left out, which the host reads once the device has them.
+
+    Args:
+        clock: marks moments on this rank's device.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._waiting: deque[tuple[int, torch.Tensor, Any]] = deque()
+
+    def add(self, step: int, finite: torch.Tensor) -> None:
+        """Copy the number of a step to the host, without waiting for it."""
+        there = torch.empty_like(finite, device="cpu", pin_memory=finite.is_cuda).copy_(finite, non_blocking=True)
+        self._waiting.append((step, there, self._clock.mark()))
+
+    def pop_left_out(self) -> list[int]:
+        """Return the steps that were left out, of those whose number has arrived."""
+        steps = []
+        while self._waiting and self._clock.ready(self._waiting[0][2]):
+            step, finite, _ = self._waiting.popleft()
+            steps += [step] if float(finite) == 0.0 else []
+        return steps
 
 
 class PowerSGDAverager(GradientAverager):
@@ -50,20 +74,19 @@ class PowerSGDAverager(GradientAverager):
         grad_scale: Callable[[], float] | None = None,
     ) -> None:
         super().__init__(world_size)
-        self.settings, self.grad_scale, self._clock = settings, grad_scale, clock
+        self.settings, self.grad_scale = settings, grad_scale
         self.names = {p: name for name, p in parameters.items()}
         self.state = PowerSGDState(None, settings.rank, settings.start)
         self.state.compression_stats_logging_frequency = 2**62
-        self.kept = BucketState(self.state, self.names)
+        self.kept = BucketState(self.state, self.names, world_size)
         device = next(iter(parameters.values())).device
         self.deferred = device.type != "cpu"  # whether the host learns later what the device decided on a step
         self._in_order = backend_of(device) == "nccl"
         self._elements = sum(p.numel() for p in parameters.values())
         self._element_size = next(iter(parameters.values())).element_size()
-        self._scale = 1.0
         self._step, self._dense, self.dropped = 0, False, DroppedSteps()
         self._finite: list[torch.Tensor] = []
-        self._verdicts: deque[tuple[int, torch.Tensor, Any]] = deque()
+        self._verdicts = _DeviceVerdicts(clock)
         self._arrived = False
 
     @classmethod
@@ -78,7 +101,8 @@ class PowerSGDAverager(GradientAverager):
         if bucket.index() == 0:
             self._finite, self._dense = [], not compressing
             self.flags.begin(exact=not compressing)
-            self._report_verdicts()
+            for step in self._verdicts.pop_left_out():
+                self.dropped.add(step, "on some rank")
         if bucket.is_last():
             self._step, self._arrived = self._step + 1, True
         buffer = bucket.buffer()
@@ -88,7 +112,8 @@ class PowerSGDAverager(GradientAverager):
             self._finite.append(finite)
             if not self.deferred and float(finite) == 0.0:
                 return self._leave_out(bucket)
-            self._rescale(bucket)
+            if bucket.index() == 0:
+                self.kept.scale_by(1.0 if self.grad_scale is None else self.grad_scale())
             self.kept.lay_out(bucket, finite if self.deferred else None)
         future: Future = powerSGD_hook(self.state, Matrices(bucket))  # type: ignore[arg-type]
         if bucket.is_last():
@@ -98,7 +123,7 @@ class PowerSGDAverager(GradientAverager):
         return future
 
     def _leave_out(self, bucket: dist.GradBucket) -> Future:
-        """A gradient is not finite: it is that on all ranks, and no residual takes part in it."""
+        """Make a gradient that is not finite so on all ranks; no residual takes part in it."""
         buffer = bucket.buffer().fill_(float("nan"))
         self.state.maybe_increase_iter(bucket)
         future: Future = pending(buffer)
@@ -106,7 +131,7 @@ class PowerSGDAverager(GradientAverager):
         return future
 
     def after_backward(self) -> None:
-        """After backward: leave a sum that is not finite out, all of it; a loss scaler sees it and does so itself."""
+        """Leave a sum that is not finite out, all of it; a loss scaler sees it and does so itself."""
         arrived, self._arrived = self._arrived, False
         if not arrived:
             return
@@ -121,29 +146,14 @@ class PowerSGDAverager(GradientAverager):
                 self.dropped.add(self._step - 1, "on some rank")
 
     def _drop_on_device(self, finite: torch.Tensor) -> None:
-        """Let the device leave the step out if it has to; the host reads later whether it did."""
+        """Let the device leave the step out if it has to; the host learns of it when the number has arrived."""
         self.flags.skip(1.0 - finite)
         if self.grad_scale is not None:
             return
         for p in self.names:
             if p.grad is not None:
                 p.grad.masked_fill_(finite == 0.0, 0.0)
-        told = torch.empty_like(finite, device="cpu", pin_memory=finite.is_cuda).copy_(finite, non_blocking=True)
-        self._verdicts.append((self._step - 1, told, self._clock.mark()))
-
-    def _report_verdicts(self) -> None:
-        """Say which steps were left out, as far as the device has told."""
-        while self._verdicts and self._clock.ready(self._verdicts[0][2]):
-            step, finite, _ = self._verdicts.popleft()
-            if float(finite) == 0.0:
-                self.dropped.add(step, "on some rank")
-
-    def _rescale(self, bucket: dist.GradBucket) -> None:
-        """Follow a change of the loss scale."""
-        scale = 1.0 if self.grad_scale is None else self.grad_scale()
-        if bucket.index() == 0 and scale != self._scale:
-            self.kept.multiply(scale / self._scale)
-            self._scale = scale
+        self._verdicts.add(self._step - 1, finite)
 
     def _count(self, compressing: bool) -> None:
         sent, density = self._elements, 1.0
@@ -154,19 +164,15 @@ class PowerSGDAverager(GradientAverager):
         self.report.add(ring_bytes(self.world_size) * sent * self._element_size, density)
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """What this rank has not sent yet, by parameter: a part of the weighted sum over ranks."""
-        factor = self._scale * self.world_size
-        exact = math.frexp(factor)[0] == 0.5  # else a float64 brings the very float32 back
-        errors = self.kept.errors()
-        return {name: (e if exact else e.double()) / factor for name, e in errors.items()}
+        """Return the gradients that this rank has not sent yet, by parameter: a part of the weighted sum over ranks."""
+        return self.kept.residuals()
 
     def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
         """Go on with these residuals once the dense steps are over; those of before are gone."""
-        factor = self._scale * self.world_size
-        self.kept.load({name: residual.flatten() * factor for name, residual in residuals.items()}, {})
+        self.kept.load_residuals(residuals)
 
     def extra_state(self) -> dict[str, Any]:
-        """What else a run needs to go on identically: steps, and the matrices that the next step begins with."""
+        """Return the steps so far, and the matrices with which the next step begins."""
         drawn: Any = self.state.rng.get_state(legacy=False)
         seeds = {"words": torch.from_numpy(drawn["state"]["key"].astype("int64")), "place": drawn["state"]["pos"]}
         return {"iter": self.state.iter, "step": self._step, "seeds": seeds, "matrices": self.kept.matrices()}
@@ -176,4 +182,4 @@ class PowerSGDAverager(GradientAverager):
         self.state.iter, self._step = int(state["iter"]), int(state["step"])
         seeds = state["seeds"]
         self.state.rng.set_state(("MT19937", seeds["words"].numpy().astype("uint32"), int(seeds["place"]), 0, 0.0))
-        self.kept.load(self.kept.errors(), state["matrices"])
+        self.kept.load_matrices(state["matrices"])

@@ -1,5 +1,7 @@
 """State of torch's PowerSGD by parameter: DDP lays its buckets out anew, and what belongs to parameters must follow."""
 
+import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -68,10 +70,12 @@ class BucketState:
     Args:
         state: torch's, whose entries belong to buckets.
         names: of the parameters.
+        world_size: number of ranks in the average; torch's residuals are those of ``world_size`` times the gradient.
     """
 
-    def __init__(self, state: PowerSGDState, names: dict[torch.Tensor, str]) -> None:
-        self.state, self.names = state, names
+    def __init__(self, state: PowerSGDState, names: dict[torch.Tensor, str], world_size: int = 1) -> None:
+        self.state, self.names, self.world_size = state, names, world_size
+        self._scale = 1.0
         self._places: dict[int, list[_Place]] = {}
         self._errors: dict[str, torch.Tensor] = {}
         self._matrices: dict[str, torch.Tensor] = {}
@@ -154,12 +158,32 @@ class BucketState:
         parts = self.state.q_memory_dict[index].split([place.q for place in places])
         return [(place.name, part) for place, part in zip(places, parts, strict=True)]
 
-    def multiply(self, factor: float) -> None:
-        """Residuals of gradients that are scaled by another factor from now on."""
+    def scale_by(self, scale: float) -> None:
+        """Follow the factor of a loss scaler on the gradients."""
+        if scale != self._scale:
+            self._multiply(scale / self._scale)
+            self._scale = scale
+
+    def _multiply(self, factor: float) -> None:
         for index in self._places:
             self._decide(index)
         for error in (*self.state.error_dict.values(), *self._errors.values()):
             error.mul_(factor)
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """Return residuals by parameter, on the host: parts of the weighted sum over ranks, without a loss scale."""
+        factor = self._scale * self.world_size
+        exact = math.frexp(factor)[0] == 0.5  # else a float64 brings the very float32 back
+        return {name: (error if exact else error.double()) / factor for name, error in self.errors().items()}
+
+    def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Go on with these residuals, and with matrices that are drawn anew."""
+        factor = self._scale * self.world_size
+        self.load({name: residual.flatten() * factor for name, residual in residuals.items()}, {})
+
+    def load_matrices(self, matrices: dict[str, torch.Tensor]) -> None:
+        """Go on with these matrices, and with the residuals as they are."""
+        self.load(self.errors(), matrices)
 
     def errors(self) -> dict[str, torch.Tensor]:
         """Residuals by parameter, on the host."""

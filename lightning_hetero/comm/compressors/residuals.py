@@ -40,7 +40,7 @@ def own_share(state: dict[str, Any], topology: Topology, rank: int) -> dict[str,
             total[name] = total[name] + residual if name in total else residual.clone()
     if rank == 0:
         log.info("residuals of %d ranks were summed and split over %d", len(before), topology.size)
-    share = {name: residual / topology.size for name, residual in total.items()} if topology.leads else {}
+    share = {name: residual / topology.size for name, residual in total.items()} if topology.is_leader else {}
     return {**ranks[0], "residuals": share}
 
 

@@ -74,7 +74,7 @@ class BlockTopKStaleAverager(MeasuredStaleness):
         self._added: list[Pack] = []
         self._spare: torch.Tensor | None = None
         self._in_vain = False
-        averager.apply_by(self)
+        self.path = averager.apply_by(self)
         self.load_state_dict(restored or {})
 
     def for_dense_sums(self, topology: Topology | None) -> StaleAverager:
@@ -114,7 +114,7 @@ class BlockTopKStaleAverager(MeasuredStaleness):
         if self.delayed:
             self._keep(sent)
         else:
-            packs = packs + self.averager.receive(sent)
+            packs = packs + self.path.receive(self.averager, sent)
         release()
         return packs
 
@@ -123,32 +123,32 @@ class BlockTopKStaleAverager(MeasuredStaleness):
 
         A gradient that is not finite leaves the residual now, since it will be gone when the others learn of it.
         """
-        topology, form = self.averager.topology, self.averager.encoder.form
-        if topology.leads and form.gave_up(sent.rows[topology.cluster]):
+        topology, form = self.averager.topology, self.path.encoder.form
+        if topology.is_leader and form.gave_up(sent.rows[topology.cluster]):
             sent.mark_not_finite()
         if not sent.finite:
-            self.averager.encoder.undo()
+            self.path.encoder.undo()
         self._in_flight = sent
         if self._spare is None or self._spare.shape != sent.rows.shape:
             self._spare = torch.zeros_like(sent.rows)
-        self.averager.path.use_rows(self._spare)
+        self.path.use_rows(self._spare)
 
     def add_to_dense(self, bucket: dist.GradBucket) -> None:
         """Add what has arrived to a bucket that is about to be summed densely: rank 0 adds it for all."""
         if bucket.index() == 0:
             self._timer.gap()
             self.wait()
-            self.averager.encoder.merge(self._arrived)
+            self.path.encoder.merge(self._arrived)
         self._report_in_vain(last=bucket.is_last())
         if self._arrived:
             self.flags.add_other_step()
             if self.averager.topology.rank == 0:
                 for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
                     flat = flat_view(gradient)
-                    merged = self.averager.path.merged(self.averager.model.slots[parameter])
+                    merged = self.path.merged(self.averager.model.slots[parameter])
                     flat.add_(merged.to(flat.device, flat.dtype))
         if bucket.is_last():
-            self.averager.encoder.finish()
+            self.path.encoder.finish()
             self._arrived, self._added = [], self._arrived
 
     def undo_add(self) -> None:
@@ -171,7 +171,7 @@ class BlockTopKStaleAverager(MeasuredStaleness):
         """Wait for the messages in flight and read them. What was sent in vain returns to the residual."""
         if self._in_flight is not None:
             sent, self._in_flight = self._in_flight, None
-            found = self.averager.receive(sent)
+            found = self.path.receive(self.averager, sent)
             self._arrived, self._spare, self._in_vain = self._arrived + found, sent.rows, not found
 
     def drain(self) -> dict[str, torch.Tensor]:
@@ -181,7 +181,7 @@ class BlockTopKStaleAverager(MeasuredStaleness):
         if not arrived:
             return {}
         self.averager.forget_gradients()  # what follows is a dense step
-        sums = self.averager.sums_of(arrived)
+        sums = self.path.sums_of(arrived)
         return {name: sums[name].to(p.device, p.dtype) for name, p in self.parameters.items()}
 
     def wait_in_flight(self) -> tuple[list[tuple[torch.Tensor, list[torch.Tensor]]], bool]:
@@ -196,10 +196,10 @@ class BlockTopKStaleAverager(MeasuredStaleness):
             return None
         factor = 1.0
         if self._in_flight is not None:
-            own = averager.topology.leads and self._in_flight.finite
+            own = averager.topology.is_leader and self._in_flight.finite
             row = self._in_flight.rows[averager.topology.cluster]
             packs, factor = (
-                ([averager.encoder.form.unpack(row.cpu())] if own else []),
+                ([self.path.encoder.form.unpack(row.cpu())] if own else []),
                 self.extrapolation_factor(total, averager.topology.size),
             )
         if not packs:
@@ -234,7 +234,7 @@ class BlockTopKStaleAverager(MeasuredStaleness):
         self.delay(True)
 
     def _sent_bytes(self) -> list[float]:
-        return [(self.averager.topology.size - 1) * float(self.averager.encoder.form.num_bytes)]
+        return [(self.averager.topology.size - 1) * float(self.path.encoder.form.num_bytes)]
 
     def _awaited(self) -> int:
         return int(not self.delayed)
@@ -252,7 +252,7 @@ class BlockTopKStaleAverager(MeasuredStaleness):
         state: dict[str, Any] = {"delayed": sorted(self.parameters) if self.delayed else [], "rate": self.link.rate}
         if not self._arrived:
             return {**state, "sums": {}}
-        sums = {name: value.cpu() for name, value in self.averager.sums_of(self._arrived).items()}
+        sums = {name: value.cpu() for name, value in self.path.sums_of(self._arrived).items()}
         touched = torch.cat([pack.indices for pack in self._arrived]).unique().cpu()
         layout = self.averager.model.layout.fingerprint()
         return {**state, "sums": sums, "blocks": {"layout": layout, "touched": touched}}
@@ -274,7 +274,7 @@ class BlockTopKStaleAverager(MeasuredStaleness):
 
     def _pack(self, sums: dict[str, torch.Tensor], blocks: dict[str, Any]) -> Pack:
         """Return restored sums as blocks: those that were touched if that is known, else all that are not 0."""
-        layout, merged = self.averager.model.layout, self.averager.encoder.merged
+        layout, merged = self.averager.model.layout, self.path.encoder.merged
         flat = torch.zeros_like(merged)
         for name, value in sums.items():
             slot = layout.by_name[name]

@@ -20,36 +20,11 @@ from lightning_hetero.comm.gradients.squared_norms import BucketSquares
 from lightning_hetero.comm.gradients.stale_averager import Predicted, StaleAverager
 from lightning_hetero.comm.staleness.base import MeasuredStaleness
 from lightning_hetero.comm.staleness.deadline_queue import TransferQueue
+from lightning_hetero.comm.staleness.stale_bucket import StaleBucket
 from lightning_hetero.comm.timing.clock import Clock
 from lightning_hetero.core.link.bandwidth import LinkEstimate, sum_bytes
 
 __all__ = ["DenseStaleAverager"]
-
-
-class _StaleBucket:
-    """One bucket: its parameters, and two buffers, one that sends while the other is read."""
-
-    def __init__(self, names: tuple[str, ...], sizes: list[int], num_bytes: int) -> None:
-        self.names, self.sizes, self.num_bytes = names, sizes, num_bytes
-        self.sums: Future | None = None
-        self.own: torch.Tensor | None = None
-        self.known = False
-        self._buffers: list[torch.Tensor] = []
-        self._turn = 0
-
-    def buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """The buffer whose sum was read in the last step."""
-        if not self._buffers:
-            self._buffers = [torch.empty_like(like), torch.empty_like(like)]
-        self._turn ^= 1
-        return self._buffers[self._turn]
-
-    def take(self) -> dict[str, torch.Tensor]:
-        """Wait for the sums in flight, by parameter; they are no longer held."""
-        if self.sums is None:
-            return {}
-        flat, self.sums, self.known = tensor_of(self.sums.wait()), None, False
-        return {name: part.clone() for name, part in zip(self.names, flat.split(self.sizes), strict=True)}
 
 
 class DenseStaleAverager(MeasuredStaleness):
@@ -96,7 +71,7 @@ class DenseStaleAverager(MeasuredStaleness):
         self.delayed: frozenset[str] = frozenset()
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._sums: dict[str, torch.Tensor] = {}
-        self._buckets: dict[int, _StaleBucket] = {}
+        self._buckets: dict[int, StaleBucket] = {}
         self._stale_parts: bool | list[bool] = False
         self.queue = TransferQueue(running=priority and topology is not None)
         self.load_state_dict(restored or {})
@@ -132,7 +107,7 @@ class DenseStaleAverager(MeasuredStaleness):
 
         return self._then(future, released)
 
-    def _bucket(self, bucket: dist.GradBucket) -> _StaleBucket:
+    def _bucket(self, bucket: dist.GradBucket) -> StaleBucket:
         """Return what is held of a bucket. DDP lays its buckets out anew after the first step; sums follow by name."""
         names = tuple(self._names[parameter] for parameter in bucket.parameters())
         held = self._buckets.get(bucket.index())
@@ -141,17 +116,17 @@ class DenseStaleAverager(MeasuredStaleness):
                 self._sums.update(self._settle())
                 self._buckets.clear()
             sizes = [parameter.numel() for parameter in bucket.parameters()]
-            held = _StaleBucket(names, sizes, bucket.buffer().numel() * bucket.buffer().element_size())
+            held = StaleBucket(names, sizes, bucket.buffer().numel() * bucket.buffer().element_size())
             self._buckets[bucket.index()] = held
         return held
 
-    def _delay(self, held: _StaleBucket, buffer: torch.Tensor) -> Future:
+    def _delay(self, held: StaleBucket, buffer: torch.Tensor) -> Future:
         """Send this step's gradient, hand out the sum of the step before."""
         before, sent = held.sums, held.buffer(buffer)
         torch.mul(buffer, 1.0 / self.world_size, out=sent)
         if self.keeps_own:
-            held.own, held.known = sent.clone() if held.own is None else held.own.copy_(sent), False
-        held.sums = self.queue.add(sent, self._sender(sent, self.topology or self.synchronous))
+            held.keep_own(sent)
+        held.send(self.queue.add(sent, self._sender(sent, self.topology or self.synchronous)))
         if before is not None:
             return before
         buffer.zero_()
@@ -162,7 +137,7 @@ class DenseStaleAverager(MeasuredStaleness):
         done.set_result(buffer)
         return done
 
-    def _await(self, held: _StaleBucket, buffer: torch.Tensor) -> Future:
+    def _await(self, held: StaleBucket, buffer: torch.Tensor) -> Future:
         """Hand out the sum of this step, with what is left of the step before.
 
         A bucket that has delayed and other parameters, as the first after a resume may, is awaited as a whole.
@@ -220,7 +195,7 @@ class DenseStaleAverager(MeasuredStaleness):
 
     def wait_in_flight(self) -> tuple[list[tuple[torch.Tensor, list[torch.Tensor]]], bool]:
         """Wait for the sums in flight; their step was not left out."""
-        in_flight = [(held.names, tensor_of(held.sums.wait())) for held in self._ordered() if held.sums is not None]
+        in_flight = [(held.names, held.wait()) for held in self._ordered() if held.sums is not None]
         owed = [*in_flight, *(((name,), value) for name, value in self._sums.items())]
         return [(flat, [self.parameters[name] for name in names]) for names, flat in owed], False
 
@@ -232,7 +207,7 @@ class DenseStaleAverager(MeasuredStaleness):
         for held in self._buckets.values():
             flat = None
             if held.sums is not None and held.known:
-                flat = tensor_of(held.sums.wait())
+                flat = held.wait()
             elif held.sums is not None and held.own is not None:
                 flat = held.own * self.extrapolation_factor(share, self.world_size)
             if flat is not None:
@@ -269,7 +244,7 @@ class DenseStaleAverager(MeasuredStaleness):
         crossing = self.world_size if self.synchronous is None else self.synchronous.size
         return [sum_bytes(held.num_bytes, crossing) for held in self._ordered()]
 
-    def _ordered(self) -> list[_StaleBucket]:
+    def _ordered(self) -> list[StaleBucket]:
         return [self._buckets[index] for index in sorted(self._buckets)]
 
     def _awaited(self) -> int:
@@ -286,8 +261,7 @@ class DenseStaleAverager(MeasuredStaleness):
         known = {**self._sums}
         for held in self._buckets.values():
             if held.sums is not None:
-                flat, held.known = tensor_of(held.sums.wait()), True
-                known |= dict(zip(held.names, flat.split(held.sizes), strict=True))
+                known |= dict(zip(held.names, held.share().split(held.sizes), strict=True))
         if not known and not self.delayed:
             return {}
         owed = {name: value.detach().cpu().clone() for name, value in known.items()}

@@ -120,7 +120,7 @@ def test_residuals_take_another_factor_wherever_they_are(parameters):
     kept.lay_out(first, torch.tensor(0.0))
     kept.state.error_dict[0] = torch.full_like(first.buffer(), float("nan"))
     kept.lay_out(bucket_of(1, ["c"], parameters))
-    kept.multiply(2.0)
+    kept.scale_by(2.0)
     for name, error in kept.errors().items():
         assert (error == 6.0).all(), name
 

@@ -68,9 +68,9 @@ class Both:
 
     def look(self, times=1):
         for _ in range(times):
-            everyone = np.stack([health.sample() for health in self.health])
+            everyone = np.stack([health.pack() for health in self.health])
             for health in self.health:
-                health.judge(everyone)
+                health.unpack(everyone, None)
 
 
 @pytest.fixture
