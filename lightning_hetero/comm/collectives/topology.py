@@ -153,7 +153,7 @@ class Topology:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank speaks for its cluster."""
+        """True if this rank speaks for its cluster."""
         return self.rank == self.leader
 
     def members_of(self, rank: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
-from lightning_hetero.comm.compressors.in_flight import InFlight
+from lightning_hetero.comm.compressors.block_topk.in_flight import InFlight
 from lightning_hetero.comm.gradients.averager import Future
 from lightning_hetero.comm.gradients.squared_norms import BucketSquares
 from lightning_hetero.comm.gradients.stale_averager import Predicted, StaleAverager

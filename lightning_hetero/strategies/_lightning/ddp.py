@@ -253,10 +253,9 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
         if self._signals is not None and not self._signals.asked:  # Lightning has no check of its own
             self._signals.check()
         super().on_train_batch_start(batch, batch_idx)
-        module = self.lightning_module
         assert self.engine is not None
-        assert module is not None
-        trainer = module.trainer
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
         self._at = trainer.current_epoch, batch_idx
         counted = self.engine.begin_step(trainer.current_epoch, batch_idx, batch)
         if counted == 0 and trainer._results is not None:
@@ -285,16 +284,13 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
             RuntimeError: if under manual optimization no backward pass went through the strategy before this step.
         """
         assert self.engine is not None
-        module = self.lightning_module
-        assert module is not None
-        if not module.automatic_optimization:
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
             self.engine.check_backward()
         self.engine.observer.begin_update()
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.engine.observer.end_update()
         return result
-
-    # state
 
     def teardown(self) -> None:
         """End the run; the engine stays, so that its plans can be read and a further run goes on from them."""

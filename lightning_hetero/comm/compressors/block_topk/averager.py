@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from lightning_hetero.comm.collectives.async_ops import pending
 from lightning_hetero.comm.collectives.topology import Topology
-from lightning_hetero.comm.compressors.block_topk_gpu import DevicePath
-from lightning_hetero.comm.compressors.block_topk_host import HostPath
-from lightning_hetero.comm.compressors.in_flight import BackwardPass, InFlight, StaleMessages
-from lightning_hetero.comm.compressors.message_path import ModelBlocks
+from lightning_hetero.comm.compressors.block_topk.gpu_path import DevicePath
+from lightning_hetero.comm.compressors.block_topk.host_path import HostPath
+from lightning_hetero.comm.compressors.block_topk.in_flight import BackwardPass, InFlight, StaleMessages
+from lightning_hetero.comm.compressors.block_topk.message_path import ModelBlocks
 from lightning_hetero.comm.compressors.registry import AveragerContext
 from lightning_hetero.comm.gradients.averager import Future, GradientAverager
 from lightning_hetero.comm.gradients.nonfinite import DroppedSteps, all_finite, clear

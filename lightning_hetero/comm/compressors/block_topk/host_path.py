@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_hetero.comm.compressors.in_flight import BackwardPass, InFlight
-from lightning_hetero.comm.compressors.message_path import MessagePath
+from lightning_hetero.comm.compressors.block_topk.in_flight import BackwardPass, InFlight
+from lightning_hetero.comm.compressors.block_topk.message_path import MessagePath
 from lightning_hetero.compression.block_gradient import BlockGradient, BlockMarks
 from lightning_hetero.compression.encoder_protocol import HostEncoder
 from lightning_hetero.compression.layout import split
 from lightning_hetero.compression.reference import Pack
 
 if TYPE_CHECKING:
-    from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
+    from lightning_hetero.comm.compressors.block_topk.averager import BlockTopKAverager
 
 __all__ = ["HostPath"]
 

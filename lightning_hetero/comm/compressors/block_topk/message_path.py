@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from lightning_hetero.comm.collectives.topology import Topology
-from lightning_hetero.comm.compressors.in_flight import BackwardPass, InFlight
+from lightning_hetero.comm.compressors.block_topk.in_flight import BackwardPass, InFlight
 from lightning_hetero.comm.timing.clock import clock_for
 from lightning_hetero.compression.block_gradient import BlockGradient, BlockMarks, GradientParts
 from lightning_hetero.compression.encoder_protocol import BlockEncoder
@@ -18,8 +18,8 @@ from lightning_hetero.core.compression.settings import BlockTopK, blocks_per_ran
 from lightning_hetero.core.link.message_size import MessageSize
 
 if TYPE_CHECKING:
-    from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
-    from lightning_hetero.comm.compressors.block_topk_host import HostPath
+    from lightning_hetero.comm.compressors.block_topk.averager import BlockTopKAverager
+    from lightning_hetero.comm.compressors.block_topk.host_path import HostPath
 
 __all__ = ["MessagePath", "ModelBlocks"]
 

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_hetero.comm.collectives.topology import Topology
-from lightning_hetero.comm.compressors.block_topk_host import HostPath
-from lightning_hetero.comm.compressors.in_flight import BackwardPass, InFlight
-from lightning_hetero.comm.compressors.message_path import MessagePath, ModelBlocks
+from lightning_hetero.comm.compressors.block_topk.host_path import HostPath
+from lightning_hetero.comm.compressors.block_topk.in_flight import BackwardPass, InFlight
+from lightning_hetero.comm.compressors.block_topk.message_path import MessagePath, ModelBlocks
 from lightning_hetero.compression.block_gradient import BlockGradient, BlockMarks
 from lightning_hetero.compression.encoder_protocol import DeviceEncoder
 from lightning_hetero.compression.host.encoder import cpu_encoder
 
 if TYPE_CHECKING:
-    from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
+    from lightning_hetero.comm.compressors.block_topk.averager import BlockTopKAverager
 
 __all__ = ["DevicePath"]
 
