@@ -52,8 +52,6 @@ MAX_MODULES = 12
 MAX_ATTRIBUTES = 15
 MIRRORED = ("core", "comm")
 TESTED_ELSEWHERE = {
-    "comm/agreement/notices.py",
-    "comm/agreement/sync_round.py",
     "comm/collectives/cluster_discovery.py",
     "comm/collectives/topology.py",
     "comm/compressors/auto.py",
@@ -77,9 +75,6 @@ TESTED_ELSEWHERE = {
     "comm/noise/workers_noise.py",
     "comm/staleness/base.py",
     "comm/staleness/stale_bucket.py",
-    "comm/timing/settings.py",
-    "comm/timing/step_marks.py",
-    "comm/timing/warm_up.py",
 }
 
 
