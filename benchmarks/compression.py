@@ -32,7 +32,7 @@ import torch.multiprocessing as mp
 from hardware import write_table
 from torch import nn
 
-from lightning_hetero.comm.collectives.async_ops import gather_over_ranks
+from lightning_hetero.comm.collectives.async_ops import async_all_gather
 from lightning_hetero.compression import Layout, MessageFormat, Pack, TorchEncoder
 from lightning_hetero.compression.block_gradient import BlockGradient, GradientParts
 from lightning_hetero.compression.host import encoder
@@ -346,7 +346,7 @@ def exchange_rank(rank, port, sizes, rounds, results):
 
         candidates = {
             "asynchronous broadcasts": broadcasts,
-            "ours": lambda rows=rows: gather_over_ranks(rows, rank, range(len(rows))).wait(),
+            "ours": lambda rows=rows: async_all_gather(rows, rank, range(len(rows))).wait(),
             "torch's all-gather": lambda rows=rows: dist.all_gather(list(rows), rows[rank].clone()),
         }
         seconds = timed(candidates, rounds, time.perf_counter)

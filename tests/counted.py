@@ -32,9 +32,9 @@ class CountedTime:
     def __init__(self, rank, rate):
         self.now, self.rate, self.sent, self._free = 0.0, rate, 0.0, 0.0
         self._scatter = np.random.default_rng(rank)
-        self._sum, self._gather, self._barrier = sums.sum_over_ranks, sums.gather_over_ranks, dist.barrier
+        self._sum, self._gather, self._barrier = sums.async_all_reduce, sums.async_all_gather, dist.barrier
         time.perf_counter = lambda: self.now
-        sums.sum_over_ranks, sums.gather_over_ranks, dist.barrier = self.sum, self.gather, self.barrier
+        sums.async_all_reduce, sums.async_all_gather, dist.barrier = self.sum, self.gather, self.barrier
 
     def spend(self, seconds):
         self.now += seconds * self._scatter.uniform(0.97, 1.03)

@@ -104,7 +104,7 @@ class FakeDevice:
 
     def install(self):
         """Be the device, the clock and the link of this process, which never gets rid of it."""
-        self._sum, self._barrier, self._all_reduce = sums.sum_over_ranks, dist.barrier, dist.all_reduce
+        self._sum, self._barrier, self._all_reduce = sums.async_all_reduce, dist.barrier, dist.all_reduce
         backward, gather = torch.Tensor.backward, ControlPlane.gather
 
         def joined(*args, **kwargs):
@@ -118,7 +118,7 @@ class FakeDevice:
 
         time.perf_counter = lambda: self.now
         parts.agreed_clock = lambda device, control: self
-        torch.Tensor.backward, sums.sum_over_ranks = joined, self.sum
+        torch.Tensor.backward, sums.async_all_reduce = joined, self.sum
         dist.barrier, dist.all_reduce, ControlPlane.gather = self.barrier, self.all_reduce, gathered
         return self
 

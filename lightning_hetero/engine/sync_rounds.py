@@ -95,5 +95,5 @@ class SyncRounds:
         self.control.require_equal("the plan and the step of the next sync round", (plans.history.digest(), following))
         plans.end_round()
         self.schedule.done(self.timer.synced_steps, following, between_epochs=not_before[1] == 0)
-        plans.sayings.see(done)
+        plans.sayings.note_kept(done)
         return RoundResult(done.planner, observations, entry, predicted, error, done.density is not None), messages

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_hetero.comm.collectives import async_ops as sums
-from lightning_hetero.comm.collectives.async_ops import hand_on
+from lightning_hetero.comm.collectives.async_ops import forward_result
 from lightning_hetero.core.link.bandwidth import sum_bytes
 from lightning_hetero.core.validation import check_number
 
@@ -47,20 +47,20 @@ class ThinLink:
         self.world_size, self.shared = world_size, shared
         self._queue: queue.Queue[Any] = queue.Queue()
         self._thread: threading.Thread | None = None
-        self._sum, self._gather = sums.sum_over_ranks, sums.gather_over_ranks
+        self._sum, self._gather = sums.async_all_reduce, sums.async_all_gather
 
     def start(self) -> "ThinLink":
         """Limit the link to its rate from now on."""
         self._thread = threading.Thread(target=self._deliver, daemon=True)
         self._thread.start()
-        self._sum, sums.sum_over_ranks = sums.sum_over_ranks, self._late_sum
-        self._gather, sums.gather_over_ranks = sums.gather_over_ranks, self._late_gather
+        self._sum, sums.async_all_reduce = sums.async_all_reduce, self._delayed_reduce
+        self._gather, sums.async_all_gather = sums.async_all_gather, self._delayed_gather
         return self
 
     def stop(self) -> None:
         """Put the link back, once everything in flight has arrived."""
         if self._thread is not None:
-            sums.sum_over_ranks, sums.gather_over_ranks = self._sum, self._gather
+            sums.async_all_reduce, sums.async_all_gather = self._sum, self._gather
             self._queue.put(None)
             self._thread.join()
             self._thread = None
@@ -73,11 +73,11 @@ class ThinLink:
     ) -> None:
         self.stop()
 
-    def _late_sum(self, buffer: torch.Tensor, group: Any = None) -> torch.futures.Future[Any]:
+    def _delayed_reduce(self, buffer: torch.Tensor, group: Any = None) -> torch.futures.Future[Any]:
         num_bytes = sum_bytes(buffer.numel() * buffer.element_size(), self.world_size)
-        return self._late(self._sum(buffer, group), num_bytes)
+        return self._delay(self._sum(buffer, group), num_bytes)
 
-    def _late_gather(
+    def _delayed_gather(
         self,
         rows: torch.Tensor,
         own: int,
@@ -87,7 +87,7 @@ class ThinLink:
         order: list[int] | None = None,
     ) -> torch.futures.Future[Any]:
         done = self._gather(rows, own, sources, group, None, order)
-        late = self._late(done, (len(rows) - 1) * rows[own].numel())
+        delayed = self._delay(done, (len(rows) - 1) * rows[own].numel())
 
         def tell(done: torch.futures.Future[Any]) -> None:
             done.value()
@@ -95,12 +95,12 @@ class ThinLink:
                 for row in range(len(rows)):
                     arrived(row)
 
-        return late.then(tell)
+        return delayed.then(tell)
 
-    def _late(self, done: torch.futures.Future[Any], num_bytes: float) -> torch.futures.Future[Any]:
-        late: torch.futures.Future[Any] = torch.futures.Future()
-        self._queue.put((float(num_bytes), done, late))
-        return late
+    def _delay(self, done: torch.futures.Future[Any], num_bytes: float) -> torch.futures.Future[Any]:
+        delayed: torch.futures.Future[Any] = torch.futures.Future()
+        self._queue.put((float(num_bytes), done, delayed))
+        return delayed
 
     def _deliver(self) -> None:
         """Let time pass on the link, from event to event: something new sets out, or something arrives."""
@@ -139,4 +139,4 @@ class ThinLink:
                 return
             for item in [item for item in left[:sharing] if item[0] <= 1e-6]:
                 left.remove(item)
-                item[1].then(partial(hand_on, item[2]))
+                item[1].then(partial(forward_result, item[2]))

@@ -20,15 +20,15 @@ def _timed_sum(rank):
     from lightning_hetero.comm.collectives import async_ops as sums
     from tests.helpers import Points, Regressor, trainer_of
 
-    side, sum_over_ranks = torch.cuda.Stream(GPU), sums.sum_over_ranks
+    side, async_all_reduce = torch.cuda.Stream(GPU), sums.async_all_reduce
 
     def slow(buffer, group=None):
         side.wait_stream(torch.cuda.current_stream(GPU))
         with torch.cuda.stream(side):
             busy(GPU, SUM)
-            return sum_over_ranks(buffer, group)
+            return async_all_reduce(buffer, group)
 
-    sums.sum_over_ranks = slow
+    sums.async_all_reduce = slow
     strategy = HeteroDDPStrategy(replan=8, process_group_backend="nccl")
     trainer = trainer_of(strategy, 1, accelerator="gpu", max_epochs=2)
     trainer.fit(Regressor(dtype=torch.float32), DataLoader(Points(160, dtype=torch.float32), 8))

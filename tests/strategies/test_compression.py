@@ -722,7 +722,7 @@ def test_ranks_with_different_settings_are_refused():
 
 
 def _corrupted(rank):
-    gather = sums.gather_over_ranks
+    gather = sums.async_all_gather
 
     def flip(rows, *args):
         def arrived(done):
@@ -730,7 +730,7 @@ def _corrupted(rank):
 
         return gather(rows, *args).then(arrived)
 
-    sums.gather_over_ranks = flip
+    sums.async_all_gather = flip
     return _fit(rank, [3, 1], BlockTopK(**SPARSE), {})
 
 

@@ -29,9 +29,9 @@ SPARSE = BlockTopK(density=0.2, warmup_steps=2)
 
 def _fit(rank, hierarchy, compression, kwargs):
     crossed = []
-    sum_over_ranks = sums.sum_over_ranks
-    sums.sum_over_ranks = lambda buffer, group=None: (
-        crossed.append(dist.get_world_size(group)), sum_over_ranks(buffer, group)
+    async_all_reduce = sums.async_all_reduce
+    sums.async_all_reduce = lambda buffer, group=None: (
+        crossed.append(dist.get_world_size(group)), async_all_reduce(buffer, group)
     )[1]  # fmt: skip
     settings = {"local_batch_sizes": SPLIT, "bucket_cap_mb": TINY, **kwargs.pop("strategy", {})}
     strategy = HeteroDDPStrategy(hierarchy=hierarchy, compression=compression, **settings)
@@ -132,13 +132,13 @@ def _meet(rank, names):
     cluster_discovery.socket.gethostname, os.environ[cluster_discovery.VARIABLE] = lambda: "one", "one"
     cluster_discovery._ping = lambda probe, low, high, control: 0.1 if names[low] != names[high] else 0.01
     found.append(Topology.form("auto", control, None).clusters)
-    flat = Topology.form("auto", control, None).another()
+    flat = Topology.form("auto", control, None).with_own_groups()
     buffer = torch.full((5,), float(rank))
-    flat.sum(buffer).wait()
+    flat.all_reduce(buffer).wait()
     rows = torch.zeros(flat.size, 3, dtype=torch.uint8)
     if flat.is_leader:
         rows[flat.cluster] = 1 + flat.cluster
-    flat.gather(rows).wait()
+    flat.all_gather(rows).wait()
     if rank == 3:
         del os.environ[cluster_discovery.VARIABLE]
     try:
@@ -194,15 +194,15 @@ def _one_order(rank, backend):
     if backend is not None:
         topology.backend_of = lambda device, group: backend
     threads = set()
-    for place, name in ((dist, "reduce"), (dist, "broadcast"), (sums, "sum_over_ranks"), (sums, "gather_over_ranks")):
+    for place, name in ((dist, "reduce"), (dist, "broadcast"), (sums, "async_all_reduce"), (sums, "async_all_gather")):
         setattr(place, name, _noting(getattr(place, name), threads))
     buffers, found = [torch.full((3,), float(rank + i)) for i in range(5)], []
-    for future in [way.sum(buffer) for buffer in buffers]:
+    for future in [way.all_reduce(buffer) for buffer in buffers]:
         future.wait()
     found += [buffer[0].item() for buffer in buffers]
     rows = torch.zeros(2, 3, dtype=torch.uint8)
     rows[way.cluster] = 1 + way.cluster
-    way.gather(rows).wait()
+    way.all_gather(rows).wait()
     return threads == {threading.get_ident()}, found, rows[:, 0].tolist()
 
 

@@ -68,7 +68,7 @@ class WorkersSource(WorkersNoise, Source):
     """Several workers, who put their sums together."""
 
     def listen(self, news: Callable[[], None]) -> None:
-        self.collector.news = news
+        self.collector.on_update(news)
 
     def start(self, trainer: Trainer) -> None:
         self.scaled_by(loss_scaler(trainer.precision_plugin))
@@ -81,7 +81,7 @@ class WorkersSource(WorkersNoise, Source):
             self.exchange()
 
     def stop(self) -> None:
-        self.collector.news = lambda: None
+        self.collector.on_update(None)
 
 
 INTERVAL = 50

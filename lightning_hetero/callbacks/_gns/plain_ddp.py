@@ -51,11 +51,11 @@ class PlainDDPSource(WorkersSource):
             self.exchange()
 
     def exchange(self) -> None:
-        parts, collector = self.control.gather(self.collector.sums.peek()), self.collector
-        parts = collector.sums.agreed(parts, self.control)
+        parts, collector = self.control.gather(self.collector.sums.pack()), self.collector
+        parts = collector.sums.reconcile(parts, self.control)
         collector.sums.clear()
         if len(set(parts[:, 3])) == 1:
-            collector.running = merge_parts(collector.running, parts)
+            collector.take_over(merge_parts(collector.running, parts))
             return
         if not self.warned and self.control.rank == 0:
             log.warning(

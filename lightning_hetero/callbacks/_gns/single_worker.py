@@ -8,7 +8,7 @@ from lightning_hetero.callbacks._gns.base import INTERVAL, Source, log
 from lightning_hetero.callbacks._lightning import Trainer
 from lightning_hetero.comm.gradients.squared_norms import GradientNorms
 from lightning_hetero.comm.noise.collector import PRECONDITIONED_AFTER
-from lightning_hetero.comm.noise.window_sums import NoiseSums, merge_parts, own_part
+from lightning_hetero.comm.noise.window_sums import WindowSums, merge_parts, own_part
 from lightning_hetero.core.noise.accumulation import window_estimator
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.frontend.model_setup import loss_scaler
@@ -24,7 +24,7 @@ class SingleWorkerSource(Source):
         self.every_n_steps = every_n_steps
         self.running = RunningNoiseScale(horizon=horizon)
         self.norms = GradientNorms()
-        self.windows, self.pairs = NoiseSums(), NoiseSums()
+        self.windows, self.pairs = WindowSums(), WindowSums()
         self.number = 0
         self.sizes: list[tuple[int, ...]] = []
         self.window = 1
@@ -124,8 +124,8 @@ class SingleWorkerSource(Source):
             sums.load(sums.take().tolist())
         return {
             "steps": self.number,
-            "parts": [self.windows.peek()[:5].tolist()],
-            "pairs": self.pairs.peek()[:5].tolist(),
+            "parts": [self.windows.pack()[:5].tolist()],
+            "pairs": self.pairs.pack()[:5].tolist(),
         }
 
     def resume(self, interval: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ class SplitLog:
         if self.speaks:
             log.info("%s from epoch %d step %d: %s", whose, entry.epoch, entry.step, entry.describe())
 
-    def see(self, decision: Decision) -> None:
+    def note_kept(self, decision: Decision) -> None:
         """Say why the split stays, if it does for a reason that is new: what stands before the first colon."""
         if not self.speaks or decision.proposal is not None or decision.kept is None:
             return

@@ -1,4 +1,4 @@
-"""One place from which every all-reduce and every message sets out, so that tests can slow a link down."""
+"""Start of every gradient all-reduce and every message: one place, so that tests can slow the link down."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -10,11 +10,19 @@ import torch.distributed as dist
 
 from lightning_hetero.comm.agreement.backends import backend_of
 
-__all__ = ["Arrival", "gather_over_ranks", "hand_on", "num_bytes", "pending", "sum_over_ranks", "tensor_of"]
+__all__ = [
+    "GatherHandle",
+    "async_all_gather",
+    "async_all_reduce",
+    "forward_result",
+    "make_future",
+    "num_bytes",
+    "tensor_of",
+]
 
 
-def sum_over_ranks(buffer: torch.Tensor, group: Any = None) -> torch.futures.Future[Any]:
-    """Add a buffer up over all ranks, in place and while other things go on.
+def async_all_reduce(buffer: torch.Tensor, group: Any = None) -> torch.futures.Future[Any]:
+    """Begin an all-reduce of a buffer over all ranks, in place.
 
     On a CPU the process group is asked itself, as DDP does: what ``dist.all_reduce`` looks up first takes as long again
     as to begin the sum, in the middle of a backward pass, whose matrices have filled the caches.
@@ -37,7 +45,7 @@ def _on_streams(buffer: torch.Tensor, work: Any, future: torch.futures.Future[An
     A sum by gloo is copied back to the GPU on a stream of gloo's own. Its future says that the copy was begun, and
     orders no stream behind it: who reads on another stream than the default one would read what was there before.
     """
-    ordered: torch.futures.Future[Any] = pending(buffer)
+    ordered: torch.futures.Future[Any] = make_future(buffer)
 
     def landed(done: torch.futures.Future[Any]) -> None:
         try:
@@ -62,8 +70,8 @@ def num_bytes(buffer: torch.Tensor) -> int:
     return sum(part.nbytes for part in parts)
 
 
-class Arrival:
-    """Rows on their way by gloo. To wait for them costs no callback, which a thread would need the interpreter for.
+class GatherHandle:
+    """Rows in flight by gloo. To wait for them costs no callback, which a thread would need the interpreter for.
 
     Rows are waited for in turn. So that each is seen to arrive when it does, those that were waited for the longest
     come last the next time.
@@ -107,7 +115,7 @@ class Arrival:
         return self._everything.then(callback)
 
 
-def gather_over_ranks(
+def async_all_gather(
     rows: torch.Tensor,
     own: int,
     sources: Sequence[int],
@@ -115,7 +123,7 @@ def gather_over_ranks(
     arrived: Callable[[int], None] | None = None,
     order: list[int] | None = None,
 ) -> Any:
-    """Gather in place while other things go on: row ``i`` is that of rank ``sources[i]``; the own one is filled.
+    """Begin an all-gather in place: row ``i`` is that of rank ``sources[i]``; the own one is filled.
 
     NCCL gathers in one call. On gloo, whose all-gather allocates in every call, a broadcast of each row into its place
     is faster (``benchmarks/compression.py``).
@@ -126,10 +134,10 @@ def gather_over_ranks(
         sources: ranks that send.
         group: their process group, ``None`` for the default.
         arrived: called with the number of each row that is there.
-        order: in which rows are waited for, see :class:`Arrival`.
+        order: in which rows are waited for, see :class:`GatherHandle`.
 
     Returns:
-        A future or an :class:`Arrival`: something to wait for.
+        A future or an :class:`GatherHandle`: something to wait for.
     """
     if backend_of(rows.device, group) == "nccl":
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13
@@ -138,7 +146,7 @@ def gather_over_ranks(
     works = [
         dist.broadcast(row, src=source, group=group, async_op=True) for source, row in zip(sources, rows, strict=True)
     ]
-    return Arrival(works, arrived, list(range(len(rows))) if order is None else order)
+    return GatherHandle(works, arrived, list(range(len(rows))) if order is None else order)
 
 
 def _tell(arrived: Callable[[int], None] | None, rows: Iterable[int], done: torch.futures.Future[Any]) -> None:
@@ -161,12 +169,12 @@ def tensor_of(value: Any) -> torch.Tensor:
     return result
 
 
-def pending(buffer: torch.Tensor) -> Any:
+def make_future(buffer: torch.Tensor) -> Any:
     """Return a future that is set by hand, for a tensor on this device."""
     return torch.futures.Future(devices=[buffer.device]) if buffer.is_cuda else torch.futures.Future()
 
 
-def hand_on(to: torch.futures.Future[Any], done: torch.futures.Future[Any]) -> None:
+def forward_result(to: torch.futures.Future[Any], done: torch.futures.Future[Any]) -> None:
     """Give what a finished future holds, a value or an error, to another one."""
     try:
         to.set_result(done.value())

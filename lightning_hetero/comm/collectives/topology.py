@@ -1,11 +1,10 @@
-"""The way of gradients between ranks: straight, or densely inside clusters and between their leaders (hierarchy).
+"""Topology of gradient exchange: flat over all ranks, or dense inside clusters and between their leaders (hierarchy).
 
-A low-bandwidth link between clusters then carries what the leaders exchange, once per cluster. Each of the three parts
-of the way, up to the leader, across, and down to the members, has a process group of its own, and each is used in the
-order of the buckets: so collectives meet in the same order on all ranks, while one bucket crosses and the next is on
-its way up. NCCL needs more: one order over all groups, since collectives of two groups that start in another order on
-another rank can wait for each other. There everything sets out from the thread that hands buckets over, which waits for
-none of it.
+A low-bandwidth link between clusters then carries what the leaders exchange, once per cluster. Each of the three parts,
+up to the leader, across, and down to the members, has a process group of its own, and each is used in the order of the
+buckets: so collectives meet in the same order on all ranks, while one bucket crosses and the next is being reduced.
+NCCL needs more: one order over all groups, since collectives of two groups that start in another order on another rank
+can wait for each other. There everything sets out from the thread that hands buckets over, which waits for none of it.
 """
 
 import logging
@@ -25,7 +24,7 @@ from lightning_hetero.comm.agreement.backends import backend_of, new_group
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.agreement.group_lifetime import leave, on_end, run
 from lightning_hetero.comm.collectives import async_ops as sums
-from lightning_hetero.comm.collectives.async_ops import pending
+from lightning_hetero.comm.collectives.async_ops import make_future
 from lightning_hetero.comm.collectives.cluster_discovery import discover_clusters
 from lightning_hetero.core.link.clusters import Clusters
 
@@ -55,14 +54,14 @@ class _Groups:
 
 
 class Topology:
-    """Sums and gathers over ranks, straight or by clusters.
+    """All-reduce and all-gather over ranks, flat or by clusters.
 
     Args:
         rank: this rank.
         clusters: ranks of each cluster, in the order of their leaders, the least rank of each. With one rank in each,
-            or all ranks in one, all exchanges are straight ones.
+            or all ranks in one, all exchanges are flat.
         timeout: longest wait for another rank.
-        apart: whether to have process groups of its own also where all exchanges are straight.
+        apart: whether to have process groups of its own also where all exchanges are flat.
 
     Example:
         >>> Topology(0, ((0,), (1,))).flat
@@ -121,13 +120,13 @@ class Topology:
         run(self._closers)
 
     @classmethod
-    def straight(cls, rank: int, world_size: int) -> "Topology":
-        """Return the topology of every rank for itself."""
+    def flat_over(cls, rank: int, world_size: int) -> "Topology":
+        """Return the flat topology: every rank for itself."""
         return cls(rank, tuple((other,) for other in range(world_size)))
 
     @classmethod
     def form(cls, setting: Any, control: ControlPlane, timeout: timedelta | None) -> "Topology":
-        """Form the topology that a checked setting ``hierarchy`` asks for; a collective call.
+        """Make the topology that a checked setting ``hierarchy`` asks for; a collective call.
 
         Raises:
             ValueError: on every rank, if clusters do not name all ranks, or a rank has no cluster in its environment.
@@ -139,10 +138,10 @@ class Topology:
             log.info("gradients are summed inside clusters, leaders exchange sums: clusters of ranks %s", shown)
         return topology
 
-    def another(self) -> "Topology":
-        """Form the same clusters with groups of their own, so that no exchange waits for another one; collective.
+    def with_own_groups(self) -> "Topology":
+        """Return the same clusters with groups of their own, so that two exchanges need not wait for each other.
 
-        All ranks have to call it together.
+        A collective call: all ranks have to make it together.
         """
         return Topology(self.rank, self.clusters, timeout=self.timeout, apart=True)
 
@@ -160,15 +159,15 @@ class Topology:
         """Return the ranks of a rank's cluster."""
         return next(members for members in self.clusters if rank in members)
 
-    def sum(self, buffer: torch.Tensor) -> torch.futures.Future[Any]:
-        """Add a buffer up over all ranks, in place and while other things go on."""
+    def all_reduce(self, buffer: torch.Tensor) -> torch.futures.Future[Any]:
+        """Begin an all-reduce of a buffer over all ranks, in place."""
         groups = self._joined
         if groups.work is None:
-            return sums.sum_over_ranks(buffer, groups.across)
-        raised = self.collect(buffer)
-        return self._begin(buffer, raised, lambda: sums.sum_over_ranks(buffer, groups.across))
+            return sums.async_all_reduce(buffer, groups.across)
+        raised = self.reduce_in_cluster(buffer)
+        return self._begin(buffer, raised, lambda: sums.async_all_reduce(buffer, groups.across))
 
-    def collect(self, buffer: torch.Tensor) -> Any:
+    def reduce_in_cluster(self, buffer: torch.Tensor) -> Any:
         """Begin to add a buffer up inside the cluster, in place on its leader; what is returned can be waited for.
 
         On other ranks the buffer's content is undefined afterwards. ``None`` if there is nobody to add.
@@ -176,7 +175,7 @@ class Topology:
         up = self._joined.up
         return None if up is None else dist.reduce(buffer, dst=self.leader, group=up, async_op=True)
 
-    def gather(self, rows: torch.Tensor, arrived: Callable[[int], None] | None = None) -> Any:
+    def all_gather(self, rows: torch.Tensor, arrived: Callable[[int], None] | None = None) -> Any:
         """Begin to fill ``rows`` on all ranks; row ``i`` is that of cluster ``i``, filled already on its leader.
 
         What is returned has ``wait()``, and ``then(callback)`` for those who do not.
@@ -194,7 +193,7 @@ class Topology:
 
     def _gather_across(self, rows: torch.Tensor, arrived: Callable[[int], None] | None) -> Any:
         leaders = [members[0] for members in self.clusters]
-        return sums.gather_over_ranks(rows, self.cluster, leaders, self._joined.across, arrived, self._order)
+        return sums.async_all_gather(rows, self.cluster, leaders, self._joined.across, arrived, self._order)
 
     def _begin(self, buffer: torch.Tensor, raised: Any, cross: Callable[[], Any]) -> torch.futures.Future[Any]:
         """Let the thread carry a buffer across, after those before it; on a GPU on a stream of its own.
@@ -203,7 +202,7 @@ class Topology:
         """
         groups = self._joined
         assert groups.work is not None
-        done: torch.futures.Future[Any] = pending(buffer)
+        done: torch.futures.Future[Any] = make_future(buffer)
         if buffer.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(buffer.device)
         filled = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None

@@ -74,7 +74,7 @@ class AutoCompression:
         """Choose what the measurements speak for; rank 0 says so and why."""
         settings = self.settings
         choice = choose_density(
-            self.measured, settings.densities, settings.value_dtype, Computing.of(seen), hidden=may_delay
+            self.measured, settings.densities, settings.value_dtype, Computing.of(seen), stale=may_delay
         )
         if self.control.rank == 0:
             log.info("compression='auto': %s", choice.describe())
@@ -98,7 +98,7 @@ class AutoAverager(BlockTopKAverager):
     @classmethod
     def build(cls, settings: Any, context: AveragerContext) -> "AutoAverager":
         """Measure the link, and begin with dense sums; a collective call."""
-        topology = context.topology or Topology.straight(context.control.rank, context.control.world_size)
+        topology = context.topology or Topology.flat_over(context.control.rank, context.control.world_size)
         return cls(AutoCompression(settings, context.parameters, context.control, topology), context)
 
     @property

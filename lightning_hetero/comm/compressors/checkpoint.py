@@ -32,7 +32,7 @@ class CompressionCheckpoint:
     @property
     def topology(self) -> Topology:
         """Topology of messages."""
-        return self.hook.topology or Topology.straight(self.control.rank, self.control.world_size)
+        return self.hook.topology or Topology.flat_over(self.control.rank, self.control.world_size)
 
     def of_rank(self, averager: GradientAverager | None, watch: LinkState) -> dict[str, Any]:
         """Return residuals by parameter, and what else this rank needs to go on.

@@ -221,8 +221,8 @@ class GradientCompression:
         return self.watch.link(
             blocks.density,
             blocks.message_size,
-            hidden=stale is not None and stale.delayed_share > 0.0,
-            may_hide=self._may_delay,
+            stale=stale is not None and stale.delayed_share > 0.0,
+            may_be_stale=self._may_delay,
             step=blocks.step,
         )
 

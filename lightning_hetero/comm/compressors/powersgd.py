@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from lightning_hetero.comm.agreement.backends import backend_of
-from lightning_hetero.comm.collectives.async_ops import pending
+from lightning_hetero.comm.collectives.async_ops import make_future
 from lightning_hetero.comm.compressors.half import ring_bytes
 from lightning_hetero.comm.compressors.powersgd_state import BucketState, Matrices
 from lightning_hetero.comm.compressors.registry import AveragerContext
@@ -126,7 +126,7 @@ class PowerSGDAverager(GradientAverager):
         """Make a gradient that is not finite so on all ranks; no residual takes part in it."""
         buffer = bucket.buffer().fill_(float("nan"))
         self.state.maybe_increase_iter(bucket)
-        future: Future = pending(buffer)
+        future: Future = make_future(buffer)
         future.set_result(buffer)
         return future
 

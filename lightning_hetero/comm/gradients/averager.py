@@ -201,7 +201,7 @@ class DDPMean(GradientAverager):
             squares.take_weighted(buffer, self._weight, bucket.parameters)
         elif self._weight != 1.0:
             buffer.mul_(self._weight)
-        return async_ops.sum_over_ranks(buffer) if self._topology is None else self._topology.sum(buffer)
+        return async_ops.async_all_reduce(buffer) if self._topology is None else self._topology.all_reduce(buffer)
 
 
 class UserHook(GradientAverager):

@@ -51,7 +51,7 @@ def exchange_seconds(size: int, topology: Topology, device: torch.device) -> flo
     for _ in range(BENCHMARK.repeats):
         dist.barrier()
         begin = time.perf_counter()
-        topology.gather(rows).wait()
+        topology.all_gather(rows).wait()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - begin)

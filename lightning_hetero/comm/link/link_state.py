@@ -71,11 +71,11 @@ class LinkState:
         self.times = self.times.observe(*seen)
 
     def link(
-        self, density: float, message_size: MessageSize, *, hidden: bool, may_hide: bool, step: int
+        self, density: float, message_size: MessageSize, *, stale: bool, may_be_stale: bool, step: int
     ) -> MessageLink:
         """Return the link for a planner."""
         latency, error = self.times.latency, self.times.latency_error or 0.0
-        return MessageLink(density, message_size, self.links, self.seconds, hidden, latency, error, may_hide, step)
+        return MessageLink(density, message_size, self.links, self.seconds, stale, latency, error, may_be_stale, step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the estimates as plain Python values."""

@@ -7,7 +7,7 @@ for the device in between: a step costs its norms, and they are put together for
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.gradients.ddp_hook import HookState
-from lightning_hetero.comm.noise.window_sums import NoiseSums, Squares, merge_parts
+from lightning_hetero.comm.noise.window_sums import Squares, WindowSums, merge_parts
 from lightning_hetero.core.noise.accumulation import WindowEstimator, window_estimator
 from lightning_hetero.core.noise.running import RunningNoiseScale
 
@@ -84,11 +84,10 @@ class NoiseCollector:
         hook.squares.norms.divide(rank, hook.world_size)
         self.summed = summed
         self.running = RunningNoiseScale(horizon=horizon)
-        self.sums = NoiseSums()
+        self.sums = WindowSums()
         self.number = 0
         """Optimizer steps so far, also of the run that this one resumes."""
-        self.news: Callable[[], None] = lambda: None
-        """Called when there is a new estimate."""
+        self._on_update: Callable[[], None] = lambda: None
         self._divisor: Callable[[], int | None] = lambda: None
         self._parameters: Callable[[], Iterable[torch.Tensor]] = tuple
         self._window: list[tuple[int, ...]] = []
@@ -185,15 +184,29 @@ class NoiseCollector:
 
     def pack(self) -> np.ndarray:
         """Return what this rank has added up since the last sync round."""
-        return self.sums.peek()
+        return self.sums.pack()
 
     def unpack(self, everyone: np.ndarray, control: ControlPlane) -> None:
-        """Take the parts of all ranks into the running estimate, the same on all ranks."""
-        self.absorb(everyone, control)
-
-    def absorb(self, parts: np.ndarray, control: ControlPlane) -> None:
-        """Take :meth:`NoiseSums.peek` of all ranks into the running estimate, the same on all ranks."""
-        agreed = self.sums.agreed(parts, control)
+        """Take :meth:`pack` of all ranks into the running estimate, the same on all ranks."""
+        agreed = self.sums.reconcile(everyone, control)
         self.sums.clear()
-        self.running = merge_parts(self.running, agreed)
-        self.news()
+        self.take_over(merge_parts(self.running, agreed))
+        self._on_update()
+
+    def take_over(self, running: RunningNoiseScale) -> None:
+        """Go on from this estimate."""
+        self.running = running
+
+    def resume(self, steps: int, part: Sequence[float]) -> None:
+        """Go on in the middle of an interval.
+
+        Args:
+            steps: optimizer steps so far.
+            part: this rank's part of the sums of the interval.
+        """
+        self.number = steps
+        self.sums.load(part)
+
+    def on_update(self, call: Callable[[], None] | None) -> None:
+        """Call this when there is a new estimate; ``None`` for nothing."""
+        self._on_update = call or (lambda: None)

@@ -10,7 +10,7 @@ import torch
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.core.noise.running import RunningNoiseScale
 
-__all__ = ["NOISE_FIELDS", "NoiseSums", "merge_parts", "own_part"]
+__all__ = ["NOISE_FIELDS", "WindowSums", "merge_parts", "own_part"]
 
 
 NOISE_FIELDS = 6
@@ -24,15 +24,15 @@ Squares = Sequence[torch.Tensor]
 """Parts of a squared norm, to be added up: one for each bucket, say."""
 
 
-class NoiseSums:
+class WindowSums:
     """One rank's part of the sums over steps of ``S`` and of ``|g|^2``, each weighted by the samples of its step.
 
     Steps with a norm that is not finite are left out. A rank may know the norm of a part of the averaged gradient only,
-    so ranks compare which steps these are, and leave out those of any of them (:meth:`agreed`).
+    so ranks compare which steps these are, and leave out those of any of them (:meth:`reconcile`).
 
     Example:
         >>> from lightning_hetero.core.noise.accumulation import window_estimator
-        >>> sums, estimator = NoiseSums(), window_estimator(((4,), (4,)), nested=True)
+        >>> sums, estimator = WindowSums(), window_estimator(((4,), (4,)), nested=True)
         >>> whole = [torch.tensor(0.5), torch.tensor(0.5)]
         >>> sums.add(estimator.parts[0], estimator.samples, [[torch.tensor(0.5625)], whole, whole])
         >>> sums.take().tolist()  # B S, B |g|^2, steps and samples that are finite, steps
@@ -96,20 +96,20 @@ class NoiseSums:
         total[4] = self._before[4] + len(each)
         return total
 
-    def peek(self) -> np.ndarray:
+    def pack(self) -> np.ndarray:
         """Return ``(sum of B S, of B |g|^2, finite steps, their samples, steps)`` since the last :meth:`take`.
 
-        A sixth number tells which steps are not finite on this rank, for :meth:`agreed`; 0 if there are none.
+        A sixth number tells which steps are not finite on this rank, for :meth:`reconcile`; 0 if there are none.
         """
         each, finite = self._each()
         left_out = 0 if finite.all() else 1 + zlib.crc32(np.packbits(finite).tobytes())
         return np.array([*self._sum(each, finite), left_out])
 
-    def agreed(self, parts: np.ndarray, control: ControlPlane) -> np.ndarray:
+    def reconcile(self, parts: np.ndarray, control: ControlPlane) -> np.ndarray:
         """Return the same parts of all ranks, shape ``(ranks, 5)``, with the same steps left out of each.
 
         Args:
-            parts: :meth:`peek` of each rank.
+            parts: :meth:`pack` of each rank.
             control: sends two more messages, where ranks have left out different steps.
         """
         if (parts[:, 5] == parts[0, 5]).all():
@@ -123,13 +123,13 @@ class NoiseSums:
         self._before, self._steps, self._rows = np.zeros(5), 0, []
 
     def take(self) -> np.ndarray:
-        """Return the first five numbers of :meth:`peek`, and begin anew."""
-        out = self.peek()[:5]
+        """Return the first five numbers of :meth:`pack`, and begin anew."""
+        out = self.pack()[:5]
         self.clear()
         return out
 
     def load(self, part: Sequence[float]) -> None:
-        """Go on from what :meth:`agreed` gave this rank."""
+        """Go on from what :meth:`reconcile` gave this rank."""
         self._before, self._steps, self._rows = np.array(part, dtype=float), int(part[4]), []
 
 
@@ -140,7 +140,7 @@ def merge_parts(
 
     Args:
         running: estimate so far.
-        parts: :meth:`NoiseSums.take` of each rank.
+        parts: :meth:`WindowSums.take` of each rank.
         biased: whether they rest on successive steps.
         weight: steps that each of the steps counts as.
 

@@ -39,7 +39,7 @@ class WorkersNoise:
 
     @running.setter
     def running(self, value: RunningNoiseScale) -> None:
-        self.collector.running = value
+        self.collector.take_over(value)
 
     def precondition(self, preconditioner: AdamPreconditioner | None) -> None:
         """Take norms of gradients as Adam scales them."""
@@ -51,17 +51,17 @@ class WorkersNoise:
 
     def exchange(self) -> None:
         """Take what all workers have seen into the running estimate; a collective call."""
-        self.collector.absorb(self.control.gather(self.collector.sums.peek()), self.control)
+        self.collector.unpack(self.control.gather(self.collector.pack()), self.control)
 
     def interval(self) -> dict[str, Any]:
         """Return what was seen since the last message, for a checkpoint; a collective call."""
         self.collector.settle()
         sums = self.collector.sums
-        parts = sums.agreed(self.control.gather(sums.peek()), self.control)
+        parts = sums.reconcile(self.control.gather(sums.pack()), self.control)
         sums.load(parts[self.control.rank].tolist())  # adds up in the order in which a run that resumes does
         return {"steps": self.collector.number, "parts": parts.tolist()}
 
     def resume(self, interval: dict[str, Any]) -> None:
         """Go on in the middle of an interval."""
-        self.collector.number, parts = int(interval["steps"]), interval["parts"]
-        self.collector.sums.load(own_part(parts, self.control.rank, self.control.world_size))
+        own = own_part(interval["parts"], self.control.rank, self.control.world_size)
+        self.collector.resume(int(interval["steps"]), own)

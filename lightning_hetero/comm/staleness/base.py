@@ -1,7 +1,7 @@
 """Decide by the measured link which gradients are applied one step late, the same on all ranks.
 
 The link is what transfers were measured to take, the decision is
-:func:`~lightning_hetero.core.link.staleness.choose_fresh`, and all ranks follow it from the same step on.
+:func:`~lightning_hetero.core.link.staleness.choose_synchronous`, and all ranks follow it from the same step on.
 """
 
 import logging
@@ -20,7 +20,7 @@ from lightning_hetero.comm.gradients.stale_averager import StaleAverager
 from lightning_hetero.comm.timing.bucket_timer import BucketTimer, combine
 from lightning_hetero.comm.timing.clock import Clock
 from lightning_hetero.core.link.bandwidth import LinkEstimate
-from lightning_hetero.core.link.staleness import BucketTimes, DelayChoice, choose_fresh
+from lightning_hetero.core.link.staleness import BucketTimes, DelayChoice, choose_synchronous
 
 __all__ = ["MeasuredStaleness"]
 
@@ -126,18 +126,18 @@ class MeasuredStaleness(StaleAverager):
             return self.link, None
         link = self.link.observe(sum(sent) / max(seen[0], 1e-9))
         times = BucketTimes(tuple(seen[1].tolist()), tuple(link.seconds(num_bytes) for num_bytes in sent))
-        return link, choose_fresh(times, self._awaited(), hysteresis=self.hysteresis)
+        return link, choose_synchronous(times, self._awaited(), hysteresis=self.hysteresis)
 
     def _follow(self, choice: DelayChoice, transfers: int, *, say: bool) -> None:
         """Delay what rank 0 has chosen, and say so if that is a change."""
         bound = self.choice is not None and self.choice.network_bound
         before, self.choice = self._awaited(), choice
-        self._await_first(choice.fresh)
-        if say and (choice.fresh != before or choice.network_bound != bound):
+        self._await_first(choice.synchronous)
+        if say and (choice.synchronous != before or choice.network_bound != bound):
             log.log(
                 logging.WARNING if choice.network_bound else logging.INFO,
                 "staleness: %d of %d %s (%.0f %% of the gradient) come a step later; link %.4g MB/s: %s",
-                transfers - choice.fresh,
+                transfers - choice.synchronous,
                 transfers,
                 self.unit,
                 100 * self.delayed_share,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.comm.collectives.async_ops import hand_on
+from lightning_hetero.comm.collectives.async_ops import forward_result
 
 __all__ = ["TransferQueue"]
 
@@ -69,6 +69,6 @@ class TransferQueue:
             while self._held and all(future.done() for future in self._held[0][0]):
                 _, send, done = self._held.popleft()
                 try:
-                    send().then(partial(hand_on, done))
+                    send().then(partial(forward_result, done))
                 except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the sum
                     done.set_exception(error)

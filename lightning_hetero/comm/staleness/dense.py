@@ -1,4 +1,4 @@
-"""Dense gradient sums that are applied one step late where the link would make every step wait (StellaTrain, sec. 3.3).
+"""Dense all-reduces whose sums are stale where the link would make every step wait (StellaTrain, sec. 3.3).
 
 Of a *delayed* parameter the optimizer gets the sum of the step before, while this step's sum travels through the
 optimizer, the next forward and the next backward pass. All ranks delay the same parameters and hold the same sums, so
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.comm.collectives import async_ops as sums
-from lightning_hetero.comm.collectives.async_ops import pending, tensor_of
+from lightning_hetero.comm.collectives import async_ops
+from lightning_hetero.comm.collectives.async_ops import make_future, tensor_of
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.gradients.averager import Future
 from lightning_hetero.comm.gradients.squared_norms import BucketSquares
@@ -36,10 +36,10 @@ class DenseStaleAverager(MeasuredStaleness):
         world_size: number of ranks.
         clock: marks moments on this rank's device.
         hysteresis: least predicted gain for which more is delayed, as a share of the step time.
-        topology: way of delayed sums, with process groups of its own, so that no other collective waits behind them,
-            and they for awaited ones; ``None`` for that of awaited sums, in which all set out as they are ready.
+        topology: topology of delayed sums, with process groups of its own, so that no other collective waits behind
+            them, and they for awaited ones; ``None`` for that of awaited sums, where all begin as they are ready.
         priority: whether delayed sums set out when the awaited ones of their step have arrived, rather than at once.
-        synchronous: way of awaited sums; ``None`` for flat ones.
+        synchronous: topology of awaited sums; ``None`` for flat ones.
         restored: :meth:`state_dict` of an earlier run.
         hold: remembers callbacks that a thread of the process group may still hold when training ends.
     """
@@ -113,7 +113,7 @@ class DenseStaleAverager(MeasuredStaleness):
         held = self._buckets.get(bucket.index())
         if held is None or held.names != names:
             if held is not None:
-                self._sums.update(self._settle())
+                self._sums.update(self._wait_all())
                 self._buckets.clear()
             sizes = [parameter.numel() for parameter in bucket.parameters()]
             held = StaleBucket(names, sizes, bucket.buffer().numel() * bucket.buffer().element_size())
@@ -133,7 +133,7 @@ class DenseStaleAverager(MeasuredStaleness):
         for name, part in zip(held.names, buffer.split(held.sizes), strict=True):
             if name in self._sums:
                 part.copy_(self._sums.pop(name))
-        done: Future = pending(buffer)
+        done: Future = make_future(buffer)
         done.set_result(buffer)
         return done
 
@@ -145,32 +145,32 @@ class DenseStaleAverager(MeasuredStaleness):
         self._sums.update(held.take())
         future = self._sender(buffer.mul_(1.0 / self.world_size), self.synchronous)()
         self.queue.before(future)
-        owed, delayed = self._sums.keys() & held.names, self.delayed
-        if not owed and delayed.isdisjoint(held.names):
+        missing, delayed = self._sums.keys() & held.names, self.delayed
+        if not missing and delayed.isdisjoint(held.names):
             return future
-        if owed - delayed:
+        if missing - delayed:
             self.step_kind = None
 
-        def settle(done: Future) -> torch.Tensor:
+        def add_missing(done: Future) -> torch.Tensor:
             flat = tensor_of(done.value())
             for name, part in zip(held.names, flat.split(held.sizes), strict=True):
-                owed = self._sums.pop(name, None)
+                before = self._sums.pop(name, None)
                 if name in delayed:
                     self._sums[name] = part.clone()
                     part.zero_()
-                if owed is not None:
-                    part.add_(owed)
+                if before is not None:
+                    part.add_(before)
             return flat
 
-        return self._then(future, settle)
+        return self._then(future, add_missing)
 
     def _sender(self, buffer: torch.Tensor, topology: Topology | None) -> Callable[[], Future]:
-        """Lets the sum of the bucket at hand set out when it is called."""
+        """Return what begins the all-reduce of the bucket at hand."""
         begin = self._timer.sender()
 
         def send() -> Future:
             arrived = begin()
-            future: Future = sums.sum_over_ranks(buffer) if topology is None else topology.sum(buffer)
+            future: Future = async_ops.async_all_reduce(buffer) if topology is None else topology.all_reduce(buffer)
 
             def mark(done: Future) -> torch.Tensor:
                 value = tensor_of(done.value())
@@ -183,21 +183,21 @@ class DenseStaleAverager(MeasuredStaleness):
 
     # sums in flight
 
-    def _settle(self) -> dict[str, torch.Tensor]:
-        """Wait for all sums in flight."""
+    def _wait_all(self) -> dict[str, torch.Tensor]:
+        """Wait for all sums in flight; by parameter."""
         return {name: value for held in self._buckets.values() for name, value in held.take().items()}
 
     def drain(self) -> dict[str, torch.Tensor]:
         """Return all sums that the optimizer has not had yet, by parameter, flat; from now on they are the caller's."""
-        self._sums.update(self._settle())
-        owed, self._sums = self._sums, {}
-        return owed
+        self._sums.update(self._wait_all())
+        sums, self._sums = self._sums, {}
+        return sums
 
     def wait_in_flight(self) -> tuple[list[tuple[torch.Tensor, list[torch.Tensor]]], bool]:
         """Wait for the sums in flight; their step was not left out."""
         in_flight = [(held.names, held.wait()) for held in self._ordered() if held.sums is not None]
-        owed = [*in_flight, *(((name,), value) for name, value in self._sums.items())]
-        return [(flat, [self.parameters[name] for name in names]) for names, flat in owed], False
+        unapplied = [*in_flight, *(((name,), value) for name, value in self._sums.items())]
+        return [(flat, [self.parameters[name] for name in names]) for names, flat in unapplied], False
 
     def predicted_sums(self, cluster_shares: list[float], share: float) -> Predicted | None:
         """Return what is known of the next sums, see :meth:`StaleAverager.predicted_sums`."""
@@ -264,8 +264,8 @@ class DenseStaleAverager(MeasuredStaleness):
                 known |= dict(zip(held.names, held.share().split(held.sizes), strict=True))
         if not known and not self.delayed:
             return {}
-        owed = {name: value.detach().cpu().clone() for name, value in known.items()}
-        return {"delayed": sorted(self.delayed), "sums": owed, "rate": self.link.rate}
+        sums = {name: value.detach().cpu().clone() for name, value in known.items()}
+        return {"delayed": sorted(self.delayed), "sums": sums, "rate": self.link.rate}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; what is in flight now belongs to steps that are taken back.

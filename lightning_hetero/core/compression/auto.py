@@ -95,38 +95,38 @@ class LinkMeasurement:
         """Return the seconds of block top-k: selection and messages."""
         return self.encode + self.message_seconds(density, value_dtype)
 
-    def dense_step(self, computing: Computing, *, hidden: bool = False) -> float:
+    def dense_step(self, computing: Computing, *, stale: bool = False) -> float:
         """Return the seconds of a step with the dense all-reduce: ``max(a + P + t_u, a + gamma P + t_o + t_u)``.
 
         Args:
             computing: of the step.
-            hidden: whether gradients may be stale: ``max(a + P, t_o + t_u)``.
+            stale: whether gradients may be stale: ``max(a + P, t_o + t_u)``.
 
         Example:
             >>> link = LinkMeasurement(latency=0.0, rate=1e6, encode=0.01, world_size=2, numel=1_000_000)
-            >>> link.dense_step(Computing(3.0, 1.0, 0.5)), link.dense_step(Computing(3.0, 1.0, 0.5), hidden=True)
+            >>> link.dense_step(Computing(3.0, 1.0, 0.5)), link.dense_step(Computing(3.0, 1.0, 0.5), stale=True)
             (5.0, 4.0)
         """
         exchange = self.dense_seconds
-        if hidden:
+        if stale:
             return max(computing.whole, exchange)
         return max(computing.whole + computing.last * exchange, computing.begun + exchange)
 
-    def compressed_step(self, density: float, value_dtype: str, computing: Computing, *, hidden: bool = False) -> float:
+    def compressed_step(self, density: float, value_dtype: str, computing: Computing, *, stale: bool = False) -> float:
         """Return the seconds of a step with block top-k.
 
         Args:
             density: share of all blocks that all ranks together send, above 0, to 1.
             value_dtype: type of values on the wire.
             computing: of the step.
-            hidden: whether gradients may be stale. The next step computes and selects meanwhile.
+            stale: whether gradients may be stale. The next step computes and selects meanwhile.
 
         Example:
             >>> link = LinkMeasurement(latency=0.0, rate=1e6, encode=0.01, world_size=2, numel=1_600_000)
-            >>> [link.compressed_step(0.01, "bfloat16", Computing(0.02), hidden=stale) for stale in (False, True)]
+            >>> [link.compressed_step(0.01, "bfloat16", Computing(0.02), stale=stale) for stale in (False, True)]
             [0.047, 0.03]
         """
-        if hidden:
+        if stale:
             return max(computing.whole + self.encode, self.message_seconds(density, value_dtype))
         return computing.whole + self.compressed_seconds(density, value_dtype)
 
@@ -140,7 +140,7 @@ class CompressionChoice:
         dense_seconds: predicted seconds of a step with the dense all-reduce.
         seconds: predicted seconds of a step with block top-k at each density.
         computing: of these, seconds of computing.
-        hidden: whether all-reduces and messages may be in flight meanwhile.
+        stale: whether all-reduces and messages may be in flight meanwhile.
 
     Example:
         >>> CompressionChoice(0.01, 0.4, ((0.01, 0.1),), 0.05).describe().partition(",")[0]
@@ -151,7 +151,7 @@ class CompressionChoice:
     dense_seconds: float
     seconds: tuple[tuple[float, float], ...]
     computing: float = 0.0
-    hidden: bool = False
+    stale: bool = False
 
     def describe(self) -> str:
         """Return one line for the log."""
@@ -160,7 +160,7 @@ class CompressionChoice:
             f"{density:g}: {1e3 * seconds:.3g} ms x {1.0 + density_penalty(density):.3g}"
             for density, seconds in self.seconds
         )
-        meanwhile = " and hides what is sent" if self.hidden else ""
+        meanwhile = " and hides what is sent" if self.stale else ""
         return (
             f"{chosen}, because dense takes {1e3 * self.dense_seconds:.3g} ms a step and densities {listing}, of which "
             f"computing{meanwhile} takes {1e3 * self.computing:.3g} ms"
@@ -184,7 +184,7 @@ def choose_density(
     value_dtype: str = "bfloat16",
     computing: Computing = Computing(),  # noqa: B008 - a value that never changes
     *,
-    hidden: bool = False,
+    stale: bool = False,
     min_gain: float = 1.05,
 ) -> CompressionChoice:
     """Return the density of least ``(1 + g(density)) step(density)``; the dense all-reduce unless that gains 5 %.
@@ -199,14 +199,14 @@ def choose_density(
         densities: candidates, each above 0, to 1.
         value_dtype: type of values on the wire.
         computing: of a step.
-        hidden: whether gradients may be stale, so that all-reduces and messages overlap with computing.
+        stale: whether gradients may be stale, so that all-reduces and messages overlap with computing.
         min_gain: dense time over compressed time from which on to compress, because predictions err.
 
     Example:
         >>> slow = LinkMeasurement(1e-3, 12.5e6, 0.01, world_size=2, numel=10_000_000)
         >>> choose_density(slow, [0.001, 0.01, 0.1]).density
         0.001
-        >>> choose_density(slow, [0.001, 0.01, 0.1], computing=Computing(0.2, 0.1, 0.01), hidden=True).density
+        >>> choose_density(slow, [0.001, 0.01, 0.1], computing=Computing(0.2, 0.1, 0.01), stale=True).density
         0.1
         >>> choose_density(slow, [0.001, 0.01, 0.1], computing=Computing(10.0, 1.0, 0.01)).density is None
         True
@@ -214,8 +214,8 @@ def choose_density(
         >>> choose_density(fast, [0.001, 0.01, 0.1]).density is None
         True
     """
-    seconds = tuple((d, measured.compressed_step(d, value_dtype, computing, hidden=hidden)) for d in sorted(densities))
-    dense = measured.dense_step(computing, hidden=hidden)
+    seconds = tuple((d, measured.compressed_step(d, value_dtype, computing, stale=stale)) for d in sorted(densities))
+    dense = measured.dense_step(computing, stale=stale)
     objective, density = min((time_to_accuracy(1, s, density_penalty(d)), -d) for d, s in seconds)
     best = -density if min_gain * objective <= dense else None
-    return CompressionChoice(best, dense, seconds, computing.whole, hidden)
+    return CompressionChoice(best, dense, seconds, computing.whole, stale)

@@ -135,7 +135,7 @@ def assumed_penalty(
 
 
 def penalised_time(
-    total: Array, compute: Array, transfer: Array, penalty: Array, *, hidden: bool, headroom: float = 1.0
+    total: Array, compute: Array, transfer: Array, penalty: Array, *, stale: bool, headroom: float = 1.0
 ) -> Array:
     """Return the time to accuracy (S eq. 5), beyond all others where stale messages outlast computing (S eq. 6).
 
@@ -144,20 +144,20 @@ def penalised_time(
         compute: seconds of a step that sends nothing.
         transfer: seconds that its messages take, above 0.
         penalty: extra samples that density and total cost, as a share: ``g``, above -1.
-        hidden: whether messages travel while the next step computes.
-        headroom: factor by which messages that are hidden are to take less than computing, 1 or more.
+        stale: whether messages travel while the next step computes.
+        headroom: factor by which stale messages are to take less than computing, 1 or more.
 
     Raises:
         ValueError: if a penalty is -1 or less.
 
     Example:
         >>> total, compute, transfer = np.array([1.0]), np.array([0.2]), np.array([0.05, 0.5])
-        >>> [penalised_time(total, compute, transfer, 0 * total, hidden=hidden).tolist() for hidden in (False, True)]
+        >>> [penalised_time(total, compute, transfer, 0 * total, stale=stale).tolist() for stale in (False, True)]
         [[0.25, 0.7], [0.2, 5e+29]]
     """
     if penalty.min() <= -1.0:
         raise ValueError(f"penalty(density, total) = {penalty.min()} must be above -1: a share of extra samples.")
-    if not hidden:
+    if not stale:
         return time_to_accuracy(total, compute + transfer, penalty)
     fits = headroom * transfer <= compute
     return np.where(fits, time_to_accuracy(total, compute, penalty), DOES_NOT_FIT * transfer)
@@ -174,7 +174,7 @@ class DensityChoice:
         compute: seconds of a step that sends nothing.
         transfer: seconds that its messages take at this density.
         least: seconds that they take at the least density allowed.
-        hidden: whether messages travel while the next step computes, or else every step waits for its own.
+        stale: whether messages travel while the next step computes, or else every step waits for its own.
 
     Example:
         >>> choice = DensityChoice(0.01, 64, objective=0.002, compute=0.1, transfer=0.02, least=0.002)
@@ -188,12 +188,12 @@ class DensityChoice:
     compute: float
     transfer: float
     least: float
-    hidden: bool = False
+    stale: bool = False
 
     @property
     def step_time(self) -> float:
         """Predicted seconds of a step."""
-        return max(self.compute, self.transfer) if self.hidden else self.compute + self.transfer
+        return max(self.compute, self.transfer) if self.stale else self.compute + self.transfer
 
     @property
     def network_bound(self) -> bool:
@@ -211,7 +211,7 @@ class DensityChoice:
             f"a step of {self.total_batch_size} samples computes for {1e3 * self.compute:.3g} ms and sends for "
             f"{1e3 * self.transfer:.3g} ms"
         )
-        if self.hidden:
+        if self.stale:
             text += ", which come a step later"
         if self.network_bound:
             text += f"; network-bound: even the least density takes {1e3 * self.least:.3g} ms on the link"
@@ -224,7 +224,7 @@ def minimise_time_to_accuracy(
     *,
     transfer: Callable[[Array], Array],
     penalty: Callable[[Array, Array], Array],
-    hidden: bool = True,
+    stale: bool = True,
     headroom: float = 1.0,
     settings: SearchSettings = SEARCH,
 ) -> DensityChoice:
@@ -241,8 +241,8 @@ def minimise_time_to_accuracy(
         densities: densities to choose from; the best one lies between the least and the greatest of them.
         transfer: seconds that the messages of a step take at a density, above 0, increasing; takes and gives arrays.
         penalty: extra samples that a density and a total cost, as a share, above -1; takes and gives arrays.
-        hidden: whether messages travel while the next step computes.
-        headroom: factor by which messages that are hidden are to take less than computing, 1 or more.
+        stale: whether messages travel while the next step computes.
+        headroom: factor by which stale messages are to take less than computing, 1 or more.
         settings: how finely to search.
 
     Raises:
@@ -261,12 +261,12 @@ def minimise_time_to_accuracy(
 
     def objective(density: Array) -> Array:
         extra = np.asarray(penalty(density, totals))
-        return penalised_time(totals, compute, transfer(density), extra, hidden=hidden, headroom=headroom)
+        return penalised_time(totals, compute, transfer(density), extra, stale=stale, headroom=headroom)
 
     found = best_densities(objective, densities, settings)[:, None]
     best = int(objective(found).argmin())
     sent, least = transfer(found[best]), transfer(np.array([min(densities)]))
-    step = np.maximum(compute[best], sent) if hidden else compute[best] + sent
+    step = np.maximum(compute[best], sent) if stale else compute[best] + sent
     value = time_to_accuracy(totals[best], step, np.asarray(penalty(found[best], totals[best])))
     seconds, at, lowest = float(compute[best, 0]), float(sent[0]), float(least[0])
-    return DensityChoice(float(found[best, 0]), int(totals[best, 0]), float(value[0]), seconds, at, lowest, hidden)
+    return DensityChoice(float(found[best, 0]), int(totals[best, 0]), float(value[0]), seconds, at, lowest, stale)

@@ -24,10 +24,10 @@ class MessageLink:
         message_size: bytes that a worker sends in a step, by density.
         estimates: what is known of each worker's rate of sending; the slowest counts, because all wait for its message.
         seconds: what the messages of the newest steps took, ``None`` if there were none.
-        hidden: whether messages travel while the next step computes, or else every step waits for its own.
+        stale: whether messages travel while the next step computes, or else every step waits for its own.
         latency: seconds of messages of next to nothing, ``>= 0``, which would make a link look slow to small messages.
         latency_error: standard error of that.
-        may_hide: whether messages may travel while the next step computes.
+        may_be_stale: whether messages may travel while the next step computes.
         step: steps that were exchanged so far.
 
     Example:
@@ -41,10 +41,10 @@ class MessageLink:
     message_size: MessageSize
     estimates: tuple[LinkEstimate, ...]
     seconds: float | None = None
-    hidden: bool = False
+    stale: bool = False
     latency: float = 0.0
     latency_error: float = 0.0
-    may_hide: bool = False
+    may_be_stale: bool = False
     step: int = 0
 
     @property
@@ -91,7 +91,7 @@ def without_messages(observations: StepObservations, link: MessageLink | None) -
     """
     if link is None:
         return observations
-    if link.hidden:
+    if link.stale:
         nothing = np.zeros_like(observations.last_sync)
         return replace(observations, last_sync=nothing, step_time=nothing * np.nan)
     seconds = link.seconds or 0.0

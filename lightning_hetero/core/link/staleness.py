@@ -1,9 +1,9 @@
-"""Choice of the gradient buckets that are stale, and those that are awaited (partial staleness, S sec. 3.3).
+"""Choice of the gradient buckets that are awaited, and of those that are stale (S sec. 3.3).
 
-All sums cross one link in the order in which they become ready. A *fresh* one has to be there when the backward pass
-ends, a *delayed* one when the next backward pass ends, so that order is that of their deadlines. Input-side layers are
-ready last, so that they are the first to be delayed: the only question is how many buckets, from the output side on,
-are fresh.
+All sums cross one link in the order in which they become ready. A *synchronous* one has to be there when the backward
+pass ends, a *stale* one when the next backward pass ends, so that order is that of their deadlines. Input-side layers
+are ready last, so that they are the first to become stale: the only question is how many buckets, from the output side
+on, are synchronous.
 """
 
 from bisect import bisect_left
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 from lightning_hetero.core.validation import check_int, check_number
 
-__all__ = ["BucketTimes", "DelayChoice", "StaleHysteresis", "StaleSettings", "choose_fresh"]
+__all__ = ["BucketTimes", "DelayChoice", "StaleHysteresis", "StaleSettings", "choose_synchronous"]
 
 
 @dataclass(frozen=True)
 class StaleSettings:
-    """Settings by which buckets, or whole messages, become stale and fresh again.
+    """Thresholds at which buckets, or whole messages, become stale and synchronous again.
 
     Args:
         simulated_steps: steps of the simulated link; the second half is measured, when the pattern repeats itself.
-        tolerance: share by which a step may take longer than with the fewest fresh buckets, so that more are fresh.
+        tolerance: share by which a step may take longer than with the fewest synchronous buckets, so that more are.
         link_factors: fewer buckets are stale than now only if that holds for transfers that take so many times as long.
         min_relative_gain: least predicted gain for which messages become stale, as a share.
-        keep_relative_gain: gain below which they are fresh again.
+        keep_relative_gain: gain below which they are synchronous again.
         rounds: sync rounds in a row that have to speak for stale messages.
 
     Example:
@@ -53,7 +53,7 @@ SETTINGS = StaleSettings()
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """One step without waiting, and what its gradients take on the link.
+    """Times of one step that waits for nothing, and of its gradients on the link.
 
     Args:
         ready: seconds from the end of one synchronisation until each bucket is ready on the slowest worker, increasing;
@@ -88,8 +88,8 @@ class BucketTimes:
         """Seconds of a step that waits for nothing."""
         return self.ready[-1]
 
-    def step_time(self, fresh: int) -> float:
-        """Return the seconds of a step whose first ``fresh`` buckets are awaited and whose others are stale.
+    def step_time(self, synchronous: int) -> float:
+        """Return the seconds of a step whose first ``synchronous`` buckets are awaited and whose others are stale.
 
         Example:
             >>> times = BucketTimes(ready=(3.0, 4.0), transfer=(1.0, 3.0))
@@ -99,15 +99,15 @@ class BucketTimes:
         begin, link, awaited = 0.0, 0.0, 0.0
         ends: list[float] = []
         for _ in range(SETTINGS.simulated_steps):
-            end, later = max(begin + self.compute, awaited), 0.0
+            end, stale_end = max(begin + self.compute, awaited), 0.0
             for number, (ready, seconds) in enumerate(zip(self.ready, self.transfer, strict=True)):
                 link = max(begin + ready, link) + seconds
-                if number < fresh:
+                if number < synchronous:
                     end = max(end, link)
                 else:
-                    later = link
+                    stale_end = link
             ends.append(end)
-            begin, awaited = end, later
+            begin, awaited = end, stale_end
         half = SETTINGS.simulated_steps // 2
         return max((ends[-1] - ends[half - 1]) / half, sum(self.transfer))  # the queue may still grow slowly
 
@@ -118,36 +118,34 @@ class BucketTimes:
 
 @dataclass(frozen=True)
 class DelayChoice:
-    """Number of fresh buckets, and the predictions that it rests on.
+    """Number of synchronous buckets, and the predictions for it.
 
     Args:
-        fresh: buckets, from the output side on, that are awaited.
+        synchronous: buckets, from the output side on, that are awaited.
         step_time: predicted seconds of a step.
-        all_fresh: predicted seconds of a step in which every bucket is awaited.
+        all_synchronous: predicted seconds of a step in which every bucket is awaited.
         compute: seconds of a step that waits for nothing.
         transfer: seconds that a step's gradients take on the link.
 
     Example:
-        >>> DelayChoice(fresh=0, step_time=0.3, all_fresh=0.4, compute=0.1, transfer=0.3).network_bound
+        >>> DelayChoice(synchronous=0, step_time=0.3, all_synchronous=0.4, compute=0.1, transfer=0.3).network_bound
         True
     """
 
-    fresh: int
+    synchronous: int
     step_time: float
-    all_fresh: float
+    all_synchronous: float
     compute: float
     transfer: float
 
     @property
     def network_bound(self) -> bool:
-        """``True`` if gradients take longer than computing, so that no delay of one step can hide them."""
+        """``True`` if gradients take longer than computing, so that one step of delay cannot cover them."""
         return self.transfer > (1.0 + SETTINGS.tolerance) * self.compute
 
     def describe(self) -> str:
         """Return one line for the log."""
-        text = (
-            f"step {1e3 * self.all_fresh:.3g} -> {1e3 * self.step_time:.3g} ms, computing {1e3 * self.compute:.3g} ms"
-        )
+        text = f"step {1e3 * self.all_synchronous:.3g} -> {1e3 * self.step_time:.3g} ms, computing {1e3 * self.compute:.3g} ms"
         if self.network_bound:
             text += f"; network-bound: the gradients of a step take {1e3 * self.transfer:.3g} ms on the link"
         return text
@@ -155,7 +153,7 @@ class DelayChoice:
 
 @dataclass(frozen=True)
 class StaleHysteresis:
-    """Choice of stale or fresh messages, all of a step or none: slow to become stale, quick to be fresh again.
+    """Hysteresis of stale messages, all of a step or none: slow to become stale, quick to be synchronous again.
 
     Args:
         rounds: sync rounds in a row that spoke for stale messages.
@@ -171,11 +169,11 @@ class StaleHysteresis:
     rounds: int = 0
 
     def observe(self, stale: bool, gain: float, settings: StaleSettings = SETTINGS) -> "tuple[StaleHysteresis, bool]":
-        """Count one sync round more.
+        """Take in one sync round more.
 
         Args:
             stale: whether messages are stale at present.
-            gain: predicted gain of stale messages over fresh ones, each at its best density, as a share.
+            gain: predicted gain of stale messages over synchronous ones, each at its best density, as a share.
             settings: when to turn.
 
         Returns:
@@ -187,44 +185,44 @@ class StaleHysteresis:
         return (StaleHysteresis(), True) if rounds >= settings.rounds else (StaleHysteresis(rounds), False)
 
 
-def choose_fresh(times: BucketTimes, current: int, *, hysteresis: float = 0.03) -> DelayChoice:
-    """Choose as many fresh buckets as fit into a step; leave the present number only for a gain.
+def choose_synchronous(times: BucketTimes, current: int, *, hysteresis: float = 0.03) -> DelayChoice:
+    """Choose as many synchronous buckets as fit without making a step longer; another number only for a gain.
 
-    Fewer are fresh if that makes a step shorter by ``hysteresis`` at least; more are fresh only if the step would not
+    Fewer are synchronous if that makes a step shorter by ``hysteresis`` at least; more are only if the step would not
     get longer on a link slower or faster by a quarter either.
 
     Args:
         times: of the buckets, in the order of the backward pass.
-        current: buckets that are fresh now, 0 to their number.
+        current: buckets that are synchronous now, 0 to their number.
         hysteresis: least predicted gain for which more buckets are delayed, as a share of the step time.
 
     Raises:
         ValueError: if ``current`` is out of range.
 
     Example:
-        >>> thin = BucketTimes(ready=(3.0, 4.0), transfer=(0.5, 3.0))
-        >>> choose_fresh(thin, current=2).fresh
+        >>> slow = BucketTimes(ready=(3.0, 4.0), transfer=(0.5, 3.0))
+        >>> choose_synchronous(slow, current=2).synchronous
         1
-        >>> choose_fresh(BucketTimes(ready=(3.0, 4.0), transfer=(0.5, 0.01)), current=1).fresh
+        >>> choose_synchronous(BucketTimes(ready=(3.0, 4.0), transfer=(0.5, 0.01)), current=1).synchronous
         2
     """
     if not 0 <= current <= len(times.ready):
         raise ValueError(f"current={current} must be from 0 to {len(times.ready)}, the number of buckets.")
-    fresh = _most_fresh(times)
-    if fresh > current:
-        fresh = max(current, min(_most_fresh(times.slowed(factor)) for factor in SETTINGS.link_factors))
-    elif times.step_time(fresh) > (1.0 - hysteresis) * times.step_time(current):
-        fresh = current
+    number = _most_synchronous(times)
+    if number > current:
+        number = max(current, min(_most_synchronous(times.slowed(factor)) for factor in SETTINGS.link_factors))
+    elif times.step_time(number) > (1.0 - hysteresis) * times.step_time(current):
+        number = current
     return DelayChoice(
-        fresh, times.step_time(fresh), times.step_time(len(times.ready)), times.compute, sum(times.transfer)
+        number, times.step_time(number), times.step_time(len(times.ready)), times.compute, sum(times.transfer)
     )
 
 
-def _most_fresh(times: BucketTimes) -> int:
-    """Return the greatest number of fresh buckets whose step is as short as one can be, but for the tolerance.
+def _most_synchronous(times: BucketTimes) -> int:
+    """Return the greatest number of synchronous buckets whose step is as short as one can be, but for the tolerance.
 
     A bucket more that is awaited never makes a step shorter, so that bisection finds it.
     """
     limit = (1.0 + SETTINGS.tolerance) * times.step_time(0)
     numbers = range(1, len(times.ready) + 1)
-    return bisect_left(numbers, True, key=lambda fresh: times.step_time(fresh) > limit)
+    return bisect_left(numbers, True, key=lambda number: times.step_time(number) > limit)

@@ -41,7 +41,7 @@ NO_LIMIT = 2**31
 
 @dataclass(frozen=True)
 class DensitySettings:
-    """Settings of the choice of the density.
+    """Limits and margins of the choice of a density.
 
     Args:
         min_relative_gain: least predicted gain for which the density changes, as a share, 0 to 1. Around its optimum 2
@@ -71,7 +71,7 @@ class DensitySettings:
 
 @dataclass(frozen=True)
 class TimeToAccuracyPlanner(GoodputPlanner):
-    """Splits by the time model, and moves density and total to where time to accuracy is predicted to be least.
+    """Split by the time model, and move density and total to where time to accuracy is predicted to be least.
 
     Time to accuracy is ``(1 + g(density, B)) T(density, B) / B`` (S eq. 5), in seconds per sample. ``g`` comes from a
     profile of the model; without one it is that of
@@ -83,9 +83,9 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         max_density: greatest density, to 1.
         moves_batch: whether the total may change, rather than density and split alone.
         profile: extra samples by density and total, ``None`` without a profile.
-        idle_rule: believe in rates by the share of time that workers idle, as the paper does, not by transfers.
-        believed: what that rule believes the slowest worker's rate to be.
-        late: what spoke for stale messages so far.
+        idle_rule: estimate rates by the share of time that workers idle, as the paper does, not by transfers.
+        bandwidth: estimate of the slowest worker's rate by that rule.
+        stale_state: evidence for stale messages so far.
         density: newest decision, also that of an earlier run; ``None`` before there is one.
         choice: newest decision with its predictions, ``None`` before there is one.
         density_settings: how the density is chosen.
@@ -109,8 +109,8 @@ class TimeToAccuracyPlanner(GoodputPlanner):
     moves_batch: bool = False
     profile: ProfilePenalty | None = None
     idle_rule: bool = False
-    believed: LinkEstimate = LinkEstimate()
-    late: StaleHysteresis = StaleHysteresis()
+    bandwidth: LinkEstimate = LinkEstimate()
+    stale_state: StaleHysteresis = StaleHysteresis()
     density: float | None = None
     choice: DensityChoice | None = None
     density_settings: DensitySettings = DensitySettings()
@@ -123,24 +123,24 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return [self.min_density, *grid[1:-1].tolist(), self.max_density]
 
     def extra(self, density: Array, total: Array, link: MessageLink) -> Array:
-        """Return ``g``, the extra samples that a density and a total cost by now, as a share, and stale messages."""
+        """Return ``g``: extra samples that density, total and stale messages cost by now, as a share."""
         if self.profile is not None:
             return self.profile(density, total)
-        return assumed_penalty(density, link.density, link.step, link.hidden and link.may_hide)
+        return assumed_penalty(density, link.density, link.step, link.stale and link.may_be_stale)
 
     def noise_scale(self, context: PlanContext) -> float | None:
-        """Infinite where the total stays, and where the profile says what a total costs."""
+        """Return infinity where the total stays, and where the profile has the cost of a total."""
         fixed = not self.moves_batch or self.profile is not None
         return math.inf if fixed else super().noise_scale(context)
 
     def ground(self, context: PlanContext) -> str:
-        """Say what a change of the total rests on, for the log."""
+        """Return the grounds of a change of the total, for the log."""
         return (
             "by the profile and the link" if self.profile is not None else f"{super().ground(context)} and by the link"
         )
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
-        """Predict as the time model's planner, with the messages at the present density."""
+        """Predict the seconds of a step, with the messages at the present density."""
         computing = super().predict(plan, context)
         return None if computing is None else computing + self._waiting(computing, context)
 
@@ -150,7 +150,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         if link is None:
             return 0.0
         transfer = link.transfer(link.density)
-        return max(transfer - computing, 0.0) if link.hidden else transfer
+        return max(transfer - computing, 0.0) if link.stale else transfer
 
     def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
         """Learn from the observations; propose the best total with its split, and choose the density for it."""
@@ -167,17 +167,17 @@ class TimeToAccuracyPlanner(GoodputPlanner):
             split = replace(split, proposal=planner._whole_steps(proposal, current, context))
         total = plan.total_batch_size * planner.accumulation
         seconds = cluster.accumulated(planner.accumulation).step_time(plan.local_batch_sizes)
-        late, hidden = planner._stale(total, seconds, link)
-        if hidden == link.hidden:
+        stale_state, stale = planner._stale(total, seconds, link)
+        if stale == link.stale:
             choice = planner.choose(total, seconds, link)
         else:
-            choice = planner._at(link.density, total, seconds, replace(link, hidden=hidden))
+            choice = planner._at(link.density, total, seconds, replace(link, stale=stale))
         soon = split.soon or choice.density != link.density
-        planner = replace(planner, late=late, density=choice.density, choice=choice)
-        return replace(split, planner=planner, density=choice, stale=hidden, soon=soon)
+        planner = replace(planner, stale_state=stale_state, density=choice.density, choice=choice)
+        return replace(split, planner=planner, density=choice, stale=stale, soon=soon)
 
     def _whole_steps(self, proposal: Proposal, current: BatchPlan, context: PlanContext) -> Proposal:
-        """Return the proposal whose predictions have the messages in them, which the split's do not."""
+        """Return the proposal with the messages in its predictions, which the split's lack."""
         plan = proposal.plan
         more = self._waiting(plan.step_time or 0.0, context)
         first, without = (x if x is None else x + more for x in (plan.step_time, plan.step_time_without))
@@ -186,18 +186,18 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return Proposal(plan, proposal.reason + apart)
 
     def _stale(self, total: int, seconds: float, link: MessageLink) -> tuple[StaleHysteresis, bool]:
-        """Decide whether messages are stale: where the time that this gains is worth more than what it costs.
+        """Decide whether messages are to be stale: where the gain in time is worth more than its cost in samples.
 
-        Each way counts with the density that suits it best, and sending less goes first: only where nothing is to be
-        gained by that, staleness is what is left.
+        Stale and awaited messages count with the density that suits each best. A lower density goes first: messages
+        become stale only where that gains nothing.
         """
-        if not link.may_hide or (not link.hidden and self.choose(total, seconds, link).density < link.density):
-            return self.late, link.hidden
-        fresh, late = (self._best(total, seconds, replace(link, hidden=hidden)).objective for hidden in (False, True))
-        return self.late.observe(link.hidden, 1.0 - late / fresh)
+        if not link.may_be_stale or (not link.stale and self.choose(total, seconds, link).density < link.density):
+            return self.stale_state, link.stale
+        waits, overlaps = (self._best(total, seconds, replace(link, stale=stale)).objective for stale in (False, True))
+        return self.stale_state.observe(link.stale, 1.0 - overlaps / waits)
 
     def choose(self, total: int, seconds: float, link: MessageLink) -> DensityChoice:
-        """Choose the best density of three digits on the link as it is known; the present one if it is as good.
+        """Choose the best density of three digits by the estimated link; the present one if it is as good.
 
         Args:
             total: samples of a step.
@@ -218,9 +218,9 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return self._at(min(max(rounded, self.min_density), self.max_density), total, seconds, link)
 
     def _at(self, density: float, total: int, seconds: float, link: MessageLink) -> DensityChoice:
-        """Return the predictions at a density, and whether even the least would be the bound."""
+        """Predict time to accuracy at a density, and whether even the least would be the bound."""
         least, sent = link.transfer(np.array([self.min_density, density])).tolist()
-        choice = DensityChoice(density, total, 0.0, seconds, sent, least, link.hidden)
+        choice = DensityChoice(density, total, 0.0, seconds, sent, least, link.stale)
         extra = self.extra(np.array([density]), np.array([float(total)]), link)
         return replace(choice, objective=time_to_accuracy(float(total), choice.step_time, float(extra[0])))
 
@@ -231,7 +231,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
             self.densities,
             transfer=link.transfer,
             penalty=lambda density, total: self.extra(density, total, link),
-            hidden=link.hidden,
+            stale=link.stale,
             headroom=self.density_settings.stale_headroom,
         )
 
@@ -241,7 +241,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return super(TimeToAccuracyPlanner, bounds).windows(total, context)
 
     def candidates(self, times: Mapping[Window, float], context: PlanContext) -> tuple[Candidate, ...]:
-        """Goodput of candidates whose step times are known, at the density that suits each best."""
+        """Return the goodput of candidates whose step times are known, at the density that suits each best."""
         table, link = super().candidates(times, context), self._link(context)
         if link is None or not table:
             return table
@@ -250,45 +250,46 @@ class TimeToAccuracyPlanner(GoodputPlanner):
 
         def objective(density: Array) -> Array:
             sent, extra = link.transfer(density), self.extra(density, totals, link)
-            return penalised_time(totals, compute, sent, extra, hidden=link.hidden, headroom=headroom)
+            return penalised_time(totals, compute, sent, extra, stale=link.stale, headroom=headroom)
 
         found = best_densities(objective, self.densities)
         sent, compute, totals = link.transfer(found), compute[:, 0], totals[:, 0]
-        seconds = np.maximum(compute, sent) if link.hidden else compute + sent
+        seconds = np.maximum(compute, sent) if link.stale else compute + sent
         share = np.array([c.efficiency for c in table]) / (1.0 + self.extra(found, totals, link))
         columns = zip(table, seconds.tolist(), (totals / seconds).tolist(), share.tolist(), strict=True)
         return tuple([Candidate(c.total_batch_size, c.accumulation, s, t, e, t * e) for c, s, t, e in columns])
 
     def _link(self, context: PlanContext) -> MessageLink | None:
-        """Return the link as it is believed to be, ``None`` before it was seen."""
+        """Return the link as estimated, ``None`` before it was measured."""
         link = context.link
         if link is None or not link.rates:
             return None
-        return link if self.believed.rate is None else replace(link, estimates=(self.believed,))
+        return link if self.bandwidth.rate is None else replace(link, estimates=(self.bandwidth,))
 
     def _observe(self, observations: StepObservations, context: PlanContext) -> "TimeToAccuracyPlanner":
-        """Take over what the paper's rule makes of the rate that was measured at first, if that rule decides."""
+        """Follow the rate by the paper's rule from the first measurement on, if that rule decides."""
         link = context.link
         if not self.idle_rule or link is None or not link.rates or link.seconds is None:
             return self
-        if self.believed.rate is None:
-            return replace(self, believed=link.estimates[link.slowest])
+        if self.bandwidth.rate is None:
+            return replace(self, bandwidth=link.estimates[link.slowest])
         cluster, rows = self.model.cluster(context), np.isfinite(observations.step_time).all(axis=1)
         if cluster is None or not rows.any():
             return self
         computing = observations.compute[rows].max(axis=1)
-        transfer = link.latency + self.believed.seconds(link.bytes_now)
-        explained = np.maximum(computing, transfer) if link.hidden else computing + cluster.t_u + transfer
+        transfer = link.latency + self.bandwidth.seconds(link.bytes_now)
+        explained = np.maximum(computing, transfer) if link.stale else computing + cluster.t_u + transfer
         idle = 1.0 - float(np.median(explained / observations.step_time[rows].max(axis=1)))
-        return replace(self, believed=self.believed.observe_idle(idle))
+        return replace(self, bandwidth=self.bandwidth.observe_idle(idle))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the time model learned, where the total stands, the density, and what it rests on."""
-        own = {"believed": {"rate": self.believed.rate}, "late": asdict(self.late), "density": self.density}
+        """Return the state of the time model, the total, the density, and the evidence for it."""
+        own = {"believed": {"rate": self.bandwidth.rate}, "late": asdict(self.stale_state), "density": self.density}
         return {**super().state_dict(), **own}
 
     def loaded(self, state: dict[str, Any]) -> "TimeToAccuracyPlanner":
         """Return the planner with what :meth:`state_dict` described."""
         before = cast(TimeToAccuracyPlanner, super().loaded(state))
-        believed, late = LinkEstimate(state["believed"]["rate"]), StaleHysteresis(state["late"].get("rounds", 0))
-        return replace(before, believed=believed, late=late, density=state["density"])
+        bandwidth = LinkEstimate(state["believed"]["rate"])
+        stale_state = StaleHysteresis(state["late"].get("rounds", 0))
+        return replace(before, bandwidth=bandwidth, stale_state=stale_state, density=state["density"])

@@ -50,7 +50,7 @@ def attach_staleness(strategy: "HeteroDDPMixin") -> None:
         raise strategy._misconfiguration(f"{reason}, {cure}.")
     if limit and engine.world_size > 1 and topology is None:
         assert state.topology is not None
-        topology = state.topology.another()
+        topology = state.topology.with_own_groups()
     limit = limit if engine.world_size > 1 else 0
     settings: dict[str, Any] = {
         "clock": engine.observer.clock,

@@ -36,7 +36,7 @@ def _bound(rank):
     topology = Topology(rank, ((0, 1), (2,)))
     control = ControlPlane(rank, 3)
     buffer = torch.full((3,), float(rank))
-    topology.sum(buffer).wait()
+    topology.all_reduce(buffer).wait()
     return buffer.tolist(), control.gather_objects(rank), str(dist.group.WORLD.bound_device_id)
 
 

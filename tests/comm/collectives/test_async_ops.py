@@ -25,7 +25,7 @@ def seen(order, moments, monkeypatch):
     clock, marks = {"now": 0.0}, {}
     monkeypatch.setattr(sums.time, "perf_counter", lambda: clock["now"])
     works = [Clocked(clock, moment) for moment in moments]
-    sums.Arrival(works, lambda row: marks.setdefault(row, clock["now"]), order).wait()
+    sums.GatherHandle(works, lambda row: marks.setdefault(row, clock["now"]), order).wait()
     return [marks[row] for row in range(len(moments))]
 
 
@@ -62,7 +62,7 @@ class Done:
 
 def test_who_does_not_wait_is_called_back_for_each_row():
     rows, called = [], []
-    arrival = sums.Arrival([Done(), Done()], rows.append, [0, 1])
+    arrival = sums.GatherHandle([Done(), Done()], rows.append, [0, 1])
     for _ in range(2):
         arrival.then(lambda done: called.append(done.done()))
     arrival.wait()
@@ -72,7 +72,7 @@ def test_who_does_not_wait_is_called_back_for_each_row():
 
 def test_who_does_not_wait_is_told_of_a_row_that_does_not_come():
     rows = []
-    arrival = sums.Arrival([Done(), Done(RuntimeError("connection closed by peer"))], rows.append, [0, 1])
+    arrival = sums.GatherHandle([Done(), Done(RuntimeError("connection closed by peer"))], rows.append, [0, 1])
     with pytest.raises(RuntimeError, match="closed by peer"):
         arrival.then(lambda done: done.value()).wait()
     with pytest.raises(RuntimeError, match="closed by peer"):
@@ -86,14 +86,14 @@ def test_a_gathering_in_one_call_that_fails_says_so_and_tells_of_no_row(monkeypa
     for name in ("all_gather_single", "all_gather_into_tensor"):
         monkeypatch.setattr(sums.dist, name, lambda *given, **kwargs: failed, raising=False)
     with pytest.raises(RuntimeError, match="closed by peer"):
-        sums.gather_over_ranks(torch.zeros(2, 5, dtype=torch.uint8), 0, [0, 1], None, rows.append).wait()
+        sums.async_all_gather(torch.zeros(2, 5, dtype=torch.uint8), 0, [0, 1], None, rows.append).wait()
     assert rows == []
 
 
 def test_what_a_future_holds_is_handed_on_be_it_an_error():
     for done in (Done(), Done(RuntimeError("connection closed by peer"))):
         to = torch.futures.Future()
-        sums.hand_on(to, done.future)
+        sums.forward_result(to, done.future)
         if done.error is None:
             assert to.wait() is None
         else:
@@ -103,14 +103,14 @@ def test_what_a_future_holds_is_handed_on_be_it_an_error():
 
 def test_a_future_for_a_tensor_on_a_gpu_orders_its_streams(monkeypatch):
     monkeypatch.setattr(torch.futures, "Future", lambda devices=None: devices)
-    assert sums.pending(OnGPU()) == [torch.device("cuda", 1)]
-    assert sums.pending(torch.zeros(1)) is None
+    assert sums.make_future(OnGPU()) == [torch.device("cuda", 1)]
+    assert sums.make_future(torch.zeros(1)) is None
 
 
 def _complex(rank):
     dist.init_process_group("gloo")
     buffer = torch.tensor([1.0 + 2.0j * rank])
-    sums.sum_over_ranks(buffer).wait()
+    sums.async_all_reduce(buffer).wait()
     return buffer.item()
 
 
@@ -124,7 +124,7 @@ def _gathered(rank):
     rows = torch.zeros(3, 5, dtype=torch.uint8)
     rows[rank] = rank + 1
     seen = []
-    sums.gather_over_ranks(rows, rank, range(3), None, seen.append).wait()
+    sums.async_all_gather(rows, rank, range(3), None, seen.append).wait()
     return rows[:, 0].tolist(), sorted(seen)
 
 
@@ -137,7 +137,7 @@ def test_the_backend_of_the_rows_decides_how_they_travel(monkeypatch):
     asked = []
     monkeypatch.setattr(sums, "backend_of", lambda device, group: asked.append((device, group)) or "gloo")
     monkeypatch.setattr(sums.dist, "broadcast", lambda *args, **kwargs: None)
-    sums.gather_over_ranks(torch.zeros(1, 5, dtype=torch.uint8, device="meta"), 0, [0], "a group")
+    sums.async_all_gather(torch.zeros(1, 5, dtype=torch.uint8, device="meta"), 0, [0], "a group")
     assert asked == [(torch.device("meta"), "a group")]
 
 
@@ -168,14 +168,14 @@ class Landing:
 def landing(monkeypatch):
     work = Landing()
     monkeypatch.setattr(sums.dist, "all_reduce", lambda buffer, group, async_op: work)
-    monkeypatch.setattr(sums, "pending", lambda buffer: torch.futures.Future())
+    monkeypatch.setattr(sums, "make_future", lambda buffer: torch.futures.Future())
     return work
 
 
 def test_a_sum_by_gloo_on_a_gpu_orders_the_stream_of_who_waits(landing, monkeypatch):
     monkeypatch.setattr(sums, "backend_of", lambda device, group: "gloo")
     buffer = OnGPU()
-    future = sums.sum_over_ranks(buffer)
+    future = sums.async_all_reduce(buffer)
     assert not future.done()
     assert landing.ordered == []
     landing.future.set_result([buffer])
@@ -185,7 +185,7 @@ def test_a_sum_by_gloo_on_a_gpu_orders_the_stream_of_who_waits(landing, monkeypa
 
 def test_a_sum_by_gloo_on_a_gpu_that_fails_says_so(landing, monkeypatch):
     monkeypatch.setattr(sums, "backend_of", lambda device, group: "gloo")
-    future = sums.sum_over_ranks(OnGPU())
+    future = sums.async_all_reduce(OnGPU())
     landing.future.set_exception(RuntimeError("connection closed by peer"))
     with pytest.raises(RuntimeError, match="closed by peer"):
         future.wait()
@@ -194,7 +194,7 @@ def test_a_sum_by_gloo_on_a_gpu_that_fails_says_so(landing, monkeypatch):
 
 def test_a_sum_by_nccl_orders_streams_itself(landing, monkeypatch):
     monkeypatch.setattr(sums, "backend_of", lambda device, group: "nccl")
-    assert sums.sum_over_ranks(OnGPU()) is landing.future
+    assert sums.async_all_reduce(OnGPU()) is landing.future
 
 
 def test_who_waits_after_being_called_back_is_ordered_behind_each_row():
@@ -210,7 +210,7 @@ def test_who_waits_after_being_called_back_is_ordered_behind_each_row():
             self.waited += 1
 
     works = [Done(), Done()]
-    arrival = sums.Arrival(works, None, [0, 1])
+    arrival = sums.GatherHandle(works, None, [0, 1])
     arrival.then(lambda done: None)
     arrival.wait()
     assert [work.waited for work in works] == [1, 1]

@@ -66,7 +66,7 @@ def train(rank, *, spoil, settings=SETTINGS, kind="momentum", steps=STEPS):
     ddp.register_comm_hook(state, gradient_hook)
     optimizer = KINDS[kind](model.parameters())
     compression.bind_optimizers([optimizer])
-    gather = sums.gather_over_ranks
+    gather = sums.async_all_gather
 
     def spoiled(rows, *args):
         done = gather(rows, *args)
@@ -75,7 +75,7 @@ def train(rank, *, spoil, settings=SETTINGS, kind="momentum", steps=STEPS):
             rows[0, -1] ^= 4
         return done
 
-    sums.gather_over_ranks = spoiled
+    sums.async_all_gather = spoiled
     weights, ended = [], None
     try:
         for step in range(steps):
@@ -90,7 +90,7 @@ def train(rank, *, spoil, settings=SETTINGS, kind="momentum", steps=STEPS):
     except ValueError as error:
         return weights, str(error), None
     finally:
-        sums.gather_over_ranks = gather
+        sums.async_all_gather = gather
 
 
 def both_ways(rank):

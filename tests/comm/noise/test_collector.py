@@ -79,7 +79,7 @@ def test_no_step_of_an_interval_reads_the_device(micro, adam, monkeypatch):
         collector.end_step()
     assert collector.sums.steps == 20
     with pytest.raises(RuntimeError, match="meta tensor"):
-        collector.sums.peek()
+        collector.sums.pack()
 
 
 def test_between_the_steps_that_are_observed_no_norms_are_taken():

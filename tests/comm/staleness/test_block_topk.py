@@ -145,16 +145,16 @@ def start(rank, world_size, settings, limit=1, restored=None):
         compression.averager,
         dict(model.named_parameters()),
         clock=HostClock(),
-        topology=Topology.straight(rank, world_size).another(),
+        topology=Topology.flat_over(rank, world_size).with_own_groups(),
         restored=restored,
         hold=state.hold,
     )
     state.delay_by(late)
     ddp.register_comm_hook(state, gradient_hook)
 
-    def follow(hidden, density=settings.density):
+    def follow(stale, density=settings.density):
         """What a controller decides."""
-        compression.apply_choice(DensityChoice(density, 10, 1.0, 1.0, 1.0, 1.0, hidden=hidden), hidden)
+        compression.apply_choice(DensityChoice(density, 10, 1.0, 1.0, 1.0, 1.0, stale=stale), stale)
 
     return ddp, late, follow
 

@@ -85,7 +85,7 @@ def start(world_size, *, cap=TINY, limit=1, restored=None, static_graph=False, b
         dict(model.module.named_parameters()),
         world_size=world_size,
         clock=HostClock(),
-        topology=Topology.straight(dist.get_rank(), world_size).another(),
+        topology=Topology.flat_over(dist.get_rank(), world_size).with_own_groups(),
         priority=True,
         restored=restored,
     )

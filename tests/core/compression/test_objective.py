@@ -22,22 +22,22 @@ def penalty(density, total):
     return 0.1 * -np.log10(density) + total / 1000
 
 
-def search(bandwidth, step_times=STEP_TIMES, hidden=True, densities=DENSITIES):
+def search(bandwidth, step_times=STEP_TIMES, stale=True, densities=DENSITIES):
     return minimise_time_to_accuracy(
-        step_times, densities, transfer=lambda d: message(d) / bandwidth, penalty=penalty, hidden=hidden
+        step_times, densities, transfer=lambda d: message(d) / bandwidth, penalty=penalty, stale=stale
     )
 
 
-@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize("stale", [True, False])
 @pytest.mark.parametrize("bandwidth", [1e5, 1e6, 1.25e7, 1.25e8, 1e10])
-def test_search_is_as_good_as_trying_every_split_and_density(bandwidth, hidden):
-    found = search(bandwidth, hidden=hidden)
+def test_search_is_as_good_as_trying_every_split_and_density(bandwidth, stale):
+    found = search(bandwidth, stale=stale)
     best = np.inf
     for total in TOTALS:
         step = min(CLUSTER.step_time([first, total - first]) for first in range(1, total))
         for density in np.geomspace(0.001, 1.0, 500):
             seconds = message(density) / bandwidth
-            if not hidden:
+            if not stale:
                 best = min(best, time_to_accuracy(total, step + seconds, penalty(density, total)))
             elif seconds <= step:
                 best = min(best, time_to_accuracy(total, step, penalty(density, total)))
@@ -59,23 +59,23 @@ def test_density_lies_between_those_that_are_given():
 def test_hidden_messages_fit_into_a_step_whatever_more_of_them_would_be_worth():
     """Eq. 6 is a bound, no price; where every step waits for its messages, their time is one."""
     found = {
-        hidden: minimise_time_to_accuracy(
+        stale: minimise_time_to_accuracy(
             {128: 0.05},
             DENSITIES,
             transfer=lambda d: message(d) / 1e6,
             penalty=lambda density, total: 0.01 / density**2,
-            hidden=hidden,
+            stale=stale,
         )
-        for hidden in (True, False)
+        for stale in (True, False)
     }
     assert found[True].transfer == pytest.approx(0.05, rel=0.01)
     assert found[True].transfer <= 0.05
     assert found[False].transfer > 0.2
 
 
-@pytest.mark.parametrize("hidden", [True, False])
-def test_a_thinner_link_never_gets_a_higher_density_at_the_same_total(hidden):
-    found = [search(b, {128: STEP_TIMES[128]}, hidden).density for b in np.geomspace(1e4, 1e10, 30)]
+@pytest.mark.parametrize("stale", [True, False])
+def test_a_thinner_link_never_gets_a_higher_density_at_the_same_total(stale):
+    found = [search(b, {128: STEP_TIMES[128]}, stale).density for b in np.geomspace(1e4, 1e10, 30)]
     assert (np.diff(found) >= -1e-3 * np.array(found[1:])).all()
     assert found[0] == 0.001
     assert found[-1] == 1.0

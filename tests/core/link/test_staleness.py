@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.core.link.bandwidth import BandwidthSettings, LinkEstimate, sum_bytes
-from lightning_hetero.core.link.staleness import BucketTimes, StaleHysteresis, StaleSettings, choose_fresh
+from lightning_hetero.core.link.staleness import BucketTimes, StaleHysteresis, StaleSettings, choose_synchronous
 
 seconds = st.floats(0.0, 10.0)
 links = st.lists(st.tuples(seconds, seconds), min_size=1, max_size=6).map(
@@ -43,17 +43,17 @@ def test_as_many_are_fresh_as_fit(times):
     n = len(times.ready)
     steps = [times.step_time(fresh) for fresh in range(n + 1)]
     most = max(fresh for fresh in range(n + 1) if steps[fresh] <= (1 + StaleSettings().tolerance) * steps[0])
-    choice = choose_fresh(times, n)
+    choice = choose_synchronous(times, n)
     gains = steps[most] <= (1 - 0.03) * steps[n]
-    assert choice.fresh == (most if gains else n)
+    assert choice.synchronous == (most if gains else n)
     assert choice.network_bound == (sum(times.transfer) > (1 + StaleSettings().tolerance) * times.compute)
     assert choice.network_bound == ("network-bound" in choice.describe())
 
 
 @given(links, st.data())
 def test_a_choice_for_a_steady_link_stays(times, data):
-    fresh = choose_fresh(times, data.draw(st.integers(0, len(times.ready)))).fresh
-    assert choose_fresh(times, fresh).fresh == fresh
+    fresh = choose_synchronous(times, data.draw(st.integers(0, len(times.ready)))).synchronous
+    assert choose_synchronous(times, fresh).synchronous == fresh
 
 
 def test_a_link_that_scatters_is_no_reason_to_go_to_and_fro():
@@ -63,7 +63,7 @@ def test_a_link_that_scatters_is_no_reason_to_go_to_and_fro():
         times = BucketTimes((0.06, 0.07, 0.08, 0.09, 0.1, 0.11), tuple(np.array([1, 2, 3, 4, 4, 2]) * 0.01 / rate))
         fresh, seen = len(times.ready), []
         for _ in range(60):
-            fresh = choose_fresh(times.slowed(rng.uniform(0.9, 1.1)), fresh).fresh
+            fresh = choose_synchronous(times.slowed(rng.uniform(0.9, 1.1)), fresh).synchronous
             seen.append(fresh)
         changes = np.flatnonzero(np.diff(seen))
         assert len(changes) <= 3, (rate, seen)
@@ -77,7 +77,7 @@ def test_wrong_times_are_refused(ready, transfer, says):
     with pytest.raises(ValueError, match=says):
         BucketTimes(ready, transfer)
     with pytest.raises(ValueError, match="number of buckets"):
-        choose_fresh(BucketTimes((1.0,), (1.0,)), 2)
+        choose_synchronous(BucketTimes((1.0,), (1.0,)), 2)
 
 
 # the link

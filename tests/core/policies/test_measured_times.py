@@ -21,11 +21,11 @@ NAMES, EVEN = ("a", "b"), BatchPlan(112, (56, 56))
 MEASURED = json.loads((Path(__file__).parent / "measured_trace.json").read_text())["trainings"]
 
 
-def observed(sizes, compute, sent=0.0, hidden=False):
+def observed(sizes, compute, sent=0.0, stale=False):
     """Steps in which the workers computed for so long, shape ``(steps, workers)``, and messages took ``sent``."""
     slowest, zeros = compute.max(axis=1, keepdims=True), np.zeros_like(compute)
-    step = np.maximum(slowest, sent) if hidden else slowest + sent
-    sync = zeros if hidden else slowest - compute + sent
+    step = np.maximum(slowest, sent) if stale else slowest + sent
+    sync = zeros if stale else slowest - compute + sent
     sizes = np.tile(np.array(sizes, dtype=float), (len(compute), 1))
     return StepObservations(
         sizes, compute / 3, 2 * compute / 3, compute / 2, zeros, sync + 0.003, np.tile(step + 0.003, (1, 2))
@@ -108,7 +108,7 @@ class Replay:
 
     def __init__(self, training, late):
         self.looks = [1e-6 * np.array(look, dtype=float).T for look in training["microseconds_a_sample"]]
-        self.late, self.plan, self.step, self.density, self.hidden = late, EVEN, 0, 0.1, False
+        self.late, self.plan, self.step, self.density, self.stale = late, EVEN, 0, 0.1, False
         self.planner, self.times = (
             TimeToAccuracyPlanner(initial_total=112),
             MessageTimes((LinkEstimate(),) * 2, self.LATENCY),
@@ -124,13 +124,11 @@ class Replay:
     def look(self, mbit):
         measured = self.looks[len(self.given) % len(self.looks)]
         sent = self.crossing(self.message_bytes(self.density), mbit)
-        seen = observed(
-            self.plan.local_batch_sizes, measured * np.array(self.plan.local_batch_sizes), sent, self.hidden
-        )
+        seen = observed(self.plan.local_batch_sizes, measured * np.array(self.plan.local_batch_sizes), sent, self.stale)
         self.times = self.times.observe(self.message_bytes(self.density), np.full(2, sent))
         self.step, self.now = self.step + len(measured) + 9, self.now + 41 * float(seen.step_time.mean())
         link = MessageLink(
-            self.density, SIZE, self.times.links, sent, self.hidden, self.times.latency,
+            self.density, SIZE, self.times.links, sent, self.stale, self.times.latency,
             self.times.latency_error, self.late, self.step,
         )  # fmt: skip
         context = PlanContext(112, NAMES, (1, 1), link=link)
@@ -138,7 +136,7 @@ class Replay:
         choice = self.planner.choice
         self.plan = self.plan if proposal is None else proposal.plan
         self.density = self.planner.density or self.density
-        self.hidden = choice.hidden if self.late and choice is not None else False
+        self.stale = choice.stale if self.late and choice is not None else False
         self.densities.append(self.density)
         self.given.append(self.plan.local_batch_sizes[0])
         self.rates.append(mbit)
@@ -158,7 +156,7 @@ def test_on_a_measured_trace_density_and_split_follow_and_never_go_back_while_th
         after = replay.densities[begin:]
         assert direction * (after[5] - before) > 0, f"not within six looks on {mbit} Mbit/s: {before} -> {after}"
         assert len(set(after[16:])) == 1, after
-        assert replay.hidden == (late and direction < 0)
+        assert replay.stale == (late and direction < 0)
     begin = 0
     for _, same in itertools.groupby(replay.rates):
         length = len(list(same))

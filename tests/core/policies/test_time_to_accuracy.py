@@ -39,15 +39,15 @@ class Cluster:
     """
 
     def __init__(
-        self, planner, total=40, density=0.01, scatter=0.0, hidden=False, noise=None, latency=LATENCY, seed=0,
-        burst=0.0, busy=0.0, handling=0.0, may_hide=False, step=100_000,
+        self, planner, total=40, density=0.01, scatter=0.0, stale=False, noise=None, latency=LATENCY, seed=0,
+        burst=0.0, busy=0.0, handling=0.0, may_be_stale=False, step=100_000,
     ):  # fmt: skip
-        self.planner, self.density, self.hidden, self.noise = planner, density, hidden, noise
+        self.planner, self.density, self.stale, self.noise = planner, density, stale, noise
         self.plan, self.rng = BatchPlan(total, (total // 2, total - total // 2)), np.random.default_rng(seed)
         self.scatter, self.burst, self.busy, self.handling = scatter, burst, busy, handling
         self.times, self.densities, self.totals = MessageTimes((LinkEstimate(),) * 2, 0.5 * LATENCY), [], []
         self.later = latency  # half of the usual one was measured before training
-        self.step, self.may_hide, self.ways = step, may_hide, []
+        self.step, self.may_be_stale, self.ways = step, may_be_stale, []
 
     def message_bytes(self, density):
         return SIZE.bytes(density)
@@ -65,9 +65,9 @@ class Cluster:
         sent = self.busy + self.crossing(self.message_bytes(self.density), rate, (8, 1))
         own = self.handling * self.density
         slowest = compute.max(axis=1, keepdims=True)
-        step = np.maximum(slowest + own, sent) if self.hidden else slowest + own + sent
+        step = np.maximum(slowest + own, sent) if self.stale else slowest + own + sent
         zeros = np.zeros(shape)
-        sync = zeros if self.hidden else slowest - compute + own + sent
+        sync = zeros if self.stale else slowest - compute + own + sent
         observations = StepObservations(
             sizes, compute / 3, 2 * compute / 3, compute / 3, zeros, sync, np.tile(step, (1, 2))
         )
@@ -75,16 +75,16 @@ class Cluster:
         self.times = self.times.observe(self.message_bytes(self.density), np.full(2, seconds))
         self.step += 8
         link = MessageLink(
-            self.density, SIZE, self.times.links, seconds, self.hidden, self.times.latency,
-            self.times.latency_error, self.may_hide, self.step,
+            self.density, SIZE, self.times.links, seconds, self.stale, self.times.latency,
+            self.times.latency_error, self.may_be_stale, self.step,
         )  # fmt: skip
         context = PlanContext(self.plan.total_batch_size, ("a", "b"), (1, 1), noise=self.noise, link=link)
         self.planner, proposal = self.planner.decide(observations, self.plan, context)
         self.plan = self.plan if proposal is None else proposal.plan
         self.density = self.planner.density or self.density
-        if self.may_hide and self.planner.choice is not None:
-            self.hidden = self.planner.choice.hidden
-        self.ways.append(self.hidden)
+        if self.may_be_stale and self.planner.choice is not None:
+            self.stale = self.planner.choice.stale
+        self.ways.append(self.stale)
         self.densities.append(self.density)
         self.totals.append(self.plan.total_batch_size)
         return context
@@ -107,9 +107,9 @@ def planner(**fields):
     return TimeToAccuracyPlanner(initial_total=40, **fields)
 
 
-@pytest.mark.parametrize("hidden", [False, True])
-def test_density_follows_the_link_within_a_few_windows(hidden):
-    cluster = Cluster(planner(), hidden=hidden).run(75e6, 7)
+@pytest.mark.parametrize("stale", [False, True])
+def test_density_follows_the_link_within_a_few_windows(stale):
+    cluster = Cluster(planner(), stale=stale).run(75e6, 7)
     fast = cluster.density
     cluster.run(2e6, 5)
     thin = cluster.density
@@ -117,16 +117,16 @@ def test_density_follows_the_link_within_a_few_windows(hidden):
     cluster.run(75e6, 7)
     assert cluster.density > 3 * thin
     transfer = LATENCY + cluster.message_bytes(thin) / 2e6
-    assert transfer < (cluster.compute if hidden else 0.15 * cluster.compute)
+    assert transfer < (cluster.compute if stale else 0.15 * cluster.compute)
     sizes = cluster.plan.local_batch_sizes
     assert sizes[0] > 2 * sizes[1], "the split is not that of the speeds"
     assert set(cluster.totals) == {40}
 
 
-@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("stale", [False, True])
 @pytest.mark.parametrize("idle_rule", [False, True])
-def test_a_link_that_scatters_is_no_reason_to_go_to_and_fro(idle_rule, hidden):
-    cluster = Cluster(planner(idle_rule=idle_rule), scatter=0.3, hidden=hidden).run(10e6, 40)
+def test_a_link_that_scatters_is_no_reason_to_go_to_and_fro(idle_rule, stale):
+    cluster = Cluster(planner(idle_rule=idle_rule), scatter=0.3, stale=stale).run(10e6, 40)
     settled = cluster.densities[20:]
     moves = changes(settled)
     assert idle_rule or len(moves) <= 1, moves  # that rule is always on its way up or down, and 5 % of a step is much
@@ -152,7 +152,7 @@ def objective(cluster, density, rate):
     """Time to accuracy as it truly is, relative."""
     own = cluster.handling * density
     sent = cluster.busy + cluster.later + max(cluster.message_bytes(density) - cluster.burst, 0.0) / rate
-    seconds = max(cluster.compute + own, sent) if cluster.hidden else cluster.compute + own + sent
+    seconds = max(cluster.compute + own, sent) if cluster.stale else cluster.compute + own + sent
     return (1.0 + density_penalty(density)) * seconds
 
 
@@ -167,7 +167,7 @@ def test_the_density_follows_any_trace_and_turns_once_at_most_on_the_same_link(s
     """
     rng = np.random.default_rng(seed)
     cluster = Cluster(
-        planner(), seed=seed, density=float(np.exp(rng.uniform(*np.log([0.001, 0.3])))), hidden=bool(seed % 2),
+        planner(), seed=seed, density=float(np.exp(rng.uniform(*np.log([0.001, 0.3])))), stale=bool(seed % 2),
         scatter=float(rng.choice([0.0, 0.1, 0.2])), burst=float(rng.choice([0.0, 2e4, 7e4])),
         busy=float(rng.choice([0.0, 3e-3])), handling=float(rng.choice([0.0, 0.05])),
     )  # fmt: skip
@@ -187,7 +187,7 @@ def test_the_density_follows_any_trace_and_turns_once_at_most_on_the_same_link(s
 @pytest.mark.parametrize("scatter", [0.0, 0.15])
 def test_messages_come_late_only_where_that_is_worth_its_price(scatter):
     """A link on which enough can be sent in time, one of a hundredth of the rate, and the first again."""
-    cluster = Cluster(planner(), may_hide=True, scatter=scatter).run(50e6, 20)
+    cluster = Cluster(planner(), may_be_stale=True, scatter=scatter).run(50e6, 20)
     assert not any(cluster.ways), "messages were delayed where they hide anyway, or cost next to nothing"
     cluster.run(2e5, 30)
     assert cluster.ways[-1], "nothing was delayed where even the least message is half of a step"
@@ -195,14 +195,14 @@ def test_messages_come_late_only_where_that_is_worth_its_price(scatter):
     cluster.run(50e6, 30)
     assert not cluster.ways[-1]
     assert len(changes(cluster.ways)) == 2, "to and fro"
-    with_profile = Cluster(planner(profile=lambda density, total: -np.log10(density)), may_hide=True).run(2e6, 20)
+    with_profile = Cluster(planner(profile=lambda density, total: -np.log10(density)), may_be_stale=True).run(2e6, 20)
     assert with_profile.ways[-1], "a profile's probe trainings had late gradients, so that they cost no more"
 
 
 @pytest.mark.parametrize("density", [0.1, 0.01])
 def test_sending_less_goes_before_a_delay(density):
     """Both pay on this link; looks count only once the density is what suits it."""
-    cluster = Cluster(planner(), density=density, may_hide=True).run(2e5, 12)
+    cluster = Cluster(planner(), density=density, may_be_stale=True).run(2e5, 12)
     less = next(window for window, used in enumerate(cluster.densities) if used < density)
     assert cluster.density == cluster.densities[less] == 0.001
     assert cluster.ways.index(True) == less + StaleSettings().rounds
@@ -302,17 +302,17 @@ def saved_and_loaded(state):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("may_hide", [False, True])
-def test_resumed_after_every_window_it_decides_as_the_run_without_a_break(may_hide):
+@pytest.mark.parametrize("may_be_stale", [False, True])
+def test_resumed_after_every_window_it_decides_as_the_run_without_a_break(may_be_stale):
     """What it believes of the link, what it has tried, and what a change of the density rested on are in the state."""
-    fields = {"scatter": 0.2, "handling": 0.01, "may_hide": may_hide, "step": 2_000}
+    fields = {"scatter": 0.2, "handling": 0.01, "may_be_stale": may_be_stale, "step": 2_000}
     whole, broken = Cluster(planner(), **fields), Cluster(planner(), **fields)
     for rate in [75e6] * 8 + [2e6] * 8 + [2e5] * 8 + [75e6] * 16:
         whole.window(rate)
         broken.planner = planner().loaded(saved_and_loaded(broken.planner.state_dict()))
         broken.window(rate)
     assert len(changes(whole.densities)) >= 2
-    assert any(whole.ways) == may_hide
+    assert any(whole.ways) == may_be_stale
     for name in ("densities", "ways", "plan"):
         assert getattr(broken, name) == getattr(whole, name), name
 

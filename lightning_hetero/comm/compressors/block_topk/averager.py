@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.comm.collectives.async_ops import pending
+from lightning_hetero.comm.collectives.async_ops import make_future
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.compressors.block_topk.gpu_path import DevicePath
 from lightning_hetero.comm.compressors.block_topk.host_path import HostPath
@@ -55,7 +55,7 @@ class BlockTopKAverager(GradientAverager):
         control, parameters = context.control, context.parameters
         super().__init__(control.world_size)
         self.settings, self.grad_scale, self.density = settings, context.grad_scale, settings.density
-        self.topology = context.topology or Topology.straight(control.rank, control.world_size)
+        self.topology = context.topology or Topology.flat_over(control.rank, control.world_size)
         self.model = ModelBlocks.of(parameters, settings.block)
         self.path = self._path(parameters, hold_unused=context.hold_unused)
         self.messages = MessageTimer(context.observer.clock, self.topology.size)
@@ -192,9 +192,9 @@ class BlockTopKAverager(GradientAverager):
         if dense:
             return self._add_up(bucket)
         buffer, last = bucket.buffer(), bucket.is_last()
-        future: Future = pending(buffer)
+        future: Future = make_future(buffer)
         slots = [self.model.slots[parameter] for parameter in bucket.parameters()]
-        self._pass.add(buffer, slots, future, self.topology.collect(buffer))
+        self._pass.add(buffer, slots, future, self.topology.reduce_in_cluster(buffer))
         self.path.accumulate(self._pass, everything=last)
         if last:
             self.path.apply(self, self._send(), self._pass)
@@ -219,14 +219,14 @@ class BlockTopKAverager(GradientAverager):
             self._pass.complete("dense")
             share = 2 * (self.topology.size - 1) / self.topology.size * self.topology.is_leader
             self.report.add(share * self.model.num_bytes, 1.0)
-        return self.topology.sum(buffer)
+        return self.topology.all_reduce(buffer)
 
     def _send(self) -> InFlight:
         """Write this rank's message, and send it."""
         self.settle()
         self.path.write(self._pass, self.step)
         arrived = self.messages.send(self.step, self._sent_bytes)
-        arrival = self._way.gather(self.path.rows, arrived)
+        arrival = self._way.all_gather(self.path.rows, arrived)
         return InFlight(self.path.rows, self.step, arrival, self._pass.finite)
 
     def skip(self, step: int, where: str) -> None:
