@@ -9,10 +9,11 @@ from typing import Any, cast
 from lightning_hetero.callbacks.adaptive_batch import AdaptiveBatchCallback
 from lightning_hetero.callbacks.base import MisconfigurationException
 from lightning_hetero.callbacks.weight_prediction import LookAheadCallback
+from lightning_hetero.core.batching.plan import NO_LIMIT
 from lightning_hetero.core.compression.bayesian_search import ProfilePenalty
 from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
 from lightning_hetero.core.compression.settings import Automatic, BlockTopK
-from lightning_hetero.core.policies.time_to_accuracy import NO_LIMIT, TimeToAccuracyPlanner
+from lightning_hetero.core.policies.time_to_accuracy import TimeToAccuracyPlanner
 from lightning_hetero.core.validation import check_choice, check_number
 
 __all__ = ["TTACallback"]

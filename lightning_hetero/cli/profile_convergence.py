@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
@@ -27,12 +28,24 @@ from lightning_hetero.probe_job import VARIABLE, ProbeOrder, ProbeReport
 
 __all__ = ["ProbeError", "ScriptProbes", "main", "ranges"]
 
-TAIL = 30
-"""Lines of a failed script's output that are shown."""
-STEPS = 8
-"""Fewest batches of a probe training: with fewer of them neither compression nor a delay has an effect."""
-GRACE = 40.0
-"""Seconds for a script to end after it was told to, before it is killed; torchrun needs 30 to end its workers."""
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Limits of the script's runs.
+
+    Args:
+        shown_lines: lines of a failed script's output that are shown.
+        min_steps: fewest batches of a probe training: with fewer of them neither compression nor a delay has an effect.
+        end_s: seconds for a script to end after it was told to, before it is killed; torchrun needs 30 to end its
+            workers.
+    """
+
+    shown_lines: int = 30
+    min_steps: int = 8
+    end_s: float = 40.0
+
+
+SETTINGS = RunSettings()
 
 
 class ProbeError(RuntimeError):
@@ -107,7 +120,7 @@ def ranges(
         least = script.world_size * script.min_local
         samples = -(-script.dataset // 2) if samples is None else samples
         low = max(least, script.total // 4) if low is None else low
-        high = min(4 * script.total, samples // STEPS) if high is None else high
+        high = min(4 * script.total, samples // SETTINGS.min_steps) if high is None else high
         if low < least:
             raise ValueError(
                 f"--min-total {low} cannot give each of {script.world_size} workers at least {script.min_local} "
@@ -115,10 +128,11 @@ def ranges(
             )
     if samples is None or low is None or high is None:
         raise ValueError("without the script's answer all of --samples, --min-total and --max-total are needed.")
-    if high * STEPS > samples or high < low:
+    steps = SETTINGS.min_steps
+    if high * steps > samples or high < low:
         raise ValueError(
             f"probe trainings of {samples} samples with total batches from {low} to {high} are too short: each needs "
-            f"{STEPS} batches at least. Raise --samples to {STEPS * max(low, high)}, or lower --min-total and "
+            f"{steps} batches at least. Raise --samples to {steps * max(low, high)}, or lower --min-total and "
             "--max-total."
         )
     return samples, low, high
@@ -181,7 +195,7 @@ class ScriptProbes:
             with open(Path(folder, "output"), "w+", encoding="utf-8", errors="replace") as output:
                 code = self._execute(order, output)
                 output.seek(0)
-                tail = "\n".join(output.read().splitlines()[-TAIL:])
+                tail = "\n".join(output.read().splitlines()[-SETTINGS.shown_lines :])
             if code == 0 and answer.is_file():
                 return ProbeReport.read(answer)
         what = {
@@ -215,7 +229,7 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
     """Let the other workers end, and end those that do not."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE
+    deadline = time.monotonic() + SETTINGS.end_s
     with contextlib.suppress(ProcessLookupError):
         while time.monotonic() < deadline:
             process.poll()

@@ -154,7 +154,7 @@ class HeteroEngine(EngineParts):
 
     @property
     def sync_due(self) -> bool:
-        """Whether a sync round is due now; the same on all ranks."""
+        """True if a sync round is due now; the same on all ranks."""
         return self.data.sampler is not None and self.rounds.schedule.due(self.observer.synced_steps)
 
     def sync_due_at_epoch(self, planner: Planner | None) -> bool:

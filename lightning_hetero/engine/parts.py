@@ -49,7 +49,7 @@ class EngineParts:
         compression: of gradients, ``None`` without.
         backwards: counts backward passes.
         weighting: weighs losses.
-        health: looks at losses, gradients and weights.
+        health: watches losses, gradients and weights.
         noise: collects the noise of gradients, ``None`` without.
         noise_scale: returns the running estimate of the noise scale, ``None`` without.
         models: what follows each model that is trained.
@@ -148,11 +148,11 @@ class EngineParts:
         return self.rounds.accumulation
 
     def current_shares(self) -> tuple[float, ...]:
-        """Share of each rank in the newest plan; equal shares before there is one."""
+        """Return the share of each rank in the newest plan; equal shares before there is one."""
         return (1.0,) * self.world_size if self.history is None else self.history.last.plan.shares
 
     def observations(self) -> StepObservations:
-        """What all ranks measured up to the last sync round."""
+        """Return the measurements of all ranks up to the last sync round."""
         return self.rounds.observations
 
     # state

@@ -17,7 +17,6 @@ import time
 __all__ = ["DutyCycle", "main"]
 
 _STDIN = 0
-_CHECK_SECONDS = 0.5  # between checks of the parent while nothing is throttled
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -66,6 +65,9 @@ class DutyCycle:
     into the next cycle.
     """
 
+    check_s = 0.5
+    """Seconds between checks of the parent while nothing is throttled."""
+
     def __init__(self, target: Target, share: float, period: float, parent: int) -> None:
         self.target = target
         self.share = share
@@ -80,7 +82,7 @@ class DutyCycle:
         while True:
             if self.share == 1.0:
                 self.stop_due = 0.0
-                self.wait(_CHECK_SECONDS)
+                self.wait(self.check_s)
                 running_since = time.monotonic()
             else:
                 running_since = self.cycle(running_since)

@@ -17,9 +17,6 @@ from lightning_hetero.core.validation import check_number
 
 __all__ = ["ThinLink"]
 
-RATE_CHECK_SECONDS = 0.05
-"""Longest time after which a change of the rate takes effect."""
-
 
 class ThinLink:
     """Link of a given rate, at which sums and messages of gradients of this process arrive.
@@ -41,6 +38,9 @@ class ThinLink:
         >>> ThinLink(12.5e6, world_size=2).rate
         12500000.0
     """
+
+    rate_check_s = 0.05
+    """Longest time after which a change of the rate takes effect."""
 
     def __init__(self, rate: float, world_size: int, *, shared: bool = False) -> None:
         self.rate = check_number("rate", rate, low=0.0, include_low=False)
@@ -107,7 +107,7 @@ class ThinLink:
         left: list[list[Any]] = []
         ending, before = False, time.perf_counter()
         while left or not ending:
-            pause = min(self._seconds_until_next(left), RATE_CHECK_SECONDS) if left else None
+            pause = min(self._seconds_until_next(left), self.rate_check_s) if left else None
             try:
                 item = self._queue.get(timeout=pause)
             except queue.Empty:

@@ -19,7 +19,6 @@ from types import TracebackType
 __all__ = ["Throttle"]
 
 _HELPER = Path(__file__).with_name("_duty_cycle.py")
-_HELPER_END_SECONDS = 5.0  # seconds for the helper to end; it takes milliseconds unless the machine is overloaded
 
 
 class Throttle:
@@ -50,6 +49,9 @@ class Throttle:
         ...     throttle.share
         0.8
     """
+
+    helper_end_s = 5.0
+    """Seconds for the helper to end; it takes milliseconds unless the machine is overloaded."""
 
     def __init__(self, share: float, *, pid: int | None = None, period: float = 0.02) -> None:
         if not (hasattr(signal, "SIGSTOP") and hasattr(signal, "SIGCONT")):
@@ -136,7 +138,7 @@ class Throttle:
         _write(helper, "quit")  # the end of input alone would be hidden by a forked process that holds the pipe open
         helper.stdin.close()
         try:
-            helper.wait(_HELPER_END_SECONDS)
+            helper.wait(self.helper_end_s)
         except subprocess.TimeoutExpired:
             helper.terminate()
             helper.wait()

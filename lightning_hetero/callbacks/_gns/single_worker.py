@@ -7,7 +7,7 @@ import torch
 from lightning_hetero.callbacks._gns.base import INTERVAL, Source, log
 from lightning_hetero.callbacks._lightning import Trainer
 from lightning_hetero.comm.gradients.squared_norms import GradientNorms
-from lightning_hetero.comm.noise.collector import PRECONDITIONED_AFTER
+from lightning_hetero.comm.noise.collector import NoiseCollector
 from lightning_hetero.comm.noise.window_sums import WindowSums, merge_parts, own_part
 from lightning_hetero.core.noise.accumulation import window_estimator
 from lightning_hetero.core.noise.running import RunningNoiseScale
@@ -39,7 +39,7 @@ class SingleWorkerSource(Source):
 
     @property
     def known(self) -> bool:
-        return self.norms.preconditioner is None or self.number >= PRECONDITIONED_AFTER
+        return self.norms.preconditioner is None or self.number >= NoiseCollector.preconditioned_after_steps
 
     @property
     def observed(self) -> bool:

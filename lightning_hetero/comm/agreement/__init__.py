@@ -1,3 +1,3 @@
-"""How ranks agree: control plane, sync rounds, workers, what a run tells its user."""
+"""Agreement of ranks: control plane, sync rounds, workers, and notices to the user."""
 
 __all__: list[str] = []

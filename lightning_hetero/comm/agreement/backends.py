@@ -1,4 +1,4 @@
-"""Which backend carries the tensors of a device, and subgroups that any backend can make."""
+"""Backends of devices, and subgroups that any backend can make."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ __all__ = ["backend_of", "new_group"]
 
 
 def backend_of(device: torch.device, group: Any = None) -> str:
-    """Name of the backend that carries tensors of a device: ``"nccl"`` for a GPU under ``"cpu:gloo,cuda:nccl"``.
+    """Return the backend that carries tensors of a device: ``"nccl"`` for a GPU under ``"cpu:gloo,cuda:nccl"``.
 
     Args:
         device: where the tensors are.

@@ -20,7 +20,7 @@ __all__ = ["ControlPlane", "PlanMismatchError", "check_digests"]
 
 
 class PlanMismatchError(RuntimeError):
-    """Ranks hold different plans, or different settings that must be equal."""
+    """Raised if ranks hold different plans, or different settings that must be equal."""
 
 
 def check_digests(digests: npt.NDArray[np.float64]) -> None:
@@ -48,7 +48,7 @@ def let_threads_go(seconds: float = 0.1) -> None:
 
 
 def _portable(error: Exception) -> Exception:
-    """The exception, or one that says the same where it cannot be pickled, so that no rank waits for it in vain."""
+    """Return the exception, or one of the same text where it cannot be pickled, so that no rank waits in vain."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - pickling calls the exception's own code
@@ -84,14 +84,14 @@ class ControlPlane:
 
     @property
     def _group(self) -> Any:
-        """The group; ``None`` for one rank alone. Made again if it was left, as for a checkpoint behind the end."""
+        """Group of all ranks; ``None`` for one alone. Made again if it was left, as for a checkpoint behind the end."""
         if self._joined is None and self.world_size > 1:
             self.open()
             ended(self)
         return self._joined
 
     def gather(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The arrays of all ranks, stacked; all must have one shape."""
+        """Gather the arrays of all ranks, stacked; all must have one shape."""
         if self._group is None:
             return values[None]
         mine = torch.from_numpy(np.ascontiguousarray(values))
@@ -100,7 +100,7 @@ class ControlPlane:
         return everyone.numpy()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """The objects of all ranks."""
+        """Gather the objects of all ranks."""
         if self._group is None:
             return [value]
         everyone: list[Any] = [None] * self.world_size
@@ -108,7 +108,7 @@ class ControlPlane:
         return everyone
 
     def gather_objects_at_zero(self, value: Any) -> list[Any]:
-        """The objects of all ranks on rank 0, nothing elsewhere."""
+        """Gather the objects of all ranks on rank 0, nothing elsewhere."""
         if self._group is None:
             return [value]
         everyone: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
@@ -116,7 +116,7 @@ class ControlPlane:
         return everyone or []
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's object; an exception that cannot be sent arrives as a ``RuntimeError`` of its name and text."""
+        """Return rank 0's object; an exception that cannot be sent becomes a ``RuntimeError`` of its name and text."""
         if self._group is None:
             return value
         box = [_portable(value) if self.rank == 0 and isinstance(value, Exception) else value]
@@ -124,7 +124,7 @@ class ControlPlane:
         return value if self.rank == 0 else box[0]
 
     def decide(self, decision: Callable[[], Any]) -> Any:
-        """What rank 0 decides, on all ranks; what it raises, every rank raises, so that none waits for it in vain."""
+        """Decide on rank 0 for all ranks; every rank raises its exception, so that none waits in vain."""
         value: Any = None
         if self.rank == 0:
             try:

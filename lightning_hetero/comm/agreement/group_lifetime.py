@@ -1,8 +1,8 @@
-"""How long the process groups of a training live: until another one begins in the same process.
+"""Lifetime of the process groups of a training: until another one begins in the same process.
 
 A group has threads and sockets of its own, and torch keeps it until the default group goes. A training that has ended,
 or whose strategy or accelerator is gone, needs its groups no more. They are not left at its end: a collective may be
-under way on them when a training fails, which leaving would wait for; and a checkpoint may be saved behind the end, or
+in flight on them when a training fails, which leaving would wait for; and a checkpoint may be saved behind the end, or
 the training go on. When the next training begins, all ranks are past that.
 """
 
@@ -20,7 +20,7 @@ Closer = Callable[[], Any]
 
 
 class Owner(Protocol):
-    """What has process groups: it can leave them, and make them again."""
+    """Owner of process groups, which can leave them and make them again."""
 
     def open(self) -> None:
         """Make the groups if they were left; a collective call."""
@@ -34,7 +34,7 @@ _orphans: list[list[Closer]] = []
 
 
 def on_end(owner: Owner) -> list[Closer]:
-    """A list for what has to be called once the owner is gone, when the next training begins."""
+    """Return a list for what has to be called once the owner is gone, when the next training begins."""
     closers: list[Closer] = []
     weakref.finalize(owner, _orphan, closers).atexit = False
     return closers
@@ -46,12 +46,12 @@ def _orphan(closers: list[Closer]) -> None:
 
 
 def ended(*owners: Owner) -> None:
-    """A training has ended: its groups are left when the next one begins, unless it goes on before."""
+    """Note that a training has ended: its groups are left when the next one begins, unless it goes on before."""
     _ended.extend(owner for owner in owners if not any(owner is other for other in _ended))
 
 
 def go_on(*owners: Owner) -> None:
-    """A training that has ended goes on; a collective call."""
+    """Let a training that has ended go on; a collective call."""
     _ended[:] = [other for other in _ended if not any(other is owner for owner in owners)]
     for owner in owners:
         owner.open()

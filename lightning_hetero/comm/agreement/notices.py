@@ -1,4 +1,4 @@
-"""What a run tells its user on rank 0, each thing once."""
+"""Notices to the user on rank 0, each given once."""
 
 import logging
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ log = logging.getLogger("lightning_hetero")
 
 
 class Notices:
-    """Remembers what was said.
+    """Give notices, and remember them.
 
     Args:
         speaks: whether this rank says it.

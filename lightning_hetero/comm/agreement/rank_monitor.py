@@ -1,7 +1,7 @@
-"""Names the rank that all others wait for: one that is stopped, lost with its host, or stuck in its own code.
+"""Name the rank that all others wait for: one that is stopped, lost with its host, or stuck in its own code.
 
 A collective call waits without a word for as long as its timeout, and then does not say for whom. Here each rank leaves
-signs of life in the job's store, from a thread of its own, and rank 0 looks at them.
+signs of life in the job's store, from a thread of its own, and rank 0 reads them.
 """
 
 import logging
@@ -9,22 +9,37 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["RankMonitor"]
+__all__ = ["MonitorSettings", "RankMonitor"]
 
 log = logging.getLogger("lightning_hetero")
 
-PERIOD = 5.0
-"""Seconds between two signs of life."""
-QUIET = 60.0
-"""Seconds without one, or without progress while others wait, after which a rank is named; then after twice as long."""
 OVER = "over"
 """Last sign of a rank that monitors no more: that it is silent then means nothing."""
-LOST = 600.0
-"""Seconds without a sign of life after which the job ends. The process is stopped or gone: its threads run alone."""
+
+
+@dataclass(frozen=True)
+class MonitorSettings:
+    """Times after which a rank counts as silent, and as lost.
+
+    Args:
+        period_s: seconds between two signs of life.
+        quiet_s: seconds without one, or without progress while others wait, after which a rank is named; then after
+            twice as long.
+        lost_s: seconds without a sign of life after which the job ends. The process is stopped or gone: its threads run
+            alone.
+    """
+
+    period_s: float = 5.0
+    quiet_s: float = 60.0
+    lost_s: float = 600.0
+
+
+SETTINGS = MonitorSettings()
 
 
 class RankMonitor:
@@ -38,6 +53,7 @@ class RankMonitor:
         store: of the job; its keys are apart from those of others.
         progress: where the main thread is: epoch, batch, and whether it is in a backward pass, where it may wait.
         lost: ends the process; called with what to say.
+        settings: times; by default those of the module.
     """
 
     def __init__(
@@ -47,7 +63,9 @@ class RankMonitor:
         store: dist.Store,
         progress: Callable[[], tuple[int, int, bool]],
         lost: Callable[[str], None] | None = None,
+        settings: MonitorSettings | None = None,
     ) -> None:
+        self._settings = settings or SETTINGS
         self.rank, self.world_size, self._progress = rank, world_size, progress
         self._lost = _end_process if lost is None else lost
         own = store.clone() if hasattr(store, "clone") else store  # one that no other thread waits with
@@ -79,7 +97,7 @@ class RankMonitor:
     def _beat(self) -> None:
         count = 0
         try:
-            while not self._over.wait(PERIOD if count else 0.0):
+            while not self._over.wait(self._settings.period_s if count else 0.0):
                 count += 1
                 epoch, batch, waits = self._progress()
                 self._store.set(str(self.rank), f"{count} {epoch} {batch} {int(waits)}")
@@ -107,9 +125,9 @@ class RankMonitor:
 
     def _judge(self) -> None:
         since, before = time.monotonic(), self._progress()
-        while not self._over.wait(PERIOD / 2):
+        while not self._over.wait(self._settings.period_s / 2):
             now = time.monotonic()
-            if now - self._looked > 3 * PERIOD:  # this process was stopped itself: what it knows is old
+            if now - self._looked > 3 * self._settings.period_s:  # this process was stopped itself
                 self._answered, since = now, now
                 self._seen = {rank: (sign, now, now) for rank, (sign, _, _) in self._seen.items()}
             self._looked = now
@@ -119,27 +137,27 @@ class RankMonitor:
 
     def _speak(self, now: float, waiting: float, here: tuple[int, int, bool]) -> None:
         suspects = []
-        if now - self._answered > QUIET and self.rank and self._seen[0][0] != OVER:
+        if now - self._answered > self._settings.quiet_s and self.rank and self._seen[0][0] != OVER:
             suspects.append((0, now - self._answered, "the store that it holds does not answer", True))
         for rank in self._watched:
             sign, alive, moved = self._seen[rank]
             if sign in ("", OVER):  # it has not begun, or has ended
                 continue
-            if now - alive > QUIET and not (suspects or now - self._answered > QUIET):
+            if now - alive > self._settings.quiet_s and not (suspects or now - self._answered > self._settings.quiet_s):
                 suspects.append((rank, now - alive, "it shows no sign of life", True))
-            elif waiting > QUIET and sign.split()[1:] == [str(here[0]), str(here[1]), "0"]:
+            elif waiting > self._settings.quiet_s and sign.split()[1:] == [str(here[0]), str(here[1]), "0"]:
                 what = f"it is in batch {here[1]} of epoch {here[0]} and has not come to its backward pass"
                 suspects.append((rank, min(waiting, now - moved), what, False))
         self.suspects = "; ".join(f"rank {rank}: {what}, for {seconds:.0f} s" for rank, seconds, what, _ in suspects)
         for rank, seconds, what, gone in suspects:
-            if gone and seconds > LOST:
+            if gone and seconds > self._settings.lost_s:
                 self._over.set()
                 self._lost(
                     f"rank {self.rank} ends the training, which cannot go on: rank {rank} is lost ({what}, for "
                     f"{seconds:.0f} s). Look at that process and its host, and start again from the last checkpoint."
                 )
                 return
-            if seconds > self._named.get(rank, QUIET):
+            if seconds > self._named.get(rank, self._settings.quiet_s):
                 self._named[rank] = 2 * seconds
                 log.warning(
                     "rank %d waits for rank %d: %s, for %.0f s. Is its process stopped, swapping, or stuck?",

@@ -1,6 +1,7 @@
-"""When ranks look at their plan: often while that is cheap, at a share of the time that nobody notices."""
+"""Schedule of sync rounds: as often as costs at most 0.5 % of the training time."""
 
 import math
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,18 +9,39 @@ import numpy as np
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision
 
-__all__ = ["SyncSchedule"]
+__all__ = ["SETTINGS", "ScheduleSettings", "SyncSchedule"]
 
-FIRST = 8
-WALKING = 4
-BUDGET = 0.005
-LONGEST = 1000
-NEVER = 2**62
+NEVER = sys.maxsize
+"""A step that no run reaches."""
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """Limits of the steps between two sync rounds.
+
+    Args:
+        min_steps: fewest steps, and those before the first round.
+        min_steps_moving: fewest steps while speeds move.
+        max_steps: most steps.
+        max_time_share: share of the time that rounds may take.
+
+    Example:
+        >>> ScheduleSettings().max_time_share
+        0.005
+    """
+
+    min_steps: int = 8
+    min_steps_moving: int = 4
+    max_steps: int = 1000
+    max_time_share: float = 0.005
+
+
+SETTINGS = ScheduleSettings()
 
 
 @dataclass
 class SyncSchedule:
-    """Counts synchronised steps, which all ranks count alike, to the next exchange.
+    """Count synchronised steps, which all ranks count alike, to the next sync round.
 
     Args:
         replan: ``"auto"``, ``"epoch"``, or a number of steps.
@@ -37,34 +59,35 @@ class SyncSchedule:
     cost: float = math.inf
 
     def __post_init__(self) -> None:
-        self.next = self.replan if isinstance(self.replan, int) else NEVER if self.replan == "epoch" else FIRST
+        first = NEVER if self.replan == "epoch" else SETTINGS.min_steps
+        self.next = self.replan if isinstance(self.replan, int) else first
 
     def due(self, step: int) -> bool:
-        """Whether ranks exchange after this step."""
+        """Return whether a sync round follows this step."""
         return step >= self.next
 
     def due_at_epoch(self, step: int, *, micro_batches_move: bool = False) -> bool:
-        """Whether enough steps have passed since the last exchange for one between two epochs.
+        """Return whether enough steps have passed since the last sync round for one between two epochs.
 
         Where the number of micro-batches may move, those since the last one between two epochs count: it changes only
-        there, however often ranks exchange within an epoch.
+        there, however many rounds there are within an epoch.
         """
-        return self.replan == "epoch" or step - (self.begun if micro_batches_move else self.last) >= FIRST
+        return self.replan == "epoch" or step - (self.begun if micro_batches_move else self.last) >= SETTINGS.min_steps
 
     def after(
         self, step: int, observations: StepObservations, cost: float, decision: Decision, *, ahead: int = 0
     ) -> int:
-        """Step of the next exchange: in ``"auto"``, as soon as exchanges cost 0.5 % of the time at most.
+        """Return the step of the next sync round: in ``"auto"``, as soon as rounds cost 0.5 % of the time at most.
 
-        That is after eight steps at the earliest, and after four where speeds walk: a plan is as late as the look that
-        it is based on; after a thousand at the latest. One step more follows a change, since its first one is not
+        That is after eight steps at the earliest, and after four where speeds move: a plan is as old as the round
+        that it is based on; after a thousand at the latest. One step more follows a change, since its first one is not
         observed. A decision that waits for what the next steps show waits for eight of them at most, whatever that
         costs.
 
-        The lower cost of the last two counts: a link that stalls in one exchange does not put off the next ones.
+        The lower cost of the last two counts: a link that stalls in one round does not put off the next ones.
 
         Args:
-            step: this exchange's step.
+            step: this round's step.
             observations: what it gathered.
             cost: seconds that it took.
             decision: what was decided.
@@ -77,10 +100,13 @@ class SyncSchedule:
         cost, self.cost = min(cost, self.cost), cost
         changed = decision.proposal is not None
         times = observations.step_time[np.isfinite(observations.step_time)]
-        steps = math.ceil(cost / BUDGET / max(float(np.median(times)), 1e-6)) if times.size else FIRST
-        steps = max(steps, WALKING if decision.moving else FIRST)
-        return step + min(steps, FIRST + ahead * changed if decision.soon else LONGEST) + changed
+        limits, steps = SETTINGS, SETTINGS.min_steps
+        if times.size:
+            steps = math.ceil(cost / limits.max_time_share / max(float(np.median(times)), 1e-6))
+        steps = max(steps, limits.min_steps_moving if decision.moving else limits.min_steps)
+        most = limits.min_steps + ahead * changed if decision.soon else limits.max_steps
+        return step + min(steps, most) + changed
 
     def done(self, step: int, following: int, *, between_epochs: bool = False) -> None:
-        """An exchange took place; all ranks take the following one from rank 0."""
+        """End a sync round; all ranks take the step of the following one from rank 0."""
         self.last, self.next, self.begun = step, following, step if between_epochs else self.begun

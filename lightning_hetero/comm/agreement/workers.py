@@ -7,17 +7,15 @@ from typing import Any
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.integer_split import proportional_sizes
-from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.batching.plan import NO_LIMIT, BatchPlan
 from lightning_hetero.core.policies.perf_model import PlanContext, Planner, Proposal
 
 __all__ = ["Workers"]
 
-NO_LIMIT = 2**31
-
 
 @dataclass(frozen=True)
 class Workers:
-    """What all ranks know of each other.
+    """Hardware and limits of all ranks, the same on each of them.
 
     Args:
         identities: hardware identity of each rank.
@@ -35,7 +33,7 @@ class Workers:
     def gather(
         cls, control: ControlPlane, name: str, capacity: float, *, min_local: int, bounds: Sequence[int | None]
     ) -> "Workers":
-        """Tell all ranks of oneself and hear of them; collective. The least of this rank's ``bounds`` holds."""
+        """Exchange worker information between all ranks; collective. The least of this rank's ``bounds`` holds."""
         bound = min((b for b in bounds if b is not None), default=NO_LIMIT)
         names, capacities, minima, maxima = zip(
             *control.gather_objects((name, capacity, min_local, bound)), strict=True
@@ -49,7 +47,7 @@ class Workers:
         return len(self.identities)
 
     def context(self, config: HeteroConfig, total: int, accumulation: int = 1, **known: Any) -> PlanContext:
-        """What a planner has to respect for a total batch, with further fields of the context."""
+        """Return the limits of a planner for a total batch, with further fields of the context."""
         if config.change_cost is not None:
             known["change_cost"] = config.change_cost
         return PlanContext(
@@ -83,7 +81,7 @@ class Workers:
     def initial_plan(
         self, config: HeteroConfig, total: int, planner: Planner | None, running: BatchPlan | None
     ) -> Proposal | None:
-        """Plan to begin or to go on with; ``None`` if the one that ran before still holds.
+        """Return the plan to begin or to go on with; ``None`` if the one that ran before still holds.
 
         Args:
             config: may fix the split.

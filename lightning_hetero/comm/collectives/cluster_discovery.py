@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,19 +13,34 @@ import torch
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.core.link.clusters import Clusters, check_clusters, clusters_by_name, clusters_by_time
 
-__all__ = ["VARIABLE", "link_seconds"]
+__all__ = ["PING", "VARIABLE", "PingSettings", "discover_clusters", "link_seconds"]
 
 
 VARIABLE = "LIGHTNING_HETERO_CLUSTER"
 
 
-PROBE_BYTES = 262_144
+@dataclass(frozen=True)
+class PingSettings:
+    """Transfers between two ranks that are timed.
+
+    Args:
+        num_bytes: bytes of each.
+        repeats: measurements, of which the best counts.
+    """
+
+    num_bytes: int = 262_144
+    repeats: int = 3
 
 
-REPEATS = 3
+PING = PingSettings()
 
 
 def discover_clusters(setting: Any, control: ControlPlane) -> Clusters:
+    """Return the clusters that a checked setting ``hierarchy`` asks for; a collective call.
+
+    Raises:
+        ValueError: on every rank, if clusters do not name all ranks, or a rank has no cluster in its environment.
+    """
     ranks = range(control.world_size)
     if setting is None or control.world_size == 1:
         return tuple((rank,) for rank in ranks)
@@ -52,7 +68,7 @@ def link_seconds(control: ControlPlane) -> npt.NDArray[np.float64]:
     n = control.world_size
     mine = np.zeros(n)
     seats: list[int | None] = [*range(n), *([None] if n % 2 else [])]
-    probe = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+    probe = torch.zeros(PING.num_bytes, dtype=torch.uint8)
     for _ in range(len(seats) - 1):
         half = len(seats) // 2
         for one, other in zip(seats[:half], reversed(seats[half:]), strict=True):
@@ -67,7 +83,7 @@ def link_seconds(control: ControlPlane) -> npt.NDArray[np.float64]:
 def _ping(probe: torch.Tensor, low: int, high: int, control: ControlPlane) -> float:
     """Return the seconds of a round trip between two ranks."""
     best = float("inf")
-    for _ in range(REPEATS):
+    for _ in range(PING.repeats):
         begin = time.perf_counter()
         if control.rank == low:
             control.send(probe, high)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,23 @@ __all__ = ["AutoAverager", "AutoCompression", "measure"]
 
 log = logging.getLogger("lightning_hetero")
 
-STEPS, FEW_TIMED, LATEST_STEP = 8, 3, 32
-"""Synchronised steps before the first try, timed steps that are enough, and steps after which none need be timed."""
+
+@dataclass(frozen=True)
+class AutoSettings:
+    """Steps of dense gradients that are timed before the choice.
+
+    Args:
+        first_try_step: synchronised steps before the first try.
+        min_timed_steps: timed steps that are enough.
+        max_step: steps after which none need be timed.
+    """
+
+    first_try_step: int = 8
+    min_timed_steps: int = 3
+    max_step: int = 32
+
+
+AUTO = AutoSettings()
 
 
 class AutoCompression:
@@ -35,7 +51,7 @@ class AutoCompression:
         settings: candidates.
         parameters: the module's parameters that need gradients, by name.
         control: for what ranks agree on.
-        topology: way of messages.
+        topology: of messages.
     """
 
     def __init__(
@@ -57,21 +73,21 @@ class AutoCompression:
 
         Args:
             observer: has timed this rank's steps.
-            may_delay: whether gradients may come a step late.
+            may_delay: whether gradients may be stale.
         """
         self._rows |= {row[0]: row[: FIELDS + 1] for row in observer.rows}
-        if observer.synced_steps < STEPS:
+        if observer.synced_steps < AUTO.first_try_step:
             return None
         table = np.full((SETTINGS.max_steps, FIELDS + 1), np.nan)
         for place, row in enumerate(list(self._rows.values())[-SETTINGS.max_steps :]):
             table[place] = row
         seen = match_rows(self.control.gather(table))
         observer.interrupt()
-        enough = seen.num_steps >= FEW_TIMED or observer.synced_steps >= LATEST_STEP
+        enough = seen.num_steps >= AUTO.min_timed_steps or observer.synced_steps >= AUTO.max_step
         return self._decide(seen, may_delay) if enough else None
 
     def _decide(self, seen: StepObservations, may_delay: bool) -> CompressionChoice:
-        """Choose what the measurements speak for; rank 0 says so and why."""
+        """Choose by the measurements; rank 0 logs the choice and why."""
         settings = self.settings
         choice = choose_density(
             self.measured, settings.densities, settings.value_dtype, Computing.of(seen), stale=may_delay
@@ -103,7 +119,7 @@ class AutoAverager(BlockTopKAverager):
 
     @property
     def undecided(self) -> bool:
-        """Whether the choice is still to be made."""
+        """True while the choice is still to be made."""
         return self._choice is not None
 
     def end_step(self, *, may_delay: bool) -> bool:

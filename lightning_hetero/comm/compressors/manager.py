@@ -152,7 +152,7 @@ class GradientCompression:
 
     @property
     def sparse(self) -> bool | str:
-        """Whether the optimizer takes sparse steps."""
+        """Setting of sparse steps: ``False``, ``True``, ``"ahead"`` or ``"later"``."""
         return self.optimizers.sparse
 
     def bind_optimizers(self, optimizers: Iterable[torch.optim.Optimizer], *, more: bool = False) -> None:

@@ -96,7 +96,7 @@ class PowerSGDAverager(GradientAverager):
         return cls(settings, context.parameters, world_size, clock, grad_scale=context.grad_scale)
 
     def average(self, bucket: dist.GradBucket, squares: BucketSquares | None = None) -> Future:
-        """Average one bucket. Gloo calls back from threads: its later collectives would come in another order."""
+        """Average one bucket. Gloo calls back from threads: its second collectives would come in another order."""
         compressing = self.state.iter >= self.settings.start
         if bucket.index() == 0:
             self._finite, self._dense = [], not compressing

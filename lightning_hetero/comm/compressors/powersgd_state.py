@@ -1,4 +1,4 @@
-"""State of torch's PowerSGD by parameter: DDP lays its buckets out anew, and what belongs to parameters must follow."""
+"""State of torch's PowerSGD by parameter: DDP lays its buckets out anew, and the state follows."""
 
 import math
 from collections.abc import Mapping
@@ -26,12 +26,12 @@ class Matrices:
         self.buffer, self.index, self.is_last = bucket.buffer, bucket.index, bucket.is_last
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views of the gradients, of at least one dimension."""
+        """Return views of the gradients, of at least one dimension."""
         return [_in_order(gradient) for gradient in self.bucket.gradients() if gradient.numel()]
 
 
 def _in_order(gradient: torch.Tensor) -> torch.Tensor:
-    """A view whose dimensions come in the order of memory.
+    """Return a view whose dimensions come in the order of memory.
 
     Example:
         >>> _in_order(torch.zeros(2, 3, 4).transpose(0, 2)).shape
@@ -45,7 +45,7 @@ def _in_order(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class _Place(NamedTuple):
-    """Where a parameter lies in a bucket, the shape of its matrix, and the elements of ``P`` and ``Q``."""
+    """Place of a parameter in a bucket, the shape of its matrix, and the elements of ``P`` and ``Q``."""
 
     name: str
     start: int
@@ -56,7 +56,7 @@ class _Place(NamedTuple):
 
 
 def _grouped(places: list[_Place]) -> list[_Place]:
-    """Those that are sent as thin matrices, in torch's order: one shape after another."""
+    """Return those that are sent as products of low rank, in torch's order: one shape after another."""
     shapes: dict[tuple[int, int], list[_Place]] = {}
     for place in places:
         if place.q:
@@ -108,13 +108,13 @@ class BucketState:
         return found
 
     def _sizes(self, n: int, m: int) -> tuple[tuple[int, int], int, int]:
-        """Rows and columns of a matrix, elements of its ``P`` and ``Q``: none if torch sends the matrix as it is."""
+        """Return rows and columns of a matrix, elements of ``P`` and ``Q``: none if torch sends it as it is."""
         rank = min(n, m, self.state.matrix_approximation_rank)
-        thin = (n + m) * rank * self.state.min_compression_rate < n * m
-        return (n, m), n * rank * thin, m * rank * thin
+        low_rank = (n + m) * rank * self.state.min_compression_rate < n * m
+        return (n, m), n * rank * low_rank, m * rank * low_rank
 
     def _decide(self, index: int) -> None:
-        """State after the last step of a bucket, which is that before it if the step was left out."""
+        """Decide on the state after the last step of a bucket, which is that before it if the step was left out."""
         if index in self._before:
             finite, error, matrices = self._before.pop(index)
             errors, qs = self.state.error_dict, self.state.q_memory_dict
@@ -122,14 +122,14 @@ class BucketState:
             qs[index] = torch.where(finite > 0, qs[index], matrices)
 
     def _take_apart(self, index: int) -> None:
-        """A bucket is no more: its state belongs to parameters."""
+        """Give the state of a bucket that is no more to its parameters."""
         self._errors |= {name: error.clone() for name, error in self._errors_of(index)}
         self._matrices |= {name: matrix.clone() for name, matrix in self._matrices_of(index)}
         del self._places[index], self.state.error_dict[index]
         del self.state.p_memory_dict[index], self.state.q_memory_dict[index]
 
     def _put_together(self, bucket: dist.GradBucket, places: list[_Place]) -> None:
-        """A bucket is new: its state is what its parameters have, and matrices that are drawn for those without."""
+        """Make the state of a new bucket: that of its parameters, and matrices that are drawn for those without."""
         index, buffer, state, drawn = bucket.index(), bucket.buffer(), self.state, torch.Generator()
         self._places[index], error = places, torch.zeros_like(buffer)
         for place in places:
@@ -186,12 +186,12 @@ class BucketState:
         self.load(self.errors(), matrices)
 
     def errors(self) -> dict[str, torch.Tensor]:
-        """Residuals by parameter, on the host."""
+        """Return residuals by parameter, on the host."""
         here = [pair for index in self._places for pair in self._errors_of(index)]
         return {name: error.cpu() for name, error in (*self._errors.items(), *here)}
 
     def matrices(self) -> dict[str, torch.Tensor]:
-        """Matrices by parameter, on the host."""
+        """Return matrices by parameter, on the host."""
         here = [pair for index in self._places for pair in self._matrices_of(index)]
         return {name: matrix.detach().clone().cpu() for name, matrix in (*self._matrices.items(), *here)}
 

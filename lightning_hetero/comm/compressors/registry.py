@@ -27,7 +27,7 @@ class AveragerContext:
         parameters: the module's parameters that need gradients, by name, in the order of the module.
         control: connects the ranks.
         observer: times this rank's steps.
-        topology: way of gradients, ``None`` for flat ones.
+        topology: of gradients, ``None`` for the flat one.
         grad_scale: factor that the gradients carry at present (a loss scaler's), or ``None``.
         hold_unused: whether parameters may be left out by all ranks (``find_unused_parameters``).
     """

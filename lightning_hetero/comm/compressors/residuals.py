@@ -24,7 +24,7 @@ def own_share(state: dict[str, Any], topology: Topology, rank: int) -> dict[str,
 
     Args:
         state: state of all ranks of the earlier run, which may be empty.
-        topology: the way of messages now.
+        topology: of messages now.
         rank: this rank.
     """
     if not state:

@@ -82,7 +82,7 @@ class Health:
     # losses
 
     def see(self, loss: torch.Tensor, step: tuple[int, int]) -> None:
-        """Take note of a loss that enters backward; it is read once the device has it, in a later step or later."""
+        """Take note of a loss that enters backward; it is read once the device has it, never in this step."""
         self._step = step
         if self._told:
             return

@@ -21,9 +21,6 @@ from lightning_hetero.core.noise.running import RunningNoiseScale
 
 __all__ = ["NoiseCollector"]
 
-PRECONDITIONED_AFTER = 10
-"""Steps after which Adam's second moments are an average of some gradients, and not just the last one."""
-
 log = logging.getLogger("lightning_hetero")
 
 
@@ -70,6 +67,9 @@ class NoiseCollector:
         summed: whether losses are sums over samples rather than means.
     """
 
+    preconditioned_after_steps = 10
+    """Steps after which Adam's second moments are an average of some gradients, and not just the last one."""
+
     def __init__(
         self,
         hook: HookState,
@@ -97,7 +97,7 @@ class NoiseCollector:
 
     def begin_step(self, sizes: tuple[int, ...]) -> None:
         """Begin a micro-batch of these sizes."""
-        known = self.hook.squares.norms.preconditioner is None or self.number >= PRECONDITIONED_AFTER
+        known = self.hook.squares.norms.preconditioner is None or self.number >= self.preconditioned_after_steps
         due = self.number % self.every_n_steps == 0
         self.hook.squares.want(known and (due or self._held is not None))
         self._window.append(sizes)

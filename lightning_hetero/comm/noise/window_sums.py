@@ -16,10 +16,6 @@ __all__ = ["NOISE_FIELDS", "WindowSums", "merge_parts", "own_part"]
 NOISE_FIELDS = 6
 
 
-HELD = 512
-"""Squared norms that wait, as numbers on the device, until they are added up together: of a hundred steps or of one."""
-
-
 Squares = Sequence[torch.Tensor]
 """Parts of a squared norm, to be added up: one for each bucket, say."""
 
@@ -38,6 +34,9 @@ class WindowSums:
         >>> sums.take().tolist()  # B S, B |g|^2, steps and samples that are finite, steps
         [80.0, 8.0, 1.0, 8.0, 1.0]
     """
+
+    max_waiting = 512
+    """Squared norms on the device that wait until they are added up together: of a hundred steps or of one."""
 
     def __init__(self) -> None:
         self._before, self._steps = np.zeros(5), 0
@@ -61,7 +60,7 @@ class WindowSums:
         self._waiting.append((part, samples, squares))
         self._steps += 1
         self._held += sum(map(len, squares))
-        if self._held >= HELD:
+        if self._held >= self.max_waiting:
             self._settle()
 
     def _settle(self) -> None:

@@ -1,3 +1,3 @@
-"""Gradients that are applied one step late."""
+"""Stale gradients: applied one step after their own."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Decide by the measured link which gradients are applied one step late, the same on all ranks.
+"""Decide by the measured link which gradients are stale, the same on all ranks.
 
 The link is what transfers were measured to take, the decision is
 :func:`~lightning_hetero.core.link.staleness.choose_synchronous`, and all ranks follow it from the same step on.
@@ -36,7 +36,7 @@ class MeasuredStaleness(StaleAverager):
         world_size: number of ranks.
         clock: marks moments on this rank's device.
         hysteresis: least predicted gain for which more is delayed, as a share of the step time.
-        topology: way of what is delayed, with process groups of its own, so that no other collective waits behind it;
+        topology: of what is delayed, with process groups of its own, so that no other collective waits behind it;
             ``None`` for that of what is awaited.
         hold: remembers callbacks that a thread of the process group may still hold when training ends.
     """
@@ -154,7 +154,7 @@ class MeasuredStaleness(StaleAverager):
         return future.then(callback)
 
     def _fitting(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Sums of a checkpoint for parameters that are trained, as these are.
+        """Return the sums of a checkpoint for parameters that are trained, as these are.
 
         Raises:
             ValueError: if a sum does not fit its parameter.

@@ -1,4 +1,4 @@
-"""Messages of block top-k that are applied one step late: they travel while the next step computes.
+"""Stale messages of block top-k: they travel while the next step computes.
 
 Block top-k sends one message a step for all parameters, so that all of them are delayed or none. Of a delayed step the
 residual has given away what was sent; the optimizer gets the merged sum in the next step, the same on all ranks. What
@@ -29,15 +29,15 @@ __all__ = ["BlockTopKStaleAverager"]
 
 
 class BlockTopKStaleAverager(MeasuredStaleness):
-    """Apply messages of block top-k at once or a step late.
+    """Apply messages of block top-k at once, or in the next step.
 
     Args:
         limit: greatest delay in steps, 0 or 1.
-        averager: sends and receives; its messages take the way of this object.
+        averager: sends and receives; its messages take this topology.
         parameters: the module's parameters that need gradients, by name.
         clock: marks moments on this rank's device.
         hysteresis: least predicted gain for which messages are delayed, as a share of the step time.
-        topology: way of messages, with process groups of its own, so that no other collective waits behind them;
+        topology: of messages, with process groups of its own, so that no other collective waits behind them;
             ``None`` for that of the averager.
         restored: :meth:`state_dict` of an earlier run, or that of delayed dense sums.
         hold: remembers callbacks that a thread of the process group may still hold when training ends.

@@ -1,9 +1,9 @@
-"""Earliest deadline first on a thin link (StellaTrain, sec. 3.3): what a step awaits crosses it before what it delays.
+"""Earliest deadline first on a low-bandwidth link (StellaTrain, sec. 3.3): awaited sums cross it before stale ones.
 
 The sums that are awaited at the end of a backward pass have to be there a whole step before those that are delayed. If
-both crossed the link together, they would share it, and the step would wait for the slower ones. So delayed sums set
-out when all fresh ones of their step have arrived, in the order of the buckets, in which the next step takes them. That
-order is the same on all ranks, whenever each of them gets there.
+both crossed the link together, they would share it, and the step would wait for the slower ones. So delayed sums begin
+when all synchronous ones of their step have arrived, in the order of the buckets, in which the next step takes them.
+That order is the same on all ranks, whenever each of them gets there.
 """
 
 import threading
@@ -22,7 +22,7 @@ Future = torch.futures.Future[Any]
 
 
 class TransferQueue:
-    """Holds transfers back until those with an earlier deadline are over.
+    """Hold transfers back until those with an earlier deadline are over.
 
     On a GPU it holds nothing back: there the host does not see when a transfer is over, and waiting for it would stop
     the backward pass.
@@ -38,11 +38,11 @@ class TransferQueue:
         self._lock = threading.RLock()
 
     def begin_step(self) -> None:
-        """The transfers of another step follow."""
+        """Begin with the transfers of another step."""
         self._first = []
 
     def before(self, future: Future) -> None:
-        """This transfer of the running step is under way, and has to be over first."""
+        """Await this transfer of the running step, which is in flight, before those that are held back."""
         self._first.append(future)
 
     def add(self, buffer: torch.Tensor, send: Callable[[], Future]) -> Future:

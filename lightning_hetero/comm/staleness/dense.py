@@ -78,7 +78,7 @@ class DenseStaleAverager(MeasuredStaleness):
 
     @property
     def stale_parts(self) -> bool | list[bool]:
-        """Whether the last bucket got the sum of the step before; for each of its parameters if it has both."""
+        """True if the last bucket got the sum of the step before; for each of its parameters if it has both."""
         return self._stale_parts
 
     def for_dense_sums(self, topology: Topology | None) -> StaleAverager:

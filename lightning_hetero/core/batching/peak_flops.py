@@ -8,11 +8,28 @@ Programming Guide, "Arithmetic Instructions", and the same whitepapers), within 
 """
 
 import re
+from dataclasses import dataclass
 
 __all__ = ["cpu_peak_flops", "gpu_peak_flops"]
 
-DEFAULT_CLOCK_HZ = 1.5e9
-"""Hz of a GPU that does not tell."""
+
+@dataclass(frozen=True)
+class UnknownGPU:
+    """Figures of a GPU that is not in the table.
+
+    Args:
+        clock_hz: Hz of one that does not tell.
+        gtx_per_clock: most FLOP per clock and multiprocessor of a GTX: it has no tensor cores, and those of Turing have
+            128 float16 units for a multiprocessor.
+        geforce_share: share of that where a consumer's tensor cores sum up in float32 (from capability 7.5 on).
+    """
+
+    clock_hz: float = 1.5e9
+    gtx_per_clock: float = 256.0
+    geforce_share: float = 0.5
+
+
+UNKNOWN = UnknownGPU()
 
 TERA = {
     # NVIDIA, data centre
@@ -100,10 +117,6 @@ PER_CLOCK = {
     (12, 0): 1024,
 }
 """FLOP per clock and multiprocessor by compute capability."""
-GTX_PER_CLOCK = 256
-"""Most that a GTX does: it has no tensor cores, and those of Turing have 128 float16 units for a multiprocessor."""
-GEFORCE_RATE = 0.5
-"""Share of that where a consumer's tensor cores sum up in float32 (from capability 7.5 on)."""
 AMD_PER_CLOCK = {"gfx908": 1024, "gfx90a": 1024, "gfx942": 2048, "gfx950": 4096}
 
 LANES = {"AVX512": (64, 1.4e9), "AVX2": (32, 1.8e9), "SVE256": (32, 2.6e9), "DEFAULT": (16, 2.1e9)}
@@ -149,10 +162,10 @@ def gpu_peak_flops(
         known = [known for known in PER_CLOCK if known <= capability]
         per_clock = PER_CLOCK[max(known, default=min(PER_CLOCK))]
         if "gtx" in words:
-            per_clock = min(per_clock, GTX_PER_CLOCK)
+            per_clock = min(per_clock, UNKNOWN.gtx_per_clock)
         elif "geforce" in words and capability >= (7, 5):
-            per_clock *= GEFORCE_RATE
-    return multiprocessors * (clock or DEFAULT_CLOCK_HZ) * per_clock
+            per_clock *= UNKNOWN.geforce_share
+    return multiprocessors * (clock or UNKNOWN.clock_hz) * per_clock
 
 
 def cpu_peak_flops(cores: float, instructions: str = "DEFAULT") -> float:

@@ -14,7 +14,10 @@ from typing import Any
 from lightning_hetero.core.batching.integer_split import tail_sizes
 from lightning_hetero.core.validation import check_int, check_number, check_sizes
 
-__all__ = ["BatchPlan", "PlanEntry", "PlanHistory"]
+__all__ = ["NO_LIMIT", "BatchPlan", "PlanEntry", "PlanHistory"]
+
+NO_LIMIT = 2**31
+"""Samples that no batch reaches, where a number has to say that there is no limit."""
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,8 @@ def time_to_accuracy(total: Numbers, step_time: Numbers, loss_penalty: Numbers) 
 def density_penalty(density: Numbers, settings: PenaltySettings = PENALTY) -> Numbers:
     """Return the extra samples of a density where no profile says more: 10 % for each factor of ten below 1.
 
-    That is an assumption, no measurement: error feedback sends what a step leaves out later, so that the price of a low
-    density is a delay, and it grows slowly. A
+    That is an assumption, no measurement: error feedback sends in another step what one leaves out, so that the price
+    of a low density is a delay, and it grows slowly. A
     :class:`~lightning_hetero.core.compression.convergence_profile.ConvergenceProfile` of the model at hand replaces it.
 
     Example:
@@ -123,7 +123,7 @@ def assumed_penalty(
         density: share of the gradient's blocks that is sent, above 0, to 1.
         present: the share that is sent now.
         steps: steps of the training so far; those before the first count as one.
-        stale: whether gradients are applied one step late.
+        stale: whether gradients are stale.
         settings: the price of each.
 
     Example:
@@ -165,7 +165,7 @@ def penalised_time(
 
 @dataclass(frozen=True)
 class DensityChoice:
-    """A density and a total batch, and the predictions that they rest on.
+    """A density and a total batch, and the predictions for them.
 
     Args:
         density: share of the gradient's blocks that is sent, above 0, to 1.

@@ -25,7 +25,7 @@ class MessageLink:
         estimates: what is known of each worker's rate of sending; the slowest counts, because all wait for its message.
         seconds: what the messages of the newest steps took, ``None`` if there were none.
         stale: whether messages travel while the next step computes, or else every step waits for its own.
-        latency: seconds of messages of next to nothing, ``>= 0``, which would make a link look slow to small messages.
+        latency: seconds of messages of next to nothing, ``>= 0``, by which a link would seem slow to small messages.
         latency_error: standard error of that.
         may_be_stale: whether messages may travel while the next step computes.
         step: steps that were exchanged so far.
@@ -49,7 +49,7 @@ class MessageLink:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Bytes per second that each worker is believed to send; empty before all were seen."""
+        """Estimated bytes per second that each worker sends; empty before all were measured."""
         known = tuple([estimate.rate for estimate in self.estimates if estimate.rate is not None])
         return known if len(known) == len(self.estimates) else ()
 

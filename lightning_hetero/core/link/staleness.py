@@ -145,7 +145,8 @@ class DelayChoice:
 
     def describe(self) -> str:
         """Return one line for the log."""
-        text = f"step {1e3 * self.all_synchronous:.3g} -> {1e3 * self.step_time:.3g} ms, computing {1e3 * self.compute:.3g} ms"
+        waiting, chosen, computing = (1e3 * s for s in (self.all_synchronous, self.step_time, self.compute))
+        text = f"step {waiting:.3g} -> {chosen:.3g} ms, computing {computing:.3g} ms"
         if self.network_bound:
             text += f"; network-bound: the gradients of a step take {1e3 * self.transfer:.3g} ms on the link"
         return text

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.batching.goodput import Candidate, Window
-from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.batching.plan import NO_LIMIT, BatchPlan
 from lightning_hetero.core.compression.bayesian_search import ProfilePenalty
 from lightning_hetero.core.compression.density_search import best_densities
 from lightning_hetero.core.compression.objective import (
@@ -32,11 +32,9 @@ from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
 from lightning_hetero.core.policies.goodput import GoodputPlanner
 from lightning_hetero.core.validation import check_int, check_number
 
-__all__ = ["NO_LIMIT", "DensitySettings", "TimeToAccuracyPlanner"]
+__all__ = ["DensitySettings", "TimeToAccuracyPlanner"]
 
 Array = npt.NDArray[np.float64]
-
-NO_LIMIT = 2**31
 
 
 @dataclass(frozen=True)

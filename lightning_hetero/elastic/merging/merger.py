@@ -23,9 +23,6 @@ __all__ = ["ReplicaMerger"]
 
 log = logging.getLogger("lightning_hetero")
 
-LOGGED_SIZE_CHANGE = 0.1
-"""Share by which a batch size has to change to be told in the log."""
-
 
 class ReplicaMerger:
     """Merge of all ranks' replicas by what each has done, and the batch sizes that follow.
@@ -34,6 +31,9 @@ class ReplicaMerger:
         control: collectives of the ranks.
         rule: of the merge.
     """
+
+    min_logged_change = 0.1
+    """Share by which a batch size has to change to be told in the log."""
 
     def __init__(self, control: ControlPlane, rule: MergeRule) -> None:
         self.control, self.rule = control, rule
@@ -105,7 +105,7 @@ class ReplicaMerger:
         sizes = scale_batch_sizes(before, record.updates, settings) if self.rule.scales else before
         if self.control.rank == 0:
             changes = (abs(new - old) / old for new, old in zip(sizes, before, strict=True))
-            level = logging.INFO if max(changes) > LOGGED_SIZE_CHANGE else logging.DEBUG
+            level = logging.INFO if max(changes) > self.min_logged_change else logging.DEBUG
             log.log(level, "merge at epoch %d sample %d: %s", record.epoch, record.position, record.describe())
         return sizes
 

@@ -7,6 +7,7 @@ another collective then waits for ever, or ends without its checkpoint.
 import logging
 import signal
 from collections.abc import Callable
+from enum import IntEnum
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,13 @@ log = logging.getLogger("lightning_hetero")
 CHECK = "_broadcast_sigterm_tensor"
 """Lightning's own check before each batch, from 2.6 on: all ranks wait for a message of rank 0."""
 NOTIFIER, REQUEUE = "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
-TERM, AGAIN = 0, 1
+
+
+class _Note(IntEnum):
+    """Place of a signal in the notes of a rank."""
+
+    END = 0
+    REQUEUE = 1
 
 
 def sigterm_at_next_merge(trainer: "Trainer", note: Callable[[], None]) -> None:
@@ -88,14 +95,14 @@ class SharedSignals:
     def _term(self, signum: int, frame: FrameType | None) -> None:
         trainer = self._trainer
         log.info("rank %d received SIGTERM; training ends before the next batch but one", self._control.rank)
-        if self._noted[TERM] is None and trainer.strategy.launcher is not None:
+        if self._noted[_Note.END] is None and trainer.strategy.launcher is not None:
             trainer.strategy.launcher.kill(signum)
-        self._noted[TERM] = signum
+        self._noted[_Note.END] = signum
         if self._control.world_size == 1:
             trainer._signal_connector.received_sigterm = True
 
     def _again(self, signum: int, frame: FrameType | None) -> None:
-        self._noted[AGAIN] = signum
+        self._noted[_Note.REQUEUE] = signum
         if self._control.world_size == 1 and self._requeue is not None:
             self._requeue(signum, frame)
 
@@ -140,7 +147,7 @@ class SharedSignals:
 
     def _send(self) -> None:
         notes = torch.tensor([number or 0 for number in self._noted])
-        self._noted[AGAIN] = None
+        self._noted[_Note.REQUEUE] = None
         self._begin_maximum = self._begin_maximum or self._control.maximum_later()
         self._sent = notes, self._begin_maximum(notes)
 
@@ -153,9 +160,9 @@ class SharedSignals:
         return told
 
     def _obey(self, told: list[int]) -> None:
-        if told[AGAIN] and self._requeue is not None:
-            self._requeue(told[AGAIN], None)
-        if told[TERM]:
+        if told[_Note.REQUEUE] and self._requeue is not None:
+            self._requeue(told[_Note.REQUEUE], None)
+        if told[_Note.END]:
             self.agreed = True
             self._trainer._signal_connector.received_sigterm = True
             raise SIGTERMException

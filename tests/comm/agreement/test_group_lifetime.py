@@ -158,7 +158,7 @@ def _late(rank):
     dist.init_process_group("gloo")
     first, hierarchy = ControlPlane(rank, 3), Topology(rank, ((0, 1), (2,)))
     x = torch.ones(2)
-    hierarchy.sum(x).wait()
+    hierarchy.all_reduce(x).wait()
     ended(first, hierarchy)
     ended(first, hierarchy)
     kept = left()[0]
@@ -166,7 +166,7 @@ def _late(rank):
     alone = left()[0]
     everyone = first.gather_objects(rank)
     go_on(first, hierarchy)
-    hierarchy.sum(x).wait()
+    hierarchy.all_reduce(x).wait()
     again = left()[0]
     ControlPlane(rank, 3)
     after = other.gather_objects(rank) == everyone == first.gather_objects(rank) == [0, 1, 2]

@@ -39,7 +39,7 @@ class Stands(Regressor):
 
 
 def _train(rank, stands, how, seconds, lost, timeout, folder):
-    monitor.PERIOD, monitor.QUIET, monitor.LOST = 0.2, 1.0, lost
+    monitor.SETTINGS = monitor.MonitorSettings(period_s=0.2, quiet_s=1.0, lost_s=lost)
     logger = logging.getLogger("lightning_hetero")
     logger.addHandler(logging.FileHandler(f"{folder}/{rank}.log"))
     strategy = {"timeout": timedelta(seconds=timeout)} if timeout else {}
@@ -112,7 +112,7 @@ class Suspended(Regressor):
 
 
 def _suspended(rank, folder):
-    monitor.PERIOD, monitor.QUIET, monitor.LOST = 0.2, 2.0, 3.0
+    monitor.SETTINGS = monitor.MonitorSettings(period_s=0.2, quiet_s=2.0, lost_s=3.0)
     logging.getLogger("lightning_hetero").addHandler(logging.FileHandler(f"{folder}/{rank}.log"))
     return fit(rank, {}, 3, 4, model=Suspended(), dataset=Points(N), max_epochs=1)
 
@@ -130,7 +130,7 @@ class LastsLonger(Regressor):
 
 
 def _lasts_longer(rank, folder):
-    monitor.PERIOD, monitor.QUIET, monitor.LOST = 0.2, 1.0, 2.0
+    monitor.SETTINGS = monitor.MonitorSettings(period_s=0.2, quiet_s=1.0, lost_s=2.0)
     logging.getLogger("lightning_hetero").addHandler(logging.FileHandler(f"{folder}/{rank}.log"))
     return fit(rank, {}, 3, 4, model=LastsLonger(), dataset=Points(N), max_epochs=1)["steps"]
 
@@ -141,8 +141,7 @@ def _lasts_longer(rank, folder):
 @pytest.fixture
 def lines(monkeypatch):
     """What is said, while ranks are named and lost soon."""
-    for name, seconds in (("PERIOD", 0.02), ("QUIET", 0.1), ("LOST", 1.5)):
-        monkeypatch.setattr(monitor, name, seconds)
+    monkeypatch.setattr(monitor, "SETTINGS", monitor.MonitorSettings(period_s=0.02, quiet_s=0.1, lost_s=1.5))
     logger, lines = logging.getLogger("lightning_hetero"), []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -212,7 +211,7 @@ def test_a_silent_rank_is_named_and_then_lost_once_and_those_that_have_not_begun
 
 def _loses(path):
     logging.getLogger("lightning_hetero").addHandler(logging.FileHandler(path))
-    monitor.PERIOD, monitor.QUIET, monitor.LOST = 0.02, 0.05, 0.1
+    monitor.SETTINGS = monitor.MonitorSettings(period_s=0.02, quiet_s=0.05, lost_s=0.1)
     store = dist.HashStore()
     store.set("lightning_hetero/monitor/1/1", "7 0 3 1")
     monitor.RankMonitor(0, 2, store, lambda: (0, 3, True)).start()

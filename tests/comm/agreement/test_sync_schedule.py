@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hetero.comm.agreement.sync_schedule import FIRST, LONGEST, WALKING, SyncSchedule
+from lightning_hetero.comm.agreement.sync_schedule import SETTINGS, SyncSchedule
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
@@ -16,6 +16,7 @@ from lightning_hetero.core.policies.perf_model import Decision, Proposal, Static
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine, sync_rounds
 
+FIRST, LONGEST, WALKING = SETTINGS.min_steps, SETTINGS.max_steps, SETTINGS.min_steps_moving
 ZEROS = np.zeros((4, 2))
 STEPS_OF_ONE_SECOND = StepObservations(*[ZEROS] * 6, ZEROS + 1.0)
 

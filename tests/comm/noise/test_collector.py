@@ -61,7 +61,7 @@ def at_once(state, bucket):
 @pytest.mark.parametrize("micro", [1, 2], ids=["one batch", "two micro-batches"])
 def test_no_step_of_an_interval_reads_the_device(micro, adam, monkeypatch):
     """More steps than norms may wait, so that they are added up in between; only the message reads them."""
-    monkeypatch.setattr(window_sums, "HELD", 12)
+    monkeypatch.setattr(window_sums.WindowSums, "max_waiting", 12)
     weights = parameters()
     hook = HookState(StepTimer(HostClock()), 2)
     hook.use_hook(at_once)

@@ -128,7 +128,7 @@ class BlockTopKAverager(GradientAverager):
 
     @property
     def takes_blocks(self) -> bool:
-        """Whether the optimizer gets blocks at the present density: the same on all ranks, whatever their devices."""
+        """True if the optimizer gets blocks at the present density: the same on all ranks, whatever their devices."""
         most = max(0.5, self.sparse_steps) * self.model.layout.num_blocks  # of a tiny model, one block is a lot
         return self.density <= self.sparse_steps and self.encoder.form.k * self.topology.size <= most
 
@@ -175,13 +175,13 @@ class BlockTopKAverager(GradientAverager):
 
     @property
     def dense(self) -> bool:
-        """Whether the running step is sent densely."""
+        """True if the running step is sent densely."""
         every = self.settings.dense_every
         due = every is not None and self.step % every == 0
         return self.paused or self.step < self.settings.warmup_steps or due
 
     @property
-    def _way(self) -> Topology:
+    def _message_topology(self) -> Topology:
         return (None if self.stale is None else self.stale.topology) or self.topology
 
     def average(self, bucket: dist.GradBucket, squares: BucketSquares | None = None) -> Future:
@@ -226,7 +226,7 @@ class BlockTopKAverager(GradientAverager):
         self.settle()
         self.path.write(self._pass, self.step)
         arrived = self.messages.send(self.step, self._sent_bytes)
-        arrival = self._way.all_gather(self.path.rows, arrived)
+        arrival = self._message_topology.all_gather(self.path.rows, arrived)
         return InFlight(self.path.rows, self.step, arrival, self._pass.finite)
 
     def skip(self, step: int, where: str) -> None:
@@ -246,7 +246,7 @@ class BlockTopKAverager(GradientAverager):
         return 0.0 if self.grad_scale is None else float("inf")
 
     def settle(self) -> None:
-        """Look at what the device decided on the last step, if it is not known yet.
+        """Report the outcome of the last step, if only the device knows it yet.
 
         Raises:
             ValueError: if a message of that step was malformed, naming rank and bucket; the same on all ranks.

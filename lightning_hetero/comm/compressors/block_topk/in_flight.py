@@ -44,7 +44,7 @@ class StaleMessages(Protocol):
 
     @property
     def topology(self) -> Topology | None:
-        """Way of messages, with process groups of its own; ``None`` for that of the averager."""
+        """Topology of messages, with process groups of its own; ``None`` for that of the averager."""
 
     def step(self, sent: InFlight) -> list[Pack]:
         """Return what the running step applies, now that its messages are in flight."""
@@ -61,10 +61,10 @@ class StaleMessages(Protocol):
 
 @dataclass
 class BackwardPass:
-    """Buckets of one backward pass that wait for the message, and what became of them.
+    """Buckets of one backward pass that wait for the message, and their outcome.
 
     Args:
-        weight: factor on this rank's gradient on its way into the residual.
+        weight: factor on this rank's gradient when it is added to the residual.
         scale: factor of a loss scaler on the gradient.
         waiting: buffers of buckets, their slots, and the futures that DDP waits for.
         raised: buckets that are being reduced inside a cluster.

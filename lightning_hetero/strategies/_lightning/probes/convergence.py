@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ConvergenceProbe", "begin_probe"]
 
-SMOOTHED = 0.25
-"""Share of the samples, the last ones, over which the loss is averaged: the same samples for every batch size."""
-
 
 def begin_probe(strategy: "PolicyMixin") -> HeteroConfig:
     """Have the strategy run the probe training that the environment orders, if it orders one.
@@ -110,6 +107,9 @@ class ConvergenceProbe(PolicyCallback):
         total: total batch size, ``None`` for the loader's.
     """
 
+    averaged_share = 0.25
+    """Share of the samples, the last ones, over which the loss is averaged: the same samples for every batch size."""
+
     def __init__(self, order: ProbeOrder, total: int | None) -> None:
         super().__init__(None if total is None else _EvenTotal(total))
         self.order = order
@@ -188,7 +188,7 @@ class ConvergenceProbe(PolicyCallback):
         assert engine.sampler is not None
         assert engine.plan is not None
         assert engine.workers is not None
-        last = [loss for seen, loss in self._losses if seen > (1.0 - SMOOTHED) * self._seen]
+        last = [loss for seen, loss in self._losses if seen > (1.0 - self.averaged_share) * self._seen]
         loss = float(strategy.reduce(torch.stack(last).mean())) if last else None
         staleness = engine.hook_state.staleness
         if staleness is not None:

@@ -13,6 +13,7 @@ import random
 import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,12 +35,24 @@ __all__ = ["probe_module"]
 
 log = logging.getLogger("lightning_hetero")
 
-HEADROOM = 0.85
-"""Share of the largest batch that is used: fragmentation comes later."""
-MOST = 2**16
-"""Samples above which nothing is tried."""
-OPTIMIZER_COPIES = 2
-"""Copies of the trained parameters that an optimizer keeps, as Adam does; which one it is to be is not known yet."""
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """Limits of the dry runs.
+
+    Args:
+        used_share: share of the largest batch that is used: fragmentation comes later.
+        max_samples: samples above which nothing is tried.
+        optimizer_copies: copies of the trained parameters that an optimizer keeps, as Adam does; which one it is to be
+            is not known yet.
+    """
+
+    used_share: float = 0.85
+    max_samples: int = 2**16
+    optimizer_copies: int = 2
+
+
+SETTINGS = ProbeSettings()
 OUT_OF_MEMORY = (
     *("out of memory", "CUBLAS_STATUS_ALLOC_FAILED"),
     *("CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_NOT_SUPPORTED"),
@@ -76,8 +89,8 @@ def probe_module(trainer: Trainer, module: LightningModule, device: torch.device
             "max_local_batch_sizes."
         )
     moves_total = any(isinstance(callback, AdaptiveBatchCallback) for callback in callbacks_of(trainer))
-    total = MOST if moves_total or loader.batch_size is None else loader.batch_size * trainer.world_size
-    limit = max(1, min(total, sample_count(loader), MOST))
+    total = SETTINGS.max_samples if moves_total or loader.batch_size is None else loader.batch_size * trainer.world_size
+    limit = max(1, min(total, sample_count(loader), SETTINGS.max_samples))
     reserved = later_bytes(module, config)
     bound = largest_training_batch(
         *(module, loader, device),
@@ -94,7 +107,7 @@ def probe_module(trainer: Trainer, module: LightningModule, device: torch.device
     if bound == limit:
         log.info("probe_memory: %d samples, more than which no plan can give a worker, fit on %s", limit, device)
         return None
-    return max(1, int(bound * HEADROOM))
+    return max(1, int(bound * SETTINGS.used_share))
 
 
 def later_bytes(module: torch.nn.Module, config: HeteroConfig) -> int:
@@ -109,7 +122,7 @@ def later_bytes(module: torch.nn.Module, config: HeteroConfig) -> int:
     trained = [p for p in module.parameters() if p.requires_grad]
     own, elements = sum(p.numel() * p.element_size() for p in trained), sum(p.numel() for p in trained)
     compressed = config.compression is not None  # a residual and a sum, in float32
-    return (1 + OPTIMIZER_COPIES + 2 * (config.staleness > 0)) * own + 2 * 4 * elements * compressed
+    return (1 + SETTINGS.optimizer_copies + 2 * (config.staleness > 0)) * own + 2 * 4 * elements * compressed
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
