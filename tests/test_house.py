@@ -57,7 +57,6 @@ TESTED_ELSEWHERE = {
     "comm/compressors/auto.py",
     "comm/compressors/block_topk/gpu_path.py",
     "comm/compressors/block_topk/host_path.py",
-    "comm/compressors/block_topk/in_flight.py",
     "comm/compressors/block_topk/message_path.py",
     "comm/compressors/checkpoint.py",
     "comm/compressors/density_control.py",

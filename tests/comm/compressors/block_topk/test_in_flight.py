@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_hetero.comm.compressors.in_flight import BackwardPass, InFlight
+from lightning_hetero.comm.compressors.block_topk.in_flight import BackwardPass, InFlight
 from lightning_hetero.compression.layout import Layout
 
 SLOTS = [[slot] for slot in Layout.of([("a", 3), ("b", 2), ("c", 4)], block=2).slots]
