@@ -139,7 +139,7 @@ INDEX: tuple[PaperEntry, ...] = tuple(
          "compression/test_reference.py::test_what_is_sent_and_what_stays_make_up_what_there_was"),
         ("S", "sec. 3.2", "feedback loop of the threshold", "compression.selectors:aimd",
          "compression/test_selectors.py::test_the_papers_controller_falls_behind"),
-        ("S", "sec. 3.3", "which buckets are stale", "core.link.staleness:choose_fresh",
+        ("S", "sec. 3.3", "which buckets are stale", "core.link.staleness:choose_synchronous",
          "core/link/test_staleness.py::test_as_many_are_fresh_as_fit"),
         ("S", "sec. 3.3", "gradients one step late", "comm.staleness.dense:DenseStaleAverager",
          "comm/staleness/test_dense.py::test_every_sum_is_applied_once_and_a_step_late"),

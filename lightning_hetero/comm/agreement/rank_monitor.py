@@ -169,7 +169,7 @@ class RankMonitor:
 
 
 def _end_process(text: str) -> Any:
-    """No exception reaches a thread that waits in a collective call; another has to end the process."""
+    """End the process: no exception reaches a thread that waits in a collective call."""
     log.critical(text)
     logging.shutdown()
     os._exit(1)
