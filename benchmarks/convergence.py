@@ -50,7 +50,7 @@ KINDS = {
     "SGD, dense": (None, 1),
     "SGD, 10 %": ({"density": 0.1}, 1),
     "SGD, 10 %, dense steps": ({"density": 0.1, "sparse": False}, 1),
-    "SGD, 10 %, paid later": ({"density": 0.1, "sparse": "later"}, 1),
+    "SGD, 10 %, deferred": ({"density": 0.1, "sparse": "later"}, 1),
     "SGD, 30 %": ({"density": 0.3}, 1),
     "SGD, 30 %, dense steps": ({"density": 0.3, "sparse": False}, 1),
     "SGD, 1 %": ({"density": 0.01}, 1),
