@@ -61,10 +61,7 @@ TESTED_ELSEWHERE = {
     "comm/compressors/checkpoint.py",
     "comm/compressors/density_control.py",
     "comm/compressors/manager.py",
-    "comm/gradients/squared_norms.py",
     "comm/gradients/weight_check.py",
-    "comm/link/link_benchmark.py",
-    "comm/noise/workers_noise.py",
     "comm/staleness/base.py",
     "comm/staleness/stale_bucket.py",
 }

@@ -55,11 +55,15 @@ def mixed(p, q):
     return SparseSGD([p], lr=0.1), torch.optim.Adam([q])
 
 
-def test_no_optimizer_takes_blocks_where_one_cannot():
+def test_no_optimizer_takes_blocks_where_one_cannot(monkeypatch):
+    """The one that could would step without the gradient that the other one needs densely."""
     p, q = weights(2)
+    (sparse, dense), sources = mixed(p, q), []
+    monkeypatch.setattr(sparse.sparse, "follow", lambda source, block: sources.append(source))
     link, blocks = OptimizerLink(False), Blocks([p, q])
-    link.bind(mixed(p, q), more=False)
+    link.bind([sparse, dense], more=False)
     link.connect(blocks)
+    assert sources == [None]
     assert blocks.bound == []
     assert blocks.sparse_steps == 0.0
 
