@@ -152,6 +152,7 @@ def test_norms_of_a_step_are_taken_once():
     assert total(local) == pytest.approx(exact(*flats[:2]), rel=1e-5)
     assert total(averaged) == pytest.approx(exact(flats[2]), rel=1e-5)
     assert squares.take() is None
+    assert squares.averaged == [], "the next step begins with nothing"
     assert total(squares.take_stale()) == pytest.approx(exact(flats[3]), rel=1e-5)
     assert squares.take_stale() == []
 
