@@ -5,7 +5,7 @@ import pytest
 
 from lightning_hetero.core.timing.step_scatter import summarise_round
 from lightning_hetero.core.timing.winsorized_mean import winsorize_top
-from tests.core.timing.test_time_posterior import NAMES, THETA, seen, steps
+from tests.core.timing.filters.test_time_posterior import NAMES, THETA, seen, steps
 
 
 @pytest.mark.parametrize("count", [4, 8, 32])
