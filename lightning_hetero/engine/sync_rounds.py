@@ -92,7 +92,7 @@ class SyncRounds:
         entry, (predicted, error), following, messages = self.control.decide(decision)
         if entry is not None:
             plans.append(entry)
-        self.control.require_equal("the plan and the step of the next sync round", (plans.history.digest(), following))
+        self.control.require_equal("the plan and the step of the next look", (plans.history.digest(), following))
         plans.end_round()
         self.schedule.done(self.timer.synced_steps, following, between_epochs=not_before[1] == 0)
         plans.sayings.note_kept(done)
