@@ -140,7 +140,7 @@ def test_replicas_are_the_same_bit_by_bit_after_100_steps(name):
     assert result["steps"] >= 100
     assert np.isfinite(result["weights"]).all()
     if name == "auto":
-        assert (result["grads"][link.STEPS :] == 0).mean() > 0.5, "it has chosen plain sums"
+        assert (result["grads"][link.AUTO.first_try_step :] == 0).mean() > 0.5, "it has chosen plain sums"
 
 
 @pytest.mark.parametrize("name", [name for name in COMPRESSORS if name != "auto"])
@@ -671,9 +671,9 @@ def test_auto_compresses_where_it_pays_and_says_why(latency, rate, density):
     np.testing.assert_array_equal(ours, other)
     touched = (ours != 0).mean(axis=1)
     low, high = {0.05: (0.02, 0.15), 0.4: (0.2, 0.5), None: (0.5, 1.0)}[density]
-    assert touched[: link.STEPS].min() > 0.5
-    assert low < touched[link.STEPS :].min() <= touched[link.STEPS :].max() <= high
-    assert len(touched) > 2 * link.STEPS
+    assert touched[: link.AUTO.first_try_step].min() > 0.5
+    assert low < touched[link.AUTO.first_try_step :].min() <= touched[link.AUTO.first_try_step :].max() <= high
+    assert len(touched) > 2 * link.AUTO.first_try_step
     said = [line for line in lines if line.startswith("compression='auto'")]
     assert len(said) == 1
     assert ("dense sums" if density is None else f"density {density}") + ", because dense takes" in said[0]

@@ -56,7 +56,7 @@ class Delays(L.Callback):
 
     def on_train_start(self, trainer, pl_module):
         if self.schedule is not None:
-            trainer.strategy.engine.hook_state.staleness.pack = lambda: np.zeros(0)
+            trainer.strategy.engine.hook_state.staleness.control_externally(True)
         self._follow(trainer)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -293,9 +293,9 @@ def test_auto_chooses_when_steps_were_timed_and_the_next_message_is_as_chosen():
     (ours, lines), (other, _) = run_ranks(_auto, 2, 1e6)
     np.testing.assert_array_equal(ours, other)
     touched = (ours != 0).mean(axis=1)
-    assert touched[: link.STEPS].min() > 0.5
-    assert touched[link.STEPS :].max() < 0.15
-    assert touched[link.STEPS] > 0, "what is sent is awaited until the link speaks for a delay"
+    assert touched[: link.AUTO.first_try_step].min() > 0.5
+    assert touched[link.AUTO.first_try_step :].max() < 0.15
+    assert touched[link.AUTO.first_try_step] > 0, "what is sent is awaited until the link speaks for a delay"
     assert len(lines) == 1
     assert "computing and hides what is sent takes " in lines[0]
     assert float(lines[0].split("takes ")[-1].removesuffix(" ms")) > 0
@@ -339,10 +339,12 @@ def test_where_auto_chooses_dense_sums_those_are_delayed_and_none_is_lost():
     """At weights that stay: the gradients of plain training, and from the choice on each a step later."""
     results, plain = run_ranks(_dense, 2), run_ranks(_plain, 2)[0]["grads"]
     for result in results:
-        assert result["kinds"][: link.STEPS] == [BlockTopKStaleAverager] * link.STEPS
-        assert set(result["kinds"][link.STEPS :]) == {DenseStaleAverager}
+        assert result["kinds"][: link.AUTO.first_try_step] == [BlockTopKStaleAverager] * link.AUTO.first_try_step
+        assert set(result["kinds"][link.AUTO.first_try_step :]) == {DenseStaleAverager}
         ours = result["grads"]
-        np.testing.assert_allclose(ours[: link.STEPS], plain[: link.STEPS], rtol=1e-5, atol=1e-6)
-        assert not ours[link.STEPS].any()
-        late = ours[link.STEPS + 1 : len(plain)]
-        np.testing.assert_allclose(late, plain[link.STEPS : -1], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            ours[: link.AUTO.first_try_step], plain[: link.AUTO.first_try_step], rtol=1e-5, atol=1e-6
+        )
+        assert not ours[link.AUTO.first_try_step].any()
+        late = ours[link.AUTO.first_try_step + 1 : len(plain)]
+        np.testing.assert_allclose(late, plain[link.AUTO.first_try_step : -1], rtol=1e-5, atol=1e-6)
