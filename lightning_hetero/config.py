@@ -118,8 +118,8 @@ class HeteroConfig:
         if self.hierarchy is not None and not self._supports("hierarchy"):
             raise ValueError(
                 f"hierarchy={self.hierarchy!r} and compression={self.compression!r}: such gradients, like those of "
-                "torch's own hooks, are summed over all ranks. Use block_topk or no compression, or leave the hierarchy "
-                "out."
+                "torch's own hooks, are summed over all ranks. Use block_topk or no compression, or leave the "
+                "hierarchy out."
             )
         check_choice("staleness", check_int("staleness", self.staleness, minimum=0), (0, 1))
         if self.staleness and not self._supports("stale"):
