@@ -24,7 +24,7 @@ class Link:
     def take(self, seconds):
         self.now += seconds
 
-    def gather(self, rows):
+    def all_gather(self, rows):
         self.sent.append((tuple(rows.shape), rows.dtype))
         return SimpleNamespace(wait=lambda: self.take(next(self.seconds)))
 

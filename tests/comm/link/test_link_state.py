@@ -5,20 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from lightning_hetero.comm.link.link_state import LinkWatch
+from lightning_hetero.comm.link.link_state import LinkState
 from lightning_hetero.core.link.message_size import MessageSize
 
 SIZE = MessageSize(1000, 2, parts=(32,), listed=80, marked=125)
-
-
-class NoMessages:
-    """A log in which no message waits."""
-
-    def rows(self):
-        return []
-
-    def resume(self, rows):
-        assert list(rows) == []
 
 
 def seen(num_bytes, *seconds):
@@ -27,15 +17,15 @@ def seen(num_bytes, *seconds):
 
 
 def test_nothing_is_known_before_the_first_messages():
-    watch = LinkWatch(2)
+    watch = LinkState(2)
     watch.begin(0.001)
     assert watch.metrics([0, 1]) == {}
-    link = watch.link(0.1, SIZE, hidden=False, may_hide=True, step=5)
-    assert (link.rates, link.seconds, link.latency, link.may_hide, link.step) == ((), None, 0.001, True, 5)
+    link = watch.link(0.1, SIZE, stale=False, may_be_stale=True, step=5)
+    assert (link.rates, link.seconds, link.latency, link.may_be_stale, link.step) == ((), None, 0.001, True, 5)
 
 
 def test_the_slowest_rank_is_the_rate_of_the_link():
-    watch = LinkWatch(2)
+    watch = LinkState(2)
     watch.see(seen(1e6, 0.5, 0.25))
     metrics = watch.metrics([0, 3])
     assert metrics["hetero/bandwidth/rank0"] == pytest.approx(2e6)
@@ -45,7 +35,7 @@ def test_the_slowest_rank_is_the_rate_of_the_link():
 
 
 def test_a_round_without_messages_keeps_the_rates():
-    watch = LinkWatch(2)
+    watch = LinkState(2)
     watch.see(seen(1e6, 0.5, 0.25))
     rates = [link.rate for link in watch.links]
     watch.see(np.full((2, 4), np.nan)[:, :0])
@@ -54,11 +44,11 @@ def test_a_round_without_messages_keeps_the_rates():
 
 
 def test_state_goes_through_json_to_as_many_ranks_and_to_no_others():
-    watch, same, more = LinkWatch(2), LinkWatch(2), LinkWatch(3)
+    watch, same, more = LinkState(2), LinkState(2), LinkState(3)
     watch.begin(0.002)
     watch.see(seen(1e6, 0.5, 0.25))
-    state = json.loads(json.dumps(watch.state_dict(NoMessages())))
-    same.load_state_dict(state, NoMessages())
-    more.load_state_dict(state, NoMessages())
+    state = json.loads(json.dumps(watch.state_dict()))
+    same.load_state_dict(state)
+    more.load_state_dict(state)
     assert same.times == watch.times
     assert all(link.rate is None for link in more.links)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hetero.comm.noise.window_sums import HELD, NOISE_FIELDS, NoiseSums, merge_parts, own_part
+from lightning_hetero.comm.noise.window_sums import NOISE_FIELDS, WindowSums, merge_parts, own_part
 from lightning_hetero.core.noise.accumulation import window_estimator
 from lightning_hetero.core.noise.running import RunningNoiseScale
 
@@ -20,7 +20,7 @@ def add(sums, first, whole):
 
 
 def test_what_is_taken_is_all_since_the_last_time():
-    sums = NoiseSums()
+    sums = WindowSums()
     add(sums, 0.5, 1.0)
     add(sums, 0.25, 2.0)
     twice = sums.take()
@@ -29,21 +29,21 @@ def test_what_is_taken_is_all_since_the_last_time():
 
 
 def test_steps_that_wait_are_added_up_in_time_and_sums_are_the_same():
-    many, one = NoiseSums(), np.zeros(5)
-    for step in range(HELD // 2):
+    many, one = WindowSums(), np.zeros(5)
+    for step in range(WindowSums.max_waiting // 2):
         add(many, 0.5, 1.0 + step)
-        alone = NoiseSums()
+        alone = WindowSums()
         add(alone, 0.5, 1.0 + step)
         one += alone.take()
     np.testing.assert_allclose(many.take(), one, rtol=1e-12)
 
 
 def test_a_step_that_is_not_finite_on_one_rank_is_left_out_on_all():
-    ranks = [NoiseSums(), NoiseSums()]
+    ranks = [WindowSums(), WindowSums()]
     for rank, sums in enumerate(ranks):
         for step in range(3):
             add(sums, float("nan") if rank == 1 and step == 1 else 0.5, 1.0 + step)
-    parts = np.array([sums.peek() for sums in ranks])
+    parts = np.array([sums.pack() for sums in ranks])
     assert parts.shape == (2, NOISE_FIELDS)
     everyone = np.array([[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]])  # which steps are finite, by rank
     answers = []
@@ -54,16 +54,16 @@ def test_a_step_that_is_not_finite_on_one_rank_is_left_out_on_all():
             sent.append(values)
             return everyone if len(sent) == 1 else np.array([values, values])
 
-        answers.append(sums.agreed(parts, SimpleNamespace(gather=gather))[rank])
+        answers.append(sums.reconcile(parts, SimpleNamespace(gather=gather))[rank])
     assert [answer[2] for answer in answers] == [2.0, 2.0]
     assert [answer[4] for answer in answers] == [3.0, 3.0]
 
 
 def test_ranks_that_left_out_the_same_steps_send_nothing_more():
-    sums = NoiseSums()
+    sums = WindowSums()
     add(sums, 0.5, 1.0)
-    parts = np.array([sums.peek(), sums.peek()])
-    assert sums.agreed(parts, control=None).tolist() == parts[:, :5].tolist()
+    parts = np.array([sums.pack(), sums.pack()])
+    assert sums.reconcile(parts, control=None).tolist() == parts[:, :5].tolist()
 
 
 @pytest.mark.parametrize("finite", [0.0, 2.0])

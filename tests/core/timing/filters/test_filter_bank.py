@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.core.timing.test_time_posterior import THETA, plain, seen, steps
 
 from lightning_hetero.core.timing.filters.filter_bank import step_filters, switch_filters, weigh_filters
 from lightning_hetero.core.timing.filters.kalman import mixed
 from lightning_hetero.core.timing.times import EstimatorSettings
+from tests.core.timing.filters.test_time_posterior import THETA, plain, seen, steps
 
 
 def test_filters_that_all_agree_on_are_weighed_by_bayes_rule():
