@@ -49,7 +49,7 @@ def filled(rank, others=(), steps=(1, 2, 3), **settings):
 
 def test_parts_of_all_workers_are_in_the_estimate_once():
     second, other = filled(1, others=(lambda mine: mine,))
-    first, own = filled(0, others=(lambda mine: second.collector.sums.peek(),))
+    first, own = filled(0, others=(lambda mine: second.collector.sums.pack(),))
     first.exchange()
     samples = 3 * sum(SIZES)
     expected = RunningNoiseScale(horizon=50_000.0).update(
@@ -93,7 +93,7 @@ def test_norms_are_preconditioned_and_unscaled():
 
 def test_an_interval_is_the_sums_so_far_of_each_worker():
     second, other = filled(1, others=(lambda mine: mine,))
-    first, own = filled(0, others=(lambda mine: second.collector.sums.peek(),))
+    first, own = filled(0, others=(lambda mine: second.collector.sums.pack(),))
     interval = first.interval()
     assert interval["steps"] == 3
     for part, (trace, norm) in zip(interval["parts"], (own, other), strict=True):
