@@ -84,7 +84,7 @@ class BlockTopK(Compressor):
     """
 
     supports: ClassVar[frozenset[Feature]] = BLOCK_FEATURES
-    averager: ClassVar[str] = "lightning_hetero.comm.compressors.block_topk:BlockTopKAverager"
+    averager: ClassVar[str] = "lightning_hetero.comm.compressors.block_topk.averager:BlockTopKAverager"
 
     density: float = 0.01
     block: int = 16

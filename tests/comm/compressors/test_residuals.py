@@ -16,7 +16,7 @@ PAIRS = ((0, 1), (2, 3))
 def topology_of(clusters, rank):
     """What a topology of these clusters says of itself."""
     leaders = [members[0] for members in clusters]
-    return SimpleNamespace(clusters=clusters, size=len(clusters), leads=rank in leaders)
+    return SimpleNamespace(clusters=clusters, size=len(clusters), is_leader=rank in leaders)
 
 
 def ranks_of(seed, leaders, ranks):
