@@ -71,7 +71,7 @@ def test_among_others_the_sum_is_the_same_and_shares_are_equal(before, now):
         for rank in range(sum(map(len, now)))
     ]
     holders = [share for share in shares if share["residuals"]]
-    assert [bool(share["residuals"]) for share in shares] == [topology_of(now, r).leads for r in range(len(shares))]
+    assert [bool(share["residuals"]) for share in shares] == [topology_of(now, r).is_leader for r in range(len(shares))]
     for name, value in total(shares).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
         assert all(torch.equal(share["residuals"][name], holders[0]["residuals"][name]) for share in holders)
