@@ -52,18 +52,13 @@ MAX_MODULES = 12
 MAX_ATTRIBUTES = 15
 MIRRORED = ("core", "comm")
 TESTED_ELSEWHERE = {
-    "comm/collectives/cluster_discovery.py",
-    "comm/collectives/topology.py",
     "comm/compressors/auto.py",
     "comm/compressors/block_topk/gpu_path.py",
     "comm/compressors/block_topk/host_path.py",
     "comm/compressors/block_topk/message_path.py",
     "comm/compressors/checkpoint.py",
-    "comm/compressors/density_control.py",
     "comm/compressors/manager.py",
-    "comm/gradients/weight_check.py",
     "comm/staleness/base.py",
-    "comm/staleness/stale_bucket.py",
 }
 
 
