@@ -52,13 +52,10 @@ MAX_MODULES = 12
 MAX_ATTRIBUTES = 15
 MIRRORED = ("core", "comm")
 TESTED_ELSEWHERE = {
-    "comm/compressors/auto.py",
     "comm/compressors/block_topk/gpu_path.py",
     "comm/compressors/block_topk/host_path.py",
     "comm/compressors/block_topk/message_path.py",
-    "comm/compressors/checkpoint.py",
     "comm/compressors/manager.py",
-    "comm/staleness/base.py",
 }
 
 
