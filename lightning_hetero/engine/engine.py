@@ -42,6 +42,7 @@ class HeteroEngine(EngineParts):
         PlanMismatchError: if the settings differ between ranks.
 
     Example:
+        >>> from lightning_hetero.config import HeteroConfig
         >>> engine = HeteroEngine(HeteroConfig(), rank=0, world_size=1, device=torch.device("cpu"))
         >>> from lightning_hetero.data import PermutationStream
         >>> sampler = engine.shard(PermutationStream(10, shuffle=False, seed=0), batch_size=4)
