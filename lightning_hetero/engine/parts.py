@@ -32,15 +32,7 @@ __all__ = ["EngineParts"]
 
 
 class EngineParts:
-    """Hold the parts of an engine, of which each owns its state.
-
-    Args:
-        config: settings, equal on all ranks.
-        rank: this rank.
-        world_size: number of ranks.
-        device: this rank's device.
-        local_rank: slot on this host, part of the identity of a CPU worker.
-        timeout: longest wait for another rank when ranks agree on plans; torch's own by default.
+    """Hold the parts of a :class:`~lightning_hetero.engine.HeteroEngine`, of which each owns its state.
 
     Attributes:
         control: agrees with the other ranks.

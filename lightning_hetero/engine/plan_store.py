@@ -57,10 +57,6 @@ class PlanStore:
         """The plan of the running step."""
         return None if self.history is None else self.history.at(*self.position).plan
 
-    def begin_step(self, epoch: int, step: int) -> None:
-        """Note where training stands."""
-        self.position = (epoch, step)
-
     def resume_at(self, epoch: int, step: int) -> None:
         """Go on at this step; to be called before the data is sharded."""
         self._start = self.position = (epoch, step)
