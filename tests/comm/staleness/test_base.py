@@ -48,7 +48,7 @@ class Buckets(MeasuredStaleness):
     def average(self, bucket, squares=None):
         """Nothing is sent here: what a link is measured to take is given."""
 
-    drain = wait_in_flight = predicted_sums = delay_all = state_dict = load_state_dict = average
+    for_dense_sums = drain = wait_in_flight = predicted_sums = delay_all = state_dict = load_state_dict = average
 
 
 def rank(number, answers=None):
