@@ -278,7 +278,7 @@ class LBBSP:
 class Oracle(LBBSP):
     """Knows all speeds at each look, and whether they move, and takes the exact optimum.
 
-    No planner that looks as often can do better.
+    No planner that has sync rounds as often can do better.
     """
 
     truth: Truth | None = None
@@ -303,7 +303,7 @@ POLICIES: dict[str, Callable[[], Planner | None]] = {
 
 @dataclass
 class Loop:
-    """A run: steps of a simulated cluster, looks at the plan as a run schedules them, plans from the next step on.
+    """A run: steps of a simulated cluster, sync rounds as a run schedules them, plans from the next step on.
 
     Args:
         planner: decides; ``None`` keeps equal sizes.

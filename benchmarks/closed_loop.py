@@ -125,7 +125,7 @@ def steady(loop: Loop, kind: str, one: int, seed: int) -> dict[str, float]:
 
 def jump(loop: Loop, kind: str, one: int, seed: int) -> dict[str, float]:
     """One worker, or the link, is slower by a factor all of a sudden, and later itself again."""
-    loop.go(200 + 3 * seed)  # the change falls anywhere between two looks
+    loop.go(200 + 3 * seed)  # the change falls anywhere between two sync rounds
     truth, (what, factor) = loop.truth, kind.split()
     on = np.arange(truth.workers) == one
     slower = truth.slowed(np.where(on, float(factor), 1.0)) if what == "jump" else truth.slowed(1.0, float(factor))

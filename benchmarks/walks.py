@@ -2,7 +2,7 @@
 
 The walks, those of trainings on rank 0 of two gloo ranks on this machine, with three buckets of gradients:
 
-- ``step``: a training step of Lightning's Trainer with the default policy, without a look at the plan: data, forward,
+- ``step``: a training step of Lightning's Trainer with the default policy, without a sync round: data, forward,
   backward, optimizer and callbacks, from the start of one batch to the start of the next.
 - ``compressed_step``: such a step with gradients compressed by block top-k, not a dense one.
 - ``gradient``: the way of the gradient in it, from the hook of the first bucket to what is handed over after backward:

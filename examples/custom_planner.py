@@ -14,7 +14,7 @@ from _model import Classifier, SlowSecondWorker, report, train_loader
 from lightning_hetero import BatchPlan
 from lightning_hetero.callbacks import PolicyCallback
 from lightning_hetero.core.batching.integer_split import proportional_sizes
-from lightning_hetero.core.policies.perf_model import Decision, PlanContext, Proposal
+from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def report(results):
     lines += [f"{label:28}" + "".join(f"{value(name):>14}" for name in STRATEGIES) for label, value in rows]
     lines += [
         "",
-        "(1) by the time model of the hetero_ddp run: for equal sizes after its first look at them,",
+        "(1) by the time model of the hetero_ddp run: for equal sizes after its first sync round,",
         "    for the last split before its first step",
         f"(2) from step {half} of {len(ddp['splits'])} on, well after the first splits; step times are medians",
         "",

@@ -51,18 +51,18 @@ class HeteroConfig:
         sparse_optimizer: let the optimizer, ``torch.optim.SGD`` or ``AdamW``, update only the blocks that block top-k
             sends: ``False``, ``True``, or when momentum moves them, ``"ahead"`` (what ``True`` is) or ``"later"``.
         staleness: most steps by which a gradient may be stale: 0, or 1 where the link would make every step wait.
-        transfer_priority: let the all-reduces that a step waits for cross the link before stale ones, where dense
-            gradients on CPUs are stale. It has not shortened steps in our benchmarks, so it is off by default.
         nonfinite: what to do about a gradient that is not finite: ``"warn"`` (say so once, when the loss shows it),
             ``"drop"`` (leave it out on all ranks) or ``"stop"`` (an error on all ranks before the optimizer takes it).
         max_total_batch_size: greatest total batch, ``>= 1``, all micro-batches of an optimizer step together; with it
-            the total moves to where goodput is highest. ``None`` keeps the total. This and the rest are for training
-            loops of the user's own; Lightning's Trainer has callbacks for it.
+            the total moves to where goodput is highest. ``None`` keeps the total. This and the next three are for
+            training loops of the user's own; Lightning's Trainer has callbacks for it.
         min_total_batch_size: least total batch, ``>= 1``; ``None`` for what the bounds of the ranks allow.
         lr_scaling: how the learning rate follows the total: ``"auto"`` (AdaScale for SGD, else the square root), a rule
             of :data:`~lightning_hetero.core.batching.lr_scaling.LR_RULES`, or a function
             ``(total, initial, trace, grad_sq_norm) -> factor``.
         noise_scale: measure the gradient noise scale, which a moving total needs and has anyway.
+        transfer_priority: let the all-reduces that a step waits for cross the link before stale ones, where dense
+            gradients on CPUs are stale. It has not shortened steps in our benchmarks, so it is off by default.
 
     Raises:
         TypeError: if a value has the wrong type.
@@ -88,12 +88,12 @@ class HeteroConfig:
     hierarchy: str | Sequence[Sequence[int]] | None = None
     sparse_optimizer: bool | str = False
     staleness: int = 0
-    transfer_priority: bool = False
     nonfinite: str = "warn"
     max_total_batch_size: int | None = None
     min_total_batch_size: int | None = None
     lr_scaling: str | Callable[[float, float, float, float], float] = "auto"
     noise_scale: bool = False
+    transfer_priority: bool = False
 
     def __post_init__(self) -> None:
         if self.policy is not None:

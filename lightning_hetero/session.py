@@ -48,6 +48,8 @@ class HeteroSession(TotalAccess):
         engine: the mechanism.
         planner: decides on plans; that of the engine's settings by default.
         on_metrics: called on every rank with the metrics of each sync round.
+        directory: where rank 0 keeps the table of candidates for the total batch, ``hetero_candidates.csv``, if
+            anywhere.
 
     Raises:
         ValueError: if a planner is given beside the setting ``max_total_batch_size``, which has its own.
@@ -69,8 +71,9 @@ class HeteroSession(TotalAccess):
         engine: HeteroEngine,
         planner: Planner | None = None,
         on_metrics: Callable[[dict[str, float]], None] | None = None,
+        directory: Path | None = None,
     ) -> None:
-        self.engine = engine
+        self.engine, self.directory = engine, directory
         # the loop is the user's: it may fetch several batches before a backward, and accumulates as it does
         show_log()
         engine.weighting.hold_several()
@@ -82,8 +85,6 @@ class HeteroSession(TotalAccess):
             )
         self.planner = planner_of(engine.config) if planner is None else check_planner(planner)
         self.on_metrics = on_metrics
-        self.directory: Path | None = None
-        """Where rank 0 keeps the table of candidates for the total batch, ``hetero_candidates.csv``, if anywhere."""
         self._adaptation = Adaptation(engine)
         self._data, self._steps = SessionData(engine), SessionSteps(engine)
         self._epoch, self._step = 0, 0

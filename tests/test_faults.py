@@ -422,4 +422,4 @@ def _loses(rank, what):
 def test_a_decision_that_one_rank_has_lost_is_an_error_on_all(what):
     errors = run_ranks(_loses, 2, what, timeout=WALL, expect_errors=True)
     assert [kind for _, kind, _ in errors] == ["PlanMismatchError"] * 2
-    assert all("the plan and the step of the next look must be equal on all ranks" in text for *_, text in errors)
+    assert all("the plan and the step of the next sync round must be equal on all ranks" in text for *_, text in errors)

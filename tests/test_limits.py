@@ -376,7 +376,7 @@ def sync_batch_norm():
     np.testing.assert_allclose(ours["weights"], alone["weights"], rtol=1e-3, atol=1e-4)
 
 
-@case("batch normalisation")
+@case("batch normalization")
 def batch_norm():
     """Sizes below 2 are no plan, and the tail of 3 samples goes to one rank whole."""
     for strategy, data in (({"local_batch_sizes": [2, 2]}, None), ("hetero_ddp", None)):

@@ -96,8 +96,8 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
             local_rank=self.local_process_index,
             timeout=None if self.init_handler is None else self.init_handler.timeout,
         )
-        self.hetero_session = HeteroSession(engine, on_metrics=self._keep_metrics)
-        self.hetero_session.directory = self.logging_dir and Path(self.logging_dir)
+        folder = Path(self.logging_dir) if self.logging_dir else None
+        self.hetero_session = HeteroSession(engine, on_metrics=self._keep_metrics, directory=folder)
         tell(engine, self.hetero_session.planner)
         self.ddp_handler = HookedDDP(self.ddp_handler or DistributedDataParallelKwargs(), self, engine)
         self.register_save_state_pre_hook(self._save_hetero)
@@ -182,7 +182,7 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
         """Prepare an optimizer; its steps are timed, and have the rate of a total that moves."""
         prepared: Any = super().prepare_optimizer(optimizer, device_placement)
         if self.engine is not None:
-            prepared.__class__, prepared.observer = _TimedOptimizer, self.engine.observer
+            _TimedOptimizer.take_over(prepared, self.engine.observer)
             steps = self.gradient_state
             self._session().lead(
                 [one.optimizer for one in self._optimizers], scaler=self.scaler, divisor=lambda: steps.num_steps
@@ -243,6 +243,12 @@ class _TimedOptimizer(AcceleratedOptimizer):
     """An optimizer that tells the observer when a step begins and ends."""
 
     observer: StepTimer
+
+    @classmethod
+    def take_over(cls, prepared: AcceleratedOptimizer, observer: StepTimer) -> None:
+        """Make an optimizer that Accelerate has prepared one of this class."""
+        prepared.__class__ = cls
+        prepared.__dict__["observer"] = observer
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         self.observer.begin_update()

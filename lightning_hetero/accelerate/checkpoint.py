@@ -55,4 +55,4 @@ class CheckpointAccelerator(SessionAccelerator):
             log.warning("the state has gradients that compression has not sent yet; without it they are left out.")
         session.load_state_dict(state)
         if self._hetero_loader is not None and loader:
-            self._hetero_loader.iteration = int(loader["iteration"])
+            self._hetero_loader.go_on(int(loader["iteration"]))

@@ -47,6 +47,10 @@ class HeteroDataLoader(DataLoaderShard):
     session: HeteroSession
     iteration: int
 
+    def go_on(self, iteration: int) -> None:
+        """Count passes from here."""
+        self.iteration = iteration
+
     def __iter__(self) -> Iterator[Any]:
         return self.session.steps(self._opened)
 
@@ -100,10 +104,9 @@ def uneven_loader(
     batches = session.shard(
         stream, inner.batch_size // world_size if split else inner.batch_size, drop_last=inner.drop_last
     )
+    base = with_batch_sampler(prepared.base_dataloader, batches)
     loader = HeteroDataLoader.__new__(HeteroDataLoader)
-    loader.__dict__.update(prepared.__dict__)
-    loader.base_dataloader = with_batch_sampler(prepared.base_dataloader, batches)
-    loader.session = session
+    loader.__dict__.update({**prepared.__dict__, "base_dataloader": base, "session": session})
     return loader
 
 

@@ -80,7 +80,7 @@ class GNSCallback(Callback):
             return
         saved = self.estimate
         self._source = source_of(trainer, method=self.method, every_n_steps=self.every_n_steps, horizon=self.horizon)
-        self._source.running = saved
+        self._source.take_over(saved)
         self._resume()
         self._source.listen(lambda: self._log(trainer))
         engine = engine_if_any(trainer)
@@ -177,7 +177,7 @@ class GNSCallback(Callback):
         self._interval = state.pop("interval", {})
         self._saved = RunningNoiseScale.from_state_dict(state)
         if self._source is not None:
-            self._source.running = self._saved
+            self._source.take_over(self._saved)
             self._resume()
 
     @reading_state("the noise scale's steps since its last message")

@@ -29,8 +29,8 @@ class TTACallback(AdaptiveBatchCallback):
     scale for the total. All ranks take the density that rank 0 has chosen in the same step. It changes only for a
     predicted gain of 2 %, the total for ``hysteresis``. Needs ``compression=BlockTopK(...)``.
 
-    Where even the least density takes longer to send than computing takes, a warning says ``network-bound``, with the
-    numbers. Logs ``hetero/time_to_accuracy``, seconds per sample of the prediction, besides what
+    Where even the least density takes longer to send than computing takes, a warning says ``communication-bound``, with
+    the numbers. Logs ``hetero/time_to_accuracy``, seconds per sample of the prediction, besides what
     :class:`AdaptiveBatchCallback` logs.
 
     Args:

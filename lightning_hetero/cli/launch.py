@@ -119,7 +119,7 @@ def _default_config() -> str | None:
 
 
 def read_config(path: str | None) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Content of a config file without our section, and the section.
+    """Return the content of a config file without our section, and the section.
 
     Raises:
         ValueError: if the file cannot be read, or is no table.

@@ -74,7 +74,8 @@ def main(argv: Sequence[str]) -> int:
     probes = ScriptProbes(command, seed=args.seed, timeout=args.timeout)
     try:
         given = args.samples, args.min_total, args.max_total
-        probes.samples, low, high = ranges(None if None not in given else probes.describe(), *given)
+        samples, low, high = ranges(None if None not in given else probes.describe(), *given)
+        probes.take(samples)
         _say(f"{args.probes} probe trainings of {probes.samples} samples, total batches from {low} to {high}")
         profile = profile_convergence(
             probes,
@@ -159,8 +160,11 @@ class ScriptProbes:
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.command, self.samples, self.seed, self.timeout = list(command), samples, seed, timeout
-        self.count = 0
-        self._say = _say if say is None else say
+        self.count, self._say = 0, say or _say
+
+    def take(self, samples: int) -> None:
+        """Take so many samples for each training from now on."""
+        self.samples = samples
 
     def describe(self) -> ProbeReport:
         """Ask the script what it is, without training.
@@ -171,7 +175,7 @@ class ScriptProbes:
         return self._run(samples=0)
 
     def __call__(self, rate: float, total: int, staleness: int) -> float:
-        """Smoothed loss of one probe training, NaN if it diverged.
+        """Return the smoothed loss of one probe training, NaN if it diverged.
 
         Raises:
             ProbeError: if the script fails, or does not answer.
@@ -183,8 +187,7 @@ class ScriptProbes:
             late = ", no gradient late, which the script's settings do not allow"
         what = "baseline" if self.count == 0 else f"probe {self.count}"
         loss = math.nan if report.loss is None else report.loss
-        seconds = time.monotonic() - begin
-        self._say(f"{what}: rate {rate:.3f}, total {total}{late}: loss {loss:.4g} ({seconds:.0f} s)")
+        self._say(f"{what}: rate {rate:.3f}, total {total}{late}: loss {loss:.4g} ({time.monotonic() - begin:.0f} s)")
         self.count += 1
         return loss
 
@@ -208,7 +211,7 @@ class ScriptProbes:
         )
 
     def _execute(self, order: ProbeOrder, output: IO[str]) -> int | None:
-        """Exit code of the script, ``None`` if it took too long; no process of it is left."""
+        """Return the exit code of the script, ``None`` if it took too long; no process of it is left."""
         process = subprocess.Popen(
             self.command,
             env={**os.environ, VARIABLE: order.announce(), "PL_GLOBAL_SEED": str(self.seed)},

@@ -55,6 +55,14 @@ class SelectorState:
     first: float = 0.0
     threshold: float = 0.0
 
+    def begin(self, threshold: float) -> None:
+        """Set the first threshold of ``"aimd"``, by a share of which it moves."""
+        self.first = self.threshold = threshold
+
+    def aim(self, threshold: float) -> None:
+        """Set the threshold of the next step."""
+        self.threshold = threshold
+
     def state_dict(self) -> dict[str, Any]:
         """Return plain Python values, fit for any checkpoint."""
         state = self.rng.bit_generator.state
@@ -120,9 +128,10 @@ def exact(scores: Scores, k: int, state: SelectorState, search: AtLeast = at_lea
         candidates = _sampled(scores, k, search)
     held = scores[candidates]
     if len(held) < max(k, 1):
-        state.threshold = 0.0
+        state.aim(0.0)
         return candidates
-    state.threshold = least = np.partition(held, len(held) - k)[len(held) - k].item()
+    least = np.partition(held, len(held) - k)[len(held) - k].item()
+    state.aim(least)
     taken = held > least
     taken[np.flatnonzero(held == least)[: k - np.count_nonzero(taken)]] = True
     return candidates[taken]
@@ -160,10 +169,11 @@ def aimd(scores: Scores, k: int, state: SelectorState) -> Indices:
     It goes up by 1 % of its first value when the budget was filled, and down by 1 % when not.
     """
     if state.first == 0.0 and len(scores):
-        state.first = state.threshold = float(np.partition(scores, len(scores) - k)[len(scores) - k])
+        state.begin(float(np.partition(scores, len(scores) - k)[len(scores) - k]))
     chosen = _cut(np.flatnonzero(_reached(scores, state.threshold)), k, state)
     step = SETTINGS.aimd_step
-    state.threshold = state.threshold + step * state.first if len(chosen) == k else (1 - step) * state.threshold
+    filled = len(chosen) == k
+    state.aim(state.threshold + step * state.first if filled else (1 - step) * state.threshold)
     return chosen
 
 

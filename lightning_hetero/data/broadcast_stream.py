@@ -39,6 +39,10 @@ class BroadcastStream:
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
 
+    def draw_from(self, sampler: Sampler[int]) -> None:
+        """Take later orders from another sampler."""
+        self.sampler = sampler
+
     @property
     def sequential(self) -> bool:
         """True if the order is that of the dataset."""

@@ -72,7 +72,9 @@ class HeteroEngine(EngineParts):
             PlanMismatchError: if ranks differ in dataset, order, batch size or ``drop_last``.
             ValueError: if the bounds cannot give the total.
         """
-        return self.data.shard(stream, batch_size, drop_last=drop_last, planner=planner, epoch=epoch)
+        sampler = self.data.shard(stream, batch_size, drop_last=drop_last, planner=planner, epoch=epoch)
+        self.position = max(self.position, sampler.start)
+        return sampler
 
     # one step
 
@@ -83,9 +85,9 @@ class HeteroEngine(EngineParts):
     def begin_step(self, epoch: int, step: int, batch: Any = None) -> int | None:
         """Begin with a batch: take its weight, ``W b_i / B`` or what ``weight_fn`` counts; return :attr:`own_size`."""
         data = self.data
-        data.plans.position = (epoch, step)
-        if self.backwards.stepped:
-            self.backwards.begin_batch()
+        self.position = (epoch, step)
+        if self.hook_state.backwards.stepped:
+            self.hook_state.backwards.begin_batch()
         weighted = data.sampler is not None or self.config.weight_fn is not None
         if weighted != self.hook_state.weighted:
             self.hook_state.require_weighting(weighted)
@@ -104,18 +106,17 @@ class HeteroEngine(EngineParts):
     @property
     def own_size(self) -> int | None:
         """Samples of this rank that count in the running step; 0 if it runs with weight 0, ``None`` if not sharded."""
-        return None if self.sampler is None else self.sampler.sizes_at(*self.data.plans.position)[self.rank]
+        return None if self.sampler is None else self.sampler.sizes_at(*self.position)[self.rank]
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Weight the loss, as does :class:`~lightning_hetero.comm.gradients.loss_weighting.LossWeighting`."""
-        self.health.see(loss, self.data.plans.position)
+        self.health.see(loss, self.position)
         with self.excluded() if self.weighting.waits else nullcontext():
             return self.weighting.scale(loss)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Observe every backward pass inside, and average its gradients."""
-        self.backwards.count()
         with self.hook_state.backward():
             self.observer.begin_backward()
             yield
@@ -130,7 +131,7 @@ class HeteroEngine(EngineParts):
         Raises:
             RuntimeError: if no backward pass did since the batch of the last optimizer step.
         """
-        self.backwards.step()
+        self.hook_state.backwards.step()
 
     def excluded(self) -> Any:
         """Leave what is inside, such as collectives outside the backward pass, out of the computing time."""
@@ -215,7 +216,7 @@ class HeteroEngine(EngineParts):
         parts = (self.hook_state.staleness, self.compression)
         payloads: list[SyncPayload] = [self.health, self.noise or Padding(NOISE_FIELDS)]
         payloads += [part for part in parts if part is not None]
-        done, messages = self.rounds.run(decide, not_before, payloads)
+        done, messages = self.rounds.run(decide, self.position, not_before, payloads)
         if self.compression is not None:
             self.compression.apply_choice(*messages)
         self.observer.interrupt()

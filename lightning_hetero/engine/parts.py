@@ -12,7 +12,7 @@ from lightning_hetero.comm.agreement.notices import Notices
 from lightning_hetero.comm.agreement.workers import Workers
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.compressors.manager import GradientCompression
-from lightning_hetero.comm.gradients.ddp_hook import BackwardCheck, HookState
+from lightning_hetero.comm.gradients.ddp_hook import HookState
 from lightning_hetero.comm.gradients.health import Health
 from lightning_hetero.comm.gradients.loss_weighting import LossWeighting
 from lightning_hetero.comm.link.diagnosis import LinkDiagnosis
@@ -39,7 +39,6 @@ class EngineParts:
         observer: times the steps of this rank.
         hook_state: state of the gradient hook, which knows who averages.
         compression: of gradients, ``None`` without.
-        backwards: counts backward passes.
         weighting: weighs losses.
         health: watches losses, gradients and weights.
         noise: collects the noise of gradients, ``None`` without.
@@ -49,6 +48,7 @@ class EngineParts:
         data: training data, and the plans by which it is split.
         rounds: sync rounds, in which ranks agree on plans.
         notices: says what users are told once, on rank 0.
+        position: epoch and step of the running batch.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class EngineParts:
         self.put_back: Callable[[], None] | None = None
         self.data = TrainingData(config, self.control, device, local_rank)
         self.rounds = SyncRounds(self.control, self.data, self.observer, LinkDiagnosis(config, rank, self.hook_state))
-        self.notices, self.backwards = Notices(rank == 0), BackwardCheck()
+        self.notices, self.position = Notices(rank == 0), (0, 0)
 
     def restore_weights_by(self, put_back: Callable[[], None] | None) -> None:
         """Restore weights by this where a step runs with predicted ones; ``None`` if none does."""
@@ -127,7 +127,7 @@ class EngineParts:
     @property
     def plan(self) -> BatchPlan | None:
         """The plan of the running step, ``None`` before the first loader was sharded."""
-        return self.data.plans.plan
+        return self.data.plans.plan_at(self.position)
 
     @property
     def plan_history(self) -> tuple[PlanEntry, ...]:
@@ -150,11 +150,15 @@ class EngineParts:
     # state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plans of the running epoch and stale gradients in flight, as plain Python values."""
+        """Return the plans of the running epoch and stale gradients in flight, as plain Python values.
+
+        A checkpoint is about to be written, which is no part of the next step's time.
+        """
+        self.observer.interrupt()
         stale = {"staleness": self.hook_state.stale_state()}
         if self.history is None or self.workers is None:
             return stale
-        return {**self.data.plans.state_dict(self.workers), **stale}
+        return {**self.data.plans.state_dict(self.workers, self.position), **stale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore plans and in-flight gradients from a checkpoint; either may be absent."""
@@ -163,4 +167,5 @@ class EngineParts:
 
     def resume_at(self, epoch: int, step: int) -> None:
         """Go on at this step; to be called before the data is sharded."""
+        self.position = (epoch, step)
         self.data.plans.resume_at(epoch, step)

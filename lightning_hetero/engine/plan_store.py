@@ -1,4 +1,4 @@
-"""Hold the plans of a run: which ran, which runs, which is to come, and where training stands."""
+"""Hold the plans of a run: which ran, which runs, and which is to come."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -40,32 +40,27 @@ class PlanStore:
     Attributes:
         history: plans from the running epoch on, ``None`` before there is one.
         log: all plans since training began or went on.
-        position: epoch and step of the running batch.
         sayings: what was logged of plans.
     """
 
     def __init__(self, speaks: bool) -> None:
         self.history: PlanHistory | None = None
         self.log: list[PlanEntry] = []
-        self.position: Position = (0, 0)
         self.sayings = SplitLog(speaks)
         self._start: Position = (0, 0)
         self._restored: _Restored | None = None
 
-    @property
-    def plan(self) -> BatchPlan | None:
-        """The plan of the running step."""
-        return None if self.history is None else self.history.at(*self.position).plan
+    def plan_at(self, position: Position) -> BatchPlan | None:
+        """Return the plan of a step, ``None`` before there is one."""
+        return None if self.history is None else self.history.at(*position).plan
 
     def resume_at(self, epoch: int, step: int) -> None:
         """Go on at this step; to be called before the data is sharded."""
-        self._start = self.position = (epoch, step)
+        self._start = (epoch, step)
 
     def start_of(self, epoch: int) -> Position:
         """Return where sharded data begins: at an epoch, or where a resumed run goes on if that is later."""
-        start = max(self._start, (epoch, 0))
-        self.position = max(self.position, start)
-        return start
+        return max(self._start, (epoch, 0))
 
     def forget(self) -> None:
         """Forget all plans, which belong to other weights or to data that is no longer trained on."""
@@ -101,7 +96,7 @@ class PlanStore:
         known = self.history if restored is None else restored.history
         before = [] if known is None else [entry for entry in known.entries if (entry.epoch, entry.step) <= start]
         self.history = PlanHistory(tuple(before)) if before else None
-        running = None if self.history is None else self.history.at(*start).plan
+        running = self.plan_at(start)
         total = running.total_batch_size if running is not None and moves_total(planner) else total
         same_workers = restored is None or restored.workers == workers.identities
         first = start if self.history is not None else (0, 0)
@@ -133,18 +128,18 @@ class PlanStore:
         self.log.append(entry)
         self.sayings.adopted(entry)
 
-    def end_round(self) -> None:
-        """Drop plans of epochs that are over."""
+    def drop_before(self, epoch: int) -> None:
+        """Drop plans of earlier epochs."""
         if self.history is not None:
-            self.history = self.history.since(self.position[0])
+            self.history = self.history.since(epoch)
 
     # state
 
-    def state_dict(self, workers: Workers) -> dict[str, Any]:
+    def state_dict(self, workers: Workers, position: Position) -> dict[str, Any]:
         """Return the plans of the running epoch, whom they are for and where training stands: plain Python values."""
         assert self.history is not None
-        history = self.history.since(self.position[0]).state_dict()
-        return {"history": history, "workers": list(workers.identities), "at": list(self.position)}
+        history = self.history.since(position[0]).state_dict()
+        return {"history": history, "workers": list(workers.identities), "at": list(position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with these plans when data is sharded; with those at hand if the state has none."""

@@ -56,11 +56,14 @@ class SyncRounds:
         """Steps since the last round."""
         return self.timer.synced_steps - self.schedule.last
 
-    def run(self, decide: Decide, not_before: tuple[int, int], payloads: Sequence[SyncPayload]) -> Any:
+    def run(
+        self, decide: Decide, at: tuple[int, int], not_before: tuple[int, int], payloads: Sequence[SyncPayload]
+    ) -> Any:
         """Gather payloads, decide on rank 0, adopt a new plan; collective.
 
         Args:
             decide: called on rank 0.
+            at: epoch and step of the running batch.
             not_before: earliest position of a new plan.
             payloads: what ranks tell each other besides their step times.
 
@@ -84,7 +87,7 @@ class SyncRounds:
             if done.proposal is not None:
                 workers.check_user_split(done.proposal.plan)
                 entry = PlanEntry(*start, done.proposal.plan, done.proposal.reason)
-            cost, step, at = time.perf_counter() - begin, self.timer.synced_steps, plans.position
+            cost, step = time.perf_counter() - begin, self.timer.synced_steps
             ahead = start[1] - (at[1] + 1 if start[0] == at[0] else 0)
             following = self.schedule.after(step, observations, cost, done, ahead=ahead // self.accumulation)
             return entry, predicted, following, (done.density, done.stale)
@@ -92,8 +95,8 @@ class SyncRounds:
         entry, (predicted, error), following, messages = self.control.decide(decision)
         if entry is not None:
             plans.append(entry)
-        self.control.require_equal("the plan and the step of the next look", (plans.history.digest(), following))
-        plans.end_round()
+        self.control.require_equal("the plan and the step of the next sync round", (plans.history.digest(), following))
+        plans.drop_before(at[0])
         self.schedule.done(self.timer.synced_steps, following, between_epochs=not_before[1] == 0)
         plans.sayings.note_kept(done)
         return RoundResult(done.planner, observations, entry, predicted, error, done.density is not None), messages

@@ -187,6 +187,6 @@ class Adaptation:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where an earlier run stood."""
         if self._noise is not None and "noise_scale" in state:
-            self._noise.running = RunningNoiseScale.from_state_dict(state["noise_scale"])
+            self._noise.take_over(RunningNoiseScale.from_state_dict(state["noise_scale"]))
         if self._total is not None:
             self._total.load_state_dict(state.get("total", {}))

@@ -250,7 +250,9 @@ def test_a_stall_changes_nothing_and_a_megabit_is_said_to_be_the_bound():
     assert [level for level, _ in said] == ["WARNING"], said
     (stall,) = [text for level, text in results[0]["said"] if level == "WARNING" and not text.startswith("density ")]
     assert re.match(r"communication-bound: .* longest (4\.9|5)", stall), "the same link is said to be thin twice"
-    found = re.search(r"sends ([\d.]+) MB/s .* network-bound: even the least density takes ([\d.]+) ms", said[0][1])
+    found = re.search(
+        r"sends ([\d.]+) MB/s .* communication-bound: even the least density takes ([\d.]+) ms", said[0][1]
+    )
     assert 0.05 < float(found[1]) < 0.2
     assert 200 < float(found[2]) < 1500
 

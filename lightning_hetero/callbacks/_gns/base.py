@@ -24,7 +24,14 @@ log = logging.getLogger("lightning_hetero")
 class Source:
     """A source of gradients, told of the seams of a step; by default it does nothing there."""
 
-    running: RunningNoiseScale
+    @property
+    def running(self) -> RunningNoiseScale:
+        """The running estimate."""
+        raise NotImplementedError
+
+    def take_over(self, running: RunningNoiseScale) -> None:
+        """Go on from an estimate."""
+        raise NotImplementedError
 
     def listen(self, news: Callable[[], None]) -> None:
         """Tell when workers have put their estimates together, if that is not at a seam of a step."""

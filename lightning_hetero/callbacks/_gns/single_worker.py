@@ -22,7 +22,7 @@ class SingleWorkerSource(Source):
 
     def __init__(self, *, every_n_steps: int, horizon: float) -> None:
         self.every_n_steps = every_n_steps
-        self.running = RunningNoiseScale(horizon=horizon)
+        self._running = RunningNoiseScale(horizon=horizon)
         self.norms = GradientNorms()
         self.windows, self.pairs = WindowSums(), WindowSums()
         self.number = 0
@@ -34,8 +34,15 @@ class SingleWorkerSource(Source):
         self.products: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.previous: dict[int, tuple[int, list[torch.Tensor]]] = {}
 
+    @property
+    def running(self) -> RunningNoiseScale:
+        return self._running
+
+    def take_over(self, running: RunningNoiseScale) -> None:
+        self._running = running
+
     def precondition(self, preconditioner: AdamPreconditioner | None) -> None:
-        self.norms.preconditioner = preconditioner
+        self.norms.precondition(preconditioner)
 
     @property
     def known(self) -> bool:
@@ -115,9 +122,9 @@ class SingleWorkerSource(Source):
 
     def flush(self) -> None:
         """Read what the device has computed, and take it into the running estimate."""
-        self.running = merge_parts(self.running, self.windows.take()[None])
+        self._running = merge_parts(self._running, self.windows.take()[None])
         weight = 0.5 if self.every_n_steps == 1 else 1.0  # successive pairs overlap
-        self.running = merge_parts(self.running, self.pairs.take()[None], biased=True, weight=weight)
+        self._running = merge_parts(self._running, self.pairs.take()[None], biased=True, weight=weight)
 
     def interval(self) -> dict[str, Any]:
         for sums in (self.windows, self.pairs):

@@ -45,14 +45,14 @@ class DensityControl:
             staleness: may let them be stale.
             links: estimate of the rate of each one that sends.
         """
-        bound = self.choice is not None and self.choice.network_bound
+        bound = self.choice is not None and self.choice.communication_bound
         before, self.choice = blocks.density, choice
         blocks.set_density(choice.density)
         moved = _delay(staleness, stale)
-        if self.speaks and (choice.density != before or choice.network_bound != bound or moved):
+        if self.speaks and (choice.density != before or choice.communication_bound != bound or moved):
             rates = [link.rate or math.inf for link in links]
             log.log(
-                logging.WARNING if choice.network_bound else logging.INFO,
+                logging.WARNING if choice.communication_bound else logging.INFO,
                 "density %.3g -> %.3g: rank %d sends %.4g MB/s at the least; %s",
                 before,
                 choice.density,

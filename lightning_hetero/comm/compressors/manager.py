@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -90,7 +90,7 @@ class GradientCompression:
                 "compression= sends the gradients of one model, and a second one was set up. Put both into one module, "
                 "or set compression=None."
             )
-        if self._module is None or self._module() is not module:
+        if self._module is not None and self._module() is not module:
             self.optimizers.forget()
         self._module = weakref.ref(module)
         before, self.averager = self.state_dict_of_rank(), None
@@ -198,7 +198,7 @@ class GradientCompression:
     @property
     def blocks(self) -> BlockTopKAverager | None:
         """The averager, if its density can be set."""
-        return None if self.averager is None else self.averager.blocks
+        return None if self.averager is None else cast("BlockTopKAverager | None", self.averager.blocks)
 
     @property
     def _may_delay(self) -> bool:
@@ -295,6 +295,6 @@ class GradientCompression:
     def reset(self) -> None:
         """Let the model that is attached next begin as the first one did."""
         self.checkpoint.clear()
+        self.optimizers.forget()
         self._module = self.averager = None
-        self.density = DensityControl(self.control.rank == 0)
-        self.watch = LinkState(self._topology.size)
+        self.density, self.watch = DensityControl(self.control.rank == 0), LinkState(self._topology.size)

@@ -7,7 +7,7 @@ the running step, what rides in a checkpoint, and what it reports of the bytes i
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from lightning_hetero.comm.collectives import async_ops
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.gradients.squared_norms import BucketSquares
-
-if TYPE_CHECKING:
-    from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
 
 __all__ = ["DDPMean", "Future", "GradientAverager", "StepFlags", "StepReport", "UserHook"]
 
@@ -142,9 +139,14 @@ class GradientAverager(ABC):
         """
 
     @property
-    def blocks(self) -> "BlockTopKAverager | None":
+    def blocks(self) -> "GradientAverager | None":
         """This averager, if its density can be set and an optimizer can take its blocks."""
         return None
+
+    @property
+    def sends_blocks(self) -> bool:
+        """``True`` if it sends some blocks of the gradient at present, and not all of it."""
+        return False
 
     @property
     def user_hook(self) -> Callable[..., Any] | None:

@@ -26,6 +26,10 @@ class LoaderPass:
 
     left: bool = False
 
+    def leave(self) -> None:
+        """Note that nobody iterates it any more."""
+        self.left = True
+
 
 @dataclass(eq=False)
 class HandedOut:
@@ -51,6 +55,11 @@ class HandedOut:
         tensors = [tensor for tensor in tensors_in(batch) if tensor.layout is torch.strided]
         self.shapes = frozenset(tuple(tensor.shape) for tensor in tensors)
         self.storages = [(weakref.ref(tensor), _address(tensor)) for tensor in tensors if tensor.numel()]
+
+    def use(self) -> "HandedOut":
+        """Note that a loss of the batch was run backward."""
+        self.used = True
+        return self
 
     def holds(self, addresses: set[int]) -> bool:
         """Return whether one of these storages is the batch's; a tensor that is gone may have left its address."""
@@ -78,6 +87,10 @@ class BatchTrace:
         self.several, self.check = several, check
         self._open: deque[HandedOut] = deque(maxlen=MOST_OPEN)
         self._selected: HandedOut | None = None
+
+    def hold_several(self) -> None:
+        """Tell losses apart by their batches from now on."""
+        self.several = True
 
     @property
     def open(self) -> tuple[HandedOut, ...]:
@@ -159,18 +172,15 @@ class BatchTrace:
             RuntimeError: if the batches that it may belong to, or was made of, have different weights.
         """
         if self._selected is not None:
-            self._selected.used = True
-            return self._selected
+            return self._selected.use()
         if len(self._open) < 2:
-            for handed in self._open:
-                handed.used = True
-            return self._open[-1] if self._open else None
+            return self._open[-1].use() if self._open else None
         found = _marks(loss)
         candidates = found or list(self._open)
         if len({handed.key for handed in candidates}) > 1:
             raise RuntimeError(_why_not(candidates, traced=bool(found)))
         if len(found) == 1:
-            found[0].used = True
+            found[0].use()
         return candidates[-1]
 
 

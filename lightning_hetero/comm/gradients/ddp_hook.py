@@ -47,6 +47,7 @@ class HookState:
         staleness: averages in place of ``averager``, some buckets one step late; ``None`` if all are awaited.
         residual_payout: adds what an earlier run had not sent to a bucket, and tells whether that is all.
         squares: squared norms of the running step's buckets.
+        backwards: counts backward passes between two optimizer steps.
         backward_via_strategy: whether the running backward pass went through the strategy, which weights the loss.
         num_bytes: bytes of the gradients that were averaged so far.
     """
@@ -64,7 +65,7 @@ class HookState:
         self.averager = averager or DDPMean(world_size, topology)
         self.staleness: StaleAverager | None = None
         self.residual_payout: Callable[[dist.GradBucket], bool] | None = None
-        self.squares = BucketSquares()
+        self.squares, self.backwards = BucketSquares(), BackwardCheck()
         self.backward_via_strategy, self.num_bytes = False, 0
         self._skipped = self._fired = False
         self._restored: dict[str, Any] = {}
@@ -111,7 +112,8 @@ class HookState:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Mark the backward pass inside as one that went through the strategy."""
+        """Count the backward pass inside, and mark it as one that went through the strategy."""
+        self.backwards.count()
         self.backward_via_strategy = True
         try:
             yield

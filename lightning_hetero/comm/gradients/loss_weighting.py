@@ -45,7 +45,7 @@ class LossWeighting:
 
     def hold_several(self) -> None:
         """Tell losses apart by their batches, of which the loop may hold several at once."""
-        self.trace.several = True
+        self.trace.hold_several()
 
     def begin(self, own: int, total: int, batch: Any, sizes: Sequence[int] = ()) -> None:
         """Take the weight of a batch of ``own`` out of ``total`` samples; a collective call with ``weight_fn``.
@@ -86,7 +86,7 @@ class LossWeighting:
                 yield batch
             self.trace.forget(loader)
         finally:
-            loader.left = True
+            loader.leave()
 
     def _begin_beside(self, batch: Any, loader: LoaderPass) -> None:
         rows = next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim), 0)

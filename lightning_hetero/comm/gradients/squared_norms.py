@@ -188,10 +188,11 @@ def _stored(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def square(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Squared norm in parts, of 16-bit values in float32: one small tensor on a GPU, one for each chunk on a CPU.
+    """Return a squared norm in parts: one small tensor on a GPU, one for each chunk on a CPU.
 
-    The tensor is one that needs no gradient. On a CPU a small bucket takes a single operation of torch: in the middle
-    of a training each further one that is called only here waits some 20 us for its own code.
+    Norms of 16-bit values are float32. The tensor is one that needs no gradient. On a CPU a small bucket takes a single
+    operation of torch: in the middle of a training each further one that is called only here waits some 20 us for its
+    own code.
     """
     wide = tensor.dtype in (torch.float32, torch.float64)
     if wide and tensor.device.type == "cpu" and tensor.is_contiguous():

@@ -67,9 +67,7 @@ class LinkDiagnosis:
 
     def _advice(self) -> str:
         """Return what would help and is not done yet."""
-        blocks = self.hook.averager.blocks
-        sends_blocks = blocks is not None and not blocks.paused
-        less = "a lower density" if sends_blocks else 'compression="block_topk(density=0.01)"'
+        less = "a lower density" if self.hook.averager.sends_blocks else 'compression="block_topk(density=0.01)"'
         text = (
             f"To wait less, send less ({less}; under Lightning, TTACallback finds it), or less often (larger "
             "batches, gradient accumulation)."

@@ -46,7 +46,7 @@ class _Held:
 
 
 def _unless(dropped: bool | torch.Tensor, squares: Squares) -> Squares:
-    """Squared norms, not finite if the step was left out."""
+    """Return squared norms, not finite if the step was left out."""
     if isinstance(dropped, torch.Tensor):
         return [torch.where(dropped != 0, torch.nan, value) for value in squares]
     return [torch.full_like(value, torch.nan) for value in squares] if dropped else squares
@@ -124,12 +124,12 @@ class NoiseCollector:
         """Take the norms of the gradients of an optimizer step, which were averaged."""
         due = self.number % self.every_n_steps == 0
         self.number += 1
-        squares, late = self.hook.squares.take(), self.hook.squares.take_stale()
+        squares, stale = self.hook.squares.take(), self.hook.squares.take_stale()
         dropped = self.hook.step_skipped
         window, self._window = tuple(self._window), []
         first, self._first = self._first, []
         kind = frozenset() if self.hook.staleness is None else self.hook.staleness.step_kind
-        self._complete(kind, late, dropped)
+        self._complete(kind, stale, dropped)
         if squares is None or not due or kind is None:
             return
         local = squares[0]
@@ -164,17 +164,17 @@ class NoiseCollector:
         All ranks have to call it together.
         """
         if self._held is not None and self.hook.staleness is not None:
-            owed, dropped = self.hook.staleness.wait_in_flight()
-            late: list[torch.Tensor] = []
-            for flat, owners in owed:
-                late += self.hook.squares.norms.of_average(flat, lambda owners=owners: owners)  # type: ignore[misc]
-            self._complete(self._held.kind, late, dropped)
+            in_flight, dropped = self.hook.staleness.wait_in_flight()
+            stale: list[torch.Tensor] = []
+            for flat, owners in in_flight:
+                stale += self.hook.squares.norms.of_average(flat, lambda owners=owners: owners)  # type: ignore[misc]
+            self._complete(self._held.kind, stale, dropped)
 
-    def _complete(self, kind: frozenset[str] | None, late: Squares, dropped: bool | torch.Tensor) -> None:
+    def _complete(self, kind: frozenset[str] | None, stale: Squares, dropped: bool | torch.Tensor) -> None:
         """Add the step before, of which something came with this one."""
         held, self._held = self._held, None
         if held is not None and (held.kind == kind or not held.exact):
-            whole = _unless(dropped, [*held.whole, *late] if held.exact else held.whole)
+            whole = _unless(dropped, [*held.whole, *stale] if held.exact else held.whole)
             self.add(held.estimator, held.first, held.local, whole)
 
     def add(self, estimator: WindowEstimator, first: Squares, local: Squares, whole: Squares) -> None:

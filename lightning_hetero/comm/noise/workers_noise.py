@@ -37,9 +37,9 @@ class WorkersNoise:
         """The running estimate, the same on all ranks."""
         return self.collector.running
 
-    @running.setter
-    def running(self, value: RunningNoiseScale) -> None:
-        self.collector.take_over(value)
+    def take_over(self, running: RunningNoiseScale) -> None:
+        """Go on from an estimate."""
+        self.collector.take_over(running)
 
     def precondition(self, preconditioner: AdamPreconditioner | None) -> None:
         """Take norms of gradients as Adam scales them."""

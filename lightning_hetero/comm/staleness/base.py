@@ -130,12 +130,12 @@ class MeasuredStaleness(StaleAverager):
 
     def _follow(self, choice: DelayChoice, transfers: int, *, say: bool) -> None:
         """Delay what rank 0 has chosen, and say so if that is a change."""
-        bound = self.choice is not None and self.choice.network_bound
+        bound = self.choice is not None and self.choice.communication_bound
         before, self.choice = self._awaited(), choice
         self._await_first(choice.synchronous)
-        if say and (choice.synchronous != before or choice.network_bound != bound):
+        if say and (choice.synchronous != before or choice.communication_bound != bound):
             log.log(
-                logging.WARNING if choice.network_bound else logging.INFO,
+                logging.WARNING if choice.communication_bound else logging.INFO,
                 "staleness: %d of %d %s (%.0f %% of the gradient) come a step later; link %.4g MB/s: %s",
                 transfers - choice.synchronous,
                 transfers,

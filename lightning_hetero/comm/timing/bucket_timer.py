@@ -91,7 +91,8 @@ class BucketTimer:
     def spans(self) -> list[tuple[int, int, float, float, float]]:
         """Return step, bucket, and seconds from the step's first gradient until it was ready, sent and received.
 
-        These are all transfers of the newest 32 steps that have arrived on this rank, in the order of sending.
+        These are all transfers of the newest ``max_steps`` steps that have arrived on this rank, in the order of
+        sending.
         """
         found = []
         for step in self._steps:
@@ -106,8 +107,9 @@ class BucketTimer:
         """Return the steps of so many buckets since the last call.
 
         Returns:
-            shape ``(32, 2 + buckets)``: number of the step, seconds that its all-reduces kept the link busy, seconds
-            from the end of the synchronisation before until each bucket was ready. Rows that are not used are NaN.
+            shape ``(max_steps, 2 + buckets)``: number of the step, seconds that its all-reduces kept the link busy,
+            seconds from the end of the synchronisation before until each bucket was ready. Rows that are not used are
+            NaN.
         """
         table = np.full((self.settings.max_steps, 2 + buckets), np.nan)
         row = 0
@@ -155,7 +157,7 @@ def combine(tables: Array) -> tuple[float, Array] | None:
     as well; a bucket is ready when it is on the slowest rank.
 
     Args:
-        tables: :meth:`BucketTimer.take` of every rank, shape ``(ranks, 32, 2 + buckets)``.
+        tables: :meth:`BucketTimer.take` of every rank, shape ``(ranks, max_steps, 2 + buckets)``.
 
     Returns:
         Seconds, and seconds per bucket in increasing order; ``None`` if there is no common step.

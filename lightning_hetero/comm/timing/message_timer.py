@@ -58,8 +58,8 @@ class MessageTimer:
         """Return the steps since the last call whose messages have all arrived.
 
         Returns:
-            shape ``(32, 2 + ranks)``: number of the step, bytes that this rank sent, seconds until each rank's message
-            was there. Rows that are not used are NaN.
+            shape ``(max_steps, 2 + ranks)``: number of the step, bytes that this rank sent, seconds until each
+            rank's message was there. Rows that are not used are NaN.
         """
         table = np.full((self.settings.max_steps, 2 + self.world_size), np.nan)
         rows, self._rows = self.rows()[-self.settings.max_steps :], []
@@ -84,7 +84,7 @@ def message_seconds(tables: Array) -> tuple[float, Array] | None:
     """Return the bytes that a rank sent in a step and the seconds of each rank's message: medians over common steps.
 
     Args:
-        tables: :meth:`MessageTimer.take` of every rank, shape ``(ranks, 32, 2 + ranks)``.
+        tables: :meth:`MessageTimer.take` of every rank, shape ``(ranks, max_steps, 2 + ranks)``.
 
     Returns:
         Bytes and seconds per rank, as the rank saw them that was ready last; ``None`` if there is no common step.

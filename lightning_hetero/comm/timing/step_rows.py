@@ -24,7 +24,6 @@ FIELDS = len(StepObservations.FIELDS)
 ENDS = FIELDS + 3
 """Place of the ends of the buckets in a row, behind the step number, the fields and two numbers of processor time."""
 OUTSIDE = [1 + StepObservations.FIELDS.index(name) for name in ("data_wait", "forward", "optimizer")]
-COMPUTE = [*OUTSIDE, 1 + StepObservations.FIELDS.index("backward")]
 
 
 class StepRows:
@@ -122,12 +121,6 @@ def row_of(clock: Clock, step: StepMarks) -> Array:
     return np.array([step.number, *fields, *processor_seconds(window), *done])
 
 
-def compute_seconds(row: Array) -> Array:
-    """Return ``a + P`` of one row or of several."""
-    seconds: Array = row[..., COMPUTE].sum(axis=-1)
-    return seconds
-
-
 def processor_seconds(window: list[BatchMarks]) -> tuple[float, float]:
     """Return the mean processor seconds of a micro-batch outside of its backward pass and in it."""
     backward = sum(passage.processor_seconds for batch in window for passage in batch.backwards)
@@ -155,7 +148,7 @@ def match_rows(tables: Array) -> StepObservations:
 
     Args:
         tables: :meth:`~lightning_hetero.comm.timing.step_timer.StepTimer.take` of every rank, shape
-            ``(ranks, 32, 10 + buckets)``.
+            ``(ranks, max_steps, 10 + buckets)``.
     """
     steps = common_steps(tables)
     rows = [[t[np.flatnonzero(t[:, 0] == step)[0], 1:] for t in tables] for step in steps]

@@ -213,8 +213,8 @@ class StepTimer:
     def take(self) -> Array:
         """Return the rows since the last call, newest last: step number, fields, ends of the buckets.
 
-        The shape is ``(32, 10 + buckets)`` for the most buckets of a step so far, which is equal on all ranks. Unused
-        places are NaN.
+        The shape is ``(max_steps, 10 + buckets)`` for the most buckets of a step so far, which is equal on all ranks.
+        Unused places are NaN.
         """
         return self._rows.take(self.buckets)
 

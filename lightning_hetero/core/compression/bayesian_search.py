@@ -136,7 +136,7 @@ class ProfilePenalty:
 
 
 def _place(values: Array, grid: Array) -> tuple[npt.NDArray[np.int64], Array]:
-    """Cell of an even grid in which values lie, and how far along it, 0 to 1; outside, the end counts."""
+    """Return the cell of an even grid that each value lies in, and how far along it, 0 to 1; outside, the end."""
     places = np.interp(values, grid, np.arange(len(grid)))
     cells = np.minimum(places.astype(np.int64), len(grid) - 2)
     return cells, places - cells

@@ -178,7 +178,7 @@ class DensityChoice:
 
     Example:
         >>> choice = DensityChoice(0.01, 64, objective=0.002, compute=0.1, transfer=0.02, least=0.002)
-        >>> round(choice.step_time, 6), choice.network_bound
+        >>> round(choice.step_time, 6), choice.communication_bound
         (0.12, False)
     """
 
@@ -196,7 +196,7 @@ class DensityChoice:
         return max(self.compute, self.transfer) if self.stale else self.compute + self.transfer
 
     @property
-    def network_bound(self) -> bool:
+    def communication_bound(self) -> bool:
         """``True`` if even the least density takes longer than computing (S eq. 6 has no solution)."""
         return self.least > self.compute
 
@@ -213,8 +213,8 @@ class DensityChoice:
         )
         if self.stale:
             text += ", which come a step later"
-        if self.network_bound:
-            text += f"; network-bound: even the least density takes {1e3 * self.least:.3g} ms on the link"
+        if self.communication_bound:
+            text += f"; communication-bound: even the least density takes {1e3 * self.least:.3g} ms on the link"
         return text
 
 

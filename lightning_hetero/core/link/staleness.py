@@ -128,7 +128,8 @@ class DelayChoice:
         transfer: seconds that a step's gradients take on the link.
 
     Example:
-        >>> DelayChoice(synchronous=0, step_time=0.3, all_synchronous=0.4, compute=0.1, transfer=0.3).network_bound
+        >>> choice = DelayChoice(synchronous=0, step_time=0.3, all_synchronous=0.4, compute=0.1, transfer=0.3)
+        >>> choice.communication_bound
         True
     """
 
@@ -139,7 +140,7 @@ class DelayChoice:
     transfer: float
 
     @property
-    def network_bound(self) -> bool:
+    def communication_bound(self) -> bool:
         """``True`` if gradients take longer than computing, so that one step of delay cannot cover them."""
         return self.transfer > (1.0 + SETTINGS.tolerance) * self.compute
 
@@ -147,8 +148,8 @@ class DelayChoice:
         """Return one line for the log."""
         waiting, chosen, computing = (1e3 * s for s in (self.all_synchronous, self.step_time, self.compute))
         text = f"step {waiting:.3g} -> {chosen:.3g} ms, computing {computing:.3g} ms"
-        if self.network_bound:
-            text += f"; network-bound: the gradients of a step take {1e3 * self.transfer:.3g} ms on the link"
+        if self.communication_bound:
+            text += f"; communication-bound: the gradients of a step take {1e3 * self.transfer:.3g} ms on the link"
         return text
 
 

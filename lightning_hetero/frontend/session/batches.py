@@ -62,7 +62,7 @@ class SessionBatches:
     def sampler(self, sampler: Any) -> None:
         stream = self.session.stream
         if isinstance(stream, BroadcastStream):
-            stream.sampler = sampler
+            stream.draw_from(sampler)
 
     def __iter__(self) -> Iterator[list[int]]:
         assert self.session.engine.sampler is not None

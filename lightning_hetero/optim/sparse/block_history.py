@@ -31,6 +31,10 @@ class BlockHistory:
     flushed_at: int
     blocks: torch.Tensor | None
 
+    def flushed(self, step: int) -> None:
+        """Note that all of its blocks are flushed up to a step."""
+        self.flushed_at = step
+
     def skipped(self, blocks: torch.Tensor, step: int) -> torch.Tensor:
         """Return how many steps some of its blocks, given by their history, have skipped."""
         return step - (blocks & LAST_TOUCH_MASK).clamp_(min=self.flushed_at)

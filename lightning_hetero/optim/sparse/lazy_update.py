@@ -273,7 +273,7 @@ class LazyUpdate:
             assert history.blocks is not None
             skipped = history.skipped(history.blocks, step)
             flush_blocks(self.rule, p, self._buffers(p, history.cohort), skipped, deferred, self.block)
-        history.flushed_at = step
+        history.flushed(step)
 
     # checkpoints
 

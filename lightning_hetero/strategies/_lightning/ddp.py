@@ -68,8 +68,8 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
             others.
         sparse_optimizer: ``True`` lets SGD or AdamW update only the blocks that block top-k sends.
         staleness: 1 applies gradients that would make steps wait for the link a step later; 0 applies none so.
-        transfer_priority: let the all-reduces that a step waits for cross the link before stale ones.
         nonfinite: ``"warn"`` of a loss that is not finite, ``"drop"`` such gradients on all ranks, or ``"stop"``.
+        transfer_priority: let the all-reduces that a step waits for cross the link before stale ones.
         kwargs: everything that Lightning's ``DDPStrategy`` takes.
 
     Raises:
@@ -101,8 +101,8 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
         hierarchy: str | Sequence[Sequence[int]] | None = None,
         sparse_optimizer: bool | str = False,
         staleness: int = 0,
-        transfer_priority: bool = False,
         nonfinite: str = "warn",
+        transfer_priority: bool = False,
         **kwargs: Any,
     ) -> None:
         refuse_for_own_loops(self, kwargs)

@@ -124,7 +124,7 @@ class SharedSignals:
         self._send()
 
     def finish(self) -> None:
-        """Training is over: a signal that came since the last check ends it on all ranks after all.
+        """Finish training: a signal that came since the last check ends it on all ranks after all.
 
         Raises:
             SIGTERMException: on all ranks, if one was told to end.

@@ -60,7 +60,7 @@ def attach_staleness(strategy: "HeteroDDPMixin") -> None:
         "hold": state.hold,
     }
     late: MeasuredStaleness
-    blocks = state.averager.blocks
+    blocks = None if engine.compression is None else engine.compression.blocks
     if blocks is not None:
         late = BlockTopKStaleAverager(limit, blocks, parameters, **settings)
     else:

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane, PlanMismatchError, check_digests
@@ -60,6 +61,34 @@ def test_broadcast_is_rank_0s(world_size):
 def test_an_error_travels_as_a_value():
     found = everywhere(3, lambda plane: plane.broadcast_object(ValueError("no") if plane.rank == 0 else None))
     assert [(type(error), str(error)) for error in found] == [(ValueError, "no")] * 3
+
+
+class TwoPartsError(Exception):
+    """Can be sent and not be received: what is called anew is given its one text."""
+
+    def __init__(self, what, why):
+        super().__init__(f"{what}: {why}")
+
+
+def _raise_two_parts():
+    raise TwoPartsError("the policy", "no split")
+
+
+def test_an_error_that_cannot_be_received_reaches_every_rank_by_its_text():
+    errors = everywhere(3, lambda plane: plane.decide(_raise_two_parts), expect_errors=True)
+    assert [kind for _, kind, _ in errors] == ["TwoPartsError", "RuntimeError", "RuntimeError"]
+    assert all("the policy: no split" in message for *_, message in errors)
+    assert all("TwoPartsError: the policy" in message for rank, _, message in errors if rank)
+
+
+def _greatest(plane):
+    notes = torch.tensor([plane.rank, 2 - plane.rank, 1], dtype=torch.int64)
+    plane.maximum_later()(notes).wait()
+    return notes.tolist()
+
+
+def test_the_greatest_of_all_ranks_numbers():
+    assert everywhere(3, _greatest) == [[2, 2, 1]] * 3
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

@@ -159,3 +159,16 @@ def test_a_dense_sum_gets_what_was_not_sent(scaled):
     assert one.of_rank(None, Watch())["residuals"]["w"].tolist() == [3.0, 3.0]
     one.clear()
     assert one.hook.payout is None
+
+
+def test_what_was_paid_out_is_neither_saved_nor_paid_again():
+    """A checkpoint's residuals go into one dense sum; a later checkpoint and a second training have none of them."""
+    one, module = checkpoint(others=[{}]), nn.Module()
+    module.w = nn.Parameter(torch.zeros(2))
+    one.load(saved([3.0, 4.0]))
+    one.pay_out(module, {}, scaled=False)
+    one.hook.payout.residuals.clear()  # they were added to a bucket
+    assert one.of_all(one.of_rank(None, Watch()), alone=False) == {}
+    one.drop_payout()
+    one.pay_out(module, one.of_rank(None, Watch()), scaled=False)
+    assert one.hook.payout is None

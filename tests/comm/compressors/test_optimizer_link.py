@@ -5,7 +5,7 @@ import torch
 
 from lightning_hetero import BlockTopK
 from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
-from lightning_hetero.comm.compressors.optimizer_link import OptimizerLink
+from lightning_hetero.comm.compressors.optimizer_link import OptimizerLink, clip_targets
 from lightning_hetero.compression.block_gradient import BlockGradient
 from lightning_hetero.optim import SparseAdamW, SparseSGD
 from tests.comm.contexts import context_of
@@ -182,3 +182,13 @@ def test_state_is_that_of_all_sparse_steps(monkeypatch):
     link = OptimizerLink(False)
     link.bind([dense, sparse], more=False)
     assert link.state() == [{"of": "p"}]
+
+
+def test_the_values_of_blocks_are_clipped_while_they_are_the_gradient():
+    """A gradient that something else has put in their place is clipped as it is."""
+    p, q = weights(2)
+    given = Blocks([p, q]).given
+    p.grad, q.grad = given[p].grad, torch.ones(64)
+    values, dense = clip_targets([p, q], given)
+    assert values.grad is given[p].values
+    assert dense is q

@@ -2,13 +2,14 @@
 
 import copy
 import io
+import pickle
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_hetero.comm.gradients.batch_trace import HandedOut
+from lightning_hetero.comm.gradients.batch_trace import BatchTrace, HandedOut
 from lightning_hetero.comm.gradients.loss_weighting import LossWeighting
 from lightning_hetero.config import HeteroConfig
 
@@ -322,3 +323,16 @@ def test_a_watched_model_can_be_copied_and_saved():
     for model in (copied, loaded):
         assert model(batches[0]["x"]).shape == (6, 1)
     assert loop.weight(loop.loss(batches[0])) == 1.5
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_the_model_marks_nothing(copied):
+    """Averaged weights, say, whose losses are not run backward."""
+    trace, seen = BatchTrace(several=True), []
+    trace.mark = lambda given, output: seen.append(output)
+    model = nn.Linear(2, 1)
+    trace.watch(model)
+    copied(model)(torch.ones(3, 2))
+    assert seen == []
+    model(torch.ones(3, 2))
+    assert len(seen) == 1

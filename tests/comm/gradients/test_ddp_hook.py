@@ -2,7 +2,8 @@
 
 import inspect
 import math
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hetero.comm.gradients.ddp_hook import DIRECT_BACKWARD, HookState, gradient_hook
+from lightning_hetero.comm.gradients.ddp_hook import DIRECT_BACKWARD, BackwardCheck, HookState, gradient_hook
 from lightning_hetero.comm.gradients.squared_norms import GradientNorms
 from lightning_hetero.comm.timing.clock import HostClock
 from lightning_hetero.comm.timing.step_timer import StepTimer
@@ -209,6 +210,91 @@ def test_backward_that_bypasses_the_weighting_is_an_error():
 @pytest.mark.parametrize(("weighted", "through"), [(True, True), (False, False)])
 def test_weighted_or_not_to_be_weighted_is_no_error(weighted, through):
     run_ranks(_direct, 2, weighted, through)
+
+
+def state_of(**given):
+    return HookState(StepTimer(HostClock()), 2, **given)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_only_the_backward_pass_inside_went_through_the_strategy(fails):
+    state = state_of(weighted=True)
+    with suppress(ZeroDivisionError), state.backward():
+        state.begin_bucket(torch.ones(2), first=True)
+        1 / (not fails)
+    with pytest.raises(RuntimeError, match="called directly"):
+        state.begin_bucket(torch.ones(2), first=True)
+
+
+def test_every_optimizer_step_needs_a_backward_pass_since_the_one_before():
+    check = BackwardCheck()
+    check.begin_batch()
+    check.count()
+    check.begin_batch()  # the next one of an accumulation window
+    check.step()
+    check.step()  # another optimizer on the same gradients
+    check.begin_batch()
+    with pytest.raises(RuntimeError, match="called directly"):
+        check.step()
+
+
+def test_a_step_that_was_left_out_is_over_with_the_first_bucket_of_the_next():
+    state = state_of()
+    assert not state.take_fired()
+    state.begin_bucket(torch.ones(2), first=True)
+    state.skip_step()
+    state.begin_bucket(torch.ones(2), first=False)
+    assert state.step_skipped
+    assert state.take_fired()
+    assert not state.take_fired(), "no bucket was averaged since"
+    state.begin_bucket(torch.ones(2), first=True)
+    assert not state.step_skipped
+
+
+def test_what_an_averager_left_out_counts_too():
+    state = state_of()
+    state.active.flags.skip()
+    assert state.step_skipped
+
+
+def test_a_checkpoint_waits_for_who_takes_it_once():
+    state, held = state_of(), {"delayed": ["w"], "sums": {"w": torch.ones(2)}}
+    state.load_stale_state(held)
+    assert state.stale_state() is held, "it is saved again where no model has come"
+    assert state.take_restored() is held
+    assert state.take_restored() == {}, "its sums would be applied twice"
+    assert state.stale_state() == {}
+
+
+def test_all_ways_of_gradients_have_process_groups_to_leave():
+    state, way, stale = state_of(), SimpleNamespace(flat=True), SimpleNamespace()
+    assert state.topologies == []
+    state.delay_by(SimpleNamespace(topology=stale))
+    assert state.topologies == [stale]
+    state = state_of(topology=way)
+    state.delay_by(SimpleNamespace(topology=None))
+    assert state.topologies == [way]
+
+
+def _paid(rank):
+    """Squared norms of a step whose sum holds what an earlier run had not sent."""
+    dist.init_process_group("gloo")
+    model, alone = DistributedDataParallel(build().double()), build().double()
+    state = HookState(StepTimer(HostClock()), 2)
+    state.squares.want(True)
+    state.pay_out(lambda bucket: bool(bucket.buffer().add_(1.0).any()) and bucket.is_last())
+    model.register_comm_hook(state, gradient_hook)
+    for replica in (alone, model):
+        loss_of(replica, batches(rank)[0].double()).backward()
+    local, averaged = (float(torch.stack(squares).sum()) for squares in state.squares.take())
+    return local, (flat(alone) ** 2).sum(), averaged, (flat(model) ** 2).sum(), state.residual_payout is None
+
+
+def test_norms_are_without_what_an_earlier_run_had_not_sent():
+    for local, own, averaged, seen, over in run_ranks(_paid, 2):
+        assert local == pytest.approx(own, rel=1e-12)
+        assert averaged == pytest.approx(seen, rel=1e-12)
+        assert over, "it is paid out once"
 
 
 def test_preconditioned_norms_follow_the_order_in_memory():

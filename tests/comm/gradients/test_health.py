@@ -280,6 +280,33 @@ def test_stopping_waits_for_the_newest_loss(how, said):
     assert both.clock.reached == both.clock.marked, "the loss was read before the device had come to it"
 
 
+@pytest.mark.parametrize("batch", [0, 1])
+def test_stopping_names_the_first_bad_loss_and_the_batch_in_which_training_ends(said, batch):
+    """A loss that was told of may be one of an earlier batch, whose gradient did not matter; or of the first one."""
+    both = Both(lambda: [nn.Linear(1, 1)], "stop")
+    (model,), health = both.models[0], both.health[0]
+    health.see(torch.tensor(NAN), (2, batch))
+    both.clock.wait()
+    health.see(torch.tensor(1.0), (2, 4))
+    health.see(torch.tensor(1.0), (2, 5))
+    model.weight.grad, both.hook.num_bytes = torch.full_like(model.weight, NAN), 8
+    with pytest.raises(NonFiniteError, match=f"in batch 5 of epoch 2; the loss of rank 0 was not, in batch {batch}, "):
+        health.after_backward()
+
+
+def test_a_bad_loss_of_an_earlier_training_is_not_to_blame(said):
+    both = Both(lambda: [nn.Linear(1, 1)], "stop")
+    (model,), health = both.models[0], both.health[0]
+    health.see(torch.tensor(NAN), (0, 3))
+    health.finish()
+    health.begin()
+    health.attach(model)
+    health.see(torch.tensor(1.0), (0, 1))
+    model.weight.grad, both.hook.num_bytes = torch.full_like(model.weight, NAN), 8
+    with pytest.raises(NonFiniteError, match="in batch 1 of epoch 0; the losses of all ranks were"):
+        health.after_backward()
+
+
 # in a training
 
 

@@ -141,3 +141,13 @@ def test_batch_whose_loss_never_came_does_not_disturb_the_next():
     weighting.begin(2, 2, [1, 1])
     weighting.begin(2, 2, [1, 1])
     assert float(weighting.scale(torch.tensor(3.0))) == 3.0
+
+
+def test_a_loss_after_a_reset_belongs_to_no_batch():
+    """As of a loop that goes on without the loader: the last batch has nothing to do with it."""
+    weighting = LossWeighting(HeteroConfig(), 2, torch.device("cpu"))
+    weighting.begin(6, 8, None, (6, 2))
+    loss = torch.tensor(1.0)
+    assert weighting.scale(loss) == 1.5
+    weighting.reset()
+    assert weighting.scale(loss) is loss

@@ -34,7 +34,7 @@ def _run(rank, front_end, settings):
     loops.LOSSES["counted"] = loss
     settings = {"local_batch_sizes": (2, 2), "replan": 8, **settings}
     loops.FRONT_ENDS[front_end](rank, settings, 2, world_size=2, loss="counted")
-    return [(level, text) for level, text in said if "network" in text]
+    return [(level, text) for level, text in said if "network" in text or "communication-bound" in text]
 
 
 @pytest.mark.parametrize("front_end", loops.FRONT_ENDS)
@@ -93,6 +93,28 @@ def diagnosis(workers, config):
     hook = HookState(SimpleNamespace(synced_steps=10), workers)
     hook.num_bytes = 40_000_000
     return LinkDiagnosis(config, 0, hook)
+
+
+def observed(workers, wait):
+    """Eight steps that wait for the network for so long."""
+    ones = np.ones((8, workers))
+    return StepObservations(8 * ones, 0.01 * ones, 0.01 * ones, ones, 0 * ones, wait * ones, ones)
+
+
+def test_a_controller_of_the_density_speaks_of_a_thin_link_itself(said):
+    diagnosis(2, HeteroConfig()).observe(observed(2, 36.0), accumulation=1, controlled=True)
+    assert said == []
+
+
+def test_bytes_are_those_of_a_step_since_the_last_sync_round(said):
+    """Layers that were unfrozen in between make steps larger; what was sent before does not count."""
+    watch = diagnosis(2, HeteroConfig())
+    watch.observe(observed(2, 0.0), accumulation=1)
+    assert said == []
+    watch.hook.num_bytes += 10 * 8_000_000
+    watch.hook.observer.synced_steps += 10
+    watch.observe(observed(2, 36.0), accumulation=1)
+    assert "a worker sends 8 MB in it" in said[0][1]
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_parts_of_all_workers_are_in_the_estimate_once():
 def test_settings_are_those_of_the_collector():
     noise = noise_of(Together(1, (lambda mine: mine,)), horizon=7.0, every_n_steps=4)
     assert (noise.running.horizon, noise.collector.every_n_steps, noise.collector.rank) == (7.0, 4, 1)
-    noise.running = RunningNoiseScale(horizon=9.0)
+    noise.take_over(RunningNoiseScale(horizon=9.0))
     assert noise.collector.running.horizon == noise.running.horizon == 9.0
 
 

@@ -243,6 +243,13 @@ def test_nothing_is_lost_when_the_density_changes_while_messages_are_under_way()
     assert (owed[[0, 6]] == 0).all()
 
 
+def test_messages_under_way_are_read_in_the_form_in_which_they_were_sent():
+    """A checkpoint waits for them, and so would hide a change of the density that does not."""
+    schedule = {1: (True, 0.4), 3: (True, 0.1), 4: (True, 0.8), 6: (False, 0.2), 7: (True, 0.4)}
+    looked, alone = (run_ranks(_train, 2, 2, schedule, SETTINGS, None, look)[0][0] for look in (True, False))
+    np.testing.assert_array_equal(alone, looked)
+
+
 def test_a_dense_sum_that_is_left_out_still_owes_what_it_held():
     """Step 6 is dense, holds the delayed sum of step 5, and is not finite: that sum is applied in step 7."""
     settings = BlockTopK(density=0.4, block=8, warmup_steps=1, dense_every=6)
@@ -255,6 +262,165 @@ def test_a_dense_sum_that_is_left_out_still_owes_what_it_held():
     assert np.abs(given[7]).max() > 0
     total = given.cumsum(0) + owed + sum(parts[1] for parts in results)
     np.testing.assert_allclose(total, computed.cumsum(0), **CLOSE)
+
+
+def _left_out(rank, dense_every, look):
+    """Whether each step said that something was left out, whoever has waited for messages between two steps."""
+    dist.init_process_group("gloo")
+    settings, said = BlockTopK(density=0.4, block=8, warmup_steps=1, dense_every=dense_every), []
+    ddp, late, follow = start(rank, 2, settings)
+    for step in range(STEPS):
+        if step == 1:
+            follow(True)
+        ddp.zero_grad()
+        loss_of(ddp, rank, step, BAD).backward()
+        late.after_backward()
+        said.append(bool(late.flags.skipped))
+        if look:
+            state = late.state_dict()
+        if look == "load":
+            late.load_state_dict(state)
+    return said
+
+
+@pytest.mark.parametrize("look", [False, True])
+@pytest.mark.parametrize("dense_every", [None, BAD[1] + 1], ids=["", "before a dense step"])
+def test_a_step_says_that_the_messages_of_the_step_before_were_left_out(dense_every, look):
+    expected = [step == BAD[1] + 1 for step in range(STEPS)]
+    assert run_ranks(_left_out, 2, dense_every, look) == [expected, expected]
+
+
+def test_what_was_left_out_before_a_checkpoint_was_loaded_is_not_said_after_it():
+    assert run_ranks(_left_out, 2, None, "load") == [[False] * STEPS] * 2
+
+
+def _drained(rank):
+    """Whether an optimizer that takes blocks has some, before and after the last sums are handed out."""
+    dist.init_process_group("gloo")
+    ddp, late, follow = start(rank, 2, SETTINGS)
+    late.averager.sparse_steps = 1.0
+    follow(True)
+    for step in range(3):
+        ddp.zero_grad()
+        loss_of(ddp, rank, step).backward()
+        late.after_backward()
+    before = late.averager.gradients
+    return bool(late.drain()), before is not None, late.averager.gradients is not None
+
+
+def test_an_optimizer_takes_the_last_sums_densely():
+    assert run_ranks(_drained, 2) == [(True, True, False)] * 2
+
+
+def _successor(rank):
+    dist.init_process_group("gloo")
+    late = start(rank, 2, SETTINGS)[1]
+    before = late.for_dense_sums(None).keeps_own
+    late.keep_own()
+    return before, late.for_dense_sums(None).keeps_own
+
+
+def test_dense_sums_go_on_keeping_own_parts_for_who_looks_ahead():
+    assert run_ranks(_successor, 2) == [(False, True)] * 2
+
+
+def steps_with_a_bad_one(rank):
+    """Who averages, behind each step of a run with stale messages; the gradient of one step is not finite."""
+    dist.init_process_group("gloo")
+    ddp, late, follow = start(rank, 2, SETTINGS)
+    follow(True)
+    for step in range(STEPS):
+        ddp.zero_grad()
+        loss_of(ddp, rank, step, BAD).backward()
+        late.after_backward()
+        yield late
+
+
+def _saved_at_once(rank):
+    """Residuals of each step, copied at once, and what they are when messages were waited for."""
+    found = []
+    for late in steps_with_a_bad_one(rank):
+        at_once = flat(late.averager.residuals().values())
+        late.wait()
+        found.append((at_once == flat(late.averager.residuals().values())).all())
+    return found
+
+
+def test_residuals_have_what_was_sent_in_vain():
+    """Which is known once messages were waited for; a checkpoint may look at residuals first."""
+    assert run_ranks(_saved_at_once, 2) == [[True] * STEPS] * 2
+
+
+def _exact(rank, delayed):
+    dist.init_process_group("gloo")
+    settings, said = BlockTopK(density=0.4, block=8, warmup_steps=1, dense_every=7), []
+    ddp, late, follow = start(rank, 2, settings)
+    follow(delayed)
+    for step in range(STEPS):
+        ddp.zero_grad()
+        loss_of(ddp, rank, step).backward()
+        said.append(late.flags.exact)
+    return said
+
+
+@pytest.mark.parametrize(("delayed", "exact"), [(False, (0, 7)), (True, (0,))])
+def test_a_dense_sum_is_exact_unless_it_holds_that_of_the_step_before(delayed, exact):
+    assert run_ranks(_exact, 2, delayed) == [[step in exact for step in range(STEPS)]] * 2
+
+
+def _foretold(rank):
+    """How many parameters something is known of, behind each step."""
+    known = []
+    for late in steps_with_a_bad_one(rank):
+        sums = late.predicted_sums([0.5], 0.5)
+        known.append(sum(values is not None for _, values in sums.values()))
+    return known
+
+
+def test_nothing_is_foretold_of_a_gradient_that_is_not_finite():
+    for rank, known in enumerate(run_ranks(_foretold, 2)):
+        assert [bool(number) for number in known] == [step > 0 and (rank, step) != BAD for step in range(STEPS)]
+
+
+def _without_delays(rank):
+    """A run without staleness goes on from one that delayed all messages."""
+    dist.init_process_group("gloo")
+    names = [name for name, _ in Crossed().named_parameters()]
+    late = start(rank, 2, SETTINGS, limit=0, restored={"delayed": names, "sums": {}, "rate": None})[1]
+    return late.delayed, late.delayed_share
+
+
+def test_without_staleness_nothing_of_a_checkpoint_is_delayed():
+    assert run_ranks(_without_delays, 2) == [(False, 0.0)] * 2
+
+
+def _in_part(rank):
+    """What the optimizer got, what is left and what was computed, where the last bucket alone is not finite once."""
+    dist.init_process_group("gloo")
+    ddp, late, follow = start(rank, 2, SETTINGS)
+    model, alone, optimizer, step = ddp.module, copy.deepcopy(ddp.module), sgd(ddp.module), 0
+    model.get_submodule("0").weight.register_hook(lambda g: g * (float("nan") if (rank, step) == BAD else 1.0))
+    given, computed, names = 0.0, 0.0, [name for name, _ in model.named_parameters()]
+    for step in range(STEPS):  # noqa: B007 - the hook reads it
+        if step == 1:
+            follow(True)
+        alone.load_state_dict(model.state_dict())
+        for replica in (alone, ddp):
+            replica.zero_grad()
+            loss_of(replica, rank, step).backward()
+        late.after_backward()
+        given += flat(p.grad for p in model.parameters())
+        computed += flat(p.grad for p in alone.parameters()) / 2 * ((rank, step) != BAD)
+        optimizer.step()
+    sums, residuals = late.drain(), late.averager.residuals()
+    return given + flat(sums[name] for name in names), flat(residuals[name] for name in names), computed
+
+
+def test_of_a_gradient_that_is_not_finite_in_part_nothing_is_kept():
+    """Its finite buckets are in the residual already when the last one turns out not to be."""
+    results = run_ranks(_in_part, 2)
+    total = results[0][0] + sum(left for _, left, _ in results)
+    np.testing.assert_allclose(total, sum(computed for *_, computed in results), **CLOSE)
 
 
 def _limit(rank):

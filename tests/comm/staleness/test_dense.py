@@ -1,5 +1,7 @@
 """Delayed sums in DDP's hook, by hand: each is applied once, a step later, on all ranks alike, whatever changes."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
 from lightning_hetero.comm.staleness.dense import DenseStaleAverager
 from lightning_hetero.comm.timing.clock import HostClock
 from lightning_hetero.comm.timing.step_timer import StepTimer
+from lightning_hetero.core.link.bandwidth import sum_bytes
 from tests.helpers import run_ranks
 
 STEPS, TINY = 7, 1e-5  # MB: one bucket for each parameter after the first step
@@ -183,6 +186,25 @@ def test_state_continues_identically(cuts, cap):
             np.testing.assert_array_equal(given, each)
 
 
+def _kinds(rank, schedule):
+    model, staleness = start(2)
+    found = []
+    for step in range(STEPS):
+        if step in schedule:
+            staleness.delay(schedule[step])
+        model.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+        found.append(staleness.step_kind)
+    return found
+
+
+def test_a_step_says_what_it_delayed_and_that_it_holds_the_sums_of_two():
+    some, everything = frozenset(INPUT), frozenset(ALL)
+    expected = [frozenset(), some, some, everything, None, frozenset(), everything]
+    for kinds in run_ranks(_kinds, 2, {1: INPUT, 3: ALL, 4: [], 6: ALL}):
+        assert kinds == expected
+
+
 def _wrong(rank, limit, names):
     staleness = start(2, limit=limit)[1]
     dist.barrier()
@@ -194,3 +216,24 @@ def test_wrong_delays_are_refused_on_every_rank(limit, names, says):
     errors = run_ranks(_wrong, 2, limit, names, expect_errors=True)
     assert [rank for rank, *_ in errors] == [0, 1]
     assert all(says in message for *_, message in errors)
+
+
+@pytest.mark.parametrize(("limit", "delayed"), [(0, set()), (1, {"w"})])
+def test_a_checkpoint_delays_what_is_trained_and_only_with_staleness(limit, delayed):
+    """Its sums are owed with and without."""
+    state = {"delayed": ["gone", "w"], "sums": {"w": torch.ones(8)}, "rate": None}
+    averager = DenseStaleAverager(limit, {"w": torch.zeros(8)}, world_size=2, clock=HostClock(), restored=state)
+    assert averager.delayed == delayed
+    assert set(averager.drain()) == {"w"}
+
+
+def test_a_sum_crosses_the_link_once_for_each_cluster():
+    parameters = {"w": (w := torch.zeros(8))}
+    bucket = SimpleNamespace(index=lambda: 0, parameters=lambda: [w], buffer=lambda: w)
+    found = []
+    for way in (None, SimpleNamespace(size=2)):
+        averager = DenseStaleAverager(1, parameters, world_size=4, clock=HostClock(), synchronous=way)
+        averager._bucket(bucket)
+        found += averager._sent_bytes()
+    assert found == [sum_bytes(32, 4), sum_bytes(32, 2)]
+    assert found[1] < found[0]

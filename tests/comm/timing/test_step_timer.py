@@ -293,6 +293,15 @@ def test_a_loader_that_is_not_timed_starts_the_step_at_its_batch(run):
     assert run.rows()[0]["a"] == 2.5
 
 
+def test_a_batch_that_nobody_fetched_does_not_begin_with_an_earlier_fetch(run):
+    """A loop may run a batch twice, or one that it made itself: what was waited for is of the step before."""
+    run.warm().step()
+    run.step(fetch=False)
+    before, after = run.rows()
+    assert (before["wait"], before["a"]) == (1.0, 3.5)
+    assert (after["wait"], after["forward"], after["a"]) == (0.0, 2.0, 2.5)
+
+
 def test_several_backward_passes_of_one_step(run):
     """What lies between them is computing; the network's times are those of the last."""
     run.warm().step(passages=((((1.0, 3.0),), 3.0), STEP))
@@ -535,6 +544,15 @@ def test_what_a_change_of_size_costs_is_seen_from_the_first_step_after_it(monkey
     """A kernel that is compiled or tuned anew for a new size; loading and agreements do not count."""
     costs = _costs(monkeypatch, [(8, 1.0), (8, 1.0), (6, 31.0), (6, 1.0), (6, 5.0), (7, 21.0), (7, 1.0), (7, 1.0)])
     assert costs == [None] * 6 + [20.0] * 2
+
+
+def test_a_change_of_size_costs_what_the_whole_window_takes(monkeypatch):
+    """It is the first micro-batch that a kernel is compiled for, and the last one whose gradients are averaged."""
+    run = Run(monkeypatch)
+    for size, first in ((8, 2.0), (8, 2.0), (6, 32.0), (6, 2.0), (7, 32.0), (7, 2.0)):
+        run.micro(size=size, forward=first)
+        run.step(size=size)
+    assert run.observer.change_cost == 30.0
 
 
 def test_a_cost_that_comes_once_does_not_hold_up_later_changes(monkeypatch):

@@ -43,7 +43,7 @@ def test_search_is_as_good_as_trying_every_split_and_density(bandwidth, stale):
                 best = min(best, time_to_accuracy(total, step, penalty(density, total)))
     if np.isfinite(best):
         assert found.objective <= best * (1 + 2e-3)
-        assert not found.network_bound
+        assert not found.communication_bound
     assert found.objective == pytest.approx(
         time_to_accuracy(found.total_batch_size, found.step_time, penalty(found.density, found.total_batch_size))
     )
@@ -84,9 +84,9 @@ def test_a_thinner_link_never_gets_a_higher_density_at_the_same_total(stale):
 def test_a_link_that_carries_nothing_in_time_is_said_to_be_the_bound():
     found = search(1e4, {128: 0.05})
     assert found.density == 0.001
-    assert found.network_bound
-    assert found.describe().endswith("network-bound: even the least density takes 400 ms on the link")
-    assert "network-bound" not in search(1e6, {128: 0.05}).describe()
+    assert found.communication_bound
+    assert found.describe().endswith("communication-bound: even the least density takes 400 ms on the link")
+    assert "communication-bound" not in search(1e6, {128: 0.05}).describe()
 
 
 def test_wrong_arguments_are_refused():

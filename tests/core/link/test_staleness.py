@@ -46,8 +46,8 @@ def test_as_many_are_fresh_as_fit(times):
     choice = choose_synchronous(times, n)
     gains = steps[most] <= (1 - 0.03) * steps[n]
     assert choice.synchronous == (most if gains else n)
-    assert choice.network_bound == (sum(times.transfer) > (1 + StaleSettings().tolerance) * times.compute)
-    assert choice.network_bound == ("network-bound" in choice.describe())
+    assert choice.communication_bound == (sum(times.transfer) > (1 + StaleSettings().tolerance) * times.compute)
+    assert choice.communication_bound == ("communication-bound" in choice.describe())
 
 
 @given(links, st.data())

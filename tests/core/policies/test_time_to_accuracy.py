@@ -233,10 +233,10 @@ def test_a_density_outside_the_bounds_is_brought_inside():
 def test_a_link_of_next_to_nothing_is_the_bound_and_says_so():
     cluster = Cluster(planner()).run(75e6, 4).run(1.25e5, 4)
     assert cluster.density == 0.001
-    assert not Cluster(planner()).run(75e6, 4).planner.choice.network_bound
+    assert not Cluster(planner()).run(75e6, 4).planner.choice.communication_bound
     cluster.run(1e4, 4)
-    assert cluster.planner.choice.network_bound
-    assert "network-bound" in cluster.planner.choice.describe()
+    assert cluster.planner.choice.communication_bound
+    assert "communication-bound" in cluster.planner.choice.describe()
 
 
 NOISE = RunningNoiseScale().update(trace=400.0, global_sq_norm=1.0 + 400 / 40, total_batch_size=40)

@@ -89,6 +89,11 @@ class BlockTopKAverager(GradientAverager):
         return self
 
     @property
+    def sends_blocks(self) -> bool:
+        """True unless all steps are sent densely at present."""
+        return not self.paused
+
+    @property
     def encoder(self) -> HostEncoder | DeviceEncoder:
         """The encoder of the path."""
         return self.path.encoder

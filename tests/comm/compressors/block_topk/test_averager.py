@@ -1,6 +1,7 @@
 """Every setting of block top-k changes what the optimizer gets."""
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from lightning_hetero.comm.timing.clock import HostClock
 from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.optim import SparseAdamW, SparseSGD
 from tests.comm.compressors.block_steps import Bucket
+from tests.comm.compressors.block_topk.paths import place
 from tests.comm.contexts import context_of
 from tests.helpers import run_ranks
 
@@ -126,6 +128,44 @@ def test_the_optimizer_gets_blocks_up_to_a_density_however_the_rank_reads_them(k
     exchange = BlockTopKAverager(BlockTopK(density=density), context_of(parameters, 2))
     exchange.sparse_steps = kind(list(parameters.values()), lr=0.1).sparse.max_sparse_density
     assert exchange.takes_blocks == blocks
+
+
+def test_only_what_crosses_the_link_counts_as_sent():
+    found = []
+    for rank in range(3):
+        where = place(rank, ((0, 1), (2,)))
+        context = context_of({"w": nn.Parameter(torch.zeros(64))}, 3, rank, topology=where)
+        exchange = BlockTopKAverager(BASE, context)
+        exchange.count(2, 0.5)
+        report = exchange.take_report()
+        found.append((report.sent, report.received, report.encode))
+    size = exchange.message_size.bytes(BASE.density)
+    assert found == [(size, size, 0.5), (0.0, 0.0, 0.5), (size, size, 0.5)]
+
+
+def test_blocks_are_taken_up_to_the_density_of_the_optimizer_that_takes_fewest():
+    exchange = BlockTopKAverager(BASE, context_of({"w": nn.Parameter(torch.zeros(64))}))
+    exchange.bind([SimpleNamespace(max_sparse_density=share) for share in (0.3, 0.1, 0.2)])
+    assert exchange.sparse_steps == 0.1
+    exchange.bind([])
+    assert exchange.sparse_steps == 0.0
+
+
+def _dense_not_finite(rank, grad_scale):
+    dist.init_process_group("gloo")
+    parameter = nn.Parameter(torch.zeros(64))
+    exchange = BlockTopKAverager(BASE, context_of({"w": parameter}, rank=rank, grad_scale=grad_scale))
+    bucket = Bucket([parameter])
+    bucket.flat[5] = float("inf")
+    exchange.average(bucket).wait()
+    parameter.grad = bucket.flat
+    exchange.after_backward()
+    return parameter.grad.isinf().sum().item(), bool(exchange.flags.skipped)
+
+
+def test_a_loss_scaler_sees_a_dense_sum_that_is_not_finite():
+    assert run_ranks(_dense_not_finite, 1, lambda: 4.0) == [(1, False)]
+    assert run_ranks(_dense_not_finite, 1, None) == [(0, True)]
 
 
 def _not_finite(rank, sizes):

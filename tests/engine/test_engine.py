@@ -1,0 +1,87 @@
+"""A step and a sync round of an engine: what each of its parts is told of them."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.compression.objective import DensityChoice
+from lightning_hetero.core.policies.perf_model import Decision, StaticPlanner
+from lightning_hetero.data import PermutationStream
+from lightning_hetero.engine import HeteroEngine
+from tests.engine.test_sync_rounds import alone, train
+from tests.helpers import run_ranks
+
+
+def test_the_batch_is_known_by_the_samples_of_all_ranks():
+    engine = alone()
+    engine.weighting.hold_several()
+    engine.begin_step(0, 0, torch.zeros(4, 2))
+    assert engine.weighting.trace.open[-1].rows == (4,)
+
+
+def _without_samples(rank):
+    """Rank 1 has no samples, and runs one of rank 0's with weight 0."""
+    dist.init_process_group("gloo")
+    config = HeteroConfig(local_batch_sizes=(8, 0))
+    engine = HeteroEngine(config, rank=rank, world_size=2, device=torch.device("cpu"), local_rank=rank)
+    engine.shard(PermutationStream(400, shuffle=False, seed=0), batch_size=4)
+    train(engine, *range(8))
+    engine.exchange(None)
+    return np.unique(engine.observations().local_batch_sizes, axis=0).tolist(), engine.own_size
+
+
+def test_what_is_timed_is_the_batch_that_was_run():
+    assert run_ranks(_without_samples, 2) == [([[8.0, 1.0]], 8), ([[8.0, 1.0]], 0)]
+
+
+def test_a_sync_round_is_no_part_of_the_step_behind_it():
+    engine = alone()
+    train(engine, *range(8))
+    engine.exchange(None)
+    train(engine, *range(8, 16))
+    engine.exchange(None)
+    first, *others = engine.observations().step_time[:, 0]
+    assert np.isnan(first)
+    assert np.isfinite(others).all()
+
+
+@dataclass(frozen=True)
+class Counts(StaticPlanner):
+    """Knows more after each decision, and decides on the density."""
+
+    seen: int = 0
+    density: DensityChoice | None = None
+
+    def predict(self, plan, context):
+        return float(self.seen)
+
+    def decide(self, observations, current, context):
+        return Decision(Counts(self.seen + 1), density=self.density)
+
+
+def test_a_prediction_is_that_of_the_planner_that_has_seen_the_steps():
+    engine = alone()
+    train(engine, *range(8))
+    assert engine.exchange(Counts()).predicted == 1.0
+
+
+@pytest.mark.parametrize("choice", [None, DensityChoice(0.1, 4, 1.0, 1.0, 0.1, 0.1)])
+def test_the_diagnosis_of_the_link_is_told_of_a_controller(monkeypatch, choice):
+    engine, told = alone(), []
+    monkeypatch.setattr(engine.rounds.diagnosis, "observe", lambda seen, **known: told.append(known["controlled"]))
+    train(engine, *range(8))
+    engine.exchange(Counts(density=choice))
+    assert told == [choice is not None]
+
+
+def test_metrics_are_of_all_that_sends():
+    engine = alone()
+    train(engine, *range(8))
+    done = engine.exchange(None)
+    engine.hook_state.delay_by(SimpleNamespace(metrics=lambda: {"hetero/delayed_share": 0.5}))
+    assert engine.metrics(done, engine.plan)["hetero/delayed_share"] == 0.5
