@@ -17,14 +17,9 @@ from lightning_hetero.comm.timing.settings import SETTINGS
 from lightning_hetero.core.batching.integer_split import even_sizes
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.policies.perf_model import (
-    Decision,
-    PerfModelPlanner,
-    PlanContext,
-    Planner,
-    ProportionalPlanner,
-    Proposal,
-)
+from lightning_hetero.core.policies.base import Decision, PlanContext, Planner, Proposal
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
+from lightning_hetero.core.policies.proportional import ProportionalPlanner
 
 Array = npt.NDArray[np.float64]
 

@@ -10,7 +10,7 @@ from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.link.bandwidth import LinkEstimate
 from lightning_hetero.core.link.message_link import MessageLink
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.policies.perf_model import PlanContext
+from lightning_hetero.core.policies.base import PlanContext
 from lightning_hetero.core.policies.time_to_accuracy import TimeToAccuracyPlanner
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.frontend.loaders import stream_of, with_batch_sampler
-from lightning_hetero.strategies._lightning.ddp import resume_position
+from lightning_hetero.strategies._lightning.resumption import resume_position
 from tests.helpers import Points, run_ranks
 
 STRATEGY, LOADERS = "strategies/_lightning/ddp.py", "frontend/loaders.py"

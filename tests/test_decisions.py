@@ -13,7 +13,9 @@ from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.policies.perf_model import Decision, PerfModelPlanner, StaticPlanner
+from lightning_hetero.core.policies.base import Decision
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
+from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine, training_data
 from lightning_hetero.hardware import identity

@@ -204,6 +204,25 @@ def test_every_public_module_says_what_it_is_and_what_it_offers():
     assert not silent
 
 
+FACADES = {  # modules whose names others have to find here
+    "session.py": {"CopiedSession", "SessionBatches"},  # split from it, and public under this path
+    "compression/numba_jit/simd.py": {"WIDTH", "Value"},  # one vocabulary for kernels
+}
+
+
+def borrowed(tree):
+    """Names that a module offers and imports from elsewhere."""
+    offered = [node.value for node in tree.body if "__all__" in assigned_names(ast.Module([node], []))]
+    own = {alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return own & {part.value for value in offered for part in ast.walk(value) if isinstance(part, ast.Constant)}
+
+
+def test_a_module_offers_what_it_defines():
+    """A name has one home, and its package may offer it as well; a file that only passes names on hides them."""
+    found = {below(path): borrowed(ast.parse(path.read_text())) for path in FILES if path.name != "__init__.py"}
+    assert {name: names for name, names in found.items() if names} == FACADES
+
+
 def without_example(tree):
     """Public classes and functions that have no interactive example; protocols cannot be run."""
     (offered,) = (node.value for node in tree.body if "__all__" in assigned_names(ast.Module([node], [])))

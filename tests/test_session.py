@@ -14,7 +14,8 @@ from lightning_hetero.comm import gradient_hook
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.policies import NAMED, POLICIES
-from lightning_hetero.core.policies.perf_model import Decision, StaticPlanner
+from lightning_hetero.core.policies.base import Decision
+from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import HeteroSession, planner_of

@@ -1,7 +1,7 @@
 """Proportional control of batch sizes as a Lightning callback (dynamic batching, sec. III-C)."""
 
 from lightning_hetero.callbacks.base import PolicyCallback
-from lightning_hetero.core.policies.perf_model import ProportionalPlanner
+from lightning_hetero.core.policies.proportional import ProportionalPlanner
 from lightning_hetero.core.validation import check_choice, check_number
 
 __all__ = ["DynamicBatchPIDCallback"]

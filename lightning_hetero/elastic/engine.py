@@ -31,7 +31,7 @@ from lightning_hetero.elastic.progress import MegaBatchProgress
 from lightning_hetero.elastic.resume import ResumePoint
 from lightning_hetero.elastic.without_effect import elastic_without_effect
 
-__all__ = ["ElasticEngine", "MergeRecord"]
+__all__ = ["ElasticEngine"]
 
 
 class ElasticEngine:

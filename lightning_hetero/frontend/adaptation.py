@@ -10,8 +10,8 @@ from lightning_hetero.comm.noise.workers_noise import WorkersNoise
 from lightning_hetero.core.checkpoint_state import reading_state
 from lightning_hetero.core.metrics import noise_metrics
 from lightning_hetero.core.noise.running import RunningNoiseScale
+from lightning_hetero.core.policies.base import Planner
 from lightning_hetero.core.policies.goodput import GoodputPlanner
-from lightning_hetero.core.policies.perf_model import Planner
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.adaptive_total import AdaptiveTotal
 from lightning_hetero.optim import common_preconditioner

@@ -10,7 +10,9 @@ from dataclasses import dataclass, fields, is_dataclass
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.link.clusters import Clusters
 from lightning_hetero.core.no_effect import NoEffect
-from lightning_hetero.core.policies.perf_model import Planner, ProportionalPlanner, StaticPlanner
+from lightning_hetero.core.policies.base import Planner
+from lightning_hetero.core.policies.proportional import ProportionalPlanner
+from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.engine import HeteroEngine
 
 __all__ = ["ALONE", "Run", "given", "tell", "tell_left", "without_effect"]

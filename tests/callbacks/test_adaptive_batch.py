@@ -27,7 +27,8 @@ from lightning_hetero.comm.timing import clock
 from lightning_hetero.comm.timing import step_timer as observer
 from lightning_hetero.core import BatchPlan
 from lightning_hetero.core.noise.running import RunningNoiseScale
-from lightning_hetero.core.policies.perf_model import Decision, Proposal, StaticPlanner
+from lightning_hetero.core.policies.base import Decision, Proposal
+from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.engine import parts, sync_rounds
 from lightning_hetero.optim import LearningRateMultiplier
 from tests.core.policies.test_goodput import context, seen

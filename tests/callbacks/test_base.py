@@ -15,7 +15,9 @@ from lightning_hetero.core import BatchPlan
 from lightning_hetero.core.metrics import plan_metrics
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies import NAMED
-from lightning_hetero.core.policies.perf_model import Decision, PerfModelPlanner, PlanContext, Proposal, StaticPlanner
+from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
+from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.engine import HeteroEngine
 from tests.helpers import Points, fit, run_ranks, trainer_of
 from tests.learned import knowing

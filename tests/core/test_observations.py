@@ -7,7 +7,8 @@ import pytest
 
 from lightning_hetero.core.compression.auto import Computing
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner, PlanContext
+from lightning_hetero.core.policies.base import PlanContext
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
 
 COUNT = len(StepObservations.FIELDS)

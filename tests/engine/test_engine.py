@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.compression.objective import DensityChoice
-from lightning_hetero.core.policies.perf_model import Decision, StaticPlanner
+from lightning_hetero.core.policies.base import Decision
+from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine
 from tests.engine.test_sync_rounds import alone, train

@@ -8,7 +8,7 @@ from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.agreement.workers import Workers
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
-from lightning_hetero.core.policies.perf_model import StaticPlanner
+from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.engine.plan_store import PlanStore
 
 TWO, OTHERS = Workers(("a", "b"), (1.0, 1.0)), Workers(("a", "c"), (1.0, 1.0))

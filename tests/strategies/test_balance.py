@@ -227,7 +227,7 @@ def test_rank_with_another_plan_is_found_before_the_next_collective():
 
 def _broken_planner(rank):
     from lightning_hetero.callbacks import PolicyCallback
-    from lightning_hetero.core.policies.perf_model import StaticPlanner
+    from lightning_hetero.core.policies.static import StaticPlanner
 
     class Broken(StaticPlanner):
         def decide(self, observations, current, context):
@@ -341,7 +341,8 @@ def test_an_evaluation_that_cannot_be_balanced_is_as_under_ddp_and_said_once(nam
 def _settings(rank, replan, hysteresis, steps):
     """A planner that swaps the split whenever it is asked, if it is told of the hysteresis that was set."""
     from lightning_hetero.callbacks import PolicyCallback
-    from lightning_hetero.core.policies.perf_model import Proposal, StaticPlanner
+    from lightning_hetero.core.policies.base import Proposal
+    from lightning_hetero.core.policies.static import StaticPlanner
 
     class Swaps(StaticPlanner):
         def initial(self, context):

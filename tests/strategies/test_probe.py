@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_hetero.callbacks import AdaptiveBatchCallback, PolicyCallback
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core import BatchPlan
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner, Proposal
+from lightning_hetero.core.policies.base import Proposal
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.hardware import identity
 from lightning_hetero.strategies._lightning import ddp as _hetero_ddp
 from lightning_hetero.strategies._lightning.probes import memory as _probe

@@ -8,7 +8,7 @@ from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.integer_split import proportional_sizes
 from lightning_hetero.core.batching.plan import NO_LIMIT, BatchPlan
-from lightning_hetero.core.policies.perf_model import PlanContext, Planner, Proposal
+from lightning_hetero.core.policies.base import PlanContext, Planner, Proposal
 
 __all__ = ["Workers"]
 
@@ -102,7 +102,8 @@ class Workers:
             known = planner.initial(self.context(config, total)) if planner is not None else None
             proposal = known or Proposal(self._even(total), "equal sizes")
             self.check(proposal.plan)
-        return None if proposal.plan.local_batch_sizes == getattr(running, "local_batch_sizes", None) else proposal
+        kept = running is not None and proposal.plan.local_batch_sizes == running.local_batch_sizes
+        return None if kept else proposal
 
     def check_user_split(self, plan: BatchPlan) -> None:
         """Check a split that somebody gave: it may leave workers out, by a size of 0, but not run less than they can.

@@ -156,7 +156,7 @@ def moves_total(planner: Planner | None) -> bool:
     """Return whether there is a planner that moves the total batch.
 
     Example:
-        >>> from lightning_hetero.core.policies.perf_model import StaticPlanner
+        >>> from lightning_hetero.core.policies.static import StaticPlanner
         >>> moves_total(None), moves_total(StaticPlanner())
         (False, False)
     """
@@ -173,7 +173,7 @@ def check_planner(planner: Any) -> Planner:
         TypeError: if it does not.
 
     Example:
-        >>> from lightning_hetero.core.policies.perf_model import StaticPlanner
+        >>> from lightning_hetero.core.policies.static import StaticPlanner
         >>> check_planner(StaticPlanner()).moves_total
         False
     """

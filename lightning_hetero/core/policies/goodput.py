@@ -21,7 +21,8 @@ from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.batching.optperf_cache import SolvedTotals
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.policies.perf_model import Decision, PerfModelPlanner, PlanContext, Proposal
+from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.policies.split_rule import horizon
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
 

@@ -10,10 +10,8 @@ import numpy.typing as npt
 from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.policies.base import Decision, PlanContext, Planner, Proposal
-from lightning_hetero.core.policies.proportional import ProportionalPlanner
+from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
 from lightning_hetero.core.policies.split_rule import RuleSettings, cost, doubt, horizon
-from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.core.timing.filters.time_posterior import TimePosterior
 from lightning_hetero.core.timing.link_times import LinkTimes
 from lightning_hetero.core.timing.prediction import StepPrediction
@@ -23,16 +21,7 @@ from lightning_hetero.core.timing.sync_skew import last_bucket_differences, like
 from lightning_hetero.core.timing.times import Times
 from lightning_hetero.core.timing.winsorized_mean import winsorized_mean
 
-__all__ = [
-    "Decision",
-    "PerfModelPlanner",
-    "PlanContext",
-    "Planner",
-    "Proposal",
-    "ProportionalPlanner",
-    "StaticPlanner",
-]
-
+__all__ = ["PerfModelPlanner"]
 
 Array = npt.NDArray[np.float64]
 

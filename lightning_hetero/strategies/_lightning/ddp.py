@@ -27,7 +27,6 @@ from lightning_hetero.strategies._lightning.checkpoint import CheckpointMixin
 from lightning_hetero.strategies._lightning.collectives import CollectivesMixin
 from lightning_hetero.strategies._lightning.ending import EndingMixin
 from lightning_hetero.strategies._lightning.probes.memory import probe_module
-from lightning_hetero.strategies._lightning.resumption import resume_position
 from lightning_hetero.strategies._lightning.staleness import attach_staleness
 from lightning_hetero.strategies._lightning.train_data import TrainDataMixin
 from lightning_hetero.strategies._registration import register
@@ -36,7 +35,7 @@ from lightning_hetero.strategies._whole_files import WholeFilesMixin
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["HeteroDDPMixin", "resume_position"]
+__all__ = ["HeteroDDPMixin"]
 
 show_log()
 

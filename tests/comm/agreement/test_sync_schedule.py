@@ -12,7 +12,8 @@ from lightning_hetero.comm.agreement.sync_schedule import SETTINGS, SyncSchedule
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.policies.perf_model import Decision, Proposal, StaticPlanner
+from lightning_hetero.core.policies.base import Decision, Proposal
+from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine, sync_rounds
 

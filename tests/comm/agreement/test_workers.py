@@ -5,7 +5,9 @@ import pytest
 from lightning_hetero.comm.agreement.workers import Workers
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner, Proposal, StaticPlanner
+from lightning_hetero.core.policies.base import Proposal
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
+from lightning_hetero.core.policies.static import StaticPlanner
 
 
 class Fixed(StaticPlanner):

@@ -9,9 +9,7 @@ from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies import POLICIES
-from lightning_hetero.core.policies.perf_model import (
-    PlanContext,
-)
+from lightning_hetero.core.policies.base import PlanContext
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
 
 FAST, MIDDLE, SLOW = (

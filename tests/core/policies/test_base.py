@@ -8,10 +8,7 @@ import pytest
 
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies import NAMED, POLICIES
-from lightning_hetero.core.policies.base import Decision
-from lightning_hetero.core.policies.perf_model import (
-    Proposal,
-)
+from lightning_hetero.core.policies.base import Decision, Proposal
 from tests.core.policies.simulated import (
     CLUSTER,
     FAST,

@@ -16,8 +16,9 @@ from lightning_hetero.core.batching.optperf_cache import SolvedTotals
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.policies.base import PlanContext, Proposal
 from lightning_hetero.core.policies.goodput import GoodputPlanner
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner, PlanContext, Proposal
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.policies.split_rule import RuleSettings, horizon
 
 moderate = settings(max_examples=80, deadline=None, derandomize=True)

@@ -13,7 +13,8 @@ from lightning_hetero.core.link.bandwidth import LinkEstimate
 from lightning_hetero.core.link.message_link import MessageLink
 from lightning_hetero.core.link.message_times import MessageTimes
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner, PlanContext
+from lightning_hetero.core.policies.base import PlanContext
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.policies.time_to_accuracy import TimeToAccuracyPlanner
 
 SIZE = message_size(1_126_410 // 16, 16, "bfloat16", 2)

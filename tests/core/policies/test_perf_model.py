@@ -10,10 +10,8 @@ from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies import POLICIES
-from lightning_hetero.core.policies.perf_model import (
-    PerfModelPlanner,
-    PlanContext,
-)
+from lightning_hetero.core.policies.base import PlanContext
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.policies.split_rule import RuleSettings, horizon
 from lightning_hetero.core.timing.link_times import Level
 from lightning_hetero.core.timing.residual_time import Residual

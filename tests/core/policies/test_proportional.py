@@ -7,9 +7,7 @@ import pytest
 
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.policies import POLICIES
-from lightning_hetero.core.policies.perf_model import (
-    ProportionalPlanner,
-)
+from lightning_hetero.core.policies.proportional import ProportionalPlanner
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
 from lightning_hetero.core.timing.winsorized_mean import winsorize_top
 from tests.core.policies.simulated import CLUSTER, FAST, SLOW, context, drive, even_plan, learned, measure

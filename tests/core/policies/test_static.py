@@ -2,9 +2,7 @@
 
 import numpy as np
 
-from lightning_hetero.core.policies.perf_model import (
-    StaticPlanner,
-)
+from lightning_hetero.core.policies.static import StaticPlanner
 from tests.core.policies.simulated import CLUSTER, context, drive, slowed
 
 

@@ -22,7 +22,7 @@ from lightning_hetero.core.link.message_times import MessageTimes
 from lightning_hetero.core.link.staleness import StaleSettings
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.policies.perf_model import PlanContext
+from lightning_hetero.core.policies.base import PlanContext
 from lightning_hetero.core.policies.time_to_accuracy import TimeToAccuracyPlanner
 
 SPEEDS = np.array([0.001, 0.003])  # seconds of a sample

@@ -8,7 +8,8 @@ from scipy.optimize import least_squares
 
 from lightning_hetero.core.compression.auto import Computing
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner, PlanContext
+from lightning_hetero.core.policies.base import PlanContext
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.timing.filters.time_posterior import TimePosterior
 from lightning_hetero.core.timing.fitting import estimate_gamma, estimate_sync_times, fit_line, steps_that_tell
 from lightning_hetero.core.timing.link_times import LinkTimes

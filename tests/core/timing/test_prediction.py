@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_hetero.core.batching.plan import BatchPlan
-from lightning_hetero.core.policies.perf_model import (
-    PerfModelPlanner,
-)
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
 from tests.core.policies.simulated import CLUSTER, context, measure, saving
 

@@ -18,7 +18,8 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.integer_split import even_sizes
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.compression.settings import BlockTopK
-from lightning_hetero.core.policies.perf_model import PlanContext, Proposal, StaticPlanner
+from lightning_hetero.core.policies.base import PlanContext, Proposal
+from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.frontend.model_setup import loss_scaler
 from lightning_hetero.probe_job import VARIABLE, ProbeOrder, ProbeReport
 
