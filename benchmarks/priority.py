@@ -82,7 +82,7 @@ class Trace(L.Callback):
         staleness = trainer.strategy.engine.hook_state.staleness
         staleness.queue.running = self.priority
         staleness.control_externally(True)
-        staleness.delay(list(staleness.parameters)[: 2 * DELAYED])
+        staleness.make_stale(list(staleness.parameters)[: 2 * DELAYED])
         self.link = ThinLink(self.rate, trainer.world_size, shared=True).start()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):

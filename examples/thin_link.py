@@ -24,7 +24,7 @@ class Watch(L.Callback):
         half = len(self.marks) // 2
         step = (self.marks[-1] - self.marks[half]) / (len(self.marks) - 1 - half)
         staleness = trainer.strategy.engine.hook_state.staleness
-        share = 0.0 if staleness is None else staleness.delayed_share
+        share = 0.0 if staleness is None else staleness.stale_share
         if trainer.is_global_zero:
             print(f"{1e3 * step:.1f} ms a step, {share:.0%} of the gradient one step late")
 

@@ -125,7 +125,7 @@ class HeteroConfig:
         if self.staleness and not self._supports("stale"):
             raise ValueError(
                 f"staleness=1 and compression={self.compression!r}: of compressed gradients, only those of block_topk "
-                "can arrive late. Use block_topk or no compression, or set staleness=0."
+                "can be stale. Use block_topk or no compression, or set staleness=0."
             )
         self._check_totals()
         for name in ("balance_evaluation", "probe_memory", "transfer_priority", "noise_scale"):

@@ -210,11 +210,16 @@ FACADES = {  # modules whose names others have to find here
 }
 
 
+def offered(tree):
+    """Names that ``__all__`` of a module lists."""
+    values = [node.value for node in tree.body if "__all__" in assigned_names(ast.Module([node], []))]
+    return {part.value for value in values for part in ast.walk(value) if isinstance(part, ast.Constant)}
+
+
 def borrowed(tree):
     """Names that a module offers and imports from elsewhere."""
-    offered = [node.value for node in tree.body if "__all__" in assigned_names(ast.Module([node], []))]
-    own = {alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    return own & {part.value for value in offered for part in ast.walk(value) if isinstance(part, ast.Constant)}
+    imported = (node.names for node in tree.body if isinstance(node, ast.ImportFrom))
+    return offered(tree) & {alias.asname or alias.name for names in imported for alias in names}
 
 
 def test_a_module_offers_what_it_defines():
@@ -225,9 +230,9 @@ def test_a_module_offers_what_it_defines():
 
 def without_example(tree):
     """Public classes and functions that have no interactive example; protocols cannot be run."""
-    (offered,) = (node.value for node in tree.body if "__all__" in assigned_names(ast.Module([node], [])))
+    names = offered(tree)
     for node in tree.body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in ast.literal_eval(offered):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in names:
             protocol = isinstance(node, ast.ClassDef) and "Protocol" in map(ast.unparse, node.bases)
             if not protocol and not doctest.DocTestParser().get_examples(ast.get_docstring(node) or ""):
                 yield node.name

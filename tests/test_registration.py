@@ -14,6 +14,7 @@ import pytest
 
 import _lightning_hetero_autoload as autoload
 import lightning_hetero
+from lightning_hetero import core
 from lightning_hetero.strategies._registration import register
 
 NAMESPACES = {
@@ -144,13 +145,21 @@ def test_public_names_and_their_homes_agree():
     assert set(lightning_hetero.__all__) <= set(dir(lightning_hetero))
 
 
-def test_type_checkers_see_the_public_names():
+@pytest.mark.parametrize("package", [lightning_hetero, core], ids=lambda package: package.__name__)
+def test_type_checkers_see_the_public_names(package):
     """They read imports only, and take those under another name, be it the same one, for public."""
-    tree = ast.parse(Path(lightning_hetero.__file__).read_text())
+    tree = ast.parse(Path(package.__file__).read_text())
     (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     assert all(isinstance(node, ast.ImportFrom) for node in block.body)
     seen = {(alias.name, alias.asname): node.module for node in block.body for alias in node.names}
-    assert seen == {(name, name): home for name, home in lightning_hetero._EXPORTS.items()}
+    assert seen == {(name, name): home for name, home in package._EXPORTS.items()}
+
+
+@pytest.mark.parametrize("name", core.__all__)
+def test_a_name_of_the_mathematics_is_found(name):
+    value = getattr(core, name)
+    assert getattr(value, "__module__", core._EXPORTS[name]) == core._EXPORTS[name] or name.isupper()
+    assert name in dir(core)
 
 
 @pytest.mark.parametrize("name", lightning_hetero.__all__)

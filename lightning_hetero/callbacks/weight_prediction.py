@@ -61,7 +61,7 @@ class LookAheadCallback(Callback):
         Raises:
             MisconfigurationException: if the trainer runs with another strategy, or there is another callback of these.
         """
-        needs = "LookAheadCallback needs a strategy that can delay gradients"
+        needs = "LookAheadCallback needs a strategy whose gradients can be stale"
         self._engine = engine_of(trainer, needs, "HeteroDDPStrategy(staleness=1)")
         count = sum(isinstance(callback, LookAheadCallback) for callback in callbacks_of(trainer))
         if count > 1:
@@ -72,14 +72,14 @@ class LookAheadCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ask for this worker's own part of stale sums."""
         assert self._engine is not None
-        late = self._engine.hook_state.staleness
+        stale = self._engine.hook_state.staleness
         strange = [type(optimizer).__name__ for optimizer in trainer.optimizers if not foresees(optimizer)]
-        if late is None or late.limit == 0 or strange:
-            if late is not None and late.limit and self._engine.rank == 0:
+        if stale is None or stale.limit == 0 or strange:
+            if stale is not None and stale.limit and self._engine.rank == 0:
                 log.info("weight prediction supports SGD, Adam and AdamW only; %s runs without it", strange[0])
             self._engine = None
             return
-        late.keep_own()
+        stale.keep_own()
         self._engine.restore_weights_by(self._back)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
@@ -87,9 +87,9 @@ class LookAheadCallback(Callback):
         self._back()
         if self._engine is None or self._engine.hook_state.staleness is None or self._engine.plan is None:
             return
-        late, plan, topology = self._engine.hook_state.staleness, self._engine.plan, self._engine.hook_state.topology
+        stale, plan, topology = self._engine.hook_state.staleness, self._engine.plan, self._engine.hook_state.topology
         members = (self._engine.rank,) if topology is None else topology.members_of(self._engine.rank)
-        expected = late.predicted_sums([plan.shares[rank] for rank in members], plan.shares[self._engine.rank])
+        expected = stale.predicted_sums([plan.shares[rank] for rank in members], plan.shares[self._engine.rank])
         if expected is None:
             return
         factor = self._clip(trainer, expected)

@@ -14,7 +14,7 @@ COMMANDS = {
     "profile-convergence": (
         "profile_convergence",
         "demo",
-        "measure what compression, delays and batch sizes cost in loss",
+        "measure what compression, stale gradients and batch sizes cost in loss",
     ),
 }
 """Name of each subcommand -> module here with ``main(argv) -> exit code``, extra that it needs, and what it does."""

@@ -35,7 +35,7 @@ class RunSettings:
 
     Args:
         shown_lines: lines of a failed script's output that are shown.
-        min_steps: fewest batches of a probe training: with fewer of them neither compression nor a delay has an effect.
+        min_steps: fewest batches of a probe training: with fewer, neither compression nor staleness has an effect.
         end_s: seconds for a script to end after it was told to, before it is killed; torchrun needs 30 to end its
             workers.
     """
@@ -182,12 +182,12 @@ class ScriptProbes:
         """
         begin = time.monotonic()
         report = self._run(samples=self.samples, total=total, rate=rate, staleness=staleness)
-        late = ", gradients a step late" if report.staleness else ""
+        stale = ", gradients a step late" if report.staleness else ""
         if staleness > report.staleness:
-            late = ", no gradient late, which the script's settings do not allow"
+            stale = ", no gradient stale, which the script's settings do not allow"
         what = "baseline" if self.count == 0 else f"probe {self.count}"
         loss = math.nan if report.loss is None else report.loss
-        self._say(f"{what}: rate {rate:.3f}, total {total}{late}: loss {loss:.4g} ({time.monotonic() - begin:.0f} s)")
+        self._say(f"{what}: rate {rate:.3f}, total {total}{stale}: loss {loss:.4g} ({time.monotonic() - begin:.0f} s)")
         self.count += 1
         return loss
 

@@ -1,130 +1,165 @@
 """The mathematics of the package: numpy and plain Python values in, values out; no process group, clock or logger.
 
 :data:`INDEX` says where each equation of the papers is, and which test holds it. Code cites papers by letter: C is
-Cannikin, D dynamic batching, A Adaptive SGD, S StellaTrain, as in ``C eq. 9``.
+Cannikin, D dynamic batching, A Adaptive SGD, S StellaTrain, as in ``C eq. 9``. The names below are imported when they
+are first used, so that a run loads no policy but its own.
 """
 
-from lightning_hetero.core.as_published import bootstrap_sizes
-from lightning_hetero.core.batching.control_settings import ControlSettings
-from lightning_hetero.core.batching.goodput import (
-    Candidate,
-    TotalSettings,
-    candidate_totals,
-    choose_total,
-    efficiency,
-    goodput_of,
-    windows_of,
-)
-from lightning_hetero.core.batching.integer_split import proportional_sizes
-from lightning_hetero.core.batching.lr_scaling import LR_RULES, adascale, lr_gain
-from lightning_hetero.core.batching.optperf import overlap_state, solve_optperf, solve_step_times, static_sizes
-from lightning_hetero.core.batching.optperf_cache import SolvedTotals, goodput_table
-from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry, PlanHistory
-from lightning_hetero.core.compression.auto import Computing, choose_density
-from lightning_hetero.core.compression.bayesian_search import ConvergenceSurrogate, profile_convergence
-from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
-from lightning_hetero.core.compression.objective import (
-    assumed_penalty,
-    cut_penalty,
-    density_penalty,
-    minimise_time_to_accuracy,
-)
-from lightning_hetero.core.merging.batch_scaling import scale_batch_sizes
-from lightning_hetero.core.merging.rules import MergeRule
-from lightning_hetero.core.merging.settings import AdaptiveSettings
-from lightning_hetero.core.noise.accumulation import WindowEstimator, window_estimator
-from lightning_hetero.core.noise.estimators import (
-    NoiseScaleEstimate,
-    estimate_from_local_norms,
-    estimate_from_two_sizes,
-    estimate_noise_scale,
-    local_estimates,
-)
-from lightning_hetero.core.noise.running import RunningNoiseScale
-from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.paper_index import INDEX, PAPERS, PaperEntry
-from lightning_hetero.core.policies.base import Decision, PlanContext, Planner, Proposal
-from lightning_hetero.core.policies.goodput import GoodputPlanner
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner
-from lightning_hetero.core.policies.proportional import ProportionalPlanner
-from lightning_hetero.core.policies.split_rule import RuleSettings, cost, doubt, horizon
-from lightning_hetero.core.policies.static import StaticPlanner
-from lightning_hetero.core.policies.time_to_accuracy import TimeToAccuracyPlanner
-from lightning_hetero.core.timing.expected_maximum import expected_maximum
-from lightning_hetero.core.timing.filters.time_posterior import TimePosterior
-from lightning_hetero.core.timing.link_times import LinkTimes
-from lightning_hetero.core.timing.residual_time import Residual
-from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
-from lightning_hetero.core.timing.step_times import SmoothingSettings
-from lightning_hetero.core.timing.times import EstimatorSettings, Times
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "AdaptiveSettings",
-    "BatchPlan",
-    "Candidate",
-    "ClusterTimeModel",
-    "Computing",
-    "ControlSettings",
-    "ConvergenceProfile",
-    "ConvergenceSurrogate",
-    "Decision",
-    "EstimatorSettings",
-    "GoodputPlanner",
-    "INDEX",
-    "LR_RULES",
-    "LinkTimes",
-    "MergeRule",
-    "NodeTimeModel",
-    "NoiseScaleEstimate",
-    "PAPERS",
-    "PaperEntry",
-    "PerfModelPlanner",
-    "PlanContext",
-    "PlanEntry",
-    "PlanHistory",
-    "Planner",
-    "ProportionalPlanner",
-    "Proposal",
-    "Residual",
-    "RuleSettings",
-    "RunningNoiseScale",
-    "SmoothingSettings",
-    "SolvedTotals",
-    "StaticPlanner",
-    "StepObservations",
-    "TimePosterior",
-    "TimeToAccuracyPlanner",
-    "Times",
-    "TotalSettings",
-    "WindowEstimator",
-    "adascale",
-    "assumed_penalty",
-    "bootstrap_sizes",
-    "candidate_totals",
-    "choose_density",
-    "choose_total",
-    "cost",
-    "cut_penalty",
-    "density_penalty",
-    "doubt",
-    "efficiency",
-    "estimate_from_local_norms",
-    "estimate_from_two_sizes",
-    "estimate_noise_scale",
-    "expected_maximum",
-    "goodput_of",
-    "goodput_table",
-    "horizon",
-    "local_estimates",
-    "lr_gain",
-    "minimise_time_to_accuracy",
-    "overlap_state",
-    "profile_convergence",
-    "proportional_sizes",
-    "scale_batch_sizes",
-    "solve_optperf",
-    "solve_step_times",
-    "static_sizes",
-    "window_estimator",
-    "windows_of",
-]
+if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
+    from lightning_hetero.core.as_published import bootstrap_sizes as bootstrap_sizes
+    from lightning_hetero.core.batching.control_settings import ControlSettings as ControlSettings
+    from lightning_hetero.core.batching.goodput import Candidate as Candidate
+    from lightning_hetero.core.batching.goodput import TotalSettings as TotalSettings
+    from lightning_hetero.core.batching.goodput import candidate_totals as candidate_totals
+    from lightning_hetero.core.batching.goodput import choose_total as choose_total
+    from lightning_hetero.core.batching.goodput import efficiency as efficiency
+    from lightning_hetero.core.batching.goodput import goodput_of as goodput_of
+    from lightning_hetero.core.batching.goodput import windows_of as windows_of
+    from lightning_hetero.core.batching.integer_split import proportional_sizes as proportional_sizes
+    from lightning_hetero.core.batching.lr_scaling import LR_RULES as LR_RULES
+    from lightning_hetero.core.batching.lr_scaling import adascale as adascale
+    from lightning_hetero.core.batching.lr_scaling import lr_gain as lr_gain
+    from lightning_hetero.core.batching.optperf import overlap_state as overlap_state
+    from lightning_hetero.core.batching.optperf import solve_optperf as solve_optperf
+    from lightning_hetero.core.batching.optperf import solve_step_times as solve_step_times
+    from lightning_hetero.core.batching.optperf import static_sizes as static_sizes
+    from lightning_hetero.core.batching.optperf_cache import SolvedTotals as SolvedTotals
+    from lightning_hetero.core.batching.optperf_cache import goodput_table as goodput_table
+    from lightning_hetero.core.batching.plan import BatchPlan as BatchPlan
+    from lightning_hetero.core.batching.plan import PlanEntry as PlanEntry
+    from lightning_hetero.core.batching.plan import PlanHistory as PlanHistory
+    from lightning_hetero.core.compression.auto import Computing as Computing
+    from lightning_hetero.core.compression.auto import choose_density as choose_density
+    from lightning_hetero.core.compression.bayesian_search import ConvergenceSurrogate as ConvergenceSurrogate
+    from lightning_hetero.core.compression.bayesian_search import profile_convergence as profile_convergence
+    from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile as ConvergenceProfile
+    from lightning_hetero.core.compression.objective import assumed_penalty as assumed_penalty
+    from lightning_hetero.core.compression.objective import cut_penalty as cut_penalty
+    from lightning_hetero.core.compression.objective import density_penalty as density_penalty
+    from lightning_hetero.core.compression.objective import minimise_time_to_accuracy as minimise_time_to_accuracy
+    from lightning_hetero.core.merging.batch_scaling import scale_batch_sizes as scale_batch_sizes
+    from lightning_hetero.core.merging.rules import MergeRule as MergeRule
+    from lightning_hetero.core.merging.settings import AdaptiveSettings as AdaptiveSettings
+    from lightning_hetero.core.noise.accumulation import WindowEstimator as WindowEstimator
+    from lightning_hetero.core.noise.accumulation import window_estimator as window_estimator
+    from lightning_hetero.core.noise.estimators import NoiseScaleEstimate as NoiseScaleEstimate
+    from lightning_hetero.core.noise.estimators import estimate_from_local_norms as estimate_from_local_norms
+    from lightning_hetero.core.noise.estimators import estimate_from_two_sizes as estimate_from_two_sizes
+    from lightning_hetero.core.noise.estimators import estimate_noise_scale as estimate_noise_scale
+    from lightning_hetero.core.noise.estimators import local_estimates as local_estimates
+    from lightning_hetero.core.noise.running import RunningNoiseScale as RunningNoiseScale
+    from lightning_hetero.core.observations import StepObservations as StepObservations
+    from lightning_hetero.core.paper_index import INDEX as INDEX
+    from lightning_hetero.core.paper_index import PAPERS as PAPERS
+    from lightning_hetero.core.paper_index import PaperEntry as PaperEntry
+    from lightning_hetero.core.policies.base import Decision as Decision
+    from lightning_hetero.core.policies.base import PlanContext as PlanContext
+    from lightning_hetero.core.policies.base import Planner as Planner
+    from lightning_hetero.core.policies.base import Proposal as Proposal
+    from lightning_hetero.core.policies.goodput import GoodputPlanner as GoodputPlanner
+    from lightning_hetero.core.policies.perf_model import PerfModelPlanner as PerfModelPlanner
+    from lightning_hetero.core.policies.proportional import ProportionalPlanner as ProportionalPlanner
+    from lightning_hetero.core.policies.split_rule import RuleSettings as RuleSettings
+    from lightning_hetero.core.policies.split_rule import cost as cost
+    from lightning_hetero.core.policies.split_rule import doubt as doubt
+    from lightning_hetero.core.policies.split_rule import horizon as horizon
+    from lightning_hetero.core.policies.static import StaticPlanner as StaticPlanner
+    from lightning_hetero.core.policies.time_to_accuracy import TimeToAccuracyPlanner as TimeToAccuracyPlanner
+    from lightning_hetero.core.timing.expected_maximum import expected_maximum as expected_maximum
+    from lightning_hetero.core.timing.filters.time_posterior import TimePosterior as TimePosterior
+    from lightning_hetero.core.timing.link_times import LinkTimes as LinkTimes
+    from lightning_hetero.core.timing.residual_time import Residual as Residual
+    from lightning_hetero.core.timing.step_time import ClusterTimeModel as ClusterTimeModel
+    from lightning_hetero.core.timing.step_time import NodeTimeModel as NodeTimeModel
+    from lightning_hetero.core.timing.step_times import SmoothingSettings as SmoothingSettings
+    from lightning_hetero.core.timing.times import EstimatorSettings as EstimatorSettings
+    from lightning_hetero.core.timing.times import Times as Times
+
+_EXPORTS = {
+    "bootstrap_sizes": "lightning_hetero.core.as_published",
+    "ControlSettings": "lightning_hetero.core.batching.control_settings",
+    "Candidate": "lightning_hetero.core.batching.goodput",
+    "TotalSettings": "lightning_hetero.core.batching.goodput",
+    "candidate_totals": "lightning_hetero.core.batching.goodput",
+    "choose_total": "lightning_hetero.core.batching.goodput",
+    "efficiency": "lightning_hetero.core.batching.goodput",
+    "goodput_of": "lightning_hetero.core.batching.goodput",
+    "windows_of": "lightning_hetero.core.batching.goodput",
+    "proportional_sizes": "lightning_hetero.core.batching.integer_split",
+    "LR_RULES": "lightning_hetero.core.batching.lr_scaling",
+    "adascale": "lightning_hetero.core.batching.lr_scaling",
+    "lr_gain": "lightning_hetero.core.batching.lr_scaling",
+    "overlap_state": "lightning_hetero.core.batching.optperf",
+    "solve_optperf": "lightning_hetero.core.batching.optperf",
+    "solve_step_times": "lightning_hetero.core.batching.optperf",
+    "static_sizes": "lightning_hetero.core.batching.optperf",
+    "SolvedTotals": "lightning_hetero.core.batching.optperf_cache",
+    "goodput_table": "lightning_hetero.core.batching.optperf_cache",
+    "BatchPlan": "lightning_hetero.core.batching.plan",
+    "PlanEntry": "lightning_hetero.core.batching.plan",
+    "PlanHistory": "lightning_hetero.core.batching.plan",
+    "Computing": "lightning_hetero.core.compression.auto",
+    "choose_density": "lightning_hetero.core.compression.auto",
+    "ConvergenceSurrogate": "lightning_hetero.core.compression.bayesian_search",
+    "profile_convergence": "lightning_hetero.core.compression.bayesian_search",
+    "ConvergenceProfile": "lightning_hetero.core.compression.convergence_profile",
+    "assumed_penalty": "lightning_hetero.core.compression.objective",
+    "cut_penalty": "lightning_hetero.core.compression.objective",
+    "density_penalty": "lightning_hetero.core.compression.objective",
+    "minimise_time_to_accuracy": "lightning_hetero.core.compression.objective",
+    "scale_batch_sizes": "lightning_hetero.core.merging.batch_scaling",
+    "MergeRule": "lightning_hetero.core.merging.rules",
+    "AdaptiveSettings": "lightning_hetero.core.merging.settings",
+    "WindowEstimator": "lightning_hetero.core.noise.accumulation",
+    "window_estimator": "lightning_hetero.core.noise.accumulation",
+    "NoiseScaleEstimate": "lightning_hetero.core.noise.estimators",
+    "estimate_from_local_norms": "lightning_hetero.core.noise.estimators",
+    "estimate_from_two_sizes": "lightning_hetero.core.noise.estimators",
+    "estimate_noise_scale": "lightning_hetero.core.noise.estimators",
+    "local_estimates": "lightning_hetero.core.noise.estimators",
+    "RunningNoiseScale": "lightning_hetero.core.noise.running",
+    "StepObservations": "lightning_hetero.core.observations",
+    "INDEX": "lightning_hetero.core.paper_index",
+    "PAPERS": "lightning_hetero.core.paper_index",
+    "PaperEntry": "lightning_hetero.core.paper_index",
+    "Decision": "lightning_hetero.core.policies.base",
+    "PlanContext": "lightning_hetero.core.policies.base",
+    "Planner": "lightning_hetero.core.policies.base",
+    "Proposal": "lightning_hetero.core.policies.base",
+    "GoodputPlanner": "lightning_hetero.core.policies.goodput",
+    "PerfModelPlanner": "lightning_hetero.core.policies.perf_model",
+    "ProportionalPlanner": "lightning_hetero.core.policies.proportional",
+    "RuleSettings": "lightning_hetero.core.policies.split_rule",
+    "cost": "lightning_hetero.core.policies.split_rule",
+    "doubt": "lightning_hetero.core.policies.split_rule",
+    "horizon": "lightning_hetero.core.policies.split_rule",
+    "StaticPlanner": "lightning_hetero.core.policies.static",
+    "TimeToAccuracyPlanner": "lightning_hetero.core.policies.time_to_accuracy",
+    "expected_maximum": "lightning_hetero.core.timing.expected_maximum",
+    "TimePosterior": "lightning_hetero.core.timing.filters.time_posterior",
+    "LinkTimes": "lightning_hetero.core.timing.link_times",
+    "Residual": "lightning_hetero.core.timing.residual_time",
+    "ClusterTimeModel": "lightning_hetero.core.timing.step_time",
+    "NodeTimeModel": "lightning_hetero.core.timing.step_time",
+    "SmoothingSettings": "lightning_hetero.core.timing.step_times",
+    "EstimatorSettings": "lightning_hetero.core.timing.times",
+    "Times": "lightning_hetero.core.timing.times",
+}
+"""Names, and the modules that they are imported from."""
+
+__all__ = [*_EXPORTS]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -103,7 +103,7 @@ def _of_one_worker(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
 def _of_policy(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
     if run.world_size == 1:
         return
-    # the rule of the delays has the same hysteresis
+    # the rule of staleness has the same hysteresis
     unused = given(config, ["change_cost"] if config.staleness else ["hysteresis", "change_cost"])
     if isinstance(run.planner, ProportionalPlanner):
         reason = "proportional control goes by the dead band of its controller"

@@ -33,7 +33,7 @@ class WrappedModel:
     Args:
         model: as DDP has wrapped it, without a hook.
         engine: whose hook it is.
-        attach: puts compression and delays of the module's trained parameters into the state of the hook.
+        attach: puts compression and staleness of the module's trained parameters into the state of the hook.
         optimizers: optimizers of the model, as far as there are any by now: by those, parameters are found that were
             added to the model.
 

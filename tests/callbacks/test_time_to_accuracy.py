@@ -68,7 +68,7 @@ class Link(L.Callback):
         exchange = trainer.strategy.engine.compression.averager
         self.densities.append(exchange.density)
         late = trainer.strategy.engine.hook_state.staleness
-        self.late.append(late is not None and late.delayed_share > 0)
+        self.late.append(late is not None and late.stale_share > 0)
         self.sizes.append(self.counted.sent)
         self.totals.append(trainer.strategy.plan.total_batch_size)
         self.moments.append(self.counted.now)

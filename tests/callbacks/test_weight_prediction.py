@@ -39,7 +39,7 @@ class Delay(L.Callback):
         self.after.append(pl_module.flat().copy())
         late = trainer.strategy.engine.hook_state.staleness
         if late is not None and trainer.global_step == self.begin:
-            late.delay_all()
+            late.make_all_stale()
 
 
 class Saves(L.Callback):

@@ -84,5 +84,5 @@ def test_metrics_are_of_all_that_sends():
     engine = alone()
     train(engine, *range(8))
     done = engine.exchange(None)
-    engine.hook_state.delay_by(SimpleNamespace(metrics=lambda: {"hetero/delayed_share": 0.5}))
+    engine.hook_state.set_staleness(SimpleNamespace(metrics=lambda: {"hetero/delayed_share": 0.5}))
     assert engine.metrics(done, engine.plan)["hetero/delayed_share"] == 0.5

@@ -230,13 +230,13 @@ class Late(Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         late = trainer.strategy.engine.hook_state.staleness
         if trainer.global_step == UNFREEZE:
-            late.delay_all()
+            late.make_all_stale()
             late.control_externally(True)
         if trainer.global_step == BACK:
             self.predicted = len(self.look_ahead._kept)
             pl_module.net[0].requires_grad_(True)
         if trainer.global_step == BACK + 1:
-            assert late.delayed_share == 1.0, "what was delayed as a whole still is"
+            assert late.stale_share == 1.0, "what was delayed as a whole still is"
             assert late.externally_controlled
             assert late.keeps_own
 
@@ -281,7 +281,7 @@ class Join(Callback):
     def on_train_epoch_start(self, trainer, pl_module):
         pl_module.net[0].requires_grad_(trainer.current_epoch > 0)
         late = trainer.strategy.engine.hook_state.staleness
-        late.delay_all()
+        late.make_all_stale()
         late.control_externally(True)
 
 

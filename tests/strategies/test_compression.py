@@ -350,7 +350,7 @@ class Delayed(Callback):
     def on_train_start(self, trainer, pl_module):
         late = trainer.strategy.engine.hook_state.staleness
         if late is not None:
-            late.delay_all()
+            late.make_all_stale()
             late.control_externally(True)
 
 

@@ -66,8 +66,8 @@ class Delays(L.Callback):
     def _follow(self, trainer):
         staleness = trainer.strategy.engine.hook_state.staleness
         if self.schedule and trainer.global_step in self.schedule:
-            staleness.delay(self.schedule[trainer.global_step])
-        self.delayed.append(staleness.delayed_share)
+            staleness.make_stale(self.schedule[trainer.global_step])
+        self.delayed.append(staleness.stale_share)
 
 
 def _run(rank, sizes, schedule, kwargs):
@@ -308,7 +308,7 @@ class DelaysAll(L.Callback):
         self.kinds = []
 
     def on_train_start(self, trainer, pl_module):
-        trainer.strategy.engine.hook_state.staleness.delay_all()
+        trainer.strategy.engine.hook_state.staleness.make_all_stale()
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.kinds.append(type(trainer.strategy.engine.hook_state.staleness))

@@ -78,7 +78,7 @@ class Delay(Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         late = trainer.strategy.engine.hook_state.staleness
         if trainer.global_step == 5:
-            late.delay_all()
+            late.make_all_stale()
             late.control_externally(True)
 
 

@@ -145,7 +145,7 @@ class Interrupted(L.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.global_step == 3:
             trainer.strategy.adopt(BatchPlan(10, (8, 2)))
-            trainer.strategy.engine.hook_state.staleness.delay_all()
+            trainer.strategy.engine.hook_state.staleness.make_all_stale()
         if trainer.global_step == 5:
             raise ValueError("interrupted")
 

@@ -46,8 +46,8 @@ class Delays(L.Callback):
     def _follow(self, trainer):
         staleness = trainer.strategy.engine.hook_state.staleness
         if self.schedule and trainer.global_step in self.schedule:
-            staleness.delay(self.schedule[trainer.global_step])
-        delayed = None if staleness is None else staleness.delayed  # with block top-k True or False, for all of them
+            staleness.make_stale(self.schedule[trainer.global_step])
+        delayed = None if staleness is None else staleness.stale  # with block top-k True or False, for all of them
         self.delayed.append(sorted(delayed) if isinstance(delayed, frozenset) else delayed)
 
 
@@ -276,7 +276,7 @@ class DelaysItself(Regressor):
 
     def on_train_batch_start(self, batch, batch_idx):
         if self.trainer.global_step > 0:
-            self.trainer.strategy.engine.hook_state.staleness.delay(ALL)
+            self.trainer.strategy.engine.hook_state.staleness.make_stale(ALL)
 
     def on_train_end(self):
         held = self.trainer.strategy.engine.hook_state.staleness.state_dict().get("sums", {})

@@ -66,14 +66,14 @@ class AutoCompression:
         """Block top-k that can be set to any of the candidates."""
         return BlockTopK(density=self.settings.densities[0], value_dtype=self.settings.value_dtype)
 
-    def try_decide(self, observer: StepTimer, *, may_delay: bool = False) -> CompressionChoice | None:
+    def try_decide(self, observer: StepTimer, *, may_be_stale: bool = False) -> CompressionChoice | None:
         """Return the choice, once enough steps were timed on all ranks: in the same step on all of them.
 
         To be called at the end of each synchronised step; collective from the eighth on.
 
         Args:
             observer: has timed this rank's steps.
-            may_delay: whether gradients may be stale.
+            may_be_stale: whether gradients may be stale.
         """
         self._rows |= {row[0]: row[: FIELDS + 1] for row in observer.rows}
         if observer.synced_steps < AUTO.first_try_step:
@@ -84,13 +84,13 @@ class AutoCompression:
         seen = match_rows(self.control.gather(table))
         observer.interrupt()
         enough = seen.num_steps >= AUTO.min_timed_steps or observer.synced_steps >= AUTO.max_step
-        return self._decide(seen, may_delay) if enough else None
+        return self._decide(seen, may_be_stale) if enough else None
 
-    def _decide(self, seen: StepObservations, may_delay: bool) -> CompressionChoice:
+    def _decide(self, seen: StepObservations, may_be_stale: bool) -> CompressionChoice:
         """Choose by the measurements; rank 0 logs the choice and why."""
         settings = self.settings
         choice = choose_density(
-            self.measured, settings.densities, settings.value_dtype, Computing.of(seen), stale=may_delay
+            self.measured, settings.densities, settings.value_dtype, Computing.of(seen), stale=may_be_stale
         )
         if self.control.rank == 0:
             log.info("compression='auto': %s", choice.describe())
@@ -122,11 +122,11 @@ class AutoAverager(BlockTopKAverager):
         """True while the choice is still to be made."""
         return self._choice is not None
 
-    def end_step(self, *, may_delay: bool) -> bool:
+    def end_step(self, *, may_be_stale: bool) -> bool:
         """Try to decide; return whether to go on with this averager. A collective call while it has not decided."""
         if self._choice is None:
             return True
-        choice = self._choice.try_decide(self._observer, may_delay=may_delay)
+        choice = self._choice.try_decide(self._observer, may_be_stale=may_be_stale)
         if choice is None:
             return True
         self._choice = None

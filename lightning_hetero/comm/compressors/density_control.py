@@ -67,9 +67,9 @@ def _delay(staleness: StaleAverager | None, stale: bool | None) -> bool:
     if staleness is None or not staleness.limit or stale is None:
         return False
     staleness.control_externally(True)
-    changed = stale != (staleness.delayed_share > 0.0)
+    changed = stale != (staleness.stale_share > 0.0)
     if stale:
-        staleness.delay_all()
+        staleness.make_all_stale()
     else:
-        staleness.delay_none()
+        staleness.make_all_synchronous()
     return changed

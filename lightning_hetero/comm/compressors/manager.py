@@ -123,7 +123,7 @@ class GradientCompression:
         """End a synchronised step; a collective call while ``"auto"`` has not chosen."""
         if self.averager is None or not self.averager.undecided:
             return
-        if not self.averager.end_step(may_delay=self._may_delay):
+        if not self.averager.end_step(may_be_stale=self._may_delay):
             self._send_densely()
         if self.averager is None or not self.averager.undecided:
             self._connect()
@@ -133,7 +133,7 @@ class GradientCompression:
         state, self.averager = self.state_dict_of_rank(), None
         self.hook.use(None)
         if self.hook.staleness is not None:
-            self.hook.delay_by(self.hook.staleness.for_dense_sums(self.hook.topology))
+            self.hook.set_staleness(self.hook.staleness.for_dense_sums(self.hook.topology))
         self._pay_out(state)
 
     def _pay_out(self, before: dict[str, Any]) -> None:
@@ -221,7 +221,7 @@ class GradientCompression:
         return self.watch.link(
             blocks.density,
             blocks.message_size,
-            stale=stale is not None and stale.delayed_share > 0.0,
+            stale=stale is not None and stale.stale_share > 0.0,
             may_be_stale=self._may_delay,
             step=blocks.step,
         )

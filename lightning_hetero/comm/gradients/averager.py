@@ -123,11 +123,11 @@ class GradientAverager(ABC):
         """``True`` while it is not known yet what is sent of gradients."""
         return False
 
-    def end_step(self, *, may_delay: bool) -> bool:
+    def end_step(self, *, may_be_stale: bool) -> bool:
         """End a synchronised step; return whether to go on with this averager, or with the mean of plain DDP.
 
         Args:
-            may_delay: whether gradients may come a step late.
+            may_be_stale: whether gradients may be stale.
         """
         return True
 

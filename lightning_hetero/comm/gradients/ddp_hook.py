@@ -90,8 +90,8 @@ class HookState:
         """Average by a communication hook of the user's; ``None`` for the mean of plain DDP."""
         self.use(None if hook is None else UserHook(hook, state, self.world_size))
 
-    def delay_by(self, staleness: StaleAverager | None) -> None:
-        """Let this apply gradients a step late from the next backward pass on; ``None`` awaits them all."""
+    def set_staleness(self, staleness: StaleAverager | None) -> None:
+        """Let this decide from the next backward pass on which gradients are stale; ``None`` awaits them all."""
         self.staleness = staleness
 
     def pay_out(self, payout: Callable[[dist.GradBucket], bool] | None) -> None:

@@ -10,7 +10,7 @@ import torch
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.gradients.averager import GradientAverager
-from lightning_hetero.core.link.staleness import DelayChoice
+from lightning_hetero.core.link.staleness import StaleChoice
 
 __all__ = ["Predicted", "StaleAverager"]
 
@@ -18,20 +18,20 @@ Predicted = dict[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]]
 
 
 class StaleAverager(GradientAverager):
-    """Average gradients in DDP's hook, some of them with a delay of one step.
+    """Average gradients in DDP's hook, some of them one step late.
 
     Args:
-        limit: greatest delay in steps, 0 or 1.
+        limit: greatest staleness in steps, 0 or 1.
         parameters: the module's parameters that need gradients, by name.
         world_size: number of ranks.
-        topology: way of what is delayed, with process groups of its own, so that no other collective waits behind it;
-            ``None`` for that of what is awaited.
+        topology: topology of what is stale, with process groups of its own, so that no other collective waits behind
+            it; ``None`` for that of what is awaited.
 
     Attributes:
-        step_kind: names of what was delayed in the running step; ``None`` after sums of two steps in one.
-        keeps_own: whether this rank's own part of what is delayed is kept until its sum is applied.
+        step_kind: names of what was stale in the running step; ``None`` after sums of two steps in one.
+        keeps_own: whether this rank's own part of what is stale is kept until its sum is applied.
         choice: newest decision by the link, ``None`` before there is one.
-        externally_controlled: whether a controller decides what is delayed, which weighs it against other things.
+        externally_controlled: whether a controller decides what is stale, which weighs it against other things.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class StaleAverager(GradientAverager):
         self.limit, self.parameters, self.topology = limit, parameters, topology
         self.step_kind: frozenset[str] | None = frozenset()
         self.externally_controlled = self.keeps_own = False
-        self.choice: DelayChoice | None = None
+        self.choice: StaleChoice | None = None
 
     def keep_own(self) -> None:
-        """Keep this rank's own part of what is delayed, for :meth:`predicted_sums`."""
+        """Keep this rank's own part of what is stale, for :meth:`predicted_sums`."""
         self.keeps_own = True
 
     def control_externally(self, controlled: bool) -> None:
-        """Leave the decision on what is delayed to a controller, or take it back."""
+        """Leave the decision on what is stale to a controller, or take it back."""
         self.externally_controlled = controlled
 
     @abstractmethod
@@ -57,7 +57,7 @@ class StaleAverager(GradientAverager):
 
     @abstractmethod
     def wait_in_flight(self) -> tuple[list[tuple[torch.Tensor, list[torch.Tensor]]], bool]:
-        """Wait for what the last step has delayed, as the next one will give it.
+        """Wait for what the last step has left in flight, as the next one will give it.
 
         Returns:
             flat sums, each with its parameters, and whether the step turned out to be left out.
@@ -75,7 +75,7 @@ class StaleAverager(GradientAverager):
             share: this rank's.
 
         Returns:
-            Flat elements by parameter that is delayed, with their places in it or ``None`` for all of them, and
+            Flat elements by parameter that is stale, with their places in it or ``None`` for all of them, and
             ``None`` for elements of which nothing is known; ``None`` if the next gradients are awaited.
         """
 
@@ -93,15 +93,15 @@ class StaleAverager(GradientAverager):
 
     @property
     @abstractmethod
-    def delayed_share(self) -> float:
-        """Share of the gradient's elements that is delayed, 0 to 1."""
+    def stale_share(self) -> float:
+        """Share of the gradient's elements that is stale, 0 to 1."""
 
     @abstractmethod
-    def delay_all(self) -> None:
-        """Delay everything from the next backward pass on; all ranks have to call it together."""
+    def make_all_stale(self) -> None:
+        """Make everything stale from the next backward pass on; all ranks have to call it together."""
 
     @abstractmethod
-    def delay_none(self) -> None:
+    def make_all_synchronous(self) -> None:
         """Await everything from the next backward pass on; all ranks have to call it together."""
 
     @abstractmethod
@@ -110,11 +110,11 @@ class StaleAverager(GradientAverager):
 
     @abstractmethod
     def unpack(self, everyone: npt.NDArray[np.float64], control: ControlPlane) -> None:
-        """Let rank 0 decide by the link what is delayed from the next step on; a collective call."""
+        """Let rank 0 decide by the link what is stale from the next step on; a collective call."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return what is delayed and the sums in flight, equal on all ranks; waits for them."""
+        """Return what is stale and the sums in flight, equal on all ranks; waits for them."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -122,12 +122,12 @@ class StaleAverager(GradientAverager):
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
-        """Return bytes per second of the link, seconds that a step's gradients take on it, and the delayed share."""
+        """Return bytes per second of the link, seconds that a step's gradients take on it, and the stale share."""
 
     @abstractmethod
     def for_dense_sums(self, topology: Topology | None) -> "StaleAverager":
         """Return its successor where sums are dense from now on, with all that this one has not applied yet.
 
         Args:
-            topology: way of sums that are awaited.
+            topology: topology of sums that are awaited.
         """

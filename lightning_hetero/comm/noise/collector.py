@@ -34,7 +34,7 @@ class _Held:
         local: of this rank's gradient.
         whole: of what of the averaged one has come.
         exact: whether the averaged gradient is the sum of all ranks', rather than a compressed one.
-        kind: names of what of it comes with the next step, if that delays the same.
+        kind: names of what of it comes with the next step, if the same is stale there.
     """
 
     estimator: WindowEstimator
@@ -153,7 +153,7 @@ class NoiseCollector:
             self._warned = True
             log.warning(
                 "the noise scale cannot be seen in compressed sums of equal batches (%s): it is estimated from dense "
-                "steps only, unless a delayed sum is in them. Use unequal batches, or set dense_every in BlockTopK and "
+                "steps only, unless a stale sum is in them. Use unequal batches, or set dense_every in BlockTopK and "
                 "staleness=0.",
                 "/".join(map(str, window[0])),
             )

@@ -13,7 +13,7 @@ __all__ = ["WorkersNoise"]
 
 
 class WorkersNoise:
-    """Measure by the gradient hook's norms; workers put their sums together when they look at the plan.
+    """Measure by the gradient hook's norms; workers put their sums together at sync rounds.
 
     Args:
         hook: state of the gradient hook.

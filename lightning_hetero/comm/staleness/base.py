@@ -20,7 +20,7 @@ from lightning_hetero.comm.gradients.stale_averager import StaleAverager
 from lightning_hetero.comm.timing.bucket_timer import BucketTimer, combine
 from lightning_hetero.comm.timing.clock import Clock
 from lightning_hetero.core.link.bandwidth import LinkEstimate
-from lightning_hetero.core.link.staleness import BucketTimes, DelayChoice, choose_synchronous
+from lightning_hetero.core.link.staleness import BucketTimes, StaleChoice, choose_synchronous
 
 __all__ = ["MeasuredStaleness"]
 
@@ -28,15 +28,15 @@ log = logging.getLogger("lightning_hetero")
 
 
 class MeasuredStaleness(StaleAverager):
-    """Delay by one step what the link cannot carry in time, by what its transfers were measured to take.
+    """Make stale what the link cannot carry in time, by what its transfers were measured to take.
 
     Args:
-        limit: greatest delay in steps, 0 or 1.
+        limit: greatest staleness in steps, 0 or 1.
         parameters: the module's parameters that need gradients, by name.
         world_size: number of ranks.
         clock: marks moments on this rank's device.
-        hysteresis: least predicted gain for which more is delayed, as a share of the step time.
-        topology: of what is delayed, with process groups of its own, so that no other collective waits behind it;
+        hysteresis: least predicted gain for which more is stale, as a share of the step time.
+        topology: of what is stale, with process groups of its own, so that no other collective waits behind it;
             ``None`` for that of what is awaited.
         hold: remembers callbacks that a thread of the process group may still hold when training ends.
     """
@@ -68,30 +68,30 @@ class MeasuredStaleness(StaleAverager):
 
     @abstractmethod
     def _awaited(self) -> int:
-        """Return the number of transfers from the output side on of which nothing is delayed."""
+        """Return the number of transfers from the output side on of which nothing is stale."""
 
     @abstractmethod
     def _await_first(self, number: int) -> None:
-        """Delay all transfers but the first ones, from the next step on."""
+        """Make all transfers but the first ones stale, from the next step on."""
 
-    def delay_none(self) -> None:
+    def make_all_synchronous(self) -> None:
         """Await everything from the next backward pass on; all ranks have to call it together."""
         self._await_first(len(self._sent_bytes()))
 
     def follow(self, before: StaleAverager) -> None:
-        """Go on as the staleness before this one, of other parameters of the same model; a whole delay stays one."""
+        """Go on as the staleness before this one, of other parameters of the same model; if all was stale, all is."""
         self.externally_controlled, self.keeps_own = before.externally_controlled, before.keeps_own
         self.choice = before.choice
-        if self.limit and before.delayed_share == 1.0:
-            self.delay_all()
+        if self.limit and before.stale_share == 1.0:
+            self.make_all_stale()
 
     # the decision
 
     def metrics(self) -> dict[str, float]:
-        """Return bytes per second of the link, seconds that a step's gradients take on it, and the delayed share."""
+        """Return bytes per second of the link, seconds that a step's gradients take on it, and the stale share."""
         if self.limit == 0:
             return {}
-        metrics = {"hetero/delayed_share": self.delayed_share}
+        metrics = {"hetero/delayed_share": self.stale_share}
         if self.link.rate is not None:
             metrics["hetero/bandwidth"] = self.link.rate
         if self.choice is not None:
@@ -110,7 +110,7 @@ class MeasuredStaleness(StaleAverager):
         return self._timer.take(len(sent)).ravel()
 
     def unpack(self, everyone: npt.NDArray[np.float64], control: ControlPlane) -> None:
-        """Let rank 0 decide by the link what is delayed from the next step on; a collective call."""
+        """Let rank 0 decide by the link what is stale from the next step on; a collective call."""
         if not everyone.size:
             return
         sent = self._sent_bytes()
@@ -119,7 +119,7 @@ class MeasuredStaleness(StaleAverager):
         if choice is not None:
             self._follow(choice, len(sent), say=control.rank == 0)
 
-    def _decide(self, everyone: npt.NDArray[np.float64], sent: list[float]) -> tuple[LinkEstimate, DelayChoice | None]:
+    def _decide(self, everyone: npt.NDArray[np.float64], sent: list[float]) -> tuple[LinkEstimate, StaleChoice | None]:
         """Estimate the link from the newest steps, and choose how many transfers it can carry in time."""
         seen = combine(everyone)
         if seen is None:
@@ -128,8 +128,8 @@ class MeasuredStaleness(StaleAverager):
         times = BucketTimes(tuple(seen[1].tolist()), tuple(link.seconds(num_bytes) for num_bytes in sent))
         return link, choose_synchronous(times, self._awaited(), hysteresis=self.hysteresis)
 
-    def _follow(self, choice: DelayChoice, transfers: int, *, say: bool) -> None:
-        """Delay what rank 0 has chosen, and say so if that is a change."""
+    def _follow(self, choice: StaleChoice, transfers: int, *, say: bool) -> None:
+        """Make stale what rank 0 has chosen, and say so if that is a change."""
         bound = self.choice is not None and self.choice.communication_bound
         before, self.choice = self._awaited(), choice
         self._await_first(choice.synchronous)
@@ -140,7 +140,7 @@ class MeasuredStaleness(StaleAverager):
                 transfers - choice.synchronous,
                 transfers,
                 self.unit,
-                100 * self.delayed_share,
+                100 * self.stale_share,
                 (self.link.rate or 0.0) / 1e6,
                 choice.describe(),
             )
@@ -163,13 +163,11 @@ class MeasuredStaleness(StaleAverager):
         for name, value in sums.items():
             parameter = self.parameters.get(name)
             if parameter is None:
-                log.warning(
-                    "staleness: %s is not trained any more, so that its last delayed gradient is left out", name
-                )
+                log.warning("staleness: %s is not trained any more, so that its last stale gradient is left out", name)
                 continue
             if parameter.numel() != value.numel():
                 raise ValueError(
-                    f"the delayed gradient of {name} has {value.numel()} elements, the parameter {parameter.numel()}. "
+                    f"the stale gradient of {name} has {value.numel()} elements, the parameter {parameter.numel()}. "
                     "Resume with the model that the checkpoint was made with."
                 )
             found[name] = value

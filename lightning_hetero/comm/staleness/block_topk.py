@@ -1,9 +1,9 @@
 """Stale messages of block top-k: they travel while the next step computes.
 
-Block top-k sends one message a step for all parameters, so that all of them are delayed or none. Of a delayed step the
-residual has given away what was sent; the optimizer gets the merged sum in the next step, the same on all ranks. What
-is in flight is applied once, or handed to :meth:`BlockTopKStaleAverager.drain`, or rides in the checkpoint, in the same
-form as delayed dense sums (:mod:`lightning_hetero.comm.staleness.dense`), so that either can go on from the other's.
+Block top-k sends one message a step for all parameters, so that all of them are stale or none. In a stale step the
+residual gives away what is sent; the optimizer gets the merged sum in the next step, the same on all ranks. What is in
+flight is applied once, or handed to :meth:`BlockTopKStaleAverager.drain`, or rides in the checkpoint, in the same form
+as stale dense sums (:mod:`lightning_hetero.comm.staleness.dense`), so that either can go on from the other's.
 """
 
 from collections.abc import Callable
@@ -32,14 +32,14 @@ class BlockTopKStaleAverager(MeasuredStaleness):
     """Apply messages of block top-k at once, or in the next step.
 
     Args:
-        limit: greatest delay in steps, 0 or 1.
+        limit: greatest staleness in steps, 0 or 1.
         averager: sends and receives; its messages take this topology.
         parameters: the module's parameters that need gradients, by name.
         clock: marks moments on this rank's device.
-        hysteresis: least predicted gain for which messages are delayed, as a share of the step time.
+        hysteresis: least predicted gain for which messages are stale, as a share of the step time.
         topology: of messages, with process groups of its own, so that no other collective waits behind them;
             ``None`` for that of the averager.
-        restored: :meth:`state_dict` of an earlier run, or that of delayed dense sums.
+        restored: :meth:`state_dict` of an earlier run, or that of stale dense sums.
         hold: remembers callbacks that a thread of the process group may still hold when training ends.
     """
 
@@ -68,7 +68,7 @@ class BlockTopKStaleAverager(MeasuredStaleness):
             topology=topology,
             hold=hold,
         )
-        self.averager, self.flags, self.delayed = averager, averager.flags, False
+        self.averager, self.flags, self.stale = averager, averager.flags, False
         self._in_flight: InFlight | None = None
         self._arrived: list[Pack] = []
         self._added: list[Pack] = []
@@ -78,7 +78,7 @@ class BlockTopKStaleAverager(MeasuredStaleness):
         self.load_state_dict(restored or {})
 
     def for_dense_sums(self, topology: Topology | None) -> StaleAverager:
-        """Return dense stale sums that go on with what is in flight, by their own rule for what is delayed."""
+        """Return dense stale sums that go on with what is in flight, by their own rule for what is stale."""
         successor = DenseStaleAverager(
             self.limit,
             self.parameters,
@@ -98,11 +98,11 @@ class BlockTopKStaleAverager(MeasuredStaleness):
 
     def average(self, bucket: dist.GradBucket, squares: BucketSquares | None = None) -> Future:
         """Take one bucket; DDP hands them over in the same order on all ranks."""
-        self.step_kind = frozenset(self.parameters if self.delayed and not self.averager.dense else ())
+        self.step_kind = frozenset(self.parameters if self.stale and not self.averager.dense else ())
         return self.averager.average(bucket)
 
     def step(self, sent: InFlight) -> list[Pack]:
-        """Return what the running step applies: all that has arrived, and its own messages too unless they are delayed.
+        """Return what the running step applies: all that has arrived, and its own messages too unless they are stale.
 
         Those of the step before have travelled since; by now they should be there.
         """
@@ -111,7 +111,7 @@ class BlockTopKStaleAverager(MeasuredStaleness):
         self.wait()
         self._report_in_vain()
         packs, self._arrived = self._arrived, []
-        if self.delayed:
+        if self.stale:
             self._keep(sent)
         else:
             packs = packs + self.path.receive(self.averager, sent)
@@ -192,7 +192,7 @@ class BlockTopKStaleAverager(MeasuredStaleness):
     def predicted_sums(self, cluster_shares: list[float], share: float) -> Predicted | None:
         """Return what is known of the next sums; only leaders of clusters have a message of their own."""
         averager, packs, total = self.averager, self._arrived, sum(cluster_shares)
-        if not self.delayed or averager.dense:
+        if not self.stale or averager.dense:
             return None
         factor = 1.0
         if self._in_flight is not None:
@@ -215,41 +215,41 @@ class BlockTopKStaleAverager(MeasuredStaleness):
     # the decision
 
     @property
-    def delayed_share(self) -> float:
-        """Share of the gradient's elements that is delayed, 0 or 1."""
-        return float(self.delayed)
+    def stale_share(self) -> float:
+        """Share of the gradient's elements that is stale, 0 or 1."""
+        return float(self.stale)
 
-    def delay(self, delayed: bool) -> None:
-        """Delay messages from the next backward pass on, or do not; all ranks have to call it together.
+    def make_stale(self, stale: bool) -> None:
+        """Make messages stale from the next backward pass on, or do not; all ranks have to call it together.
 
         Raises:
             ValueError: if the limit is 0.
         """
-        if delayed and self.limit == 0:
-            raise ValueError("staleness=0 awaits every gradient. Set staleness=1 to delay some of them.")
-        self.delayed = delayed
+        if stale and self.limit == 0:
+            raise ValueError("staleness=0 awaits every gradient. Set staleness=1 to let some of them be stale.")
+        self.stale = stale
 
-    def delay_all(self) -> None:
-        """Delay messages from the next backward pass on; all ranks have to call it together."""
-        self.delay(True)
+    def make_all_stale(self) -> None:
+        """Make messages stale from the next backward pass on; all ranks have to call it together."""
+        self.make_stale(True)
 
     def _sent_bytes(self) -> list[float]:
         return [(self.averager.topology.size - 1) * float(self.path.encoder.form.num_bytes)]
 
     def _awaited(self) -> int:
-        return int(not self.delayed)
+        return int(not self.stale)
 
     def _await_first(self, number: int) -> None:
-        self.delay(number == 0)
+        self.make_stale(number == 0)
 
     # state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is delayed and the sums in flight, equal on all ranks; waits for them."""
+        """Return what is stale and the sums in flight, equal on all ranks; waits for them."""
         self.wait()
-        if not self._arrived and not self.delayed:
+        if not self._arrived and not self.stale:
             return {}
-        state: dict[str, Any] = {"delayed": sorted(self.parameters) if self.delayed else [], "rate": self.link.rate}
+        state: dict[str, Any] = {"delayed": sorted(self.parameters) if self.stale else [], "rate": self.link.rate}
         if not self._arrived:
             return {**state, "sums": {}}
         sums = {name: value.cpu() for name, value in self.path.sums_of(self._arrived).items()}
@@ -267,7 +267,7 @@ class BlockTopKStaleAverager(MeasuredStaleness):
             self._in_flight.arrival.wait()
             self._spare, self._in_flight = self._in_flight.rows, None
         self._in_vain = False
-        self.delayed = bool(self.limit) and set(self.parameters) <= set(state.get("delayed", ()))
+        self.stale = bool(self.limit) and set(self.parameters) <= set(state.get("delayed", ()))
         self.link = LinkEstimate(state.get("rate"))
         sums = self._fitting(state.get("sums", {}))
         self._arrived = [self._pack(sums, state.get("blocks", {}))] if sums else []

@@ -1,7 +1,7 @@
 """Earliest deadline first on a low-bandwidth link (StellaTrain, sec. 3.3): awaited sums cross it before stale ones.
 
-The sums that are awaited at the end of a backward pass have to be there a whole step before those that are delayed. If
-both crossed the link together, they would share it, and the step would wait for the slower ones. So delayed sums begin
+The sums that are awaited at the end of a backward pass have to be there a whole step before those that are stale. If
+both crossed the link together, they would share it, and the step would wait for the slower ones. So stale sums begin
 when all synchronous ones of their step have arrived, in the order of the buckets, in which the next step takes them.
 That order is the same on all ranks, whenever each of them gets there.
 """

@@ -1,7 +1,7 @@
 """Dense all-reduces whose sums are stale where the link would make every step wait (StellaTrain, sec. 3.3).
 
-Of a *delayed* parameter the optimizer gets the sum of the step before, while this step's sum travels through the
-optimizer, the next forward and the next backward pass. All ranks delay the same parameters and hold the same sums, so
+Of a *stale* parameter the optimizer gets the sum of the step before. This step's sum is in flight during the optimizer
+step, the next forward and the next backward pass. On all ranks the same parameters are stale, with the same sums, so
 that replicas stay identical. No sum is lost: it is applied once, when the parameter's next gradient is, or by
 :meth:`DenseStaleAverager.drain` at the end of a training; until then it rides in the checkpoint.
 """
@@ -28,17 +28,17 @@ __all__ = ["DenseStaleAverager"]
 
 
 class DenseStaleAverager(MeasuredStaleness):
-    """Average gradient buckets for DDP's hook, some of them with a delay of one step.
+    """Average gradient buckets for DDP's hook, some of them one step late.
 
     Args:
-        limit: greatest delay in steps, 0 or 1.
+        limit: greatest staleness in steps, 0 or 1.
         parameters: the module's parameters that need gradients, by name.
         world_size: number of ranks.
         clock: marks moments on this rank's device.
-        hysteresis: least predicted gain for which more is delayed, as a share of the step time.
-        topology: topology of delayed sums, with process groups of its own, so that no other collective waits behind
-            them, and they for awaited ones; ``None`` for that of awaited sums, where all begin as they are ready.
-        priority: whether delayed sums set out when the awaited ones of their step have arrived, rather than at once.
+        hysteresis: least predicted gain for which more is stale, as a share of the step time.
+        topology: topology of stale sums, with process groups of its own, so that no other collective waits behind them,
+            and they behind none; ``None`` for that of awaited sums, where all begin as they are ready.
+        priority: whether stale sums set out when the awaited ones of their step have arrived, rather than at once.
         synchronous: topology of awaited sums; ``None`` for flat ones.
         restored: :meth:`state_dict` of an earlier run.
         hold: remembers callbacks that a thread of the process group may still hold when training ends.
@@ -68,7 +68,7 @@ class DenseStaleAverager(MeasuredStaleness):
             hold=hold,
         )
         self.synchronous = synchronous
-        self.delayed: frozenset[str] = frozenset()
+        self.stale: frozenset[str] = frozenset()
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._sums: dict[str, torch.Tensor] = {}
         self._buckets: dict[int, StaleBucket] = {}
@@ -93,12 +93,12 @@ class DenseStaleAverager(MeasuredStaleness):
             self.queue.begin_step()
             self.step_kind = frozenset()
         held, release = self._bucket(bucket), self._timer.ready(bucket.index())
-        delayed = self.delayed.intersection(held.names)
-        whole = 0 < len(delayed) == len(held.names)
-        self._stale_parts = whole or (bool(delayed) and [name in delayed for name in held.names])
+        stale = self.stale.intersection(held.names)
+        whole = 0 < len(stale) == len(held.names)
+        self._stale_parts = whole or (bool(stale) and [name in stale for name in held.names])
         if self.step_kind is not None:
-            self.step_kind |= delayed
-        future = self._delay(held, bucket.buffer()) if whole else self._await(held, bucket.buffer())
+            self.step_kind |= stale
+        future = self._send_stale(held, bucket.buffer()) if whole else self._await(held, bucket.buffer())
 
         def released(done: Future) -> torch.Tensor:
             value = tensor_of(done.value())
@@ -120,7 +120,7 @@ class DenseStaleAverager(MeasuredStaleness):
             self._buckets[bucket.index()] = held
         return held
 
-    def _delay(self, held: StaleBucket, buffer: torch.Tensor) -> Future:
+    def _send_stale(self, held: StaleBucket, buffer: torch.Tensor) -> Future:
         """Send this step's gradient, hand out the sum of the step before."""
         before, sent = held.sums, held.buffer(buffer)
         torch.mul(buffer, 1.0 / self.world_size, out=sent)
@@ -140,22 +140,22 @@ class DenseStaleAverager(MeasuredStaleness):
     def _await(self, held: StaleBucket, buffer: torch.Tensor) -> Future:
         """Hand out the sum of this step, with what is left of the step before.
 
-        A bucket that has delayed and other parameters, as the first after a resume may, is awaited as a whole.
+        A bucket that has stale and other parameters, as the first after a resume may, is awaited as a whole.
         """
         self._sums.update(held.take())
         future = self._sender(buffer.mul_(1.0 / self.world_size), self.synchronous)()
         self.queue.before(future)
-        missing, delayed = self._sums.keys() & held.names, self.delayed
-        if not missing and delayed.isdisjoint(held.names):
+        missing, stale = self._sums.keys() & held.names, self.stale
+        if not missing and stale.isdisjoint(held.names):
             return future
-        if missing - delayed:
+        if missing - stale:
             self.step_kind = None
 
         def add_missing(done: Future) -> torch.Tensor:
             flat = tensor_of(done.value())
             for name, part in zip(held.names, flat.split(held.sizes), strict=True):
                 before = self._sums.pop(name, None)
-                if name in delayed:
+                if name in stale:
                     self._sums[name] = part.clone()
                     part.zero_()
                 if before is not None:
@@ -201,7 +201,7 @@ class DenseStaleAverager(MeasuredStaleness):
 
     def predicted_sums(self, cluster_shares: list[float], share: float) -> Predicted | None:
         """Return what is known of the next sums, see :meth:`StaleAverager.predicted_sums`."""
-        if not self.delayed:
+        if not self.stale:
             return None
         known = dict(self._sums)
         for held in self._buckets.values():
@@ -212,18 +212,18 @@ class DenseStaleAverager(MeasuredStaleness):
                 flat = held.own * self.extrapolation_factor(share, self.world_size)
             if flat is not None:
                 known |= dict(zip(held.names, flat.split(held.sizes), strict=True))
-        return {self.parameters[name]: (None, known.get(name)) for name in self.delayed}
+        return {self.parameters[name]: (None, known.get(name)) for name in self.stale}
 
     # the decision
 
     @property
-    def delayed_share(self) -> float:
-        """Share of the gradient's elements that is delayed, 0 to 1."""
+    def stale_share(self) -> float:
+        """Share of the gradient's elements that is stale, 0 to 1."""
         sizes = {name: parameter.numel() for name, parameter in self.parameters.items()}
-        return sum(sizes[name] for name in self.delayed) / max(sum(sizes.values()), 1)
+        return sum(sizes[name] for name in self.stale) / max(sum(sizes.values()), 1)
 
-    def delay(self, names: Iterable[str]) -> None:
-        """Delay these parameters from the next backward pass on; all ranks have to call it together.
+    def make_stale(self, names: Iterable[str]) -> None:
+        """Make these parameters stale, and no others, from the next backward pass on; all ranks call it together.
 
         Raises:
             ValueError: if a name is unknown, or the limit is 0.
@@ -233,12 +233,12 @@ class DenseStaleAverager(MeasuredStaleness):
         if unknown:
             raise ValueError(f"{unknown[0]!r} is no parameter that is trained; give names of named_parameters().")
         if wanted and self.limit == 0:
-            raise ValueError("staleness=0 awaits every gradient. Set staleness=1 to delay some of them.")
-        self.delayed = wanted
+            raise ValueError("staleness=0 awaits every gradient. Set staleness=1 to let some of them be stale.")
+        self.stale = wanted
 
-    def delay_all(self) -> None:
-        """Delay all parameters from the next backward pass on; all ranks have to call it together."""
-        self.delay(self.parameters)
+    def make_all_stale(self) -> None:
+        """Make all parameters stale from the next backward pass on; all ranks have to call it together."""
+        self.make_stale(self.parameters)
 
     def _sent_bytes(self) -> list[float]:
         crossing = self.world_size if self.synchronous is None else self.synchronous.size
@@ -249,23 +249,23 @@ class DenseStaleAverager(MeasuredStaleness):
 
     def _awaited(self) -> int:
         buckets = self._ordered()
-        return next((i for i, held in enumerate(buckets) if not self.delayed.isdisjoint(held.names)), len(buckets))
+        return next((i for i, held in enumerate(buckets) if not self.stale.isdisjoint(held.names)), len(buckets))
 
     def _await_first(self, number: int) -> None:
-        self.delay(name for held in self._ordered()[number:] for name in held.names)
+        self.make_stale(name for held in self._ordered()[number:] for name in held.names)
 
     # state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is delayed and the sums in flight, equal on all ranks; waits for them."""
+        """Return what is stale and the sums in flight, equal on all ranks; waits for them."""
         known = {**self._sums}
         for held in self._buckets.values():
             if held.sums is not None:
                 known |= dict(zip(held.names, held.share().split(held.sizes), strict=True))
-        if not known and not self.delayed:
+        if not known and not self.stale:
             return {}
         sums = {name: value.detach().cpu().clone() for name, value in known.items()}
-        return {"delayed": sorted(self.delayed), "sums": sums, "rate": self.link.rate}
+        return {"delayed": sorted(self.stale), "sums": sums, "rate": self.link.rate}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; what is in flight now belongs to steps that are taken back.
@@ -274,7 +274,7 @@ class DenseStaleAverager(MeasuredStaleness):
             ValueError: if a sum does not fit its parameter.
         """
         self.drain()
-        self.delayed = frozenset(name for name in state.get("delayed", ()) if self.limit and name in self.parameters)
+        self.stale = frozenset(name for name in state.get("delayed", ()) if self.limit and name in self.parameters)
         self.link = LinkEstimate(state.get("rate"))
         for name, value in self._fitting(state.get("sums", {})).items():
             self._sums[name] = value.to(self.parameters[name].device, self.parameters[name].dtype)

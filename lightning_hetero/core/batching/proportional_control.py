@@ -159,8 +159,8 @@ def _why_kept(
     """Say why no size changes."""
     apart = mu[free].max() / max(mu[free].min(), 1e-12) - 1.0
     if change.max() > least:
-        scatter = settings.significant_errors * float((noise / np.maximum(mu, 1e-12)).max())
-        return f"differences are within the noise: {change.max():.1%} in sizes, where up to {scatter:.1%} is noise"
+        jitter = settings.significant_errors * float((noise / np.maximum(mu, 1e-12)).max())
+        return f"differences are within the noise: {change.max():.1%} in sizes, where up to {jitter:.1%} is noise"
     if not free.all():
         held = ", ".join(str(rank) for rank in np.flatnonzero(~free))
         return f"bounds hold: rank {held} at its minimum or maximum; compute times of the others differ by {apart:.1%}"

@@ -44,7 +44,7 @@ class PenaltySettings:
         per_decade: extra samples, as a share, for each factor of ten by which less is sent. An assumption, no
             measurement.
         stale: extra samples, as a share, of gradients that are applied one step late. StellaTrain saw 0.18 at most
-            (S sec. 6); early in a training with momentum it is more, so that nothing is delayed for a small gain.
+            (S sec. 6); early in a training with momentum it is more, so that nothing is stale for a small gain.
         cut_steps_per_waiting_step: steps of progress that a cut of the density costs for each step by which blocks wait
             longer. On the digits (``benchmarks/wan.py``), a cut from 10 % to 0.67 % put trainings back by 30 to 45
             steps, where blocks wait for 140 more: by about a third.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lightning_hetero.core.validation import check_int, check_number
 
-__all__ = ["BucketTimes", "DelayChoice", "StaleHysteresis", "StaleSettings", "choose_synchronous"]
+__all__ = ["BucketTimes", "StaleChoice", "StaleHysteresis", "StaleSettings", "choose_synchronous"]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class BucketTimes:
 
 
 @dataclass(frozen=True)
-class DelayChoice:
+class StaleChoice:
     """Number of synchronous buckets, and the predictions for it.
 
     Args:
@@ -128,7 +128,7 @@ class DelayChoice:
         transfer: seconds that a step's gradients take on the link.
 
     Example:
-        >>> choice = DelayChoice(synchronous=0, step_time=0.3, all_synchronous=0.4, compute=0.1, transfer=0.3)
+        >>> choice = StaleChoice(synchronous=0, step_time=0.3, all_synchronous=0.4, compute=0.1, transfer=0.3)
         >>> choice.communication_bound
         True
     """
@@ -141,7 +141,7 @@ class DelayChoice:
 
     @property
     def communication_bound(self) -> bool:
-        """``True`` if gradients take longer than computing, so that one step of delay cannot cover them."""
+        """``True`` if gradients take longer than computing, so that staleness of one step cannot cover them."""
         return self.transfer > (1.0 + SETTINGS.tolerance) * self.compute
 
     def describe(self) -> str:
@@ -187,7 +187,7 @@ class StaleHysteresis:
         return (StaleHysteresis(), True) if rounds >= settings.rounds else (StaleHysteresis(rounds), False)
 
 
-def choose_synchronous(times: BucketTimes, current: int, *, hysteresis: float = 0.03) -> DelayChoice:
+def choose_synchronous(times: BucketTimes, current: int, *, hysteresis: float = 0.03) -> StaleChoice:
     """Choose as many synchronous buckets as fit without making a step longer; another number only for a gain.
 
     Fewer are synchronous if that makes a step shorter by ``hysteresis`` at least; more are only if the step would not
@@ -196,7 +196,7 @@ def choose_synchronous(times: BucketTimes, current: int, *, hysteresis: float = 
     Args:
         times: of the buckets, in the order of the backward pass.
         current: buckets that are synchronous now, 0 to their number.
-        hysteresis: least predicted gain for which more buckets are delayed, as a share of the step time.
+        hysteresis: least predicted gain for which more buckets are stale, as a share of the step time.
 
     Raises:
         ValueError: if ``current`` is out of range.
@@ -215,7 +215,7 @@ def choose_synchronous(times: BucketTimes, current: int, *, hysteresis: float = 
         number = max(current, min(_most_synchronous(times.slowed(factor)) for factor in SETTINGS.link_factors))
     elif times.step_time(number) > (1.0 - hysteresis) * times.step_time(current):
         number = current
-    return DelayChoice(
+    return StaleChoice(
         number, times.step_time(number), times.step_time(len(times.ready)), times.compute, sum(times.transfer)
     )
 

@@ -192,7 +192,7 @@ class PerfModelPlanner:
             )
             return Decision(self, kept=kept)
         equal = max(current.local_batch_sizes) - min(current.local_batch_sizes) <= 1
-        least = doubt(times.scatter, times.moving, equal, self.settings) * unknown
+        least = doubt(times.jitter, times.moving, equal, self.settings) * unknown
         if gain < least:
             kept = f"too little is known of the workers yet: {other}, and only a gain of {least:.1%} is beyond luck"
             return Decision(self, kept=kept)

@@ -113,14 +113,14 @@ def cost(steps: float, settings: RuleSettings = RuleSettings()) -> float:
     return settings.change_steps * min(1.0, steps / settings.young)
 
 
-def doubt(scatter: Array, moving: float, equal: bool, settings: RuleSettings = RuleSettings()) -> float:
+def doubt(jitter: Array, moving: float, equal: bool, settings: RuleSettings = RuleSettings()) -> float:
     """Return the factor by which a gain has to exceed what a step may lose to what is not known.
 
-    ``doubt * min(1, scatter / noisy)^2 * (1 - moving)``, by the median of all workers; ``doubt * (1 - moving)`` where
+    ``doubt * min(1, jitter / noisy)^2 * (1 - moving)``, by the median of all workers; ``doubt * (1 - moving)`` where
     sizes are equal, so that equal workers stay equal whatever their noise.
 
     Args:
-        scatter: relative standard deviations of single steps, outside of and in backward, shape ``(workers, 2)``.
+        jitter: relative standard deviations of single steps, outside of and in backward, shape ``(workers, 2)``.
         moving: by how much more likely it is that speeds walk than that they stand still, 0 to 1.
         equal: whether the running sizes are equal, to one sample.
         settings: of the rule.
@@ -129,8 +129,8 @@ def doubt(scatter: Array, moving: float, equal: bool, settings: RuleSettings = R
         A factor, 0 to ``settings.doubt``.
 
     Example:
-        >>> [round(doubt(np.full((3, 2), scatter), 0.0, False), 2) for scatter in (0.02, 0.04, 0.15)]
+        >>> [round(doubt(np.full((3, 2), jitter), 0.0, False), 2) for jitter in (0.02, 0.04, 0.15)]
         [0.38, 1.5, 1.5]
     """
-    noise = 1.0 if equal else min(float(np.median(scatter)) / settings.noisy, 1.0)
+    noise = 1.0 if equal else min(float(np.median(jitter)) / settings.noisy, 1.0)
     return settings.doubt * noise**2 * (1.0 - moving)

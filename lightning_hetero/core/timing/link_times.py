@@ -65,7 +65,7 @@ class Level:
             return Level(bound, settings.link_bound_error**2)
         if bound >= self.value:
             return replace(self, variance=self.variance + settings.link_walk**2)
-        return self.observe(bound, settings.link_scatter**2, jumps=False, settings=settings)
+        return self.observe(bound, settings.link_jitter**2, jumps=False, settings=settings)
 
     def state(self) -> list[float | None]:
         """Return value and variance; ``None`` for an infinite one, which JSON does not have."""
@@ -167,7 +167,7 @@ class LinkTimes:
 
 def _followed(level: Level, value: float, samples: Array, settings: EstimatorSettings) -> Level:
     """Return the level after a round whose steps have this median."""
-    scatter = min(1.4826 * float(np.median(np.abs(samples - value))) / max(value, 1e-9), 1.0)
+    jitter = min(1.4826 * float(np.median(np.abs(samples - value))) / max(value, 1e-9), 1.0)
     few = len(samples) < settings.link_few_steps
-    variance = 1.5 * (max(scatter, settings.link_scatter) if few else scatter) ** 2 / len(samples)
+    variance = 1.5 * (max(jitter, settings.link_jitter) if few else jitter) ** 2 / len(samples)
     return level.observe(value, variance, max(level.value, value, 1e-6), jumps=not few, settings=settings)

@@ -79,8 +79,8 @@ class StepPrediction:
 
     def waiting_factor(self, sizes: Sizes) -> float:
         """Return the factor by which the slowest worker of single steps takes longer than the slowest on average."""
-        seconds, _, scatter = self.finish(self._run(sizes))
-        return expected_maximum(seconds, scatter)[0] / float(seconds.max())
+        seconds, _, jitter = self.finish(self._run(sizes))
+        return expected_maximum(seconds, jitter)[0] / float(seconds.max())
 
     def error(self, sizes: Sizes) -> float:
         """Return the standard error in seconds of the step time that is predicted of these sizes."""
@@ -121,14 +121,14 @@ class StepPrediction:
         for share, after in ((1.0, t_u), (gamma, t_o + t_u)):
             seconds, errors = times.seconds(sizes, n - 1 + share, n)
             a, p = times.parts(sizes)
-            single = n**0.5 * times.scatter  # of one micro-batch: their mean was observed
-            scatter = np.hypot(a * single[:, 0] * n**0.5, p * single[:, 1] * (n - 1 + share**2) ** 0.5)
-            lines.append((seconds + after, errors, scatter))
+            single = n**0.5 * times.jitter  # of one micro-batch: their mean was observed
+            jitter = np.hypot(a * single[:, 0] * n**0.5, p * single[:, 1] * (n - 1 + share**2) ** 0.5)
+            lines.append((seconds + after, errors, jitter))
         (compute, compute_error, _), (send, send_error, _) = lines
         both = 0.5 * (times.seconds(sizes, 2 * (n - 1) + 1 + gamma, 2 * n)[1] ** 2 - compute_error**2 - send_error**2)
         errors = larger_error(compute, compute_error, send, send_error, both)
-        seconds, _, scatter = (np.where(compute >= send, x, z) for x, z in zip(*lines, strict=True))
-        return seconds, errors, scatter
+        seconds, _, jitter = (np.where(compute >= send, x, z) for x, z in zip(*lines, strict=True))
+        return seconds, errors, jitter
 
     def _run(self, sizes: Sizes) -> Array:
         """Return the samples that each worker runs."""

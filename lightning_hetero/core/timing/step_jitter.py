@@ -16,12 +16,12 @@ Array = npt.NDArray[np.float64]
 
 
 def summarise_round(
-    scatter: Array, forward: Array, backward: Array, settings: EstimatorSettings
+    jitter: Array, forward: Array, backward: Array, settings: EstimatorSettings
 ) -> tuple[Array, Array, Array]:
     """Return mean times of a round, their relative variance, and the noise of single steps with this round.
 
     Args:
-        scatter: sums of each worker so far, shape ``(workers, 5)``.
+        jitter: sums of each worker so far, shape ``(workers, 5)``.
         forward: seconds outside of backward, shape ``(steps, workers)``.
         backward: seconds in backward, same shape.
         settings: of the estimator.
@@ -31,13 +31,13 @@ def summarise_round(
 
     Example:
         >>> seconds = np.array([[0.9], [1.1], [0.9], [1.1]])
-        >>> times, variance, scatter = summarise_round(np.zeros((1, 5)), seconds, 2 * seconds, EstimatorSettings())
-        >>> times.round(6).tolist(), scatter[0, 4].item()
+        >>> times, variance, jitter = summarise_round(np.zeros((1, 5)), seconds, 2 * seconds, EstimatorSettings())
+        >>> times.round(6).tolist(), jitter[0, 4].item()
         ([[1.0, 2.0]], 4.0)
     """
     count = len(forward)
-    usual = np.sqrt(relative_variance(scatter, settings))
-    rare = (scatter[:, 2] >= settings.own_scatter_steps) & (scatter[:, 3] <= WINSORIZED_SHARE * scatter[:, 4])
+    usual = np.sqrt(relative_variance(jitter, settings))
+    rare = (jitter[:, 2] >= settings.own_jitter_steps) & (jitter[:, 3] <= WINSORIZED_SHARE * jitter[:, 4])
     limits = [
         np.where(rare, (1.0 + settings.odd * usual[:, i]) * np.median(x, axis=0), np.inf)
         for i, x in enumerate((forward, backward))
@@ -49,36 +49,36 @@ def summarise_round(
     free = max(count - 1 - 1.5 * num_winsorized(count), 0.0)  # degrees of freedom: what is capped varies less
     squares = np.stack([((x - x.mean(axis=0)) ** 2).sum(axis=0) for x in (a, p)], axis=1) / y**2
     others = np.median(squares, axis=0) / max(free, 0.5)
-    before = np.where(scatter[:, 2:3] >= settings.own_scatter_steps, usual**2, others)
+    before = np.where(jitter[:, 2:3] >= settings.own_jitter_steps, usual**2, others)
     # a round counts with three times the usual deviation at most, so that one burst is not remembered for long
     squares = np.minimum(squares, 9.0 * np.maximum(before, others) * max(free, 0.5))
     steps = np.stack([np.full(len(y), free), odd, np.full(len(y), float(count))], axis=1)
-    fade = np.minimum(1.0, settings.scatter_memory / np.maximum(scatter[:, 4:] + count, 1.0))
-    scatter = fade * (scatter + np.concatenate([squares, steps], axis=1))
+    fade = np.minimum(1.0, settings.jitter_memory / np.maximum(jitter[:, 4:] + count, 1.0))
+    jitter = fade * (jitter + np.concatenate([squares, steps], axis=1))
     wide = settings.wide * squares / max(free, 0.5)
-    variance = np.maximum(np.maximum(relative_variance(scatter, settings), wide), 1e-6) / count
-    return y, variance, scatter
+    variance = np.maximum(np.maximum(relative_variance(jitter, settings), wide), 1e-6) / count
+    return y, variance, jitter
 
 
-def relative_variance(scatter: Array, settings: EstimatorSettings) -> Array:
+def relative_variance(jitter: Array, settings: EstimatorSettings) -> Array:
     """Return the squared relative noise of single steps: each worker's own, as far as known, else that of all.
 
     Args:
-        scatter: sums of each worker, shape ``(workers, 5)``.
+        jitter: sums of each worker, shape ``(workers, 5)``.
         settings: of the estimator.
 
     Returns:
         Variances outside of and in backward, shape ``(workers, 2)``.
 
     Example:
-        >>> relative_variance(np.zeros((1, 5)), EstimatorSettings(scatter=0.1)).round(6).tolist()
+        >>> relative_variance(np.zeros((1, 5)), EstimatorSettings(jitter=0.1)).round(6).tolist()
         [[0.01, 0.01]]
     """
-    squares, steps = scatter[:, :2], scatter[:, 2:3]
+    squares, steps = jitter[:, :2], jitter[:, 2:3]
     own = squares / np.maximum(steps, 0.5)
     # one noisy worker does not make the others uncertain
     usual = np.minimum(own, 4.0 * np.median(own, axis=0) + 1e-12)
-    prior = settings.scatter_steps
-    shared = ((usual * steps).sum(axis=0) + prior * settings.scatter**2) / (steps.sum() + prior)
-    count = settings.own_scatter_steps
+    prior = settings.jitter_steps
+    shared = ((usual * steps).sum(axis=0) + prior * settings.jitter**2) / (steps.sum() + prior)
+    count = settings.own_jitter_steps
     return np.asarray((squares + count * shared) / (steps + count))

@@ -40,21 +40,21 @@ class EstimatorSettings:
         jump_probability: probability that a worker's speed jumps between two rounds, above 0 and below 1.
         jump: standard deviation of the logarithm of the speed in a jump, and of a worker nobody has seen, ``> 0``.
         reshape: standard deviation of each coefficient in a jump, as a share of the worker's time at that size.
-        scatter: relative standard deviation of single steps that is assumed before any was measured.
-        scatter_steps: steps that this assumption counts for, all workers together, ``> 0``.
+        jitter: relative standard deviation of single steps that is assumed before any was measured.
+        jitter_steps: steps that this assumption counts for, all workers together, ``> 0``.
         wide: share of a round's own noise below which its variance is never taken to be, 0 to 1; a round in which
             something else ran varies more than others, and counts less.
         odd: multiples of the noise above the round's median beyond which a step is odd (a snapshot, another process):
             it counts no more than that, as long as no more than a tenth of a worker's steps are odd.
-        scatter_memory: steps over which the noise, and the share of odd steps, are averaged.
-        own_scatter_steps: steps of its own from which on a worker's noise counts more than that of all, ``> 0``.
+        jitter_memory: steps over which the noise, and the share of odd steps, are averaged.
+        own_jitter_steps: steps of its own from which on a worker's noise counts more than that of all, ``> 0``.
         shape_walk: walk of each coefficient by itself, as a share of a speed's walk; the shape of a line hardly moves.
         gate: squared standard errors, ``> 0``, above which a jump is considered at all; about 2 where nothing moves.
         least_part: share of a step that each of its two parts is taken to be at least, ``> 0``: a covariance has no
             more digits than that.
         link_walk: standard deviation of the walk of what averaging takes between two rounds, as a share of it.
         link_rounds: standard deviation of one round of it, beside what the noise of its steps says, as a share.
-        link_scatter: relative noise of single steps that is assumed where only a few show what the link takes.
+        link_jitter: relative noise of single steps that is assumed where only a few show what the link takes.
         link_jump: standard errors beyond which what averaging takes is taken to have jumped.
         link_few_steps: steps below which their own noise says little of the link, and no jump is believed.
         link_bound_error: relative standard deviation of what averaging takes while only a bound of it is known.
@@ -100,18 +100,18 @@ class EstimatorSettings:
     jump_probability: float = 0.0005
     jump: float = 0.5
     reshape: float = 0.05
-    scatter: float = 0.05
-    scatter_steps: float = 1.0
+    jitter: float = 0.05
+    jitter_steps: float = 1.0
     wide: float = 0.4
     odd: float = 4.0
-    scatter_memory: float = 256.0
-    own_scatter_steps: float = 8.0
+    jitter_memory: float = 256.0
+    own_jitter_steps: float = 8.0
     shape_walk: float = 0.1
     gate: float = 6.0
     least_part: float = 1e-4
     link_walk: float = 0.01
     link_rounds: float = 0.02
-    link_scatter: float = 0.1
+    link_jitter: float = 0.1
     link_jump: float = 4.0
     link_few_steps: int = 4
     link_bound_error: float = 0.5
@@ -141,7 +141,7 @@ class EstimatorSettings:
         check_fields(self, probabilities, high=math.nextafter(1.0, 0.0), include_low=False)
         check_fields(self, ("switch", "wide", "residual_shortfall"), high=1.0)
         check_fields(self, ("skew_stall",), low=1.0)
-        above = ("jump", "scatter_steps", "own_scatter_steps", "gate", "least_part", "residual_prior")
+        above = ("jump", "jitter_steps", "own_jitter_steps", "gate", "least_part", "residual_prior")
         check_fields(self, above, include_low=False)
         tuples_and_above = {"walks", "rounds", "prior", *above, *probabilities}
         check_fields(self, [field.name for field in fields(self) if field.name not in tuples_and_above])
@@ -157,7 +157,7 @@ class Times:
     Args:
         mean: ``(q, s, k, m)`` of each worker, all ``>= 0``, shape ``(workers, 4)``.
         covariance: of these, shape ``(workers, 4, 4)``.
-        scatter: relative standard deviation of single steps outside of and in backward, shape ``(workers, 2)``.
+        jitter: relative standard deviation of single steps outside of and in backward, shape ``(workers, 2)``.
         walks: standard deviation of the logarithm of a speed's walk over eight steps, of each filter.
         probability: of each filter, mean of the workers.
         moving: by how much more likely it is that speeds walk than that they stand still, 0 to 1.
@@ -171,7 +171,7 @@ class Times:
 
     mean: Array
     covariance: Array
-    scatter: Array
+    jitter: Array
     walks: Array
     probability: Array
     moving: float = 0.0

@@ -34,16 +34,16 @@ def attach_staleness(strategy: "HeteroDDPMixin") -> None:
         name: p for name, p in strategy._pl_module.named_parameters() if p.requires_grad
     }
     restored, before = state.take_restored(), state.staleness
-    state.delay_by(None)
+    state.set_staleness(None)
     topology = None if before is None else before.topology
-    earlier = None  # delays of this module: of a training that was interrupted, or other parameters are trained
+    earlier = None  # staleness of this module: of a training that was interrupted, or other parameters are trained
     if before is not None and not restored and _of_module(before, strategy._pl_module):
         earlier, restored = before, before.state_dict()
     if not restored.get("sums") and (limit == 0 or engine.world_size == 1):
         return
     reason = _unsupported_reason(strategy, state)
     if reason is not None and strategy._probes:
-        log.info("no gradient of this probe training is delayed: %s", reason)
+        log.info("no gradient of this probe training is stale: %s", reason)
         return
     if reason is not None:
         cure = "or set staleness=0" if limit else "or end the run that saved this checkpoint as it was begun"
@@ -59,12 +59,12 @@ def attach_staleness(strategy: "HeteroDDPMixin") -> None:
         "restored": restored,
         "hold": state.hold,
     }
-    late: MeasuredStaleness
+    averager: MeasuredStaleness
     blocks = None if engine.compression is None else engine.compression.blocks
     if blocks is not None:
-        late = BlockTopKStaleAverager(limit, blocks, parameters, **settings)
+        averager = BlockTopKStaleAverager(limit, blocks, parameters, **settings)
     else:
-        late = DenseStaleAverager(
+        averager = DenseStaleAverager(
             limit,
             parameters,
             world_size=engine.world_size,
@@ -73,8 +73,8 @@ def attach_staleness(strategy: "HeteroDDPMixin") -> None:
             **settings,
         )
     if earlier is not None and earlier.parameters.keys() != parameters.keys():
-        late.follow(earlier)
-    state.delay_by(late)
+        averager.follow(earlier)
+    state.set_staleness(averager)
 
 
 def _of_module(before: StaleAverager, module: torch.nn.Module) -> bool:
@@ -88,17 +88,17 @@ def _unsupported_reason(strategy: "HeteroDDPMixin", state: HookState) -> str | N
     module = strategy._pl_module
     if not module.automatic_optimization:
         return (
-            "staleness=1 and manual optimization: a delayed gradient could reach the step of another loss. Use "
+            "staleness=1 and manual optimization: a stale gradient could reach the step of another loss. Use "
             "automatic optimization"
         )
     if not state.averager.may_be_stale:
         return (
             "staleness=1 sends gradients by itself, and so does the communication hook or compressor that is given as "
-            "well. Of compressors, only block_topk can arrive late: use compression='block_topk', keep one of them"
+            "well. Of compressors, only block_topk can be stale: use compression='block_topk', keep one of them"
         )
     if strategy._ddp_kwargs.get("find_unused_parameters", False):
         return (
-            "staleness=1 and find_unused_parameters=True: the delayed gradient of a parameter that is left out in the "
+            "staleness=1 and find_unused_parameters=True: the stale gradient of a parameter that is left out in the "
             "next step would be lost. Use all parameters in every step"
         )
     complex_ones = [name for name, p in module.named_parameters() if p.requires_grad and p.is_complex()]
@@ -108,5 +108,5 @@ def _unsupported_reason(strategy: "HeteroDDPMixin", state: HookState) -> str | N
             "them real, with torch.view_as_complex where they are used"
         )
     if loss_scaler(strategy.precision_plugin) is not None:
-        return "staleness=1 and a loss scaler: a delayed gradient carries the scale of the step before. Use bf16-mixed"
+        return "staleness=1 and a loss scaler: a stale gradient carries the scale of the step before. Use bf16-mixed"
     return None

@@ -106,7 +106,7 @@ def test_the_choice_is_that_of_the_measured_link_and_steps(link, monkeypatch, ca
 def test_stale_gradients_count_for_the_choice(monkeypatch):
     """A dense sum that a step of computing hides needs no compression."""
     sends_in_20_ms = LinkMeasurement(1e-5, 4e6 / 0.02, 1e-3, 2, 1_000_000, 4)
-    found = [decided(chooser(monkeypatch, sends_in_20_ms)[0], Timer(), may_delay=may)[1] for may in (False, True)]
+    found = [decided(chooser(monkeypatch, sends_in_20_ms)[0], Timer(), may_be_stale=may)[1] for may in (False, True)]
     assert found[1].density is None
     assert found[0] != found[1]
 

@@ -27,16 +27,16 @@ class Staleness:
     """Messages that are stale or not."""
 
     def __init__(self, limit, share):
-        self.limit, self.delayed_share, self.controlled = limit, share, False
+        self.limit, self.stale_share, self.controlled = limit, share, False
 
     def control_externally(self, controlled):
         self.controlled = controlled
 
-    def delay_all(self):
-        self.delayed_share = 1.0
+    def make_all_stale(self):
+        self.stale_share = 1.0
 
-    def delay_none(self):
-        self.delayed_share = 0.0
+    def make_all_synchronous(self):
+        self.stale_share = 0.0
 
 
 def choice(density, least=0.1, compute=1.0):
@@ -89,6 +89,6 @@ def test_a_link_that_becomes_the_bound_is_a_warning_once(caplog):
 def test_messages_become_stale_only_if_somebody_decided_so_and_they_may(limit, stale, share, after, caplog):
     control, staleness = DensityControl(True), Staleness(limit, share)
     control.apply(choice(0.1), stale, Blocks(0.1), staleness, LINKS)
-    assert staleness.delayed_share == after
+    assert staleness.stale_share == after
     assert staleness.controlled == (limit == 1 and stale is not None), "a rule of its own decides no more"
     assert len(lines(caplog)) == (share != after)

@@ -306,7 +306,7 @@ def test_another_model_begins_as_the_first_one_did():
 def test_optimizers_are_connected_once_auto_has_chosen(monkeypatch):
     compression, _ = alone("auto")
     chooses = SimpleNamespace(undecided=True, blocks=None)
-    chooses.end_step = lambda *, may_delay: not vars(chooses).update(undecided=False)
+    chooses.end_step = lambda *, may_be_stale: not vars(chooses).update(undecided=False)
     connected, compression.averager = [], chooses
     monkeypatch.setattr(compression.optimizers, "connect", connected.append)
     compression.end_step()
@@ -317,7 +317,7 @@ def test_optimizers_are_connected_once_auto_has_chosen(monkeypatch):
 def test_dense_sums_that_auto_has_chosen_are_those_of_plain_ddp():
     compression, state = alone("auto")
     chooses = SimpleNamespace(undecided=True, blocks=None, kind="auto", extra_state=dict)
-    chooses.end_step, chooses.residuals = (lambda *, may_delay: False), dict
+    chooses.end_step, chooses.residuals = (lambda *, may_be_stale: False), dict
     compression.averager = chooses
     state.use(chooses)
     compression.end_step()
@@ -331,7 +331,7 @@ def _known(rank):
     run, found = Run(rank, 2, BLOCKS), []
     for staleness in (None, (0, 0.0), (1, 0.0), (1, 1.0)):
         if staleness is not None:
-            run.state.delay_by(SimpleNamespace(limit=staleness[0], delayed_share=staleness[1]))
+            run.state.set_staleness(SimpleNamespace(limit=staleness[0], stale_share=staleness[1]))
         link = run.compression.link()
         found.append((link.may_be_stale, link.stale))
     return found, link.latency

@@ -141,7 +141,7 @@ def test_a_skip_may_depend_on_a_number_of_the_device():
 
 def test_an_averager_is_by_default_exact_decided_and_has_nothing_to_keep():
     averager = Silent(2)
-    assert averager.end_step(may_delay=True)
+    assert averager.end_step(may_be_stale=True)
     assert (averager.stale_parts, averager.undecided, averager.blocks, averager.user_hook) == (False, False, None, None)
     assert (averager.residuals(), averager.extra_state()) == ({}, {})
     assert (averager.takes_norms, averager.may_be_stale, averager.skips_nonfinite) == (False, False, False)

@@ -269,10 +269,10 @@ def test_a_checkpoint_waits_for_who_takes_it_once():
 def test_all_ways_of_gradients_have_process_groups_to_leave():
     state, way, stale = state_of(), SimpleNamespace(flat=True), SimpleNamespace()
     assert state.topologies == []
-    state.delay_by(SimpleNamespace(topology=stale))
+    state.set_staleness(SimpleNamespace(topology=stale))
     assert state.topologies == [stale]
     state = state_of(topology=way)
-    state.delay_by(SimpleNamespace(topology=None))
+    state.set_staleness(SimpleNamespace(topology=None))
     assert state.topologies == [way]
 
 

@@ -42,13 +42,13 @@ class Buckets(MeasuredStaleness):
         self.awaited = number
 
     @property
-    def delayed_share(self):
+    def stale_share(self):
         return 1.0 - self.awaited / len(self.sent)
 
     def average(self, bucket, squares=None):
         """Nothing is sent here: what a link is measured to take is given."""
 
-    for_dense_sums = drain = wait_in_flight = predicted_sums = delay_all = state_dict = load_state_dict = average
+    for_dense_sums = drain = wait_in_flight = predicted_sums = make_all_stale = state_dict = load_state_dict = average
 
 
 def rank(number, answers=None):
@@ -90,7 +90,7 @@ def test_the_rate_is_that_of_what_was_sent_in_the_busy_seconds():
     expected = sum(averager.link.seconds(num_bytes) for num_bytes in BYTES)
     assert averager.metrics()["hetero/transfer_time"] == pytest.approx(expected)
     assert expected > 0.5, "a cautious estimate"
-    assert averager.metrics()["hetero/delayed_share"] == averager.delayed_share
+    assert averager.metrics()["hetero/delayed_share"] == averager.stale_share
 
 
 def test_all_ranks_follow_rank_0_whatever_they_would_choose_themselves():

@@ -149,7 +149,7 @@ def start(rank, world_size, settings, limit=1, restored=None):
         restored=restored,
         hold=state.hold,
     )
-    state.delay_by(late)
+    state.set_staleness(late)
     ddp.register_comm_hook(state, gradient_hook)
 
     def follow(stale, density=settings.density):
@@ -387,7 +387,7 @@ def _without_delays(rank):
     dist.init_process_group("gloo")
     names = [name for name, _ in Crossed().named_parameters()]
     late = start(rank, 2, SETTINGS, limit=0, restored={"delayed": names, "sums": {}, "rate": None})[1]
-    return late.delayed, late.delayed_share
+    return late.stale, late.stale_share
 
 
 def test_without_staleness_nothing_of_a_checkpoint_is_delayed():
@@ -427,7 +427,7 @@ def _limit(rank):
     dist.init_process_group("gloo")
     late = start(rank, 2, SETTINGS, limit=0)[1]
     dist.barrier()
-    late.delay(True)
+    late.make_stale(True)
 
 
 def test_a_delay_without_staleness_is_refused_on_every_rank():

@@ -80,7 +80,7 @@ def _traced(rank, running):
     with ThinLink(2e4, world_size=2, shared=True):
         for step in range(STEPS):
             if step == 2:
-                staleness.delay(INPUT)
+                staleness.make_stale(INPUT)
             optimizer.zero_grad()
             loss_of(model, batch(rank, step)).backward()
             given.append(torch.cat([p.grad.flatten() for p in model.parameters()]).numpy().copy())

@@ -92,7 +92,7 @@ def start(world_size, *, cap=TINY, limit=1, restored=None, static_graph=False, b
         priority=True,
         restored=restored,
     )
-    state.delay_by(staleness)
+    state.set_staleness(staleness)
     model.register_comm_hook(state, gradient_hook)
     return model, staleness
 
@@ -103,7 +103,7 @@ def _train(rank, world_size, schedule, kwargs):
     given = []
     for step in range(STEPS):
         if step in schedule:
-            staleness.delay(schedule[step])
+            staleness.make_stale(schedule[step])
         optimizer.zero_grad()
         loss_of(model, batch(rank, step)).backward()
         given.append(torch.cat([p.grad.flatten() for p in model.parameters()]).numpy().copy())
@@ -156,7 +156,7 @@ def _resumed(rank, cut, cap):
     """Saved after ``cut`` steps and continued by another DDP whose buckets are laid out as at the beginning."""
     model, staleness = start(2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    staleness.delay(INPUT)
+    staleness.make_stale(INPUT)
     given = []
     for step in range(STEPS):
         if step == cut:
@@ -165,7 +165,7 @@ def _resumed(rank, cut, cap):
             state = HookState(StepTimer(HostClock()), 2)
             model = DistributedDataParallel(model.module, bucket_cap_mb=cap)
             names = dict(model.module.named_parameters())
-            state.delay_by(DenseStaleAverager(1, names, world_size=2, clock=HostClock(), restored=restored))
+            state.set_staleness(DenseStaleAverager(1, names, world_size=2, clock=HostClock(), restored=restored))
             model.register_comm_hook(state, gradient_hook)
         optimizer.zero_grad()
         loss_of(model, batch(rank, step)).backward()
@@ -191,7 +191,7 @@ def _kinds(rank, schedule):
     found = []
     for step in range(STEPS):
         if step in schedule:
-            staleness.delay(schedule[step])
+            staleness.make_stale(schedule[step])
         model.zero_grad()
         loss_of(model, batch(rank, step)).backward()
         found.append(staleness.step_kind)
@@ -208,7 +208,7 @@ def test_a_step_says_what_it_delayed_and_that_it_holds_the_sums_of_two():
 def _wrong(rank, limit, names):
     staleness = start(2, limit=limit)[1]
     dist.barrier()
-    staleness.delay(names)
+    staleness.make_stale(names)
 
 
 @pytest.mark.parametrize(("limit", "names", "says"), [(1, ["5.weight"], "named_parameters"), (0, INPUT, "staleness=1")])
@@ -223,7 +223,7 @@ def test_a_checkpoint_delays_what_is_trained_and_only_with_staleness(limit, dela
     """Its sums are owed with and without."""
     state = {"delayed": ["gone", "w"], "sums": {"w": torch.ones(8)}, "rate": None}
     averager = DenseStaleAverager(limit, {"w": torch.zeros(8)}, world_size=2, clock=HostClock(), restored=state)
-    assert averager.delayed == delayed
+    assert averager.stale == delayed
     assert set(averager.drain()) == {"w"}
 
 

@@ -114,7 +114,7 @@ def test_doubt_is_whole_where_single_steps_scatter(noise, whole):
     planner = PerfModelPlanner(settings=RuleSettings(doubt=1e4))
     planner = planner.observe(measure(CLUSTER, (64,) * 3, rng, steps=40, noise=noise), ctx)
     times = planner.times.times(ctx.identities)
-    share = 1.0 if whole else (np.median(times.scatter) / 0.04) ** 2
+    share = 1.0 if whole else (np.median(times.jitter) / 0.04) ** 2
     assert share == 1.0 if whole else share < 0.5
     equal, nearly = BatchPlan(192, (64, 64, 64)), BatchPlan(191, (64, 64, 63))
     for running, expected in ((plan, share), (BatchPlan(192, (65, 64, 63)), share), (equal, 1.0), (nearly, 1.0)):

@@ -30,7 +30,7 @@ from lightning_hetero.core.timing.filters.filter_bank import (
     weigh_filters,
 )
 from lightning_hetero.core.timing.filters.kalman import mixed, non_negative
-from lightning_hetero.core.timing.step_scatter import relative_variance, summarise_round
+from lightning_hetero.core.timing.step_jitter import relative_variance, summarise_round
 from lightning_hetero.core.timing.times import EstimatorSettings, Times
 
 __all__ = ["TimePosterior"]
@@ -38,7 +38,8 @@ __all__ = ["TimePosterior"]
 Array = npt.NDArray[np.float64]
 Rows = slice | list[int]
 
-_ARRAYS = ("mean", "covariance", "weight", "scatter", "seen")
+_ARRAYS = ("mean", "covariance", "weight", "jitter", "seen")
+_KEYS = {"jitter": "scatter"}  # where checkpoints have another name for one
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +51,7 @@ class TimePosterior:
         mean: ``theta`` of each filter and worker, shape ``(filters, workers, 4)``.
         covariance: of these, shape ``(filters, workers, 4, 4)``.
         weight: probability of each filter for each worker, by how well it has predicted, shape ``(filters, workers)``.
-        scatter: sums of squared relative deviations of single steps outside of and in backward, their degrees of
+        jitter: sums of squared relative deviations of single steps outside of and in backward, their degrees of
             freedom, odd steps, and all steps, shape ``(workers, 5)``; fading.
         seen: least and greatest size at which each worker was seen, shape ``(workers, 2)``.
         jumped: workers whose speed jumped before the newest round.
@@ -69,7 +70,7 @@ class TimePosterior:
     mean: Array = field(default_factory=lambda: np.zeros((0, 0, 4)))
     covariance: Array = field(default_factory=lambda: np.zeros((0, 0, 4, 4)))
     weight: Array = field(default_factory=lambda: np.zeros((0, 0)))
-    scatter: Array = field(default_factory=lambda: np.zeros((0, 5)))
+    jitter: Array = field(default_factory=lambda: np.zeros((0, 5)))
     seen: Array = field(default_factory=lambda: np.zeros((0, 2)))
     jumped: frozenset[str] = frozenset()
     settings: EstimatorSettings = EstimatorSettings()
@@ -129,7 +130,7 @@ class TimePosterior:
             mean=np.concatenate([old[0], np.zeros((filters, count, 4))], axis=1),
             covariance=np.concatenate([old[1], np.zeros((filters, count, 4, 4))], axis=1),
             weight=np.concatenate([old[2], np.tile(usual_weight(old[2], self.settings)[:, None], (1, count))], axis=1),
-            scatter=np.concatenate([self.scatter, np.zeros((count, 5))]),
+            jitter=np.concatenate([self.jitter, np.zeros((count, 5))]),
             seen=np.concatenate([self.seen, np.zeros((count, 2))]),
         )
 
@@ -144,8 +145,8 @@ class TimePosterior:
             elapsed: steps since the round before; 0 for a further split of the same round.
         """
         settings = self.settings
-        y, variance, scatter = summarise_round(self.scatter[rows], forward, backward, settings)
-        single = np.sqrt((relative_variance(scatter, settings) * y**2).sum(axis=1)) / y.sum(axis=1)
+        y, variance, jitter = summarise_round(self.jitter[rows], forward, backward, settings)
+        single = np.sqrt((relative_variance(jitter, settings) * y**2).sum(axis=1)) / y.sum(axis=1)
         rounds = np.array(settings.rounds)[:, None] * single + 0.001  # clocks
         seen = self.seen[rows]
         new = seen[:, 1] == 0
@@ -175,9 +176,9 @@ class TimePosterior:
         low, high = np.where(new, sizes, np.minimum(seen[:, 0], sizes)), np.maximum(seen[:, 1], sizes)
         filters = (self.mean, mean), (self.covariance, covariance), (self.weight, weight)
         mean, covariance, weight = _replaced((slice(None), rows), *filters)
-        scatter, seen = _replaced(rows, (self.scatter, scatter), (self.seen, np.stack([low, high], axis=1)))
+        jitter, seen = _replaced(rows, (self.jitter, jitter), (self.seen, np.stack([low, high], axis=1)))
         names = self.jumped.union(np.array(self.names)[rows][jumped].tolist())
-        return replace(self, mean=mean, covariance=covariance, weight=weight, scatter=scatter, seen=seen, jumped=names)
+        return replace(self, mean=mean, covariance=covariance, weight=weight, jitter=jitter, seen=seen, jumped=names)
 
     def times(self, names: Sequence[str], capacities: Sequence[float] = ()) -> Times:
         """Return the time models of these workers.
@@ -212,11 +213,11 @@ class TimePosterior:
         weight = self.weight[:, rows]
         mean, covariance = mixed(weight, self.mean[:, rows], self.covariance[:, rows])
         mean, covariance = non_negative(mean, covariance)
-        scatter = np.sqrt(relative_variance(self.scatter[rows], self.settings))
+        jitter = np.sqrt(relative_variance(self.jitter[rows], self.settings))
         walks, probability = np.array(self.settings.walks), weight.mean(axis=1)
         walking = walks > 4.0 * walks.min()
         likelier = 2.0 * float(probability[walking].sum()) - 1.0  # than that speeds stand still
-        return Times(mean, covariance, scatter, walks, probability, max(likelier, 0.0))
+        return Times(mean, covariance, jitter, walks, probability, max(likelier, 0.0))
 
     def sizes_seen(self, names: Sequence[str]) -> npt.NDArray[np.int64]:
         """Return the least and greatest size at which each worker was seen, shape ``(workers, 2)``."""
@@ -229,7 +230,7 @@ class TimePosterior:
                 "mean": self.mean[:, i].tolist(),
                 "covariance": self.covariance[:, i].tolist(),
                 "weight": self.weight[:, i].tolist(),
-                "scatter": self.scatter[i].tolist(),
+                _KEYS["jitter"]: self.jitter[i].tolist(),
                 "seen": self.seen[i].tolist(),
             }
             for i, name in enumerate(self.names)
@@ -243,7 +244,8 @@ class TimePosterior:
         if not known:
             return cls(settings=settings)
         arrays: dict[str, Any] = {
-            key: np.array([worker[key] for worker in known.values()], dtype=float) for key in _ARRAYS
+            name: np.array([worker[_KEYS.get(name, name)] for worker in known.values()], dtype=float)
+            for name in _ARRAYS
         }
         for key in ("mean", "covariance", "weight"):  # by filter, then by worker
             arrays[key] = np.ascontiguousarray(arrays[key].swapaxes(0, 1))

@@ -152,7 +152,7 @@ class ConvergenceProbe(PolicyCallback):
             self._end(trainer)
         staleness = self._engine.hook_state.staleness
         if staleness is not None and staleness.limit:
-            staleness.delay_all()
+            staleness.make_all_stale()
         trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
         for config in trainer.lr_scheduler_configs:
             config.strict = False  # a metric of validation that a schedule follows is never there
@@ -198,7 +198,7 @@ class ConvergenceProbe(PolicyCallback):
         report = ProbeReport(
             loss=loss,
             samples=self._seen,
-            staleness=int(staleness is not None and staleness.delayed_share > 0.0),
+            staleness=int(staleness is not None and staleness.stale_share > 0.0),
             world_size=engine.world_size,
             total=engine.plan.total_batch_size,
             dataset=len(engine.sampler.stream),

@@ -9,7 +9,7 @@ import pytest
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.timing.filters import time_posterior
 from lightning_hetero.core.timing.filters.time_posterior import TimePosterior
-from lightning_hetero.core.timing.step_scatter import relative_variance, summarise_round
+from lightning_hetero.core.timing.step_jitter import relative_variance, summarise_round
 from lightning_hetero.core.timing.times import EstimatorSettings
 
 THETA = np.array([[0.0004, 0.004, 0.0008, 0.003], [0.0008, 0.008, 0.0016, 0.003], [0.002, 0.005, 0.004, 0.006]])
@@ -356,6 +356,6 @@ def test_state_of_other_filters_is_learned_anew():
 
 def test_observing_leaves_the_posterior_as_it_was():
     posterior = seen(steps(THETA, (16, 16, 16)))
-    copy = replace(posterior, **{n: getattr(posterior, n).copy() for n in ("mean", "covariance", "weight", "scatter")})
+    copy = replace(posterior, **{n: getattr(posterior, n).copy() for n in ("mean", "covariance", "weight", "jitter")})
     posterior.observe(steps(THETA, (48, 24, 8)), NAMES)
     assert posterior == copy
