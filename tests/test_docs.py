@@ -328,7 +328,8 @@ def test_the_controller_over_dense_sums_is_that_of_the_benchmark():
     columns = ("steps", *(f"loss_{name}" for name in names), "kept_out_over_dense")
     for cells, row in zip(rows(table), measured, strict=True):
         same_numbers(cells, [row[column] for column in columns])
-    assert measured[-1]["loss_over_dense"] < 1.05, "the page says so"
+    assert measured[-1]["loss_most"] < 1.06, "the page says so"
+    assert measured[-1]["loss_over_dense"] < 1.025, "the page says so"
 
 
 def test_the_loss_of_many_seeds_is_that_of_the_benchmark():
@@ -348,7 +349,10 @@ def test_what_follows_the_link_is_that_of_the_benchmark():
     )  # fmt: skip
     for (_, *cells), row in zip(rows(table), measured, strict=True):
         same_numbers(cells, [row[column] for column in columns])
-    assert not any(row["density_taken_back"] or row["split_taken_back"] for row in measured), "the page says so"
+    assert not any(row["split_taken_back"] for row in measured), "the page says so"
+    assert max(row["density_taken_back"] for row in measured) == 2, "the page says so"
+    changes = [row["density_changes"] for row in measured]
+    assert (min(changes), max(changes)) == (2, 9), "the page says so"
 
 
 CLUSTERS, EQUAL = ("A B C", "100"), tuple(f"equal {workers}" for workers in (2, 8, 16, 32, 100))
