@@ -1,11 +1,11 @@
-"""Make the names of the strategies known to Lightning before anything of lightning-hetero is imported.
+"""Registration of the strategies' names with Lightning, before anything of lightning-hetero is imported.
 
-Torch calls :func:`boot` on ``import torch`` through the ``torch.backends`` entry point, and so does
-``import lightning_hetero``. This module stands outside the package and imports nothing heavy, because an entry point
-that drags in Lightning would be a circular import, and one that raises would break ``import torch``.
+``import torch`` calls :func:`boot` through the ``torch.backends`` entry point, and so does ``import lightning_hetero``.
+This module stands outside the package and imports nothing heavy: an entry point that imports Lightning would be a
+circular import, and one that raises would break ``import torch``.
 
-A strategy is entered as a lazy factory right after the module that owns the registry was executed. The class takes the
-factory's place when its own module is imported (``lightning_hetero.strategies._registration``).
+A strategy is first registered as a lazy factory, right after the module that owns the registry is executed. The class
+replaces the factory when its own module is imported (``lightning_hetero.strategies._registration``).
 """
 
 import functools
@@ -62,7 +62,7 @@ FABRIC_ALIASES: dict[str, dict[str, Any]] = {
     "_find_unused_parameters_true": {"find_unused_parameters": True, "start_method": "popen"},
 }
 
-# The one table of names. A strategy for another registry is one more line here.
+# The only table of names. A strategy for another registry is one more line here.
 _LIGHTNING = "lightning_hetero.strategies.lightning_ddp:HeteroDDPStrategy"
 _PYTORCH_LIGHTNING = "lightning_hetero.strategies.pytorch_lightning_ddp:HeteroDDPStrategy"
 _LIGHTNING_ELASTIC = "lightning_hetero.strategies.lightning_elastic:HeteroElasticStrategy"
@@ -91,9 +91,9 @@ TARGETS: tuple[Target, ...] = (
 def boot() -> None:
     """Enter every strategy of :data:`TARGETS` in its registry: now if that is loaded, else when it is imported.
 
-    Calling it again changes nothing. It never raises: what goes wrong is logged, and only the names are missing.
-    Torch calls it on ``import torch``, which an error of whatever kind would break for every program on the machine.
-    So the handlers below are broad where code of others runs: finders, loaders, and registries of any version.
+    Calling it again changes nothing. It never raises: errors are logged, and only the names are missing. Torch calls it
+    on ``import torch``, which any error would break for every program on the machine. So the handlers below are broad
+    where foreign code runs: finders, loaders, and registries of any version.
     """
     try:
         if _FINDER not in sys.meta_path:
@@ -120,7 +120,7 @@ class RegistryFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Let the other finders find the module, and add to the execution of it; ``None`` for any other module."""
+        """Find a registry's module with the other finders and hook its execution; ``None`` for any other module."""
         if not any(entry.module == fullname for entry in TARGETS):
             return None
         for finder in sys.meta_path:
@@ -136,7 +136,7 @@ _FINDER = RegistryFinder()
 
 
 def _add_to_execution(spec: importlib.machinery.ModuleSpec) -> None:
-    """Wrap ``exec_module`` of this one loader instance: the loader keeps its type, and all else that it can do."""
+    """Wrap ``exec_module`` of this loader instance only; the loader keeps its type and its other methods."""
     loader: Any = spec.loader
 
     def exec_module(module: ModuleType) -> None:

@@ -1,8 +1,8 @@
-"""What torch calls on ``import torch``: enter the strategies' names, and never fail.
+"""Entry point that torch calls on ``import torch``: it registers the strategies' names, and never fails.
 
-An editable installation leaves its entry point behind when its checkout is moved or deleted, and torch makes an entry
-point that cannot be imported a failure of ``import torch`` itself. So this file is copied into the environment, also by
-an editable installation (``setup.py``), and finds out whether the rest is still there.
+An editable installation leaves its entry point behind when its checkout is moved or deleted, and ``import torch`` fails
+if an entry point cannot be imported. So even an editable installation copies this file into the environment
+(``setup.py``), and the file checks whether the rest is still there.
 """
 
 import logging

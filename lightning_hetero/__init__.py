@@ -1,7 +1,7 @@
 """Data-parallel training on unequal workers, as a strategy for Lightning: ``Trainer(strategy="hetero_ddp")``.
 
-Importing the package registers the strategy's names; the public names below are imported when they are first used, so
-that neither torch nor Lightning is loaded before it is needed.
+Importing the package registers the strategy's names. The public names below are imported on first use, which loads
+torch and Lightning only when they are needed.
 """
 
 import importlib

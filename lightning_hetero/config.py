@@ -19,7 +19,7 @@ FOR_OWN_LOOPS = {
     "lr_scaling": "AdaptiveBatchCallback(max_total_batch_size=..., lr_scaling=...)",
     "noise_scale": "GNSCallback()",
 }
-"""Settings for training loops of the user's own, and the callback that does the same under Lightning's Trainer."""
+"""Settings for custom training loops, each with the callback that does the same under Lightning's Trainer."""
 
 
 @dataclass(frozen=True)
@@ -27,42 +27,44 @@ class HeteroConfig:
     """Settings of :class:`~lightning_hetero.engine.HeteroEngine`, shared by all front ends.
 
     Args:
-        policy: who splits the batch: ``"perf_model"`` (default: learned time model, exact optimum), ``"pid"``
+        policy: policy that splits the batch: ``"perf_model"`` (default: learned time model, exact optimum), ``"pid"``
             (proportional control), ``"static"`` (by cores or peak FLOPs, once), ``"even"`` (equal sizes, as DDP).
         loss_reduction: ``"mean"`` if the loss is a mean over the samples of the batch, ``"sum"`` if it is their sum.
-        local_batch_sizes: a fixed split, one size per rank; its sum is the total batch size. With ``policy="pid"``, the
-            split that it starts with.
-        min_local_batch_size: fewest samples of a rank; default 1, or 2 if the model has batch normalisation.
+        local_batch_sizes: fixed split, one size per rank; the sum is the total batch size. With ``policy="pid"``, the
+            split to start with.
+        min_local_batch_size: fewest samples of a rank; default 1, or 2 if the model has batch normalization.
         max_local_batch_sizes: most samples of a rank (memory), one number or one per rank.
-        weight_fn: counts what a batch's mean loss is a mean of (tokens, pixels): ``weight_fn(batch) -> number``.
-        replan: when plans are reconsidered: ``"auto"`` (each epoch, and within it as often as costs 0.5 % of the time
-            at most), ``"epoch"``, or a number of optimizer steps.
-        hysteresis: least predicted gain for which a plan is changed, as a share of the step time, 0 to 1; by default
-            whatever pays, and 3 % where gradients may be stale.
-        change_cost: seconds that a change of the split costs, to compile or tune anew, 0 or more; by default they are
-            measured.
+        weight_fn: returns the number of items (tokens, pixels) that the mean loss of a batch averages over:
+            ``weight_fn(batch) -> number``.
+        replan: interval of sync rounds, in which ranks reconsider the plan: ``"auto"`` (at each epoch, and within it as
+            often as costs at most 0.5 % of the training time), ``"epoch"``, or a number of optimizer steps.
+        hysteresis: least predicted gain, as a share of the step time, for which the plan changes, 0 to 1. By default
+            the split changes for any significant gain above the cost of the change, and the choice of stale gradients
+            for 3 %.
+        change_cost: seconds that a change of the split costs (recompiling, autotuning), 0 or more; measured by default.
         balance_evaluation: split validation, test and predict data by speed, without repeating samples.
         probe_memory: find each rank's largest batch by trial before training (CUDA).
-        compression: what is sent of gradients: ``None`` (all), settings such as ``BlockTopK(density=0.01)``, or a name
+        compression: compression of gradients: ``None`` (off), settings such as ``BlockTopK(density=0.01)``, or a name
             of :data:`~lightning_hetero.core.compression.settings.COMPRESSORS`.
-        hierarchy: clusters of ranks, close together inside and joined by a low-bandwidth link: lists such as
+        hierarchy: clusters of ranks with fast links inside and a low-bandwidth link between them: lists such as
             ``[[0, 1, 2], [3]]``, ``"nodes"`` (by host), ``"env"`` (by ``LIGHTNING_HETERO_CLUSTER`` of each process) or
-            ``"auto"`` (by timing links). Gradients are summed inside a cluster; leaders exchange sums.
+            ``"auto"`` (by timing links). Gradients are summed inside each cluster; the leaders exchange the sums.
         sparse_optimizer: let the optimizer, ``torch.optim.SGD`` or ``AdamW``, update only the blocks that block top-k
-            sends: ``False``, ``True``, or when momentum moves them, ``"ahead"`` (what ``True`` is) or ``"later"``.
-        staleness: most steps by which a gradient may be stale: 0, or 1 where the link would make every step wait.
-        nonfinite: what to do about a gradient that is not finite: ``"warn"`` (say so once, when the loss shows it),
-            ``"drop"`` (leave it out on all ranks) or ``"stop"`` (an error on all ranks before the optimizer takes it).
-        max_total_batch_size: greatest total batch, ``>= 1``, all micro-batches of an optimizer step together; with it
-            the total moves to where goodput is highest. ``None`` keeps the total. This and the next three are for
-            training loops of the user's own; Lightning's Trainer has callbacks for it.
-        min_total_batch_size: least total batch, ``>= 1``; ``None`` for what the bounds of the ranks allow.
-        lr_scaling: how the learning rate follows the total: ``"auto"`` (AdaScale for SGD, else the square root), a rule
-            of :data:`~lightning_hetero.core.batching.lr_scaling.LR_RULES`, or a function
+            sends. ``True`` is ``"ahead"``: a block at once makes all moves that momentum would make until its next
+            update. With ``"later"`` these moves are deferred to that update. ``False`` updates all elements.
+        staleness: 0, or 1 to apply one step late those gradients that would make every step wait for the link.
+        nonfinite: action on a gradient that is not finite: ``"warn"`` (once, when the loss shows it), ``"drop"`` (leave
+            it out on all ranks) or ``"stop"`` (raise on all ranks before the optimizer takes it).
+        max_total_batch_size: largest total batch, ``>= 1``, all micro-batches of an optimizer step together. If given,
+            the total moves to where goodput is highest; ``None`` keeps it fixed. This setting and the next three are
+            for custom training loops; Lightning's Trainer has callbacks for them.
+        min_total_batch_size: smallest total batch, ``>= 1``; ``None`` for what the bounds of the ranks allow.
+        lr_scaling: rule by which the learning rate follows the total: ``"auto"`` (AdaScale for SGD, else the square
+            root), one of :data:`~lightning_hetero.core.batching.lr_scaling.LR_RULES`, or a function
             ``(total, initial, trace, grad_sq_norm) -> factor``.
-        noise_scale: measure the gradient noise scale, which a moving total needs and has anyway.
-        transfer_priority: let the all-reduces that a step waits for cross the link before stale ones, where dense
-            gradients on CPUs are stale. It has not shortened steps in our benchmarks, so it is off by default.
+        noise_scale: measure the gradient noise scale; ``max_total_batch_size`` needs it and turns it on by itself.
+        transfer_priority: send all-reduces that a step waits for before stale ones; it takes effect where dense
+            gradients on CPUs are stale. Off by default, because it has not shortened steps in our benchmarks.
 
     Raises:
         TypeError: if a value has the wrong type.
@@ -203,14 +205,14 @@ class HeteroConfig:
 
     @property
     def fixes_split(self) -> bool:
-        """``True`` if ``local_batch_sizes`` is the split of the whole run, rather than what a policy starts with."""
+        """``True`` if ``local_batch_sizes`` is the split of the whole run, not the start of a policy."""
         return self.local_batch_sizes is not None and self.policy is None
 
     def check_world_size(self, world_size: int) -> None:
         """Check what depends on the number of ranks.
 
         Raises:
-            ValueError: if a list has not one entry per rank.
+            ValueError: if a list does not have one entry per rank.
         """
         for name in ("local_batch_sizes", "max_local_batch_sizes"):
             if isinstance(getattr(self, name), tuple):

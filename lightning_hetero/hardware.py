@@ -36,13 +36,13 @@ def cpu_share() -> float:
 
 
 def cpu_quota() -> float | None:
-    """Return the cores that a CPU-bandwidth cgroup leaves this process, ``None`` where its threads need no more."""
+    """Return the cores that a CPU-bandwidth cgroup allows this process, ``None`` if they suffice for its threads."""
     quota = min(_cgroup_quotas(), default=math.inf)
     return quota if quota < torch.get_num_threads() else None
 
 
 def _cgroup_quotas() -> list[float]:
-    """Return the cores by the quota of this process's cgroup and of every cgroup around it."""
+    """Return the quotas, in cores, of this process's cgroup and of every cgroup around it."""
     quotas = []
     try:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -63,7 +63,7 @@ def _cgroup_quotas() -> list[float]:
 
 
 def _quota(files: list[Path]) -> list[float]:
-    """Read quota over period, empty where a cgroup has none or does not show it."""
+    """Return quota over period in a list, which is empty if the cgroup has no quota or does not show it."""
     try:
         quota, period = " ".join(file.read_text() for file in files).split()
         return [] if quota in ("max", "-1") else [int(quota) / int(period)]
@@ -74,8 +74,9 @@ def _quota(files: list[Path]) -> list[float]:
 def capacity(device: torch.device) -> float:
     """Return the peak half-precision FLOP/s of a worker, for the open-loop split (dynamic batching, sec. III-B).
 
-    Of a GPU by its name, else by its clocks; of a CPU by cores (share of them, under a quota) and vector width, see
-    :mod:`lightning_hetero.core.batching.peak_flops`. Only ratios count, and only where nothing was measured yet.
+    For a GPU it follows from the name, else from the clocks; for a CPU from the cores (under a quota, the share of
+    them) and the vector width, see :mod:`lightning_hetero.core.batching.peak_flops`. Only ratios between workers
+    matter, and only where nothing was measured yet.
 
     Example:
         >>> capacity(torch.device("cpu")) > 0
@@ -83,7 +84,7 @@ def capacity(device: torch.device) -> float:
     """
     if device.type == "cuda":
         properties: Any = torch.cuda.get_device_properties(device)
-        kilohertz = getattr(properties, "clock_rate", None)  # not all versions of torch tell it
+        kilohertz = getattr(properties, "clock_rate", None)  # missing in some versions of torch
         return gpu_peak_flops(
             properties.name,
             (properties.major, properties.minor),

@@ -24,7 +24,7 @@ class ProbeOrder:
 
     Args:
         report: path of the file for the answer.
-        samples: samples to train on, of all ranks together; 0 trains on none and only tells of the script.
+        samples: samples to train on, of all ranks together; 0 trains on none and only reports on the script.
         total: total batch size, ``None`` for the script's own.
         rate: compression rate, 0 to 1: one minus the density; 0 sends everything.
         staleness: whether gradients are stale, 0 or 1.
@@ -61,10 +61,10 @@ class ProbeOrder:
         return json.dumps(asdict(self))
 
     def announce(self) -> str:
-        """Write down beside the answer's place that this process gives the order; the value of the variable.
+        """Write the order, with this process's host and id, beside the answer's path; return the variable's value.
 
-        A variable can outlive who set it, in a shell or a job's description. A script that then trains obeys only an
-        order that is written down, by a process that is alive as far as it can see.
+        A variable can outlive the process that set it, in a shell or a job description. So a training script obeys an
+        order only if it finds the written copy, by a process that is alive as far as the script can see.
         """
         text = replace(self, host=socket.gethostname(), pid=os.getpid()).to_json()
         self._written.write_text(text, encoding="utf-8")
@@ -78,7 +78,7 @@ class ProbeOrder:
         """Say why nobody waits for the answer any more, ``None`` if somebody may.
 
         Args:
-            answers: whether this process is to write the answer. Others may run where its folder is not to be seen.
+            answers: whether this process writes the answer. Other ranks may run where its folder is not visible.
 
         Example:
             >>> print(ProbeOrder("/no/such/folder/answer.json").why_left_over(answers=True))
@@ -128,12 +128,12 @@ def _alive(pid: int) -> bool:
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """Answer of a script: itself, and its probe training.
+    """Answer of a script: facts about the script, and the result of its probe training.
 
     Args:
         loss: mean training loss over the last quarter of the samples, ``None`` if it did not train.
         samples: samples that it trained on.
-        staleness: whether gradients were stale; a script may not allow it.
+        staleness: whether gradients were stale, 0 or 1; a script may not allow it.
         world_size: number of ranks.
         total: total batch size that ran.
         dataset: samples of an epoch.

@@ -1,7 +1,7 @@
-"""Training loops that belong to the user, run under the engine: Accelerate, Fabric, plain torch.
+"""Custom training loops under the engine: Accelerate, Fabric, plain torch.
 
-Lightning tells its strategy when a step begins and ends. A loop of the user's own only asks for batches, and that is
-enough: a step begins when its batch is handed out and ends when the next one is asked for.
+Lightning tells its strategy when a step begins and ends. A custom loop only asks for batches, and that is enough: a
+step begins when its batch is handed out and ends when the loop asks for the next one.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,11 +45,11 @@ class HeteroSession(TotalAccess):
     """Passes over the training data, one after another, each a sequence of steps under the engine's plan.
 
     Args:
-        engine: the mechanism.
-        planner: decides on plans; that of the engine's settings by default.
+        engine: engine that runs the steps.
+        planner: decides on plans; by default the one that the engine's settings name.
         on_metrics: called on every rank with the metrics of each sync round.
-        directory: where rank 0 keeps the table of candidates for the total batch, ``hetero_candidates.csv``, if
-            anywhere.
+        directory: folder in which rank 0 keeps the table of candidates for the total batch,
+            ``hetero_candidates.csv``; ``None`` for no table.
 
     Raises:
         ValueError: if a planner is given beside the setting ``max_total_batch_size``, which has its own.
@@ -74,7 +74,7 @@ class HeteroSession(TotalAccess):
         directory: Path | None = None,
     ) -> None:
         self.engine, self.directory = engine, directory
-        # the loop is the user's: it may fetch several batches before a backward, and accumulates as it does
+        # a custom loop may fetch several batches before a backward pass, and accumulates as it likes
         show_log()
         engine.weighting.hold_several()
         engine.rounds.keep_window()
@@ -92,7 +92,7 @@ class HeteroSession(TotalAccess):
         self._skip: int | None = None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Leave the run to the original: a copy or a pickle has no process group."""
+        """Give a copy or a pickle no part in the run: it has no process group."""
         return CopiedSession, ()
 
     @property
@@ -102,7 +102,7 @@ class HeteroSession(TotalAccess):
 
     @property
     def position(self) -> tuple[int, int]:
-        """Pass over the data, and the steps of it whose batches were handed out."""
+        """Current pass over the data, and the number of its batches handed out so far."""
         return self._epoch, self._step
 
     # data
@@ -115,7 +115,7 @@ class HeteroSession(TotalAccess):
     def shard(self, stream: IndexStream, batch_size: int, *, drop_last: bool = False) -> "SessionBatches":
         """Split the training data by the engine's plan; a collective call, see :meth:`HeteroEngine.shard`.
 
-        Data that no pass has begun with is forgotten, with its plan.
+        Earlier data is dropped with its plan if no pass over it has begun.
         """
         if self._data.stream is not None and self.position == (0, 0) and self._data.restored is None:
             self.engine.data.plans.forget()
@@ -124,25 +124,25 @@ class HeteroSession(TotalAccess):
         return SessionBatches(self)
 
     def reshard(self) -> None:
-        """Split anew, because a bound became known after the data was; a collective call."""
+        """Split the data again after a new bound became known; a collective call."""
         if self._pass is None:
             self._data.shard(self.planner, self._epoch, 0)
 
     # one pass
 
     def skip(self, steps: int | None = None) -> None:
-        """Let the next pass begin behind its first steps; by default behind those of the state that was loaded."""
+        """Skip the first steps of the next pass; by default those that the loaded state has done."""
         self._skip = self.restored_step if steps is None else steps
 
     @property
     def restored_step(self) -> int:
-        """Steps of its pass that the loaded state had behind it; 0 once a pass has begun."""
+        """Steps of its pass that the loaded state has done; 0 once a pass has begun."""
         return self._data.restored_step
 
     def steps(self, open_loader: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Yield the batches of one pass; what happens between two of them is a step.
 
-        A loop that is left early ends its pass: the next one begins anew, with a new order of the samples.
+        Leaving the loop early ends the pass; the next one begins with a new order of the samples.
 
         Args:
             open_loader: starts the loader whose batch sampler is that of :meth:`shard`.
@@ -186,7 +186,7 @@ class HeteroSession(TotalAccess):
         self.engine.sampler.set_epoch(self._epoch)
 
     def _end_pass(self) -> None:
-        """End the pass; the weight of its last batch holds on, for ``next(iter(loader))``."""
+        """End the pass; its last batch keeps its weight, for ``next(iter(loader))``."""
         self._pass = None
         self._steps.close(*self.position)
         if self.engine.sampler is not None:
@@ -195,7 +195,7 @@ class HeteroSession(TotalAccess):
     def on_other_loader(self) -> None:
         """Begin a loader that is not split: the running step is not measured, and outside a pass losses have weight 1.
 
-        Inside a pass, as in an evaluation every so many steps, losses of the pass's batches keep their weights.
+        Inside a pass, as in an evaluation every few steps, losses on the pass's batches keep their weights.
         """
         self.engine.observer.discard()
         if self._pass is None:
@@ -210,15 +210,15 @@ class HeteroSession(TotalAccess):
     # which batch a loss belongs to
 
     def watch(self, model: torch.nn.Module) -> RemovableHandle:
-        """Let the forward passes of a model tell which batch they ran; gives the handle of its hook.
+        """Record which batch each forward pass of a model runs; return the handle of the hook.
 
-        For a loop without a trainer that fetches several batches before their backward passes: each loss then has the
-        weight of its own batch. Give the model that is called, the wrapped one; Fabric and Accelerate do it for you.
+        A loop that fetches several batches before their backward passes needs it to weight each loss by its own batch.
+        Give the model that the loop calls, i.e. the wrapped one. Fabric and Accelerate do this for you.
         """
         return self.engine.weighting.trace.watch(model)
 
     def select(self, batch: object) -> None:
-        """Let the losses up to the next batch belong to this one, where the model's inputs do not tell."""
+        """Assign the losses up to the next batch to this one, where the model's inputs do not show it."""
         self.engine.weighting.trace.select(batch)
 
     def _end_step(self) -> None:
@@ -240,7 +240,7 @@ class HeteroSession(TotalAccess):
         return self.engine.adopt(plan, reason, not_before=self.position)
 
     def close(self) -> None:
-        """Let the process group's threads go before it is destroyed: a destructor would wait for them in vain."""
+        """Close the engine; let the process group's threads finish, for which its destructor would wait in vain."""
         self._adaptation.close()
         self.engine.close()
         if self.engine.world_size > 1:
@@ -249,7 +249,7 @@ class HeteroSession(TotalAccess):
     # state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the run is, its plans and what rank 0 has learned: plain Python values and tensors."""
+        """Return the position, the plans and what rank 0 has learned, as plain Python values and tensors."""
         if self._data.stream is None or self._data.restored is not None:
             return self._data.restored or {}
         return {
@@ -265,8 +265,8 @@ class HeteroSession(TotalAccess):
     def interval(self) -> dict[str, Any]:
         """Return the noise that ranks saw since the last sync round, to be added to :meth:`state_dict`; collective.
 
-        With it the estimate of the noise scale is that of a run without a break. Where none is measured, it is empty.
-        The step whose batch was handed out last has to be over.
+        With it the noise scale goes on as in an uninterrupted run; it is empty if no noise scale is measured. Call it
+        when the step whose batch was handed out last is over.
         """
         if self._data.stream is None or self._data.restored is not None:
             return {}
@@ -279,9 +279,9 @@ class HeteroSession(TotalAccess):
         return "fixed" if self.planner is None else type(self.planner).__name__
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on in the pass of the state: at its first step, or where :meth:`skip` says; a collective call.
+        """Resume the pass of the state, at its first step or where :meth:`skip` says; a collective call.
 
-        The samples come in the order that they had, also with another number of ranks.
+        Samples keep their order, also with another number of ranks.
         """
         if not state:
             return

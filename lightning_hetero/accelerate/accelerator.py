@@ -36,10 +36,10 @@ PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GP
 class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
     """Accelerate's ``Accelerator`` on unequal workers, with the gradients of one process.
 
-    The training loader that goes through ``prepare`` is split by speed, the loss is weighted in ``backward``, and the
-    split follows what is measured. The loader's ``batch_size`` means what it means under ``Accelerator``. The loader
-    that shuffles is the training loader; without one, the first that is prepared together with an optimizer. All other
-    loaders are left to Accelerate.
+    ``prepare`` splits the training loader by speed, ``backward`` weights the loss, and the split follows the measured
+    times. The loader's ``batch_size`` keeps its meaning under ``Accelerator``. The training loader is the one that
+    shuffles; without one, the first that is prepared together with an optimizer. All other loaders are left to
+    Accelerate.
 
     Args:
         hetero_plugin: settings; by default those of the environment. ``ACCELERATE_USE_HETERO=false`` without a plugin
@@ -47,8 +47,9 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
         kwargs: arguments of ``Accelerator``.
 
     Raises:
-        TypeError: if the plugin is none, or a setting has the wrong type.
-        ValueError: if a setting is out of range, or the distributed type is none of CPU, GPU and DDP.
+        TypeError: if ``hetero_plugin`` is not a :class:`HeteroPlugin`, or a setting has the wrong type.
+        ValueError: if a setting is out of range, the distributed type is not plain data parallelism on CPUs or GPUs, or
+            Accelerate does not join the ``WORLD_SIZE`` processes that were started.
 
     Example:
         >>> accelerator = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(policy="pid"))
@@ -167,7 +168,7 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Prepare a model; no rank gets a batch of one sample if the model normalises batches."""
+        """Prepare a model; with batch normalization, no rank gets a batch of one sample."""
         engine = self.engine
         if engine is not None and not evaluation_mode:
             refuse_own_gather(model, engine.world_size, engine.config.policy)
@@ -179,7 +180,7 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Prepare an optimizer; its steps are timed, and have the rate of a total that moves."""
+        """Prepare an optimizer; its steps are timed, and their learning rate follows a total that moves."""
         prepared: Any = super().prepare_optimizer(optimizer, device_placement)
         if self.engine is not None:
             _TimedOptimizer.take_over(prepared, self.engine.observer)
@@ -190,7 +191,7 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
-        """Free memory as ``Accelerator.free_memory`` does; the next training loader is split anew."""
+        """Free memory as ``Accelerator.free_memory`` does; the next training loader is split from scratch."""
         self._hetero_loader = None
         return super().free_memory(*objects)
 
@@ -202,7 +203,7 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
         if engine is None:
             super().backward(loss, **kwargs)
             return
-        weighted = engine.scale_loss(loss)  # may wait for the counts of other ranks, which is no backward pass
+        weighted = engine.scale_loss(loss)  # may wait for other ranks' counts, outside the timed backward pass
         with engine.backward():
             super().backward(weighted, **kwargs)
 
@@ -231,7 +232,7 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
         super().log({**kept, **values}, step=step, log_kwargs=log_kwargs or {})
 
     def end_training(self) -> None:
-        """End training as ``Accelerator.end_training`` does; metrics that were not logged yet are."""
+        """Log the remaining metrics, then end training as ``Accelerator.end_training`` does."""
         if self._metrics and self.trackers:
             self.log({})
         if self.hetero_session is not None:
@@ -246,7 +247,7 @@ class _TimedOptimizer(AcceleratedOptimizer):
 
     @classmethod
     def take_over(cls, prepared: AcceleratedOptimizer, observer: StepTimer) -> None:
-        """Make an optimizer that Accelerate has prepared one of this class."""
+        """Turn an optimizer that Accelerate has prepared into one of this class."""
         prepared.__class__ = cls
         prepared.__dict__["observer"] = observer
 

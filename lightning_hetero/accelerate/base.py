@@ -23,7 +23,7 @@ class SessionAccelerator(PlanAccess, Accelerator):
 
     @property
     def engine(self) -> HeteroEngine | None:
-        """The mechanism; ``None`` for a plain ``Accelerator``."""
+        """The engine of the session; ``None`` for a plain ``Accelerator``."""
         return None if self.hetero_session is None else self.hetero_session.engine
 
     @property

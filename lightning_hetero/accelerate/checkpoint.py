@@ -15,10 +15,10 @@ STATE_FILE = "hetero_state.pt"
 
 
 class CheckpointAccelerator(SessionAccelerator):
-    """Save the state of the session beside that of Accelerate, and go on from it."""
+    """An ``Accelerator`` that saves the session's state beside Accelerate's own, and resumes from it."""
 
     def skip_first_batches(self, dataloader: Any, num_batches: int | None = None) -> Any:
-        """Skip batches as ``Accelerator.skip_first_batches`` does; by default, what the loaded state had behind it."""
+        """Skip batches as ``Accelerator.skip_first_batches`` does; by default those that the loaded state has done."""
         if dataloader is self._hetero_loader and self._hetero_loader is not None:
             return SkippedLoader(self._hetero_loader, num_batches)
         return super().skip_first_batches(dataloader, num_batches or 0)
@@ -36,7 +36,7 @@ class CheckpointAccelerator(SessionAccelerator):
             torch.save({**session.state_dict(), **interval, **extra}, os.path.join(folder, STATE_FILE))
 
     def _load_hetero(self, models: list[torch.nn.Module], folder: str) -> None:
-        """Give all ranks what rank 0 has read; a checkpoint of plain Accelerate has nothing to read."""
+        """Load the state that rank 0 reads on all ranks; a checkpoint of plain Accelerate has none."""
         session = self._session()
         state: Any = None
         if self.is_main_process:

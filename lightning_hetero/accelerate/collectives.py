@@ -1,4 +1,4 @@
-"""Collectives of an ``Accelerator`` whose ranks have unequal batches: none waits for computing, and no row is lost."""
+"""Collectives of an ``Accelerator`` under unequal batches: no row is lost, and waiting does not count as computing."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ __all__ = ["CollectivesAccelerator"]
 
 
 class CollectivesAccelerator(SessionAccelerator):
-    """Gather and reduce as Accelerate does, with each sample of a total batch once."""
+    """Accelerate's gather and reduce, with each sample of a total batch once."""
 
     @property
     def _in_pass(self) -> bool:
-        """Return whether the batch at hand is one of the uneven loader, split over several ranks."""
+        """``True`` if the current batch is one of the uneven loader, split over several ranks."""
         loader = self._hetero_loader
         return self.num_processes > 1 and loader is not None and self.gradient_state.active_dataloader is loader
 
@@ -32,11 +32,11 @@ class CollectivesAccelerator(SessionAccelerator):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather each sample of the total batch once, whatever the split.
 
-        Of what is no tensor, the items of lists are the samples; dicts and namedtuples are gathered entry by entry.
+        In lists of other values than tensors, each item is a sample; dicts and namedtuples are gathered by entry.
 
         Raises:
-            TypeError: on every rank, if a value of one of them cannot be taken apart into samples.
-            ValueError: on every rank, if their values do not fit together.
+            TypeError: on every rank, if a value of one rank cannot be taken apart into samples.
+            ValueError: on every rank, if the ranks' values do not fit together.
         """
         with not_computing(self.engine):
             if not self._in_pass:
@@ -46,10 +46,10 @@ class CollectivesAccelerator(SessionAccelerator):
             return gather_uneven(input_data, engine.control, counted=counted, objects=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce as ``Accelerator.reduce`` does, which averages ranks alike.
+        """Reduce as ``Accelerator.reduce`` does, which gives all ranks equal weights.
 
         Raises:
-            RuntimeError: for models of Accelerate's LocalSGD.
+            RuntimeError: if it would average the models of Accelerate's LocalSGD.
         """
         engine, handler = self.engine, self.ddp_handler
         split = engine is not None and engine.config.policy != "even" and self._hetero_loader is not None
@@ -59,6 +59,6 @@ class CollectivesAccelerator(SessionAccelerator):
             return super().reduce(tensor, reduction, scale)
 
     def wait_for_everyone(self) -> None:
-        """Wait for all ranks; what a rank waits is not counted as computing."""
+        """Wait for all ranks; waiting does not count as computing."""
         with not_computing(self.engine):
             super().wait_for_everyone()

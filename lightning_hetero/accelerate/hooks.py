@@ -1,4 +1,4 @@
-"""Put our communication hook, around the user's own, into the DDP arguments with which Accelerate wraps a model."""
+"""DDP arguments with which Accelerate wraps a model, with our communication hook around the user's own."""
 
 import weakref
 from collections.abc import Callable
@@ -18,12 +18,12 @@ __all__ = ["HookedDDP"]
 
 
 class HookedDDP(DistributedDataParallelKwargs):
-    """The DDP arguments of the user, with our communication hook around theirs; a model can have only one.
+    """The user's DDP arguments, with our communication hook around theirs, because a model can have only one.
 
     Args:
         given: arguments of the user, whose ``comm_hook`` runs inside ours.
-        accelerator: whose models are wrapped; it is not kept alive.
-        engine: of its run.
+        accelerator: accelerator whose models are wrapped; held weakly.
+        engine: engine of its run.
     """
 
     def __init__(self, given: DistributedDataParallelKwargs, accelerator: Accelerator, engine: HeteroEngine) -> None:
@@ -58,7 +58,7 @@ class HookedDDP(DistributedDataParallelKwargs):
 
 
 class _TakenHook:
-    """Stand in for a model, to learn which hook would be registered with it."""
+    """Stand-in for a model that records which hook is registered with it."""
 
     hook: Callable[..., Any] | None = None
     state: object = None

@@ -59,9 +59,9 @@ class HeteroDataLoader(DataLoaderShard):
         batches = DataLoaderShard.__iter__(self)
         if self.session.position[1] < len(self.base_dataloader.batch_sampler):
             yield from batches
-        elif next(batches, self) is None:  # so does Accelerate 1.0 end a pass without batches, and then it fails
+        elif next(batches, self) is None:  # Accelerate 1.0 ends a pass without batches like this, and then fails
             self.end()
-        self.iteration = before + 1  # also behind a pass without batches: a state that was saved in its last step
+        self.iteration = before + 1  # also after a pass without batches, resumed from a state of its last step
 
     @property
     def total_batch_size(self) -> int:
@@ -87,7 +87,7 @@ def uneven_loader(
     """Return the loader that Accelerate has prepared, with the session's batches in place of its equal ones.
 
     Args:
-        prepared: of Accelerate's.
+        prepared: loader that Accelerate has prepared.
         session: splits the data; a collective call.
         world_size: number of ranks.
         split: whether the loader's batch size is the total (``split_batches=True``) and not each rank's.
@@ -111,7 +111,7 @@ def uneven_loader(
 
 
 def announced_loader(prepared: Any, session: HeteroSession, models: Callable[[], Sequence[torch.nn.Module]]) -> Any:
-    """Return a prepared loader that tells the session when it begins and what is trained on."""
+    """Return a prepared loader that tells the session when it begins, and whether the models evaluate on it."""
     cls = type(prepared)
 
     def iterate(self: Any) -> Iterator[Any]:
@@ -124,11 +124,11 @@ def announced_loader(prepared: Any, session: HeteroSession, models: Callable[[],
 
 
 class SkippedLoader:
-    """The first pass of a loader without its first batches; all else is the loader's.
+    """A loader whose next pass leaves out its first batches; all else is the loader's.
 
     Args:
-        loader: of :func:`uneven_loader`.
-        steps: batches to leave out; those of the loaded state by default.
+        loader: made by :func:`uneven_loader`.
+        steps: batches to leave out; by default those that the loaded state has done.
     """
 
     def __init__(self, loader: HeteroDataLoader, steps: int | None) -> None:
@@ -147,7 +147,7 @@ class SkippedLoader:
 
 
 def refuse_local_sgd(models: Iterable[torch.nn.Module], tensor: torch.Tensor) -> None:
-    """Check that a tensor to be averaged over ranks is no parameter of a model that every rank trains apart.
+    """Check that a tensor to be averaged over ranks is not a parameter of a model that each rank trains by itself.
 
     Raises:
         RuntimeError: if it is.

@@ -37,10 +37,10 @@ NAMES = (*SETTINGS, "density")
 class HeteroPlugin(HeteroConfig):
     """Settings of heterogeneous data parallelism for Accelerate, those of :class:`HeteroConfig`.
 
-    What is not given is read from its environment variable, ``ACCELERATE_HETERO_POLICY`` for ``policy`` and so on; what
-    has no variable either, from the section ``hetero_config`` of the YAML file that ``ACCELERATE_HETERO_CONFIG_FILE``
-    names. In a variable, sizes are written as ``24,12,16`` and functions as ``module:function``. ``density`` is short
-    for ``compression="block_topk(density=...)"``.
+    A setting that is not given is read from its environment variable (``ACCELERATE_HETERO_POLICY`` for ``policy``, and
+    so on); without a variable, from the section ``hetero_config`` of the YAML file that
+    ``ACCELERATE_HETERO_CONFIG_FILE`` names. In a variable, write sizes as ``24,12,16`` and functions as
+    ``module:function``. ``density`` is short for ``compression="block_topk(density=...)"``.
 
     Args:
         settings: arguments of :class:`HeteroConfig`, except those for Lightning's Trainer only.
@@ -48,7 +48,7 @@ class HeteroPlugin(HeteroConfig):
     Raises:
         TypeError: if a setting is unknown or has the wrong type.
         ValueError: if a value is out of range, or two settings contradict each other; the message names the variable
-            if the value came from there.
+            that the value came from.
 
     Example:
         >>> HeteroPlugin(local_batch_sizes=[24, 12, 16]).local_batch_sizes
@@ -79,7 +79,7 @@ class HeteroPlugin(HeteroConfig):
 
 
 def with_density(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with ``density`` taken into the compression.
+    """Return the settings with ``density`` moved into ``compression``.
 
     Example:
         >>> with_density({"density": 0.05})
@@ -98,7 +98,7 @@ def with_density(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def switched_on(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether ``ACCELERATE_USE_HETERO`` leaves the plugin on; only ``false`` turns it off.
+    """Return whether ``ACCELERATE_USE_HETERO`` leaves the plugin on; ``false``, ``0``, ``no`` and ``off`` turn it off.
 
     Raises:
         ValueError: if the variable is neither true nor false.
@@ -113,7 +113,7 @@ def switched_on(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def names_function(name: str, text: str) -> bool:
-    """Return whether a setting, as it is written in a variable, is a function to be imported.
+    """Return whether the text of a setting in a variable names a function to import.
 
     Example:
         >>> names_function("lr_scaling", "mine:rule"), names_function("lr_scaling", "sqrt")
@@ -123,9 +123,9 @@ def names_function(name: str, text: str) -> bool:
 
 
 def parsed(name: str, text: str) -> Any:
-    """Return the value of a setting as it is written in an environment variable or a YAML file.
+    """Parse the text of a setting in an environment variable or a YAML file.
 
-    YAML itself takes ``1e-05`` for text; here it is a number.
+    Unlike in YAML itself, ``1e-05`` is a number.
 
     Raises:
         ValueError: if a function cannot be imported.
@@ -183,11 +183,11 @@ def check_accelerator(cls: type, given: Iterable[str]) -> None:
     """Check the names of an accelerator's keyword arguments.
 
     Raises:
-        TypeError: if nobody takes one of them, with the nearest name that exists, or where it belongs.
+        TypeError: if a name is unknown; the message gives the nearest known name, or says where it belongs.
     """
     parameters = inspect.signature(Accelerator.__init__).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return  # somebody has wrapped it, and knows what it takes
+        return  # wrapped by other code, whose names are not known here
     settings = "=..., ".join(name for name in given if name in NAMES)
     hint = f"Give settings in the plugin: hetero_plugin=HeteroPlugin({settings}=...)." if settings else ""
     check_names(cls.__name__, given, ["hetero_plugin", *list(parameters)[1:]], hint=hint)

@@ -1,7 +1,7 @@
-"""Gather values of unequal batches, rank by rank; Accelerate's own gather returns garbage for them.
+"""Gathering of values from unequal batches, rank by rank; Accelerate's own gather returns garbage for them.
 
-Before any tensor is sent, every rank tells the others what it brings. What does not fit together is then an error on
-all of them, where an error on one alone would leave the others waiting.
+Before sending any tensor, every rank announces what it brings. A mismatch then raises on all ranks; an error on one
+rank alone would leave the others waiting.
 """
 
 import pickle
@@ -20,7 +20,7 @@ __all__ = ["gather_uneven"]
 
 @dataclass(frozen=True)
 class _Offer:
-    """The offer of a rank: the rows of its tensors, or its samples as pickled objects."""
+    """Announcement of a rank: the rows of its tensors, or its samples as pickled objects."""
 
     outline: str
     counted: bool
@@ -34,18 +34,18 @@ def gather_uneven(
 ) -> Any:
     """Gather the samples of all ranks, rank by rank; a collective call.
 
-    Tensors may be nested in any structure, and differ in their first dimension between ranks. Of anything else, the
-    items of lists and tuples are the samples; dicts and namedtuples are joined entry by entry.
+    Tensors may be nested in any structure, and differ in their first dimension between ranks. In lists and tuples of
+    other values, each item is a sample; dicts and namedtuples are joined entry by entry.
 
     Args:
-        data: of one kind on all ranks.
-        control: tells the ranks what each of them brings.
+        data: values of the same kind on all ranks.
+        control: control plane over which ranks announce what they bring.
         counted: whether this rank's samples count; a rank with share 0 runs some that do not.
         objects: whether tensors are taken apart into samples, which may then have different shapes.
         only_tensors: whether anything but tensors is refused.
 
     Raises:
-        TypeError: on every rank, if a value of one of them cannot be taken apart into samples.
+        TypeError: on every rank, if a value of one rank cannot be taken apart into samples.
         ValueError: on every rank, if what they bring does not fit together.
 
     Example:
@@ -123,7 +123,7 @@ def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _outline(data: object, lists: bool, shapes: bool = True) -> str:
-    """Describe what must be equal on all ranks: structure, and of tensors the type and all dimensions but the first.
+    """Describe what must be equal on all ranks: the structure, and each tensor's type and dimensions but the first.
 
     Args:
         data: what a rank brings.
@@ -155,7 +155,7 @@ def _unsupported_reason(data: object) -> str | None:
 
 
 def _joined(values: list[Any], apart: bool) -> Any:
-    """Join the objects of ranks that have samples, one behind the other; tensors as rows of one, or ``apart``."""
+    """Concatenate the objects of the ranks; their tensors become rows of one, or items of a list if ``apart``."""
     first = values[0]
     if isinstance(first, Mapping):
         kind: Any = type(first)
@@ -172,13 +172,13 @@ def _joined(values: list[Any], apart: bool) -> Any:
 
 
 def _stacked(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather the rows of all ranks, of which each has as many."""
+    """Gather the rows of all ranks, each of which has the same number."""
     everyone: torch.Tensor = gather(tensor)
     return everyone
 
 
 def _gathered(data: Any, rows: Sequence[tuple[int, ...]]) -> Any:
-    """Gather every tensor's rows of all ranks, of which each has ``rows[rank][i]`` of the ``i``-th tensor."""
+    """Gather every tensor's rows from all ranks; a rank has ``rows[rank][i]`` rows of the ``i``-th tensor."""
     each = iter(list(zip(*rows, strict=True)))
 
     def of_all(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Policies as Lightning callbacks: they read observations and propose plans to the strategy.
 
 ``PerfModelCallback``, ``DynamicBatchPIDCallback``, ``AdaptiveBatchCallback`` and ``TTACallback`` exclude each other.
-The strategy installs the one that its ``policy`` names; a callback of the user's takes its place. ``GNSCallback``
-measures and decides nothing, ``LookAheadCallback`` computes stale gradients at the weights that they will meet.
+The strategy installs the one that its ``policy`` names, unless the user gives one of them. ``GNSCallback`` only
+measures; ``LookAheadCallback`` computes stale gradients at the weights to which they will be applied.
 """
 
 from lightning_hetero.callbacks.adaptive_batch import AdaptiveBatchCallback

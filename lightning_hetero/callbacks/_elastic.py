@@ -1,4 +1,4 @@
-"""End batches and epochs of elastic averaging, and log the metrics of a merge."""
+"""Ends of batches and epochs under elastic averaging, and the metrics of a merge."""
 
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ def merge_metrics(record: MergeRecord, batch_sizes: tuple[int, ...]) -> dict[str
 
     Args:
         record: the merge at its end.
-        batch_sizes: that hold from now on.
+        batch_sizes: batch sizes of all ranks from now on.
 
     Example:
         >>> record = MergeRecord(0, 64, (8, 8), (6, 2), (48, 16), (0.75, 0.25), False, (1.0, 1.0))
@@ -49,7 +49,7 @@ def _strategy(trainer: Trainer) -> ElasticStrategy:
 
 
 class ElasticCallback(Callback):
-    """Installed by ``hetero_elastic`` before all other callbacks, which then see the merged model."""
+    """Callback that ``hetero_elastic`` puts before all others, which then see the merged model."""
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
@@ -61,7 +61,7 @@ class ElasticCallback(Callback):
             log_metrics(trainer, merge_metrics(record, strategy.engine.batch_sizes))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make sure that this rank did not leave the others behind.
+        """Check that this rank leaves the epoch together with the others, after a merge.
 
         Raises:
             RuntimeError: if it left the epoch inside a mega-batch.

@@ -1,4 +1,4 @@
-"""Check that a trainer can take stale gradients, and apply those still in flight when it ends."""
+"""Stale gradients at the beginning and end of a training: check that it can have them, apply those in flight."""
 
 import inspect
 import logging
@@ -33,9 +33,9 @@ def check_staleness(trainer: Trainer, engine: HeteroEngine) -> str | None:
 
 
 def apply_last_sums(trainer: Trainer, pl_module: LightningModule, engine: HeteroEngine) -> None:
-    """Make one more step of the optimizer with the sums still in flight, on their parameters only.
+    """Make one more optimizer step with the sums still in flight, on their parameters only.
 
-    It is clipped as the module clips, and counts neither as a step of the trainer nor of a scheduler.
+    The gradients are clipped as the module clips; neither the trainer nor a scheduler counts the step.
     """
     staleness = engine.hook_state.staleness
     sums = {} if staleness is None else staleness.drain()
@@ -53,4 +53,4 @@ def apply_last_sums(trainer: Trainer, pl_module: LightningModule, engine: Hetero
         optimizer.step()
         optimizer.zero_grad()
     if engine.rank == 0:
-        log.info("staleness: the gradients of the last step that were under way (%d tensors) are applied", len(sums))
+        log.info("staleness: the gradients of the last step that were in flight (%d tensors) are applied", len(sums))

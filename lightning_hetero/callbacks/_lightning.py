@@ -1,4 +1,4 @@
-"""Names of Lightning's that callbacks use, from whichever of its two packages is installed."""
+"""Lightning's names that callbacks use, from whichever of its two packages is installed."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -42,12 +42,12 @@ def engine_if_any(trainer: Trainer) -> HeteroEngine | None:
 
 
 def replace_callbacks(trainer: Any, callbacks: list[Callback]) -> None:
-    """Give a trainer another list of callbacks; what goes through the one before is not disturbed."""
+    """Give a trainer another list of callbacks; loops over the old list are not disturbed."""
     trainer.callbacks = callbacks
 
 
 def is_named(plugin: object, name: str) -> bool:
-    """Return whether something of Lightning's has a class of that name, in whichever of its two packages.
+    """Return whether an object is of a Lightning class of that name, from either of Lightning's two packages.
 
     Example:
         >>> is_named(Callback(), "Callback"), is_named(Callback(), "Timer")
@@ -57,7 +57,7 @@ def is_named(plugin: object, name: str) -> bool:
 
 
 def processed(progress: Any) -> int:
-    """Return how many batches, or epochs, a progress of Lightning's has behind it in the running loop."""
+    """Return how many batches, or epochs, one of Lightning's progress objects has counted in the running loop."""
     return int(progress.current.processed)
 
 

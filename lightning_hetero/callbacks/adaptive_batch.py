@@ -23,7 +23,7 @@ __all__ = ["AdaptiveBatchCallback"]
 
 
 class AdaptiveBatchCallback(PolicyCallback):
-    """Move the total batch to where goodput is highest, together with the split and the learning rate.
+    """Policy that moves the total batch to where goodput is highest, with the split and the learning rate.
 
     ``goodput(B) = B / T(B) * (phi + B_0) / (phi + B)``: samples per second at the optimal split, times the progress
     that a sample brings relative to one at the initial total ``B_0`` (Cannikin, sec. 4.1). ``phi`` is the gradient
@@ -37,13 +37,13 @@ class AdaptiveBatchCallback(PolicyCallback):
     every table of candidates.
 
     Args:
-        max_total_batch_size: greatest total, ``>= 1``; it is never more than an epoch has samples.
+        max_total_batch_size: largest total, ``>= 1``, and at most the samples of an epoch.
         lr_scaling: ``"adascale"``, ``"sqrt"``, ``"linear"``, ``"none"``, a function
             ``(total, initial, trace, grad_sq_norm) -> factor``, or ``"auto"``: AdaScale for SGD, else the square root.
-        min_total_batch_size: least total, ``>= 1``; by default what the workers' bounds allow.
-        hysteresis: least predicted gain in goodput for which the total is changed, 0 to 1.
+        min_total_batch_size: smallest total, ``>= 1``; by default what the workers' bounds allow.
+        hysteresis: least predicted gain in goodput, as a share, for which the total changes, 0 to 1.
         min_steps: steps to observe between two changes of the total, ``>= 1``; of a long interval between two sync
-            rounds, the last 32 are observed.
+            rounds, only the last 32 are observed.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -75,7 +75,7 @@ class AdaptiveBatchCallback(PolicyCallback):
 
     @property
     def lr_scaling(self) -> str | Callable[[float, float, float, float], float]:
-        """The rule, once training has begun that which ``"auto"`` has chosen."""
+        """The rule; once training has begun, the one that ``"auto"`` has chosen."""
         return self._total.lr_scaling
 
     @property
@@ -120,7 +120,7 @@ class AdaptiveBatchCallback(PolicyCallback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the initial total, and take hold of the optimizers.
+        """Take the initial total, and begin to scale the optimizers' learning rates.
 
         Raises:
             MisconfigurationException: if the initial total, or that of the checkpoint, is outside the bounds.
@@ -132,7 +132,7 @@ class AdaptiveBatchCallback(PolicyCallback):
         assert engine.workers is not None
         assert engine.sampler is not None
         count, micro, bounds = trainer.accumulate_grad_batches, engine.plan.total_batch_size, engine.workers.max_local
-        # the module's own loop does not follow accumulate_grad_batches: what does not fit cannot be run
+        # manual optimization does not follow accumulate_grad_batches: a total that does not fit cannot be run
         fits = None if bounds is None or pl_module.automatic_optimization else sum(bounds)
         try:
             planner = self.planner = self._total.begin(
@@ -167,7 +167,7 @@ class AdaptiveBatchCallback(PolicyCallback):
             self._total.write(planner.table, running, self._directory, step)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let go of the optimizers, whose rates a checkpoint of the exception is to have as scheduled."""
+        """Let go of the optimizers, so that a checkpoint of the exception has the scheduled learning rates."""
         self._total.let_go()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -176,11 +176,11 @@ class AdaptiveBatchCallback(PolicyCallback):
         super().teardown(trainer, pl_module, stage)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was learned, the plan, and where learning rate and scale-invariant steps stand."""
+        """Return what was learned, the plan, the factors of the learning rate and the scale-invariant steps."""
         return {**super().state_dict(), **self._total.state_dict()}
 
     @reading_state("learning rates and steps of the adaptive batch")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where an earlier run stood."""
+        """Restore the state of an earlier run."""
         super().load_state_dict(state_dict)
         self._total.load_state_dict(state_dict)

@@ -27,7 +27,7 @@ __all__ = ["PolicyCallback", "engine_of", "policy_states"]
 
 
 def policy_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the states of policies in a checkpoint of Lightning's; none in one of plain DDP's."""
+    """Return the states of policies in a Lightning checkpoint; plain DDP's have none."""
     states = checkpoint.get("callbacks", {}).values()
     return [state for state in states if isinstance(state, dict) and {"policy", "engine"} <= set(state)]
 
@@ -37,8 +37,8 @@ def engine_of(trainer: Trainer, needs: str, use: str) -> HeteroEngine:
 
     Args:
         trainer: the trainer.
-        needs: who needs what, for the error.
-        use: what has it, for the error.
+        needs: text of the error: who needs what.
+        use: text of the error: what to use instead.
 
     Raises:
         MisconfigurationException: if the trainer runs with another strategy.
@@ -63,7 +63,7 @@ def _strategy(trainer: Trainer) -> UnevenStrategy:
 
 
 class PolicyCallback(Callback):
-    """Run one planner. ``planner=None`` keeps the split and only reports.
+    """Lightning callback that runs one planner; ``planner=None`` keeps the split and only reports.
 
     Args:
         planner: decides on plans.
@@ -80,7 +80,7 @@ class PolicyCallback(Callback):
 
     @property
     def policy(self) -> str:
-        """Name of the policy in the table of policies, of the class of another planner, ``"fixed"`` without one."""
+        """Name in the table of policies, else the name of the planner's class; ``"fixed"`` without a planner."""
         return policy_name(self.planner)
 
     def companions(self, callbacks: list[Callback]) -> list[Callback]:
@@ -98,18 +98,17 @@ class PolicyCallback(Callback):
         self._first = self._first or (self.planner,)
         self._leave()  # Lightning calls no teardown after an exception
         if stage == "fit":
-            engine.measure_noise(None)  # who measures the noise of this fit comes after us
+            engine.measure_noise(None)  # a callback that measures the noise of this fit is set up later
             engine.hook_state.forget_squares()
             self._shown = SplitInBar(trainer, engine)
             count_all_workers(trainer, engine)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse what cannot be trained.
-
-        Stale gradients that nobody would decide on, or that the optimizer could not take in the end, are refused.
+        """Refuse stale gradients in a training that cannot have them.
 
         Raises:
-            MisconfigurationException: if the loader is not split, or the optimizer needs a closure.
+            MisconfigurationException: with ``staleness=1``, if the loader is not split, so that no sync round decides
+                on staleness, or the optimizer needs a closure, so that it could not take the last gradients.
         """
         assert self._engine is not None
         reason = check_staleness(trainer, self._engine)
@@ -144,7 +143,7 @@ class PolicyCallback(Callback):
         plan = self._engine.plan
         done = self._engine.exchange(self.planner, not_before=not_before)
         self.planner = done.planner if done.planner is not None else self.planner
-        if done.entry is not None:  # also one with the running total: it may replace another that was to come
+        if done.entry is not None:  # also with the same total: it may replace a plan that was due
             _strategy(trainer).refresh_epoch_length()
             if not_before[1]:  # inside an epoch; at its start the bar takes the length by itself
                 lengthen_bar(trainer)
@@ -167,7 +166,7 @@ class PolicyCallback(Callback):
             shown.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was learned, by hardware identity, and the plan; of rank 0, which decides."""
+        """Return the plan, and what rank 0, which decides, has learned by hardware identity."""
         state: dict[str, Any] = {"policy": self.policy}
         if self.planner is not None:
             state["planner"] = self.planner.state_dict()
@@ -176,13 +175,13 @@ class PolicyCallback(Callback):
         return state
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take the plan over from another policy's run."""
+        """Take over the plan of a run with another policy."""
         if self.state_key not in checkpoint.get("callbacks", {}):
             self.load_state_dict(next(iter(policy_states(checkpoint)), {}))
 
     @reading_state("what the policy has learned, and its plans")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with what was learned; another policy takes over the plan only, and begins to learn anew."""
+        """Restore the plan and what was learned; another policy takes over the plan only, and learns from scratch."""
         if self.planner is not None and state_dict.get("policy") == self.policy:
             self.planner = self.planner.loaded(state_dict["planner"])
         elif self._first:

@@ -25,10 +25,10 @@ __all__ = ["GNSCallback"]
 
 
 class GNSCallback(Callback):
-    """Estimate the gradient noise scale ``tr(Sigma) / |G|^2`` while training and log it.
+    """Estimate of the gradient noise scale ``tr(Sigma) / |G|^2``, measured and logged while training.
 
     Logs ``hetero/noise_scale`` (samples), ``hetero/grad_sq_norm`` (``|G|^2``) and ``hetero/grad_variance``
-    (``tr(Sigma)``) whenever the estimate has news. Batches well below the noise scale waste communication, batches well
+    (``tr(Sigma)``) whenever the estimate changes. Batches well below the noise scale waste communication, batches well
     above it waste samples.
 
     Args:
@@ -36,9 +36,9 @@ class GNSCallback(Callback):
         method: weights of the workers' estimates: ``"pooled"`` (minimum variance), ``"cannikin"`` (as printed) or
             ``"mean"``.
         horizon: samples over which the estimate looks back, ``> 0``.
-        preconditioner: ``"adam"`` takes the noise scale of the gradient as Adam scales it (Pollux, sec. 3.1; in whose
-            units the three metrics then are); ``"auto"`` does so if all optimizers are of the Adam family; ``None``
-            never does.
+        preconditioner: ``"adam"`` measures the noise scale of the gradient as Adam scales it (Pollux, sec. 3.1), and
+            the three metrics are in the units of that gradient; ``"auto"`` does so if all optimizers are of the Adam
+            family; ``None`` never does.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -71,7 +71,7 @@ class GNSCallback(Callback):
         return self._saved if self._source is None else self._source.running
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find where gradients come from.
+        """Choose the source of gradient norms.
 
         Raises:
             MisconfigurationException: if the strategy shards the model or gives no access to its gradients.
@@ -91,7 +91,7 @@ class GNSCallback(Callback):
         """Begin to observe.
 
         Raises:
-            MisconfigurationException: if Adam's scaling was asked for and an optimizer is none of that family.
+            MisconfigurationException: if ``preconditioner="adam"`` and an optimizer is not of the Adam family.
         """
         assert self._source is not None
         others = [type(optimizer).__name__ for optimizer in trainer.optimizers if not is_adam(optimizer)]
@@ -108,7 +108,7 @@ class GNSCallback(Callback):
         assert self._source is not None
         given = getattr(trainer.train_dataloader, "batch_size", None)
         seen = _first_dimension(batch) or given or 1
-        self._source.begin(trainer, min(seen, given or seen))  # more would be no samples: non-zeros, time steps
+        self._source.begin(trainer, min(seen, given or seen))  # more are not samples but, say, non-zeros
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the norm of the first micro-batch of a window."""
@@ -137,7 +137,7 @@ class GNSCallback(Callback):
         self._log(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave nothing running."""
+        """Stop the source of gradient norms."""
         if self._source is not None:
             self._source.stop()
 
@@ -166,13 +166,13 @@ class GNSCallback(Callback):
                 state["interval"] = interval
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Begin anew if the checkpoint knows of no estimate: that of an earlier fit belongs to other weights."""
+        """Start from scratch if the checkpoint has no estimate: that of an earlier fit belongs to other weights."""
         if self.state_key not in checkpoint.get("callbacks", {}):
             self.load_state_dict(RunningNoiseScale(horizon=self.horizon).state_dict())
 
     @reading_state("the noise scale")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the estimate of an earlier run, in the middle of an interval perhaps."""
+        """Continue the estimate of an earlier run, possibly in the middle of an interval."""
         state = dict(state_dict)
         self._interval = state.pop("interval", {})
         self._saved = RunningNoiseScale.from_state_dict(state)

@@ -7,10 +7,10 @@ __all__ = ["PerfModelCallback"]
 
 
 class PerfModelCallback(PolicyCallback):
-    """Learn a time model of every worker and give each the exact optimum (Cannikin, sec. 3-4).
+    """Policy that learns a time model of every worker and splits at the exact optimum (Cannikin, sec. 3-4).
 
-    Starts with equal sizes, splits by measured speed after about eight steps (eq. 8), by the time model (OptPerf)
-    once each worker was seen at two sizes, and follows when a worker's speed drifts. Installed by default.
+    It starts with equal sizes, splits by measured speed after about eight steps (eq. 8), and by the time model
+    (OptPerf) once each worker was seen at two sizes. It follows drifts of a worker's speed. Installed by default.
 
     Example:
         >>> PerfModelCallback().policy

@@ -8,17 +8,17 @@ __all__ = ["DynamicBatchPIDCallback"]
 
 
 class DynamicBatchPIDCallback(PolicyCallback):
-    """Equalise compute times by proportional control, with no time model (dynamic batching, sec. III-C).
+    """Policy that equalizes compute times by proportional control, without a time model (dynamic batching, sec. III-C).
 
     Args:
-        dead_band: sizes change only if one of them would by more than this share, 0 to 1.
+        dead_band: sizes change only if one of them would change by more than this share, 0 to 1.
         decay: weight of the past in the moving average of compute times, 0 to 1.
         start: sizes to begin with: ``"open_loop"``, in proportion to peak half-precision FLOP/s (cores, among equal
-            CPUs), or ``"equal"``. Sizes that the strategy's ``local_batch_sizes`` gives go first, and so does what an
-            earlier run has learned of the same hardware.
+            CPUs), or ``"equal"``. The strategy's ``local_batch_sizes`` take precedence, and so does what an earlier run
+            has learned on the same hardware.
 
     Raises:
-        TypeError: if a number is none.
+        TypeError: if an argument has the wrong type.
         ValueError: if an argument is out of range.
 
     Example:

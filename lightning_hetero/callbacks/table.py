@@ -11,14 +11,14 @@ from lightning_hetero.core.validation import check_choice
 __all__ = ["policy_callback"]
 
 OWN: dict[str, Callable[[], PolicyCallback]] = {"perf_model": PerfModelCallback, "pid": DynamicBatchPIDCallback}
-"""Policies whose callback has a class of its own; the planner of any other one runs in the class that they share."""
+"""Policies whose callback has a class of its own; planners of all others run in :class:`PolicyCallback`."""
 
 
 def policy_callback(policy: str | None) -> PolicyCallback:
     """Return the callback of a policy by name; ``None`` is the default, ``"fixed"`` a split that never changes.
 
     Raises:
-        ValueError: if no policy has the name, or one that needs more than its name.
+        ValueError: if no policy has the name, or the policy needs more than a name.
 
     Example:
         >>> type(policy_callback(None)).__name__

@@ -20,32 +20,33 @@ __all__ = ["TTACallback"]
 
 
 class TTACallback(AdaptiveBatchCallback):
-    """Moves the density of compressed gradients, and with it total batch and split, as the link allows.
+    """Adaptive density of compressed gradients, and with it total batch and split, as the link allows.
 
-    Minimises predicted time to accuracy, ``(1 + g(density, B)) T(density, B) / B`` in seconds per sample (StellaTrain,
-    eq. 5): ``T`` by the time model of the workers and the measured rate of the link, ``g``, the extra samples that
-    density and total cost, by a profile of the model, or else by 10 % for each factor of ten in density, by what a cut
-    costs a young training (:func:`~lightning_hetero.core.compression.objective.cut_penalty`), and by the gradient noise
-    scale for the total. All ranks take the density that rank 0 has chosen in the same step. It changes only for a
-    predicted gain of 2 %, the total for ``hysteresis``. Needs ``compression=BlockTopK(...)``.
+    Minimizes predicted time to accuracy, ``(1 + g(density, B)) T(density, B) / B`` in seconds per sample (StellaTrain,
+    eq. 5). ``T`` follows from the time model of the workers and the measured rate of the link. ``g`` is the share of
+    extra samples that density and total cost. It comes from a convergence profile of the model; without one, from 10 %
+    for each factor of ten in density, the cost of a cut early in training
+    (:func:`~lightning_hetero.core.compression.objective.cut_penalty`), the cost of stale gradients and, for the total,
+    the gradient noise scale. Rank 0 chooses the density, and all ranks adopt it in the same step. The density changes
+    only for a predicted gain of 2 %, the total only for ``hysteresis``. Needs ``compression=BlockTopK(...)`` or
+    ``"auto"``.
 
-    Where even the least density takes longer to send than computing takes, a warning says ``communication-bound``, with
-    the numbers. Logs ``hetero/time_to_accuracy``, seconds per sample of the prediction, besides what
+    If even the least density takes longer to send than computing takes, a warning says ``communication-bound``, with
+    the numbers. Logs the predicted ``hetero/time_to_accuracy`` (seconds per sample) besides what
     :class:`AdaptiveBatchCallback` logs.
 
     Args:
-        max_total_batch_size: greatest total, ``>= 1``; ``None`` leaves the total as it is, and then no noise scale is
-            needed.
-        profile: file of a :class:`~lightning_hetero.core.compression.convergence_profile.ConvergenceProfile`, or one;
-            ``None`` for the rule above.
+        max_total_batch_size: largest total, ``>= 1``; ``None`` keeps the total, and then no noise scale is needed.
+        profile: a :class:`~lightning_hetero.core.compression.convergence_profile.ConvergenceProfile` or the path of its
+            file; ``None`` for the rule above.
         min_density: least density, above 0.
-        max_density: greatest density, to 1.
+        max_density: greatest density, at most 1.
         bandwidth: ``"measured"`` takes the link's rate from the messages' own times; ``"idle"`` moves it by the share
             of time that workers idle, as the paper does, from the first measured rate on.
         lr_scaling: as for :class:`AdaptiveBatchCallback`; with a profile ``"auto"`` is ``"none"``, because the probe
             trainings of the profile ran with the rate of the script at every total.
-        min_total_batch_size: least total; by default what the workers' bounds allow.
-        hysteresis: least predicted gain for which the total is changed, 0 to 1.
+        min_total_batch_size: smallest total; by default what the workers' bounds allow.
+        hysteresis: least predicted gain, as a share, for which the total changes, 0 to 1.
         min_steps: steps to observe between two changes of the total, ``>= 1``.
 
     Raises:
@@ -138,12 +139,12 @@ class TTACallback(AdaptiveBatchCallback):
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin as the base class, with the density of an earlier run."""
+        """Begin as the base class does, with the density of an earlier run if there was one."""
         super().on_train_start(trainer, pl_module)
         assert self._engine is not None
         assert self._engine.compression is not None
         density = self._engine.control.broadcast_object(self.tta_planner.density)
         self.planner = replace(self.tta_planner, density=density)
         self._engine.compression.set_density(density)
-        if self._engine.hook_state.staleness is not None:  # until "auto" chooses dense sums, which go by their rule
+        if self._engine.hook_state.staleness is not None:  # until "auto" chooses dense sums, which have a rule
             self._engine.hook_state.staleness.control_externally(self._engine.compression.link() is not None)

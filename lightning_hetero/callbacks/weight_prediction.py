@@ -1,4 +1,4 @@
-"""Weight prediction for stale gradients, computed at the weights that they will meet, as a Lightning callback."""
+"""Weight prediction for stale gradients, as a Lightning callback."""
 
 import logging
 from collections.abc import Callable
@@ -24,20 +24,20 @@ log = logging.getLogger("lightning_hetero")
 
 
 class LookAheadCallback(Callback):
-    """Compute stale gradients, applied a step later, at the weights that they will meet then.
+    """Weight prediction: stale gradients are computed at the weights to which they will be applied.
 
-    With ``staleness=1`` one step of the optimizer lies between a stale gradient and the weights it was computed at.
-    With momentum that costs much of the loss early in training. Here forward and backward run with what that step is
-    expected to change: momentum, and in place of the sum in flight this worker's own part of it, divided by its
-    share of the batch. Before the optimizer steps the weights are exactly what they were, so that replicas stay
-    identical. In steps whose gradients are not stale nothing happens.
+    With ``staleness=1`` the optimizer steps once between computing a gradient and applying it. With momentum, this
+    raises the loss considerably early in training. The callback therefore runs forward and backward at the weights that
+    it expects after that step. It predicts the step from momentum and, in place of the sum in flight, from this
+    worker's own part of it, divided by its share of the batch. Before the optimizer steps, it restores the weights
+    exactly, so replicas stay identical. It leaves steps without stale gradients alone.
 
-    It needs another copy of what is stale, and reads and writes those weights twice a step; with sparse steps, of the
-    touched blocks alone. It predicts the next step of SGD, Adam and AdamW; with other optimizers, and
-    with ``staleness=0``, it says so and does nothing. :class:`~lightning_hetero.TTACallback` brings one by itself.
+    It needs a copy of the weights whose gradients are stale, and reads and writes them twice per step; with sparse
+    steps, the touched blocks only. It predicts the next step of SGD, Adam and AdamW. With other optimizers, and with
+    ``staleness=0``, it says so and does nothing. :class:`~lightning_hetero.TTACallback` adds one by itself.
 
     Args:
-        gain: factor on the scheduled learning rate in the running step, where something moves it; ``None`` for 1.
+        gain: returns the factor on the scheduled learning rate in the running step; ``None`` for 1.
 
     Raises:
         TypeError: if ``gain`` is no function.
@@ -59,7 +59,7 @@ class LookAheadCallback(Callback):
         """Find the engine of the strategy.
 
         Raises:
-            MisconfigurationException: if the trainer runs with another strategy, or there is another callback of these.
+            MisconfigurationException: if the trainer runs with another strategy, or has several of these callbacks.
         """
         needs = "LookAheadCallback needs a strategy whose gradients can be stale"
         self._engine = engine_of(trainer, needs, "HeteroDDPStrategy(staleness=1)")
@@ -70,7 +70,7 @@ class LookAheadCallback(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ask for this worker's own part of stale sums."""
+        """Have the strategy keep this worker's own part of stale sums."""
         assert self._engine is not None
         stale = self._engine.hook_state.staleness
         strange = [type(optimizer).__name__ for optimizer in trainer.optimizers if not foresees(optimizer)]
@@ -83,7 +83,7 @@ class LookAheadCallback(Callback):
         self._engine.restore_weights_by(self._back)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        """Run this step with the weights that its stale gradients will meet."""
+        """Move the weights to where this step's stale gradients will be applied."""
         self._back()
         if self._engine is None or self._engine.hook_state.staleness is None or self._engine.plan is None:
             return
@@ -98,7 +98,7 @@ class LookAheadCallback(Callback):
                 self._move(optimizer, expected, factor)
 
     def _clip(self, trainer: Trainer, expected: dict[torch.Tensor, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return how the trainer is going to clip the gradient that is expected."""
+        """Return a function that clips the expected gradient as the trainer will."""
         value = trainer.gradient_clip_val
         if not value:
             return lambda gradient: gradient
@@ -139,7 +139,7 @@ class LookAheadCallback(Callback):
                     self._shift(parameter, places, move if self._gain is None else move.mul_(self._gain()))
 
     def _shift(self, parameter: torch.Tensor, places: torch.Tensor | None, move: torch.Tensor) -> None:
-        """Move elements of a parameter, and keep what they were."""
+        """Move elements of a parameter, and keep their old values."""
         flat = flat_view(parameter.data)
         if places is None:
             copy = self._copies.get(parameter)
@@ -153,7 +153,7 @@ class LookAheadCallback(Callback):
             flat.index_copy_(0, places, before - move)
 
     def _back(self) -> None:
-        """Make weights exactly what they were."""
+        """Restore the old values exactly."""
         kept, self._kept = self._kept, []
         for parameter, places, before in kept:
             flat = flat_view(parameter.data)
@@ -163,25 +163,25 @@ class LookAheadCallback(Callback):
                 flat.index_copy_(0, places, before)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the optimizer the weights as they are, now that the gradient is there."""
+        """Restore the weights for the optimizer, now that the gradient is computed."""
         self._back()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Put weights back also if there was no backward pass."""
+        """Restore the weights if there was no backward pass."""
         self._back()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put weights back also if the module has skipped the rest of the epoch."""
+        """Restore the weights if the module has skipped the rest of the epoch."""
         self._back()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give a checkpoint that is saved now the weights as they are."""
+        """Restore the weights for a checkpoint that is saved now."""
         self._back()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let copies go."""
+        """Restore the weights, and free the copies."""
         self._back()
         if self._engine is not None:
             self._engine.restore_weights_by(None)

@@ -1,4 +1,4 @@
-"""The command ``lightning-hetero``: one table of subcommands, each in a module of its own that is imported when run."""
+"""The command ``lightning-hetero``: a table of subcommands, each in its own module, which is imported when it runs."""
 
 import importlib
 import sys
@@ -27,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; those of the process by default.
 
     Returns:
-        The exit code: 0, 2 for wrong arguments or a package that is not installed.
+        The exit code: 2 for wrong arguments or a package that is not installed, else that of the subcommand, 0 if it
+        succeeds.
 
     Example:
         >>> main(["--version"])

@@ -1,4 +1,4 @@
-"""``lightning-hetero config``: ask for the settings, write them into an Accelerate config file as ``hetero_config``."""
+"""``lightning-hetero config``: asks for the settings and writes them to an Accelerate config as ``hetero_config``."""
 
 import argparse
 import os
@@ -26,13 +26,13 @@ QUESTIONS: tuple[tuple[str, str, str], ...] = (
     ("compression", f"What is sent of gradients ({', '.join(COMPRESSORS)}, or none: all of them)", "none"),
     ("density", "Share of the gradient that block_topk sends, above 0 to 1", str(BlockTopK().density)),
 )
-"""Setting, question, and the answer that an empty line gives; ``density`` is asked for ``block_topk`` only."""
+"""Setting, question, and the answer that an empty line stands for; ``density`` is asked for ``block_topk`` only."""
 
 PRECISIONS = ("no", "fp16", "bf16")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Ask on the terminal and write the file; what the file holds besides our section stays as it is."""
+    """Ask on the terminal and write the file; all but our section of it stays as it is."""
     parser = argparse.ArgumentParser(prog="lightning-hetero config", description="Write an Accelerate config file.")
     parser.add_argument("--config_file", default="hetero_config.yaml", help="file to write, or to add the section to")
     path = parser.parse_args(list(argv)).config_file
@@ -85,7 +85,7 @@ def ask_settings(read: Callable[[str], str], num_processes: int | None = None) -
 
 
 def _asked(read: Callable[[str], str], question: str, default: str, check: Callable[[str], Any]) -> Any:
-    """Return the value of an answer; as long as ``check`` raises, show why and ask again."""
+    """Return the value of an answer; while ``check`` raises, show the reason and ask again."""
     while True:
         try:
             return check(read(f"{question} [{default}]: ").strip() or default)
@@ -94,7 +94,7 @@ def _asked(read: Callable[[str], str], question: str, default: str, check: Calla
 
 
 def _base(read: Callable[[str], str]) -> dict[str, Any]:
-    """Ask for what Accelerate itself needs in a file that does not exist yet."""
+    """Ask for the settings that Accelerate itself needs in a new file."""
     config: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE"}
 
     def ask(name: str, question: str, default: str, check: Callable[[str, str], Any]) -> None:

@@ -1,7 +1,7 @@
 """``lightning-hetero launch``: Accelerate's launcher for config files with a ``hetero_config`` section.
 
-Accelerate refuses keys that it does not know. The section is taken out and handed to the workers as environment
-variables; everything else, all options included, goes to ``accelerate launch`` as it is.
+Accelerate refuses keys that it does not know. So the launcher removes the section and hands it to the workers as
+environment variables; everything else, including all options, goes to ``accelerate launch`` unchanged.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ HELP = {
     "change_cost": "seconds that a change of the split costs, by default measured",
     "hierarchy": "clusters of workers that a low-bandwidth link joins: nodes, env, auto or [[0, 1], [2]]",
     "sparse_optimizer": "true lets SGD or AdamW update only the blocks that block_topk sends",
-    "compression": "what is sent of gradients: block_topk, powersgd, fp16, bf16 or auto",
+    "compression": "how gradients are compressed: block_topk, powersgd, fp16, bf16 or auto",
     "density": "share of the gradient that block_topk sends, 0 to 1",
     "nonfinite": "what to do about a gradient that is not finite: warn, drop or stop",
     "max_total_batch_size": "greatest total batch; with it the total moves by goodput",
@@ -56,7 +56,7 @@ HELP = {
 
 GROUP = "Unequal workers"
 OTHER_TRAININGS = ("tpu", "tpu_use_cluster", "use_deepspeed", "use_fsdp", "use_megatron_lm")
-"""Flags of Accelerate's for other kinds of training, for which HeteroAccelerator has an error of its own."""
+"""Accelerate's flags for other kinds of training, for which HeteroAccelerator raises its own error."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,12 +84,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _HelpFormatter(CustomHelpFormatter):
-    """Accelerate's formatter, which hides the groups of options that it does not know; ours is one."""
+    """Accelerate's formatter, which hides unknown groups of options, made to show ours."""
 
     def add_argument(self, action: Action) -> None:
         grouped: Any = action  # argparse does not declare the group of an argument
         if grouped.container.title == GROUP:
-            action.option_strings = action.option_strings[:1]  # the same with hyphens goes without saying, as theirs
+            action.option_strings = action.option_strings[:1]  # leave out the variant with hyphens, as Accelerate does
             HelpFormatter.add_argument(self, action)
         else:
             super().add_argument(action)
@@ -97,7 +97,7 @@ class _HelpFormatter(CustomHelpFormatter):
 
 @contextlib.contextmanager
 def _called_as_accelerate(argv: Sequence[str]) -> Iterator[None]:
-    """Let Accelerate's formatter see its own command line, by which it decides what help to show."""
+    """Make ``sys.argv`` that of ``accelerate launch``, by which Accelerate's formatter decides what help to show."""
     given, sys.argv = sys.argv, ["accelerate", "launch", *argv]
     try:
         yield
@@ -122,7 +122,7 @@ def read_config(path: str | None) -> tuple[dict[str, Any] | None, dict[str, Any]
     """Return the content of a config file without our section, and the section.
 
     Raises:
-        ValueError: if the file cannot be read, or is no table.
+        ValueError: if the file cannot be read, or is not a mapping.
     """
     if path is None:
         return None, {}
@@ -142,7 +142,7 @@ def read_config(path: str | None) -> tuple[dict[str, Any] | None, dict[str, Any]
 def hetero_environment(
     section: Mapping[str, Any], flags: Mapping[str, str], environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the workers' variables: a flag goes before an exported variable, which goes before the file.
+    """Return the workers' variables: a flag takes precedence over an exported variable, and that over the file.
 
     Raises:
         TypeError: if a setting is unknown or has the wrong type.
@@ -196,10 +196,10 @@ def _on_cpu(args: Namespace, config: Mapping[str, Any]) -> bool:
 
 
 def _check_devices(args: Namespace, config: Mapping[str, Any], found: int) -> None:
-    """Check that several workers will be one training, where Accelerate would have each train alone, in silence.
+    """Check that several workers will train together; Accelerate would silently let each of them train alone.
 
     Raises:
-        ValueError: if they would not.
+        ValueError: if they would train alone.
     """
     kind = config.get("distributed_type")
     other = kind not in (None, "NO", "MULTI_GPU") or any(getattr(args, name, False) for name in OTHER_TRAININGS)
@@ -219,7 +219,7 @@ def _check_devices(args: Namespace, config: Mapping[str, Any], found: int) -> No
 
 
 def _start_cpu_workers(args: Namespace, config: dict[str, Any] | None) -> None:
-    """Have several CPU workers started by torchrun, where Accelerate would start one process and say nothing."""
+    """Start several CPU workers by torchrun; Accelerate would silently start a single process."""
     given = config or {}
     if not _on_cpu(args, given) or _workers(args, given) == 1 or given.get("mpirun_config"):
         return
@@ -231,7 +231,7 @@ def _start_cpu_workers(args: Namespace, config: dict[str, Any] | None) -> None:
 
 @contextlib.contextmanager
 def _config_file(config: dict[str, Any] | None) -> Iterator[str | None]:
-    """Write a file for Accelerate with what was left of the config."""
+    """Write the rest of the config to a file for Accelerate."""
     if config is None:
         yield None
         return

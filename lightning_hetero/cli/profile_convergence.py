@@ -1,7 +1,7 @@
 """``lightning-hetero profile-convergence``: probe trainings of a script, and the profile that a controller loads.
 
-Each probe is the script itself, started as always, with an order in its environment
-(:mod:`lightning_hetero.probe_job`) that the strategy in it obeys.
+Each probe is the script itself, started as usual; its strategy obeys an order in the environment
+(:mod:`lightning_hetero.probe_job`).
 """
 
 import argparse
@@ -34,10 +34,9 @@ class RunSettings:
     """Limits of the script's runs.
 
     Args:
-        shown_lines: lines of a failed script's output that are shown.
-        min_steps: fewest batches of a probe training: with fewer, neither compression nor staleness has an effect.
-        end_s: seconds for a script to end after it was told to, before it is killed; torchrun needs 30 to end its
-            workers.
+        shown_lines: lines of a failed script's output to show.
+        min_steps: fewest batches of a probe training; with fewer, neither compression nor staleness has an effect.
+        end_s: seconds that a script has to end before it is killed; torchrun needs 30 to end its workers.
     """
 
     shown_lines: int = 30
@@ -49,7 +48,7 @@ SETTINGS = RunSettings()
 
 
 class ProbeError(RuntimeError):
-    """Raised if a probe training did not end with an answer."""
+    """Error of a probe training that ended without an answer."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -98,15 +97,15 @@ def main(argv: Sequence[str]) -> int:
 def ranges(
     script: ProbeReport | None, samples: int | None, min_total: int | None, max_total: int | None
 ) -> tuple[int, int, int]:
-    """Return samples of a probe training, least and greatest total: as given, or by what the script says of itself.
+    """Return samples of a probe training, least and greatest total: as given, or by the script's report on itself.
 
     By default half of an epoch (StellaTrain, sec. 4.3), and totals from a quarter to four times the script's own.
 
     Args:
-        script: its answer, ``None`` if all three are given.
-        samples: samples of a training, ``None`` for the default, as all below.
-        min_total: least total batch.
-        max_total: greatest total batch.
+        script: the script's report, ``None`` if all three are given.
+        samples: samples of a training; ``None`` for the default.
+        min_total: least total batch; ``None`` for the default.
+        max_total: greatest total batch; ``None`` for the default.
 
     Raises:
         ValueError: if the totals cannot run, or leave too few batches.
@@ -143,9 +142,9 @@ class ScriptProbes:
     """Probe trainings of a script, one at a time: ``(compression rate, total batch, staleness) -> smoothed loss``.
 
     Args:
-        command: starts the script.
+        command: command that starts the script.
         samples: samples of a training.
-        seed: of the samples' order, for scripts that do not set one.
+        seed: seed of the samples' order, for scripts that do not set one.
         timeout: seconds after which a probe has failed.
         say: shows one line.
     """
@@ -163,11 +162,11 @@ class ScriptProbes:
         self.count, self._say = 0, say or _say
 
     def take(self, samples: int) -> None:
-        """Take so many samples for each training from now on."""
+        """Set the number of samples for each training from now on."""
         self.samples = samples
 
     def describe(self) -> ProbeReport:
-        """Ask the script what it is, without training.
+        """Ask the script for its report on itself, without training.
 
         Raises:
             ProbeError: if it does not answer.
@@ -211,7 +210,7 @@ class ScriptProbes:
         )
 
     def _execute(self, order: ProbeOrder, output: IO[str]) -> int | None:
-        """Return the exit code of the script, ``None`` if it took too long; no process of it is left."""
+        """Run the script and return its exit code, ``None`` if it took too long; none of its processes is left."""
         process = subprocess.Popen(
             self.command,
             env={**os.environ, VARIABLE: order.announce(), "PL_GLOBAL_SEED": str(self.seed)},
@@ -229,7 +228,7 @@ class ScriptProbes:
 
 
 def _end_group(process: "subprocess.Popen[bytes]") -> None:
-    """Let the other workers end, and end those that do not."""
+    """Give the other workers time to end, and kill those that do not."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
     deadline = time.monotonic() + SETTINGS.end_s

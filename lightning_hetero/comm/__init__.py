@@ -1,4 +1,4 @@
-"""All that ranks do together: gradient averaging with timing, step observation, agreement on plans."""
+"""Joint work of the ranks: gradient averaging with timing, step observation, agreement on plans."""
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane, PlanMismatchError
 from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook

@@ -1,4 +1,4 @@
-"""The sum of a compressed step as the optimizer gets it: blocks that were sent, no tensor of the model's size."""
+"""The all-reduced gradient of a compressed step: the blocks that were sent, without a tensor of the model's size."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class BlockGradient:
 
     Args:
         rows: numbers of the parameter's touched blocks, ascending.
-        values: their elements, shape ``(len(rows), block)``, in the order of memory; 0 behind the parameter's end.
-        grad: the same as ``p.grad`` holds it, a sparse tensor of torch's over the memory of ``values``, so that what
-            loss scalers and clipping do to one of them counts.
+        values: their elements, shape ``(len(rows), block)``, in the order of memory; 0 after the parameter's end.
+        grad: the same as ``p.grad``, a sparse torch tensor that shares the memory of ``values``, so that loss scalers
+            and clipping change both.
 
     Example:
         >>> p = torch.nn.Parameter(torch.zeros(2, 12))
@@ -37,9 +37,9 @@ class BlockGradient:
     grad: torch.Tensor
 
     def stands(self, parameter: torch.Tensor) -> bool:
-        """Return whether this is still the parameter's gradient; what was done to its values in place counts.
+        """Return whether this is still the parameter's gradient, whose values may have been changed in place.
 
-        Torch's ``mul_`` gives a sparse tensor other memory; values are then taken over from there.
+        Torch's ``mul_`` moves a sparse tensor to other memory; values are then copied from there.
         """
         if parameter.grad is not self.grad:
             return False
@@ -55,7 +55,7 @@ class BlockGradient:
 
     @classmethod
     def of(cls, parameter: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> "BlockGradient":
-        """Return the gradient of a parameter from its touched blocks; what lies behind its end has to be 0."""
+        """Return the gradient of a parameter from its touched blocks; elements after its end have to be 0."""
         block = values.shape[1]
         if parameter.dim() == 0:  # has no sparse form, and one element
             values = values if len(rows) else values.new_zeros(1, block)
@@ -66,13 +66,13 @@ class BlockGradient:
 def _sparse(
     parameter: torch.Tensor, rows: torch.Tensor, flat: torch.Tensor, places: torch.Tensor, block: int
 ) -> torch.Tensor:
-    """Return blocks as torch's sparse tensor, over the memory of their elements and without what is behind the end."""
+    """Return blocks as a sparse torch tensor that shares their memory, without the elements after the end."""
     rest = parameter.numel() % block
     if rest and len(rows) and int(rows[-1]) == parameter.numel() // block:
         flat, places = flat[: rest - block], places[:, : rest - block]
     whole = parameter.is_contiguous()
     checks = torch.sparse.check_sparse_tensor_invariants
-    if not checks.is_enabled():  # nor by default, of which torch 2.11 warns until somebody has said so
+    if not checks.is_enabled():  # off by default, too, but torch 2.11 warns until it is set
         checks.disable()
     return torch.sparse_coo_tensor(places, flat, parameter.shape, is_coalesced=whole, check_invariants=False)
 
@@ -105,15 +105,15 @@ class BlockMarks:
     grad: torch.Tensor
 
     def stands(self, parameter: torch.Tensor) -> bool:
-        """Return whether it is still what ``p.grad`` holds."""
+        """Return whether it is still the parameter's gradient."""
         return parameter.grad is self.grad
 
 
 class GradientParts:
-    """Parts of a step's sum for each parameter, the same parameters in every step.
+    """Split of each step's sum into parts for the parameters, which are the same in every step.
 
-    Vectors, and matrices whose rows are whole blocks, are worked on together: on a small model a call for each of them
-    takes longer than what it does.
+    Vectors, and matrices whose rows are whole blocks, are processed together: on a small model, the overhead of a call
+    for each exceeds the work.
 
     Args:
         slots: places of the parameters, in their order, in whole blocks of the sum.
@@ -153,7 +153,7 @@ class GradientParts:
 
 
 def _width(parameter: torch.Tensor, block: int) -> int:
-    """Return the elements of a row of a usual matrix; of a vector all, in whole blocks."""
+    """Return the elements of a row of a usual matrix; of a vector, all elements, rounded up to whole blocks."""
     return parameter.shape[1] if parameter.dim() == 2 else -(-parameter.numel() // block) * block
 
 

@@ -1,6 +1,6 @@
-"""Choice of a rank's encoder: Triton's kernels on its GPU, or the host where these are not asked for or cannot be.
+"""Choice of a rank's encoder: Triton's kernels on its GPU, or the host where these are not wanted or do not work.
 
-All of them write the same messages and merge them in the order of ranks, so that a job may have workers of both kinds.
+All encoders write the same messages and merge them in the order of ranks, so a job may have workers of both kinds.
 """
 
 import logging
@@ -33,10 +33,10 @@ def encoder_for(
     """Return the encoder for the parameters' device.
 
     Args:
-        settings: of block top-k.
-        layout: where parameters lie.
+        settings: settings of block top-k.
+        layout: places of the parameters.
         form: format of messages.
-        parameters: by name, all on one device.
+        parameters: parameters by name, all on one device.
         world_size: number of ranks.
         hold: whether parameters without a gradient are held back.
     """
@@ -57,7 +57,7 @@ def encoder_for(
 
 
 def _only_on_host(settings: BlockTopK, dtypes: set[torch.dtype]) -> str | None:
-    """Return what was asked for that kernels do not do, ``None`` if there is nothing."""
+    """Return a setting that the kernels do not support, ``None`` if there is none."""
     if settings.selector not in (None, "histogram"):
         return f"selector={settings.selector!r}"
     if settings.scores != "magnitude":
@@ -74,9 +74,9 @@ def gpu_encoder(
     *,
     hold: bool = False,
 ) -> DeviceEncoder | None:
-    """Return Triton's encoder with its kernels compiled and tried, ``None`` where they cannot be; the log says why.
+    """Return Triton's encoder with its kernels compiled and tried; ``None``, and the reason in the log, if they fail.
 
-    A GPU may be too old for a kernel, and to launch one Triton needs a C compiler and Python's headers.
+    A GPU may be too old for a kernel, and Triton needs a C compiler and Python's headers to launch one.
     """
     if not find_spec("triton"):
         log.warning(
@@ -97,7 +97,7 @@ def gpu_encoder(
 
 
 def reason_of(error: Exception, max_chars: int = 300) -> str:
-    r"""Return an error in one line of the log, the last one of a compiler's message.
+    r"""Return an error as one line for the log: the last line of a compiler's message.
 
     Example:
         >>> reason_of(RuntimeError("at line 3:\n  x = y\nno such type"))

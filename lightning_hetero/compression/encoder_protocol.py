@@ -1,8 +1,8 @@
 """Interfaces of block encoders: error feedback, selection and messages of one rank.
 
-A :class:`BlockEncoder` turns gradients into a message. What follows the exchange differs: a :class:`HostEncoder` reads
-all ranks' messages and knows at once what becomes of the step; a :class:`DeviceEncoder` leaves that to its GPU, so that
-the host never waits for it, and tells a step later (:class:`Outcome`).
+A :class:`BlockEncoder` turns gradients into a message. Encoders differ after the exchange: a :class:`HostEncoder` reads
+all ranks' messages and knows the outcome of the step at once. A :class:`DeviceEncoder` leaves that to its GPU, for
+which the host never waits, and reports the :class:`Outcome` one step later.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Outcome:
 
     Args:
         step: its number.
-        dropped: whether it was left out, because a gradient was not finite.
+        dropped: whether the step was skipped, because a gradient was not finite.
         blocks: blocks that all messages named.
     """
 
@@ -38,8 +38,8 @@ class Outcome:
 class BlockEncoder(Protocol):
     """Encoder of one rank, up to the exchange of messages, and after the step.
 
-    One step is :meth:`accumulate_bucket` for each bucket, :meth:`encode` or :meth:`give_up`, what follows the
-    exchange, and :meth:`finish`.
+    One step calls :meth:`accumulate_bucket` for each bucket, :meth:`encode` or :meth:`give_up`, after the exchange the
+    methods of the kind of encoder, and :meth:`finish`.
     """
 
     layout: Layout
@@ -49,14 +49,14 @@ class BlockEncoder(Protocol):
     residual: torch.Tensor
     """Error feedback: what was not sent yet, flat, in the layout's order."""
     state: SelectorState
-    """What selection carries from step to step."""
+    """State that selection carries from step to step."""
 
     @property
     def merged(self) -> torch.Tensor:
         """Sum of all ranks' blocks, flat, 0 where nothing was sent; valid until :meth:`finish`."""
 
     def reform(self, form: MessageFormat) -> None:
-        """Send messages of another format from the next step on; what is in the residual stays there."""
+        """Send messages of another format from the next step on; the residual is kept."""
 
     def accumulate_bucket(
         self, slots: Sequence[Slot], flat: torch.Tensor, weight: float, *, hold: bool = False
@@ -66,15 +66,15 @@ class BlockEncoder(Protocol):
         Args:
             slots: the parameters' places.
             flat: their gradients; they must stay as they are until the step ends.
-            weight: what gradients are multiplied by.
-            hold: whether the residual of a parameter waits for another step if its gradient is all 0.
+            weight: factor of the gradients.
+            hold: whether the residual of a parameter waits for a later step if its gradient is all 0.
 
         Returns:
-            ``False`` if it is known that a gradient is not finite, so that this rank has to :meth:`give_up`.
+            ``False`` if a gradient is known not to be finite; this rank then has to :meth:`give_up`.
         """
 
     def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> int | None:
-        """Write the message of this step and take what it holds out of the residual.
+        """Write the message of this step and subtract its values from the residual.
 
         Args:
             message: uint8, as long as the format says, receives the message.
@@ -87,14 +87,14 @@ class BlockEncoder(Protocol):
         """
 
     def give_up(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> None:
-        """Write a message that says that this rank's gradient is not finite."""
+        """Write a message that flags this rank's gradient as not finite."""
 
     def finish(self) -> None:
         """End the step: clear the sum."""
 
 
 class HostEncoder(BlockEncoder, Protocol):
-    """Encoder whose host reads messages, and knows at once what becomes of the step."""
+    """Encoder whose host reads messages, and knows the outcome of the step at once."""
 
     deferred: Literal[False]
     balance: ScoreScaling | None
@@ -114,14 +114,14 @@ class HostEncoder(BlockEncoder, Protocol):
         """Return the sum of packs, in the order of ranks, as one pack."""
 
     def undo(self) -> None:
-        """Leave the step out: take back what was sent, then the gradient, to one rounding."""
+        """Skip the step: add what was sent back to the residual, then subtract the gradient, up to one rounding."""
 
     def take_back(self, message: torch.Tensor) -> None:
-        """Return what a message of this rank's held to the residual, because nobody has applied it."""
+        """Add the values of this rank's message back to the residual, because no rank has applied it."""
 
 
 class DeviceEncoder(BlockEncoder, Protocol):
-    """Encoder whose device checks messages and decides what becomes of the step; the host learns of it later."""
+    """Encoder whose device checks messages and decides on the step; the host learns the outcome later."""
 
     deferred: Literal[True]
     touched: torch.Tensor
@@ -132,10 +132,10 @@ class DeviceEncoder(BlockEncoder, Protocol):
         """On the device: 0 if the messages were merged, 1 if a gradient was not finite, 2 if a message is malformed."""
 
     def receive(self, rows: torch.Tensor, *, rank: int, step: int, bucket: int = 0) -> None:
-        """Check the messages of all ranks; merge them if all are in order, and take back what was sent if not.
+        """Check the messages of all ranks; merge them if all are valid, else add what was sent back to the residual.
 
         Args:
-            rows: one message in each row; this rank's own is its own.
+            rows: one message in each row; row ``rank`` is this rank's own.
             rank: this rank.
             step: number of the step.
             bucket: number of the message in the step.
@@ -149,13 +149,13 @@ class DeviceEncoder(BlockEncoder, Protocol):
     ) -> None:
         """Write ``scale`` times the sum of a bucket's parameters in place of their gradients.
 
-        If the step is left out, gradients go out of the residual again, to one rounding, and become ``fill``.
+        If the step is skipped, the gradients are subtracted from the residual, up to one rounding, and become ``fill``.
         """
 
     def outcome(self) -> Outcome | None:
-        """Return what became of the last step, ``None`` if that was asked before; waits until the device is there.
+        """Return the outcome of the last step, ``None`` if it was returned before; wait until the device has it.
 
-        All ranks have seen the same messages, so that all raise in the same step.
+        All ranks have seen the same messages, so all raise in the same step.
 
         Raises:
             ValueError: naming rank and bucket of a malformed message. Nothing of that step was applied.

@@ -19,7 +19,7 @@ class Slot:
         name: its name in the module.
         start: its first element in the flat buffer, a multiple of the block.
         numel: its elements.
-        padded: elements that it takes up, the next multiple of the block.
+        padded: elements that it occupies, the next multiple of the block.
     """
 
     name: str
@@ -104,7 +104,7 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def split(flat: torch.Tensor, slots: Sequence[Slot]) -> Iterator[tuple[Slot, torch.Tensor]]:
-    """Split what lies one after the other without padding into parameters, as in a bucket of DDP's.
+    """Split a flat tensor into parameters that lie one after the other without padding, as in a DDP bucket.
 
     Example:
         >>> slots = Layout.of([("weight", 3), ("bias", 1)], block=16).slots
@@ -115,7 +115,7 @@ def split(flat: torch.Tensor, slots: Sequence[Slot]) -> Iterator[tuple[Slot, tor
 
 
 def _records(t: torch.Tensor) -> np.ndarray:
-    """Return the rows of a matrix as one item each, which numpy moves whole."""
+    """Return the rows of a matrix as one item each, which numpy copies as a whole."""
     records: np.ndarray = t.detach().view(torch.uint8).numpy().view(f"V{t.shape[1] * t.element_size()}")[:, 0]
     return records
 

@@ -39,7 +39,7 @@ MESSAGE_KIND = MAGIC | FORMAT_VERSION
 """First word of a header."""
 
 HEADER_WEIGHTS = (0x5851F42D4C957F2D, 0x14057B7EF767814F, 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85)
-"""Odd numbers by which address, step, flags and number of blocks are multiplied in the first sum."""
+"""Odd factors of address, step, flags and number of blocks in the first sum."""
 
 NON_FINITE = 1
 """Flag: the sender's gradient was not finite, so that all ranks skip the step."""
@@ -80,7 +80,7 @@ class Header(NamedTuple):
 
 
 def address(rank: int, bucket: int) -> int:
-    """Return sender and bucket as one word, so that a message in another rank's row is refused.
+    """Return sender and bucket as one word, which exposes a message in another rank's row.
 
     Example:
         >>> hex(address(3, 1))
@@ -101,7 +101,7 @@ def checksum(payload: Bytes, positions: Words) -> tuple[int, int]:
 
 
 def seal(first: int, fields: Iterable[int]) -> int:
-    """Return the first sum with address, step, flags and number of blocks in it, so that it covers the header as well.
+    """Return the first sum with address, step, flags and number of blocks added, so that it covers the header, too.
 
     Example:
         >>> seal(5, [0, 0, 0, 0])
@@ -120,7 +120,7 @@ def refusal(what: str, *, rank: int, bucket: int, step: int) -> ValueError:
 
 
 def foreign(kind: int) -> str:
-    """Return what is wrong with the first word of a header that is not of this version.
+    """Return the error text for the first word of a header that is not of this version.
 
     Example:
         >>> foreign(MAGIC | 2)

@@ -1,7 +1,7 @@
 """Block top-k with error feedback in plain torch: the definition that every fast path is tested against.
 
-StellaTrain (S sec. 3.2), with these differences: the threshold comes from the scores of this step, magnitudes of tail
-blocks are magnitudes, and rounding errors return to the residual.
+It differs from StellaTrain (S sec. 3.2) in three points: the threshold comes from the scores of this step, the score of
+a tail block is a sum of magnitudes, too, and rounding errors return to the residual.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Pack:
 
     Args:
         indices: their numbers, int64, ascending, each once.
-        values: what receivers add, float32, shape ``(len(indices), block)``.
+        values: values that receivers add, float32, shape ``(len(indices), block)``.
     """
 
     indices: torch.Tensor

@@ -1,9 +1,9 @@
-"""Scores that compare parameters whose gradients differ in scale, from what each parameter has sent.
+"""Scores that are comparable between parameters with gradients of different scale.
 
-An optimizer such as AdamW moves every parameter by about its learning rate, however small its gradient. By magnitude, a
-parameter with small gradients waits long for its turn all the same. Divided by the root mean square of what its
-parameter sends, a residual is measured in steps of the optimizer, because the second moment of AdamW follows that very
-mean square.
+An optimizer such as AdamW moves every parameter by about its learning rate, however small its gradient. Selected by
+magnitude, a parameter with small gradients would still wait long for its turn. So the residual is divided by the root
+mean square of the values that its parameter sends. It is then measured in steps of the optimizer, because the second
+moment of AdamW follows the same mean square.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class ScalingSettings:
     """Constants of the scaling.
 
     Args:
-        decay_per_step: of the mean squares, as of AdamW's second moment.
-        min_factor: least factor of a score; it also holds for what was never sent, against the parameter with the
-            largest scale.
+        decay_per_step: decay of the mean squares, as of AdamW's second moment.
+        min_factor: least factor of a score. An ``rms`` below ``min_factor`` times the largest one, such as that of a
+            parameter that was never sent, is raised to it.
     """
 
     decay_per_step: float = 0.99
@@ -33,12 +33,12 @@ class ScalingSettings:
 class ScoreScaling:
     """Factor of the scores of each parameter: ``1 / rms_p``, times the least ``rms``, so that it is never above 1.
 
-    ``rms_p^2 = q rms_p^2 + (1 - q) sum s^2 / n_p`` over the steps, with ``q`` = 0.99, the values ``s`` that this rank
-    sends of the parameter in a step, and its elements ``n_p``. Its cost grows with the message, not with the model.
+    ``rms_p^2 = q rms_p^2 + (1 - q) sum s^2 / n_p`` in each step, with ``q`` = 0.99, the values ``s`` of the parameter
+    that this rank sends in a step, and its number of elements ``n_p``. The cost grows with the message, not the model.
 
     Args:
-        layout: where parameters lie.
-        settings: its constants.
+        layout: places of the parameters.
+        settings: constants of the scaling.
 
     Example:
         >>> layout = Layout.of([("large", 2), ("small", 2)], block=2)
@@ -68,9 +68,9 @@ class ScoreScaling:
 
         Args:
             indices: their numbers, ascending.
-            values: what is sent of them, shape ``(len(indices), block)``.
+            values: values that are sent, shape ``(len(indices), block)``.
         """
-        # Indices ascend, so that the blocks of a parameter are one run, whose sum is a difference of two prefix sums.
+        # Indices ascend, so the blocks of a parameter are one run, and its sum is a difference of two prefix sums.
         sums = np.concatenate([[0.0], np.cumsum(np.square(values, dtype=np.float64).sum(axis=1))])
         sent = np.diff(sums[np.searchsorted(indices, self._begins)])
         decay = self._settings.decay_per_step
@@ -82,6 +82,6 @@ class ScoreScaling:
         return dict(zip(self._names, self._squares.tolist(), strict=True))
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on as :meth:`state_dict` described; parameters that are not named begin anew."""
+        """Restore what :meth:`state_dict` returned; parameters that are not named start over."""
         self._squares = np.array([state.get(name, 0.0) for name in self._names])
         self._set_factors()

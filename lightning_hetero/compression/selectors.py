@@ -1,7 +1,7 @@
-"""Selectors of the blocks that are sent, on CPU: four of them over the scores of this step, in one table.
+"""Selectors of the blocks to send, on CPU: four of them, in one table, which use the scores of this step.
 
 All return ascending numbers, each once, never more than ``k``, none with a score of 0. ``"exact"`` and ``"histogram"``
-take at least 95 % of the mass of the exact top-k in every step; ``"sample"`` depends on luck with its sample, and
+take at least 95 % of the mass of the exact top-k in every step. With ``"sample"``, that depends on the sample, and
 ``"aimd"`` is the paper's controller, which falls behind under error feedback (``tests/compression/test_selectors.py``).
 """
 
@@ -23,12 +23,12 @@ class SelectorSettings:
     """Constants of the selectors.
 
     Args:
-        sample_size: scores that a quantile is taken from.
-        candidate_shares: of the last step's threshold that candidates reach, one after the other.
-        max_candidates: that are worked on, in budgets.
-        oversampling: budgets of candidates that a quantile is to give, one after the other; the first time by a quarter
-            of the sample.
-        aimd_step: of the paper's threshold, as a share of its first value, and of itself on the way down.
+        sample_size: scores from which a quantile is taken.
+        candidate_shares: shares of the last step's threshold, tried one after the other, that candidates have to reach.
+        max_candidates: most candidates to process, in multiples of the budget.
+        oversampling: multiples of the budget, tried one after the other, that a quantile should give; the first one
+            uses a quarter of the sample.
+        aimd_step: step of the paper's threshold, upward as a share of its first value, downward of itself.
     """
 
     sample_size: int = 65_536
@@ -46,9 +46,9 @@ class SelectorState:
     """State of a selector from step to step.
 
     Args:
-        rng: where scans begin.
+        rng: draws the positions at which scans begin.
         first: first threshold of ``"aimd"``, 0 before it has one.
-        threshold: that of ``"aimd"``; of ``"exact"``, the least score that it took in the last step.
+        threshold: threshold of ``"aimd"``; for ``"exact"``, the least score that it took in the last step.
     """
 
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
@@ -56,7 +56,7 @@ class SelectorState:
     threshold: float = 0.0
 
     def begin(self, threshold: float) -> None:
-        """Set the first threshold of ``"aimd"``, by a share of which it moves."""
+        """Set the first threshold of ``"aimd"``, of which its upward step is a share."""
         self.first = self.threshold = threshold
 
     def aim(self, threshold: float) -> None:
@@ -66,12 +66,12 @@ class SelectorState:
     def state_dict(self) -> dict[str, Any]:
         """Return plain Python values, fit for any checkpoint."""
         state = self.rng.bit_generator.state
-        words = [str(state["state"][key]) for key in ("state", "inc")]  # 128 bits, more than every reader takes
+        words = [str(state["state"][key]) for key in ("state", "inc")]  # 128 bits, too many for some readers
         buffered = [int(state["has_uint32"]), int(state["uinteger"])]
         return {"first": float(self.first), "threshold": float(self.threshold), "rng": words, "buffered": buffered}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as :meth:`state_dict` described."""
+        """Restore what :meth:`state_dict` returned."""
         self.first, self.threshold = state["first"], state["threshold"]
         inner = dict(self.rng.bit_generator.state)
         inner["state"] = dict(zip(("state", "inc"), map(int, state["rng"]), strict=True))
@@ -86,7 +86,7 @@ def _reached(scores: Scores, threshold: float) -> npt.NDArray[np.bool_]:
 
 
 def at_least(scores: Scores, threshold: float, most: int) -> Indices | None:
-    """Return the numbers of scores that reach a threshold and are above 0; ``None`` if these are more than ``most``."""
+    """Return the numbers of scores that reach a threshold and are above 0; ``None`` if there are more than ``most``."""
     reached = _reached(scores, threshold)
     return None if np.count_nonzero(reached) > most else np.flatnonzero(reached)
 
@@ -103,7 +103,7 @@ def _quantile(scores: Scores, wanted: float, size: int) -> float:
 
 
 def _sampled(scores: Scores, k: int, search: AtLeast) -> Indices:
-    """Return candidates for the ``k`` largest scores, few in most cases: by samples, then all of them."""
+    """Return candidates for the ``k`` largest scores, in most cases few: from samples, else all scores above 0."""
     for number, factor in enumerate(SETTINGS.oversampling):
         size = SETTINGS.sample_size // (1 if number else 4)
         most = SETTINGS.max_candidates * k if factor < SETTINGS.max_candidates else len(scores)
@@ -114,10 +114,10 @@ def _sampled(scores: Scores, k: int, search: AtLeast) -> Indices:
 
 
 def exact(scores: Scores, k: int, state: SelectorState, search: AtLeast = at_least) -> Indices:
-    """Return the ``k`` largest scores: candidates, and a partition of these few.
+    """Return the blocks with the ``k`` largest scores, by partition of a few candidates.
 
-    Candidates are the scores a little below the least one of the last step's choice, then those well below it. Where
-    these are too few or many times too many, as when the gradient changes suddenly, a sample says where to look.
+    Candidates are the scores above a threshold a little below the least score that the last step chose, then one well
+    below it. If these are too few or far too many, as when the gradient changes suddenly, a sample gives the threshold.
     """
     candidates: Indices | None = None
     for share in SETTINGS.candidate_shares if state.threshold > 0 else ():
@@ -140,9 +140,9 @@ def exact(scores: Scores, k: int, state: SelectorState, search: AtLeast = at_lea
 def histogram(scores: Scores, k: int, state: SelectorState) -> Indices:
     """Return the blocks above the histogram bin of the k-th largest, then an even share of the blocks of that bin.
 
-    Of its ``e`` blocks the ``j``-th is taken where ``floor(j q / e)`` grows, with ``q`` still wanted. Taken in the
-    order of the tensor, its end would be sent later than its beginning all the time. A bin is the upper 16 bits of the
-    float32 score, 0.4 to 0.8 % wide. This is what the Triton kernels do.
+    Of that bin's ``e`` blocks, with ``q`` still wanted, the ``j``-th is taken if ``floor(j q / e)`` grows there. In the
+    plain order of the tensor, its end would always be sent later than its beginning. A bin is the upper 16 bits of the
+    float32 score, 0.4 to 0.8 % wide. The Triton kernels do the same.
     """
     keys = np.ascontiguousarray(scores, dtype=np.float32).view(np.uint32) >> 16
     counts = np.bincount(keys, minlength=1)
@@ -159,14 +159,14 @@ def histogram(scores: Scores, k: int, state: SelectorState) -> Indices:
 
 
 def sample(scores: Scores, k: int, state: SelectorState) -> Indices:
-    """Return the blocks above the quantile of a sample; too many are cut at random, too few are left too few."""
+    """Return the blocks above the quantile of a sample; if they are too many, a part from a random position on."""
     return _cut(np.flatnonzero(_reached(scores, _quantile(scores, k, SETTINGS.sample_size))), k, state)
 
 
 def aimd(scores: Scores, k: int, state: SelectorState) -> Indices:
     """Return the blocks above the paper's threshold.
 
-    It goes up by 1 % of its first value when the budget was filled, and down by 1 % when not.
+    It rises by 1 % of its first value if the budget was filled, and falls by 1 % of itself if not.
     """
     if state.first == 0.0 and len(scores):
         state.begin(float(np.partition(scores, len(scores) - k)[len(scores) - k]))
@@ -178,7 +178,7 @@ def aimd(scores: Scores, k: int, state: SelectorState) -> Indices:
 
 
 def _cut(candidates: Indices, k: int, state: SelectorState) -> Indices:
-    """Return the first ``k`` candidates of a scan that begins at random, so that no part of the tensor starves."""
+    """Return the first ``k`` candidates from a random position on, so that no part of the tensor starves."""
     if len(candidates) <= k:
         return candidates
     chosen = np.roll(candidates, -int(state.rng.integers(len(candidates))))[:k]

@@ -1,4 +1,4 @@
-"""Values of blocks on the wire: float32, bfloat16, or int8 with one bfloat16 scale a block.
+"""Values of blocks on the wire: float32, bfloat16, or int8 with one bfloat16 scale per block.
 
 ``decode(encode(v))`` is what the receivers add; ``v - decode(encode(v))`` returns to the residual. In float32 that
 difference is exact, so rounding loses nothing (``tests/compression/test_value_codecs.py``).
@@ -30,9 +30,9 @@ class ValueCodec:
 
     Args:
         name: as in :data:`~lightning_hetero.core.compression.settings.VALUE_DTYPES`.
-        parts: dtype of each part of the message, and whether it has one entry a block rather than one an element.
-        encode: blocks, shape ``(k, block)``, to parts.
-        decode: parts to float32 blocks.
+        parts: dtype of each part of the message, and whether it has one entry per block instead of one per element.
+        encode: converts blocks, shape ``(k, block)``, to parts.
+        decode: converts parts to float32 blocks.
     """
 
     name: str
@@ -67,7 +67,7 @@ ROUNDING_TERM = 1.5 * 2**23
 
 
 def _to_bf16(blocks: torch.Tensor) -> Parts:
-    """Return the nearest bfloat16, never infinite: what exceeds its range stays in the residual."""
+    """Return the nearest bfloat16, never infinite: the excess over its range stays in the residual."""
     return (blocks.clamp(-LARGEST_BFLOAT16, LARGEST_BFLOAT16).to(torch.bfloat16),)
 
 

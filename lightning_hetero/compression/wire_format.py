@@ -1,4 +1,4 @@
-"""The message of one rank in one step: fixed size, header with checksum, refused as a whole if anything is wrong.
+"""The message of one rank in one step: of fixed size, with a checksum, and refused as a whole if anything is wrong.
 
 ====================  =================================================================================================
 header, 64 bytes      see :mod:`lightning_hetero.compression.message_header`
@@ -41,7 +41,7 @@ SEGMENT_BLOCKS = 65_536
 """Blocks of a segment, whose numbers within it have 16 bits."""
 
 BITMAP_MIN_DENSITY = 0.10
-"""Share of blocks from which on indices are a bit per block of the model instead of 16 bits per chosen block."""
+"""Share of blocks at and above which indices are a bit per block of the model, not 16 bits per chosen block."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class MessageFormat:
         return tuple(parts)
 
     def index_views(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return indices, int16 to be read without sign or the bytes of the bitmap, and blocks of each segment."""
+        """Return the indices (int16 to read as unsigned, or bytes of the bitmap) and the blocks of each segment."""
         places = message[self.places_at : self.values_at]
         counts = message[HEADER_BYTES : self.places_at].view(torch.int32)
         return (places if self.bitmap else places.view(torch.int16)), counts[: self.segments]
@@ -160,7 +160,7 @@ class MessageFormat:
             blocks: their blocks, shape ``(len(indices), block)``.
             bucket: number of the message in the step.
             step: number of the step.
-            rank: of the sender.
+            rank: rank of the sender.
             flags: :data:`~lightning_hetero.compression.message_header.NON_FINITE` or 0.
 
         Returns:
@@ -189,7 +189,7 @@ class MessageFormat:
     def write_header(
         self, message: torch.Tensor, count: int, flags: int, *, place: int, step: int, sums: Checksum = checksum
     ) -> None:
-        """Write the header over a payload; ``place`` is an ``address``, ``sums`` what takes the checksum."""
+        """Write the header of a payload; ``place`` is an ``address``, and ``sums`` computes the checksum."""
         data = message.numpy()
         first, second = sums(data[HEADER_BYTES:], self.positions)
         fields = place, step, flags, count
@@ -199,14 +199,14 @@ class MessageFormat:
     # reading
 
     def gave_up(self, message: torch.Tensor) -> bool:
-        """Return whether a message of this rank's own flags a gradient that is not finite; waits for the device."""
+        """Return whether this rank's own message flags a gradient that is not finite; wait for the device."""
         return Header.of(message[:HEADER_BYTES].cpu().numpy()).flags == NON_FINITE
 
     def read(self, message: torch.Tensor, *, rank: int, bucket: int, step: int) -> tuple[Pack, int]:
         """Return pack and flags of a message.
 
         Raises:
-            ValueError: naming rank and bucket, if anything in it is wrong.
+            ValueError: if anything in it is wrong; the message names rank and bucket.
         """
 
         def refuse(what: str) -> ValueError:
@@ -234,7 +234,7 @@ class MessageFormat:
         return pack, header.flags
 
     def _foreign(self, message: torch.Tensor) -> str:
-        """Return why something is no message of this version and size, empty if it is one."""
+        """Return why a tensor is not a message of this version and size, empty if it is one."""
         if message.dtype == torch.uint8 and message.numel() >= HEADER_BYTES:  # another version may have another size
             kind = int(message[:8].view(torch.int64))
             if kind != MESSAGE_KIND:
@@ -244,7 +244,7 @@ class MessageFormat:
         return ""
 
     def _wrong_header(self, header: Header, data: Bytes, *, rank: int, bucket: int, step: int) -> str:
-        """Return what is wrong with a header, empty if nothing is."""
+        """Return the fault of a header, empty if there is none."""
         first, second = checksum(data[HEADER_BYTES:], self.positions)
         for got, due, what in (
             (header.fingerprint, self.fingerprint, "format fingerprint"),
@@ -260,7 +260,7 @@ class MessageFormat:
         return ""
 
     def unpack(self, message: torch.Tensor, count: int | None = None) -> Pack:
-        """Return the pack of a message on the host that is known to be in order."""
+        """Return the pack of a message on the host that is known to be valid."""
         data = message.numpy()
         number = Header.of(data).blocks if count is None else count
         places = data[self.places_at : self.values_at]
@@ -273,7 +273,7 @@ class MessageFormat:
 
 
 def message_size(num_blocks: int, block: int, value_dtype: str, world_size: int) -> MessageSize:
-    """Return what a worker sends to all others at a density, with no message at hand.
+    """Return the size of the messages that a worker sends to all others, as a function of the density.
 
     Example:
         >>> message_size(1000, 16, "bfloat16", 2).bytes(0.02) == MessageFormat(1000, 10, 16, "bfloat16").num_bytes

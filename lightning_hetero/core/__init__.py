@@ -1,8 +1,8 @@
 """The mathematics of the package: numpy and plain Python values in, values out; no process group, clock or logger.
 
 :data:`INDEX` says where each equation of the papers is, and which test holds it. Code cites papers by letter: C is
-Cannikin, D dynamic batching, A Adaptive SGD, S StellaTrain, as in ``C eq. 9``. The names below are imported when they
-are first used, so that a run loads no policy but its own.
+Cannikin, D dynamic batching, A Adaptive SGD, S StellaTrain, as in ``C eq. 9``. The names below are imported on first
+use: a run loads no policy but its own.
 """
 
 import importlib
@@ -148,7 +148,7 @@ _EXPORTS = {
     "EstimatorSettings": "lightning_hetero.core.timing.times",
     "Times": "lightning_hetero.core.timing.times",
 }
-"""Names, and the modules that they are imported from."""
+"""Module of each public name."""
 
 __all__ = [*_EXPORTS]
 

@@ -20,12 +20,12 @@ class ThroughputModel:
     """Samples per second of one worker: linear up to ``alpha`` samples, constant above (S eq. 2, Table 2).
 
     Args:
-        alpha: samples from which the worker is busy all the time, above 0.
+        alpha: samples from which on the worker is fully busy, above 0.
         beta: samples per second from there on, above 0.
 
     Raises:
-        TypeError: if a value is no number.
-        ValueError: if it is not above 0.
+        TypeError: if a value is not a number.
+        ValueError: if a value is not above 0.
 
     Example:
         >>> rtx_2080_ti_vit = ThroughputModel(alpha=20, beta=99)
@@ -65,7 +65,7 @@ class ThroughputModel:
             >>> round(model.alpha, 2), round(model.beta, 1)
             (20.0, 200.0)
         """
-        from scipy.optimize import minimize  # not above: it takes a second, and nothing else here needs it
+        from scipy.optimize import minimize  # imported here: it takes a second, and nothing else here needs it
 
         x, t = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
         if x.size == 0 or x.shape != t.shape or not ((x > 0) & (t > 0)).all():
@@ -86,12 +86,12 @@ def largest_density(budget: float, message_bytes: Callable[[float], float], dens
     """Return the largest density whose messages fit into a step: ``bytes(density) <= bandwidth * seconds`` (S eq. 6).
 
     Args:
-        budget: what the link has in a step, in bytes, or in seconds if that is what ``message_bytes`` gives.
-        message_bytes: what a worker sends in a step at a density, increasing.
-        densities: those to choose from, each above 0, to 1.
+        budget: bytes that the link carries in a step; seconds, if ``message_bytes`` returns seconds.
+        message_bytes: bytes that a worker sends in a step at a density, increasing with it.
+        densities: densities to choose from, each above 0, to 1.
 
     Returns:
-        The largest that fits; the least of them if none does.
+        The largest density that fits; the least one if none does.
 
     Example:
         >>> largest_density(50.0, lambda density: 100.0 * density, [0.01, 0.1, 0.5, 1.0])
@@ -111,7 +111,7 @@ def bootstrap_sizes(
     min_local: Bound = 1,
     max_local: Bound | None = None,
 ) -> tuple[int, ...]:
-    """Return the next sizes while every worker was seen at one size only (C eq. 8).
+    """Return the next sizes while every worker has been seen at one size only (C eq. 8).
 
     ``b_i' = B (1 / t_i) / sum_j (1 / t_j)`` with the time per sample ``t_i = compute_i / b_i``.
 

@@ -1,4 +1,4 @@
-"""State of ours in a checkpoint that cannot be read: edited by hand, damaged, or saved by another version."""
+"""Errors of a checkpoint whose state of this package cannot be read: edited, damaged, or saved by another version."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ __all__ = ["CheckpointStateError", "check_tensors", "reading_state"]
 
 
 class CheckpointStateError(ValueError):
-    """Error of a checkpoint whose state of ours is malformed.
+    """Error of a checkpoint in which this package's state is malformed.
 
     Example:
         >>> issubclass(CheckpointStateError, ValueError)
@@ -20,13 +20,13 @@ class CheckpointStateError(ValueError):
 
 @contextmanager
 def reading_state(what: str) -> Iterator[None]:
-    """Say which state it was if reading it fails; a context manager and a decorator.
+    """Name the state in the error if reading it fails; a context manager and a decorator.
 
     Args:
         what: the state, such as "what the policy has learned".
 
     Raises:
-        CheckpointStateError: if what is inside raises what malformed values raise.
+        CheckpointStateError: if the body raises what malformed values cause (``KeyError``, ``TypeError`` and others).
 
     Example:
         >>> try:
@@ -49,10 +49,10 @@ def reading_state(what: str) -> Iterator[None]:
 
 
 def check_tensors(name: str, values: Any) -> None:
-    """Check that a state has tensors by the names of parameters.
+    """Check that a state maps names of parameters to tensors.
 
     Raises:
-        TypeError: if it is something else.
+        TypeError: if it does not.
 
     Example:
         >>> check_tensors("sums", {"weight": torch.zeros(2)})

@@ -20,7 +20,7 @@ def plan_metrics(
 ) -> dict[str, float]:
     """Return the metrics of the steps since the last sync round.
 
-    ``hetero/idle_fraction`` is the share of all workers' time that is neither forward, backward nor update:
+    ``hetero/idle_fraction`` is the share of all workers' time that is neither load, forward, backward nor update:
     ``1 - n mean_i(a_i + P_i) / T`` with ``n`` micro-batches in an optimizer step.
 
     Args:

@@ -1,4 +1,4 @@
-"""Settings that do nothing in a run, as a value: which, why, and what to do instead."""
+"""Settings without effect in a run, as a value: their names, the reason, and what to do instead."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

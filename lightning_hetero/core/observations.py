@@ -1,4 +1,4 @@
-"""Timings of all workers over some steps: the one form in which they reach planners and users."""
+"""Timings of all workers over some steps, in the form that planners and users get."""
 
 from dataclasses import dataclass
 
@@ -14,23 +14,23 @@ Array = npt.NDArray[np.float64]
 class StepObservations:
     """Timings of all workers over some steps; every array but the last has the shape ``(steps, workers)``.
 
-    Each worker's seconds are by its own clock and without what it waited for others, apart from the synchronisation.
-    In a window of accumulation, those of data, forward, backward and optimizer are means over its micro-batches.
+    Each worker measures with its own clock. Only the times of synchronization include waiting for other workers. In an
+    accumulation window, the times of data, forward, backward and optimizer are means over its micro-batches.
 
     Args:
         local_batch_sizes: samples that each worker ran.
-        forward: seconds of the forward pass, and of all else in a step that none of the others is.
+        forward: seconds of the forward pass, and of everything in a step that no other field covers.
         backward: ``P_i``, seconds from the start of the backward pass to the last gradient.
-        first_bucket: seconds from the start of the backward pass to the first bucket that is ready.
-        overlapped_sync: seconds of synchronising all buckets but the last, waiting for others included.
-        last_sync: seconds of synchronising the last bucket, waiting for others included.
-        step_time: seconds from the end of one synchronisation to the end of the next; NaN where something that is no
-            step came between them.
-        data_wait: seconds in which the device had nothing to do until the loader gave the batch; 0 by default.
+        first_bucket: seconds from the start of the backward pass until the first bucket is ready.
+        overlapped_sync: seconds of synchronizing all buckets but the last, waiting for others included.
+        last_sync: seconds of synchronizing the last bucket, waiting for others included.
+        step_time: seconds from the end of one synchronization to the end of the next; NaN if anything but a step came
+            between them.
+        data_wait: seconds for which the device was idle until the loader gave the batch; 0 by default.
         optimizer: seconds of the optimizer's step, without the passes of a closure inside it; 0 by default.
         bucket_ends: seconds from the start of the backward pass until each bucket is averaged, shape
             ``(steps, workers, buckets)``, in the order in which they are ready; NaN for a bucket that a step did not
-            have; no buckets by default. Of several synchronised backward passes, those of the last.
+            have; no buckets by default. With several synchronized backward passes, the last one counts.
 
     Raises:
         ValueError: if the shapes differ.
@@ -85,7 +85,7 @@ class StepObservations:
 
     @classmethod
     def empty(cls, workers: int) -> "StepObservations":
-        """Return no steps of ``workers`` workers."""
+        """Return observations of ``workers`` workers without a single step."""
         return cls.from_array(np.zeros((0, workers, len(cls.FIELDS))))
 
     @property
@@ -94,7 +94,7 @@ class StepObservations:
         return int(self.forward.shape[0])
 
     def splits(self) -> list[tuple[Array, slice]]:
-        """Return each stretch of steps at one split: its sizes, and which steps they are.
+        """Return each stretch of steps at one split: its sizes, and the slice of its steps.
 
         Example:
             >>> sizes = np.array([[2.0, 2.0], [2.0, 2.0], [3.0, 1.0]])

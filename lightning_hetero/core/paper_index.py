@@ -1,10 +1,10 @@
-"""Index of the papers: each equation, algorithm and rule, the code that is it, and the test that holds it.
+"""Index of the papers: each equation, algorithm and rule, the code that implements it, and the test that checks it.
 
 Letters: C is "Cannikin: Optimal Adaptive Distributed DNN Training over Heterogeneous Clusters", D "Taming Resource
 Heterogeneity In Distributed ML Training With Dynamic Batching", A "Adaptive Elastic Training for Sparse Deep Learning
 on Heterogeneous Multi-GPU Servers" (Adaptive SGD), S "Accelerating Model Training in Multi-cluster Environments with
-Consumer-grade GPUs" (StellaTrain). Code cites them as ``C eq. 9``. Places are names, not imports, because some of them
-lie above this package.
+Consumer-grade GPUs" (StellaTrain). Code cites them as ``C eq. 9``. C is numbered as in its long version, which alone
+has eq. 12. Places are names, not imports, because some of them lie above this package.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class PaperEntry(NamedTuple):
     Args:
         paper: letter of the paper.
         where: number of the equation or algorithm, or the section.
-        what: what it says, in a few words.
+        what: its content, in a few words.
         code: ``module:name`` below ``lightning_hetero``.
         test: ``file::function`` below ``tests``.
 
@@ -54,23 +54,25 @@ INDEX: tuple[PaperEntry, ...] = tuple(
         ("C", "eq. 2", "plain mean of the workers' gradients", "comm.gradients.averager:DDPMean.average",
          "comm/gradients/test_ddp_hook.py::test_average_is_that_of_ddp_with_the_same_hook"),
         ("C", "eq. 3", "compute time of a worker, linear in its samples", "core.timing.step_time:NodeTimeModel",
-         "core/timing/test_step_time.py::test_fit_of_exact_data_is_exact"),
+         "core/timing/test_step_time.py::test_times_of_a_worker_are_lines_in_its_samples"),
         ("C", "eq. 4", "start of a worker's first all-reduce", "core.timing.step_time:ClusterTimeModel.coefficients",
          "core/timing/test_step_time.py::test_step_time_is_equation_7"),
-        ("C", "eq. 5", "finish time if computing is the bottleneck", "core.batching.finish_lines:FinishLines.finish",
-         "core/batching/test_finish_lines.py::test_what_fits_into_a_time_takes_just_that"),
-        ("C", "eq. 6", "finish time if the link is the bottleneck", "core.batching.finish_lines:FinishLines.finish",
-         "core/batching/test_finish_lines.py::test_what_fits_into_a_time_takes_just_that"),
+        ("C", "eq. 5", "finish time if computing is the bottleneck",
+         "core.timing.step_time:ClusterTimeModel.coefficients",
+         "core/timing/test_step_time.py::test_step_time_is_equation_7"),
+        ("C", "eq. 6", "finish time if the link is the bottleneck",
+         "core.timing.step_time:ClusterTimeModel.coefficients",
+         "core/timing/test_step_time.py::test_step_time_is_equation_7"),
         ("C", "eq. 7", "time of a step", "core.timing.step_time:ClusterTimeModel.step_time",
          "core/timing/test_step_time.py::test_step_time_is_equation_7"),
         ("C", "sec. 3.3", "optimal split of a total (OptPerf)", _OPTPERF + "solve_optperf",
-         _TEST_OPTPERF + "test_real_optimum_is_the_linear_programmes"),
+         _TEST_OPTPERF + "test_integer_optimum_is_never_worse_than_the_integer_programmes"),
         ("C", "Alg. 1", "overlap state: which workers computing bounds", _OPTPERF + "overlap_state",
          _TEST_OPTPERF + "test_overlap_states_are_the_bottlenecks_and_grow_with_the_total"),
         ("C", "appendix A", "conditions of the optimum", _OPTPERF + "solve_optperf",
          _TEST_OPTPERF + "test_cannikin_appendix_a"),
         ("C", "eq. 8", "split before a time model is known", "core.as_published:bootstrap_sizes",
-         "core/test_as_published.py::test_bootstrap_is_equation_8"),
+         "core/test_as_published.py::test_bootstrap_goes_by_time_per_sample_and_keeps_bounds"),
         ("C", "eq. 9", "weighted mean of gradients", "comm.gradients.ddp_hook:gradient_hook",
          "strategies/test_equality.py::test_module_kinds"),
         ("C", "eq. 9", "weight of a worker's loss", "comm.gradients.loss_weighting:LossWeighting.scale",
@@ -85,20 +87,24 @@ INDEX: tuple[PaperEntry, ...] = tuple(
          "core/timing/test_fitting.py::test_gamma_weighs_workers_by_inverse_variance"),
         ("C", "eq. 12", "times of the all-reduce", "core.timing.fitting:estimate_sync_times",
          "core/timing/test_fitting.py::test_network_times_are_those_of_whoever_waits_least"),
-        ("C", "sec. 3.2", "step time model, and its fit", "core.timing.step_time:ClusterTimeModel.fit",
+        ("C", "sec. 4.5", "fit of the step time model", "core.timing.step_time:ClusterTimeModel.fit",
          "core/timing/test_step_time.py::test_fit_is_near_under_noise_with_gross_outliers"),
         ("C", "sec. 4.1", "goodput of a total", _GOODPUT + "goodput_of",
          "core/batching/test_optperf_cache.py::test_goodput_is_throughput_times_efficiency"),
         ("C", "sec. 4.1", "statistical efficiency of a total", _GOODPUT + "efficiency",
          "core/batching/test_goodput.py::test_efficiency_is_the_formula"),
         ("C", "sec. 4.5", "optimal splits of all totals, kept", "core.batching.optperf_cache:SolvedTotals",
-         "core/batching/test_optperf_cache.py::test_all_candidates_are_solved_once_and_then_the_chosen_alone"),
+         "core/batching/test_optperf_cache.py::test_a_changed_overlap_state_leaves_nothing_known"),
         ("C", "sec. 3-4", "policy of the split", "core.policies.perf_model:PerfModelPlanner.decide",
          "core/policies/test_perf_model.py::test_optimum_is_reached_within_three_decisions"),
         ("C", "sec. 4", "policy of the total", "core.policies.goodput:GoodputPlanner.decide",
          "core/policies/test_goodput.py::test_repeated_decisions_settle"),
-        ("D", "eq. 3", "weighted mean of gradients", "core.batching.plan:BatchPlan.shares",
-         "strategies/test_equality.py::test_module_kinds"),
+        ("D", "eq. 1", "plain mean of the workers' gradients", "comm.gradients.averager:DDPMean.average",
+         "comm/gradients/test_ddp_hook.py::test_average_is_that_of_ddp_with_the_same_hook"),
+        ("D", "eq. 2", "share of a worker", "core.batching.plan:BatchPlan.shares",
+         "core/batching/test_plan.py::test_shares_are_sizes_over_the_total"),
+        ("D", "eq. 3", "weighted mean of gradients, without the 1/K that is printed",
+         "comm.gradients.loss_weighting:LossWeighting.scale", "strategies/test_equality.py::test_module_kinds"),
         ("D", "sec. III-B", "open-loop split by capacity", _OPTPERF + "static_sizes",
          _TEST_OPTPERF + "test_static_is_proportional"),
         ("D", "sec. III-B", "peak FLOP/s of a device", "core.batching.peak_flops:gpu_peak_flops",
@@ -110,7 +116,7 @@ INDEX: tuple[PaperEntry, ...] = tuple(
         ("D", "eq. 5", "next batch sizes", "core.batching.proportional_control:control",
          "core/batching/test_proportional_control.py::test_one_step_is_equations_4_and_5"),
         ("D", "sec. III-C", "dead band: all sizes change or none", "core.batching.proportional_control:control",
-         "core/batching/test_proportional_control.py::test_all_sizes_change_or_none"),
+         "core/batching/test_proportional_control.py::test_noise_causes_no_oscillation"),
         ("D", "sec. III-C", "exponential smoothing of times", "core.batching.proportional_control:smooth",
          "core/batching/test_proportional_control.py::"
          "test_smoothing_is_a_mean_first_and_an_exponential_moving_average_then"),
@@ -121,9 +127,9 @@ INDEX: tuple[PaperEntry, ...] = tuple(
         ("A", "Alg. 1", "batch sizes that equalise updates", "core.merging.batch_scaling:scale_batch_sizes",
          "core/merging/test_batch_scaling.py::test_printed_algorithm_1"),
         ("A", "Alg. 1", "learning rate of a worker", "elastic.engine:ElasticEngine.lr_factor",
-         "strategies/test_elastic_rates.py::test_the_optimizer_sees_scaled_rates_and_the_closure_those_that_are_given"),
+         "elastic/test_engine.py::test_batch_sizes_of_a_checkpoint_count_within_the_bounds_that_hold_now"),
         ("A", "Alg. 2", "weights of the replicas", "core.merging.rules:AdaptiveMerge.weights",
-         "core/merging/test_rules.py::test_printed_algorithm_2"),
+         "core/merging/test_rules.py::test_equal_updates_weigh_by_batch_size_which_breaks_the_tie_of_the_perturbation"),
         ("A", "Alg. 2", "momentum of the global model", "core.merging.rules:MomentumMerge.update",
          "elastic/test_engine.py::test_merges_are_the_printed_equations"),
         ("A", "sec. III", "batches claimed one by one", "data.mega_batch:MegaBatch",
@@ -135,10 +141,12 @@ INDEX: tuple[PaperEntry, ...] = tuple(
          "datasets/test_synthetic.py::test_means_and_spread_are_those_of_the_shape"),
         ("S", "sec. 3.1", "sparse optimizer", "optim.sparse.lazy_update:LazyUpdate",
          "optim/sparse/test_optimizers.py::test_only_touched_blocks_are_written"),
+        ("S", "sec. 3.2", "blocks by the sum of their magnitudes", "compression.reference:block_scores",
+         "compression/test_reference.py::test_a_block_scores_by_the_sum_of_its_magnitudes"),
         ("S", "sec. 3.2", "block top-k with error feedback", "compression.reference:compress",
          "compression/test_reference.py::test_what_is_sent_and_what_stays_make_up_what_there_was"),
         ("S", "sec. 3.2", "feedback loop of the threshold", "compression.selectors:aimd",
-         "compression/test_selectors.py::test_the_papers_controller_falls_behind"),
+         "compression/test_selectors.py::test_the_papers_threshold_rises_by_a_step_and_falls_by_a_share"),
         ("S", "sec. 3.3", "which buckets are stale", "core.link.staleness:choose_synchronous",
          "core/link/test_staleness.py::test_as_many_are_fresh_as_fit"),
         ("S", "sec. 3.3", "gradients one step late", "comm.staleness.dense:DenseStaleAverager",
@@ -147,7 +155,7 @@ INDEX: tuple[PaperEntry, ...] = tuple(
          "comm/staleness/test_deadline_queue.py::test_the_order_of_transfers_follows_the_plan_on_all_ranks"),
         ("S", "sec. 4.1", "bandwidth by the share of idle time", "core.link.bandwidth:LinkEstimate.observe_idle",
          "core/link/test_bandwidth.py::test_the_idle_rule_finds_the_rate_from_either_side"),
-        ("S", "sec. 4.1", "bandwidth and latency by messages", "core.link.message_times:MessageTimes",
+        ("S", "sec. 4.1", "bandwidth by messages, not by idle time", "core.link.message_times:MessageTimes",
          "core/link/test_message_times.py::test_two_sizes_tell_latency_and_rate"),
         ("S", "eq. 1", "density, total and split together", "core.compression.objective:minimise_time_to_accuracy",
          "core/compression/test_objective.py::test_search_is_as_good_as_trying_every_split_and_density"),
@@ -158,7 +166,8 @@ INDEX: tuple[PaperEntry, ...] = tuple(
         ("S", "eq. 4", "time of the slowest worker", "core.timing.step_time:ClusterTimeModel.step_time",
          "core/timing/test_step_time.py::test_step_time_is_equation_7"),
         ("S", "eq. 5", "time to accuracy", "core.compression.objective:time_to_accuracy",
-         "core/compression/test_objective.py::test_search_is_as_good_as_trying_every_split_and_density"),
+         "core/compression/test_objective.py::"
+         "test_time_to_accuracy_is_seconds_per_sample_times_the_extra_samples"),
         ("S", "eq. 6", "largest density for a step's time", "core.as_published:largest_density",
          "core/test_as_published.py::test_bytes_are_compared_with_bytes"),
         ("S", "eq. 6", "stale messages fit into a step", "core.compression.objective:penalised_time",
@@ -168,11 +177,11 @@ INDEX: tuple[PaperEntry, ...] = tuple(
          "core/policies/test_time_to_accuracy.py::test_density_follows_the_link_within_a_few_windows"),
         ("S", "Alg. 1", "search of the convergence profile", "core.compression.bayesian_search:profile_convergence",
          "core/compression/test_bayesian_search.py::"
-         "test_first_probe_is_the_one_compared_with_and_others_are_stale"),
+         "test_thirty_probes_tell_where_the_best_batch_is_at_every_rate"),
         ("S", "Alg. 1", "a probe training", "strategies._lightning.probes.convergence:ConvergenceProbe",
-         "strategies/test_convergence_probe.py::test_losses_are_those_of_samples_with_accumulation_and_sums"),
+         "strategies/test_convergence_probe.py::test_the_order_decides_on_batches_and_delay_and_on_nothing_else"),
         ("S", "sec. 6", "each worker sends k / N blocks", "core.compression.settings:blocks_per_rank",
          "core/compression/test_settings.py::test_budget_is_k_over_n_rounded_up"),
     )
 )  # fmt: skip
-"""All of them, paper by paper."""
+"""All entries, paper by paper."""

@@ -1,4 +1,4 @@
-"""Checks of arguments that are used in more than one place; each error says what was given, allowed, and how to fix."""
+"""Checks of arguments, shared by several modules; each error gives the value, the allowed values, and a fix."""
 
 import difflib
 import math
@@ -15,7 +15,7 @@ def check_int(name: str, value: Any, *, minimum: int) -> int:
     """Return ``value`` as an int.
 
     Raises:
-        TypeError: if it is not an integer (a bool is none).
+        TypeError: if it is not an integer (a bool does not count as one).
         ValueError: if it is below ``minimum``.
 
     Example:
@@ -92,7 +92,7 @@ def check_sizes(name: str, values: Any, *, minimum: int, length: int | None = No
         raise TypeError(f"{name}={values!r} must be a list of integers, one per worker, such as [24, 12, 16].")
     sizes = tuple(values.tolist() if isinstance(values, np.ndarray) else values)
     allowed = [type(size) is int and size >= minimum for size in sizes]
-    if not all(allowed):  # names are formatted only for what needs them
+    if not all(allowed):  # format the names only where an error may need them
         sizes = tuple(check_int(f"{name}[{i}]", value, minimum=minimum) for i, value in enumerate(sizes))
     if not sizes:
         raise ValueError(f"{name} is empty; give one integer per worker.")
@@ -102,15 +102,15 @@ def check_sizes(name: str, values: Any, *, minimum: int, length: int | None = No
 
 
 def check_totals(most: Any, least: Any) -> None:
-    """Check the bounds of a total batch that moves.
+    """Check the bounds of a total batch that changes during training.
 
     Args:
         most: ``max_total_batch_size``.
         least: ``min_total_batch_size``, or ``None``.
 
     Raises:
-        TypeError: if one of them is no integer.
-        ValueError: if one of them is below 1, or the least above the most.
+        TypeError: if a bound is not an integer.
+        ValueError: if a bound is below 1, or ``least`` is above ``most``.
 
     Example:
         >>> check_totals(4096, 64)
@@ -143,14 +143,14 @@ def check_names(
     """Check the names of keyword arguments or settings.
 
     Args:
-        where: what takes them, for the error.
-        given: names.
+        where: object that takes them, for the error.
+        given: names that were given.
         allowed: names that exist.
-        kind: what the names are called, for the error.
-        hint: what else to say, a sentence.
+        kind: word for such a name, for the error.
+        hint: further sentence of the error.
 
     Raises:
-        TypeError: if one of them does not exist, with the nearest one that does.
+        TypeError: if a name does not exist; the error suggests the nearest one that does.
 
     Example:
         >>> check_names("HeteroPlugin", ["polcy"], ["policy", "replan"])

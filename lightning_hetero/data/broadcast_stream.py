@@ -1,4 +1,4 @@
-"""The order of a loader's samples as its own sampler draws it, pass after pass, the same on every rank."""
+"""The order in which a loader's own sampler draws its samples, pass after pass, the same on every rank."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -11,10 +11,10 @@ __all__ = ["BroadcastStream"]
 
 
 class BroadcastStream:
-    """Order of the samples where the training loop belongs to the user: what the sampler yields when a pass begins.
+    """Order of the samples in a custom training loop: the one that the sampler yields when a pass begins.
 
-    Rank 0 draws and the others take its order, so that no two ranks can differ, whatever they seeded. The random
-    numbers are those that the sampler would have taken on one process.
+    Rank 0 draws and the others take its order, so ranks cannot differ, whatever they seeded. The random numbers are
+    those that the sampler would draw in a single process.
 
     Args:
         sampler: yields dataset indices; its length must be known.
@@ -40,7 +40,7 @@ class BroadcastStream:
         return len(self.sampler)  # type: ignore[arg-type]
 
     def draw_from(self, sampler: Sampler[int]) -> None:
-        """Take later orders from another sampler."""
+        """Draw later orders from another sampler."""
         self.sampler = sampler
 
     @property
@@ -49,7 +49,7 @@ class BroadcastStream:
         return type(self.sampler) is SequentialSampler
 
     def indices(self, epoch: int) -> Sequence[int]:
-        """Return the order of a pass, drawn when it is asked for the first time; a collective call then."""
+        """Return the order of a pass; the first call for a pass draws it and is collective."""
         if self.sequential:
             return range(len(self))
         if epoch not in self._orders:
@@ -70,11 +70,11 @@ class BroadcastStream:
         return indices
 
     def fingerprint(self) -> int:
-        """Return a number equal on ranks whose samplers are of one kind; their orders are equal in any case."""
+        """Return a number equal on ranks with samplers of one class and length; their orders are equal in any case."""
         return zlib.crc32(f"{type(self.sampler).__name__} {len(self)}".encode())
 
     def state_dict(self, epoch: int) -> dict[str, Any]:
-        """Return the order of a pass that was drawn, and what the sampler draws later ones from: generator, or seed."""
+        """Return the order that was drawn for a pass, and the generator or seed from which later ones are drawn."""
         generator = getattr(self.sampler, "generator", None)
         order = self._orders.get(epoch)
         return {
@@ -90,7 +90,7 @@ class BroadcastStream:
         return seed if isinstance(seed, int) else None
 
     def load_state_dict(self, state: dict[str, Any], epoch: int) -> None:
-        """Draw the pass as it was drawn, and the later ones as they would have been."""
+        """Restore the order of the pass, and of later ones as they would have been."""
         order = state.get("order")
         self._orders = {} if order is None or len(order) != len(self) else {epoch: order.tolist()}
         generator = getattr(self.sampler, "generator", None)

@@ -1,7 +1,7 @@
 """Evaluation shards by speed: no sample twice, and the same number of steps on every rank.
 
-``DistributedSampler`` repeats samples to make shards equal, which falsifies metrics. Here the global batches differ
-by one sample at most, so that every rank has at least one sample in every step and none has to be repeated.
+``DistributedSampler`` repeats samples to make shards equal, which falsifies metrics. Here the global batches differ by
+at most one sample: every rank has at least one sample in every step, and none has to be repeated.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ __all__ = ["EvaluationBatchSampler"]
 
 
 class EvaluationBatchSampler(Sampler[list[int]]):
-    """Batches of one rank of a dataset that is walked in order, split by the shares of the current plan.
+    """Batches of one rank from a dataset in its own order, split by the shares of the current plan.
 
     Args:
         num_samples: size of the dataset, at least one sample per rank.

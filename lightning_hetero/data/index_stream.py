@@ -1,4 +1,4 @@
-"""Index streams: the order of an epoch's samples, the same on every rank and free of the number of ranks."""
+"""Index streams: the order of an epoch's samples, the same on every rank and for any number of ranks."""
 
 import random
 import zlib
@@ -64,10 +64,10 @@ class PermutationStream:
 
 
 class SamplerStream:
-    """Any sampler of the user's as the order of an epoch, e.g. ``WeightedRandomSampler``.
+    """Order of an epoch from any sampler of the user, such as ``WeightedRandomSampler``.
 
-    Its random numbers come from a seed of ``(seed, epoch)``, so that all ranks draw the same order and a resumed epoch
-    draws it again; the global generators are left as they were. ``set_epoch`` is called where the sampler has it.
+    Its random numbers are seeded by ``(seed, epoch)``: all ranks draw the same order, and a resumed epoch draws it
+    again. The global generators are restored. ``set_epoch`` is called if the sampler has it.
 
     Args:
         sampler: yields dataset indices; its length must be known.
@@ -106,13 +106,13 @@ class SamplerStream:
         return order
 
     def fingerprint(self) -> int:
-        """Return a number equal on ranks whose streams are equal: taken over the order of epoch 0."""
+        """Return a number equal on ranks whose streams are equal: a checksum of the order of epoch 0."""
         return zlib.crc32(np.asarray(self.indices(0), dtype=np.int64).tobytes())
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed Python, numpy and torch, and put their generators back afterwards."""
+    """Seed Python, numpy and torch, and restore their generators afterwards."""
     python, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)

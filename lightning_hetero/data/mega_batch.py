@@ -1,8 +1,8 @@
 """Mega-batches whose batches are claimed one by one: the samples of each claim, and the sampler of the claims.
 
 A mega-batch is a stretch of the epoch's order. Its first batches are reserved, one for each rank, so that every rank
-does at least one update; the rest is handed out to whoever asks, by a counter that only ever grows. The samples of a
-claim follow from the counter's value alone, so no rank has to know of another's claims, and none is given twice.
+makes at least one update. Ranks claim the rest by a counter that only grows. The samples of a claim follow from the
+counter's value alone, so ranks need not know each other's claims, and no sample is given twice.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +22,9 @@ class MegaBatch:
 
     Args:
         start: position of its first sample.
-        stop: position behind its last sample.
+        stop: position after its last sample.
         firsts: samples of each rank's reserved batch, ``>= least`` each.
-        least: fewest samples of a batch; what remains of fewer goes to the batch before.
+        least: fewest samples of a batch; a smaller remainder joins the batch before.
 
     Example:
         >>> mega = MegaBatch.at(0, samples=20, size=12, batch_sizes=(4, 2))
@@ -41,18 +41,18 @@ class MegaBatch:
     def at(cls, position: int, *, samples: int, size: int, batch_sizes: Sequence[int], least: int = 1) -> "MegaBatch":
         """Return the mega-batch that begins at a position of an epoch.
 
-        What remains of the epoch behind it joins it, if that is too little for a batch on every rank. If it is smaller
-        than one batch of every rank together, the reserved batches share it in proportion.
+        The rest of the epoch after it joins it if that is too small for a batch on every rank. If the mega-batch is
+        smaller than one batch of every rank together, the reserved batches share it in proportion.
 
         Args:
             position: first sample.
-            samples: of the epoch, at least ``least`` for each rank.
+            samples: samples of the epoch, at least ``least`` for each rank.
             size: samples of a full mega-batch.
-            batch_sizes: of each rank.
+            batch_sizes: batch size of each rank.
             least: fewest samples of a batch.
 
         Raises:
-            ValueError: if what is left cannot give every rank a batch.
+            ValueError: if the rest of the epoch cannot give every rank a batch.
         """
         stop = min(position + size, samples)
         if samples - stop < least * len(batch_sizes):
@@ -79,13 +79,13 @@ class MegaBatch:
 
 
 class ClaimedBatchSampler(Sampler[list[int]]):
-    """Batches that this rank takes from each epoch; how many there will be is not known before.
+    """Batches that this rank claims from each epoch; their number is not known in advance.
 
     Args:
         stream: order of the samples of each epoch.
-        take: ``take(epoch, first)`` gives the positions of the next batch, ``None`` at the end of the epoch; ``first``
-            is true at the first draw of an iteration.
-        expected: batches of an epoch if all ranks did as many, for progress bars and schedules.
+        take: ``take(epoch, first)`` returns the positions of the next batch, ``None`` at the end of the epoch;
+            ``first`` is true at the first draw of an iteration.
+        expected: batches of an epoch if all ranks took equally many, for progress bars and schedules.
 
     Example:
         >>> from lightning_hetero.data.index_stream import PermutationStream

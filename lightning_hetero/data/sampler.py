@@ -15,19 +15,19 @@ __all__ = ["UnevenBatchSampler"]
 
 
 class UnevenBatchSampler(Sampler[list[int]]):
-    """Batches of one rank under a plan that may change while the epoch runs.
+    """Batches of one rank under a plan that may change during the epoch.
 
-    The history is read anew at every draw, so a new plan takes effect from the step at which all ranks agreed, which
-    lies beyond everything that any rank's DataLoader workers have drawn. A rank whose share of a step is 0 draws
+    Every draw reads the history again, so a new plan takes effect from the step on which all ranks agreed. That step is
+    beyond everything that any rank's DataLoader workers have drawn. A rank whose share of a step is 0 draws
     ``min_local`` samples of the same global batch, to run with weight 0.
 
     Args:
         stream: order of the samples of each epoch.
-        history: returns the plan history that holds.
-        rank: which rank's batches to draw.
+        history: returns the current plan history.
+        rank: rank whose batches are drawn.
         drop_last: whether the ragged last batch is dropped.
         min_local: smallest batch that a rank can run.
-        start: ``(epoch, step)`` at which a resumed run goes on.
+        start: ``(epoch, step)`` at which a run resumes.
 
     Example:
         >>> from lightning_hetero.core import BatchPlan, PlanEntry
@@ -70,16 +70,16 @@ class UnevenBatchSampler(Sampler[list[int]]):
         return self.num_batches(self.epoch)
 
     def state_dict(self, step: int | None = None) -> dict[str, int]:
-        """Return where an epoch can go on: plain Python values, the same on all ranks if ``step`` is.
+        """Return the position at which an epoch can resume: plain Python values, equal on all ranks if ``step`` is.
 
         Args:
-            step: batches of the epoch that were trained on; by default those that were drawn, which is more where a
-                DataLoader's workers fetch ahead.
+            step: batches of the epoch that were trained on; by default those that were drawn, which are more if
+                DataLoader workers prefetch.
         """
         return {"epoch": self.epoch, "step": self.drawn[1] if step is None else step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on behind the batches that a state counts, with whatever number of ranks and plan holds now."""
+        """Resume after the batches that a state counts, with any number of ranks and any plan."""
         self.start = self.drawn = (state["epoch"], state["step"])
         self.epoch = state["epoch"]
 
@@ -105,7 +105,7 @@ class UnevenBatchSampler(Sampler[list[int]]):
         if known is not history or of != [epoch, samples]:
             full = history.num_batches(epoch, samples, drop_last=True)
             self._full = history, epoch, samples, full
-        if step < full:  # a full step, of which there is nothing to compute
+        if step < full:  # a full step: its sizes are those of the plan
             sizes, until = history.at(epoch, step).plan.local_batch_sizes, history.until(epoch, step)
             self._run = history, epoch, step, min(until, full), sizes
             return sizes, True

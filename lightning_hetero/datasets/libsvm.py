@@ -43,13 +43,13 @@ class SparseMultiLabelDataset(Dataset[SparseBatch]):
     """Samples of a CSR matrix with a list of labels each; ``dataset[i]`` is a batch of one.
 
     Args:
-        indptr: where each row begins in ``indices``, and the end, ``(n + 1,)``.
+        indptr: start of each row in ``indices``, and the end, ``(n + 1,)``.
         indices: feature of each non-zero.
         values: value of each non-zero.
-        label_indptr: where each row begins in ``labels``, and the end, ``(n + 1,)``.
+        label_indptr: start of each row in ``labels``, and the end, ``(n + 1,)``.
         labels: labels of all rows.
-        num_features: columns.
-        num_classes: labels there are.
+        num_features: number of columns.
+        num_classes: number of different labels.
 
     Raises:
         ValueError: if the arrays do not fit each other, or an index is out of range.
@@ -104,7 +104,7 @@ class SparseMultiLabelDataset(Dataset[SparseBatch]):
         return self.__getitems__([index])
 
     def __getitems__(self, rows: Sequence[int]) -> SparseBatch:
-        """Return the rows as one batch; a ``DataLoader`` asks for whole batches in this way."""
+        """Return the rows as one batch; a ``DataLoader`` fetches whole batches this way."""
         chosen = np.asarray(rows, dtype=np.int64)
         taken, counts = _entries(self.indptr, chosen)
         labelled, label_counts = _entries(self.label_indptr, chosen)
@@ -120,7 +120,7 @@ class SparseMultiLabelDataset(Dataset[SparseBatch]):
 def _entries(
     indptr: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the positions of the entries of some rows, row after row, and how many each has."""
+    """Return the positions of the entries of some rows, row after row, and the number of entries of each."""
     starts, counts = indptr[rows], indptr[rows + 1] - indptr[rows]
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(starts, counts) + within, counts
@@ -131,12 +131,12 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def sparse_loader(dataset: SparseMultiLabelDataset, batch_size: int, **kwargs: Any) -> "DataLoader[SparseBatch]":
-    """Make a ``DataLoader`` whose batches are :class:`SparseBatch`, put together in one piece.
+    """Make a ``DataLoader`` whose batches are :class:`SparseBatch`, each gathered by one call.
 
     Args:
         dataset: the samples.
         batch_size: samples of a batch.
-        kwargs: of ``DataLoader``.
+        kwargs: arguments of ``DataLoader``.
     """
     return DataLoader(dataset, batch_size, collate_fn=_as_it_is, **kwargs)
 
@@ -148,8 +148,8 @@ def load_libsvm(
 
     Args:
         path: file, with or without the line ``samples features classes`` at its top.
-        num_features: columns; by default those of the first line, else what occurs.
-        num_classes: labels; by default those of the first line, else what occurs.
+        num_features: number of columns; by default that of the first line, else as many as the indices need.
+        num_classes: number of labels; by default that of the first line, else the largest label that occurs plus 1.
         zero_based: whether feature indices begin at 0.
 
     Raises:

@@ -1,8 +1,8 @@
 """Synthetic extreme classification: data with the shape of the real sets (Adaptive SGD, Table I), at any scale.
 
-What is kept: features, classes, samples, mean non-zeros and labels of a sample; and that both vary widely, which is
-what makes batches irregular. What can be learned: each class has features of its own, which its samples have often.
-What it is not: real text; the accuracy that can be reached says nothing of the real sets.
+It keeps the features, classes, samples, mean non-zeros and mean labels per sample, and the wide variation of the latter
+two, which makes batches irregular. It can be learned: each class has its own features, which its samples often have. It
+is not real text, so the reachable accuracy says nothing about the real sets.
 """
 
 from dataclasses import dataclass, replace
@@ -20,8 +20,8 @@ class SparseShape:
     """Shape of a sparse multi-label data set.
 
     Args:
-        features: columns.
-        classes: labels there are.
+        features: number of columns.
+        classes: number of different labels.
         train: training samples.
         test: test samples.
         features_per_sample: mean non-zeros of a sample.
@@ -71,7 +71,7 @@ def synthetic_multilabel(
 
     Args:
         shape: sizes and means.
-        seed: of all random numbers.
+        seed: seed of all random numbers.
         signal: share of a sample's features that come from its classes; the rest is noise.
 
     Returns:
@@ -114,14 +114,14 @@ def _draw(
 
 
 def _near(first: int, count: int, classes: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw a class and some of its neighbours: labels that occur together."""
+    """Draw a class and some of its neighbors: labels that occur together."""
     others = rng.permutation(min(2 * count, classes - 1))[: count - 1] + 1
     found: np.ndarray = (first + np.concatenate([[0], others]).astype(int)) % classes
     return found
 
 
 def _features(own: np.ndarray, count: int, signal: float, features: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw distinct features, of the classes' own and of all; frequent ones have low numbers."""
+    """Draw distinct features, some of the classes' own, the rest of all; frequent ones have low numbers."""
     found = np.unique(rng.permutation(own)[: int(np.ceil(signal * count))])
     while len(found) < count:
         noise = (features * rng.random(count - len(found)) ** 2).astype(int)

@@ -1,4 +1,4 @@
-"""Elastic averaging for irregular work (Adaptive SGD), free of any trainer."""
+"""Elastic averaging for irregular work (Adaptive SGD), independent of any trainer."""
 
 from lightning_hetero.elastic.batch_queue import ElasticWorkerError
 from lightning_hetero.elastic.config import OWN_LOOP, ElasticConfig

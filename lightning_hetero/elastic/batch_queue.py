@@ -1,8 +1,8 @@
-"""Hand out batches one by one through an atomic counter in the job's store; no rank waits for another.
+"""Queue of batches, handed out one by one through an atomic counter in the job's store; no rank waits for another.
 
-The store is that of the process group (``torch.distributed`` keeps one on rank 0's host), so nothing has to be started
-or reached besides it. Ranks also note there that they have arrived at the end of a mega-batch, which names those who
-have not when the others stop waiting.
+The store is that of the process group (``torch.distributed`` keeps one on rank 0's host), so no further server is
+needed. Ranks also note there that they have arrived at the end of a mega-batch; when the others stop waiting, the
+missing ones can be named.
 """
 
 import logging
@@ -26,13 +26,13 @@ log = logging.getLogger("lightning_hetero")
 
 @dataclass(frozen=True)
 class StorePatience:
-    """Longest waits of a worker for the job's store, which answers within a millisecond.
+    """Longest waits of a worker for the job's store, which normally answers within a millisecond.
 
     Args:
-        answer_seconds: longest wait, unless a timeout is given, above 0.
-        notice_seconds: wait after which the worker says that it waits, above 0.
-        grace_seconds: within which workers that are alive notice that a merge failed, ``>= 0``; those that do not are
-            named.
+        answer_seconds: longest wait for an answer, unless a timeout is given, above 0.
+        notice_seconds: wait after which the worker logs that it waits, above 0.
+        grace_seconds: time for the other workers to notice that a merge failed, ``>= 0``; those that do not are named
+            as ended or stuck.
 
     Raises:
         TypeError: if a value is no number.
@@ -52,7 +52,7 @@ PATIENCE = StorePatience()
 
 
 class ElasticWorkerError(RuntimeError):
-    """A worker of an elastic training ended, or did not come to the end of a mega-batch in time."""
+    """Raised if a worker of an elastic training ends, or does not reach the end of a mega-batch in time."""
 
 
 def job_store() -> dist.Store:
@@ -67,9 +67,9 @@ _Work: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue
 
 
 class _Calls:
-    """Calls to a store that may never return, made by a thread of their own so that their caller can stop waiting.
+    """Calls to a store that may never return, made in a separate thread: the caller can stop waiting.
 
-    A client of torch's store waits without bound for a server that stands still.
+    A client of torch's store waits without bound for a server that is stopped.
     """
 
     def __init__(self, timeout: float, notice: float) -> None:
@@ -80,7 +80,7 @@ class _Calls:
         """Return what the call returns, or raise what it raises.
 
         Raises:
-            TimeoutError: if it does neither in time.
+            TimeoutError: if the call does neither in time.
         """
         if self._work is None:
             self._work = queue.SimpleQueue()
@@ -163,10 +163,10 @@ class BatchDispatcher:
         self._key = self._last = ""
 
     def open(self, name: str) -> None:
-        """Turn to a mega-batch, by a name that all ranks give it and none was given before.
+        """Open a mega-batch under a name that is equal on all ranks and was never used before.
 
-        Rank 0 forgets the one before the last, which all ranks have left. None touches the store after its last merge,
-        because then rank 0, which may hold the store, may have ended.
+        Rank 0 deletes the keys of the mega-batch before the previous one, which all ranks have left. No rank touches
+        the store after its last merge, because rank 0, which may hold the store, may have ended by then.
         """
         if self.rank == 0 and self._last:
             for key in ("claimed", *(f"arrived/{r}" for r in range(self.world_size))):
@@ -174,7 +174,7 @@ class BatchDispatcher:
         self._last, self._key = self._key, name
 
     def claim(self, size: int) -> int:
-        """Count ``size`` samples as this rank's; the value of the counter before.
+        """Claim ``size`` samples for this rank; return the counter's value before the claim.
 
         Raises:
             ElasticWorkerError: if the store does not answer.
@@ -198,13 +198,13 @@ class BatchDispatcher:
         return self._without("arrived")
 
     def silent(self, grace: float | None = None) -> list[int]:
-        """Say that a merge failed here, and find out who says nothing: ranks that ended or are stuck.
+        """Note that a merge failed here; return the ranks that do not note the same: they ended or are stuck.
 
-        A rank that is alive notices as well, once it is done with its batch. Where the store goes, because rank 0 has
-        ended meanwhile, the answer is what was known before.
+        A rank that is alive notices the failure too, once it is done with its batch. If the store is lost meanwhile,
+        because rank 0 has ended, the last known answer is returned.
 
         Args:
-            grace: seconds that the others have.
+            grace: seconds that the other ranks have; ``grace_seconds`` by default.
 
         Raises:
             ElasticWorkerError: if the store does not answer at all.
@@ -226,7 +226,7 @@ class BatchDispatcher:
         return [r for r in range(self.world_size) if not self._ask(self._store.check, [f"{self._key}/{note}/{r}"])]
 
     def close(self) -> None:
-        """Let go of the store until it is asked again."""
+        """End the thread that calls the store; the next call starts it again."""
         if self._calls is not None:
             self._calls.close()
 

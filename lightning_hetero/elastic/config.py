@@ -16,7 +16,7 @@ OWN_LOOP = (
     "lightning_hetero.elastic.ElasticEngine on the model as it is, see 'Fabric, Accelerate and plain loops' in "
     "docs/elastic.md"
 )
-"""What to use where there is no trainer."""
+"""Error text that names what to use without a trainer."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class ElasticConfig:
     Args:
         merge: merge rule, a name in :data:`~lightning_hetero.core.merging.rules.MERGES`.
         mega_batch_size: samples between two merges.
-        mega_batch_batches: the same in batches of the DataLoader's size, of all ranks together; default 100.
-        settings: keywords of :class:`~lightning_hetero.core.merging.settings.AdaptiveSettings` but for the largest
-            batch; with ``momentum`` left out or ``None`` the local optimizers decide on it.
+        mega_batch_batches: the same, counted in batches of the DataLoader's size of all ranks together; default 100.
+        settings: keywords of :class:`~lightning_hetero.core.merging.settings.AdaptiveSettings` except
+            ``max_batch_size``; if ``momentum`` is left out or ``None``, it follows from the local optimizers.
 
     Raises:
         TypeError: if a value has the wrong type.
@@ -58,13 +58,13 @@ class ElasticConfig:
         self.adaptive(least if isinstance(least, int) and least > 0 else 1)
 
     def adaptive(self, max_batch_size: int) -> AdaptiveSettings:
-        """Return the settings of Adaptive SGD for a largest batch."""
+        """Return the settings of Adaptive SGD with this largest batch size."""
         given = {name: value for name, value in self.settings.items() if name != "momentum" or value is not None}
         return AdaptiveSettings(max_batch_size=max_batch_size, **given)
 
     @property
     def momentum(self) -> float | None:
-        """Momentum of the global model, ``None`` if the local optimizers decide on it."""
+        """Momentum of the global model, ``None`` if it follows from the local optimizers."""
         return self.settings.get("momentum")
 
     @property
@@ -76,7 +76,7 @@ class ElasticConfig:
         """Return the samples of a mega-batch.
 
         Raises:
-            ValueError: if they are fewer than one batch for each rank.
+            ValueError: if the mega-batch is smaller than one batch for each rank.
         """
         samples = self.mega_batch_size or (self.mega_batch_batches or 100) * batch_size
         if samples < batch_size * world_size:

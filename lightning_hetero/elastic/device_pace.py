@@ -11,11 +11,11 @@ __all__ = ["DevicePace"]
 class DevicePace:
     """Limit of a host to one batch ahead of its device.
 
-    A host puts batches into the queue of a GPU far faster than that trains on them, so that a slow GPU would claim as
-    many as a fast one. One batch stays in the queue, so that the device does not wait for the host either.
+    A host queues batches far faster than its GPU trains on them; without a limit, a slow GPU would claim as many as a
+    fast one. One batch stays in the queue, so the device does not wait for the host either.
 
     Args:
-        clock: of the device.
+        clock: clock of the device.
 
     Example:
         >>> from lightning_hetero.comm.timing.clock import HostClock

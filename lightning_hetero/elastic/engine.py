@@ -1,8 +1,8 @@
-"""The mechanism of elastic averaging, free of any trainer (Adaptive SGD).
+"""Engine of elastic averaging (Adaptive SGD), independent of any trainer.
 
-:class:`ElasticEngine` hands out the batches of a mega-batch one by one, and at its end scales the batch sizes and
-merges the replicas. Between two merges no rank waits for another: ranks do unequal numbers of updates, and nothing may
-be called that needs all of them. What is decided is in :mod:`lightning_hetero.core.merging.rules`.
+:class:`ElasticEngine` hands out the batches of a mega-batch one by one, and at its end merges the replicas and scales
+the batch sizes. Between two merges no rank waits for another: ranks do unequal numbers of updates, and collective calls
+are not allowed. The rules are in :mod:`lightning_hetero.core.merging.rules`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,9 +37,9 @@ __all__ = ["ElasticEngine"]
 class ElasticEngine:
     """Claims, batch sizes, learning-rate factor and merges of one rank.
 
-    The order of calls: :meth:`attach` and :meth:`shard` once, then for each epoch iterate the sampler, and around each
-    batch :meth:`begin_batch` and :meth:`end_batch`, which claims the next batch or, at the end of the mega-batch, waits
-    for all ranks and merges. The sampler must not be drawn from ahead of training (no loader workers).
+    Call :meth:`attach` and :meth:`shard` once. Then iterate the sampler in each epoch, with :meth:`begin_batch` and
+    :meth:`end_batch` around each batch; the latter claims the next batch or, at the end of the mega-batch, waits for
+    all ranks and merges. The sampler must not run ahead of training (no loader workers).
 
     Args:
         config: settings, equal on all ranks.
@@ -93,15 +93,15 @@ class ElasticEngine:
 
     @property
     def epoch_over(self) -> bool:
-        """True when the epoch that was begun last is done."""
+        """True when the current epoch is done."""
         return self._progress.epoch_over
 
     def attach(self, module: nn.Module, optimizers: Iterable[Any] | None = None) -> None:
-        """Take the model whose replicas are merged, and give all ranks rank 0's; collective.
+        """Set the model whose replicas are merged, and copy rank 0's to all ranks; collective.
 
         Args:
-            module: on its device.
-            optimizers: all that train it, for the momentum of the global model; those of :meth:`follow` by default.
+            module: model, already on its device.
+            optimizers: all optimizers of the model, as for :meth:`follow`, which can also be called later.
 
         Raises:
             PlanMismatchError: if ranks have different models.
@@ -119,12 +119,12 @@ class ElasticEngine:
             self.follow(optimizers)
 
     def follow(self, optimizers: Iterable[Any]) -> None:
-        """Choose the momentum of the global model by the local optimizers, unless one is given; collective.
+        """Choose the momentum of the global model by the local optimizers, unless it is given; collective.
 
         Raises:
-            PlanMismatchError: if ranks have optimizers that need different ones.
-            RuntimeError: if there is no model yet.
-            ValueError: if replicas that an optimizer trains cannot be merged.
+            PlanMismatchError: if the optimizers of different ranks need different momenta.
+            RuntimeError: if no model is attached.
+            ValueError: if an optimizer trains replicas that cannot be merged.
         """
         if self._replica is None:
             raise RuntimeError("follow() was called with no model; call attach(module) before.")
@@ -148,9 +148,9 @@ class ElasticEngine:
         Args:
             stream: order of the samples, equal on all ranks.
             batch_size: ``b_max``, with which every rank begins.
-            drop_last: whether what does not fill a batch on every rank is dropped.
+            drop_last: whether to drop the samples that do not fill a batch on every rank.
             least: fewest samples of a batch.
-            limit: go through so many batches per rank of each epoch only (a share of them, if a float); ``None``: all.
+            limit: batches per rank in each epoch (a share of them, if a float); ``None`` for all.
 
         Raises:
             PlanMismatchError: if ranks differ in the data.
@@ -172,7 +172,7 @@ class ElasticEngine:
         return ClaimedBatchSampler(stream, self._take, self._layout.steps_per_epoch)
 
     def resume_at(self, epoch: int, step: int) -> None:
-        """Go on behind a step of a synchronous run, whose checkpoint has no state of this engine; before shard()."""
+        """Resume after a step of a synchronous run, whose checkpoint has no state of this engine; before shard()."""
         self._resume = replace(self._resume, step=(epoch, step))
 
     @property
@@ -204,13 +204,13 @@ class ElasticEngine:
         return self._layout
 
     def _take(self, epoch: int, first: bool) -> range | None:
-        """Return what the sampler draws: the batch that was claimed for this rank."""
+        """Return the batch that was claimed for this rank, for the sampler to draw."""
         if first:
             self._begin(epoch, self._resume.position[1] if epoch == self._resume.position[0] else 0)
         return self._progress.draw()
 
     def _begin(self, epoch: int, position: int) -> None:
-        """Turn to the mega-batch at a position of an epoch, or to the end of the epoch."""
+        """Begin the mega-batch at a position of an epoch, or end the epoch."""
         mega = self._sharded().mega_batch(position, self.batch_sizes)
         if mega is None:
             self._progress.end_epoch(epoch, position)
@@ -219,7 +219,11 @@ class ElasticEngine:
         self._progress.begin(epoch, mega, first=mega.first(self.rank))
 
     def begin_batch(self) -> None:
-        """Begin to train on the batch that was drawn."""
+        """Begin to train on the batch that was drawn.
+
+        Raises:
+            RuntimeError: if no model is attached.
+        """
         if self._replica is None:
             raise RuntimeError("begin_batch() was called with no model; call attach(module) before.")
         if not self.inside:  # since the merge the module has held the global model
@@ -227,13 +231,13 @@ class ElasticEngine:
         self.inside, self.diverged = True, False
 
     def end_batch(self) -> MergeRecord | None:
-        """End a batch that is trained on: claim the next one; if there is none, merge with all ranks.
+        """End a trained batch: claim the next one or, if there is none, merge with all ranks.
 
         Returns:
-            What was merged, ``None`` inside a mega-batch.
+            Record of the merge, ``None`` inside a mega-batch.
 
         Raises:
-            ElasticWorkerError: if another rank does not come to the end of the mega-batch.
+            ElasticWorkerError: if another rank does not reach the end of the mega-batch.
             ValueError: if all replicas have diverged.
         """
         mega, sizes = self._progress.finish_batch(), self.batch_sizes
@@ -273,16 +277,16 @@ class ElasticEngine:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind the merge of a state; before :meth:`attach` and :meth:`shard`.
+        """Resume after the merge of a state; call it before :meth:`attach` and :meth:`shard`.
 
-        With another number of ranks the sizes start anew, and each rank's replica is the global model.
+        With another number of ranks, batch sizes start anew, and each rank's replica is the global model.
         """
         self._resume = ResumePoint.of(state, self.config, rank=self.rank, world_size=self.world_size)
         self._progress.move_to(self._resume.position)
         self.batch_sizes = self._resume.batch_sizes or self.batch_sizes
 
     def require_merged(self, what: str) -> None:
-        """Refuse what needs all ranks while they are inside a mega-batch.
+        """Refuse ``what``, which needs all ranks, inside a mega-batch.
 
         Raises:
             RuntimeError: inside a mega-batch.

@@ -1,4 +1,4 @@
-"""Samples of an epoch and how they are cut into mega-batches, as one value for a run's data."""
+"""Layout of a run's epochs: their samples, and the cut into mega-batches."""
 
 import math
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ class EpochLayout:
     """Cut of each epoch into mega-batches; equal on all ranks.
 
     Args:
-        samples: of an epoch.
-        mega_samples: of a full mega-batch.
+        samples: samples of an epoch.
+        mega_samples: samples of a full mega-batch.
         least: fewest samples of a batch.
         world_size: number of ranks.
-        settings: of Adaptive SGD, with the bounds of the batch sizes.
+        settings: settings of Adaptive SGD, with the bounds of the batch sizes.
 
     Example:
         >>> layout = EpochLayout.of(ElasticConfig(mega_batch_size=8), 20, 2, world_size=2)
@@ -49,11 +49,11 @@ class EpochLayout:
         """Return the layout of the epochs of a stream.
 
         Args:
-            config: of elastic averaging.
+            config: settings of elastic averaging.
             available: samples of the stream.
             batch_size: ``b_max``, with which every rank begins.
             world_size: number of ranks.
-            drop_last: whether what does not fill a batch on every rank is dropped.
+            drop_last: whether to drop the samples that do not fill a batch on every rank.
             least: fewest samples of a batch.
             limit: batches per rank of each epoch (a share of them, if a float); ``None`` for all.
 
@@ -77,7 +77,7 @@ class EpochLayout:
 
     @property
     def total_batch_size(self) -> int:
-        """Samples of a step of a synchronous run with equal batches."""
+        """Samples of a step in a synchronous run with equal batches."""
         return self.settings.max_batch_size * self.world_size
 
     @property
@@ -97,11 +97,11 @@ class EpochLayout:
         )
 
     def position_of(self, epoch: int, step: int) -> tuple[int, int]:
-        """Return the position behind a step of such a run."""
+        """Return the position after a step of such a run."""
         return epoch, min(step * self.total_batch_size, self.samples)
 
     def bounded(self, batch_sizes: Sequence[int]) -> tuple[int, ...]:
-        """Return the batch sizes within the bounds; those that every rank begins with, if there is not one for each."""
+        """Return the batch sizes clipped to the bounds; ``b_max`` for all ranks if there is not one for each."""
         low, high = self.settings.min_batch_size, self.settings.max_batch_size
         assert low is not None
         known = batch_sizes if len(batch_sizes) == self.world_size else (high,) * self.world_size

@@ -1,4 +1,4 @@
-"""Requirements of elastic averaging on the local optimizers, and the momentum of the global model that suits them."""
+"""Requirements of elastic averaging on the local optimizers, and the suitable momentum of the global model."""
 
 import logging
 from collections.abc import Iterable
@@ -16,14 +16,14 @@ def outer_momentum(optimizers: Iterable[Any]) -> tuple[float, str]:
     """Choose the momentum ``gamma`` of the global model for the local optimizers, and say why (Adaptive SGD, Alg. 2).
 
     The paper's 0.9 is for SGD without momentum: in the long run the global model moves ten times as far as its
-    replicas did. Where these have momentum of their own, or steps whose length does not depend on the gradient's, that
-    overshoots.
+    replicas. That overshoots if the replicas have momentum of their own, or steps whose length does not depend on the
+    length of the gradient.
 
     Args:
-        optimizers: all that train the model.
+        optimizers: all optimizers of the model.
 
     Returns:
-        ``gamma``, 0.9 or 0, and why.
+        ``gamma``, 0.9 or 0, and the reason.
 
     Example:
         >>> import torch
@@ -47,7 +47,7 @@ def agree_on_momentum(optimizers: Iterable[Any], control: ControlPlane) -> float
     """Choose the momentum of the global model by the local optimizers, the same on all ranks; collective.
 
     Raises:
-        PlanMismatchError: if ranks have optimizers that need different ones.
+        PlanMismatchError: if the optimizers of different ranks need different momenta.
 
     Example:
         >>> agree_on_momentum([], ControlPlane(rank=0, world_size=1))
@@ -75,7 +75,7 @@ def require_mergeable(optimizers: Iterable[Any]) -> None:
 
 
 def unsupported_reason(optimizer: Any) -> str | None:
-    """Say why replicas that an optimizer trains cannot be merged, with advice; ``None`` if they can.
+    """Return why replicas trained by this optimizer cannot be merged, with advice; ``None`` if they can.
 
     Example:
         >>> import torch

@@ -8,7 +8,7 @@ __all__ = ["MegaBatchProgress"]
 
 
 class MegaBatchProgress:
-    """The batch that this rank has claimed, and what it has trained on since the merge.
+    """Batch that this rank has claimed, and its updates and samples since the last merge.
 
     Example:
         >>> progress = MegaBatchProgress()
@@ -32,25 +32,25 @@ class MegaBatchProgress:
         return str(self.opened)
 
     def move_to(self, position: tuple[int, int]) -> None:
-        """Go on at an epoch and a sample of it."""
+        """Move to an epoch and a sample of it."""
         self.position = position
 
     def begin(self, epoch: int, mega: MegaBatch, *, first: range) -> None:
-        """Turn to a mega-batch, with the batch that is reserved for this rank."""
+        """Begin a mega-batch with the batch reserved for this rank."""
         self.position, self._drawn, self.epoch_over = (epoch, mega.start), False, False
         self.span, self.mega = first, mega
         self.updates = self.samples = 0
         self._began = time.perf_counter()
 
     def end_epoch(self, epoch: int, position: int) -> None:
-        """Turn to the end of an epoch, where no batch is left."""
+        """End an epoch: no batch is left."""
         self.position, self._drawn, self.span, self.epoch_over = (epoch, position), False, None, True
 
     def draw(self) -> range | None:
         """Return the samples of the claimed batch, ``None`` at the end of the epoch.
 
         Raises:
-            RuntimeError: if the batch before was not trained on yet.
+            RuntimeError: if the previous batch was not trained on yet.
         """
         if self._drawn and self.span is not None:
             raise RuntimeError(
@@ -73,7 +73,7 @@ class MegaBatchProgress:
         return self.mega
 
     def claimed(self, span: range | None) -> None:
-        """Go on with another batch, ``None`` if the mega-batch has none left."""
+        """Set the next batch; ``None`` if the mega-batch has none left."""
         self.span = span
 
     @property

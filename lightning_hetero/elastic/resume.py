@@ -1,4 +1,4 @@
-"""Point at which an elastic run goes on: a position, or a step of a synchronous run; and its replica."""
+"""Point at which an elastic run resumes: a position, or a step of a synchronous run; and the state of its replica."""
 
 import logging
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ log = logging.getLogger("lightning_hetero")
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Point at which a run goes on; the start of the first epoch by default.
+    """Point at which a run resumes; the start of the first epoch by default.
 
     Args:
         position: epoch, and samples of it that are done.
-        step: epoch, and step of a synchronous run, until the data are known; ``None`` if the position counts.
-        replica: state of this rank's replica, until there is a model; ``None`` for none.
-        batch_sizes: of each rank; empty to begin with equal ones.
+        step: epoch and step of a synchronous run, kept until the data is known; ``None`` if the position counts.
+        replica: state of this rank's replica, kept until there is a model; ``None`` for none.
+        batch_sizes: batch size of each rank; empty to begin with equal ones.
 
     Example:
         >>> state = {"position": [1, 64], "batch_sizes": [8, 4], "previous": {}, "replicas": [{}, {}]}
@@ -35,13 +35,13 @@ class ResumePoint:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], config: ElasticConfig, *, rank: int, world_size: int) -> "ResumePoint":
-        """Return the point behind the merge of a state of :meth:`ElasticEngine.state_dict`.
+        """Return the point after the merge of a state from :meth:`ElasticEngine.state_dict`.
 
-        With another number of ranks the sizes start anew, and each rank's replica is the global model.
+        With another number of ranks, batch sizes start anew, and each rank's replica is the global model.
 
         Args:
-            state: of all ranks.
-            config: whose merge rule may be another than that of the state.
+            state: state of all ranks.
+            config: settings, whose merge rule may differ from that of the state.
             rank: this rank.
             world_size: number of ranks.
         """

@@ -1,4 +1,4 @@
-"""Settings of elastic averaging that do nothing in a run; see :mod:`lightning_hetero.frontend.without_effect`."""
+"""Settings of elastic averaging that have no effect in a run; see :mod:`lightning_hetero.frontend.without_effect`."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
@@ -10,19 +10,19 @@ from lightning_hetero.elastic.config import ElasticConfig
 __all__ = ["elastic_without_effect"]
 
 SCALING = ("min_batch_size", "beta", "damped")
-"""Settings of how batch sizes follow updates."""
+"""Settings that control how batch sizes follow updates."""
 PERTURBING = ("perturbation", "perturbation_threshold", "renormalize")
-"""Settings of how weights follow updates."""
+"""Settings that control how weights follow updates."""
 
 
 def elastic_without_effect(config: ElasticConfig, world_size: int, samples: int, mega_samples: int) -> list[NoEffect]:
-    """Return the settings of a configuration that do nothing in a run.
+    """Return the settings of a configuration that have no effect in a run, with the reasons.
 
     Args:
         config: settings.
         world_size: number of ranks.
-        samples: of an epoch.
-        mega_samples: of a mega-batch.
+        samples: samples of an epoch.
+        mega_samples: samples of a mega-batch.
 
     Example:
         >>> [one.settings for one in elastic_without_effect(ElasticConfig("mean", settings={"beta": 2.0}), 2, 640, 64)]
@@ -57,7 +57,7 @@ def _of_rule(config: ElasticConfig, samples: int, mega_samples: int) -> Iterator
 
 
 def _given(config: ElasticConfig, names: Iterable[str]) -> tuple[str, ...]:
-    """Return those of some settings that are not at their defaults."""
+    """Return the settings among ``names`` that differ from their defaults, as ``name=value``."""
     defaults = {field.name: field.default for field in fields(AdaptiveSettings)}
     values = {name: config.settings.get(name, defaults[name]) for name in names}
     return tuple(f"{name}={value!r}" for name, value in values.items() if value != defaults[name])

@@ -1,4 +1,4 @@
-"""The mechanism of heterogeneous data parallelism, free of any trainer."""
+"""Engine of heterogeneous data parallelism, independent of any trainer."""
 
 from lightning_hetero.comm.agreement.round_result import RoundResult
 from lightning_hetero.engine.engine import HeteroEngine

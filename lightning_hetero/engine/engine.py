@@ -1,7 +1,7 @@
-"""The mechanism of heterogeneous data parallelism, free of any trainer.
+"""Engine of heterogeneous data parallelism, independent of any trainer.
 
-:class:`HeteroEngine` holds the plan, shards by it, weights by it, observes each step, and agrees with the other ranks
-on the next plan, on which the planners of :mod:`lightning_hetero.core.policies` decide.
+:class:`HeteroEngine` holds the plan, shards data and weights losses by it, observes each step, and agrees with the
+other ranks on the next plan. The planners of :mod:`lightning_hetero.core.policies` decide on plans.
 """
 
 from collections.abc import Iterator
@@ -65,8 +65,8 @@ class HeteroEngine(EngineParts):
             stream: order of the samples, equal on all ranks.
             batch_size: samples per rank on average, as under DDP: the total is ``batch_size * world_size``.
             drop_last: whether the ragged last batch is dropped.
-            planner: may know a plan from an earlier run.
-            epoch: epoch that comes next, unless a resumed position is later.
+            planner: planner that may know a plan from an earlier run.
+            epoch: next epoch, unless a resumed position is later.
 
         Raises:
             PlanMismatchError: if ranks differ in dataset, order, batch size or ``drop_last``.
@@ -83,7 +83,7 @@ class HeteroEngine(EngineParts):
         return self.observer.fetch(iterator)
 
     def begin_step(self, epoch: int, step: int, batch: Any = None) -> int | None:
-        """Begin with a batch: take its weight, ``W b_i / B`` or what ``weight_fn`` counts; return :attr:`own_size`."""
+        """Begin a step; weight its batch by ``W b_i / B`` or the counts of ``weight_fn``; return :attr:`own_size`."""
         data = self.data
         self.position = (epoch, step)
         if self.hook_state.backwards.stepped:
@@ -105,7 +105,7 @@ class HeteroEngine(EngineParts):
 
     @property
     def own_size(self) -> int | None:
-        """Samples of this rank that count in the running step; 0 if it runs with weight 0, ``None`` if not sharded."""
+        """Samples of this rank in the running step; 0 if it runs with weight 0, ``None`` if data is not sharded."""
         return None if self.sampler is None else self.sampler.sizes_at(*self.position)[self.rank]
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ class HeteroEngine(EngineParts):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Observe every backward pass inside, and average its gradients."""
+        """Measure the backward pass inside, and average its gradients."""
         with self.hook_state.backward():
             self.observer.begin_backward()
             yield
@@ -126,15 +126,15 @@ class HeteroEngine(EngineParts):
                 part.after_backward()
 
     def check_backward(self) -> None:
-        """Make sure that the gradients of an optimizer step went through :meth:`backward`.
+        """Check that the gradients of an optimizer step went through :meth:`backward`.
 
         Raises:
-            RuntimeError: if no backward pass did since the batch of the last optimizer step.
+            RuntimeError: if no backward pass went through it since the batch of the last optimizer step.
         """
         self.hook_state.backwards.step()
 
     def excluded(self) -> Any:
-        """Leave what is inside, such as collectives outside the backward pass, out of the computing time."""
+        """Return a context that does not count as computing time, for collectives outside the backward pass."""
         return self.observer.excluded()
 
     def end_step(self) -> bool:
@@ -165,10 +165,10 @@ class HeteroEngine(EngineParts):
         return self.data.sampler is not None and self.rounds.schedule.due_at_epoch(step, micro_batches_move=move)
 
     def exchange(self, planner: Planner | None, *, not_before: tuple[int, int] = (0, 0)) -> RoundResult:
-        """Gather observations, let rank 0 decide, adopt its plan from a step that no rank has drawn; collective.
+        """Run a sync round: gather observations, let rank 0 decide, adopt its plan from an undrawn step on; collective.
 
         Args:
-            planner: decides on rank 0; ``None`` keeps the plan.
+            planner: planner that decides on rank 0; ``None`` keeps the plan.
             not_before: earliest ``(epoch, step)`` for a new plan.
 
         Raises:
@@ -197,7 +197,7 @@ class HeteroEngine(EngineParts):
         return done
 
     def adopt(self, plan: BatchPlan, reason: str = "given", *, not_before: tuple[int, int] = (0, 0)) -> PlanEntry:
-        """Make rank 0's plan the plan of all ranks, from a step that no rank has drawn yet; collective.
+        """Make rank 0's plan the plan of all ranks, from the first step that no rank has drawn; collective.
 
         Raises:
             ValueError: if the plan has another number of workers, or exceeds a bound.
@@ -223,7 +223,7 @@ class HeteroEngine(EngineParts):
         return done
 
     def metrics(self, done: RoundResult, plan: BatchPlan) -> dict[str, float]:
-        """Return metrics of the steps up to a sync round and of what was sent in them."""
+        """Return metrics of the steps up to a sync round, and of the traffic in them."""
         metrics = plan_metrics(done.observations, plan, done.predicted, self.accumulation, done.error)
         for part in (self.hook_state.staleness, self.compression):
             metrics |= {} if part is None else part.metrics()

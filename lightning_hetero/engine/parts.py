@@ -1,4 +1,4 @@
-"""The parts of an engine, what others read of them, and what of them rides in a checkpoint."""
+"""Parts of an engine, their public values, and their state in a checkpoint."""
 
 import weakref
 from collections.abc import Callable
@@ -32,22 +32,22 @@ __all__ = ["EngineParts"]
 
 
 class EngineParts:
-    """Hold the parts of a :class:`~lightning_hetero.engine.HeteroEngine`, of which each owns its state.
+    """Parts of a :class:`~lightning_hetero.engine.HeteroEngine`, each of which owns its state.
 
     Attributes:
-        control: agrees with the other ranks.
-        observer: times the steps of this rank.
-        hook_state: state of the gradient hook, which knows who averages.
-        compression: of gradients, ``None`` without.
-        weighting: weighs losses.
-        health: watches losses, gradients and weights.
-        noise: collects the noise of gradients, ``None`` without.
-        noise_scale: returns the running estimate of the noise scale, ``None`` without.
-        models: what follows each model that is trained.
-        put_back: restores weights where a step runs with predicted ones, ``None`` without.
+        control: control plane, by which ranks agree.
+        observer: timer of this rank's steps.
+        hook_state: state of the gradient hook, which knows the averager.
+        compression: compression of gradients, ``None`` without.
+        weighting: weighting of losses.
+        health: checks of losses, gradients and weights.
+        noise: collector of the gradient noise, ``None`` without.
+        noise_scale: returns the running estimate of the noise scale, or ``None``.
+        models: for each trained model, the object that acts after its backward passes.
+        put_back: restores weights if a step runs with predicted ones, ``None`` without.
         data: training data, and the plans by which it is split.
         rounds: sync rounds, in which ranks agree on plans.
-        notices: says what users are told once, on rank 0.
+        notices: notices to the user, each given once, on rank 0.
         position: epoch and step of the running batch.
     """
 
@@ -81,7 +81,7 @@ class EngineParts:
         self.notices, self.position = Notices(rank == 0), (0, 0)
 
     def restore_weights_by(self, put_back: Callable[[], None] | None) -> None:
-        """Restore weights by this where a step runs with predicted ones; ``None`` if none does."""
+        """Set the function that restores weights if a step runs with predicted ones; ``None`` if none does."""
         self.put_back = put_back
 
     def measure_noise(
@@ -89,10 +89,10 @@ class EngineParts:
         collector: NoiseCollector | None,
         estimate: Callable[[], RunningNoiseScale | None] | None = None,
     ) -> None:
-        """Collect the noise of gradients by this from now on, ``None`` for none.
+        """Collect the gradient noise by ``collector`` from now on; ``None`` to stop.
 
         Args:
-            collector: of this rank.
+            collector: collector of this rank.
             estimate: returns the running estimate, equal on all ranks; by default there is none.
         """
         self.noise, self.noise_scale = collector, estimate or (lambda: None)
@@ -126,12 +126,12 @@ class EngineParts:
 
     @property
     def plan(self) -> BatchPlan | None:
-        """The plan of the running step, ``None`` before the first loader was sharded."""
+        """Plan of the running step, ``None`` before the first loader was sharded."""
         return self.data.plans.plan_at(self.position)
 
     @property
     def plan_history(self) -> tuple[PlanEntry, ...]:
-        """All plans since training began or went on, with the step from which each held and the reason."""
+        """All plans since training began or resumed, each with its first step and its reason."""
         return tuple(self.data.plans.log)
 
     @property
@@ -144,7 +144,7 @@ class EngineParts:
         return (1.0,) * self.world_size if self.history is None else self.history.last.plan.shares
 
     def observations(self) -> StepObservations:
-        """Return the measurements of all ranks up to the last sync round."""
+        """Return the measurements of all ranks from the newest sync round that had any."""
         return self.rounds.observations
 
     # state
@@ -152,7 +152,7 @@ class EngineParts:
     def state_dict(self) -> dict[str, Any]:
         """Return the plans of the running epoch and stale gradients in flight, as plain Python values.
 
-        A checkpoint is about to be written, which is no part of the next step's time.
+        The time of writing the checkpoint is kept out of the next step's time.
         """
         self.observer.interrupt()
         stale = {"staleness": self.hook_state.stale_state()}
@@ -166,6 +166,6 @@ class EngineParts:
         self.data.plans.load_state_dict(state)
 
     def resume_at(self, epoch: int, step: int) -> None:
-        """Go on at this step; to be called before the data is sharded."""
+        """Resume at this step; call it before the data is sharded."""
         self.position = (epoch, step)
         self.data.plans.resume_at(epoch, step)

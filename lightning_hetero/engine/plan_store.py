@@ -1,4 +1,4 @@
-"""Hold the plans of a run: which ran, which runs, and which is to come."""
+"""Plans of a run: past, running and upcoming ones."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,8 @@ class _Restored:
 
     Args:
         history: plans from the epoch of the checkpoint on.
-        workers: hardware identities that they were made for.
-        at: position at which the checkpoint was written, empty if it does not say.
+        workers: hardware identities for which they were made.
+        at: position at which the checkpoint was written; empty if it is not recorded.
     """
 
     history: PlanHistory
@@ -32,15 +32,15 @@ class _Restored:
 
 
 class PlanStore:
-    """Hold the plan history of a run, the same on all ranks.
+    """Plan history of a run, the same on all ranks.
 
     Args:
         speaks: whether this rank logs which plan runs.
 
     Attributes:
         history: plans from the running epoch on, ``None`` before there is one.
-        log: all plans since training began or went on.
-        sayings: what was logged of plans.
+        log: all plans since training began or resumed.
+        sayings: log of plans for the user.
     """
 
     def __init__(self, speaks: bool) -> None:
@@ -55,20 +55,20 @@ class PlanStore:
         return None if self.history is None else self.history.at(*position).plan
 
     def resume_at(self, epoch: int, step: int) -> None:
-        """Go on at this step; to be called before the data is sharded."""
+        """Resume at this step; call it before the data is sharded."""
         self._start = (epoch, step)
 
     def start_of(self, epoch: int) -> Position:
-        """Return where sharded data begins: at an epoch, or where a resumed run goes on if that is later."""
+        """Return the first position of sharded data: the start of an epoch, or that of a resumed run if later."""
         return max(self._start, (epoch, 0))
 
     def forget(self) -> None:
-        """Forget all plans, which belong to other weights or to data that is no longer trained on."""
+        """Forget all plans: they belong to other weights, or to data that is no longer trained on."""
         self.history = None
         self.log.clear()
 
     def forget_running(self) -> None:
-        """Forget the plans that hold, but not which ones have run."""
+        """Forget the running and upcoming plans, but keep the log of those that ran."""
         self.history = None
 
     # how a run begins or goes on
@@ -85,11 +85,11 @@ class PlanStore:
         """Adopt the plan to begin with, decided by rank 0; a collective call.
 
         Args:
-            control: agrees.
-            workers: of this run.
-            config: may fix the split.
-            total: total batch size, unless a resumed planner moves it.
-            planner: may know a plan from an earlier run.
+            control: control plane by which ranks agree.
+            workers: workers of this run.
+            config: settings, which may fix the split.
+            total: total batch size; a resumed one counts instead if the planner moves it.
+            planner: planner that may know a plan from an earlier run.
             start: first position that is trained on.
         """
         restored, self._restored = self._restored, None
@@ -112,7 +112,7 @@ class PlanStore:
             self._go_on(restored, start, same_workers)
 
     def _go_on(self, restored: _Restored, start: Position, same_workers: bool) -> None:
-        """Say which plan of the checkpoint runs, and take over one that all ranks had agreed on for a later step."""
+        """Log which plan of the checkpoint runs, and take over plans that were already agreed on for later steps."""
         assert self.history is not None
         if self.history.last not in self.log:
             self.log = [self.history.last]
@@ -136,13 +136,13 @@ class PlanStore:
     # state
 
     def state_dict(self, workers: Workers, position: Position) -> dict[str, Any]:
-        """Return the plans of the running epoch, whom they are for and where training stands: plain Python values."""
+        """Return the plans of the running epoch, their workers, and the position of training, in plain values."""
         assert self.history is not None
         history = self.history.since(position[0]).state_dict()
         return {"history": history, "workers": list(workers.identities), "at": list(position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with these plans when data is sharded; with those at hand if the state has none."""
+        """Restore these plans when data is sharded; a state without plans keeps the present ones."""
         if "history" in state:
             history = PlanHistory.from_state_dict(state["history"])
             self._restored = _Restored(history, tuple(state["workers"]), tuple(state.get("at", ())))

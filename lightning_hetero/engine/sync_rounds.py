@@ -1,4 +1,4 @@
-"""Run sync rounds: ranks gather what they measured, rank 0 decides, all adopt its plan from the same step on."""
+"""Sync rounds: ranks gather their measurements, rank 0 decides, all adopt its plan from the same step on."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,23 +18,23 @@ from lightning_hetero.engine.training_data import TrainingData
 __all__ = ["Decide", "SyncRounds"]
 
 Decide = Callable[[StepObservations], tuple[Decision, tuple[float | None, float | None]]]
-"""From observations to a decision, and the predicted seconds of a step with their standard error."""
+"""Function from observations to a decision, and the predicted seconds of a step with their standard error."""
 
 
 class SyncRounds:
-    """Agree on plans from time to time.
+    """Sync rounds of a run, in which ranks agree on plans.
 
     Args:
-        control: gathers and decides.
-        data: whose plans they are.
-        timer: times this rank's steps.
+        control: control plane of the ranks.
+        data: training data whose plans are agreed on.
+        timer: timer of this rank's steps.
         diagnosis: warns of a link that makes steps wait.
 
     Attributes:
         schedule: when rounds are due.
-        observations: what all ranks measured up to the last round.
-        accumulation: micro-batches of an optimizer step, all of which have one plan.
-        keeps_window: whether the training loop itself says how many those are.
+        observations: measurements of all ranks from the newest round that had any.
+        accumulation: micro-batches of an optimizer step, all under the same plan.
+        keeps_window: whether the training loop itself sets that number.
     """
 
     def __init__(self, control: ControlPlane, data: TrainingData, timer: StepTimer, diagnosis: LinkDiagnosis) -> None:
@@ -44,11 +44,11 @@ class SyncRounds:
         self.accumulation, self.keeps_window = 1, False
 
     def accumulate(self, number: int) -> None:
-        """Take so many micro-batches for a step from now on."""
+        """Use ``number`` micro-batches per optimizer step from now on."""
         self.accumulation = number
 
     def keep_window(self, keeps: bool = True) -> None:
-        """Leave the number of micro-batches to the training loop."""
+        """Leave the number of micro-batches to the training loop, or take it back."""
         self.keeps_window = keeps
 
     @property
@@ -62,10 +62,10 @@ class SyncRounds:
         """Gather payloads, decide on rank 0, adopt a new plan; collective.
 
         Args:
-            decide: called on rank 0.
+            decide: decision, called on rank 0.
             at: epoch and step of the running batch.
             not_before: earliest position of a new plan.
-            payloads: what ranks tell each other besides their step times.
+            payloads: what ranks exchange besides their step times.
 
         Returns:
             Outcome of the round, the decision (on rank 0), and density and staleness of messages, the same on all

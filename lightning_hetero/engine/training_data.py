@@ -1,4 +1,4 @@
-"""Split the training data over ranks by the plans of a run."""
+"""Training data, split over ranks by the plans of a run."""
 
 from functools import partial
 
@@ -17,19 +17,19 @@ __all__ = ["TrainingData"]
 
 
 class TrainingData:
-    """Shard the training data of a run, within what each worker can hold.
+    """Sharding of a run's training data within the limits of each worker.
 
     Args:
-        config: of the run.
-        control: agrees on workers and plans.
-        device: of this rank.
+        config: settings of the run.
+        control: control plane by which ranks agree on workers and plans.
+        device: device of this rank.
         local_rank: slot on this host, part of the identity of a CPU worker.
 
     Attributes:
-        plans: of the run.
-        sampler: of the sharded data, ``None`` before there is any.
-        workers: of the run, ``None`` before data was sharded.
-        batch_size: samples per rank on average, as the loader had it.
+        plans: plans of the run.
+        sampler: sampler of the sharded data, ``None`` before there is any.
+        workers: workers of the run, ``None`` before data was sharded.
+        batch_size: samples per rank on average: the loader's batch size.
         min_local: smallest batch that this rank can run.
     """
 
@@ -42,11 +42,11 @@ class TrainingData:
         self._memory_bound: int | None = None
 
     def require_samples(self, number: int) -> None:
-        """Give this rank so many samples at least."""
+        """Require at least ``number`` samples per batch on this rank."""
         self.min_local = max(self.min_local, number)
 
     def bound_by_memory(self, number: int | None) -> None:
-        """Give this rank so many samples at most, ``None`` for no bound."""
+        """Allow at most ``number`` samples per batch on this rank; ``None`` for no bound."""
         self._memory_bound = number
 
     def leave_whole(self) -> None:
@@ -76,7 +76,7 @@ class TrainingData:
         self.plans.begin(self.control, self.workers, config, total, planner, start)
         self.sampler = UnevenBatchSampler(
             stream,
-            partial(getattr, self.plans, "history"),  # called in every step, so no function of Python's
+            partial(getattr, self.plans, "history"),  # called in every step, so not a Python function
             rank,
             drop_last=drop_last,
             min_local=self.workers.min_local,

@@ -1,4 +1,4 @@
-"""Measure the noise scale and move the total in a training loop of the user's own, as its settings ask for it."""
+"""Noise scale and moving total batch in a custom training loop, as the settings ask for them."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,13 +20,13 @@ __all__ = ["Adaptation"]
 
 
 class Adaptation:
-    """Measure the noise of an engine's gradients and follow the total that a planner moves, if settings say so.
+    """Measured gradient noise of an engine, and what follows the total that a planner moves, if the settings say so.
 
-    The number of micro-batches is the loop's own, so that the total moves with that number as it is. It is known once
-    a window of them is complete. With one worker there is nothing to measure.
+    The loop itself decides on the number of micro-batches, so the total moves with that number as it is. It is known
+    once a window of them is complete. With one worker there is nothing to measure.
 
     Args:
-        engine: whose settings they are.
+        engine: engine with the settings.
 
     Example:
         >>> from lightning_hetero.config import HeteroConfig
@@ -71,12 +71,12 @@ class Adaptation:
         scaler: torch.amp.GradScaler | None,
         divisor: Callable[[], int | None],
     ) -> None:
-        """Take hold of the optimizers of the run, in place of those held before.
+        """Scale the learning rates of the run's optimizers from now on, in place of those given before.
 
         Args:
-            optimizers: those that step on the gradients.
-            scaler: a gradient scaler, ``None`` without one.
-            divisor: gives what losses of micro-batches are divided by; ``None`` for the number of those in a window.
+            optimizers: optimizers that step on the gradients.
+            scaler: gradient scaler, ``None`` without one.
+            divisor: returns the divisor of micro-batch losses; ``None`` if that is their number in a window.
         """
         held = list(optimizers)
         if self._noise is not None:
@@ -96,10 +96,10 @@ class Adaptation:
     # a total that moves
 
     def starts(self, planner: Planner | None) -> Planner | None:
-        """Return the planner with which a pass over the data begins; refuse a total that cannot be within the bounds.
+        """Return the planner with which a pass over the data begins; refuse a total that is certainly out of bounds.
 
         Args:
-            planner: of the session, which knows the initial total if it goes on.
+            planner: planner of the session, which knows the initial total if the run was resumed.
 
         Raises:
             ValueError: if the total is outside the bounds.
@@ -112,7 +112,7 @@ class Adaptation:
         return planner
 
     def begun(self, planner: Planner | None) -> Planner | None:
-        """Return the planner that knows the initial total, which the number of micro-batches is a part of.
+        """Return the planner with the initial total, once the number of micro-batches is known.
 
         Raises:
             RuntimeError: if the learning rate of no optimizer would follow.
@@ -130,7 +130,7 @@ class Adaptation:
 
     @property
     def _initial(self) -> int:
-        """Samples of a micro-batch as the loader was given."""
+        """Samples of a micro-batch of all ranks, by the batch size that the loader was given."""
         return self._engine.data.batch_size * self._engine.world_size
 
     def _begin(self, planner: GoodputPlanner) -> GoodputPlanner:
@@ -141,14 +141,14 @@ class Adaptation:
         return planner
 
     def follow(self, planner: Planner | None, directory: Path | None) -> tuple[Planner | None, dict[str, float]]:
-        """Let all ranks take the learning rates of rank 0, behind a sync round; a collective call.
+        """Give all ranks the learning rates of rank 0, after a sync round; a collective call.
 
         Args:
-            planner: that has decided.
-            directory: where to keep the table of candidates, if anywhere.
+            planner: planner that has decided.
+            directory: folder for the table of candidates, ``None`` for no table.
 
         Returns:
-            The planner, and the metrics that have news.
+            The planner, and the metrics that have changed.
         """
         metrics: dict[str, float] = {}
         noise = self._noise
@@ -169,23 +169,23 @@ class Adaptation:
         return {} if self._noise is None else {"noise": self._noise.interval()}
 
     def resume(self, interval: dict[str, Any]) -> None:
-        """Go on in the middle of an interval.
+        """Continue in the middle of an interval.
 
         Args:
-            interval: what :meth:`interval` gave, empty if there is none.
+            interval: value of :meth:`interval`, empty if there is none.
         """
         if self._noise is not None and interval:
             with reading_state("the noise scale's steps since its last message"):
                 self._noise.resume(interval["noise"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where noise scale, learning rate and scale-invariant steps stand."""
+        """Return the noise scale, the factors of the learning rate and the scale-invariant steps."""
         noise = {} if self._noise is None else {"noise_scale": self._noise.running.state_dict()}
         return {**noise, **({} if self._total is None else {"total": self._total.state_dict()})}
 
     @reading_state("the noise scale, and learning rates of the total batch")
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where an earlier run stood."""
+        """Restore the state of an earlier run."""
         if self._noise is not None and "noise_scale" in state:
             self._noise.take_over(RunningNoiseScale.from_state_dict(state["noise_scale"]))
         if self._total is not None:

@@ -1,6 +1,6 @@
-"""Move learning rate, bounds and reports along with the total batch of an engine's plans, whatever trains under them.
+"""Learning rate, bounds and reports that follow a moving total batch, the same for every front end.
 
-On the total itself :class:`~lightning_hetero.core.policies.goodput.GoodputPlanner` decides, in sync rounds.
+:class:`~lightning_hetero.core.policies.goodput.GoodputPlanner` decides on the total itself, in sync rounds.
 """
 
 import csv
@@ -30,10 +30,10 @@ class AdaptiveTotal:
     :mod:`lightning_hetero.core.batching.lr_scaling`; the scheduler does not see it.
 
     Args:
-        max_total_batch_size: greatest total, ``>= 1``.
+        max_total_batch_size: largest total, ``>= 1``.
         lr_scaling: a rule of :data:`~lightning_hetero.core.batching.lr_scaling.LR_RULES`, a function, or ``"auto"``:
             AdaScale for SGD, else the square root.
-        min_total_batch_size: least total, ``>= 1``; by default what the workers' bounds allow.
+        min_total_batch_size: smallest total, ``>= 1``; by default what the workers' bounds allow.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -84,11 +84,11 @@ class AdaptiveTotal:
         micro_batch_limit: int | None = None,
         fits: int | None = None,
     ) -> GoodputPlanner:
-        """Return the planner with what is known once a run begins, on all ranks alike.
+        """Return the planner with the bounds and totals that are known when a run begins, equal on all ranks.
 
         Args:
-            planner: new, or of an earlier run, whose initial total it keeps.
-            engine: of the run, whose data is sharded.
+            planner: a new one, or one of an earlier run, whose initial total it keeps.
+            engine: engine of the run, with sharded data.
             initial: samples of a micro-batch to begin with.
             accumulation: micro-batches of an optimizer step to begin with.
             micro_batch_limit: samples of a micro-batch if no bounds are known.
@@ -109,16 +109,16 @@ class AdaptiveTotal:
             )
         self.check("the initial total batch is", planner.initial_total or 0)
         self.check("the checkpoint goes on with", engine.plan.total_batch_size * planner.accumulation)
-        most = min(self._most, len(engine.sampler.stream))  # of a larger one no step would ever be full
+        most = min(self._most, len(engine.sampler.stream))  # with a larger total no step would ever be full
         return replace(planner, max_total_batch_size=most if fits is None else min(most, fits))
 
     def check(self, what: str, total: int, *, at_least: bool = False) -> None:
         """Check that a total is within the bounds.
 
         Args:
-            what: which total, for the error.
+            what: text of the error: which total it is.
             total: samples.
-            at_least: whether it may turn out to be more.
+            at_least: whether the total may turn out to be larger, so that only the upper bound is checked.
 
         Raises:
             ValueError: if it is not.
@@ -132,13 +132,13 @@ class AdaptiveTotal:
             )
 
     def follow(self, planner: GoodputPlanner) -> tuple[GoodputPlanner, Candidate | None]:
-        """Let all ranks take learning rates and micro-batches of rank 0, behind a sync round; a collective call.
+        """Give all ranks the learning rates and micro-batches of rank 0, after a sync round; a collective call.
 
         Args:
-            planner: that has decided; that of rank 0 counts.
+            planner: planner that has decided; only rank 0's counts.
 
         Returns:
-            The planner, and what is predicted of the total that holds from now on.
+            The planner, and the candidate of the total that holds from now on, with its predictions.
         """
         assert self._engine is not None
         self._gains, accumulation, running = self._engine.control.decide(lambda: self._decision(planner))
@@ -166,7 +166,7 @@ class AdaptiveTotal:
     # the learning rate
 
     def hold(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Take hold of the optimizers of a run, in place of those held before."""
+        """Scale the learning rates of a run's optimizers from now on, in place of those held before."""
         self.let_go()
         if self.given_lr_scaling == "auto":
             plain = all(isinstance(optimizer, torch.optim.SGD) for optimizer in optimizers)
@@ -176,11 +176,11 @@ class AdaptiveTotal:
 
     @property
     def rates_follow(self) -> bool:
-        """``True`` if optimizers are held, or their rates are to stay."""
+        """``True`` if the rates of optimizers are scaled, or the rule is to leave them as they are."""
         return self._lr is not None or self.given_lr_scaling == "none"
 
     def let_go(self) -> None:
-        """Let go of the optimizers, with their scheduled rates."""
+        """Let go of the optimizers, and leave them their scheduled rates."""
         self._steps_before = self.scale_invariant_steps
         if self._lr is not None:
             self._lr.remove()
@@ -192,7 +192,7 @@ class AdaptiveTotal:
         """Return the metrics of the total that holds from now on.
 
         Args:
-            running: what is predicted of it.
+            running: its candidate, with the predictions.
         """
         assert self._engine is not None
         assert self._engine.history is not None
@@ -206,9 +206,9 @@ class AdaptiveTotal:
         """Add all candidates of a sync round to the table in a directory, ``hetero_candidates.csv``.
 
         Args:
-            table: candidates; nothing is written without any.
-            running: the one that holds from now on.
-            directory: is made if it is not there.
+            table: candidates; if there are none, nothing is written.
+            running: the candidate that holds from now on.
+            directory: folder, made if it does not exist.
             step: optimizer step of the sync round.
         """
         if not table:
@@ -226,11 +226,11 @@ class AdaptiveTotal:
     # state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where learning rate and scale-invariant steps stand."""
+        """Return the factors of the learning rate and the scale-invariant steps."""
         return {"gains": dict(self._gains), "scale_invariant_steps": self.scale_invariant_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where an earlier run stood."""
+        """Restore the state of an earlier run."""
         self._gains = {int(total): float(gain) for total, gain in state.get("gains", {}).items()}
         self._steps_before = float(state.get("scale_invariant_steps", 0.0)) - (
             0.0 if self._lr is None else self._lr.steps

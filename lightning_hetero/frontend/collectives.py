@@ -1,4 +1,4 @@
-"""Collectives of a framework beside the backward pass, as every adapter runs them under unequal batches."""
+"""Collectives outside the backward pass, as every adapter runs them under unequal batches."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +13,7 @@ __all__ = ["exact_mean", "gather_unequal", "not_computing"]
 
 
 def not_computing(engine: HeteroEngine | None) -> AbstractContextManager[None]:
-    """Return the context around collectives whose waiting is not to be counted as computing.
+    """Return a context around collectives in which waiting does not count as computing.
 
     Example:
         >>> with not_computing(None):
@@ -25,9 +25,9 @@ def not_computing(engine: HeteroEngine | None) -> AbstractContextManager[None]:
 
 
 def exact_mean(tensor: torch.Tensor, reduce_op: object) -> torch.Tensor:
-    """Return what is to be reduced in place of a tensor, so that a mean of integers is exact and not floored.
+    """Return the tensor to reduce in place of the given one, so that a mean of integers is exact and not floored.
 
-    Size counters of logged means are integers.
+    The size counters of logged means are integers.
 
     Example:
         >>> exact_mean(torch.tensor([3]), "mean").dtype, exact_mean(torch.tensor([3]), "sum").dtype
@@ -47,9 +47,9 @@ def gather_unequal(
     """Gather tensors whose rows may differ in number between ranks, see :func:`gather_rows`; a collective call.
 
     Args:
-        engine: of the run, ``None`` before there is one.
-        tensor: of this rank.
-        stacked: the framework's own gather, for tensors of one shape.
+        engine: engine of the run, ``None`` before there is one.
+        tensor: tensor of this rank.
+        stacked: the framework's own gather, for tensors of equal shape.
         group: ranks that take part; all of them by default.
     """
     if engine is None:

@@ -1,4 +1,4 @@
-"""Connect gradient compression to the optimizers and the precision of a framework."""
+"""Connection of gradient compression to the optimizers and the precision of a framework."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ __all__ = ["clip_blocks", "lead_optimizers"]
 
 
 def lead_optimizers(strategy: Any) -> None:
-    """Let a strategy's optimizer take sparse steps, if it was asked to.
+    """Let a strategy's optimizer take sparse steps, if the settings ask for them.
 
     Raises:
         MisconfigurationException: under manual optimization.

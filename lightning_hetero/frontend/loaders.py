@@ -1,4 +1,4 @@
-"""Connect DataLoaders to the engine: which loaders can be split unevenly, and how their batch sampler is replaced."""
+"""DataLoaders under the engine: which ones can be split unevenly, and how their batch sampler is replaced."""
 
 import copy
 import os
@@ -33,7 +33,7 @@ NOT_MET = (
 
 
 def unsupported_reason(loader: object, world_size: int) -> str | None:
-    """Return why a loader cannot be split unevenly over so many ranks, with advice; ``None`` if it can."""
+    """Return why a loader cannot be split unevenly over ``world_size`` ranks, with advice; ``None`` if it can."""
     if not isinstance(loader, DataLoader):
         return f"the train loader is a {type(loader).__name__}, not a torch DataLoader. Return a DataLoader"
     if isinstance(loader.dataset, IterableDataset):
@@ -102,9 +102,8 @@ def stream_of(loader: DataLoader) -> IndexStream | None:
 def with_batch_sampler(loader: DataLoader, batch_sampler: Iterable[list[int]]) -> DataLoader:
     """Return a copy of a loader of any class with another batch sampler; the loader itself stays as it is.
 
-    ``DataLoader`` refuses to have the attribute set after construction, because its own iterators would not notice; a
-    copy has none yet. Copying keeps subclasses and all their attributes, which calling their constructor anew would
-    not.
+    ``DataLoader`` refuses to set the attribute after construction, because its existing iterators would not notice; a
+    copy has no iterator yet. Unlike a new call of the constructor, a copy keeps subclasses and all their attributes.
     """
     clone = copy.copy(loader)
     object.__setattr__(clone, "batch_sampler", batch_sampler)
@@ -145,12 +144,12 @@ def iterated_by(
 
 
 def evaluates(models: Sequence[torch.nn.Module]) -> bool:
-    """Return whether what runs now cannot be training: gradients are off, or all models are in ``eval()``."""
+    """Return whether this cannot be training: gradients are off, or all models are in ``eval()``."""
     return not torch.is_grad_enabled() or (len(models) > 0 and not any(model.training for model in models))
 
 
 def _inner(loader: DataLoader) -> Any:
-    """Return an evaluation's batch sampler, which Lightning wraps for predictions to know the indices of each batch."""
+    """Return an evaluation loader's batch sampler; Lightning wraps that of predictions to record batch indices."""
     return getattr(loader.batch_sampler, "_batch_sampler", loader.batch_sampler)
 
 
@@ -166,7 +165,7 @@ def unbalanced_reason(loader: object, world_size: int) -> str | None:
     sampler = batches.sampler
     if not isinstance(sampler, DistributedSampler):
         return f"its sampler ({type(sampler).__name__}) is not distributed"
-    own = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)  # in the wrapper of Lightning's
+    own = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)  # inside Lightning's wrapper
     if type(own) is not DistributedSampler and not isinstance(own, SequentialSampler):
         return f"its samples come by a {type(own).__name__}"
     if getattr(sampler, "shuffle", False):

@@ -9,7 +9,7 @@ log = logging.getLogger("lightning_hetero")
 
 
 def show_log() -> None:
-    """Show our lines at level INFO unless logging is set up already, as Lightning does: nothing changes silently."""
+    """Show our lines at level INFO unless logging is set up already, as Lightning does, so nothing changes silently."""
     if not logging.getLogger().hasHandlers() and not log.handlers:
         log.addHandler(logging.StreamHandler())
         log.propagate = False

@@ -1,4 +1,4 @@
-"""Set up a model for unequal batches: what every adapter does between the user's module and DDP's wrapper of it."""
+"""Setup of a model for unequal batches, which every adapter does around DDP's wrapping of it."""
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -10,7 +10,7 @@ __all__ = ["attach_module", "has_batch_norm", "loss_scaler", "raise_minimum"]
 
 
 def has_batch_norm(model: torch.nn.Module) -> bool:
-    """Return whether a model normalises batches, which one sample cannot be.
+    """Return whether a model has batch normalization, which fails for a batch of one sample.
 
     Example:
         >>> has_batch_norm(torch.nn.Sequential(torch.nn.BatchNorm1d(3))), has_batch_norm(torch.nn.Linear(3, 1))
@@ -20,10 +20,10 @@ def has_batch_norm(model: torch.nn.Module) -> bool:
 
 
 def raise_minimum(engine: HeteroEngine, model: torch.nn.Module) -> bool:
-    """Give every rank two samples at least if the model normalises batches, unless the user gave a minimum.
+    """Give every rank at least two samples if the model has batch normalization, unless the user gave a minimum.
 
     Returns:
-        Whether the minimum is a new one, so that data which was sharded before has to be sharded anew.
+        Whether the minimum has changed; data that was sharded before then has to be sharded again.
     """
     if engine.config.min_local_batch_size is not None or engine.data.min_local >= 2 or not has_batch_norm(model):
         return False
@@ -38,10 +38,10 @@ def loss_scaler(precision: object) -> torch.amp.GradScaler | None:
 
 
 def attach_module(engine: HeteroEngine, model: DistributedDataParallel, scaler: torch.amp.GradScaler | None) -> None:
-    """Watch losses and weights of a module, and compress its gradients if it was asked for; a collective call.
+    """Watch losses and weights of a module, and set up compression if the settings ask for it; a collective call.
 
     Args:
-        engine: of the run.
+        engine: engine of the run.
         model: the module in DDP's wrapper; its names are the keys of the residuals.
         scaler: loss scaler of the run, ``None`` without one.
     """

@@ -1,4 +1,4 @@
-"""Read and change the plans of a run, the same through every front end."""
+"""Access to the plans of a run, the same through every front end."""
 
 from typing import TYPE_CHECKING
 
@@ -12,14 +12,14 @@ __all__ = ["PlanAccess"]
 class PlanAccess:
     """Access to the plans of a run, which every front end offers its users.
 
-    A front end has an ``engine`` once its processes have met; ``_no_engine`` is its error until then.
+    A front end has an ``engine`` once its process group exists; ``_no_engine`` is its error until then.
     """
 
     if TYPE_CHECKING:  # an attribute of some front ends, a property of others
 
         @property
         def engine(self) -> HeteroEngine | None:
-            """The mechanism, once the processes have met."""
+            """The engine, ``None`` before the process group exists."""
 
     _no_engine = "there are no plans and observations yet: they come when training begins."
 

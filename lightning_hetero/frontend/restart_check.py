@@ -1,4 +1,4 @@
-"""Warn of stale addresses before joining a process group that torchrun started again."""
+"""Warning of stale addresses before joining a process group that torchrun has restarted."""
 
 from collections.abc import Mapping
 
@@ -8,10 +8,10 @@ __all__ = ["warn_of_stale_addresses"]
 
 
 def warn_of_stale_addresses(environment: Mapping[str, str]) -> bool:
-    """Warn if this start may meet addresses of workers that are gone; returns whether it did.
+    """Warn if this start may find addresses of workers that are gone; return whether it warned.
 
-    With the agent's own store, torch 2.13 keeps the addresses of an earlier attempt where those of this one are looked
-    up, so that gloo may connect to a process that was killed, and fail or wait.
+    With the agent's own store, torch 2.13 keeps the addresses of an earlier attempt in the place where this attempt
+    finds its own. Gloo may then connect to a process that was killed, and fail or wait.
 
     Args:
         environment: variables of the process.

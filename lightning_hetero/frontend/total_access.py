@@ -1,4 +1,4 @@
-"""Read the noise scale and the moving total of a run, and name the optimizers that follow it."""
+"""Access to the noise scale and the moving total of a run, and to the optimizers that follow it."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -26,17 +26,17 @@ class TotalAccess:
         scaler: torch.amp.GradScaler | None = None,
         divisor: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """Take hold of all optimizers of the run: their rate follows the total, and tells what noise is to Adam.
+        """Name all optimizers of the run: their rates follow the total, and Adam's moments precondition the noise.
 
-        Fabric and Accelerate do it for you.
+        Fabric and Accelerate do this for you.
 
         Args:
-            optimizers: those that step on the gradients, in place of those given before.
-            scaler: a gradient scaler, if there is one.
-            divisor: gives what losses of micro-batches are divided by; else, that is the number of those in a window.
+            optimizers: optimizers that step on the gradients, in place of those given before.
+            scaler: gradient scaler, if there is one.
+            divisor: returns the divisor of micro-batch losses; ``None`` if that is their number in a window.
 
         Raises:
-            TypeError: if these are no optimizers.
+            TypeError: if it is not a list of optimizers.
         """
         held = list(optimizers) if isinstance(optimizers, Iterable) else None
         others = sorted({type(one).__name__ for one in held or () if not isinstance(one, torch.optim.Optimizer)})
@@ -62,5 +62,5 @@ class TotalAccess:
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """Candidates for the total of the newest sync round, on rank 0."""
+        """Candidates for the total in the latest sync round, on rank 0."""
         return self.planner.table if isinstance(self.planner, GoodputPlanner) else ()

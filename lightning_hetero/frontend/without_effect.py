@@ -1,7 +1,7 @@
-"""Tell settings that do nothing in a run, with the reason: once, on rank 0, when training begins.
+"""Report of settings that do nothing in a run, with the reason: once, on rank 0, when training begins.
 
-A setting that is wrong is an error where it is given. Here are those that are right by themselves, and do nothing with
-the workers, the policy or the data at hand.
+A wrong setting is an error where it is given. The settings here are valid, but do nothing with the workers, the policy
+or the data of the run.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,19 +18,19 @@ from lightning_hetero.engine import HeteroEngine
 __all__ = ["ALONE", "Run", "given", "tell", "tell_left", "without_effect"]
 
 ALONE = "there is one worker, who has nobody to share batches or exchange gradients with", "Start more, or leave it out"
-"""Reason and cure of all that takes several workers."""
+"""Reason and cure for settings that need several workers."""
 
 FOR_SEVERAL = (
     *("policy", "weight_fn", "hysteresis", "change_cost", "balance_evaluation"),
     *("compression", "hierarchy", "sparse_optimizer", "staleness", "transfer_priority"),
     *("max_total_batch_size", "min_total_batch_size", "lr_scaling", "noise_scale"),
 )
-"""Settings that take several workers."""
+"""Settings that need several workers."""
 FOR_SPLIT = (
     *("min_local_batch_size", "max_local_batch_sizes", "replan", "probe_memory"),
     *("max_total_batch_size", "min_total_batch_size", "lr_scaling", "noise_scale"),
 )
-"""Settings that take a training loader that is split."""
+"""Settings that need a training loader that is split."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Run:
 
     Args:
         world_size: number of ranks.
-        planner: decides on the split; ``None`` if it stays.
-        clusters: that the setting ``hierarchy`` gave, if it gave any.
+        planner: decides on the split; ``None`` if it is fixed.
+        clusters: clusters that the setting ``hierarchy`` gave, if any.
         flat: whether gradients are exchanged without clusters.
         on_cpu: whether all ranks compute on CPUs.
-        scaled: whether a loss scaler leaves out steps that are not finite.
-        batch_size: of the training DataLoader, ``None`` if it is not split, or not known yet.
+        scaled: whether a loss scaler skips steps that are not finite.
+        batch_size: batch size of the training DataLoader, ``None`` if it is not split, or not known yet.
         split: whether the training loader is split.
     """
 
@@ -59,7 +59,7 @@ class Run:
 
 
 def given(config: HeteroConfig, names: Iterable[str]) -> tuple[str, ...]:
-    """Return those of some settings that are not at their defaults, as they were given.
+    """Return those of the named settings that are not at their defaults, as the user wrote them.
 
     Example:
         >>> given(HeteroConfig(policy="pid", local_batch_sizes=[3, 1]), ("policy", "local_batch_sizes", "replan"))
@@ -71,7 +71,7 @@ def given(config: HeteroConfig, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _written(value: object) -> str:
-    """Write a value as users do: with lists in place of tuples, and without what is at its default."""
+    """Write a value as users do: with lists in place of tuples, and without defaults."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_written, value))}]"
     if not is_dataclass(value):
@@ -103,7 +103,7 @@ def _of_one_worker(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
 def _of_policy(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
     if run.world_size == 1:
         return
-    # the rule of staleness has the same hysteresis
+    # hysteresis also applies to the rule of staleness
     unused = given(config, ["change_cost"] if config.staleness else ["hysteresis", "change_cost"])
     if isinstance(run.planner, ProportionalPlanner):
         reason = "proportional control goes by the dead band of its controller"
@@ -152,12 +152,12 @@ def _of_hierarchy(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
 
 
 def tell(engine: HeteroEngine, planner: Planner | None, others: Iterable[NoEffect] = (), *, split: bool = True) -> None:
-    """Say on rank 0 which settings of an engine's run do nothing; what was said before is not said again.
+    """Log on rank 0 which settings of a run do nothing, each only once.
 
     Args:
-        engine: of the run.
-        planner: decides on its split; ``None`` if it stays.
-        others: of callbacks.
+        engine: engine of the run.
+        planner: decides on the split; ``None`` if it is fixed.
+        others: settings of callbacks that do nothing.
         split: whether the training loader is split, as far as is known.
     """
     topology, names = engine.hook_state.topology, [] if engine.workers is None else engine.workers.identities
@@ -178,9 +178,9 @@ def tell_left(engine: HeteroEngine, planner: Planner | None, text: str) -> None:
     """Warn on rank 0 that the training loader is left as it is, and of the settings that do nothing for that reason.
 
     Args:
-        engine: of the run.
-        planner: would decide on the split.
-        text: why, and what becomes of the loader.
+        engine: engine of the run.
+        planner: planner that would decide on the split.
+        text: the reason, and what happens to the loader.
     """
     engine.notices.say(text, loses=True)
     tell(engine, planner, split=False)

@@ -1,8 +1,8 @@
-"""The DDP wrapper of a model with our hook, which follows a change of the parameters that are trained.
+"""The DDP wrapper of a model with our hook, which follows changes of the set of trained parameters.
 
-DDP knows the parameters that need a gradient when it wraps the model. One that is unfrozen later gets each rank's own
-gradient and no average, so that replicas drift apart; one that is frozen is waited for in vain. So the wrapper looks at
-the parameters before each forward pass, and where they have changed DDP lays its buckets out anew, in place.
+DDP records the parameters that need a gradient when it wraps the model. If one is unfrozen later, each rank keeps its
+own gradient of it without an average, and replicas drift apart; for one that is frozen later, DDP waits in vain. So the
+wrapper checks the parameters before each forward pass, and on a change makes DDP rebuild its buckets, in place.
 """
 
 import logging
@@ -28,17 +28,17 @@ _needs_gradient = attrgetter("requires_grad")
 
 
 class WrappedModel:
-    """Registers our hook with a model under DDP, and again whenever other parameters are trained than before.
+    """Model under DDP with our hook, which is registered again whenever the set of trained parameters changes.
 
     Args:
-        model: as DDP has wrapped it, without a hook.
-        engine: whose hook it is.
-        attach: puts compression and staleness of the module's trained parameters into the state of the hook.
-        optimizers: optimizers of the model, as far as there are any by now: by those, parameters are found that were
+        model: model that DDP has wrapped, without a hook.
+        engine: engine of the hook.
+        attach: sets up compression and staleness of the trained parameters in the state of the hook.
+        optimizers: returns the optimizers of the model, as far as there are any by now; they show parameters that were
             added to the model.
 
     Raises:
-        ValueError: if the model has sparse gradients, which the settings have no form for, or embeddings with
+        ValueError: if the model has sparse gradients that the settings do not support, or embeddings with
             ``max_norm``.
     """
 
@@ -52,13 +52,13 @@ class WrappedModel:
         self.engine, self.attach, self.optimizers = engine, attach, optimizers
         self.changes = 0
         self._model = weakref.ref(model)
-        self._follow = torch.compiler.disable(self._wrap_anew)  # the forward pass may be a compiled one
+        self._follow = torch.compiler.disable(self._wrap_anew)  # the forward pass may be compiled
         self._connect(model)
         model.register_forward_pre_hook(self)
         engine.models[model.module] = self
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Leave nothing of this run in a copy or a pickle of the model."""
+        """Keep this run out of a copy or a pickle of the model."""
         return Unwatched, ()
 
     def _connect(self, model: DistributedDataParallel) -> None:
@@ -82,7 +82,7 @@ class WrappedModel:
     # what has changed
 
     def __call__(self, model: Any, inputs: Any) -> None:
-        """Let DDP know all parameters that need a gradient by now; a collective call where that has changed."""
+        """Tell DDP which parameters need a gradient now; a collective call if that has changed."""
         if not torch.is_grad_enabled():
             return
         number = self._in_optimizers()
@@ -107,7 +107,7 @@ class WrappedModel:
             raise ValueError(
                 f"{len(new)} parameters were unfrozen and {len(frozen)} frozen in the training, and {reason}"
             )
-        if engine.put_back is not None:  # deferred updates go to the weights as they are
+        if engine.put_back is not None:  # deferred updates belong to the unpredicted weights
             engine.put_back()
         for name in new:
             dist.broadcast(trained[name].detach(), 0, group=model.process_group)
@@ -134,7 +134,7 @@ class WrappedModel:
             )
 
     def _average(self, model: DistributedDataParallel, frozen: list[str]) -> None:
-        """Average what an accumulation window holds of parameters that are frozen in it, which DDP will not."""
+        """Average the accumulated gradients of parameters that were frozen inside a window, which DDP does not do."""
         there = dict(model.module.named_parameters())
         held = self.engine.control.gather_objects([name for name in frozen if there[name].grad is not None])
         for name in frozen:
@@ -144,7 +144,7 @@ class WrappedModel:
                 dist.all_reduce(p.grad.mul_(1.0 / self.engine.world_size), group=model.process_group)
 
     def after_backward(self) -> None:
-        """Make sure that no gradient has come in that DDP does not know of.
+        """Check that no parameter has a gradient that DDP does not know of.
 
         Raises:
             RuntimeError: if a parameter was unfrozen between a forward pass and its backward pass.
@@ -163,16 +163,16 @@ class WrappedModel:
 
 
 class Unwatched:
-    """Stand-in for a :class:`WrappedModel` in the copy of a model: torch registers no hook with a copy either."""
+    """Stand-in for a :class:`WrappedModel` in a copy of the model, with which torch registers no hook either."""
 
     def __call__(self, model: Any, inputs: Any) -> None:
-        """Leave the copy to torch."""
+        """Do nothing: the copy is torch's."""
 
 
 def _lay_out_anew(model: DistributedDataParallel) -> None:
-    """Replace what DDP has made for the parameters that were trained when it wrapped the model.
+    """Make DDP rebuild its buckets for the parameters that are trained now.
 
-    It is what DDP does when it is unpickled. Hooks of the old reducer leave the parameters with it.
+    It is what DDP does when it is unpickled. The hooks of the old reducer leave the parameters with it.
     """
     try:
         state = model.__getstate__()

@@ -1,4 +1,4 @@
-"""Tools around optimizers: learning rates of a total that moves, Adam's view of a gradient, sparse steps."""
+"""Tools around optimizers: learning rates under a moving total batch, Adam's preconditioning, sparse steps."""
 
 from lightning_hetero.optim.adam_preconditioner import AdamPreconditioner, common_preconditioner, is_adam
 from lightning_hetero.optim.lr_multiplier import LearningRateGain, LearningRateMultiplier

@@ -1,4 +1,4 @@
-"""The gradient as an adaptive optimizer sees it, for the noise scale (Pollux, sec. 3.1)."""
+"""The gradient as an adaptive optimizer scales it, for the noise scale (Pollux, sec. 3.1)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ __all__ = ["AdamPreconditioner", "common_preconditioner", "is_adam"]
 
 @dataclass(frozen=True)
 class PieceSizes:
-    """Elements that are worked on at a time.
+    """Elements to process at a time.
 
     Args:
         host: on a CPU: half a megabyte in float32, which stays in a processor's cache.
-        device: elsewhere. Callbacks of gradients take turns on 32 streams, and each keeps the memory of its own
-            temporaries: with whole parameters that was up to 32 times the largest one.
+        device: elsewhere. Gradient callbacks alternate between 32 streams, each of which keeps the memory of its
+            temporaries; with whole parameters, these took up to 32 times the largest one.
     """
 
     host: int = 2**17
@@ -28,7 +28,7 @@ FORMATS = {
     4: (torch.contiguous_format, torch.channels_last),
     5: (torch.contiguous_format, torch.channels_last_3d),
 }
-"""Orders in which a tensor of so many dimensions can lie in memory without gaps."""
+"""Memory formats in which a tensor of each number of dimensions can lie without gaps."""
 
 
 def is_adam(optimizer: torch.optim.Optimizer) -> bool:
@@ -44,12 +44,12 @@ def is_adam(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class AdamPreconditioner:
-    """Divide a gradient by ``sqrt(v / (1 - beta_2^t)) + eps``, with Adam's second moment ``v`` before this step.
+    """Preconditioner that divides a gradient by ``sqrt(v / (1 - beta_2^t)) + eps``, with ``v`` from before this step.
 
-    What Adam does with noise is not what SGD does with it: coordinates of small gradients are scaled up. The noise
-    scale that counts is that of the preconditioned gradient, ``tr(P Sigma P) / |P G|^2`` with ``P`` the diagonal matrix
-    of these divisors' inverses. With AMSGrad ``v`` is the largest so far. A parameter without a second moment yet
-    counts as zero. No gradient is kept.
+    ``v`` is Adam's second moment. Unlike SGD, Adam scales up coordinates with small gradients, and the noise in them.
+    So the noise scale that counts is that of the preconditioned gradient, ``tr(P Sigma P) / |P G|^2``, where ``P`` is
+    the diagonal matrix of the inverse divisors. With AMSGrad, ``v`` is the largest so far. A parameter without a second
+    moment counts as zero. No gradient is kept.
 
     Args:
         optimizers: optimizers of the Adam family.
@@ -70,7 +70,7 @@ class AdamPreconditioner:
         self._homes: dict[torch.Tensor, tuple[torch.optim.Optimizer, int]] = {}
 
     def _home(self, parameter: torch.Tensor) -> tuple[torch.optim.Optimizer, int] | None:
-        """Return the optimizer of a parameter and the number of its group; groups may be added during training."""
+        """Return the optimizer of a parameter and the index of its group; groups may be added during training."""
         if parameter not in self._homes:
             self._homes = {
                 parameter: (optimizer, number)
@@ -91,7 +91,7 @@ class AdamPreconditioner:
         return used, 1 - group["betas"][1] ** known["step"], group["eps"]
 
     def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the preconditioned gradient, of the shape of ``gradient``."""
+        """Return the preconditioned gradient, in the shape of ``gradient``."""
         known = self._moment(parameter)
         if known is None:
             return torch.zeros_like(gradient)
@@ -99,9 +99,9 @@ class AdamPreconditioner:
         return gradient / (used / bias).sqrt().add_(eps).view_as(gradient)
 
     def squares(self, parameter: torch.Tensor, gradient: torch.Tensor) -> list[torch.Tensor]:
-        """Return the squared norm of the preconditioned gradient, taken in pieces, so that temporaries are small.
+        """Return the squared norm of the preconditioned gradient, in pieces, so that temporaries stay small.
 
-        Sums of 16-bit values are in float32; a parameter without a second moment yet gives nothing.
+        Sums of 16-bit values are in float32; for a parameter without a second moment the list is empty.
         """
         known = self._moment(parameter)
         if known is None:
@@ -128,7 +128,7 @@ def common_preconditioner(optimizers: Iterable[torch.optim.Optimizer]) -> AdamPr
 
 
 def _pieces(moment: torch.Tensor, gradient: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Return both in flat pieces, if they lie in memory without gaps and in one order; else as they are."""
+    """Return both tensors in flat pieces if they lie in memory without gaps and in the same order, else unchanged."""
     dense = any(moment.is_contiguous(memory_format=f) for f in FORMATS.get(moment.ndim, (torch.contiguous_format,)))
     if not dense or moment.stride() != gradient.stride():
         return [(moment, gradient)]

@@ -13,15 +13,15 @@ Closure = Callable[[], Any]
 
 
 class LearningRateMultiplier:
-    """Multiply the learning rate of every parameter group while the optimizer steps, and restore it after.
+    """Factor on the learning rate of every parameter group, applied only while the optimizer steps.
 
-    The scheduled rate itself is never touched, so the factor goes with any scheduler, with warm-up, with several
-    groups, with gradient scalers, and is in no checkpoint of the optimizer. A closure, in which Lightning runs
-    ``training_step``, sees the scheduled rates too, and may set others, which are multiplied in their turn.
+    Between steps the scheduled rate is in place. So the factor works with any scheduler, with warm-up, several groups
+    and gradient scalers, and is in no checkpoint of the optimizer. A closure, in which Lightning runs
+    ``training_step``, sees the scheduled rates, too; rates that it sets are multiplied as well.
 
     Args:
         optimizers: optimizers to act on.
-        gain: gives the factor of the step at hand, above 0.
+        gain: returns the factor of the current step, above 0.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1))
@@ -42,14 +42,14 @@ class LearningRateMultiplier:
         self._optimizers = list(optimizers)
         for number, optimizer in enumerate(self._optimizers):
             before = optimizer.register_step_pre_hook(self._before)
-            # First of all: what others put behind the user's closure, such as sparse steps, is to have the factor.
+            # First of the hooks: steps that others append to the user's closure, such as sparse ones, need the factor.
             hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
             hooks.move_to_end(before.id, last=False)
             self._handles.append(before)
             self._handles.append(optimizer.register_step_post_hook(self._after if number else self._after_first))
 
     def remove(self) -> None:
-        """Let go of the optimizers, with the scheduled rates, also after a step that failed half-way."""
+        """Let go of the optimizers, with their scheduled rates restored, even after a step that failed halfway."""
         for optimizer in self._optimizers:
             self._restore(optimizer)
         for handle in self._handles:
@@ -97,4 +97,4 @@ class LearningRateMultiplier:
 
 
 LearningRateGain = LearningRateMultiplier
-"""The name of earlier versions."""
+"""Name in earlier versions."""

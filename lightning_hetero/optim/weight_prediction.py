@@ -1,9 +1,8 @@
 """Predicted move of a parameter in the next optimizer step, for stale gradients.
 
-The gradient that is computed now meets other weights than those it was computed at: in between lies one step of the
-optimizer, with momentum and with the all-reduced gradient that is still in flight. Both are nearly known, so that the
-gradient can be computed at the weights that it will meet (weight prediction, as for pipelines: Chen et al., SpecTrain,
-2018).
+A stale gradient is applied to other weights than those it was computed at: in between, the optimizer steps once, with
+momentum and with the all-reduced gradient that is still in flight. Both are nearly known, so the gradient can be
+computed at the weights to which it will be applied (weight prediction, as for pipelines: Chen et al., SpecTrain, 2018).
 """
 
 import torch
@@ -34,17 +33,17 @@ def expected_move(
 ) -> torch.Tensor | None:
     """Return what the next step subtracts from elements of a parameter; weight decay is left out.
 
-    SGD: ``l b'`` with ``b' = m b + g``, with Nesterov's ``l (g + m b')``; if momentum is applied ahead and a share
-    ``k`` of it kept, ``(1 - k) l m / (1 - m) b'`` besides, ``m`` times that with Nesterov's.
-    AdamW: ``l m' / (sqrt(v') + eps)`` with both moments after the gradient, corrected for their bias, times ``1 / (1 -
-    beta_1 / sqrt(beta_2))`` if applied ahead.
+    SGD: ``l b'`` with ``b' = m b + (1 - d) g`` (dampening ``d``); with Nesterov momentum ``l (g + m b')``. If momentum
+    is applied ahead and a share ``k`` of it is kept, plus ``(1 - k) l m / (1 - m) b'``, ``m`` times that with Nesterov.
+    AdamW: ``l m' / (sqrt(v') + eps)`` with both bias-corrected moments after the gradient; if the first moment is
+    applied ahead, times ``1 / (1 - beta_1 / sqrt(beta_2))``.
 
     Args:
-        optimizer: one that :func:`foresees`.
+        optimizer: one for which :func:`foresees` is true.
         group: the parameter's group of settings.
-        state: what the optimizer keeps of these elements.
-        gradient: what is expected of these elements' gradient, ``None`` where nothing is known of it.
-        kept: share of their momentum that elements keep where sparse steps apply it ahead, ``None`` if they do not
+        state: the optimizer's state of these elements.
+        gradient: expected gradient of these elements, ``None`` if nothing is known of it.
+        kept: share of their momentum that elements keep if sparse steps apply momentum ahead, ``None`` if they do not
             (:meth:`~lightning_hetero.optim.sparse.lazy_update.LazyUpdate.kept`).
 
     Returns:

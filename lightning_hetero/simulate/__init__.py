@@ -1,4 +1,4 @@
-"""Emulation of unequal hardware on one machine, for demonstrations and tests; training never needs it."""
+"""Emulation of unequal hardware on one machine, for demonstrations and tests; training does not need it."""
 
 from lightning_hetero.simulate.thin_link import ThinLink
 from lightning_hetero.simulate.throttle import Throttle

@@ -1,9 +1,9 @@
 """Helper process of :class:`~lightning_hetero.simulate.Throttle`: stops and continues one process at a duty cycle.
 
-Run by path with ``python -I -S``, as ``_duty_cycle.py PID SHARE PERIOD PARENT_PID``; it imports only light parts of
-the standard library, so that it starts in milliseconds. Lines on its standard input are commands: a share, or
-``quit``. It ends, and always leaves the process running, at ``quit``, at the end of its input, at SIGTERM, SIGINT or
-SIGHUP, when its parent or the throttled process has ended, and on any error of its own.
+Run it by path with ``python -I -S``, as ``_duty_cycle.py PID SHARE PERIOD PARENT_PID``. It imports only light parts of
+the standard library and starts in milliseconds. Lines on its standard input are commands: a share, or ``quit``. It
+ends at ``quit``, at the end of its input, at SIGTERM, SIGINT or SIGHUP, when its parent or the throttled process has
+ended, and on any error of its own; it always leaves the process running.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class EndedError(Exception):
-    """The parent or the throttled process has ended, or the parent asked to end."""
+    """End of the helper: the parent or the throttled process has ended, or the parent asked for it."""
 
 
 class Target:
-    """The throttled process: by file descriptor where the system has them, so that a reused PID is never hit."""
+    """The throttled process, by file descriptor where the system supports it, so a reused PID is never hit."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -58,11 +58,10 @@ class Target:
 
 
 class DutyCycle:
-    """Alternation of run and stop phases, such that the time run is ``share`` of the total on average.
+    """Alternation of run and stop phases, in which the process runs for ``share`` of the time on average.
 
-    The phases that were asked for are not trusted, the measured ones are: after a run phase that really lasted ``r``
-    a stop of ``r * (1 - share) / share`` is due, and what a stop lasted too long or too short is carried
-    into the next cycle.
+    It relies on measured phases, not on the requested ones: after a run phase of measured length ``r``, a stop of
+    ``r * (1 - share) / share`` is due, and the error of a stop's length is carried over to the next cycle.
     """
 
     check_s = 0.5
@@ -88,7 +87,7 @@ class DutyCycle:
                 running_since = self.cycle(running_since)
 
     def cycle(self, running_since: float) -> float:
-        """Run one phase of running and the stop that follows from it; return when the process last began to run."""
+        """Run one run phase and the stop that it entails; return the time at which the process last began to run."""
         excess = max(0.0, -self.stop_due)
         run_for = self.share * self.period + excess * self.share / (1.0 - self.share)
         self.wait(running_since + run_for - time.monotonic())
@@ -105,12 +104,12 @@ class DutyCycle:
         return now
 
     def wait(self, seconds: float) -> bool:
-        """Wait, obeying commands; True, and early, if one of them set the share."""
+        """Wait and obey commands; return True, before the time is up, if one of them set the share."""
         deadline = time.monotonic() + seconds
         watched = [_STDIN] if self.target.fd is None else [_STDIN, self.target.fd]
         while True:
             ready, _, _ = select.select(watched, [], [], max(0.0, deadline - time.monotonic()))
-            # The end of input cannot be relied on: a process that the parent forked holds the pipe open as well.
+            # The end of input is not reliable: a process that the parent forked also holds the pipe open.
             if os.getppid() != self.parent or (self.target.fd is not None and self.target.fd in ready):
                 raise EndedError
             if self.target.fd is None:
@@ -121,7 +120,7 @@ class DutyCycle:
                 return False
 
     def obey(self) -> bool:
-        """Read the commands that have come; True if one of them set the share."""
+        """Read the commands that have arrived; return True if one of them set the share."""
         received = os.read(_STDIN, 4096)
         if not received:
             raise EndedError

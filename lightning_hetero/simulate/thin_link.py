@@ -1,4 +1,4 @@
-"""A low-bandwidth link between the workers of one machine, without privileges: gradients arrive late."""
+"""Emulation of a low-bandwidth link between workers on one machine, without privileges: gradients arrive late."""
 
 import queue
 import threading
@@ -19,16 +19,16 @@ __all__ = ["ThinLink"]
 
 
 class ThinLink:
-    """Link of a given rate, at which sums and messages of gradients of this process arrive.
+    """Link of a given rate, which delays the gradient sums and messages of this process.
 
-    For tests and demonstrations on one machine: the sums themselves are those of the process group, only their arrival
-    is put off. It concerns plain sums and block top-k of gradients on CPU, and no other collective.
+    It is for tests and demonstrations on one machine. The process group computes the sums; only their arrival is
+    delayed. It affects plain sums and block top-k of gradients on CPU, and no other collective.
 
     Args:
         rate: bytes per second that a worker can send, above 0; may be changed while it runs.
         world_size: number of workers.
-        shared: whether all that is in flight at a time shares the link equally, as connections do, rather than taking
-            turns in the order in which it set out.
+        shared: whether everything in flight shares the link equally, as connections do, instead of crossing it in
+            first-in, first-out order.
 
     Raises:
         TypeError: if the rate is no number.
@@ -58,7 +58,7 @@ class ThinLink:
         return self
 
     def stop(self) -> None:
-        """Put the link back, once everything in flight has arrived."""
+        """Remove the limit, once everything in flight has arrived."""
         if self._thread is not None:
             sums.async_all_reduce, sums.async_all_gather = self._sum, self._gather
             self._queue.put(None)
@@ -103,7 +103,7 @@ class ThinLink:
         return delayed
 
     def _deliver(self) -> None:
-        """Let time pass on the link, from event to event: something new sets out, or something arrives."""
+        """Simulate the link from event to event: something is sent, or something arrives."""
         left: list[list[Any]] = []
         ending, before = False, time.perf_counter()
         while left or not ending:
@@ -128,7 +128,7 @@ class ThinLink:
         return sharing * min(num_bytes for num_bytes, *_ in left[:sharing]) / self.rate
 
     def _cross(self, left: list[list[Any]], seconds: float) -> None:
-        """Take off what the link carried in so many seconds, and hand out what has arrived."""
+        """Subtract the bytes that the link carried in ``seconds``, and deliver what has arrived."""
         while left:
             sharing, step = self._crossing(left), self._seconds_until_next(left)
             passed = min(step, seconds)

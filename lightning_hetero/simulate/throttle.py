@@ -1,8 +1,8 @@
 """A straggler without a slow machine: a process that is stopped and continued at a duty cycle.
 
-The process really computes slower, in whatever library, as with ``cpulimit``, and no privileges are needed. What it is
-not: a limit on processor time (the share is of wall time, so it multiplies whatever else slows the process), nor a
-slow network.
+As with ``cpulimit``, the process really computes slower, in any library, and no privileges are needed. It is neither a
+limit on processor time (the share is one of wall time, so it multiplies whatever else slows the process) nor a slow
+network.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _HELPER = Path(__file__).with_name("_duty_cycle.py")
 class Throttle:
     """Duty cycle of a process, which runs for a ``share`` of the time: SIGSTOP and SIGCONT from a helper process.
 
-    The helper measures every phase and makes up for its own lateness, so that the average share is precise. It ends,
-    and leaves the process running, at :meth:`stop`, when the process or the one that called :meth:`start` ends, and
-    at SIGTERM; only a helper that is itself killed with SIGKILL can leave the process stopped (``kill -CONT PID``).
+    The helper measures every phase and corrects its own delays, so the average share is precise. It ends, and leaves
+    the process running, at :meth:`stop`, at SIGTERM, and when the process or the one that called :meth:`start` ends.
+    Only SIGKILL of the helper itself can leave the process stopped (``kill -CONT PID``).
 
     Note:
         Only the one process with all its threads is slowed: processes that it starts, such as the workers of a
@@ -36,8 +36,8 @@ class Throttle:
     Args:
         share: part of the time that the process runs, ``0 < share <= 1``; 1.0 sends no signals at all.
         pid: the process to slow; None is the process that calls :meth:`start`.
-        period: seconds of one cycle of running and stopping, ``0 < period <= 1``. It has to be short against the
-            steps that are timed, and ``share * period`` long against a context switch.
+        period: seconds of one cycle of running and stopping, ``0 < period <= 1``. It has to be much shorter than the
+            timed steps, and ``share * period`` much longer than a context switch.
 
     Raises:
         ValueError: if an argument is outside its range.
@@ -80,10 +80,10 @@ class Throttle:
         return self._helper is not None and self._helper.poll() is None
 
     def start(self) -> Throttle:
-        """Start to throttle; returns ``self``.
+        """Start to throttle, and return ``self``.
 
         Raises:
-            RuntimeError: if it is started already, or the process does not exist or may not be signalled.
+            RuntimeError: if it is started already, or the process does not exist or may not be signaled.
         """
         if self.running:
             raise RuntimeError(
@@ -130,7 +130,7 @@ class Throttle:
         self._share = share
 
     def stop(self) -> None:
-        """Stop to throttle and leave the process running; harmless if nothing is throttled."""
+        """Stop throttling and leave the process running; harmless if nothing is throttled."""
         helper, self._helper = self._helper, None
         if helper is None:
             return
@@ -156,7 +156,7 @@ class Throttle:
 
 
 def _write(helper: subprocess.Popen[bytes], command: str) -> bool:
-    """Send one command; False if the helper has ended."""
+    """Send one command; return False if the helper has ended."""
     assert helper.stdin is not None
     try:
         helper.stdin.write(f"{command}\n".encode())

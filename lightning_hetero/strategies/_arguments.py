@@ -1,4 +1,4 @@
-"""Check the keyword arguments of a strategy: a misspelt one is an error where it is written, not in the training."""
+"""Checks of a strategy's keyword arguments, so that a misspelled one fails at construction, not in the training."""
 
 import inspect
 from collections.abc import Iterable
@@ -31,16 +31,16 @@ def check_arguments(strategy: object, given: Iterable[str]) -> None:
     """Check the names of what was given to a strategy beside its own arguments.
 
     Raises:
-        TypeError: if nobody takes one of them, with the nearest name that exists.
+        TypeError: if a name is unknown; the message gives the nearest known name.
     """
     check_names(type(strategy).__name__, given, arguments_of(type(strategy)))
 
 
 def refuse_for_own_loops(strategy: object, given: Iterable[str]) -> None:
-    """Check that a strategy of Lightning's Trainer was given no setting in whose place the Trainer has a callback.
+    """Check that a strategy for Lightning's Trainer was given no setting that the Trainer replaces by a callback.
 
     Raises:
-        TypeError: if it was, with the callback.
+        TypeError: if it was; the message names the callback.
     """
     for name in FOR_OWN_LOOPS:
         if name in given:

@@ -1,4 +1,4 @@
-"""Replace the lazy factories in a strategy registry by the strategy class, once the class exists."""
+"""Registration of a strategy class in place of the lazy factories that stood in for it."""
 
 from typing import Any
 

@@ -16,9 +16,9 @@ def add_residuals(checkpoint: dict[str, Any], engine: HeteroEngine | None, *, al
     """Put the gradients that were not sent yet into the checkpoint; a collective call if gradients are compressed.
 
     Args:
-        checkpoint: takes them.
-        engine: has them.
-        alone: whether the other ranks cannot be asked for theirs.
+        checkpoint: receives the residuals.
+        engine: has the residuals of this rank.
+        alone: whether the other ranks do not take part, so that theirs are missing.
     """
     if engine is None or engine.compression is None:
         return
@@ -33,7 +33,7 @@ def add_residuals(checkpoint: dict[str, Any], engine: HeteroEngine | None, *, al
 
 
 def take_residuals(checkpoint: Mapping[str, Any], engine: HeteroEngine | None) -> None:
-    """Go on with the residuals of the checkpoint; if it has none, with none."""
+    """Restore the residuals of the checkpoint; clear them if it has none."""
     state = checkpoint.get(KEY, {})
     if engine is None:
         return

@@ -1,4 +1,4 @@
-"""Checkpoint files that are there as a whole or not at all, and errors for those that are damaged nevertheless."""
+"""Checkpoint files that exist as a whole or not at all, and errors for those that are damaged nevertheless."""
 
 import functools
 import importlib
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
 
     class Strategy:
-        """The part that strategies of the Trainer and of Fabric have in common here."""
+        """The part that the strategies of the Trainer and of Fabric have in common."""
 
         _checkpoint_io: CheckpointIO | None
 
@@ -39,18 +39,18 @@ log = logging.getLogger("lightning_hetero")
 
 SUFFIX = ".ckpt"
 LAST = "last"
-"""How names of files begin that stand for the newest checkpoint, whichever that is."""
+"""Beginning of the names of files that always stand for the newest checkpoint."""
 
 
 class DamagedCheckpointError(RuntimeError):
-    """Raised for a checkpoint file that is not whole."""
+    """Error of a checkpoint file that is not whole."""
 
 
 class WholeFilesMixin(Strategy):
-    """Write local files to a sibling and rename that, where Lightning's own plugin would write them.
+    """Checkpoints that are written to a sibling file and renamed, where Lightning's own plugin would write them.
 
-    Lightning writes to the folder for temporary files and moves the result. From one file system to another a move is
-    a copy, which a kill or a full disk leaves truncated under the final name. Plugins of the user's stay as they are.
+    Lightning writes to the folder for temporary files and moves the result. Across file systems a move is a copy, which
+    a kill or a full disk leaves truncated under the final name. Plugins of the user stay as they are.
     """
 
     @property
@@ -70,7 +70,7 @@ class WholeFilesMixin(Strategy):
 
 
 def _plain(plugin: "CheckpointIO") -> "type[CheckpointIO]":
-    """Return Lightning's plugin for files of torch, of the namespace of another plugin."""
+    """Return Lightning's plugin for torch files, from the same package as another plugin."""
     base = next(cls for cls in type(plugin).__mro__ if cls.__name__ == "CheckpointIO")
     module = importlib.import_module(base.__module__.replace("checkpoint_io", "torch_io"))
     plain: type[CheckpointIO] = module.TorchCheckpointIO
@@ -119,10 +119,10 @@ def local_path(path: str | os.PathLike[str]) -> Path | None:
 
 
 def write_whole(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint beside its place, and rename it once it is on the disk.
+    """Write a checkpoint to a sibling file, and rename that once it is on the disk.
 
     Raises:
-        OSError: if it does not fit, say; what was under the name before is still there.
+        OSError: if it cannot be written, for example to a full disk; the old file of that name is still there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     content = io.BytesIO()
@@ -138,7 +138,7 @@ def write_whole(checkpoint: dict[str, Any], path: Path) -> None:
         with suppress(OSError):
             part.unlink(missing_ok=True)
         raise
-    with suppress(OSError):  # not every file system lets a folder be synchronised
+    with suppress(OSError):  # not every file system can sync a folder
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -147,14 +147,14 @@ def write_whole(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def read_or_fall_back(load: Callable[[str | os.PathLike[str]], T], path: str | os.PathLike[str]) -> T:
-    """Read a checkpoint; in place of a ``last`` one that is not whole, the newest beside it that is.
+    """Read a checkpoint; if it is a ``last`` one that is not whole, read the newest whole one beside it.
 
     Args:
         load: reads a file.
-        path: of the checkpoint.
+        path: path of the checkpoint.
 
     Raises:
-        DamagedCheckpointError: if the file is not whole, with the names of those beside it that are.
+        DamagedCheckpointError: if the file is not whole; the message names the whole ones beside it.
     """
     try:
         return load(path)
@@ -181,7 +181,7 @@ def _whole_beside(path: Path) -> list[Path]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether a file ends as torch's do, with the directory of its archive; one of the older kind has none."""
+    """Return whether a torch file ends with the directory of its archive; the older format, without one, passes."""
     with path.open("rb") as file:
         begins = file.read(2)
     return zipfile.is_zipfile(path) if begins != b"\x80\x02" else True

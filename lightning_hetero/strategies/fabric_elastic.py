@@ -1,4 +1,4 @@
-"""``hetero_elastic`` is not for Fabric: its name is known there so that who asks for it is told what to use instead."""
+"""``hetero_elastic`` under Fabric: a name that only raises an error, which says what to use instead."""
 
 from typing import Any, NoReturn
 
@@ -8,10 +8,10 @@ __all__ = ["refuse"]
 
 
 def refuse(**arguments: Any) -> NoReturn:
-    """Stand in the registry where a strategy would.
+    """Raise the error of ``hetero_elastic`` under Fabric, in the registry's place of a strategy.
 
     Args:
-        arguments: those of the alias.
+        arguments: arguments of the alias.
 
     Raises:
         ValueError: always, with what to use instead.

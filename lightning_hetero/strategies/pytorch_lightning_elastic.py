@@ -9,7 +9,7 @@ __all__ = ["HeteroElasticStrategy"]
 
 
 class HeteroElasticStrategy(HeteroElasticMixin, DDPStrategy):
-    """Replicas that are averaged, for unequal workers and irregular work; arguments: :class:`HeteroElasticMixin`."""
+    """Elastic averaging of replicas on unequal workers and irregular work; arguments: :class:`HeteroElasticMixin`."""
 
 
 register(HeteroElasticStrategy, StrategyRegistry)

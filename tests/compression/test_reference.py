@@ -26,6 +26,14 @@ def test_what_is_sent_and_what_stays_make_up_what_there_was(values, seed, k, num
     assert scores[pack.indices].min() >= scores.sort(descending=True).values[k - 1]
 
 
+def test_a_block_scores_by_the_sum_of_its_magnitudes():
+    """The one with the largest element is not the one with the largest sum."""
+    flat = torch.zeros(48)
+    flat[:16], flat[20], flat[33:35] = -0.5, 3.0, torch.tensor([2.0, -2.5])
+    assert block_scores(flat).tolist() == [8.0, 3.0, 4.5]
+    assert compress(flat, torch.zeros(48), 1.0, 1, value_dtype="float32").indices.tolist() == [0]
+
+
 def test_of_equal_scores_the_first_blocks_are_taken_and_none_of_0():
     assert select_exact(torch.tensor([2.0, 3.0, 2.0, 0.0, 2.0]), 3).tolist() == [0, 1, 2]
     assert select_exact(torch.tensor([0.0, 1.0, 0.0]), 3).tolist() == [1]

@@ -88,6 +88,17 @@ def test_a_sample_is_luck(small_sample):
         assert drift("sample", steps=30)[0].min() > 0.999
 
 
+def test_the_papers_threshold_rises_by_a_step_and_falls_by_a_share():
+    """Up by 1 % of its first value where the budget was filled, down by 1 % of itself where it was not."""
+    many, few, state = np.arange(1.0, 11.0), np.zeros(10), SelectorState()
+    assert SELECT["aimd"](many, 3, state).tolist() == [7, 8, 9]
+    assert (state.first, state.threshold) == pytest.approx((8.0, 8.08))
+    assert SELECT["aimd"](many, 3, state).tolist() == [8, 9], "8 no longer reaches it"
+    assert state.threshold == pytest.approx(8.08 * 0.99)
+    SELECT["aimd"](few, 3, state)
+    assert (state.first, state.threshold) == pytest.approx((8.0, 8.08 * 0.99**2))
+
+
 def test_the_papers_controller_falls_behind():
     """Why it is no default: under error feedback the threshold cannot follow the residual."""
     assert drift("aimd")[0][50:150].mean() < 0.8

@@ -1,1 +1,1 @@
-"""Show users the progress bar, throughput and settings without effect of a run."""
+"""Display for users: progress bar, throughput, and settings without effect in a run."""

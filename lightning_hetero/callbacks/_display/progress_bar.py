@@ -1,4 +1,4 @@
-"""Show the running split, and the running number of batches, in Lightning's progress bar."""
+"""Current split and number of batches in Lightning's progress bar."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ __all__ = ["SplitInBar", "lengthen_bar"]
 
 
 class SplitInBar:
-    """The split of the running step among the metrics of a trainer's progress bar, if that has one.
+    """Split of the running step, shown among the metrics of the trainer's progress bar, if there is a bar.
 
     Args:
-        trainer: whose bar it is.
-        engine: has the split.
+        trainer: trainer with the bar.
+        engine: engine with the split.
     """
 
     def __init__(self, trainer: Trainer, engine: HeteroEngine) -> None:
@@ -38,7 +38,7 @@ class SplitInBar:
 
 
 def lengthen_bar(trainer: Trainer) -> None:
-    """Show the running number of batches, where there is a bar: on rank 0, and not before a resumed epoch goes on."""
+    """Show the current number of batches in the bar, if there is one: on rank 0, once a resumed epoch has started."""
     bar: Any = trainer.progress_bar_callback
     if bar is None or not bar.is_enabled or getattr(bar, "train_progress_bar_id", 0) is None:
         return

@@ -1,4 +1,4 @@
-"""Give Lightning's ``ThroughputMonitor``, which multiplies samples by the number of ranks, the mean worker's."""
+"""Samples of the mean worker for Lightning's ``ThroughputMonitor``, which multiplies them by the number of ranks."""
 
 import logging
 from collections.abc import Callable
@@ -13,13 +13,13 @@ log = logging.getLogger("lightning_hetero")
 
 
 class _Mean:
-    """A count of what the mean worker has in a training step; times the number of ranks, it is the whole.
+    """Count of the mean worker in a training step; times the number of ranks, it is that of all workers.
 
     Args:
-        count: what the user counts in a batch, samples or their length.
+        count: counts what the user measures in a batch, samples or their length.
         samples: counts the samples of a batch.
-        trainer: whose step it is.
-        engine: knows the samples of all ranks in it.
+        trainer: trainer that runs the step.
+        engine: knows the samples of all ranks in the step.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class _Mean:
         self.count, self.samples, self.trainer, self.engine = count, samples, trainer, engine
 
     def __call__(self, batch: Any) -> float:
-        """Count what there is in a batch; in a training step, of the mean worker."""
+        """Return the count of a batch; in a training step, that of the mean worker."""
         own, sampler = self.count(batch), self.engine.sampler
         if sampler is None or not self.trainer.training:
             return own
@@ -55,7 +55,7 @@ def count_all_workers(trainer: Trainer, engine: HeteroEngine) -> None:
 
 
 def count_own(trainer: Trainer) -> None:
-    """Give the monitors back what they counted before."""
+    """Give the monitors their own counters back."""
     for monitor in _monitors(trainer):
         if isinstance(monitor.batch_size_fn, _Mean):
             monitor.batch_size_fn = monitor.batch_size_fn.count

@@ -1,4 +1,4 @@
-"""Find callbacks, and settings of theirs, that do nothing in a run."""
+"""Callbacks, and settings of callbacks, that do nothing in a run."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -74,7 +74,7 @@ def _starts_equal(callback: Callback) -> bool:
 
 
 def _moves_total(callback: Callback) -> bool:
-    """Return whether a policy has something to decide on for one worker."""
+    """Return whether a policy moves the total batch, which it can do for one worker, too."""
     if isinstance(callback, TTACallback):
         return callback.tta_planner.moves_batch
     return isinstance(callback, PolicyCallback) and moves_total(callback.planner)

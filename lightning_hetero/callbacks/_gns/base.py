@@ -1,7 +1,7 @@
-"""Sources of the norms of :class:`~lightning_hetero.callbacks.GNSCallback`, by what runs the training.
+"""Sources of the gradient norms of :class:`~lightning_hetero.callbacks.GNSCallback`.
 
-Three sources: several workers of ``hetero_ddp`` (unequal batches), several workers of plain ``ddp`` (equal ones), and a
-single worker, by gradient accumulation or, flagged as biased, by successive steps.
+There are three: several workers of ``hetero_ddp`` (unequal batches), several workers of plain ``ddp`` (equal batches),
+and a single worker (gradient accumulation or, flagged as biased, successive steps).
 """
 
 import logging
@@ -22,7 +22,7 @@ log = logging.getLogger("lightning_hetero")
 
 
 class Source:
-    """A source of gradients, told of the seams of a step; by default it does nothing there."""
+    """A source of gradient norms, notified at the stages of a step; by default it does nothing there."""
 
     @property
     def running(self) -> RunningNoiseScale:
@@ -30,11 +30,11 @@ class Source:
         raise NotImplementedError
 
     def take_over(self, running: RunningNoiseScale) -> None:
-        """Go on from an estimate."""
+        """Continue from an estimate."""
         raise NotImplementedError
 
     def listen(self, news: Callable[[], None]) -> None:
-        """Tell when workers have put their estimates together, if that is not at a seam of a step."""
+        """Call ``news`` when workers have merged their estimates, if that is not at a stage of a step."""
 
     def precondition(self, preconditioner: AdamPreconditioner | None) -> None:
         """Take norms of gradients as Adam scales them."""
@@ -55,10 +55,10 @@ class Source:
         """Take note that the batch is over."""
 
     def flush(self) -> None:
-        """Take what is known on this rank alone into the running estimate."""
+        """Add what only this rank has observed to the running estimate."""
 
     def finish(self) -> None:
-        """End a training: one too short for a message has an estimate all the same; a collective call."""
+        """End a training; one too short for a message gets its estimate now; a collective call."""
 
     def stop(self) -> None:
         """Leave nothing of the training running."""
@@ -68,11 +68,11 @@ class Source:
         return {}
 
     def resume(self, interval: dict[str, Any]) -> None:
-        """Go on in the middle of an interval."""
+        """Continue in the middle of an interval."""
 
 
 class WorkersSource(WorkersNoise, Source):
-    """Several workers, who put their sums together."""
+    """Several workers that merge their sums."""
 
     def listen(self, news: Callable[[], None]) -> None:
         self.collector.on_update(news)
@@ -92,4 +92,4 @@ class WorkersSource(WorkersNoise, Source):
 
 
 INTERVAL = 50
-"""Observed steps between two messages or readings of the device, where the engine does not set the pace."""
+"""Observed steps between two messages or readings of the device, where the engine does not set the interval."""

@@ -1,4 +1,4 @@
-"""Take norms from the engine's gradient hook, under the heterogeneous strategy."""
+"""Gradient norms under the heterogeneous strategy, from the engine's gradient hook."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Take norms under Lightning's own DDP strategy, by a hook of our own."""
+"""Gradient norms under Lightning's own DDP strategy, from a hook of our own."""
 
 from typing import Any
 

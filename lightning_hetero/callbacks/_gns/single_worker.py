@@ -1,4 +1,4 @@
-"""Take norms of a single worker, from two batch sizes."""
+"""Gradient norms of a single worker, from two batch sizes."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ class SingleWorkerSource(Source):
     def begin(self, trainer: Trainer, batch_size: int) -> None:
         self.sizes.append((batch_size,))
         if trainer.lightning_module.automatic_optimization:
-            self.window = trainer.accumulate_grad_batches  # else, the module's own loop: as many as the last time
+            self.window = trainer.accumulate_grad_batches  # manual optimization: as many as the last time
 
     def backward(self, trainer: Trainer) -> None:
         if self.observed and len(self.sizes) == 1 and self.window > 1 and len(trainer.optimizers) == 1:
@@ -65,7 +65,7 @@ class SingleWorkerSource(Source):
             self.norms.scaled_by(None)  # gradients are unscaled before a step
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the norms of the gradients of one optimizer; there may be several that step on a batch."""
+        """Take the norms of the gradients of one optimizer; several may step on the same batch."""
         parameters = [p for p in _parameters(optimizer) if p.grad is not None]
         if id(optimizer) in self.whole or not parameters:
             return  # a closure is evaluated again
@@ -74,7 +74,7 @@ class SingleWorkerSource(Source):
             self._compare(optimizer, parameters)
 
     def _compare(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
-        """Compare the gradient of this step with that of the step before, which belongs to other parameters."""
+        """Compare the gradient of this step with that of the step before, which was computed at other weights."""
         ((size,),) = self.sizes
         before = self.previous.pop(id(optimizer), None)
         gradients = [p.grad.detach() for p in parameters if p.grad is not None]
@@ -121,7 +121,7 @@ class SingleWorkerSource(Source):
             self.flush()
 
     def flush(self) -> None:
-        """Read what the device has computed, and take it into the running estimate."""
+        """Read what the device has computed, and add it to the running estimate."""
         self._running = merge_parts(self._running, self.windows.take()[None])
         weight = 0.5 if self.every_n_steps == 1 else 1.0  # successive pairs overlap
         self._running = merge_parts(self._running, self.pairs.take()[None], biased=True, weight=weight)

@@ -1,4 +1,4 @@
-"""Choose where the norms come from, by what runs the training."""
+"""Choice of the source of gradient norms, by the strategy that runs the training."""
 
 from typing import Any
 

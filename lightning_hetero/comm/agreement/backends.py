@@ -28,8 +28,9 @@ def backend_of(device: torch.device, group: Any = None) -> str:
 def new_group(ranks: list[int] | None = None, **kwargs: Any) -> Any:
     """Make a process group as :func:`torch.distributed.new_group` does, also where a default group is bound to a GPU.
 
-    A frontend binds the default group to its GPU with every backend. Torch then splits each subgroup off the default
-    group, and calls on ranks outside it what only NCCL has: gloo fails with "no attribute 'perform_nocolor_split'".
+    A frontend binds the default group to its GPU, whatever the backend. Torch then splits each subgroup off the default
+    group and, on ranks outside it, calls a function that only NCCL has: gloo fails with "no attribute
+    'perform_nocolor_split'".
     """
     with _unbound_without_split():
         return dist.new_group(ranks, **kwargs)
@@ -37,7 +38,7 @@ def new_group(ranks: list[int] | None = None, **kwargs: Any) -> Any:
 
 @contextmanager
 def _unbound_without_split() -> Iterator[None]:
-    """Let the default group forget its device for a moment, unless its backend can be split."""
+    """Unbind the default group from its device inside the context, unless its backend supports splitting."""
     default: Any = dist.group.WORLD
     bound = getattr(default, "bound_device_id", None)
     if bound is None or backend_of(bound) == "nccl":

@@ -1,4 +1,4 @@
-"""Agreement between ranks over a host-side group of its own: gathering, broadcasting, finding disagreement."""
+"""Agreement between ranks over a separate host-side group: gathering, broadcasting, finding disagreement."""
 
 import atexit
 import pickle
@@ -37,18 +37,18 @@ def check_digests(digests: npt.NDArray[np.float64]) -> None:
 
 
 def let_threads_go(seconds: float = 0.1) -> None:
-    """Give the interpreter lock to the threads of gloo for ``seconds``, so that they can free what they hold.
+    """Yield the interpreter lock to gloo's threads for ``seconds``; they need it to free their tensors.
 
-    A gloo thread frees the tensor of a finished collective a moment after the caller has gone on, and needs the lock
-    for that. If the interpreter ends in that moment, it aborts the process ("terminate called without an active
-    exception", after a training that went well; plain DDP is hit as well, with torch 2.13). So every process that has a
-    control plane waits that moment at exit.
+    A gloo thread frees the tensor of a finished collective shortly after the caller has gone on, and needs the lock for
+    that. If the interpreter ends in between, it aborts the process ("terminate called without an active exception",
+    after a successful training; plain DDP has the same problem with torch 2.13). Every process with a control plane
+    therefore waits this long at exit.
     """
     time.sleep(seconds)
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the exception, or one of the same text where it cannot be pickled, so that no rank waits in vain."""
+    """Return the exception, or a ``RuntimeError`` of the same text if it cannot be pickled: every rank must get one."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - pickling calls the exception's own code
@@ -57,7 +57,7 @@ def _portable(error: Exception) -> Exception:
 
 
 class ControlPlane:
-    """Small host-side collectives on a gloo group, apart from the gradients' own.
+    """Small host-side collectives on a gloo group, separate from the group of the gradients.
 
     Args:
         rank: this rank.
@@ -77,21 +77,21 @@ class ControlPlane:
             atexit.register(let_threads_go)
 
     def open(self) -> None:
-        """Make the group, or make it again behind :meth:`close`; a collective call."""
+        """Make the group, also again after :meth:`close`; a collective call."""
         if self._joined is None and self.world_size > 1:
             self._joined = new_group(backend="gloo", timeout=self.timeout)
             self._closers.append(partial(leave, self._joined))
 
     @property
     def _group(self) -> Any:
-        """Group of all ranks; ``None`` for one alone. Made again if it was left, as for a checkpoint behind the end."""
+        """Group of all ranks, ``None`` for a single one; made again after :meth:`close`, as for a late checkpoint."""
         if self._joined is None and self.world_size > 1:
             self.open()
             ended(self)
         return self._joined
 
     def gather(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Gather the arrays of all ranks, stacked; all must have one shape."""
+        """Gather and stack the arrays of all ranks, which must have the same shape."""
         if self._group is None:
             return values[None]
         mine = torch.from_numpy(np.ascontiguousarray(values))
@@ -108,7 +108,7 @@ class ControlPlane:
         return everyone
 
     def gather_objects_at_zero(self, value: Any) -> list[Any]:
-        """Gather the objects of all ranks on rank 0, nothing elsewhere."""
+        """Gather the objects of all ranks on rank 0; return an empty list on the others."""
         if self._group is None:
             return [value]
         everyone: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
@@ -124,7 +124,7 @@ class ControlPlane:
         return value if self.rank == 0 else box[0]
 
     def decide(self, decision: Callable[[], Any]) -> Any:
-        """Decide on rank 0 for all ranks; every rank raises its exception, so that none waits in vain."""
+        """Decide on rank 0 for all ranks; if the decision raises, every rank raises, and none is left waiting."""
         value: Any = None
         if self.rank == 0:
             try:
@@ -137,7 +137,7 @@ class ControlPlane:
         return value
 
     def maximum_later(self) -> Callable[[torch.Tensor], Any]:
-        """Return what begins to put the greatest of all ranks' numbers into a tensor on the host, to be waited for."""
+        """Return a function that starts an in-place maximum of a host tensor over all ranks, and returns its work."""
         return partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
@@ -145,7 +145,7 @@ class ControlPlane:
         dist.send(tensor, to, group=self._group)
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """Fill a tensor on the host with what one rank sends."""
+        """Fill a tensor on the host with the one that rank ``source`` sends."""
         dist.recv(tensor, source, group=self._group)
 
     def require_equal(self, what: str, value: Any) -> None:
@@ -160,6 +160,6 @@ class ControlPlane:
             raise PlanMismatchError(f"{what} must be equal on all ranks; got {listing}. Give every rank the same.")
 
     def close(self) -> None:
-        """Leave the group; it is made again if ranks have to agree on something after all."""
+        """Leave the group; it is made again if ranks have to agree on something later."""
         self._joined = None
         run(self._closers)

@@ -1,9 +1,9 @@
-"""Lifetime of the process groups of a training: until another one begins in the same process.
+"""Lifetime of the process groups of a training: until another training begins in the same process.
 
-A group has threads and sockets of its own, and torch keeps it until the default group goes. A training that has ended,
-or whose strategy or accelerator is gone, needs its groups no more. They are not left at its end: a collective may be
-in flight on them when a training fails, which leaving would wait for; and a checkpoint may be saved behind the end, or
-the training go on. When the next training begins, all ranks are past that.
+A group has threads and sockets of its own, and torch keeps it until the default group is destroyed. A training that
+has ended, or whose strategy or accelerator is gone, no longer needs its groups. They are still not left at its end:
+when a training fails, a collective may be in flight, and leaving would wait for it; a checkpoint may be saved after the
+end; or the training may go on. When the next training begins, all ranks are past that.
 """
 
 import weakref
@@ -20,7 +20,7 @@ Closer = Callable[[], Any]
 
 
 class Owner(Protocol):
-    """Owner of process groups, which can leave them and make them again."""
+    """Owner of process groups, able to leave them and to make them again."""
 
     def open(self) -> None:
         """Make the groups if they were left; a collective call."""
@@ -34,7 +34,7 @@ _orphans: list[list[Closer]] = []
 
 
 def on_end(owner: Owner) -> list[Closer]:
-    """Return a list for what has to be called once the owner is gone, when the next training begins."""
+    """Return a list of callbacks, run when the next training begins if the owner is gone by then."""
     closers: list[Closer] = []
     weakref.finalize(owner, _orphan, closers).atexit = False
     return closers
@@ -66,15 +66,15 @@ def leave_ended() -> None:
 
 
 def run(closers: list[Closer]) -> None:
-    """Call each of them, in order, and forget it."""
+    """Call the closers in order, and empty the list."""
     while closers:
         closers.pop(0)()
 
 
 def leave(group: Any) -> None:
-    """Leave a process group, if it did not go with the default one before."""
+    """Leave a process group, unless it was destroyed together with the default group."""
     if dist.is_initialized():
-        with suppress(ValueError):  # of another default group, which was destroyed meanwhile
-            if "nccl" in dist.get_backend_config(group):  # whose collectives would be aborted
+        with suppress(ValueError):  # the group belonged to a default group that was destroyed meanwhile
+            if "nccl" in dist.get_backend_config(group):  # destroying it would abort running collectives
                 torch.cuda.synchronize()
             dist.destroy_process_group(group)

@@ -11,10 +11,10 @@ log = logging.getLogger("lightning_hetero")
 
 
 class Notices:
-    """Give notices, and remember them.
+    """Log of notices, with a memory of those given.
 
     Args:
-        speaks: whether this rank says it.
+        speaks: whether this rank logs.
 
     Example:
         >>> notices = Notices(speaks=True)
@@ -27,17 +27,17 @@ class Notices:
         self.said: list[str] = []
 
     def say(self, text: str, *, loses: bool = False) -> None:
-        """Say something, unless it was said before.
+        """Log a notice, unless it was given before.
 
         Args:
             text: a sentence or two.
-            loses: whether the user loses something by it, so that it is a warning.
+            loses: whether the user loses something; the notice is then a warning.
         """
         if self.speaks and text not in self.said:
             self.said.append(text)
             log.log(logging.WARNING if loses else logging.INFO, "%s", text)
 
     def tell(self, found: Iterable[NoEffect]) -> None:
-        """Say which settings do nothing, one line for each reason."""
+        """Log which settings have no effect, one line for each reason."""
         for one in merged(found):
             self.say(str(one), loses=one.loses)

@@ -1,4 +1,4 @@
-"""Say on rank 0 which plan runs, and why a policy keeps it: each reason once, so that nobody wonders what it does."""
+"""Log of rank 0: which plan runs, and why the policy keeps it (each reason once)."""
 
 import logging
 
@@ -11,10 +11,10 @@ log = logging.getLogger("lightning_hetero")
 
 
 class SplitLog:
-    """Tell rank 0's log which plan runs, and why the split stays; each reason once.
+    """Log of the running plan and of the reasons to keep the split, each reason once.
 
     Args:
-        speaks: whether this rank says them.
+        speaks: whether this rank logs.
     """
 
     def __init__(self, speaks: bool) -> None:
@@ -22,12 +22,12 @@ class SplitLog:
         self._said: set[str] = set()
 
     def adopted(self, entry: PlanEntry, whose: str = "plan") -> None:
-        """Say which plan runs from which step."""
+        """Log which plan runs from which step on."""
         if self.speaks:
             log.info("%s from epoch %d step %d: %s", whose, entry.epoch, entry.step, entry.describe())
 
     def note_kept(self, decision: Decision) -> None:
-        """Say why the split stays, if it does for a reason that is new: what stands before the first colon."""
+        """Log why the split stays, unless that kind of reason (the text before the first colon) was logged before."""
         if not self.speaks or decision.proposal is not None or decision.kept is None:
             return
         kind = decision.kept.partition(":")[0]

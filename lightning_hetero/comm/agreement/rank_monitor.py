@@ -1,7 +1,7 @@
-"""Name the rank that all others wait for: one that is stopped, lost with its host, or stuck in its own code.
+"""Monitor that names the rank all others wait for: stopped, lost with its host, or stuck in its own code.
 
-A collective call waits without a word for as long as its timeout, and then does not say for whom. Here each rank leaves
-signs of life in the job's store, from a thread of its own, and rank 0 reads them.
+A collective call waits silently until its timeout, and then does not say for which rank. Here a thread of each rank
+leaves signs of life in the job's store; rank 0 reads those of all others, and the others read rank 0's.
 """
 
 import logging
@@ -19,7 +19,7 @@ __all__ = ["MonitorSettings", "RankMonitor"]
 log = logging.getLogger("lightning_hetero")
 
 OVER = "over"
-"""Last sign of a rank that monitors no more: that it is silent then means nothing."""
+"""Last sign of a rank that stops monitoring: its silence from then on means nothing."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class MonitorSettings:
 
     Args:
         period_s: seconds between two signs of life.
-        quiet_s: seconds without one, or without progress while others wait, after which a rank is named; then after
-            twice as long.
-        lost_s: seconds without a sign of life after which the job ends. The process is stopped or gone: its threads run
-            alone.
+        quiet_s: seconds without one, or without progress while others wait, after which a rank is named; it is named
+            again each time the wait has doubled.
+        lost_s: seconds without a sign of life after which the job ends. The monitor's threads run whatever the main
+            thread does, so the process must be stopped or gone.
     """
 
     period_s: float = 5.0
@@ -45,14 +45,15 @@ SETTINGS = MonitorSettings()
 class RankMonitor:
     """Signs of life of all ranks.
 
-    One thread talks to the store, and may have to wait for it; the other judges, so that it sees such a wait, too.
+    One thread talks to the store, and may block there; the other judges, and so notices a blocked store as well.
 
     Args:
         rank: this rank.
         world_size: number of ranks.
-        store: of the job; its keys are apart from those of others.
-        progress: where the main thread is: epoch, batch, and whether it is in a backward pass, where it may wait.
-        lost: ends the process; called with what to say.
+        store: the job's store; keys are under a prefix of their own.
+        progress: returns where the main thread is: epoch, batch, and whether it is in a backward pass (where it may
+            wait for others).
+        lost: called with a message to end the process.
         settings: times; by default those of the module.
     """
 
@@ -68,8 +69,8 @@ class RankMonitor:
         self._settings = settings or SETTINGS
         self.rank, self.world_size, self._progress = rank, world_size, progress
         self._lost = _end_process if lost is None else lost
-        own = store.clone() if hasattr(store, "clone") else store  # one that no other thread waits with
-        run = store.add(f"lightning_hetero/monitor/{rank}", 1)  # ranks monitor equally often
+        own = store.clone() if hasattr(store, "clone") else store  # a connection that no other thread blocks
+        run = store.add(f"lightning_hetero/monitor/{rank}", 1)  # all ranks start equally many monitors
         self._store = dist.PrefixStore(f"lightning_hetero/monitor/{run}", own)
         self._over = threading.Event()
         now = time.monotonic()
@@ -83,13 +84,13 @@ class RankMonitor:
         ]
 
     def start(self) -> "RankMonitor":
-        """Begin."""
+        """Start both threads."""
         for thread in self._threads:
             thread.start()
         return self
 
     def stop(self) -> None:
-        """End; a thread that waits for a store that does not answer is left to itself."""
+        """Stop both threads, except one that is blocked in a store that does not answer."""
         self._over.set()
         for thread in self._threads:
             thread.join(timeout=1.0)
@@ -106,12 +107,12 @@ class RankMonitor:
                         self._note(rank, self._store.get(str(rank)).decode())
                 self._answered = time.monotonic()
             self._store.set(str(self.rank), OVER)
-        except (RuntimeError, ValueError) as error:  # the store is gone, which the other thread sees
+        except (RuntimeError, ValueError) as error:  # the store is gone; the other thread notices
             log.debug("rank %d talks to the store no more: %s", self.rank, error)
 
     @property
     def _watched(self) -> list[int]:
-        """Rank 0 watches all others, all others watch rank 0: as many messages as ranks."""
+        """Ranks that this one watches: all others on rank 0, rank 0 elsewhere; the traffic is linear in the ranks."""
         return [rank for rank in range(self.world_size) if rank != self.rank] if self.rank == 0 else [0]
 
     def _note(self, rank: int, sign: str) -> None:
@@ -127,7 +128,7 @@ class RankMonitor:
         since, before = time.monotonic(), self._progress()
         while not self._over.wait(self._settings.period_s / 2):
             now = time.monotonic()
-            if now - self._looked > 3 * self._settings.period_s:  # this process was stopped itself
+            if now - self._looked > 3 * self._settings.period_s:  # this very process was stopped
                 self._answered, since = now, now
                 self._seen = {rank: (sign, now, now) for rank, (sign, _, _) in self._seen.items()}
             self._looked = now
@@ -169,7 +170,7 @@ class RankMonitor:
 
 
 def _end_process(text: str) -> Any:
-    """End the process: no exception reaches a thread that waits in a collective call."""
+    """End the process; an exception would not reach a main thread that waits in a collective call."""
     log.critical(text)
     logging.shutdown()
     os._exit(1)

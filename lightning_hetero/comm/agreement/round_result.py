@@ -18,7 +18,7 @@ class RoundResult:
         observations: what all ranks measured since the last sync round.
         entry: the plan that was adopted, ``None`` if the current one stays.
         predicted: predicted seconds of a step under the plan that ran, ``None`` without a model.
-        error: standard error of that in seconds, ``None`` where it is not known.
+        error: standard error of ``predicted`` in seconds, ``None`` if unknown.
         density: whether the policy decided on the density of compressed gradients (on rank 0).
 
     Example:

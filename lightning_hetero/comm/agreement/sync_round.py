@@ -1,4 +1,4 @@
-"""Gather sampler positions and payloads of all ranks in one all-gather."""
+"""All-gather of sync rounds: sampler positions and payloads of all ranks in one message."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ Array = npt.NDArray[np.float64]
 
 
 class SyncPayload(Protocol):
-    """Something that ranks tell each other in a sync round."""
+    """Numbers that ranks exchange in a sync round."""
 
     def pack(self) -> Array:
-        """Return this rank's numbers, flat and of one length on all ranks."""
+        """Return this rank's numbers as a flat array, of the same length on all ranks."""
 
     def unpack(self, everyone: Array, control: ControlPlane) -> None:
-        """Take in the numbers of all ranks, one row for each; called on all ranks alike, so it may be collective."""
+        """Take in the numbers of all ranks, one row for each; every rank calls it, so it may be collective."""
 
 
 @dataclass(frozen=True)
 class Padding:
-    """Zeros in the place of a payload that this run has none of, so that the message has one length with and without.
+    """Zeros in place of a payload that this run does not have: the message has the same length either way.
 
     Args:
         length: numbers of that payload.
@@ -43,17 +43,17 @@ class Padding:
         return np.zeros(self.length)
 
     def unpack(self, everyone: Array, control: ControlPlane) -> None:
-        """Leave what all ranks sent."""
+        """Ignore what all ranks sent."""
 
 
 def gather_payloads(
     control: ControlPlane, held: tuple[int, int, int], payloads: Sequence[SyncPayload]
 ) -> list[tuple[int, int]]:
-    """Gather all payloads in one message, and let each take in what is its own; a collective call.
+    """Gather all payloads in one message, and give each payload its part; a collective call.
 
     Args:
-        control: gathers.
-        held: digest of the plans that this rank holds; epoch and step up to which it has drawn batches.
+        control: control plane that gathers.
+        held: digest of this rank's plans, then epoch and step up to which it has drawn batches.
         payloads: the same ones in the same order on all ranks.
 
     Returns:

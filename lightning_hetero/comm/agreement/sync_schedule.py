@@ -1,4 +1,4 @@
-"""Schedule of sync rounds: as often as costs at most 0.5 % of the training time."""
+"""Schedule of sync rounds: as often as possible for at most 0.5 % of the training time."""
 
 import math
 import sys
@@ -21,7 +21,7 @@ class ScheduleSettings:
 
     Args:
         min_steps: fewest steps, and those before the first round.
-        min_steps_moving: fewest steps while speeds move.
+        min_steps_moving: fewest steps while the speeds of workers change.
         max_steps: most steps.
         max_time_share: share of the time that rounds may take.
 
@@ -41,7 +41,7 @@ SETTINGS = ScheduleSettings()
 
 @dataclass
 class SyncSchedule:
-    """Count synchronised steps, which all ranks count alike, to the next sync round.
+    """Counter of synchronized steps, equal on all ranks, up to the next sync round.
 
     Args:
         replan: ``"auto"``, ``"epoch"``, or a number of steps.
@@ -69,29 +69,28 @@ class SyncSchedule:
     def due_at_epoch(self, step: int, *, micro_batches_move: bool = False) -> bool:
         """Return whether enough steps have passed since the last sync round for one between two epochs.
 
-        Where the number of micro-batches may move, those since the last one between two epochs count: it changes only
-        there, however many rounds there are within an epoch.
+        If the number of micro-batches may change, the steps since the last round *between epochs* count, because that
+        number changes only between epochs, however many rounds there are within one.
         """
         return self.replan == "epoch" or step - (self.begun if micro_batches_move else self.last) >= SETTINGS.min_steps
 
     def after(
         self, step: int, observations: StepObservations, cost: float, decision: Decision, *, ahead: int = 0
     ) -> int:
-        """Return the step of the next sync round: in ``"auto"``, as soon as rounds cost 0.5 % of the time at most.
+        """Return the step of the next sync round; with ``"auto"``, the first that keeps them at 0.5 % of the time.
 
-        That is after eight steps at the earliest, and after four where speeds move: a plan is as old as the round
-        that it is based on; after a thousand at the latest. One step more follows a change, since its first one is not
-        observed. A decision that waits for what the next steps show waits for eight of them at most, whatever that
-        costs.
+        It comes after 8 to 1000 steps, or after 4 at the earliest while speeds change, since a plan knows nothing newer
+        than the round it is based on. A change of plan adds one step, because its first step is not observed. A
+        decision that waits for the next steps' timings waits for eight of them at most, whatever that costs.
 
-        The lower cost of the last two counts: a link that stalls in one round does not put off the next ones.
+        The lower cost of the last two rounds counts, so one round on a stalled link does not delay the next ones.
 
         Args:
             step: this round's step.
             observations: what it gathered.
             cost: seconds that it took.
-            decision: what was decided.
-            ahead: steps that still run as before, since their batches were drawn already.
+            decision: its decision.
+            ahead: steps that still run under the old plan, because their batches were already drawn.
         """
         if self.replan == "epoch":
             return NEVER

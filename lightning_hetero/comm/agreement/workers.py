@@ -1,4 +1,4 @@
-"""The workers of a run: who they are, what they could do, what fits; and the plan that such a run begins with."""
+"""Workers of a run: their hardware, capacity and batch-size limits, and the plan that the run begins with."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Workers:
     def gather(
         cls, control: ControlPlane, name: str, capacity: float, *, min_local: int, bounds: Sequence[int | None]
     ) -> "Workers":
-        """Exchange worker information between all ranks; collective. The least of this rank's ``bounds`` holds."""
+        """Exchange worker information between all ranks; collective. The smallest of this rank's ``bounds`` applies."""
         bound = min((b for b in bounds if b is not None), default=NO_LIMIT)
         names, capacities, minima, maxima = zip(
             *control.gather_objects((name, capacity, min_local, bound)), strict=True
@@ -47,7 +47,7 @@ class Workers:
         return len(self.identities)
 
     def context(self, config: HeteroConfig, total: int, accumulation: int = 1, **known: Any) -> PlanContext:
-        """Return the limits of a planner for a total batch, with further fields of the context."""
+        """Return the planner's context for a total batch: limits, capacities, and the further fields in ``known``."""
         if config.change_cost is not None:
             known["change_cost"] = config.change_cost
         return PlanContext(
@@ -63,7 +63,7 @@ class Workers:
         )
 
     def check(self, plan: BatchPlan, min_local: int | None = None) -> None:
-        """Check that a plan is one for these workers.
+        """Check that a plan fits these workers.
 
         Raises:
             ValueError: if it has another number of workers, or a size outside the bounds.
@@ -81,7 +81,7 @@ class Workers:
     def initial_plan(
         self, config: HeteroConfig, total: int, planner: Planner | None, running: BatchPlan | None
     ) -> Proposal | None:
-        """Return the plan to begin or to go on with; ``None`` if the one that ran before still holds.
+        """Return the plan to begin or to go on with; ``None`` to keep the one that ran before.
 
         Args:
             config: may fix the split.
@@ -90,7 +90,7 @@ class Workers:
             running: plan that the run or its checkpoint had for the same workers.
 
         Raises:
-            ValueError: if the bounds cannot give the total.
+            ValueError: if the bounds cannot give the total, or the given, known or running split does not fit them.
         """
         if config.fixes_split:
             proposal = Proposal(BatchPlan(total, tuple(config.local_batch_sizes or ())), "given split")
@@ -106,10 +106,10 @@ class Workers:
         return None if kept else proposal
 
     def check_user_split(self, plan: BatchPlan) -> None:
-        """Check a split that somebody gave: it may leave workers out, by a size of 0, but not run less than they can.
+        """Check a user's split: a size may be 0, which leaves the worker out, but not between 0 and its minimum.
 
         Raises:
-            ValueError: if it is none for these workers.
+            ValueError: if it does not fit these workers.
         """
         self.check(plan, min_local=0)
         if any(0 < size < self.min_local for size in plan.local_batch_sizes):

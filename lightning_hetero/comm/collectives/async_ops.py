@@ -1,4 +1,4 @@
-"""Start of every gradient all-reduce and every message: one place, so that tests can slow the link down."""
+"""Start of every gradient all-reduce and every message, in one place where tests can slow the link down."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,8 +24,8 @@ __all__ = [
 def async_all_reduce(buffer: torch.Tensor, group: Any = None) -> torch.futures.Future[Any]:
     """Begin an all-reduce of a buffer over all ranks, in place.
 
-    On a CPU the process group is asked itself, as DDP does: what ``dist.all_reduce`` looks up first takes as long again
-    as to begin the sum, in the middle of a backward pass, whose matrices have filled the caches.
+    On a CPU it calls the process group directly, as DDP does: the lookups of ``dist.all_reduce`` take as long again as
+    starting the sum, in the middle of a backward pass whose matrices have filled the caches.
     """
     if buffer.device.type != "cpu" or buffer.is_complex():
         work = dist.all_reduce(buffer, group=group, async_op=True)
@@ -40,10 +40,10 @@ def async_all_reduce(buffer: torch.Tensor, group: Any = None) -> torch.futures.F
 
 
 def _on_streams(buffer: torch.Tensor, work: Any, future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
-    """Return a future that makes the stream of whoever waits for it wait for the sum, as NCCL's does.
+    """Return a future that, like NCCL's, makes the waiting caller's stream wait for the sum.
 
-    A sum by gloo is copied back to the GPU on a stream of gloo's own. Its future says that the copy was begun, and
-    orders no stream behind it: who reads on another stream than the default one would read what was there before.
+    Gloo copies a sum back to the GPU on a stream of its own. Its future is done when the copy has begun, and orders no
+    stream behind the copy: a reader on another stream than the default one would see the old values.
     """
     ordered: torch.futures.Future[Any] = make_future(buffer)
 
@@ -60,7 +60,7 @@ def _on_streams(buffer: torch.Tensor, work: Any, future: torch.futures.Future[An
 
 
 def num_bytes(buffer: torch.Tensor) -> int:
-    """Return the bytes of a bucket; of a sparse gradient, those of the rows that it has and of their numbers.
+    """Return the bytes of a bucket; for a sparse gradient, those of its rows and of their indices.
 
     Example:
         >>> num_bytes(torch.zeros(3)), num_bytes(torch.eye(3).to_sparse(1))
@@ -71,15 +71,14 @@ def num_bytes(buffer: torch.Tensor) -> int:
 
 
 class GatherHandle:
-    """Rows in flight by gloo. To wait for them costs no callback, which a thread would need the interpreter for.
+    """Rows that gloo has in flight; waiting for them takes no callback thread, which would need the interpreter lock.
 
-    Rows are waited for in turn. So that each is seen to arrive when it does, those that were waited for the longest
-    come last the next time.
+    Rows are waited for in turn. To notice each arrival in time, the row that took longest comes last the next time.
 
     Args:
-        works: of each row.
-        arrived: called with the number of each row that is there.
-        order: in which to wait, which is brought up to date.
+        works: work handle of each row.
+        arrived: called with the number of each row that has arrived.
+        order: rows in the order of waiting; sorted anew after each wait.
     """
 
     def __init__(self, works: list[Any], arrived: Callable[[int], None] | None, order: list[int]) -> None:
@@ -87,14 +86,14 @@ class GatherHandle:
         self._everything: torch.futures.Future[Any] | None = None
 
     def wait(self) -> None:
-        """Return when all rows are there.
+        """Wait until all rows have arrived.
 
         Raises:
             RuntimeError: if a row does not come.
         """
         if self._everything is not None:
             self._everything.wait()
-            for work in self._works:  # there already; orders this stream behind copies to a GPU
+            for work in self._works:  # done already; orders this stream behind the copies to a GPU
                 work.wait()
             return
         blocked, before = {}, time.perf_counter()
@@ -107,7 +106,7 @@ class GatherHandle:
         self._order.sort(key=blocked.__getitem__)
 
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
-        """Call back from a thread of the process group when all rows are there."""
+        """Call ``callback`` from a thread of the process group when all rows have arrived."""
         if self._everything is None:
             each = partial(_tell, self._arrived)
             parts = [work.get_future().then(partial(each, [row])) for row, work in enumerate(self._works)]
@@ -123,21 +122,21 @@ def async_all_gather(
     arrived: Callable[[int], None] | None = None,
     order: list[int] | None = None,
 ) -> Any:
-    """Begin an all-gather in place: row ``i`` is that of rank ``sources[i]``; the own one is filled.
+    """Begin an all-gather in place: row ``i`` comes from rank ``sources[i]``; this rank's own row is already filled.
 
     NCCL gathers in one call. On gloo, whose all-gather allocates in every call, a broadcast of each row into its place
     is faster (``benchmarks/compression.py``).
 
     Args:
-        rows: uint8, a row for each source.
-        own: number of this rank's row.
+        rows: uint8, one row for each source.
+        own: index of this rank's row.
         sources: ranks that send.
         group: their process group, ``None`` for the default.
         arrived: called with the number of each row that is there.
-        order: in which rows are waited for, see :class:`GatherHandle`.
+        order: rows in the order of waiting, see :class:`GatherHandle`.
 
     Returns:
-        A future or an :class:`GatherHandle`: something to wait for.
+        A future or a :class:`GatherHandle`, either of which can be waited for.
     """
     if backend_of(rows.device, group) == "nccl":
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13
@@ -150,7 +149,7 @@ def async_all_gather(
 
 
 def _tell(arrived: Callable[[int], None] | None, rows: Iterable[int], done: torch.futures.Future[Any]) -> None:
-    """Say that rows have arrived, or raise why they have not."""
+    """Report that rows have arrived, or raise the error that prevented it."""
     done.value()
     if arrived is not None:
         for row in rows:
@@ -158,7 +157,7 @@ def _tell(arrived: Callable[[int], None] | None, rows: Iterable[int], done: torc
 
 
 def _all_of_them(done: torch.futures.Future[Any]) -> None:
-    """Raise what any of them raised."""
+    """Raise the first error among the finished futures."""
     for part in done.value():
         part.value()
 
@@ -170,12 +169,12 @@ def tensor_of(value: Any) -> torch.Tensor:
 
 
 def make_future(buffer: torch.Tensor) -> Any:
-    """Return a future that is set by hand, for a tensor on this device."""
+    """Return a future to be completed by hand, for a tensor on the buffer's device."""
     return torch.futures.Future(devices=[buffer.device]) if buffer.is_cuda else torch.futures.Future()
 
 
 def forward_result(to: torch.futures.Future[Any], done: torch.futures.Future[Any]) -> None:
-    """Give what a finished future holds, a value or an error, to another one."""
+    """Copy the value or error of a finished future to another one."""
     try:
         to.set_result(done.value())
     except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the other

@@ -1,4 +1,4 @@
-"""Find out which ranks share a fast link: by names that are given, or by timing messages."""
+"""Discovery of ranks that share a fast link: by given names, or by timing messages."""
 
 import os
 import socket
@@ -21,11 +21,11 @@ VARIABLE = "LIGHTNING_HETERO_CLUSTER"
 
 @dataclass(frozen=True)
 class PingSettings:
-    """Transfers between two ranks that are timed.
+    """Timed transfers between two ranks.
 
     Args:
-        num_bytes: bytes of each.
-        repeats: measurements, of which the best counts.
+        num_bytes: bytes of one transfer.
+        repeats: measurements per pair; the shortest counts.
     """
 
     num_bytes: int = 262_144
@@ -39,7 +39,7 @@ def discover_clusters(setting: Any, control: ControlPlane) -> Clusters:
     """Return the clusters that a checked setting ``hierarchy`` asks for; a collective call.
 
     Raises:
-        ValueError: on every rank, if clusters do not name all ranks, or a rank has no cluster in its environment.
+        ValueError: on every rank, if given clusters omit a rank, or a rank's environment names no cluster.
     """
     ranks = range(control.world_size)
     if setting is None or control.world_size == 1:
@@ -61,9 +61,9 @@ def discover_clusters(setting: Any, control: ControlPlane) -> Clusters:
 
 
 def link_seconds(control: ControlPlane) -> npt.NDArray[np.float64]:
-    """Measure a small transfer between each two ranks, the best of three, shape (N, N); a collective call.
+    """Measure the seconds of a small round trip between each two ranks, shape ``(N, N)``; a collective call.
 
-    Ranks meet in pairs, as in a tournament in which each plays once in a round, and send 256 KiB back and forth.
+    Ranks meet in pairs, as in a round-robin tournament, and send 256 KiB back and forth; the best of three counts.
     """
     n = control.world_size
     mine = np.zeros(n)
@@ -81,7 +81,7 @@ def link_seconds(control: ControlPlane) -> npt.NDArray[np.float64]:
 
 
 def _ping(probe: torch.Tensor, low: int, high: int, control: ControlPlane) -> float:
-    """Return the seconds of a round trip between two ranks."""
+    """Return the shortest seconds of a round trip between two ranks."""
     best = float("inf")
     for _ in range(PING.repeats):
         begin = time.perf_counter()

@@ -1,7 +1,7 @@
-"""All-gather of rows that differ in number between ranks, with gradients; torch's own aborts the process for them.
+"""All-gather with gradients for unequal numbers of rows per rank, for which torch's own aborts the process.
 
-Before any tensor is sent, every rank tells the others its shape. What does not fit together is then an error on all of
-them, where an error on one alone would leave the others waiting.
+Before any tensor is sent, every rank tells the others its shape. Shapes that do not fit together are then an error on
+all ranks; an error on one alone would leave the others waiting.
 """
 
 import zlib
@@ -17,7 +17,7 @@ from lightning_hetero.comm.agreement.control_plane import ControlPlane
 
 __all__ = ["gather_rows", "refuse_own_gather"]
 
-MOST_DIMENSIONS = 64  # of any tensor of torch's
+MOST_DIMENSIONS = 64  # torch's limit
 DTYPES = {zlib.crc32(str(dtype).encode()): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -26,14 +26,14 @@ def gather_rows(
 ) -> torch.Tensor:
     """Gather the tensors of all ranks; a collective call.
 
-    Tensors of one shape are stacked, ``(W, b, ...)``. If their first dimensions differ, the rows come in the order of
-    the ranks, in a first dimension of one: ``(1, b_0 + b_1 + ..., ...)``. So the number of dimensions is the same, and
-    what joins the first two, such as ``flatten(0, 1)``, gives the rows of all ranks in both cases.
+    Tensors of equal shape are stacked: ``(W, b, ...)``. If their first dimensions differ, the rows are concatenated in
+    the order of the ranks, behind a first dimension of 1: ``(1, b_0 + b_1 + ..., ...)``. The number of dimensions is
+    the same in both cases, and joining the first two, as by ``flatten(0, 1)``, gives the rows of all ranks.
 
     Args:
-        tensor: of this rank.
+        tensor: this rank's tensor.
         gather: stacks tensors that have one shape on all ranks.
-        control: tells the ranks each other's shapes.
+        control: control plane that exchanges the shapes.
         group: ranks that take part; all of them by default.
 
     Raises:
@@ -73,12 +73,12 @@ def _shapes(tensor: torch.Tensor, control: ControlPlane, group: Any) -> list[tup
 def refuse_own_gather(
     model: torch.nn.Module, world_size: int, policy: str | None, error: type[Exception] = ValueError
 ) -> None:
-    """Refuse a part of the model that gathers over ranks by itself, as of equal batches.
+    """Refuse a part of the model that itself gathers over ranks and assumes equal batches.
 
-    Self-supervised losses say that they do by ``gather_distributed=True``.
+    Self-supervised losses announce this by ``gather_distributed=True`` or ``sinkhorn_gather_distributed=True``.
 
     Raises:
-        Exception: of the type ``error``, if there is such a part and batches may be unequal.
+        Exception: of type ``error``, if the model has such a part and batches may be unequal.
     """
     if world_size < 2 or policy == "even":
         return

@@ -1,10 +1,10 @@
 """Topology of gradient exchange: flat over all ranks, or dense inside clusters and between their leaders (hierarchy).
 
-A low-bandwidth link between clusters then carries what the leaders exchange, once per cluster. Each of the three parts,
-up to the leader, across, and down to the members, has a process group of its own, and each is used in the order of the
-buckets: so collectives meet in the same order on all ranks, while one bucket crosses and the next is being reduced.
-NCCL needs more: one order over all groups, since collectives of two groups that start in another order on another rank
-can wait for each other. There everything sets out from the thread that hands buckets over, which waits for none of it.
+A low-bandwidth link between clusters then carries only what the leaders exchange, once per cluster. Each of the three
+parts (up to the leader, across, down to the members) has a process group of its own and handles the buckets in order:
+collectives meet in the same order on all ranks, and one bucket crosses while the next is being reduced. NCCL needs one
+order over all groups, because collectives of two groups that start in different orders on two ranks can deadlock. There
+the thread that hands the buckets over starts everything, and waits for none of it.
 """
 
 import logging
@@ -41,10 +41,10 @@ class _Groups:
     """Process groups of this rank, ``None`` where it takes part in none.
 
     Args:
-        up: its cluster's, for sums that go to the leader.
-        down: its cluster's, for what comes back from the leader.
-        across: that of leaders, or of all ranks; ``None`` for the default one.
-        work: transfers between leaders, in order, which a thread carries on; ``None`` without clusters.
+        up: group of its cluster, for sums that go to the leader.
+        down: group of its cluster, for results that come back from the leader.
+        across: group of the leaders, or of all ranks; ``None`` for the default group.
+        work: queue of transfers between leaders, which a thread runs in order; ``None`` without clusters.
     """
 
     up: Any = None
@@ -58,10 +58,10 @@ class Topology:
 
     Args:
         rank: this rank.
-        clusters: ranks of each cluster, in the order of their leaders, the least rank of each. With one rank in each,
-            or all ranks in one, all exchanges are flat.
+        clusters: ranks of each cluster, ordered by leader (the lowest rank of a cluster). With one rank in each, or all
+            ranks in one, all exchanges are flat.
         timeout: longest wait for another rank.
-        apart: whether to have process groups of its own also where all exchanges are flat.
+        apart: whether to make a process group of its own even if all exchanges are flat.
 
     Example:
         >>> Topology(0, ((0,), (1,))).flat
@@ -83,7 +83,7 @@ class Topology:
         self.open()
 
     def open(self) -> None:
-        """Make the process groups, or make them again behind :meth:`close`; a collective call."""
+        """Make the process groups, also again after :meth:`close`; a collective call."""
         if self._groups is None:
             self._groups = self._flat_groups() if self.flat else self._cluster_groups()
 
@@ -91,7 +91,7 @@ class Topology:
         return _Groups(across=self._join(None) if self._apart else None)
 
     def _cluster_groups(self) -> _Groups:
-        """Make the groups of clusters, and start the thread; collective, in the same order on all ranks."""
+        """Make the groups of all clusters in the same order on all ranks, and start the thread; collective."""
         own: tuple[Any, Any] = (None, None)
         for members in self.clusters:
             if len(members) > 1:
@@ -115,13 +115,13 @@ class Topology:
         return self._groups or _Groups()
 
     def close(self) -> None:
-        """Leave the process groups, and end the thread behind what it still carries."""
+        """Leave the process groups; the thread ends after the transfers that are still queued."""
         self._groups = None
         run(self._closers)
 
     @classmethod
     def flat_over(cls, rank: int, world_size: int) -> "Topology":
-        """Return the flat topology: every rank for itself."""
+        """Return the flat topology, in which every rank is a cluster of its own."""
         return cls(rank, tuple((other,) for other in range(world_size)))
 
     @classmethod
@@ -129,7 +129,7 @@ class Topology:
         """Make the topology that a checked setting ``hierarchy`` asks for; a collective call.
 
         Raises:
-            ValueError: on every rank, if clusters do not name all ranks, or a rank has no cluster in its environment.
+            ValueError: on every rank, if given clusters omit a rank, or a rank's environment names no cluster.
         """
         clusters = discover_clusters(setting, control)
         topology = cls(control.rank, clusters, timeout=timeout)
@@ -139,20 +139,20 @@ class Topology:
         return topology
 
     def with_own_groups(self) -> "Topology":
-        """Return the same clusters with groups of their own, so that two exchanges need not wait for each other.
+        """Return a topology of the same clusters with separate groups: its exchanges do not wait for those of this one.
 
-        A collective call: all ranks have to make it together.
+        A collective call.
         """
         return Topology(self.rank, self.clusters, timeout=self.timeout, apart=True)
 
     @property
     def size(self) -> int:
-        """Number of those that exchange: clusters, or ranks without any."""
+        """Number of participants of an exchange: clusters, or ranks in a flat topology."""
         return len(self.clusters)
 
     @property
     def is_leader(self) -> bool:
-        """True if this rank speaks for its cluster."""
+        """True if this rank is the leader of its cluster."""
         return self.rank == self.leader
 
     def members_of(self, rank: int) -> tuple[int, ...]:
@@ -168,9 +168,9 @@ class Topology:
         return self._begin(buffer, raised, lambda: sums.async_all_reduce(buffer, groups.across))
 
     def reduce_in_cluster(self, buffer: torch.Tensor) -> Any:
-        """Begin to add a buffer up inside the cluster, in place on its leader; what is returned can be waited for.
+        """Begin to reduce a buffer inside the cluster, in place on its leader; return the work handle to wait for.
 
-        On other ranks the buffer's content is undefined afterwards. ``None`` if there is nobody to add.
+        On other ranks the buffer's content is undefined afterwards. Returns ``None`` for a cluster of one rank.
         """
         up = self._joined.up
         return None if up is None else dist.reduce(buffer, dst=self.leader, group=up, async_op=True)
@@ -178,11 +178,11 @@ class Topology:
     def all_gather(self, rows: torch.Tensor, arrived: Callable[[int], None] | None = None) -> Any:
         """Begin to fill ``rows`` on all ranks; row ``i`` is that of cluster ``i``, filled already on its leader.
 
-        What is returned has ``wait()``, and ``then(callback)`` for those who do not.
+        The result has ``wait()``, and ``then(callback)`` for callers that do not wait.
 
         Args:
-            rows: uint8, a row for each cluster.
-            arrived: called with the number of each row that is there; on members, when all are.
+            rows: uint8, one row for each cluster.
+            arrived: called with the number of each row that has arrived; on members, once all rows have.
         """
         if self._joined.work is None:
             return self._gather_across(rows, arrived)
@@ -196,9 +196,9 @@ class Topology:
         return sums.async_all_gather(rows, self.cluster, leaders, self._joined.across, arrived, self._order)
 
     def _begin(self, buffer: torch.Tensor, raised: Any, cross: Callable[[], Any]) -> torch.futures.Future[Any]:
-        """Let the thread carry a buffer across, after those before it; on a GPU on a stream of its own.
+        """Pass a buffer to the thread that carries buffers across in order; on a GPU on a stream of its own.
 
-        With NCCL nobody waits on the host, so that no thread is needed.
+        With NCCL nothing waits on the host, and no thread is needed.
         """
         groups = self._joined
         assert groups.work is not None
@@ -220,7 +220,7 @@ class Topology:
         return done
 
     def _carry(self, buffer: torch.Tensor, raised: Any, done: Any, cross: Callable[[], Any]) -> None:
-        """Wait for what comes up from the cluster, cross, and send it down."""
+        """Wait for the reduction inside the cluster, exchange across clusters, and broadcast the result inside."""
 
         def arrived(future: Any) -> None:
             try:
@@ -245,7 +245,7 @@ class Topology:
 
 
 def _carry_on(work: _Work) -> None:
-    """Carry one buffer across after the other, until there is ``None``."""
+    """Carry one buffer across after the other, until the queue gives ``None``."""
     while (carry := work.get()) is not None:
         carry()
-        del carry  # which holds a group
+        del carry  # it holds a process group

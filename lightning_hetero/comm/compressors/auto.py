@@ -1,4 +1,4 @@
-"""Decide ``compression="auto"`` while training: time dense gradients and messages, then keep the better."""
+"""Decision of ``compression="auto"`` during training: time dense gradients and messages, then keep the better."""
 
 import logging
 from collections.abc import Mapping
@@ -28,12 +28,12 @@ log = logging.getLogger("lightning_hetero")
 
 @dataclass(frozen=True)
 class AutoSettings:
-    """Steps of dense gradients that are timed before the choice.
+    """Numbers of dense steps that are timed before the choice.
 
     Args:
-        first_try_step: synchronised steps before the first try.
-        min_timed_steps: timed steps that are enough.
-        max_step: steps after which none need be timed.
+        first_try_step: synchronized steps before the first try.
+        min_timed_steps: timed steps, on all ranks, that suffice for the choice.
+        max_step: step at which the choice is made even with fewer timed steps.
     """
 
     first_try_step: int = 8
@@ -45,13 +45,13 @@ AUTO = AutoSettings()
 
 
 class AutoCompression:
-    """Choose between dense sums and block top-k at each density, once enough steps with dense sums were timed.
+    """Choice between dense sums and block top-k at each density, once enough dense steps were timed.
 
     Args:
         settings: candidates.
         parameters: the module's parameters that need gradients, by name.
-        control: for what ranks agree on.
-        topology: of messages.
+        control: control plane by which ranks agree.
+        topology: topology of messages.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class AutoCompression:
 
     @property
     def placeholder(self) -> BlockTopK:
-        """Block top-k that can be set to any of the candidates."""
+        """Block top-k settings whose density can be set to any of the candidates later."""
         return BlockTopK(density=self.settings.densities[0], value_dtype=self.settings.value_dtype)
 
     def try_decide(self, observer: StepTimer, *, may_be_stale: bool = False) -> CompressionChoice | None:
-        """Return the choice, once enough steps were timed on all ranks: in the same step on all of them.
+        """Return the choice, in the same step on all ranks, once enough steps were timed on all; ``None`` before.
 
-        To be called at the end of each synchronised step; collective from the eighth on.
+        Call it at the end of each synchronized step; it is collective from the eighth step on.
 
         Args:
-            observer: has timed this rank's steps.
+            observer: timer of this rank's steps.
             may_be_stale: whether gradients may be stale.
         """
         self._rows |= {row[0]: row[: FIELDS + 1] for row in observer.rows}
@@ -98,11 +98,11 @@ class AutoCompression:
 
 
 class AutoAverager(BlockTopKAverager):
-    """Average densely until the choice is made; then by block top-k, or by nothing of ours any more.
+    """Averager that is dense until the choice is made; then it goes on with block top-k, or plain DDP replaces it.
 
     Args:
-        choice: makes it.
-        context: of the run.
+        choice: makes the choice.
+        context: context of the run.
     """
 
     def __init__(self, choice: AutoCompression, context: AveragerContext) -> None:
@@ -140,7 +140,7 @@ class AutoAverager(BlockTopKAverager):
 def measure(
     parameters: Mapping[str, torch.Tensor], control: ControlPlane, topology: Topology, settings: Automatic
 ) -> LinkMeasurement:
-    """Measure latency and rate of the exchange and cost of selection: the best of three, of the slowest rank."""
+    """Measure latency, rate and encoding time (0 on a GPU): best of three, on the slowest rank; a collective call."""
     device = next(iter(parameters.values())).device
     numel = sum(p.numel() for p in parameters.values())
     small, large = (

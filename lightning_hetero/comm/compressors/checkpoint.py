@@ -1,4 +1,4 @@
-"""Carry residuals and what else compression needs from one averager to the next, and through checkpoints."""
+"""Transfer of residuals and further state of compression between averagers and through checkpoints."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ __all__ = ["CompressionCheckpoint"]
 
 
 class CompressionCheckpoint:
-    """State of compression while no averager holds it: of an earlier run, or waiting for a dense sum.
+    """State of compression while no averager holds it: from an earlier run, or waiting for a dense sum.
 
     Args:
-        control: for what ranks agree on.
+        control: control plane by which ranks agree.
         hook: state of the gradient hook, which adds residuals to a dense sum.
-        optimizers: whose sparse steps have state of their own.
+        optimizers: optimizers, whose sparse steps have state of their own.
     """
 
     def __init__(self, control: ControlPlane, hook: HookState, optimizers: OptimizerLink) -> None:
@@ -35,7 +35,7 @@ class CompressionCheckpoint:
         return self.hook.topology or Topology.flat_over(self.control.rank, self.control.world_size)
 
     def of_rank(self, averager: GradientAverager | None, watch: LinkState) -> dict[str, Any]:
-        """Return residuals by parameter, and what else this rank needs to go on.
+        """Return residuals by parameter, and the further state of this rank.
 
         Args:
             averager: holds the residuals; ``None`` if sums are dense.
@@ -75,12 +75,12 @@ class CompressionCheckpoint:
         self.hook.pay_out(None)
 
     def hand_over(self, averager: GradientAverager, watch: LinkState, before: dict[str, Any]) -> None:
-        """Let an averager go on with a checkpoint, or with its forerunner in the same run.
+        """Give a new averager the state of a checkpoint, or of its predecessor in the same run.
 
         Args:
-            averager: begins.
+            averager: the new averager.
             watch: estimates of the link.
-            before: :meth:`of_rank` of its forerunner; empty without one.
+            before: :meth:`of_rank` of its predecessor; empty without one.
         """
         if self._restored:
             self.restore(averager, watch)
@@ -88,7 +88,7 @@ class CompressionCheckpoint:
             self._take_over(averager, watch, before)
 
     def restore(self, averager: GradientAverager, watch: LinkState) -> None:
-        """Let a running averager go on with what was loaded, be it nothing."""
+        """Give a running averager the loaded state; without any, its residuals become 0."""
         own, self._restored = self._own_share(), {}
         self._take_over(averager, watch, own)
 
@@ -101,7 +101,7 @@ class CompressionCheckpoint:
                 watch.load_state_dict(own["link"])
 
     def pay_out(self, module: nn.Module | None, before: dict[str, Any], *, scaled: bool) -> None:
-        """Add residuals to the next dense sum: those of a checkpoint, else those of before.
+        """Add residuals to the next dense sum: those of a checkpoint, else those in ``before``.
 
         Args:
             module: whose gradients are summed; ``None`` before it is known.

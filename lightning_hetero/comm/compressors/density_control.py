@@ -1,4 +1,4 @@
-"""Follow a controller's choices of density and staleness, the same on all ranks, and log what changes."""
+"""Execution of a controller's choices of density and staleness, the same on all ranks, with a log of changes."""
 
 import logging
 import math
@@ -36,14 +36,14 @@ class DensityControl:
         staleness: StaleAverager | None,
         links: Sequence[LinkEstimate],
     ) -> None:
-        """Take a density, and let messages be stale or awaited, from the next step on.
+        """Set the density, and make messages stale or synchronous, from the next step on.
 
         Args:
-            choice: of rank 0.
-            stale: whether messages are to be stale; ``None`` where nobody has decided on that.
-            blocks: sends the messages.
-            staleness: may let them be stale.
-            links: estimate of the rate of each one that sends.
+            choice: choice of rank 0.
+            stale: whether messages become stale; ``None`` to leave that as it is.
+            blocks: averager that sends the messages.
+            staleness: averager that can make them stale.
+            links: rate estimate of each sender.
         """
         bound = self.choice is not None and self.choice.communication_bound
         before, self.choice = blocks.density, choice
@@ -63,7 +63,7 @@ class DensityControl:
 
 
 def _delay(staleness: StaleAverager | None, stale: bool | None) -> bool:
-    """Let messages be stale or awaited; return whether that is a change."""
+    """Make messages stale or synchronous; return whether that is a change."""
     if staleness is None or not staleness.limit or stale is None:
         return False
     staleness.control_externally(True)

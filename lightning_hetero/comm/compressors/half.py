@@ -1,4 +1,4 @@
-"""Average gradients in 16 bits with torch's own hooks."""
+"""Averaging of gradients in 16 bits, by torch's own hooks."""
 
 import logging
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ def ring_bytes(world_size: int) -> float:
 
 
 class HalfPrecisionAverager(GradientAverager):
-    """Average in 16 bits: torch's ``fp16_compress_hook`` or ``bf16_compress_hook``.
+    """Averager in 16 bits: torch's ``fp16_compress_hook`` or ``bf16_compress_hook``.
 
-    It keeps no residual, so that a gradient which is not finite is only what it is under DDP: not finite on all ranks.
+    It keeps no residual, so a gradient that is not finite does no more than under DDP: it is not finite on all ranks.
 
     Args:
         settings: the 16-bit type.
@@ -43,7 +43,7 @@ class HalfPrecisionAverager(GradientAverager):
 
     @classmethod
     def build(cls, settings: Any, context: AveragerContext) -> "HalfPrecisionAverager":
-        """Build it for a run."""
+        """Build the averager for a run."""
         return cls(settings, context.parameters, context.control.world_size)
 
     def average(self, bucket: dist.GradBucket, squares: BucketSquares | None = None) -> Future:
@@ -54,6 +54,6 @@ class HalfPrecisionAverager(GradientAverager):
         return future
 
     def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Say that residuals are lost: 16-bit sums cannot send them."""
+        """Warn that residuals are lost, because 16-bit sums cannot send them."""
         if residuals:
             log.warning("the checkpoint has gradients that were not sent yet, which 16-bit sums cannot send")

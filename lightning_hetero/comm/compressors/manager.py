@@ -1,4 +1,4 @@
-"""Hold the gradient compression of one rank: made when the model is known, saved with the checkpoint."""
+"""Gradient compression of one rank: built when the model is known, saved with the checkpoint."""
 
 import logging
 import weakref
@@ -34,21 +34,21 @@ log = logging.getLogger("lightning_hetero")
 
 
 class GradientCompression:
-    """Put a compressor into the gradient hook, and carry its residuals through checkpoints.
+    """Compressor in the gradient hook, whose residuals are carried through checkpoints.
 
     Args:
-        settings: the compressor.
-        control: for what ranks agree on.
+        settings: settings of the compressor.
+        control: control plane by which ranks agree.
         hook: state of the gradient hook.
-        sparse: whether the optimizer takes sparse steps: ``False``, ``True``, or when momentum is applied, ``"ahead"``
-            (what ``True`` is) or ``"later"``.
+        sparse: whether the optimizer takes sparse steps: ``False``, ``True``, or the time at which momentum is applied,
+            ``"ahead"`` (as with ``True``) or ``"later"``.
 
     Attributes:
         averager: sends compressed gradients; ``None`` before the model is known, on one rank, and where
             ``compression="auto"`` has chosen dense sums.
-        optimizers: those that may take its blocks.
-        watch: what ranks have seen of the link.
-        density: follows a controller of the density.
+        optimizers: optimizers that may take its blocks.
+        watch: estimates of the link, equal on all ranks.
+        density: newest choice of a controller of the density.
         checkpoint: holds residuals while no averager does.
     """
 
@@ -66,7 +66,7 @@ class GradientCompression:
 
     @classmethod
     def of(cls, config: HeteroConfig, control: ControlPlane, hook: HookState) -> "GradientCompression | None":
-        """Return compression by these settings, ``None`` without any."""
+        """Return the compression that ``config`` asks for, ``None`` if it asks for none."""
         settings: Any = config.compression
         return None if settings is None else cls(settings, control, hook, config.sparse_optimizer)
 
@@ -81,7 +81,7 @@ class GradientCompression:
             hold_unused: whether parameters may be left out by all ranks (``find_unused_parameters``).
 
         Raises:
-            ValueError: if the module has a parameter that cannot be compressed.
+            ValueError: if the module has a parameter that cannot be compressed, or another module is attached.
         """
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         check_parameters(parameters)
@@ -109,7 +109,7 @@ class GradientCompression:
         grad_scale: Callable[[], float] | None,
         hold_unused: bool,
     ) -> None:
-        """Build the averager, and let it go on with what was not sent yet."""
+        """Build the averager, and give it the residuals of its predecessor or of a checkpoint."""
         context = AveragerContext(
             parameters, self.control, self.hook.observer, self.hook.topology, grad_scale, hold_unused
         )
@@ -120,7 +120,7 @@ class GradientCompression:
         self.checkpoint.hand_over(self.averager, self.watch, before)
 
     def end_step(self) -> None:
-        """End a synchronised step; a collective call while ``"auto"`` has not chosen."""
+        """End a synchronized step; a collective call while ``"auto"`` has not chosen."""
         if self.averager is None or not self.averager.undecided:
             return
         if not self.averager.end_step(may_be_stale=self._may_delay):
@@ -129,7 +129,7 @@ class GradientCompression:
             self._connect()
 
     def _send_densely(self) -> None:
-        """Compress no more: ``"auto"`` has chosen dense sums."""
+        """Stop compressing, because ``"auto"`` has chosen dense sums."""
         state, self.averager = self.state_dict_of_rank(), None
         self.hook.use(None)
         if self.hook.staleness is not None:
@@ -137,7 +137,7 @@ class GradientCompression:
         self._pay_out(state)
 
     def _pay_out(self, before: dict[str, Any]) -> None:
-        """Add residuals to the next dense sum: those of a checkpoint, else those of before."""
+        """Add residuals to the next dense sum: those of a checkpoint, else those in ``before``."""
         self.checkpoint.pay_out(self._trained_module, before, scaled=self._scaled)
 
     @property
@@ -156,14 +156,14 @@ class GradientCompression:
         return self.optimizers.sparse
 
     def bind_optimizers(self, optimizers: Iterable[torch.optim.Optimizer], *, more: bool = False) -> None:
-        """Let optimizers take sparse steps, those that are sparse by themselves and, if it was asked for, torch's own.
+        """Let optimizers take sparse steps: those of this package, and torch's own if the settings ask for it.
 
         Args:
             optimizers: all optimizers of the module.
             more: whether they join those that were given before.
 
         Raises:
-            ValueError: if sparse steps were asked for and cannot be.
+            ValueError: if the settings ask for sparse steps and they are not possible.
         """
         self.optimizers.bind(optimizers, more=more)
         self._connect()
@@ -176,7 +176,7 @@ class GradientCompression:
         return None if self.blocks is None or not self.blocks.takes_blocks else self.optimizers.steps_of(optimizer)
 
     def after_backward(self) -> None:
-        """Give parameters their sparse gradients, leave out what is not finite."""
+        """Give parameters their sparse gradients; leave out sums that are not finite."""
         if self.averager is not None:
             self.averager.after_backward()
         if self._warned or not self.optimizers.optimizers or self.blocks is None or self.blocks.undecided:
@@ -188,7 +188,7 @@ class GradientCompression:
     def clip_targets(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return what to clip in place of these parameters: for a sparse gradient, a tensor that holds its values.
 
-        Norms and factors are then those of the merged gradient, over the blocks that were sent.
+        Norms and clipping factors are then those of the merged gradient, over the sent blocks.
         """
         gradients = None if self.blocks is None else self.blocks.gradients
         return clip_targets(parameters, gradients or {})
@@ -205,16 +205,16 @@ class GradientCompression:
         return self.hook.staleness is not None and self.hook.staleness.limit > 0
 
     def pack(self) -> npt.NDArray[np.float64]:
-        """Return times of this rank's messages since the last call, of one shape on all ranks."""
+        """Return the times of this rank's messages since the last call, in the same shape on all ranks."""
         return np.zeros(0) if self.blocks is None else self.watch.take(self.blocks.messages).ravel()
 
     def unpack(self, everyone: npt.NDArray[np.float64], control: ControlPlane) -> None:
-        """Take in what all ranks saw of their messages."""
+        """Update the estimates of the link by the message times of all ranks."""
         if everyone.size:
             self.watch.see(everyone)
 
     def link(self) -> MessageLink | None:
-        """Return what a planner may know of the link; ``None`` where no density could be set."""
+        """Return the link as planners see it; ``None`` if there is no density to set."""
         blocks, stale = self.blocks, self.hook.staleness
         if blocks is None:
             return None
@@ -232,14 +232,14 @@ class GradientCompression:
             self.blocks.set_density(density)
 
     def apply_choice(self, choice: DensityChoice | None, stale: bool | None) -> None:
-        """Take the density, and stale or awaited messages, that rank 0 has chosen, which says so."""
+        """Apply rank 0's choice of density and of stale or synchronous messages; rank 0 logs changes."""
         if choice is not None and self.blocks is not None:
             self.density.apply(choice, stale, self.blocks, self.hook.staleness, self.watch.links)
 
     # state
 
     def settle(self) -> None:
-        """Report the outcome of the last step, if only the device knows it yet (block top-k on GPU).
+        """Report the outcome of the last step, if so far only the device knows it (block top-k on GPU).
 
         Raises:
             ValueError: if a message of that step was malformed, naming rank and bucket; the same on all ranks.
@@ -253,7 +253,7 @@ class GradientCompression:
         self.optimizers.flush()
 
     def take_report(self) -> StepReport | None:
-        """Return what was sent since the last call, ``None`` if nothing was."""
+        """Return the traffic since the last call, ``None`` without any."""
         return None if self.averager is None else self.averager.take_report()
 
     def metrics(self) -> dict[str, float]:
@@ -273,7 +273,7 @@ class GradientCompression:
         return metrics
 
     def state_dict_of_rank(self) -> dict[str, Any]:
-        """Return residuals by parameter, and what else this rank needs to go on."""
+        """Return residuals by parameter, and the further state of this rank."""
         return self.checkpoint.of_rank(self.averager, self.watch)
 
     def state_dict(self, *, alone: bool = False) -> dict[str, Any]:
@@ -285,7 +285,7 @@ class GradientCompression:
         return self.checkpoint.of_all(self.state_dict_of_rank(), alone=alone)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the residuals of an earlier run, once the model is attached or at once; without any, with zero."""
+        """Restore the residuals of an earlier run, now or when the model is attached; an empty state sets them to 0."""
         self.checkpoint.load(state)
         if self.averager is not None:
             self.checkpoint.restore(self.averager, self.watch)
@@ -293,7 +293,7 @@ class GradientCompression:
             self._pay_out({})
 
     def reset(self) -> None:
-        """Let the model that is attached next begin as the first one did."""
+        """Forget all state; the model that is attached next begins like the first one."""
         self.checkpoint.clear()
         self.optimizers.forget()
         self._module = self.averager = None

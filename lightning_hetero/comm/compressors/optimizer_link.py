@@ -1,4 +1,4 @@
-"""Connect optimizers with sparse steps to the blocks of a compressed gradient."""
+"""Connection of optimizers with sparse steps to the blocks of a compressed gradient."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -19,8 +19,8 @@ class OptimizerLink:
     """Optimizers of one module, and the sparse steps that they take.
 
     Args:
-        sparse: whether torch's own optimizers take sparse steps: ``False``, ``True``, or when momentum is applied,
-            ``"ahead"`` (what ``True`` is) or ``"later"``.
+        sparse: whether torch's own optimizers take sparse steps: ``False``, ``True``, or the time at which
+            momentum is applied, ``"ahead"`` (as with ``True``) or ``"later"``.
     """
 
     def __init__(self, sparse: bool | str) -> None:
@@ -30,7 +30,7 @@ class OptimizerLink:
         self._restored: list[Any] = []
 
     def forget(self) -> None:
-        """Let go of all optimizers: another module is trained."""
+        """Forget all optimizers, because another module is trained."""
         self.optimizers = []
 
     def bind(self, optimizers: Iterable[torch.optim.Optimizer], *, more: bool) -> None:
@@ -41,7 +41,7 @@ class OptimizerLink:
             more: whether they join those that were given before.
 
         Raises:
-            ValueError: if sparse steps were asked for and cannot be.
+            ValueError: if the settings ask for sparse steps and there are several optimizers.
         """
         self.optimizers = [*(self.optimizers if more else ()), *optimizers]
         if self.sparse and len(self.optimizers) > 1:
@@ -51,10 +51,10 @@ class OptimizerLink:
             )
 
     def connect(self, blocks: BlockTopKAverager | None) -> None:
-        """Take sparse steps if all optimizers have them, so that no one misses a dense gradient.
+        """Enable sparse steps if all optimizers have them; otherwise one would lack its dense gradient.
 
         Args:
-            blocks: hands blocks out; ``None`` where gradients are dense.
+            blocks: averager that hands out blocks; ``None`` where gradients are dense.
         """
         steps = [self.steps_of(optimizer) for optimizer in self.optimizers]
         together = blocks is not None and bool(steps) and None not in steps
@@ -84,11 +84,11 @@ class OptimizerLink:
             steps.flush()
 
     def state(self) -> list[Any]:
-        """Return what sparse steps need to go on."""
+        """Return the state of the sparse steps."""
         return [steps.state_dict() for steps in self._all_steps()]
 
     def load_state(self, state: list[Any]) -> None:
-        """Go on from :meth:`state`, once there are optimizers or at once."""
+        """Restore what :meth:`state` returned, now or when there are optimizers."""
         self._restored = state
         self._hand_over()
 
@@ -110,8 +110,8 @@ def clip_targets(
     """Return what to clip in place of parameters: for a sparse gradient, a tensor that holds its values.
 
     Args:
-        parameters: with their gradients.
-        gradients: blocks of those that have sparse ones.
+        parameters: parameters with their gradients.
+        gradients: blocks of the parameters whose gradients are sparse.
     """
     found = []
     for parameter in parameters:

@@ -23,7 +23,7 @@ __all__ = ["PowerSGDAverager"]
 
 
 class _DeviceVerdicts:
-    """Numbers on the device, 0 for a step that was left out, which the host reads once the device has them.
+    """Numbers on the device, 0 for a step that was left out; the host reads them once the device has computed them.
 
     Args:
         clock: marks moments on this rank's device.
@@ -39,7 +39,7 @@ class _DeviceVerdicts:
         self._waiting.append((step, there, self._clock.mark()))
 
     def pop_left_out(self) -> list[int]:
-        """Return the steps that were left out, of those whose number has arrived."""
+        """Return the left-out steps among those whose number has arrived."""
         steps = []
         while self._waiting and self._clock.ready(self._waiting[0][2]):
             step, finite, _ = self._waiting.popleft()
@@ -50,8 +50,8 @@ class _DeviceVerdicts:
 class PowerSGDAverager(GradientAverager):
     """PowerSGD by torch's ``powerSGD_hook``, with state that survives a resume and no non-finite value in it.
 
-    Torch keeps residuals and matrices by DDP's buckets, which are others after the first step, in a resumed run, and
-    when other parameters are trained. Here they belong to parameters, and each bucket gets those of its own.
+    Torch keeps residuals and matrices by DDP's buckets, which change after the first step, in a resumed run, and when
+    other parameters are trained. Here they are kept by parameter, and each bucket gets those of its parameters.
 
     Args:
         settings: rank and dense steps.
@@ -80,7 +80,7 @@ class PowerSGDAverager(GradientAverager):
         self.state.compression_stats_logging_frequency = 2**62
         self.kept = BucketState(self.state, self.names, world_size)
         device = next(iter(parameters.values())).device
-        self.deferred = device.type != "cpu"  # whether the host learns later what the device decided on a step
+        self.deferred = device.type != "cpu"  # whether the device decides on a step, and the host learns of it later
         self._in_order = backend_of(device) == "nccl"
         self._elements = sum(p.numel() for p in parameters.values())
         self._element_size = next(iter(parameters.values())).element_size()
@@ -91,12 +91,12 @@ class PowerSGDAverager(GradientAverager):
 
     @classmethod
     def build(cls, settings: Any, context: AveragerContext) -> "PowerSGDAverager":
-        """Build it for a run."""
+        """Build the averager for a run."""
         world_size, clock = context.control.world_size, context.observer.clock
         return cls(settings, context.parameters, world_size, clock, grad_scale=context.grad_scale)
 
     def average(self, bucket: dist.GradBucket, squares: BucketSquares | None = None) -> Future:
-        """Average one bucket. Gloo calls back from threads: its second collectives would come in another order."""
+        """Average one bucket; wait for it without NCCL, as gloo's threads would mix up the order of collectives."""
         compressing = self.state.iter >= self.settings.start
         if bucket.index() == 0:
             self._finite, self._dense = [], not compressing
@@ -123,7 +123,7 @@ class PowerSGDAverager(GradientAverager):
         return future
 
     def _leave_out(self, bucket: dist.GradBucket) -> Future:
-        """Make a gradient that is not finite so on all ranks; no residual takes part in it."""
+        """Fill a gradient that is not finite with NaN on all ranks; residuals stay as they are."""
         buffer = bucket.buffer().fill_(float("nan"))
         self.state.maybe_increase_iter(bucket)
         future: Future = make_future(buffer)
@@ -131,7 +131,7 @@ class PowerSGDAverager(GradientAverager):
         return future
 
     def after_backward(self) -> None:
-        """Leave a sum that is not finite out, all of it; a loss scaler sees it and does so itself."""
+        """Leave out the whole sum if it is not finite; under a loss scaler, leave that to the scaler."""
         arrived, self._arrived = self._arrived, False
         if not arrived:
             return
@@ -146,7 +146,7 @@ class PowerSGDAverager(GradientAverager):
                 self.dropped.add(self._step - 1, "on some rank")
 
     def _drop_on_device(self, finite: torch.Tensor) -> None:
-        """Let the device leave the step out if it has to; the host learns of it when the number has arrived."""
+        """Let the device leave the step out if it is not finite; the host learns of it when the number has arrived."""
         self.flags.skip(1.0 - finite)
         if self.grad_scale is not None:
             return
@@ -164,11 +164,11 @@ class PowerSGDAverager(GradientAverager):
         self.report.add(ring_bytes(self.world_size) * sent * self._element_size, density)
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """Return the gradients that this rank has not sent yet, by parameter: a part of the weighted sum over ranks."""
+        """Return the residuals (not sent yet) of this rank by parameter: parts of the weighted sum over ranks."""
         return self.kept.residuals()
 
     def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Go on with these residuals once the dense steps are over; those of before are gone."""
+        """Replace the residuals; they take part once the dense steps are over."""
         self.kept.load_residuals(residuals)
 
     def extra_state(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class PowerSGDAverager(GradientAverager):
         return {"iter": self.state.iter, "step": self._step, "seeds": seeds, "matrices": self.kept.matrices()}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Go on as :meth:`extra_state` described."""
+        """Restore the state that :meth:`extra_state` returned."""
         self.state.iter, self._step = int(state["iter"]), int(state["step"])
         seeds = state["seeds"]
         self.state.rng.set_state(("MT19937", seeds["words"].numpy().astype("uint32"), int(seeds["place"]), 0, 0.0))

@@ -1,4 +1,4 @@
-"""State of torch's PowerSGD by parameter: DDP lays its buckets out anew, and the state follows."""
+"""State of torch's PowerSGD by parameter, which follows when DDP rebuilds its buckets."""
 
 import math
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ __all__ = ["BucketState", "Matrices"]
 
 
 class Matrices:
-    """A bucket in which every gradient can be seen as a matrix, as torch's hook sees it.
+    """A bucket whose gradients torch's hook can all view as matrices.
 
-    Numbers become vectors, what is empty is left out, and what lies in another order than that of its dimensions, as
-    channels last does, is taken in its order in memory.
+    Scalars become vectors, empty gradients are left out, and the dimensions of gradients in another memory order, such
+    as channels last, are permuted to that order.
 
     Args:
-        bucket: DDP's.
+        bucket: bucket of DDP.
     """
 
     def __init__(self, bucket: dist.GradBucket) -> None:
@@ -56,7 +56,7 @@ class _Place(NamedTuple):
 
 
 def _grouped(places: list[_Place]) -> list[_Place]:
-    """Return those that are sent as products of low rank, in torch's order: one shape after another."""
+    """Return the places that are sent as low-rank products, in torch's order: grouped by shape."""
     shapes: dict[tuple[int, int], list[_Place]] = {}
     for place in places:
         if place.q:
@@ -68,9 +68,9 @@ class BucketState:
     """Residuals and matrices ``Q`` of PowerSGD, kept by parameter between two layouts of DDP's buckets.
 
     Args:
-        state: torch's, whose entries belong to buckets.
-        names: of the parameters.
-        world_size: number of ranks in the average; torch's residuals are those of ``world_size`` times the gradient.
+        state: state of torch's hook, with entries by bucket.
+        names: name of each parameter.
+        world_size: number of ranks in the average; torch's residuals are ``world_size`` times ours.
     """
 
     def __init__(self, state: PowerSGDState, names: dict[torch.Tensor, str], world_size: int = 1) -> None:
@@ -82,12 +82,12 @@ class BucketState:
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def lay_out(self, bucket: dist.GradBucket, finite: torch.Tensor | None = None) -> None:
-        """Give torch what belongs to the parameters of a bucket.
+        """Give torch's hook the state of the parameters of a bucket.
 
         Args:
             bucket: about to be averaged; buckets come in the order of their numbers.
-            finite: 0 on the device if the bucket's step turns out to be left out, so that its state stays as it was;
-                ``None`` if that is known not to be so.
+            finite: number on the device, 0 if the step is left out and the bucket's state has to stay as it was;
+                ``None`` if the step is known to count.
         """
         index, places = bucket.index(), self._places_of(bucket)
         if self._places.get(index) != places:
@@ -95,7 +95,7 @@ class BucketState:
                 self._take_apart(other)
             self._put_together(bucket, places)
         self._decide(index)
-        if finite is not None:  # torch puts another tensor in the place of errors, and writes into that of Q
+        if finite is not None:  # torch replaces the tensor of errors, but overwrites that of Q in place
             self._before[index] = finite, self.state.error_dict[index], self.state.q_memory_dict[index].clone()
 
     def _places_of(self, bucket: dist.GradBucket) -> list[_Place]:
@@ -108,13 +108,13 @@ class BucketState:
         return found
 
     def _sizes(self, n: int, m: int) -> tuple[tuple[int, int], int, int]:
-        """Return rows and columns of a matrix, elements of ``P`` and ``Q``: none if torch sends it as it is."""
+        """Return shape of a matrix and elements of its ``P`` and ``Q``, which are 0 if torch sends it uncompressed."""
         rank = min(n, m, self.state.matrix_approximation_rank)
         low_rank = (n + m) * rank * self.state.min_compression_rate < n * m
         return (n, m), n * rank * low_rank, m * rank * low_rank
 
     def _decide(self, index: int) -> None:
-        """Decide on the state after the last step of a bucket, which is that before it if the step was left out."""
+        """Settle the state of a bucket after its last step: restore the one before if the step was left out."""
         if index in self._before:
             finite, error, matrices = self._before.pop(index)
             errors, qs = self.state.error_dict, self.state.q_memory_dict
@@ -122,14 +122,14 @@ class BucketState:
             qs[index] = torch.where(finite > 0, qs[index], matrices)
 
     def _take_apart(self, index: int) -> None:
-        """Give the state of a bucket that is no more to its parameters."""
+        """Move the state of a bucket that no longer exists to its parameters."""
         self._errors |= {name: error.clone() for name, error in self._errors_of(index)}
         self._matrices |= {name: matrix.clone() for name, matrix in self._matrices_of(index)}
         del self._places[index], self.state.error_dict[index]
         del self.state.p_memory_dict[index], self.state.q_memory_dict[index]
 
     def _put_together(self, bucket: dist.GradBucket, places: list[_Place]) -> None:
-        """Make the state of a new bucket: that of its parameters, and matrices that are drawn for those without."""
+        """Build the state of a new bucket from that of its parameters; draw random matrices for those without."""
         index, buffer, state, drawn = bucket.index(), bucket.buffer(), self.state, torch.Generator()
         self._places[index], error = places, torch.zeros_like(buffer)
         for place in places:
@@ -173,16 +173,16 @@ class BucketState:
     def residuals(self) -> dict[str, torch.Tensor]:
         """Return residuals by parameter, on the host: parts of the weighted sum over ranks, without a loss scale."""
         factor = self._scale * self.world_size
-        exact = math.frexp(factor)[0] == 0.5  # else a float64 brings the very float32 back
+        exact = math.frexp(factor)[0] == 0.5  # otherwise float64 preserves the exact float32 value
         return {name: (error if exact else error.double()) / factor for name, error in self.errors().items()}
 
     def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Go on with these residuals, and with matrices that are drawn anew."""
+        """Replace the residuals; matrices are drawn anew."""
         factor = self._scale * self.world_size
         self.load({name: residual.flatten() * factor for name, residual in residuals.items()}, {})
 
     def load_matrices(self, matrices: dict[str, torch.Tensor]) -> None:
-        """Go on with these matrices, and with the residuals as they are."""
+        """Replace the matrices; the residuals stay."""
         self.load(self.errors(), matrices)
 
     def errors(self) -> dict[str, torch.Tensor]:
@@ -196,7 +196,7 @@ class BucketState:
         return {name: matrix.detach().clone().cpu() for name, matrix in (*self._matrices.items(), *here)}
 
     def load(self, errors: dict[str, torch.Tensor], matrices: dict[str, torch.Tensor]) -> None:
-        """Go on with these residuals and matrices; what was there is gone."""
+        """Replace all residuals and matrices."""
         self._errors, self._matrices = dict(errors), dict(matrices)
         self._places, self._before = {}, {}
         entries: tuple[dict[int, Any], ...] = (

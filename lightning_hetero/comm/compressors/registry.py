@@ -1,4 +1,4 @@
-"""Build the averager of a compressor, by what its settings name.
+"""Construction of the averager that a compressor's settings name.
 
 The one table of compressors is :data:`~lightning_hetero.core.compression.settings.COMPRESSORS`.
 """
@@ -27,7 +27,7 @@ class AveragerContext:
         parameters: the module's parameters that need gradients, by name, in the order of the module.
         control: connects the ranks.
         observer: times this rank's steps.
-        topology: of gradients, ``None`` for the flat one.
+        topology: topology of gradients, ``None`` for the flat one.
         grad_scale: factor that the gradients carry at present (a loss scaler's), or ``None``.
         hold_unused: whether parameters may be left out by all ranks (``find_unused_parameters``).
     """
@@ -46,11 +46,11 @@ class _Buildable(Protocol):
 
 
 def averager_for(settings: Compressor, context: AveragerContext) -> GradientAverager:
-    """Build the averager that settings of a compressor name; a collective call.
+    """Build the averager that a compressor's settings name; a collective call.
 
     Args:
-        settings: whose ``averager`` is the path of a class with ``build(settings, context)``.
-        context: of the run.
+        settings: settings whose ``averager`` is ``"module:class"``, a class with ``build(settings, context)``.
+        context: context of the run.
     """
     module, _, name = settings.averager.partition(":")
     averager: _Buildable = getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""Residuals of an earlier run: split among the workers at hand, or added to a sum where sums are dense now."""
+"""Residuals of an earlier run: split among the present workers, or added to a dense sum where sums are now dense."""
 
 import logging
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ log = logging.getLogger("lightning_hetero")
 
 
 def own_share(state: dict[str, Any], topology: Topology, rank: int) -> dict[str, Any]:
-    """Return a rank's own state, or, among other workers, an equal share of the sum of all residuals.
+    """Return a rank's own state or, if the clusters have changed, an equal share of the sum of all residuals.
 
     In a hierarchy only the leaders of clusters hold residuals.
 
     Args:
-        state: state of all ranks of the earlier run, which may be empty.
-        topology: of messages now.
+        state: state of all ranks of the earlier run; may be empty.
+        topology: present topology of messages.
         rank: this rank.
     """
     if not state:
@@ -45,22 +45,22 @@ def own_share(state: dict[str, Any], topology: Topology, rank: int) -> dict[str,
 
 
 def left_alone(own: dict[str, Any], control: ControlPlane) -> list[dict[str, Any]]:
-    """Return the state of all ranks, on rank 0, where the others cannot be asked: they begin from it with none."""
+    """Return the state of all ranks on rank 0 without asking the others: they get rank 0's without residuals."""
     return [] if control.rank else [own, *[{**own, "residuals": {}}] * (control.world_size - 1)]
 
 
 def unsent(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a rank's state with those of its residuals that are not 0; empty if there is none."""
+    """Return a rank's state with only its nonzero residuals; empty if there are none."""
     residuals = {name: residual for name, residual in state.get("residuals", {}).items() if residual.any()}
     return {**state, "residuals": residuals} if residuals else {}
 
 
 class ResidualPayout:
-    """Add what compression had not sent to this rank's part of the next dense sum: ``g_i + W r_i``.
+    """Addition of unsent residuals to this rank's part of the next dense sum: ``g_i + W r_i``.
 
     Args:
-        residuals: by name; what was added is taken out.
-        parameters: of the module, by name.
+        residuals: residuals by name; those that were added are removed.
+        parameters: parameters of the module, by name.
         world_size: number of ranks in the average, ``W``.
     """
 
@@ -72,7 +72,7 @@ class ResidualPayout:
 
     @classmethod
     def of(cls, state: dict[str, Any], module: nn.Module, world_size: int, *, scaled: bool) -> "ResidualPayout | None":
-        """Build it for a rank's state; ``None`` under a loss scaler, which may skip the step that it would go into."""
+        """Build the payout of a rank's state; ``None`` under a loss scaler, which may skip the step of that sum."""
         if scaled:
             log.warning(
                 "sums are dense: what compression has not sent yet waits, and rides in the checkpoint, because a loss "
@@ -85,7 +85,7 @@ class ResidualPayout:
     def __call__(self, bucket: dist.GradBucket) -> bool:
         """Add residuals to a bucket before it is summed; return whether none is left.
 
-        A parameter whose gradient is 0 may be one that no rank has used: DDP would not hand it on, so it waits.
+        Residuals wait while the gradient of their parameter is 0: it may be unused on all ranks, and DDP would drop it.
         """
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             name = self._names.get(parameter, "")

@@ -1,3 +1,3 @@
-"""DDP's communication hook, and what it takes and gives."""
+"""DDP's communication hook, its averagers, and the weighting and checks of losses and gradients."""
 
 __all__: list[str] = []

@@ -1,7 +1,7 @@
-"""Average gradient buckets over all ranks: the seam between DDP's communication hook and what sends gradients.
+"""Averagers of gradient buckets: the interface between DDP's communication hook and whatever sends gradients.
 
-The hook asks one :class:`GradientAverager` and knows nothing else of it. An averager owns its state: what it says of
-the running step, what rides in a checkpoint, and what it reports of the bytes it sent.
+The hook knows an averager only by the interface :class:`GradientAverager`. An averager owns its state: the flags of the
+running step, its part of a checkpoint, and its report of the bytes sent.
 """
 
 from abc import ABC, abstractmethod
@@ -24,11 +24,11 @@ Future = torch.futures.Future[Any]
 
 @dataclass
 class StepReport:
-    """Sums over steps of what was sent.
+    """Traffic, density and encoding time, summed over steps.
 
     Args:
-        steps: steps.
-        sent: bytes that this rank sent to others, those inside its cluster left out.
+        steps: number of steps.
+        sent: bytes that this rank sent to others, without those inside its cluster.
         received: bytes that it received.
         density: share of the gradient's elements that was applied, summed over steps.
         encode: seconds of error feedback, selection and writing.
@@ -41,7 +41,7 @@ class StepReport:
     encode: float = 0.0
 
     def add(self, sent: float, density: float, encode: float = 0.0) -> None:
-        """Add a step in which as much was received as sent."""
+        """Add a step that received as many bytes as it sent."""
         self.steps += 1
         self.sent += sent
         self.received += sent
@@ -57,7 +57,7 @@ class StepFlags:
         exact: whether it is the sum of all ranks' gradients, rather than a compressed one.
         single_message: whether all buckets travel together with the last one.
         skipped: whether the step was left out on all ranks because a gradient was not finite; on GPU a number on the
-            device, 0 if it was not.
+            device, 0 if the step was not left out.
     """
 
     exact: bool = True
@@ -69,26 +69,26 @@ class StepFlags:
         self.exact, self.single_message, self.skipped = exact, single_message, False
 
     def skip(self, skipped: bool | torch.Tensor = True) -> None:
-        """Note that the step was left out, or on which number of the device that depends."""
+        """Note that the step was left out, or the number on the device that tells whether it was."""
         self.skipped = skipped
 
     def add_other_step(self) -> None:
-        """Note that something of another step is in the sum."""
+        """Note that the sum also contains gradients of another step."""
         self.exact = False
 
 
 class GradientAverager(ABC):
-    """Average the buckets of a backward pass over all ranks.
+    """Averager of the buckets of a backward pass over all ranks.
 
     Attributes:
-        flags: what the average of the running step is.
-        report: what was sent since :meth:`take_report`.
+        flags: kind of the running step's average.
+        report: traffic since the last :meth:`take_report`.
     """
 
     kind: ClassVar[str] = ""
     """Name in checkpoints."""
     takes_norms: ClassVar[bool] = False
-    """Whether :meth:`average` takes the norms of this rank's gradient where it weights it, in one pass over memory."""
+    """Whether :meth:`average` takes the norms of this rank's gradient while weighting it, in one pass over memory."""
     may_be_stale: ClassVar[bool] = False
     """Whether a :class:`~lightning_hetero.comm.gradients.stale_averager.StaleAverager` can take its place."""
     skips_nonfinite: ClassVar[bool] = False
@@ -104,27 +104,27 @@ class GradientAverager(ABC):
 
         Args:
             bucket: weighted gradients of this rank, ``W r_i g_i``.
-            squares: takes norms, of an averager with :attr:`takes_norms`; ``None`` if none are due.
+            squares: takes the norms if :attr:`takes_norms`; ``None`` if none are due.
         """
 
     @property
     def stale_parts(self) -> bool | list[bool]:
-        """``True`` if the last bucket got the sum of the step before, and nothing else.
+        """``True`` if the last bucket holds only sums of the previous step, ``False`` if only sums of this one.
 
-        Of a bucket that has both, a list with an entry for each of its parameters.
+        For a bucket that holds both, a list with an entry for each of its parameters.
         """
         return False
 
     def after_backward(self) -> None:  # noqa: B027 - most averagers have nothing to do here
-        """Hand over what the optimizer is to get in place of DDP's buckets."""
+        """Hand over the gradients that the optimizer gets in place of DDP's buckets."""
 
     @property
     def undecided(self) -> bool:
-        """``True`` while it is not known yet what is sent of gradients."""
+        """``True`` while ``"auto"`` has not yet chosen how gradients are sent."""
         return False
 
     def end_step(self, *, may_be_stale: bool) -> bool:
-        """End a synchronised step; return whether to go on with this averager, or with the mean of plain DDP.
+        """End a synchronized step; return whether to go on with this averager, or with the mean of plain DDP.
 
         Args:
             may_be_stale: whether gradients may be stale.
@@ -132,7 +132,7 @@ class GradientAverager(ABC):
         return True
 
     def settle(self) -> None:  # noqa: B027
-        """Wait for what the device decided on the last step, if that is not known yet.
+        """Wait for the device's decision on the last step, if the host does not know it yet.
 
         Raises:
             ValueError: if a message of that step was malformed, naming rank and bucket; the same on all ranks.
@@ -145,20 +145,20 @@ class GradientAverager(ABC):
 
     @property
     def sends_blocks(self) -> bool:
-        """``True`` if it sends some blocks of the gradient at present, and not all of it."""
+        """``True`` if it currently sends only some blocks of the gradient."""
         return False
 
     @property
     def user_hook(self) -> Callable[..., Any] | None:
-        """The communication hook that the user gave, if it is one."""
+        """The user's communication hook, ``None`` for an averager of this package."""
         return None
 
     def unsupported_reason(self) -> str | None:
-        """Return why DDP cannot lay its buckets out anew under this averager, ``None`` if it can."""
+        """Return why DDP cannot rebuild its buckets under this averager, ``None`` if it can."""
         return None
 
     def take_report(self) -> StepReport | None:
-        """Return what was sent since the last call, ``None`` if nothing was."""
+        """Return the traffic since the last call, ``None`` without any."""
         self.settle()
         if self.report.steps == 0:
             return None
@@ -166,18 +166,18 @@ class GradientAverager(ABC):
         return report
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """Return what this rank has not sent yet, by parameter: a part of the weighted sum over ranks."""
+        """Return the residuals (not sent yet) of this rank by parameter: parts of the weighted sum over ranks."""
         return {}
 
     def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:  # noqa: B027
-        """Go on with these residuals; parameters that are not named begin with 0."""
+        """Set the residuals; parameters that are not named begin with 0."""
 
     def extra_state(self) -> dict[str, Any]:
-        """Return what else a run needs to go on identically on the same number of ranks."""
+        """Return the further state that an identical continuation on the same number of ranks needs."""
         return {}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:  # noqa: B027
-        """Go on as :meth:`extra_state` described."""
+        """Restore the state that :meth:`extra_state` returned."""
 
 
 class DDPMean(GradientAverager):
@@ -185,7 +185,7 @@ class DDPMean(GradientAverager):
 
     Args:
         world_size: number of ranks, ``W``.
-        topology: way of gradients; flat between all ranks by default.
+        topology: topology of the all-reduces; flat over all ranks by default.
     """
 
     takes_norms = True
@@ -207,7 +207,7 @@ class DDPMean(GradientAverager):
 
 
 class UserHook(GradientAverager):
-    """A communication hook of the user's, or one of torch's such as ``fp16_compress_hook``.
+    """Averager by a communication hook of the user, or one of torch's such as ``fp16_compress_hook``.
 
     Args:
         hook: called with its state and each bucket, as DDP would.
@@ -230,7 +230,7 @@ class UserHook(GradientAverager):
         return future
 
     def unsupported_reason(self) -> str | None:
-        """Return the reason if the hook knows gradients by DDP's buckets."""
+        """Return the reason if the hook keeps its state by DDP's buckets (``PowerSGDState``)."""
         if not isinstance(self._state, PowerSGDState):
             return None
         return (

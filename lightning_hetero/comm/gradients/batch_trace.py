@@ -1,9 +1,9 @@
 """Trace of a loss to the batch that it came from, for loops that hold several batches at once.
 
-A loop that fetches one batch, runs it backward and fetches the next needs none of this. Loops that fetch the
-micro-batches of a whole accumulation window first, prefetch one ahead, keep losses for later, or draw from two loaders
-do: their batches may have different weights. Forward passes tell them apart: what goes into the model is looked up
-among the batches handed out, and what comes out is marked with its batch in the autograd graph, where a loss finds it.
+A loop that fetches one batch, runs it backward and fetches the next needs no trace. Loops that fetch all micro-batches
+of an accumulation window first, prefetch one ahead, keep losses for later, or draw from two loaders need it: their
+batches may have different weights. Forward passes tell the batches apart: the model's input is looked up among the
+batches handed out, and its output is marked in the autograd graph with its batch, where a loss finds it.
 """
 
 import weakref
@@ -17,7 +17,7 @@ import torch
 __all__ = ["BatchTrace", "ForwardMark", "HandedOut", "LoaderPass"]
 
 MARK = "lightning_hetero.batch"
-MOST_OPEN = 1024  # batches without a backward pass that are remembered, as when a loop only looks at its data
+MOST_OPEN = 1024  # remembered batches without a backward pass, as when a loop only inspects its data
 
 
 @dataclass(eq=False)
@@ -33,13 +33,13 @@ class LoaderPass:
 
 @dataclass(eq=False)
 class HandedOut:
-    """A batch that the loop has got.
+    """A batch that was handed to the loop.
 
     Args:
-        weight: of its losses; opaque here.
+        weight: weight of its losses; opaque here.
         key: equal for batches whose losses have equal weights on all ranks.
         rows: samples of each rank.
-        beside: the iteration of the loader that is not split, if the batch is of one.
+        beside: for a batch of a loader that is not split, its iteration.
     """
 
     weight: Any
@@ -51,7 +51,7 @@ class HandedOut:
     storages: list[tuple["weakref.ref[torch.Tensor]", int]] = field(default_factory=list)
 
     def remember(self, batch: Any) -> None:
-        """Know the tensors of the batch again, without keeping them alive."""
+        """Remember the tensors of the batch to recognize them later, without keeping them alive."""
         tensors = [tensor for tensor in tensors_in(batch) if tensor.layout is torch.strided]
         self.shapes = frozenset(tuple(tensor.shape) for tensor in tensors)
         self.storages = [(weakref.ref(tensor), _address(tensor)) for tensor in tensors if tensor.numel()]
@@ -62,16 +62,16 @@ class HandedOut:
         return self
 
     def holds(self, addresses: set[int]) -> bool:
-        """Return whether one of these storages is the batch's; a tensor that is gone may have left its address."""
+        """Return whether the batch has one of these storages; freed tensors do not count, as addresses are reused."""
         return any(address in addresses and tensor() is not None for tensor, address in self.storages)
 
 
 class BatchTrace:
-    """The batches handed out whose backward pass has not come yet, and which of them a loss belongs to.
+    """Batches handed out that were not run backward yet, and the assignment of losses to them.
 
     Args:
         several: whether the loop may hold several batches at once; with ``False`` the newest counts.
-        check: looks at the keyword arguments of every forward pass that is watched.
+        check: called with the keyword arguments of every watched forward pass.
 
     Example:
         >>> trace = BatchTrace(several=True)
@@ -98,7 +98,7 @@ class BatchTrace:
         return tuple(self._open)
 
     def hand_out(self, batch: Any, handed: HandedOut) -> None:
-        """Hand another batch to the loop; those that were run backward are over."""
+        """Hand another batch to the loop, and forget those that were run backward."""
         kept = [earlier for earlier in self._open if not earlier.used] if self.several else []
         if self.several:
             handed.remember(batch)
@@ -106,19 +106,19 @@ class BatchTrace:
         self._selected = None
 
     def forget(self, beside: LoaderPass | None = None) -> None:
-        """Forget the batches that were never run backward: a pass of the loader is over, or begins.
+        """Forget the batches that were never run backward, because a pass of their loader ends or begins.
 
         Args:
-            beside: the iteration that is over; ``None`` for the loader that is split.
+            beside: the iteration that has ended; ``None`` for the loader that is split.
         """
         over = (beside, *(handed.beside for handed in self._open if handed.beside is not None and handed.beside.left))
         self._open = deque((handed for handed in self._open if handed.beside not in over), maxlen=MOST_OPEN)
 
     def select(self, batch: Any) -> None:
-        """Let the losses up to the next batch belong to this one.
+        """Assign all losses up to the next batch to this one.
 
         Raises:
-            ValueError: if it is none of the batches whose backward pass has not come yet, or may be several of them.
+            ValueError: if it is none of the batches that were not run backward yet, or may be several of them.
         """
         found = self._matching(list(tensors_in(batch)))
         if len({handed.key for handed in found}) != 1:
@@ -131,11 +131,11 @@ class BatchTrace:
     # forward
 
     def watch(self, model: torch.nn.Module) -> Any:
-        """Let the forward passes of a model say which batch they ran; gives the handle of the hook."""
+        """Trace the batches through the forward passes of a model; return the handle of the hook."""
         return model.register_forward_hook(ForwardMark(self), with_kwargs=True)
 
     def mark(self, given: Any, output: Any) -> None:
-        """Note that a forward pass made ``output`` of ``given``."""
+        """Note that a forward pass made ``output`` from ``given``."""
         if not self._open or not torch.is_grad_enabled():
             return
         found = [self._open[-1]] if len(self._open) == 1 else self._matching(list(tensors_in(given)))
@@ -144,7 +144,7 @@ class BatchTrace:
                 _metadata(tensor.grad_fn)[MARK] = found
 
     def _matching(self, tensors: Sequence[torch.Tensor]) -> list[HandedOut]:
-        """Find the batches that these tensors are of: by storage, through the graph, or, of copies, by shape."""
+        """Find the batches that these tensors come from: by storage, through the graph, or (for copies) by shape."""
         addresses = {_address(tensor) for tensor in tensors if tensor.layout is torch.strided and tensor.numel()}
         found = [handed for handed in self._open if handed.holds(addresses)]
         for tensor in tensors:
@@ -152,9 +152,9 @@ class BatchTrace:
         return found or self._shaped_like({tuple(tensor.shape) for tensor in tensors if tensor.ndim})
 
     def _shaped_like(self, shapes: set[tuple[int, ...]]) -> list[HandedOut]:
-        """Find batches with a tensor of such a shape, if numbers of samples tell batches of different weights apart.
+        """Find batches with a tensor of such a shape, if numbers of samples tell different weights apart.
 
-        They have to on all ranks, because an error on one of them alone would leave the others waiting.
+        They have to differ on all ranks, because an error on one rank alone would leave the others waiting.
         """
         kinds = {handed.key: handed.rows for handed in self._open}
         columns = zip(*kinds.values(), strict=True)
@@ -166,10 +166,10 @@ class BatchTrace:
     # backward
 
     def of(self, loss: torch.Tensor) -> HandedOut | None:
-        """Find the batch that a loss belongs to, or another one of the same weight; ``None`` before the first.
+        """Return the batch that a loss belongs to, or another one of the same weight; ``None`` before the first batch.
 
         Raises:
-            RuntimeError: if the batches that it may belong to, or was made of, have different weights.
+            RuntimeError: if the batches that the loss may belong to, or was made of, have different weights.
         """
         if self._selected is not None:
             return self._selected.use()
@@ -185,13 +185,13 @@ class BatchTrace:
 
 
 class ForwardMark:
-    """The forward hook of :class:`BatchTrace`; a copy of the model marks nothing."""
+    """Forward hook of :class:`BatchTrace`; in a copy of the model it does nothing."""
 
     def __init__(self, trace: BatchTrace | None = None) -> None:
         self.trace = trace
 
     def __call__(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Mark the output, but for a model that is being compiled, whose graph must not break."""
+        """Mark the output, except while the model is being compiled: its graph must not break."""
         if self.trace is None or torch.compiler.is_compiling():
             return
         if self.trace.check is not None:
@@ -225,13 +225,13 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _metadata(node: Any) -> dict[str, list[HandedOut]]:
-    """Return what can be attached to a node of the graph; a property, which torch's stubs call a method."""
+    """Return the metadata of a node of the graph: a property, although torch's stubs say method."""
     attached: dict[str, list[HandedOut]] = node.metadata
     return attached
 
 
 def _marks(made: torch.Tensor) -> list[HandedOut]:
-    """Find the batches whose outputs made a loss, say; the graph is followed down to the marked outputs only."""
+    """Find the batches from whose outputs a tensor was made, following its graph down to the marked outputs."""
     found: list[HandedOut] = []
     waiting, seen = [made.grad_fn], set()
     while waiting:

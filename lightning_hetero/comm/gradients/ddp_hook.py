@@ -1,4 +1,4 @@
-"""The one DDP communication hook: mark each bucket's times, ask the averager, take norms on request.
+"""The DDP communication hook of this package: mark each bucket's times, call the averager, take norms on request.
 
 This module must not postpone the evaluation of annotations: torch inspects the hook's signature.
 """
@@ -25,7 +25,7 @@ __all__ = ["DIRECT_BACKWARD", "BackwardCheck", "HookState", "gradient_hook"]
 log = logging.getLogger("lightning_hetero")
 
 CALLBACKS_HELD = 256
-"""The newest callbacks, any of which a thread of the process group may still hold when a training ends."""
+"""Number of newest callbacks that a thread of the process group may still hold when a training ends."""
 
 DIRECT_BACKWARD = (
     "loss.backward() was called directly, so that the loss is not weighted by the worker's share of the batch. "
@@ -34,18 +34,18 @@ DIRECT_BACKWARD = (
 
 
 class HookState:
-    """Answer what the gradient hook asks: who averages, whether the loss was weighted, whether norms are due.
+    """State of the gradient hook: who averages, whether the loss was weighted, whether norms are due.
 
     Args:
         observer: takes the times of each bucket.
         world_size: number of ranks in the average.
-        topology: way of gradients; flat between all ranks by default.
-        averager: averages buckets; as plain DDP by default.
+        topology: topology of gradients; flat over all ranks by default.
+        averager: averages buckets; the mean of plain DDP by default.
         weighted: whether the loss has to be weighted, so that an unweighted backward pass is an error.
 
     Attributes:
-        staleness: averages in place of ``averager``, some buckets one step late; ``None`` if all are awaited.
-        residual_payout: adds what an earlier run had not sent to a bucket, and tells whether that is all.
+        staleness: averages in place of ``averager``, with some gradients stale; ``None`` if all are synchronous.
+        residual_payout: adds residuals that were never sent to a bucket, and returns whether none is left.
         squares: squared norms of the running step's buckets.
         backwards: counts backward passes between two optimizer steps.
         backward_via_strategy: whether the running backward pass went through the strategy, which weights the loss.
@@ -72,7 +72,7 @@ class HookState:
         self._running: deque[weakref.ref[Any]] = deque(maxlen=CALLBACKS_HELD)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Leave nothing of this run in a copy or a pickle of the model: torch registers no hook with either."""
+        """Keep this run out of copies and pickles of the model: torch registers the hook with neither."""
         return type(None), ()
 
     # who averages
@@ -83,7 +83,7 @@ class HookState:
         return self.staleness or self.averager
 
     def use(self, averager: GradientAverager | None) -> None:
-        """Average by this from the next backward pass on; ``None`` for the mean of plain DDP."""
+        """Use this averager from the next backward pass on; ``None`` for the mean of plain DDP."""
         self.averager = averager or DDPMean(self.world_size, self.topology)
 
     def use_hook(self, hook: Callable[..., Any] | None, state: Any = None) -> None:
@@ -91,16 +91,16 @@ class HookState:
         self.use(None if hook is None else UserHook(hook, state, self.world_size))
 
     def set_staleness(self, staleness: StaleAverager | None) -> None:
-        """Let this decide from the next backward pass on which gradients are stale; ``None`` awaits them all."""
+        """Let ``staleness`` average from the next backward pass on; ``None`` makes all gradients synchronous."""
         self.staleness = staleness
 
     def pay_out(self, payout: Callable[[dist.GradBucket], bool] | None) -> None:
-        """Add residuals of an earlier run to the next buckets; ``None`` for none."""
+        """Add residuals that were never sent to the next buckets; ``None`` for none."""
         self.residual_payout = payout
 
     @property
     def topologies(self) -> list[Topology]:
-        """The ways of gradients that have process groups."""
+        """Topologies of gradients that have process groups."""
         stale = None if self.staleness is None else self.staleness.topology
         return [way for way in (self.topology, stale) if way is not None]
 
@@ -134,7 +134,7 @@ class HookState:
         self.num_bytes += buffer.nbytes if not buffer.is_sparse else buffer._indices().nbytes + buffer._values().nbytes
 
     def end_payout(self) -> None:
-        """Note that residuals of an earlier run are applied."""
+        """Note that all residuals were added to buckets."""
         self.residual_payout = None
 
     def skip_step(self) -> None:
@@ -157,7 +157,7 @@ class HookState:
         return self._skipped or self.active.flags.skipped
 
     def forget_squares(self) -> None:
-        """Take no norms until that is asked for again; what a step that failed half-way has left is gone."""
+        """Discard the norms of a step that failed half-way; take none until they are wanted again."""
         self._skipped = False
         self.squares.forget()
 
@@ -168,10 +168,10 @@ class HookState:
         self._running.append(weakref.ref(callback))
 
     def settle(self, timeout: float = 5.0) -> None:
-        """Wait until the threads of the process group have let go of our callbacks, for ``timeout`` seconds at most.
+        """Wait until the process group's threads have released our callbacks, at most ``timeout`` seconds.
 
-        Such a thread frees a callback a moment after backward has gone on. If the interpreter ends in that moment, it
-        aborts the process ("terminate called without an active exception"), after a training that went well.
+        Such a thread frees a callback shortly after backward has gone on. If the interpreter ends in between, it aborts
+        the process ("terminate called without an active exception"), after a successful training.
         """
         deadline = time.monotonic() + timeout
         while any(callback() is not None for callback in self._running) and time.monotonic() < deadline:
@@ -180,7 +180,7 @@ class HookState:
     # checkpoints of stale gradients
 
     def stale_state(self) -> dict[str, Any]:
-        """Return what is stale and in flight, for a checkpoint; without what is lost with a rank that is gone."""
+        """Return stale gradients in flight for a checkpoint; empty, with a warning, if a lost rank holds them."""
         try:
             return self._restored if self.staleness is None else self.staleness.state_dict()
         except (RuntimeError, ValueError) as error:
@@ -188,19 +188,19 @@ class HookState:
             return {}
 
     def load_stale_state(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint, once the model is known or at once."""
+        """Restore the state of a checkpoint: at once, or when the model is known."""
         self._restored = state
         if self.staleness is not None:
             self.staleness.load_state_dict(state)
 
     def take_restored(self) -> dict[str, Any]:
-        """Return the state of a checkpoint that no staleness has taken yet; from now on it is the caller's."""
+        """Return and forget the state of a checkpoint that no staleness has restored yet."""
         restored, self._restored = self._restored, {}
         return restored
 
 
 class BackwardCheck:
-    """Count backward passes between two optimizer steps."""
+    """Counter of backward passes between two optimizer steps."""
 
     def __init__(self) -> None:
         self.passes, self.stepped = 0, False
@@ -215,7 +215,7 @@ class BackwardCheck:
         self.passes += 1
 
     def step(self) -> None:
-        """Make sure that there was one.
+        """Check that a backward pass came before the optimizer step.
 
         Raises:
             RuntimeError: if there was none since the batch of the last optimizer step.
@@ -245,7 +245,7 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     future = averager.average(bucket, squares if fused else None)
     parameters, stale = (bucket.parameters, averager.stale_parts) if squares.due else (None, False)
     travels_later = averager.flags.single_message and not bucket.is_last()
-    if travels_later:  # with the last bucket, so what it waits for is no communication of its own
+    if travels_later:  # with the last bucket: its wait is no communication of its own
         state.observer.bucket_done(number)
 
     def finish(done: torch.futures.Future[Any]) -> torch.Tensor:

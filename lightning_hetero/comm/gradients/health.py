@@ -1,7 +1,7 @@
 """Warnings of silent failures: losses and gradients that are not finite, weights that differ between ranks.
 
-Each is told once, with rank and step. Nothing here asks the device in a step, unless steps that are not finite are to
-be left out or to end the training.
+Each warning is given once, with rank and step. Nothing here waits for the device within a step, unless the settings say
+that non-finite steps are left out or end the training.
 """
 
 import logging
@@ -27,20 +27,20 @@ log = logging.getLogger("lightning_hetero")
 
 
 class NonFiniteError(RuntimeError):
-    """A step's loss or gradient was not finite, and the settings say to end the training then."""
+    """Raised if a gradient is not finite and the settings say to end the training (``nonfinite="stop"``)."""
 
 
 class Health:
-    """Watch losses, averaged gradients and weights of one rank.
+    """Checks of losses, averaged gradients and weights of one rank.
 
     Args:
         mode: action on a gradient that is not finite: ``"warn"``, ``"drop"`` or ``"stop"``.
-        control: of the ranks.
-        hook: averages gradients.
-        clock: of the device.
+        control: control plane of the ranks.
+        hook: state of the gradient hook, which averages gradients.
+        clock: clock of the device.
 
     Attributes:
-        scaled: whether a loss scaler leaves out steps that are not finite by itself.
+        scaled: whether a loss scaler already leaves out steps that are not finite.
         weights: compares weights of all ranks.
     """
 
@@ -51,7 +51,7 @@ class Health:
         self._losses: deque[tuple[torch.Tensor, Any, tuple[int, int]]] = deque()
         self._step, self._bytes = (0, 0), 0
         self._told, self._dropped = False, DroppedSteps()
-        self._bad: tuple[int, int] | None = None  # epoch and batch of the loss that was told of
+        self._bad: tuple[int, int] | None = None  # epoch and batch of the loss that was reported
         self.weights = WeightCheck(control)
 
     def begin(self) -> None:
@@ -62,16 +62,16 @@ class Health:
         self._told, self._bad = False, None
 
     def attach(self, module: nn.Module, *, scaled: bool = False) -> None:
-        """Watch a module, one of several perhaps.
+        """Watch a module; several may be watched.
 
         Args:
-            module: inside of DDP's wrapper.
-            scaled: whether a loss scaler leaves out steps that are not finite by itself.
+            module: the module inside DDP's wrapper.
+            scaled: whether a loss scaler already leaves out steps that are not finite.
         """
         self._modules[module], self.scaled = None, scaled
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that are trained, by name; names of a second module and so on have its number."""
+        """Return the trained parameters by name; from the second module on, names contain its number."""
         return {
             f"{name} (model {number})" if number else name: p
             for number, module in enumerate(self._modules)
@@ -82,7 +82,7 @@ class Health:
     # losses
 
     def see(self, loss: torch.Tensor, step: tuple[int, int]) -> None:
-        """Take note of a loss that enters backward; it is read once the device has it, never in this step."""
+        """Record a loss that enters backward; it is read in a later step, once the device has it."""
         self._step = step
         if self._told:
             return
@@ -123,7 +123,7 @@ class Health:
         """Check the gradient, if the settings ask for an action; a collective call if it is not finite.
 
         Raises:
-            NonFiniteError: on all ranks, if the gradient is not finite and training is to end then.
+            NonFiniteError: on all ranks, if the gradient is not finite and the mode is ``"stop"``.
         """
         if self.mode == "warn" or self.scaled or self._hook.num_bytes == self._bytes:
             return
@@ -135,7 +135,7 @@ class Health:
             clear(parameters)
             self._hook.skip_step()
             self._dropped.add(batch, f"of epoch {epoch}")
-        if self.mode == "drop" or (finite and not bool(self._hook.step_skipped)):  # compression may have left it out
+        if self.mode == "drop" or (finite and not bool(self._hook.step_skipped)):  # compression may have dropped it
             return
         self._clock.wait()
         self._read(wait=True)
@@ -152,7 +152,7 @@ class Health:
     # weights
 
     def pack(self) -> npt.NDArray[np.float64]:
-        """Return some weights of this rank, which travel in the message of a sync round."""
+        """Return some weights of this rank for the message of a sync round."""
         return self.weights.sample(self._parameters())
 
     def unpack(self, everyone: npt.NDArray[np.float64], control: ControlPlane) -> None:

@@ -1,7 +1,7 @@
-"""Weight of each rank's loss: where the loss enters backward is the one place at which weighting is exact.
+"""Weights of the ranks' losses, applied where the loss enters backward: only there weighting is exact.
 
-Weighting gradient buckets instead is wrong as soon as an operation inside the model crosses ranks (synchronised batch
-normalisation, gathered contrastive losses) and for micro-batches of different sizes in one accumulation window.
+Weighting gradient buckets instead is wrong as soon as an operation inside the model crosses ranks (synchronized batch
+normalization, gathered contrastive losses) and for micro-batches of different sizes in one accumulation window.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -15,21 +15,21 @@ from lightning_hetero.config import HeteroConfig
 
 __all__ = ["LossWeighting"]
 
-COUNTED = "num_items_in_batch"  # the argument by which transformers' Trainer tells a model the global count
+COUNTED = "num_items_in_batch"  # the argument in which transformers' Trainer gives a model the global count
 
 
 class LossWeighting:
-    """Scales the loss by ``W b_i / B``, so that DDP's mean over ``W`` ranks is the mean over ``B`` samples (C eq. 9).
+    """Scaling of the loss by ``W b_i / B``: DDP's mean over ``W`` ranks is then the mean over ``B`` samples (C eq. 9).
 
     With ``weight_fn`` the counts ``n_i`` of the batches (tokens, pixels) take the place of ``b_i``; they are summed
     over ranks while the forward pass runs. A sum-reduced loss has weight 1. A rank whose share is 0 has weight 0. The
-    weight is that of the very batch that the loss came from, which a
-    :class:`~lightning_hetero.comm.gradients.batch_trace.BatchTrace` knows.
+    weight is that of the batch that the loss came from, which a
+    :class:`~lightning_hetero.comm.gradients.batch_trace.BatchTrace` finds.
 
     Args:
-        config: ``loss_reduction`` and ``weight_fn``.
+        config: settings, of which ``loss_reduction`` and ``weight_fn`` are used.
         world_size: number of ranks.
-        device: where counts are summed.
+        device: device on which counts are summed.
 
     Example:
         >>> weighting = LossWeighting(HeteroConfig(), world_size=2, device=torch.device("cpu"))
@@ -44,16 +44,16 @@ class LossWeighting:
         self._newest: HandedOut | None = None
 
     def hold_several(self) -> None:
-        """Tell losses apart by their batches, of which the loop may hold several at once."""
+        """Assign losses to batches by tracing, because the loop may hold several batches at once."""
         self.trace.hold_several()
 
     def begin(self, own: int, total: int, batch: Any, sizes: Sequence[int] = ()) -> None:
-        """Take the weight of a batch of ``own`` out of ``total`` samples; a collective call with ``weight_fn``.
+        """Set the weight of a batch of ``own`` out of ``total`` samples; a collective call with ``weight_fn``.
 
         Args:
             own: samples of this rank.
             total: samples of all ranks.
-            batch: what the loop gets.
+            batch: the batch that the loop gets.
             sizes: samples of each rank; equal ones by default.
         """
         weight: float | _Counts
@@ -72,11 +72,11 @@ class LossWeighting:
             self.trace.hand_out(batch, handed)
 
     def beside(self, batches: Iterator[Any], evaluates: Callable[[], bool]) -> Iterator[Any]:
-        """Yield the batches of a loader that is not split; the losses of those that are trained on have weight 1.
+        """Yield the batches of a loader that is not split; their training losses have weight 1.
 
         Args:
-            batches: of this rank, as many on every rank.
-            evaluates: whether what is run now cannot be training.
+            batches: batches of this rank, equally many on every rank.
+            evaluates: returns whether the loop is evaluating, so that the batch is not trained on.
         """
         loader = LoaderPass()
         try:
@@ -109,12 +109,12 @@ class LossWeighting:
         return any(isinstance(weight, _Counts) and weight.pending for weight in weights)
 
     def reset(self) -> None:
-        """Give losses weight 1 until the next batch: they belong to none."""
+        """Give losses weight 1 until the next batch, since they belong to no batch."""
         self._newest = None
         self.trace.forget()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Weight a loss; return the very same tensor where the weight is 1.
+        """Return the weighted loss; the very same tensor if the weight is 1.
 
         Raises:
             RuntimeError: if the loss may belong to batches of different weights.
@@ -140,14 +140,14 @@ class LossWeighting:
 
 
 class _Counts:
-    """Count of ``weight_fn`` in a batch, and its sum over ranks, which is needed only when backward begins."""
+    """Count of ``weight_fn`` in a batch, and its sum over ranks, awaited only when backward begins."""
 
     def __init__(self, count: Any, weighting: LossWeighting) -> None:
         self._world_size = weighting.world_size
         count = count.detach() if isinstance(count, torch.Tensor) else count
         if isinstance(count, torch.Tensor) and count.device.type != "cpu":
             self._own = count.to(weighting.device, torch.float64).reshape(())
-        else:  # a kernel fills it in its turn; a copy from the host would wait for all that the device has yet to do
+        else:  # filled by a queued kernel; a copy from the host would wait for the device's queue
             self._own = torch.full((), float(count), dtype=torch.float64, device=weighting.device)
         self._total = self._own.clone()
         self._work: Any = dist.all_reduce(self._total, async_op=True) if self._world_size > 1 else None
@@ -160,4 +160,4 @@ class _Counts:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return self._world_size * self._own / self._total.clamp(min=1e-300)  # 0 where nobody counts anything
+        return self._world_size * self._own / self._total.clamp(min=1e-300)  # 0 if all counts are 0

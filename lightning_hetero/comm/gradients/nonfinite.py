@@ -1,4 +1,4 @@
-"""Steps whose gradient is not finite: left out on all ranks together, and said so."""
+"""Steps whose gradient is not finite: left out on all ranks together, and logged."""
 
 import logging
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ class DroppedSteps:
         self.count = 0
 
     def add(self, step: int, where: str) -> None:
-        """Count one more; the 1st, 2nd, 4th, 8th, ... is a line in the log."""
+        """Count one more step; the 1st, 2nd, 4th, 8th, ... are logged."""
         self.count += 1
         if self.count & (self.count - 1) == 0:
             log.warning(
@@ -29,7 +29,7 @@ class DroppedSteps:
 
 
 def all_finite(parameters: Iterable[torch.Tensor]) -> bool:
-    """Return whether the gradients are finite; one answer of the device for all of them.
+    """Return whether the sum of all gradients is finite: a single read from the device.
 
     Example:
         >>> p = torch.nn.Parameter(torch.zeros(2))
@@ -43,7 +43,7 @@ def all_finite(parameters: Iterable[torch.Tensor]) -> bool:
 
 
 def clear(parameters: Iterable[torch.Tensor]) -> None:
-    """Make the gradients 0."""
+    """Set the gradients to 0."""
     for gradient in _given(parameters):
         gradient.zero_()
 

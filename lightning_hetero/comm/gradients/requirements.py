@@ -1,4 +1,4 @@
-"""Requirements: gradients that messages can carry, what an optimizer may train, and what would drift apart."""
+"""Requirements on models and optimizers: gradients that can be sent, and weights that stay equal on all ranks."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -32,9 +32,9 @@ def check_parameters(parameters: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_sparse_gradients(module: nn.Module, config: HeteroConfig, hook: Any = None) -> None:
-    """Check that sparse gradients of a module (``nn.Embedding(sparse=True)``) go by a way that has a form for them.
+    """Check that the run can send the sparse gradients of a module (``nn.Embedding(sparse=True)``), if it has any.
 
-    Plain sums over gloo do, as under DDP, and so may a communication hook of the user's own.
+    Plain sums over gloo can, as under DDP, and so may a communication hook of the user's own.
 
     Args:
         module: whose parameters are trained.
@@ -69,7 +69,7 @@ def check_sparse_gradients(module: nn.Module, config: HeteroConfig, hook: Any = 
 
 
 def check_rescaled(module: nn.Module) -> None:
-    """Check that no forward pass changes weights by what is in the batch of its rank alone.
+    """Check that no forward pass changes weights depending on its rank's own batch.
 
     Raises:
         ValueError: naming the first embedding with ``max_norm``, whose forward pass rescales the rows it looks up.
@@ -85,9 +85,9 @@ def check_rescaled(module: nn.Module) -> None:
 
 
 def warn_of_untrained(optimizers: Iterable[torch.optim.Optimizer], module: nn.Module | None) -> None:
-    """Say after a backward pass which parameters have got a gradient, and no optimizer that takes it.
+    """Warn after a backward pass of parameters that have a gradient but no optimizer.
 
-    Nobody sets such a gradient to zero, so that it grows from step to step, and its blocks go before those of others.
+    Nobody zeroes such a gradient, so it grows from step to step, and its blocks displace those of other parameters.
     """
     known = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     names = () if module is None else module.named_parameters()
@@ -102,10 +102,10 @@ def warn_of_untrained(optimizers: Iterable[torch.optim.Optimizer], module: nn.Mo
 
 
 def check_trained(optimizers: Iterable[torch.optim.Optimizer], known: Mapping[torch.Tensor, Any]) -> None:
-    """Check that an optimizer trains nothing but what is compressed.
+    """Check that the optimizers train only parameters whose gradients are compressed.
 
     Raises:
-        ValueError: if it does.
+        ValueError: if they train others.
     """
     strange = [
         tuple(p.shape)

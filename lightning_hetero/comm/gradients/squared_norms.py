@@ -11,22 +11,22 @@ from lightning_hetero.optim.adam_preconditioner import AdamPreconditioner
 __all__ = ["BucketSquares", "GradientNorms", "square"]
 
 CHUNK = 2**20
-"""Elements of a float32 sum on a CPU, where one over many millions would lose four of its seven digits."""
+"""Elements of one float32 sum on a CPU; a sum over many millions would lose four of its seven digits."""
 CACHED = 2**17
-"""Elements that stay in a processor's cache between two operations on them."""
+"""Elements that stay in the CPU cache between two operations on them."""
 
 
 @dataclass
 class GradientNorms:
-    """Takes norms, of gradients as the optimizer scales them and without the factor of a gradient scaler.
+    """Squared norms of gradients, as the optimizer scales them, and without the factor of a gradient scaler.
 
-    Results are squares that are to be added up.
+    Results are lists of squares that still have to be added up.
 
     Args:
-        preconditioner: takes them as an adaptive optimizer scales gradients, of one parameter after the other.
-        loss_scale: gives the factor on the loss of a gradient scaler, as a number or on the device.
+        preconditioner: takes the squares as an adaptive optimizer scales gradients, one parameter after the other.
+        loss_scale: returns the gradient scaler's factor on the loss, as a number or on the device.
         rank: this rank, whose part of an averaged bucket is taken.
-        ranks: number of parts of an averaged bucket, which is the same on all ranks.
+        ranks: number of parts of an averaged bucket (the bucket itself is equal on all ranks).
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -41,11 +41,11 @@ class GradientNorms:
     ranks: int = 1
 
     def divide(self, rank: int, ranks: int) -> None:
-        """Take the squares of this rank's part of an averaged bucket only."""
+        """Take only the squares of this rank's part of an averaged bucket."""
         self.rank, self.ranks = rank, ranks
 
     def scaled_by(self, loss_scale: Callable[[], torch.Tensor | float] | None) -> None:
-        """Leave the factor of a gradient scaler out; ``None`` if there is none."""
+        """Divide out the factor of a gradient scaler; ``None`` if there is none."""
         self.loss_scale = loss_scale
 
     def precondition(self, preconditioner: AdamPreconditioner | None) -> None:
@@ -54,11 +54,11 @@ class GradientNorms:
 
     @property
     def in_parts(self) -> bool:
-        """``True`` if each rank takes the squares of its own part of an averaged bucket only."""
+        """``True`` if each rank takes only the squares of its own part of an averaged bucket."""
         return self.ranks > 1 and self.preconditioner is None
 
     def of_average(self, flat: torch.Tensor, parameters: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-        """Return the squares of a bucket that all ranks have: of this rank's part, if they are :attr:`in_parts`.
+        """Return the squares of an averaged bucket: only those of this rank's part if :attr:`in_parts`.
 
         Example:
             >>> halves = [GradientNorms(rank=rank, ranks=2) for rank in range(2)]
@@ -74,7 +74,7 @@ class GradientNorms:
     def of_weighted(
         self, flat: torch.Tensor, weight: float, parameters: Callable[[], list[torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """Return the squares of a bucket that is weighted afterwards: each piece while it is still in the cache.
+        """Return the squares of a bucket, then weight it in place, piece by piece while each is in the cache.
 
         Example:
             >>> flat = torch.tensor([3.0, 4.0])
@@ -90,7 +90,7 @@ class GradientNorms:
         return squares
 
     def of_bucket(self, flat: torch.Tensor, parameters: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-        """Return the squares of a bucket, whose parameters lie one after the other in it."""
+        """Return the squares of a bucket, in which parameters lie one after the other."""
         if self.preconditioner is None:
             return self._unscaled(square(_stored(flat)))
         owners, flat = parameters(), flat.to_dense() if flat.is_sparse else flat
@@ -98,7 +98,7 @@ class GradientNorms:
         return self._sum((p, _laid_out_as(p, part)) for p, part in zip(owners, parts, strict=True))
 
     def of_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the squares of all gradients that lie in the parameters; nothing if there are none."""
+        """Return the squares of the gradients held by the parameters; an empty list if there are none."""
         return self._sum((p, p.grad.detach()) for p in parameters if p.grad is not None)
 
     def _sum(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
@@ -116,15 +116,15 @@ class GradientNorms:
 class BucketSquares:
     """Squared norms of a step's buckets, before averaging and after it.
 
-    Those before are of the *weighted* gradient: divide by ``(W b_i / B)^2`` for the worker's own mean gradient. Those
-    after are of this rank's part of each bucket, where :attr:`GradientNorms.in_parts` says so.
+    The norms before averaging are those of the *weighted* gradient: divide by ``(W b_i / B)^2`` for the worker's own
+    mean gradient. Those after averaging cover only this rank's part of each bucket if :attr:`GradientNorms.in_parts`.
 
     Attributes:
         norms: takes the norms.
         due: whether norms of the running step are wanted.
-        local: of this rank's buckets before averaging.
-        averaged: after averaging, of what belongs to the running step.
-        stale: after averaging, of what belongs to the step before.
+        local: squares of this rank's buckets before averaging.
+        averaged: squares after averaging, for gradients of the running step.
+        stale: squares after averaging, for gradients of the previous step.
 
     Example:
         >>> squares = BucketSquares()
@@ -141,7 +141,7 @@ class BucketSquares:
         self.stale: list[torch.Tensor] = []
 
     def want(self, due: bool) -> None:
-        """Say whether norms of the running step are wanted."""
+        """Set whether norms of the running step are wanted."""
         self.due = due
 
     def take_local(self, flat: torch.Tensor, parameters: Callable[[], list[torch.Tensor]]) -> None:
@@ -155,7 +155,7 @@ class BucketSquares:
     def take_averaged(
         self, flat: torch.Tensor, parameters: Callable[[], list[torch.Tensor]], stale: bool | list[bool]
     ) -> None:
-        """Take the norms of an averaged bucket, of which all, nothing, or some parameters are of the step before."""
+        """Take the norms of an averaged bucket; ``stale`` tells which parameters hold the previous step's sum."""
         if isinstance(stale, bool):
             (self.stale if stale else self.averaged).extend(self.norms.of_average(flat, parameters))
             return
@@ -172,27 +172,27 @@ class BucketSquares:
         return squares
 
     def take_stale(self) -> list[torch.Tensor]:
-        """Return the squares of what belongs to the step before, since the last call."""
+        """Return the squares of the previous step's gradients since the last call."""
         squares, self.stale = self.stale, []
         return squares
 
     def forget(self) -> None:
-        """Want no norms until that is asked for again; what a step that failed half-way has left is gone."""
+        """Discard the norms of a step that failed half-way; take none until they are wanted again."""
         self.due = False
         self.local, self.averaged, self.stale = [], [], []
 
 
 def _stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a sparse gradient, each row once; a dense one as it is."""
+    """Return the coalesced values of a sparse gradient; a dense one as it is."""
     return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
 def square(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return a squared norm in parts: one small tensor on a GPU, one for each chunk on a CPU.
 
-    Norms of 16-bit values are float32. The tensor is one that needs no gradient. On a CPU a small bucket takes a single
-    operation of torch: in the middle of a training each further one that is called only here waits some 20 us for its
-    own code.
+    Norms of 16-bit values are float32. The tensor must not need a gradient. On a CPU a small bucket takes a single
+    operation of torch: in the middle of a training, each further operation used only here costs some 20 us, because its
+    code is no longer cached.
     """
     wide = tensor.dtype in (torch.float32, torch.float64)
     if wide and tensor.device.type == "cpu" and tensor.is_contiguous():
@@ -203,7 +203,7 @@ def square(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _laid_out_as(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's gradient in a bucket, where DDP keeps the parameter's own order (channels last, say)."""
+    """Return a parameter's gradient in a bucket, in the parameter's memory order (DDP keeps channels last, say)."""
     dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
     return (
         part.as_strided(parameter.size(), parameter.stride(), part.storage_offset())

@@ -1,4 +1,4 @@
-"""Average gradients so that some of them reach the optimizer one step late: what the rest of the package asks of it."""
+"""Interface of averagers with stale gradients, which reach the optimizer one step late."""
 
 from abc import abstractmethod
 from typing import Any
@@ -18,20 +18,20 @@ Predicted = dict[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]]
 
 
 class StaleAverager(GradientAverager):
-    """Average gradients in DDP's hook, some of them one step late.
+    """Averager for DDP's hook that applies some gradients one step late.
 
     Args:
         limit: greatest staleness in steps, 0 or 1.
         parameters: the module's parameters that need gradients, by name.
         world_size: number of ranks.
-        topology: topology of what is stale, with process groups of its own, so that no other collective waits behind
-            it; ``None`` for that of what is awaited.
+        topology: topology of stale sums, with process groups of its own, so no other collective waits behind them;
+            ``None`` for the topology of synchronous sums.
 
     Attributes:
-        step_kind: names of what was stale in the running step; ``None`` after sums of two steps in one.
-        keeps_own: whether this rank's own part of what is stale is kept until its sum is applied.
+        step_kind: names of the parameters that were stale in the running step; ``None`` if a sum mixed two steps.
+        keeps_own: whether this rank's own part of a stale sum is kept until the sum is applied.
         choice: newest decision by the link, ``None`` before there is one.
-        externally_controlled: whether a controller decides what is stale, which weighs it against other things.
+        externally_controlled: whether a controller decides what is stale, as it does together with the density.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class StaleAverager(GradientAverager):
         self.choice: StaleChoice | None = None
 
     def keep_own(self) -> None:
-        """Keep this rank's own part of what is stale, for :meth:`predicted_sums`."""
+        """Keep this rank's own part of stale sums, for :meth:`predicted_sums`."""
         self.keeps_own = True
 
     def control_externally(self, controlled: bool) -> None:
@@ -53,37 +53,38 @@ class StaleAverager(GradientAverager):
 
     @abstractmethod
     def drain(self) -> dict[str, torch.Tensor]:
-        """Return all sums that the optimizer has not had yet, by parameter, flat; from now on they are the caller's."""
+        """Return and forget all sums that were not applied yet, by parameter, flat: the caller has to apply them."""
 
     @abstractmethod
     def wait_in_flight(self) -> tuple[list[tuple[torch.Tensor, list[torch.Tensor]]], bool]:
-        """Wait for what the last step has left in flight, as the next one will give it.
+        """Wait for the sums that the last step left in flight; the next step still applies them.
 
         Returns:
-            flat sums, each with its parameters, and whether the step turned out to be left out.
+            Flat sums, each with its parameters, and whether the step turned out to be left out.
         """
 
     @abstractmethod
     def predicted_sums(self, cluster_shares: list[float], share: float) -> Predicted | None:
-        """Return what is known of the sums that the optimizer gets in the next step, before they are there.
+        """Return a prediction of the sums that the optimizer gets in the next step, before they have arrived.
 
-        This rank's own part, divided by its share of the batch (:meth:`extrapolation_factor`); or the sums themselves
-        where all ranks know them already, as after a checkpoint, so that a resumed run goes on identically.
+        It is this rank's own part, divided by its share of the batch (:meth:`extrapolation_factor`); or the sums
+        themselves if all ranks know them already, as after a checkpoint: a resumed run then goes on identically.
 
         Args:
             cluster_shares: shares of the batch of this rank's cluster, itself included.
-            share: this rank's.
+            share: share of this rank.
 
         Returns:
-            Flat elements by parameter that is stale, with their places in it or ``None`` for all of them, and
-            ``None`` for elements of which nothing is known; ``None`` if the next gradients are awaited.
+            For each stale parameter ``(places, elements)``, flat: places are ``None`` for all elements, elements are
+            ``None`` if nothing is known. ``None`` if the next gradients are synchronous.
         """
 
     @staticmethod
     def extrapolation_factor(share: float, parts: int) -> float:
-        """Return the factor from one's own part of a sum to the sum, of so many parts that are equal on average.
+        """Return ``min(1 / share, parts)``, the factor from this rank's part of a sum to the sum of ``parts`` parts.
 
-        A small share says too little for a large factor, and what it left unsent may be of times when it was larger.
+        The cap is the factor of equal parts: a small share is too noisy for a larger one, and its residual may stem
+        from a time when the share was larger.
 
         Example:
             >>> StaleAverager.extrapolation_factor(0.7, 2), StaleAverager.extrapolation_factor(0.01, 2)
@@ -102,23 +103,23 @@ class StaleAverager(GradientAverager):
 
     @abstractmethod
     def make_all_synchronous(self) -> None:
-        """Await everything from the next backward pass on; all ranks have to call it together."""
+        """Make everything synchronous from the next backward pass on; all ranks have to call it together."""
 
     @abstractmethod
     def pack(self) -> npt.NDArray[np.float64]:
-        """Return what transfers have taken since the last sync round, of one length on all ranks."""
+        """Return the times of transfers since the last sync round, of the same length on all ranks."""
 
     @abstractmethod
     def unpack(self, everyone: npt.NDArray[np.float64], control: ControlPlane) -> None:
-        """Let rank 0 decide by the link what is stale from the next step on; a collective call."""
+        """Let rank 0 decide, from the measured link, what is stale from the next step on; a collective call."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return what is stale and the sums in flight, equal on all ranks; waits for them."""
+        """Return the names of stale parameters and the sums in flight, equal on all ranks; wait for the sums."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; what is in flight now belongs to steps that are taken back."""
+        """Restore a state; sums now in flight belong to steps that are undone, and are discarded."""
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
@@ -126,8 +127,8 @@ class StaleAverager(GradientAverager):
 
     @abstractmethod
     def for_dense_sums(self, topology: Topology | None) -> "StaleAverager":
-        """Return its successor where sums are dense from now on, with all that this one has not applied yet.
+        """Return the successor for dense sums, which takes over all that this averager has not applied yet.
 
         Args:
-            topology: topology of sums that are awaited.
+            topology: topology of synchronous sums.
         """

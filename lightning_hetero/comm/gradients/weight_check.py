@@ -1,4 +1,4 @@
-"""Compare weights of all ranks: replicas that differ train different models from then on."""
+"""Comparison of the weights of all ranks, because replicas that differ train different models from then on."""
 
 import logging
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ log = logging.getLogger("lightning_hetero")
 
 @dataclass(frozen=True)
 class WeightSettings:
-    """Weights that are compared, and differences that are left to rounding.
+    """Number of compared weights, and differences that count as rounding.
 
-    Devices of different kinds round differently in the optimizer's step, and the replicas on them drift apart by that.
+    Devices of different kinds round differently in the optimizer step, so replicas on them drift apart slightly.
 
     Args:
-        sampled: weights that are compared each time, each of another parameter as long as there are so many.
-        max_relative_difference: largest difference of two replicas' weights, as a share of their size.
-        max_roundings: or so many roundings of their type, if that is more.
+        sampled: weights that are compared each time, each of another parameter if there are enough.
+        max_relative_difference: largest allowed difference of two replicas' weights, as a share of their size.
+        max_roundings: largest allowed difference in roundings (``eps``) of their type; the larger limit applies.
     """
 
     sampled: int = 32
@@ -37,10 +37,10 @@ SETTINGS = WeightSettings()
 
 
 class WeightCheck:
-    """Sample some weights of this rank, and compare those of all ranks on rank 0.
+    """Sample of this rank's weights, and comparison of all ranks' samples on rank 0.
 
     Args:
-        control: of the ranks.
+        control: control plane of the ranks.
         settings: samples and tolerances.
     """
 
@@ -51,14 +51,14 @@ class WeightCheck:
         self._limits: list[float] = []
 
     def begin(self) -> None:
-        """Begin a training: a difference can be told again."""
+        """Begin a training: a difference can be reported again."""
         self._told = False
 
     def sample(self, parameters: Mapping[str, nn.Parameter]) -> npt.NDArray[np.float64]:
-        """Return some weights, the same on all ranks, for :meth:`judge`; NaN in place of those that are missing.
+        """Return some weights, at the same places on all ranks, for :meth:`judge`; NaN for missing ones.
 
         Args:
-            parameters: of the models that are trained, by name.
+            parameters: parameters of the trained models, by name.
         """
         filled = {name: p for name, p in parameters.items() if p.numel()}
         names, count = list(filled), self._settings.sampled
@@ -78,11 +78,11 @@ class WeightCheck:
         return max(settings.max_relative_difference, settings.max_roundings * torch.finfo(parameter.dtype).eps)
 
     def judge(self, everyone: npt.NDArray[np.float64], step: tuple[int, int]) -> None:
-        """Compare the weights that all ranks have sampled; the log of rank 0 names the first that differs, once.
+        """Compare the weights that all ranks have sampled; rank 0 logs the first that differs, once.
 
         Args:
-            everyone: a row of each rank.
-            step: epoch and batch that were run.
+            everyone: samples, one row for each rank.
+            step: epoch and batch of the last step.
         """
         if self._told or self._control.rank > 0:
             return
@@ -107,6 +107,6 @@ class WeightCheck:
 
 
 def _element(tensor: torch.Tensor, place: int) -> torch.Tensor:
-    """Return one element by its number, of a tensor in any layout, without a copy of it."""
+    """Return the element at flat index ``place`` of a tensor with any strides, without copying the tensor."""
     value = tensor[tuple(int(i) for i in np.unravel_index(place, tensor.shape))] if tensor.ndim else tensor
     return value.real if value.is_complex() else value

@@ -1,4 +1,4 @@
-"""Rank 0 warns when training is communication-bound, with measurements and advice."""
+"""Warning of rank 0 that training is communication-bound, with measurements and advice."""
 
 import logging
 
@@ -14,14 +14,14 @@ log = logging.getLogger("lightning_hetero")
 
 
 class LinkDiagnosis:
-    """Watch how long steps wait for the network, and log when that changes.
+    """Watcher of the time that steps wait for the network; it logs changes.
 
-    Two others warn of a link that makes every step wait, with numbers of their own, because they act on it: the rule
-    of stale buckets (``staleness=1``) and the controller of the density. There, only stalls are logged here.
+    Two others act on a link that makes every step wait, and warn of it with their own numbers: the rule of stale
+    buckets (``staleness=1``) and the controller of the density. Where one of them runs, only stalls are logged here.
 
     Args:
         config: settings of the run, for the advice.
-        rank: of this process; only 0 logs.
+        rank: this rank; only rank 0 logs.
         hook: state of the gradient hook, which knows the bytes of a step.
     """
 
@@ -43,7 +43,7 @@ class LinkDiagnosis:
         Args:
             observations: of all ranks.
             accumulation: micro-batches of a step.
-            controlled: whether a policy decides on the density, which warns of a slow link itself.
+            controlled: whether a policy decides on the density; it warns of a low-bandwidth link itself.
             message_seconds: seconds that compressed messages of a usual step take, ``None`` if that is not known.
         """
         if not self.speaks:
@@ -57,7 +57,7 @@ class LinkDiagnosis:
         self._counted = self.hook.num_bytes, self.hook.observer.synced_steps
 
     def _sent_bytes(self) -> float:
-        """Return the bytes that a worker sends in a step, the mean since the last sync round."""
+        """Return the bytes that a worker sends in a step (mean since the last sync round)."""
         report = self.hook.averager.report
         if report.steps:
             return report.sent / report.steps

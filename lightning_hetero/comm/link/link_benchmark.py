@@ -1,4 +1,4 @@
-"""Measure a link before training: its latency; for ``compression="auto"``, its rate and the time to encode as well."""
+"""Measurement of a link before training: latency, and for ``compression="auto"`` also rate and encoding time."""
 
 import time
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ class BenchmarkSettings:
     """Size and number of the measurements.
 
     Args:
-        latency_bytes: bytes of a message that takes the latency alone.
-        probe_bytes: bytes of one that shows the rate.
-        repeats: measurements, of which the best counts.
-        max_elements: most elements of a gradient that are encoded; a larger one is extrapolated.
+        latency_bytes: bytes of a message so small that only the latency counts.
+        probe_bytes: bytes of a message from which the rate follows.
+        repeats: measurements of each kind; the shortest counts.
+        max_elements: most elements that are encoded; times of larger gradients are extrapolated.
         block_elements: elements of a block.
     """
 
@@ -40,12 +40,12 @@ BENCHMARK = BenchmarkSettings()
 
 
 def latency(control: ControlPlane, topology: Topology, device: torch.device) -> float:
-    """Measure an exchange of next to nothing: the best of some, of the slowest rank; a collective call."""
+    """Measure the seconds of a 64-byte exchange: the best of three, of the slowest rank; a collective call."""
     return float(control.gather(np.array([exchange_seconds(BENCHMARK.latency_bytes, topology, device)])).max())
 
 
 def exchange_seconds(size: int, topology: Topology, device: torch.device) -> float:
-    """Measure an exchange of messages of a size: the best of some; all ranks call it together."""
+    """Measure the seconds of an exchange of messages of ``size`` bytes, the best of three; a collective call."""
     rows = torch.zeros((topology.size, size), dtype=torch.uint8, device=device)
     seconds = []
     for _ in range(BENCHMARK.repeats):
@@ -59,7 +59,7 @@ def exchange_seconds(size: int, topology: Topology, device: torch.device) -> flo
 
 
 def encode_seconds(numel: int, density: float, value_dtype: str) -> float:
-    """Measure error feedback, selection and merging of a gradient on this processor at a density."""
+    """Measure the seconds of error feedback, selection and merging of a gradient on this CPU, the best of three."""
     sample = min(numel, BENCHMARK.max_elements)
     block = BENCHMARK.block_elements
     layout = Layout.of([("probe", sample)], block)

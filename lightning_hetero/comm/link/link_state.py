@@ -17,14 +17,14 @@ Array = npt.NDArray[np.float64]
 
 
 class LinkState:
-    """Times of messages, as planners know them.
+    """Estimates of message times for the planners.
 
     Args:
-        size: ranks, or in a hierarchy clusters, that exchange.
+        size: number of ranks, or in a hierarchy clusters, that exchange.
 
     Attributes:
-        times: estimates of latency and of each one's rate.
-        seconds: what the newest messages took, ``None`` if there were none since the last sync round.
+        times: estimates of the latency and of the rate of each of them.
+        seconds: seconds of the newest messages, ``None`` if there were none in the last sync round.
     """
 
     def __init__(self, size: int) -> None:
@@ -33,18 +33,18 @@ class LinkState:
 
     @property
     def links(self) -> tuple[LinkEstimate, ...]:
-        """Estimate of each one's rate."""
+        """Rate estimate of each rank or cluster."""
         return self.times.links
 
     def begin(self, latency: float) -> None:
-        """Begin with a latency that was measured before training, in seconds."""
+        """Start from a latency in seconds that was measured before training."""
         self.times = MessageTimes(self.times.links, latency)
 
     def metrics(self, leaders: list[int]) -> dict[str, float]:
-        """Return the rates and the newest seconds of messages.
+        """Return metrics: rates in bytes per second, and seconds of the newest messages.
 
         Args:
-            leaders: ranks that exchange.
+            leaders: ranks that exchange, in the order of their rates.
         """
         rates = [link.rate for link in self.links if link.rate is not None]
         metrics = {f"hetero/bandwidth/rank{i}": rate for i, rate in zip(leaders, rates, strict=False)}
@@ -59,7 +59,7 @@ class LinkState:
         return messages.take().ravel()
 
     def see(self, everyone: Array) -> None:
-        """Move the estimates by what all ranks have seen, the same on all of them.
+        """Update the estimates from the measurements of all ranks, equally on each.
 
         Args:
             everyone: :meth:`take` of every rank, shape ``(ranks, n)``.
@@ -87,7 +87,7 @@ class LinkState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, if as many exchange."""
+        """Restore the estimates if the number of ranks or clusters is the same; else keep the present ones."""
         if len(state["rates"]) == len(self.links):
             links, last = tuple(LinkEstimate(rate) for rate in state["rates"]), state.get("last")
             last = None if last is None else (float(last[0]), float(last[1]))

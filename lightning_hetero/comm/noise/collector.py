@@ -1,8 +1,8 @@
-"""Collects what the gradient noise scale needs, on the device, with one small message an interval.
+"""Collector of squared norms for the gradient noise scale: on the device, with one small message per interval.
 
-The estimators of :mod:`lightning_hetero.core.noise.accumulation` are linear in squared norms, so each rank adds up its
+The estimators of :mod:`lightning_hetero.core.noise.accumulation` are linear in squared norms. So each rank adds up its
 own part, and the parts are summed over ranks when the interval ends. No gradient is kept or copied, and nothing waits
-for the device in between: a step costs its norms, and they are put together for many steps at once.
+for the device in between: a step only costs its norms, which are combined for many steps at once.
 """
 
 import logging
@@ -29,12 +29,12 @@ class _Held:
     """A step whose averaged gradient, or a part of it, arrives with the next step.
 
     Args:
-        estimator: of its window.
+        estimator: estimator of its window.
         first: squared norms of the first micro-batch.
-        local: of this rank's gradient.
-        whole: of what of the averaged one has come.
+        local: squared norms of this rank's gradient.
+        whole: squared norms of the part of the averaged gradient that has arrived.
         exact: whether the averaged gradient is the sum of all ranks', rather than a compressed one.
-        kind: names of what of it comes with the next step, if the same is stale there.
+        kind: names of its stale parameters; their sums come with the next step if the same ones are stale there.
     """
 
     estimator: WindowEstimator
@@ -46,29 +46,29 @@ class _Held:
 
 
 def _unless(dropped: bool | torch.Tensor, squares: Squares) -> Squares:
-    """Return squared norms, not finite if the step was left out."""
+    """Return the squared norms, NaN if the step was left out."""
     if isinstance(dropped, torch.Tensor):
         return [torch.where(dropped != 0, torch.nan, value) for value in squares]
     return [torch.full_like(value, torch.nan) for value in squares] if dropped else squares
 
 
 class NoiseCollector:
-    """Adds up one rank's contributions to ``tr(Sigma)`` and ``|g|^2`` from the norms of a gradient hook.
+    """One rank's contributions to ``tr(Sigma)`` and ``|g|^2``, added up from the norms of a gradient hook.
 
-    Windows that cannot tell noise from signal are left out, on all ranks alike: those in which fewer than two ranks
-    have samples, and those whose micro-batches were split in too different ways.
+    Windows that cannot separate noise from signal are left out on all ranks: those in which fewer than two ranks have
+    samples, and those whose micro-batches were split too differently.
 
     Args:
-        hook: state of the gradient hook, which takes the norms.
+        hook: state of the gradient hook, which computes the norms.
         rank: this rank.
         method: weights of the local estimates, a name of :data:`~lightning_hetero.core.noise.estimators.METHODS`.
         every_n_steps: take norms in every n-th step only.
-        horizon: samples over which the running estimate looks back.
+        horizon: samples over which the running estimate averages.
         summed: whether losses are sums over samples rather than means.
     """
 
     preconditioned_after_steps = 10
-    """Steps after which Adam's second moments are an average of some gradients, and not just the last one."""
+    """Steps after which Adam's second moments average several gradients, and no longer reflect just the last one."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class NoiseCollector:
         self.running = RunningNoiseScale(horizon=horizon)
         self.sums = WindowSums()
         self.number = 0
-        """Optimizer steps so far, also of the run that this one resumes."""
+        """Optimizer steps so far, including those of a run that this one resumes."""
         self._on_update: Callable[[], None] = lambda: None
         self._divisor: Callable[[], int | None] = lambda: None
         self._parameters: Callable[[], Iterable[torch.Tensor]] = tuple
@@ -96,32 +96,32 @@ class NoiseCollector:
         self._held: _Held | None = None
 
     def begin_step(self, sizes: tuple[int, ...]) -> None:
-        """Begin a micro-batch of these sizes."""
+        """Begin a micro-batch; ``sizes`` are the samples of each rank."""
         known = self.hook.squares.norms.preconditioner is None or self.number >= self.preconditioned_after_steps
         due = self.number % self.every_n_steps == 0
         self.hook.squares.want(known and (due or self._held is not None))
         self._window.append(sizes)
 
     def accumulate(self, divisor: Callable[[], int | None], parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Use the first micro-batch of a window, too.
+        """Also use the first micro-batch of each accumulation window.
 
         Args:
-            divisor: gives what losses of micro-batches are divided by; without, that is the number in the window.
+            divisor: gives the divisor of micro-batch losses; if it gives ``None``, their number in the window.
             parameters: gives the model's parameters.
         """
         self._divisor, self._parameters = divisor, parameters
 
     def begin_anew(self) -> None:
-        """Leave steps out as at the beginning of a run: of parameters that join it Adam knows no gradients yet."""
+        """Leave steps out as at the beginning of a run: Adam knows no gradients of parameters that have just joined."""
         self.number, self._held = 0, None
 
     def after_backward(self) -> None:
-        """Take the norms of the first micro-batch of a window, whose gradients nobody has averaged."""
+        """Take the norms of the first micro-batch of a window, whose gradients were not averaged."""
         if self.hook.squares.due and len(self._window) == 1 and not self.hook.squares.local:
             self._first = self.hook.squares.norms.of_parameters(self._parameters())
 
     def end_step(self) -> None:
-        """Take the norms of the gradients of an optimizer step, which were averaged."""
+        """End an optimizer step: take the norms of its averaged gradients."""
         due = self.number % self.every_n_steps == 0
         self.number += 1
         squares, stale = self.hook.squares.take(), self.hook.squares.take_stale()
@@ -159,7 +159,7 @@ class NoiseCollector:
             )
 
     def settle(self) -> None:
-        """Wait for what of the last step is in flight, so that a checkpoint has all of that step.
+        """Wait for the sums that the last step has in flight, so a checkpoint holds the whole step.
 
         All ranks have to call it together.
         """
@@ -171,7 +171,7 @@ class NoiseCollector:
             self._complete(self._held.kind, stale, dropped)
 
     def _complete(self, kind: frozenset[str] | None, stale: Squares, dropped: bool | torch.Tensor) -> None:
-        """Add the step before, of which something came with this one."""
+        """Add the previous step, part of whose averaged gradient came with this one."""
         held, self._held = self._held, None
         if held is not None and (held.kind == kind or not held.exact):
             whole = _unless(dropped, [*held.whole, *stale] if held.exact else held.whole)
@@ -183,22 +183,22 @@ class NoiseCollector:
         self.sums.add(part, estimator.samples, (first, local, whole))
 
     def pack(self) -> np.ndarray:
-        """Return what this rank has added up since the last sync round."""
+        """Return this rank's sums since the last sync round."""
         return self.sums.pack()
 
     def unpack(self, everyone: np.ndarray, control: ControlPlane) -> None:
-        """Take :meth:`pack` of all ranks into the running estimate, the same on all ranks."""
+        """Update the running estimate, equal on all ranks, by the sums of all ranks (see :meth:`pack`)."""
         agreed = self.sums.reconcile(everyone, control)
         self.sums.clear()
         self.take_over(merge_parts(self.running, agreed))
         self._on_update()
 
     def take_over(self, running: RunningNoiseScale) -> None:
-        """Go on from this estimate."""
+        """Continue from this estimate."""
         self.running = running
 
     def resume(self, steps: int, part: Sequence[float]) -> None:
-        """Go on in the middle of an interval.
+        """Continue in the middle of an interval.
 
         Args:
             steps: optimizer steps so far.
@@ -208,5 +208,5 @@ class NoiseCollector:
         self.sums.load(part)
 
     def on_update(self, call: Callable[[], None] | None) -> None:
-        """Call this when there is a new estimate; ``None`` for nothing."""
+        """Set the function to call after each new estimate; ``None`` for none."""
         self._on_update = call or (lambda: None)

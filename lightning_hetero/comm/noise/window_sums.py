@@ -23,8 +23,8 @@ Squares = Sequence[torch.Tensor]
 class WindowSums:
     """One rank's part of the sums over steps of ``S`` and of ``|g|^2``, each weighted by the samples of its step.
 
-    Steps with a norm that is not finite are left out. A rank may know the norm of a part of the averaged gradient only,
-    so ranks compare which steps these are, and leave out those of any of them (:meth:`reconcile`).
+    Steps with a non-finite norm are left out. A rank may know the norm of only a part of the averaged gradient, so a
+    step is left out on all ranks if it is not finite on any of them (:meth:`reconcile`).
 
     Example:
         >>> from lightning_hetero.core.noise.accumulation import window_estimator
@@ -36,7 +36,7 @@ class WindowSums:
     """
 
     max_waiting = 512
-    """Squared norms on the device that wait until they are added up together: of a hundred steps or of one."""
+    """Squared norms that wait on the device to be added up together, be they of a hundred steps or of one."""
 
     def __init__(self) -> None:
         self._before, self._steps = np.zeros(5), 0
@@ -53,7 +53,7 @@ class WindowSums:
         """Add a step.
 
         Args:
-            part: this rank's coefficients, of :class:`~lightning_hetero.core.noise.accumulation.WindowEstimator`.
+            part: this rank's coefficients from :class:`~lightning_hetero.core.noise.accumulation.WindowEstimator`.
             samples: samples that the step counts for.
             squares: squared norms of the first micro-batch, of the whole window, and of the average.
         """
@@ -83,7 +83,7 @@ class WindowSums:
         self._rows.append(torch.cat([sums, finite, weights], dim=1))
 
     def _each(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return of each step ``(B S, B |g|^2, 1, B, 1)``, and whether all norms that this rank knows are finite."""
+        """Return ``(B S, B |g|^2, 1, B, 1)`` of each step, and whether all its norms known to this rank are finite."""
         self._settle()
         rows = torch.cat(self._rows).cpu().numpy() if self._rows else np.zeros((0, 4))
         self._rows = [torch.from_numpy(rows)] if self._rows else []
@@ -98,18 +98,18 @@ class WindowSums:
     def pack(self) -> np.ndarray:
         """Return ``(sum of B S, of B |g|^2, finite steps, their samples, steps)`` since the last :meth:`take`.
 
-        A sixth number tells which steps are not finite on this rank, for :meth:`reconcile`; 0 if there are none.
+        A sixth number is a checksum of the steps that are not finite on this rank, for :meth:`reconcile`; 0 for none.
         """
         each, finite = self._each()
         left_out = 0 if finite.all() else 1 + zlib.crc32(np.packbits(finite).tobytes())
         return np.array([*self._sum(each, finite), left_out])
 
     def reconcile(self, parts: np.ndarray, control: ControlPlane) -> np.ndarray:
-        """Return the same parts of all ranks, shape ``(ranks, 5)``, with the same steps left out of each.
+        """Return the parts of all ranks, shape ``(ranks, 5)``, with the same steps left out of each.
 
         Args:
             parts: :meth:`pack` of each rank.
-            control: sends two more messages, where ranks have left out different steps.
+            control: gathers two more messages if ranks have left out different steps.
         """
         if (parts[:, 5] == parts[0, 5]).all():
             return parts[:, :5]
@@ -128,20 +128,20 @@ class WindowSums:
         return out
 
     def load(self, part: Sequence[float]) -> None:
-        """Go on from what :meth:`reconcile` gave this rank."""
+        """Continue from this rank's row of :meth:`reconcile`."""
         self._before, self._steps, self._rows = np.array(part, dtype=float), int(part[4]), []
 
 
 def merge_parts(
     running: RunningNoiseScale, parts: np.ndarray, *, biased: bool = False, weight: float = 1.0
 ) -> RunningNoiseScale:
-    """Return the running estimate with the parts of all ranks, shape ``(ranks, 5)``, of one interval.
+    """Return the running estimate after adding one interval's parts of all ranks, shape ``(ranks, 5)``.
 
     Args:
         running: estimate so far.
         parts: :meth:`WindowSums.take` of each rank.
-        biased: whether they rest on successive steps.
-        weight: steps that each of the steps counts as.
+        biased: whether the parts are based on successive steps.
+        weight: number of steps that each step counts as.
 
     Example:
         >>> parts = np.array([[48.0, 18.0, 3, 24, 3], [48.0, 18.0, 3, 24, 3]])
@@ -161,7 +161,7 @@ def merge_parts(
 
 
 def own_part(parts: Sequence[Sequence[float]], rank: int, world_size: int) -> list[float]:
-    """Return this rank's part of an interval that was cut, by another number of ranks perhaps.
+    """Return this rank's part of an interval cut by a checkpoint, possibly of another number of ranks.
 
     Example:
         >>> own_part([[6.0, 2.0, 3.0, 18.0, 3.0], [2.0, 2.0, 3.0, 18.0, 3.0]], rank=0, world_size=4)

@@ -1,4 +1,4 @@
-"""Measure the gradient noise scale of several workers, whatever trains them."""
+"""Gradient noise scale of several workers, independent of the trainer."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ __all__ = ["WorkersNoise"]
 
 
 class WorkersNoise:
-    """Measure by the gradient hook's norms; workers put their sums together at sync rounds.
+    """Measurement by the gradient hook's norms, whose sums the workers combine at sync rounds.
 
     Args:
         hook: state of the gradient hook.
         control: connects the workers.
-        settings: those of :class:`~lightning_hetero.comm.noise.collector.NoiseCollector`.
+        settings: keywords of :class:`~lightning_hetero.comm.noise.collector.NoiseCollector`.
 
     Example:
         >>> from lightning_hetero.comm.timing.clock import HostClock
@@ -38,30 +38,30 @@ class WorkersNoise:
         return self.collector.running
 
     def take_over(self, running: RunningNoiseScale) -> None:
-        """Go on from an estimate."""
+        """Continue from this estimate."""
         self.collector.take_over(running)
 
     def precondition(self, preconditioner: AdamPreconditioner | None) -> None:
-        """Take norms of gradients as Adam scales them."""
+        """Take norms of gradients as Adam scales them; ``None`` as they are."""
         self.collector.hook.squares.norms.precondition(preconditioner)
 
     def scaled_by(self, scaler: Any) -> None:
-        """Leave the factor of a gradient scaler out, on the device: ``get_scale()`` would wait for it."""
+        """Divide out the factor of a gradient scaler, on the device: ``get_scale()`` would wait for the device."""
         self.collector.hook.squares.norms.scaled_by(None if scaler is None else scaler._get_scale_async)
 
     def exchange(self) -> None:
-        """Take what all workers have seen into the running estimate; a collective call."""
+        """Update the running estimate by the sums of all workers; a collective call."""
         self.collector.unpack(self.control.gather(self.collector.pack()), self.control)
 
     def interval(self) -> dict[str, Any]:
-        """Return what was seen since the last message, for a checkpoint; a collective call."""
+        """Return the steps so far and the sums since the last exchange, for a checkpoint; a collective call."""
         self.collector.settle()
         sums = self.collector.sums
         parts = sums.reconcile(self.control.gather(sums.pack()), self.control)
-        sums.load(parts[self.control.rank].tolist())  # adds up in the order in which a run that resumes does
+        sums.load(parts[self.control.rank].tolist())  # the same order of summation as in a resumed run
         return {"steps": self.collector.number, "parts": parts.tolist()}
 
     def resume(self, interval: dict[str, Any]) -> None:
-        """Go on in the middle of an interval."""
+        """Continue in the middle of an interval, from what :meth:`interval` returned."""
         own = own_part(interval["parts"], self.control.rank, self.control.world_size)
         self.collector.resume(int(interval["steps"]), own)

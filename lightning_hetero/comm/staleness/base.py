@@ -1,7 +1,7 @@
-"""Decide by the measured link which gradients are stale, the same on all ranks.
+"""Decision, from the measured link, which gradients are stale; the same on all ranks.
 
-The link is what transfers were measured to take, the decision is
-:func:`~lightning_hetero.core.link.staleness.choose_synchronous`, and all ranks follow it from the same step on.
+The link is estimated from the times of transfers.
+:func:`~lightning_hetero.core.link.staleness.choose_synchronous` decides, and all ranks follow from the same step on.
 """
 
 import logging
@@ -28,16 +28,16 @@ log = logging.getLogger("lightning_hetero")
 
 
 class MeasuredStaleness(StaleAverager):
-    """Make stale what the link cannot carry in time, by what its transfers were measured to take.
+    """Averager that makes stale what the measured link cannot carry in time.
 
     Args:
         limit: greatest staleness in steps, 0 or 1.
         parameters: the module's parameters that need gradients, by name.
         world_size: number of ranks.
         clock: marks moments on this rank's device.
-        hysteresis: least predicted gain for which more is stale, as a share of the step time.
-        topology: of what is stale, with process groups of its own, so that no other collective waits behind it;
-            ``None`` for that of what is awaited.
+        hysteresis: least predicted gain, as a share of the step time, for which more gradients become stale.
+        topology: topology of stale sums, with process groups of its own, so no other collective waits behind them;
+            ``None`` for the topology of synchronous sums.
         hold: remembers callbacks that a thread of the process group may still hold when training ends.
     """
 
@@ -64,22 +64,22 @@ class MeasuredStaleness(StaleAverager):
 
     @abstractmethod
     def _sent_bytes(self) -> list[float]:
-        """Return the bytes that each transfer of a step takes across the link, in the order of the backward pass."""
+        """Return the bytes that each transfer of a step sends over the link, in the order of the backward pass."""
 
     @abstractmethod
     def _awaited(self) -> int:
-        """Return the number of transfers from the output side on of which nothing is stale."""
+        """Return the number of first transfers, counted from the output side, that are fully synchronous."""
 
     @abstractmethod
     def _await_first(self, number: int) -> None:
-        """Make all transfers but the first ones stale, from the next step on."""
+        """Make all transfers but the first ``number`` stale, from the next step on."""
 
     def make_all_synchronous(self) -> None:
-        """Await everything from the next backward pass on; all ranks have to call it together."""
+        """Make everything synchronous from the next backward pass on; all ranks have to call it together."""
         self._await_first(len(self._sent_bytes()))
 
     def follow(self, before: StaleAverager) -> None:
-        """Go on as the staleness before this one, of other parameters of the same model; if all was stale, all is."""
+        """Take over the settings of the previous averager of the same model; if all was stale there, all is here."""
         self.externally_controlled, self.keeps_own = before.externally_controlled, before.keeps_own
         self.choice = before.choice
         if self.limit and before.stale_share == 1.0:
@@ -103,14 +103,14 @@ class MeasuredStaleness(StaleAverager):
         return self._timer.spans()
 
     def pack(self) -> npt.NDArray[np.float64]:
-        """Return what transfers have taken since the last sync round; nothing where that decides on nothing."""
+        """Return the times of transfers since the last sync round; empty if this averager does not decide by them."""
         sent = self._sent_bytes()
         if self.limit == 0 or self.externally_controlled or not sent:
             return np.zeros(0)
         return self._timer.take(len(sent)).ravel()
 
     def unpack(self, everyone: npt.NDArray[np.float64], control: ControlPlane) -> None:
-        """Let rank 0 decide by the link what is stale from the next step on; a collective call."""
+        """Let rank 0 decide, from the measured link, what is stale from the next step on; a collective call."""
         if not everyone.size:
             return
         sent = self._sent_bytes()
@@ -129,7 +129,7 @@ class MeasuredStaleness(StaleAverager):
         return link, choose_synchronous(times, self._awaited(), hysteresis=self.hysteresis)
 
     def _follow(self, choice: StaleChoice, transfers: int, *, say: bool) -> None:
-        """Make stale what rank 0 has chosen, and say so if that is a change."""
+        """Follow rank 0's choice, and log a change."""
         bound = self.choice is not None and self.choice.communication_bound
         before, self.choice = self._awaited(), choice
         self._await_first(choice.synchronous)
@@ -148,13 +148,13 @@ class MeasuredStaleness(StaleAverager):
     # common ground
 
     def _then(self, future: Future, callback: Any) -> Future:
-        """Call back when a transfer is done, from a thread that is waited for before the process ends."""
+        """Call ``callback`` when a transfer is done; the end of the run waits until its thread has released it."""
         if self._hold is not None:
             self._hold(callback)
         return future.then(callback)
 
     def _fitting(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the sums of a checkpoint for parameters that are trained, as these are.
+        """Return the sums of a checkpoint that belong to trained parameters, unchanged.
 
         Raises:
             ValueError: if a sum does not fit its parameter.

@@ -1,9 +1,9 @@
 """Stale messages of block top-k: they travel while the next step computes.
 
-Block top-k sends one message a step for all parameters, so that all of them are stale or none. In a stale step the
-residual gives away what is sent; the optimizer gets the merged sum in the next step, the same on all ranks. What is in
-flight is applied once, or handed to :meth:`BlockTopKStaleAverager.drain`, or rides in the checkpoint, in the same form
-as stale dense sums (:mod:`lightning_hetero.comm.staleness.dense`), so that either can go on from the other's.
+Block top-k sends one message per step for all parameters, so all of them are stale or none. In a stale step the sent
+blocks leave the residual at once, and the optimizer gets the merged sum in the next step, the same on all ranks. Sums
+in flight are applied once, or handed out by :meth:`BlockTopKStaleAverager.drain`, or stored in the checkpoint, in the
+same form as stale dense sums (:mod:`lightning_hetero.comm.staleness.dense`): either can resume from the other's.
 """
 
 from collections.abc import Callable
@@ -29,15 +29,15 @@ __all__ = ["BlockTopKStaleAverager"]
 
 
 class BlockTopKStaleAverager(MeasuredStaleness):
-    """Apply messages of block top-k at once, or in the next step.
+    """Averager that applies the messages of block top-k at once, or in the next step.
 
     Args:
         limit: greatest staleness in steps, 0 or 1.
-        averager: sends and receives; its messages take this topology.
+        averager: averager that sends and receives the messages, over ``topology``.
         parameters: the module's parameters that need gradients, by name.
         clock: marks moments on this rank's device.
-        hysteresis: least predicted gain for which messages are stale, as a share of the step time.
-        topology: of messages, with process groups of its own, so that no other collective waits behind them;
+        hysteresis: least predicted gain, as a share of the step time, for which messages become stale.
+        topology: topology of messages, with process groups of its own, so no other collective waits behind them;
             ``None`` for that of the averager.
         restored: :meth:`state_dict` of an earlier run, or that of stale dense sums.
         hold: remembers callbacks that a thread of the process group may still hold when training ends.
@@ -78,7 +78,7 @@ class BlockTopKStaleAverager(MeasuredStaleness):
         self.load_state_dict(restored or {})
 
     def for_dense_sums(self, topology: Topology | None) -> StaleAverager:
-        """Return dense stale sums that go on with what is in flight, by their own rule for what is stale."""
+        """Return an averager of stale dense sums that takes over the sums in flight, and decides by its own rule."""
         successor = DenseStaleAverager(
             self.limit,
             self.parameters,
@@ -102,9 +102,9 @@ class BlockTopKStaleAverager(MeasuredStaleness):
         return self.averager.average(bucket)
 
     def step(self, sent: InFlight) -> list[Pack]:
-        """Return what the running step applies: all that has arrived, and its own messages too unless they are stale.
+        """Return the packs that the running step applies: all that have arrived, and its own unless they are stale.
 
-        Those of the step before have travelled since; by now they should be there.
+        The messages of the previous step were in flight during this one, and should have arrived by now.
         """
         release, arrived = self._timer.ready(0), self._timer.send()
         self._then(sent.arrival, lambda done: arrived())
@@ -119,9 +119,9 @@ class BlockTopKStaleAverager(MeasuredStaleness):
         return packs
 
     def _keep(self, sent: InFlight) -> None:
-        """Let messages travel, into another set of rows than those of the next step.
+        """Leave messages in flight, and give the next step another set of rows.
 
-        A gradient that is not finite leaves the residual now, since it will be gone when the others learn of it.
+        A gradient that is not finite is undone in the residual now: when the other ranks learn of it, it will be gone.
         """
         topology, form = self.averager.topology, self.path.encoder.form
         if topology.is_leader and form.gave_up(sent.rows[topology.cluster]):
@@ -134,7 +134,7 @@ class BlockTopKStaleAverager(MeasuredStaleness):
         self.path.use_rows(self._spare)
 
     def add_to_dense(self, bucket: dist.GradBucket) -> None:
-        """Add what has arrived to a bucket that is about to be summed densely: rank 0 adds it for all."""
+        """Add the sums that have arrived to a bucket that is about to be summed densely; rank 0 adds them for all."""
         if bucket.index() == 0:
             self._timer.gap()
             self.wait()
@@ -152,11 +152,11 @@ class BlockTopKStaleAverager(MeasuredStaleness):
             self._arrived, self._added = [], self._arrived
 
     def undo_add(self) -> None:
-        """Take back the addition: the dense sum that held it was left out."""
+        """Undo :meth:`add_to_dense`, because the dense sum was left out."""
         self._arrived, self._added = self._added, []
 
     def _report_in_vain(self, last: bool = True) -> None:
-        """Tell the hook in this step that the messages of the step before were left out."""
+        """Flag this step as left out if the messages of the previous step were."""
         if self._in_vain:
             self.flags.skip()
         self._in_vain = self._in_vain and not last
@@ -168,14 +168,14 @@ class BlockTopKStaleAverager(MeasuredStaleness):
     # sums in flight
 
     def wait(self) -> None:
-        """Wait for the messages in flight and read them. What was sent in vain returns to the residual."""
+        """Wait for the messages in flight and read them; if left out, the sent blocks return to the residual."""
         if self._in_flight is not None:
             sent, self._in_flight = self._in_flight, None
             found = self.path.receive(self.averager, sent)
             self._arrived, self._spare, self._in_vain = self._arrived + found, sent.rows, not found
 
     def drain(self) -> dict[str, torch.Tensor]:
-        """Return all sums that the optimizer has not had yet, by parameter, flat; from now on they are the caller's."""
+        """Return and forget all sums that were not applied yet, by parameter, flat: the caller has to apply them."""
         self.wait()
         arrived, self._arrived = self._arrived, []
         if not arrived:
@@ -185,12 +185,12 @@ class BlockTopKStaleAverager(MeasuredStaleness):
         return {name: sums[name].to(p.device, p.dtype) for name, p in self.parameters.items()}
 
     def wait_in_flight(self) -> tuple[list[tuple[torch.Tensor, list[torch.Tensor]]], bool]:
-        """Return no sums, since no norm of them is needed, and whether what was in flight was sent in vain."""
+        """Return no sums, since their norms are not needed, and whether the messages in flight were left out."""
         self.wait()
         return [], self._in_vain
 
     def predicted_sums(self, cluster_shares: list[float], share: float) -> Predicted | None:
-        """Return what is known of the next sums; only leaders of clusters have a message of their own."""
+        """Return a prediction of the next sums; only leaders of clusters have a message of their own."""
         averager, packs, total = self.averager, self._arrived, sum(cluster_shares)
         if not self.stale or averager.dense:
             return None
@@ -220,7 +220,7 @@ class BlockTopKStaleAverager(MeasuredStaleness):
         return float(self.stale)
 
     def make_stale(self, stale: bool) -> None:
-        """Make messages stale from the next backward pass on, or do not; all ranks have to call it together.
+        """Make messages stale or synchronous from the next backward pass on; all ranks have to call it together.
 
         Raises:
             ValueError: if the limit is 0.
@@ -245,7 +245,7 @@ class BlockTopKStaleAverager(MeasuredStaleness):
     # state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is stale and the sums in flight, equal on all ranks; waits for them."""
+        """Return the names of stale parameters and the sums in flight, equal on all ranks; wait for the sums."""
         self.wait()
         if not self._arrived and not self.stale:
             return {}
@@ -258,7 +258,7 @@ class BlockTopKStaleAverager(MeasuredStaleness):
         return {**state, "sums": sums, "blocks": {"layout": layout, "touched": touched}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; what is in flight now belongs to steps that are taken back.
+        """Restore a state; messages now in flight belong to steps that are undone, and are discarded.
 
         Raises:
             ValueError: if a sum does not fit its parameter.
@@ -273,7 +273,7 @@ class BlockTopKStaleAverager(MeasuredStaleness):
         self._arrived = [self._pack(sums, state.get("blocks", {}))] if sums else []
 
     def _pack(self, sums: dict[str, torch.Tensor], blocks: dict[str, Any]) -> Pack:
-        """Return restored sums as blocks: those that were touched if that is known, else all that are not 0."""
+        """Return restored sums as blocks: the touched ones if the checkpoint lists them, else all that are not 0."""
         layout, merged = self.averager.model.layout, self.path.encoder.merged
         flat = torch.zeros_like(merged)
         for name, value in sums.items():

@@ -1,9 +1,9 @@
-"""Earliest deadline first on a low-bandwidth link (StellaTrain, sec. 3.3): awaited sums cross it before stale ones.
+"""Earliest deadline first on a low-bandwidth link (StellaTrain, sec. 3.3): synchronous sums cross it before stale ones.
 
-The sums that are awaited at the end of a backward pass have to be there a whole step before those that are stale. If
-both crossed the link together, they would share it, and the step would wait for the slower ones. So stale sums begin
-when all synchronous ones of their step have arrived, in the order of the buckets, in which the next step takes them.
-That order is the same on all ranks, whenever each of them gets there.
+Synchronous sums are awaited at the end of the backward pass, a whole step before stale ones. If both crossed the link
+together, they would share it and delay the step. So stale sums begin when all synchronous sums of their step have
+arrived, in the order of the buckets, in which the next step takes them. That order is the same on all ranks, at
+whatever time each rank gets there.
 """
 
 import threading
@@ -22,13 +22,13 @@ Future = torch.futures.Future[Any]
 
 
 class TransferQueue:
-    """Hold transfers back until those with an earlier deadline are over.
+    """Queue that holds transfers back until those with an earlier deadline are over.
 
     On a GPU it holds nothing back: there the host does not see when a transfer is over, and waiting for it would stop
     the backward pass.
 
     Args:
-        running: whether it holds anything back.
+        running: whether the queue holds anything back.
     """
 
     def __init__(self, running: bool = True) -> None:
@@ -38,18 +38,18 @@ class TransferQueue:
         self._lock = threading.RLock()
 
     def begin_step(self) -> None:
-        """Begin with the transfers of another step."""
+        """Begin a step, which has no synchronous transfers yet."""
         self._first = []
 
     def before(self, future: Future) -> None:
-        """Await this transfer of the running step, which is in flight, before those that are held back."""
+        """Register a synchronous transfer in flight, which transfers added later in this step have to wait for."""
         self._first.append(future)
 
     def add(self, buffer: torch.Tensor, send: Callable[[], Future]) -> Future:
-        """Call ``send`` when it is its turn; what is returned is done when that transfer is.
+        """Call ``send`` in its turn; return a future that is done when the transfer is.
 
         Args:
-            buffer: what is sent.
+            buffer: the tensor to send.
             send: begins the transfer.
         """
         if not self.running or buffer.is_cuda:
@@ -64,7 +64,7 @@ class TransferQueue:
         return done
 
     def _advance(self) -> None:
-        """Send what need not wait any more, always the oldest first."""
+        """Start the held transfers that need not wait any longer, the oldest first."""
         with self._lock:
             while self._held and all(future.done() for future in self._held[0][0]):
                 _, send, done = self._held.popleft()

@@ -1,9 +1,9 @@
 """Dense all-reduces whose sums are stale where the link would make every step wait (StellaTrain, sec. 3.3).
 
-Of a *stale* parameter the optimizer gets the sum of the step before. This step's sum is in flight during the optimizer
-step, the next forward and the next backward pass. On all ranks the same parameters are stale, with the same sums, so
-that replicas stay identical. No sum is lost: it is applied once, when the parameter's next gradient is, or by
-:meth:`DenseStaleAverager.drain` at the end of a training; until then it rides in the checkpoint.
+For a *stale* parameter the optimizer gets the sum of the previous step. This step's sum is in flight during the
+optimizer step, the next forward and the next backward pass. The same parameters are stale on all ranks, with the same
+sums, so replicas stay identical. No sum is lost: it is applied exactly once, when the parameter's next gradient is
+averaged, or after :meth:`DenseStaleAverager.drain` at the end of a training; until then it is part of the checkpoint.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,18 +28,18 @@ __all__ = ["DenseStaleAverager"]
 
 
 class DenseStaleAverager(MeasuredStaleness):
-    """Average gradient buckets for DDP's hook, some of them one step late.
+    """Averager of gradient buckets for DDP's hook that applies some of them one step late.
 
     Args:
         limit: greatest staleness in steps, 0 or 1.
         parameters: the module's parameters that need gradients, by name.
         world_size: number of ranks.
         clock: marks moments on this rank's device.
-        hysteresis: least predicted gain for which more is stale, as a share of the step time.
-        topology: topology of stale sums, with process groups of its own, so that no other collective waits behind them,
-            and they behind none; ``None`` for that of awaited sums, where all begin as they are ready.
-        priority: whether stale sums set out when the awaited ones of their step have arrived, rather than at once.
-        synchronous: topology of awaited sums; ``None`` for flat ones.
+        hysteresis: least predicted gain, as a share of the step time, for which more gradients become stale.
+        topology: topology of stale sums, with process groups of its own, so that neither they nor other collectives
+            wait for each other; ``None`` for that of synchronous sums, where all begin as soon as they are ready.
+        priority: whether stale sums start only after the synchronous ones of their step; needs ``topology``.
+        synchronous: topology of synchronous sums; ``None`` for flat ones.
         restored: :meth:`state_dict` of an earlier run.
         hold: remembers callbacks that a thread of the process group may still hold when training ends.
     """
@@ -78,7 +78,7 @@ class DenseStaleAverager(MeasuredStaleness):
 
     @property
     def stale_parts(self) -> bool | list[bool]:
-        """True if the last bucket got the sum of the step before; for each of its parameters if it has both."""
+        """True if the last bucket holds only sums of the previous step; a list by parameter if it holds both."""
         return self._stale_parts
 
     def for_dense_sums(self, topology: Topology | None) -> StaleAverager:
@@ -108,7 +108,7 @@ class DenseStaleAverager(MeasuredStaleness):
         return self._then(future, released)
 
     def _bucket(self, bucket: dist.GradBucket) -> StaleBucket:
-        """Return what is held of a bucket. DDP lays its buckets out anew after the first step; sums follow by name."""
+        """Return the sums held for a bucket; when DDP rebuilds its buckets, sums follow by name."""
         names = tuple(self._names[parameter] for parameter in bucket.parameters())
         held = self._buckets.get(bucket.index())
         if held is None or held.names != names:
@@ -121,7 +121,7 @@ class DenseStaleAverager(MeasuredStaleness):
         return held
 
     def _send_stale(self, held: StaleBucket, buffer: torch.Tensor) -> Future:
-        """Send this step's gradient, hand out the sum of the step before."""
+        """Send this step's gradient, and return the sum of the previous step."""
         before, sent = held.sums, held.buffer(buffer)
         torch.mul(buffer, 1.0 / self.world_size, out=sent)
         if self.keeps_own:
@@ -138,9 +138,9 @@ class DenseStaleAverager(MeasuredStaleness):
         return done
 
     def _await(self, held: StaleBucket, buffer: torch.Tensor) -> Future:
-        """Hand out the sum of this step, with what is left of the step before.
+        """Return the sum of this step, plus sums of the previous step that were not applied yet.
 
-        A bucket that has stale and other parameters, as the first after a resume may, is awaited as a whole.
+        A bucket with both stale and synchronous parameters, as the first after a resume may be, is awaited as a whole.
         """
         self._sums.update(held.take())
         future = self._sender(buffer.mul_(1.0 / self.world_size), self.synchronous)()
@@ -165,7 +165,7 @@ class DenseStaleAverager(MeasuredStaleness):
         return self._then(future, add_missing)
 
     def _sender(self, buffer: torch.Tensor, topology: Topology | None) -> Callable[[], Future]:
-        """Return what begins the all-reduce of the bucket at hand."""
+        """Return a function that begins the all-reduce of the current bucket."""
         begin = self._timer.sender()
 
         def send() -> Future:
@@ -184,23 +184,23 @@ class DenseStaleAverager(MeasuredStaleness):
     # sums in flight
 
     def _wait_all(self) -> dict[str, torch.Tensor]:
-        """Wait for all sums in flight; by parameter."""
+        """Wait for all sums in flight, and return them by parameter."""
         return {name: value for held in self._buckets.values() for name, value in held.take().items()}
 
     def drain(self) -> dict[str, torch.Tensor]:
-        """Return all sums that the optimizer has not had yet, by parameter, flat; from now on they are the caller's."""
+        """Return and forget all sums that were not applied yet, by parameter, flat: the caller has to apply them."""
         self._sums.update(self._wait_all())
         sums, self._sums = self._sums, {}
         return sums
 
     def wait_in_flight(self) -> tuple[list[tuple[torch.Tensor, list[torch.Tensor]]], bool]:
-        """Wait for the sums in flight; their step was not left out."""
+        """Return the sums in flight, once they have arrived; ``False``, as dense steps are never left out here."""
         in_flight = [(held.names, held.wait()) for held in self._ordered() if held.sums is not None]
         unapplied = [*in_flight, *(((name,), value) for name, value in self._sums.items())]
         return [(flat, [self.parameters[name] for name in names]) for names, flat in unapplied], False
 
     def predicted_sums(self, cluster_shares: list[float], share: float) -> Predicted | None:
-        """Return what is known of the next sums, see :meth:`StaleAverager.predicted_sums`."""
+        """Return a prediction of the next sums, see :meth:`StaleAverager.predicted_sums`."""
         if not self.stale:
             return None
         known = dict(self._sums)
@@ -223,7 +223,7 @@ class DenseStaleAverager(MeasuredStaleness):
         return sum(sizes[name] for name in self.stale) / max(sum(sizes.values()), 1)
 
     def make_stale(self, names: Iterable[str]) -> None:
-        """Make these parameters stale, and no others, from the next backward pass on; all ranks call it together.
+        """Make exactly these parameters stale from the next backward pass on; all ranks have to call it together.
 
         Raises:
             ValueError: if a name is unknown, or the limit is 0.
@@ -257,7 +257,7 @@ class DenseStaleAverager(MeasuredStaleness):
     # state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is stale and the sums in flight, equal on all ranks; waits for them."""
+        """Return the names of stale parameters and the sums in flight, equal on all ranks; wait for the sums."""
         known = {**self._sums}
         for held in self._buckets.values():
             if held.sums is not None:
@@ -268,7 +268,7 @@ class DenseStaleAverager(MeasuredStaleness):
         return {"delayed": sorted(self.stale), "sums": sums, "rate": self.link.rate}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; what is in flight now belongs to steps that are taken back.
+        """Restore a state; sums now in flight belong to steps that are undone, and are discarded.
 
         Raises:
             ValueError: if a sum does not fit its parameter.

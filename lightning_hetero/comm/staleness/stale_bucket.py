@@ -1,4 +1,4 @@
-"""One bucket whose sums are stale: two buffers, of which one is in flight while the other is read."""
+"""A bucket whose sums are stale: one of two buffers is in flight while the other is read."""
 
 import torch
 
@@ -9,16 +9,16 @@ __all__ = ["StaleBucket"]
 
 
 class StaleBucket:
-    """A bucket of DDP's, two buffers for its sums, and the one that is in flight.
+    """A DDP bucket with two buffers for its sums, and the sum in flight.
 
     Args:
-        names: of its parameters.
-        sizes: elements of each.
+        names: names of its parameters.
+        sizes: elements of each parameter.
         num_bytes: bytes of the bucket.
 
     Attributes:
         sums: sum in flight, ``None`` without one.
-        own: this rank's own part of it, ``None`` if that is not kept.
+        own: this rank's own part of the sum, ``None`` if it is not kept.
         known: whether all ranks know the sum in flight already, as after a checkpoint.
     """
 
@@ -42,11 +42,11 @@ class StaleBucket:
         self.own, self.known = sent.clone() if self.own is None else self.own.copy_(sent), False
 
     def send(self, sums: Future) -> None:
-        """Take note of a sum in flight."""
+        """Hold a sum in flight."""
         self.sums = sums
 
     def wait(self) -> torch.Tensor:
-        """Wait for the sum in flight; flat.
+        """Wait for the sum in flight, and return it flat.
 
         Raises:
             RuntimeError: if there is none.
@@ -56,12 +56,12 @@ class StaleBucket:
         return tensor_of(self.sums.wait())
 
     def share(self) -> torch.Tensor:
-        """Wait for the sum in flight, which all ranks know from now on, as by a checkpoint; flat."""
+        """Wait for the sum in flight and return it flat, for a checkpoint; all ranks know it from now on."""
         self.known = True
         return self.wait()
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Wait for the sum in flight, by parameter; it is no longer held."""
+        """Wait for the sum in flight, return it by parameter, and hold it no longer."""
         if self.sums is None:
             return {}
         flat, self.sums, self.known = self.wait(), None, False

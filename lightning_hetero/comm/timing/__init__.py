@@ -1,3 +1,3 @@
-"""Times of steps, gradient buckets and messages, with no synchronisation."""
+"""Times of steps, gradient buckets and messages, with no synchronization."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Time gradient buckets: when each is ready, and how long the all-reduces of a step keep the link busy."""
+"""Timer of gradient buckets: when each is ready, and how long the all-reduces of a step keep the link busy."""
 
 from collections import deque
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class _Transfer:
     end: Mark = None
 
     def arrive(self, mark: Mark) -> None:
-        """Note when it arrived."""
+        """Note the mark of its arrival."""
         self.end = mark
 
 
@@ -40,12 +40,12 @@ class _Step:
 
     @property
     def marks(self) -> list[Mark]:
-        """Marks that show that the step is over."""
+        """Marks whose passing shows that the step is over."""
         return [*self.released, *(transfer.end for transfer in self.transfers)]
 
 
 class BucketTimer:
-    """Mark the buckets of each step and their transfers on one rank, with no synchronisation.
+    """Marks of the buckets of each step and of their transfers on one rank, without synchronization.
 
     Args:
         clock: marks moments on this rank's device.
@@ -59,7 +59,7 @@ class BucketTimer:
         self._reported = 0
 
     def ready(self, index: int) -> Callable[[], None]:
-        """Mark a bucket as ready (0 begins a step); call what is returned when the optimizer may have the bucket."""
+        """Mark a bucket as ready (0 begins a step); call the result when the optimizer may have it."""
         if index == 0:
             self._count += 1
             self._steps.append(_Step(self._count))
@@ -68,16 +68,16 @@ class BucketTimer:
         return lambda: step.released.append(self.clock.mark())
 
     def gap(self) -> None:
-        """Let a step pass that is not measured."""
+        """Count a step that is not measured."""
         self._count += 1
         self._steps.append(_Step(self._count))
 
     def send(self) -> Callable[[], None]:
-        """Begin the all-reduce of the bucket that was ready last; call what is returned when it has arrived."""
+        """Mark the start of the all-reduce of the newest ready bucket; call the result when it has arrived."""
         return self.sender()()
 
     def sender(self) -> Callable[[], Callable[[], None]]:
-        """Return :meth:`send` for the bucket that was ready last, to be called when its all-reduce really begins."""
+        """Return :meth:`send` for the newest ready bucket, to be called when its all-reduce really begins."""
         step = self._steps[-1]
         bucket = len(step.ready) - 1
 
@@ -89,9 +89,9 @@ class BucketTimer:
         return send
 
     def spans(self) -> list[tuple[int, int, float, float, float]]:
-        """Return step, bucket, and seconds from the step's first gradient until it was ready, sent and received.
+        """Return step, bucket, and seconds from the step's first bucket until it was ready, sent and received.
 
-        These are all transfers of the newest ``max_steps`` steps that have arrived on this rank, in the order of
+        The list holds all transfers of the newest ``max_steps`` steps that have arrived on this rank, in the order of
         sending.
         """
         found = []
@@ -104,12 +104,11 @@ class BucketTimer:
         return found
 
     def take(self, buckets: int) -> Array:
-        """Return the steps of so many buckets since the last call.
+        """Return the steps with exactly ``buckets`` buckets since the last call.
 
         Returns:
             shape ``(max_steps, 2 + buckets)``: number of the step, seconds that its all-reduces kept the link busy,
-            seconds from the end of the synchronisation before until each bucket was ready. Rows that are not used are
-            NaN.
+            seconds from the end of the previous synchronization until each bucket was ready. Unused rows are NaN.
         """
         table = np.full((self.settings.max_steps, 2 + buckets), np.nan)
         row = 0
@@ -153,8 +152,8 @@ def busy_seconds(spans: list[tuple[float, float]], until: float = -float("inf"))
 def combine(tables: Array) -> tuple[float, Array] | None:
     """Return medians over the common steps of all ranks: busy seconds of the link, and when each bucket is ready.
 
-    In each step the link is busy for as long as the rank sees it that came last, because the others wait for that one
-    as well; a bucket is ready when it is on the slowest rank.
+    The busy time of a step is the shortest that any rank saw: the rank that came last waits for nobody, the others also
+    wait for it. A bucket is ready when it is ready on the slowest rank.
 
     Args:
         tables: :meth:`BucketTimer.take` of every rank, shape ``(ranks, max_steps, 2 + buckets)``.

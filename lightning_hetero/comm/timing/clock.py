@@ -19,7 +19,7 @@ Mark = Any
 
 
 class Clock(Protocol):
-    """Marks moments in the order of the device's work; marks of two clocks or ranks are never compared.
+    """Clock whose marks are in the order of the device's work; marks of two clocks or ranks are never compared.
 
     Attributes:
         synchronous: whether a mark is reached as soon as it is made.
@@ -47,7 +47,7 @@ class HostClock:
     """Monotonic host time, for devices that compute in step with the host.
 
     Attributes:
-        mark: returns this moment; the timer of the system itself, since a step marks many.
+        mark: returns this moment; directly ``time.perf_counter``, because a step makes many marks.
     """
 
     synchronous = True
@@ -56,7 +56,7 @@ class HostClock:
         self.mark: Callable[[], float] = time.perf_counter
 
     def ready(self, mark: float) -> bool:
-        """Return ``True``: host time is always there."""
+        """Return ``True``: a host time is known at once."""
         return True
 
     def seconds(self, start: float, end: float) -> float:
@@ -74,8 +74,8 @@ class CudaClock:
     """CUDA events on the current stream of a device: cheap to record, and read later without waiting.
 
     Args:
-        device: of this rank. The threads of a process group, which mark the ends of buckets, may have another one as
-            their current device.
+        device: this rank's device. The process group's threads, which mark the ends of buckets, may have another
+            current device.
     """
 
     synchronous = False
@@ -98,7 +98,7 @@ class CudaClock:
         return float(start.elapsed_time(end)) * 1e-3
 
     def wait(self) -> None:
-        """Wait until the device has done all that was asked of it, on every stream."""
+        """Wait until the device has finished its queued work on every stream."""
         torch.cuda.synchronize(self.device)
 
     def wait_for(self, mark: torch.cuda.Event) -> None:
@@ -130,12 +130,12 @@ def _unknown(given: str) -> str:
 
 
 def agreed_clock(device: torch.device, control: ControlPlane) -> Clock:
-    """Return the clock of this rank's device, once all ranks have one; a collective call.
+    """Return the clock of this rank's device, after checking that every rank's device has one; a collective call.
 
-    A worker alone has nobody to share batches with: it may compute anywhere, by the host's clock.
+    A single worker shares no batches, so it may compute on any device; without a clock of its own, host time counts.
 
     Raises:
-        ValueError: on every rank, if one of several computes on a device that has no clock.
+        ValueError: on every rank, if there are several and one computes on a device that has no clock.
     """
     kinds = control.gather_objects(device.type)
     without = [f"rank {rank} computes on {kind!r}" for rank, kind in enumerate(kinds) if kind not in ("cpu", "cuda")]

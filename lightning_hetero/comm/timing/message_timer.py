@@ -1,8 +1,8 @@
-"""Time the messages of compressed gradients: how long each rank's takes, apart from waiting for stragglers.
+"""Timer of compressed messages: how long each rank's takes on the link, without waiting for stragglers.
 
 A message takes long for one of two reasons: its sender is a straggler, or the link has a low bandwidth. Clocks of two
-ranks are never compared; but the rank that is ready last in a step waits for nobody, so that what it sees is the link
-alone. It is the one for which all messages of the step are there soonest after its own was ready.
+ranks are never compared. But the rank that is ready last in a step waits for nobody, so it measures the link alone. It
+is the rank with the shortest time from its own message being ready to the arrival of all messages of the step.
 """
 
 from collections import deque
@@ -31,7 +31,7 @@ class _Sent:
 
 
 class MessageTimer:
-    """Mark when this rank's message is ready, and when each rank's has arrived, with no synchronisation.
+    """Marks of this rank's message being ready and of each rank's arriving, without synchronization.
 
     Args:
         clock: marks moments on this rank's device.
@@ -45,7 +45,7 @@ class MessageTimer:
         self._rows: list[list[float]] = []
 
     def send(self, step: int, num_bytes: float) -> Callable[[int], None]:
-        """Begin to send ``num_bytes``; call what is returned with each rank whose message has arrived."""
+        """Mark the sending of ``num_bytes``; call the result with each rank whose message has arrived."""
         sent = _Sent(step, num_bytes, self.clock.mark())
         self._steps.append(sent)
 
@@ -59,7 +59,7 @@ class MessageTimer:
 
         Returns:
             shape ``(max_steps, 2 + ranks)``: number of the step, bytes that this rank sent, seconds until each
-            rank's message was there. Rows that are not used are NaN.
+            rank's message had arrived. Unused rows are NaN.
         """
         table = np.full((self.settings.max_steps, 2 + self.world_size), np.nan)
         rows, self._rows = self.rows()[-self.settings.max_steps :], []
@@ -67,7 +67,7 @@ class MessageTimer:
         return table
 
     def rows(self) -> list[list[float]]:
-        """Return what :meth:`take` would, without taking it: for a checkpoint."""
+        """Return the rows that :meth:`take` would, and keep them: for a checkpoint."""
         left = []
         for sent in self._steps:
             marks = [sent.arrivals.get(peer) for peer in range(self.world_size)]
@@ -81,13 +81,15 @@ class MessageTimer:
 
 
 def message_seconds(tables: Array) -> tuple[float, Array] | None:
-    """Return the bytes that a rank sent in a step and the seconds of each rank's message: medians over common steps.
+    """Return the bytes that a rank sends in a step, and the median seconds of each rank's message over common steps.
+
+    Only steps with the newest message size count, because the density may have changed.
 
     Args:
         tables: :meth:`MessageTimer.take` of every rank, shape ``(ranks, max_steps, 2 + ranks)``.
 
     Returns:
-        Bytes and seconds per rank, as the rank saw them that was ready last; ``None`` if there is no common step.
+        Bytes (most of all ranks), and seconds per rank as the last ready rank saw them; ``None`` without a common step.
 
     Example:
         >>> first, second = np.full((2, 32, 4), np.nan)
@@ -103,7 +105,7 @@ def message_seconds(tables: Array) -> tuple[float, Array] | None:
         return None
     rows = np.array([[table[table[:, 0] == number][0, 1:] for table in tables] for number in common])
     sent, seconds = rows[:, :, 0], rows[:, :, 1:]
-    newest = sent[:, 0] == sent[-1, 0]  # those of one density
+    newest = sent[:, 0] == sent[-1, 0]  # the same density as the newest step
     last = seconds.max(axis=2).argmin(axis=1)
     seen = seconds[np.arange(len(last)), last]
     return float(sent[-1].max()), np.median(seen[newest], axis=0)

@@ -7,12 +7,12 @@ __all__ = ["SETTINGS", "TimingSettings"]
 
 @dataclass(frozen=True)
 class TimingSettings:
-    """Steps that are timed, and steps that are left out.
+    """Numbers of steps that are timed and that are left out.
 
     Args:
-        max_steps: newest steps that each timer keeps for a sync round; the rows of the tables that ranks exchange.
-        warm_up_steps: first synchronised steps of a process, which are left out.
-        change_costs: newest costs of a change of size, of which the lowest counts.
+        max_steps: newest steps that each timer keeps for a sync round, one row of an exchanged table each.
+        warm_up_steps: first synchronized steps of a process, which are left out.
+        change_costs: newest measured costs of a change of batch size; the lowest counts.
     """
 
     max_steps: int = 32

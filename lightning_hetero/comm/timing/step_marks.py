@@ -1,4 +1,4 @@
-"""Marks of a step: values of a clock at the moments when its parts begin and end, in lists that grow while it runs."""
+"""Marks of a step: clock values at the start and end of its parts, in lists that grow while the step runs."""
 
 from typing import NamedTuple
 
@@ -16,8 +16,8 @@ class BackwardMarks(NamedTuple):
         start: when it began.
         ready: when each gradient bucket was complete.
         done: when each bucket was averaged.
-        ends: when the backward call returned; empty if it has not, or failed.
-        processor: where there is a quota, processor seconds of the process at the start and after each gradient.
+        ends: when the backward call returned; empty while it runs, or if it failed.
+        processor: with a CPU quota, CPU seconds of the process at the start and after each bucket; else empty.
     """
 
     start: Mark
@@ -28,7 +28,7 @@ class BackwardMarks(NamedTuple):
 
     @property
     def processor_seconds(self) -> float:
-        """Processor seconds up to the last gradient."""
+        """CPU seconds from the start to the last gradient bucket."""
         return self.processor[-1] - self.processor[0] if self.processor else 0.0
 
 
@@ -37,13 +37,13 @@ class BatchMarks(NamedTuple):
 
     Args:
         size: samples.
-        fetched: before and after its batch was taken from the loader, ``None`` if nobody saw that.
+        fetched: marks before and after its batch came from the loader, ``None`` if that was not timed.
         start: when it began.
         backwards: its backward passes.
-        updates: start and end of its optimizer steps, and what is excluded in between.
+        updates: start and end of each optimizer step, and the spans excluded in between.
         excluded: spans in which the worker waited for others.
         ends: when it was over; empty while it runs.
-        processor: where there is a quota, its processor seconds.
+        processor: with a CPU quota, its CPU seconds; else empty.
     """
 
     size: int
@@ -57,20 +57,20 @@ class BatchMarks(NamedTuple):
 
     @property
     def last_marks(self) -> list[Mark]:
-        """The last mark of each of its parts; those before lie on the same streams."""
+        """Last mark of each of its parts; earlier marks are on the same streams, hence passed before."""
         done = [mark for passage in self.backwards for mark in passage.done.values()]
         ends = [passage.ends[-1] for passage in self.backwards]
         return [self.start, self.ends[-1], *ends, *(end for _, end, _ in self.updates), *done]
 
 
 class StepMarks(NamedTuple):
-    """Marks of one synchronised step.
+    """Marks of one synchronized step.
 
     Args:
         number: of the step.
         window: its micro-batches.
-        synced: the last backward pass that was synchronised; others may follow it under ``no_sync``.
-        previous: end of the synchronisation before, ``None`` if something that is no step came between.
+        synced: the last synchronized backward pass; others may follow it under ``no_sync``.
+        previous: end of the previous synchronization, ``None`` if something other than a step came between.
     """
 
     number: int

@@ -1,7 +1,7 @@
-"""Rows of seconds, one per synchronised step, made of its marks when a sync round asks for them.
+"""Rows of seconds, one per synchronized step, made of its marks when a sync round asks for them.
 
-Everything that a worker waits for is the span between two marks on its device. A host that waits may do so while the
-device works, and a device that waits may do so while the host goes on; only what the device saw is part of the step.
+Each wait of a worker is the span between two marks on its device. The host may wait while the device works, and the
+device may wait while the host goes on; only the device's time is part of the step.
 """
 
 from collections import deque
@@ -22,23 +22,23 @@ Array = npt.NDArray[np.float64]
 
 FIELDS = len(StepObservations.FIELDS)
 ENDS = FIELDS + 3
-"""Place of the ends of the buckets in a row, behind the step number, the fields and two numbers of processor time."""
+"""Index of the bucket ends in a row: after the step number, the fields, and two numbers of CPU time."""
 OUTSIDE = [1 + StepObservations.FIELDS.index(name) for name in ("data_wait", "forward", "optimizer")]
 
 
 class StepRows:
-    """Keep the marks of the newest steps of a rank, and the rows that are made of them.
+    """Marks of a rank's newest steps, and the rows that are made of them.
 
-    Rows are numbered by synchronised steps, which all ranks count alike, so that rows of different ranks can be matched
-    although a device may report some of them later than another.
+    Rows are numbered by synchronized steps, which all ranks count alike. Rows of different ranks can thus be matched,
+    although one device may report its steps later than another.
 
     Args:
-        clock: of the marks.
-        cores: processor quota of this rank, ``None`` without one.
-        settings: how many steps.
+        clock: clock of the marks.
+        cores: CPU quota of this rank, ``None`` without one.
+        settings: how many steps are kept.
 
     Attributes:
-        pending: steps of which no row was made yet.
+        pending: steps without a row so far.
         matched: steps of the newest sync round that all ranks have timed.
     """
 
@@ -50,7 +50,7 @@ class StepRows:
         self.matched = StepObservations.empty(1)
 
     def made(self) -> deque[Array]:
-        """Return the rows since the last :meth:`take`, as far as the device has reached their marks."""
+        """Return the rows since the last :meth:`take` whose marks the device has reached."""
         while self.pending and self._reached(self.pending[0].window):
             self._rows.append(row_of(self.clock, self.pending.popleft()))
         return self._rows
@@ -59,7 +59,7 @@ class StepRows:
         return all(self.clock.ready(mark) for batch in window for mark in batch.last_marks)
 
     def take(self, buckets: int) -> Array:
-        """Return the rows since the last call, newest last: step number, fields, ends of so many buckets."""
+        """Return the rows since the last call, newest last: step number, fields, ends of ``buckets`` buckets."""
         table = np.full((self.settings.max_steps, FIELDS + 1 + buckets), np.nan)
         taken = list(self.made())
         if taken:
@@ -74,21 +74,21 @@ class StepRows:
         return table
 
     def match(self, tables: Array) -> None:
-        """Match the rows of all ranks, tables as for :func:`match_rows`."""
+        """Match the rows of all ranks, given as for :func:`match_rows`, and keep later rows for the next round."""
         self.put_back(max(common_steps(tables), default=0.0))
         self.matched = match_rows(tables)
 
     def put_back(self, after: float) -> None:
-        """Let the next :meth:`take` return the rows of the last one again whose steps come after this one."""
+        """Put rows of the last :meth:`take` back whose steps come after ``after``; the next one returns them again."""
         rows = [*(row for row in self._taken if row[0] > after), *self._rows]
         self._rows, self._taken = deque(rows, maxlen=self.settings.max_steps), []
 
 
 def row_of(clock: Clock, step: StepMarks) -> Array:
-    """Return the row of a step: its number, the fields of its observation, processor seconds, ends of its buckets.
+    """Return the row of a step: its number, the fields of its observation, CPU seconds, ends of its buckets.
 
     Args:
-        clock: of the marks, all of which are ready.
+        clock: clock of the marks, all of which must be ready.
         step: its marks.
     """
     between, window, last = clock.seconds, step.window, step.synced
@@ -122,13 +122,13 @@ def row_of(clock: Clock, step: StepMarks) -> Array:
 
 
 def processor_seconds(window: list[BatchMarks]) -> tuple[float, float]:
-    """Return the mean processor seconds of a micro-batch outside of its backward pass and in it."""
+    """Return the mean CPU seconds of a micro-batch outside its backward passes and inside them."""
     backward = sum(passage.processor_seconds for batch in window for passage in batch.backwards)
     return (sum(sum(batch.processor) for batch in window) - backward) / len(window), backward / len(window)
 
 
 def sustain(rows: Array, cores: float) -> None:
-    """Replace the observed times by what a quota allows, size by size, see :func:`quota_limited_times`."""
+    """Replace observed times by those that a CPU quota sustains, per batch size; see :func:`quota_limited_times`."""
     for size in set(rows[:, 1]):
         same = rows[:, 1] == size
         backward, own_outside, own_backward = rows[same][:, [3, FIELDS + 1, FIELDS + 2]].T
@@ -139,7 +139,7 @@ def sustain(rows: Array, cores: float) -> None:
 
 
 def common_steps(tables: Array) -> list[float]:
-    """Return the numbers of the steps that every rank has reported, increasing; tables as for :func:`match_rows`."""
+    """Return the numbers of the steps that every rank has reported, sorted; tables as for :func:`match_rows`."""
     return sorted(set.intersection(*({float(s) for s in t[:, 0] if not np.isnan(s)} for t in tables)))
 
 

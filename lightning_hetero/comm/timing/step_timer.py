@@ -1,9 +1,9 @@
-"""Time each step on one rank, with no synchronisation: what the worker did, apart from what it waited for.
+"""Timer of each step on one rank, without synchronization: the worker's own time, apart from its waiting for others.
 
 A step is cut at the seams that every front end has: fetch, forward, backward, gradient buckets, optimizer, end of step.
-``a`` is all that is neither backward nor waiting for others: waiting for data, the optimizer, and the rest, which is
-taken for forward; ``P`` runs from the start of the backward pass to the last gradient; what follows until the backward
-call returns is synchronisation, of which only the part that the slowest rank sees is the network's.
+``a`` is everything but the backward pass and waiting for others: the wait for data, the optimizer, and the rest, which
+counts as forward. ``P`` runs from the start of the backward pass to the last gradient. The time from there until the
+backward call returns is synchronization; only the part that the slowest rank sees is due to the network.
 """
 
 import time
@@ -29,16 +29,16 @@ Array = npt.NDArray[np.float64]
 
 
 class StepTimer:
-    """Mark the parts of each step; make one row of seconds per synchronised step when a sync round asks for it.
+    """Marks of the parts of each step, made into one row of seconds per synchronized step when a sync round asks.
 
     Args:
         clock: marks moments on this rank's device.
-        cores: processor quota of this rank, ``None`` without one; with it, times are those that the quota sustains.
-        processor_time: processor seconds of this process, read where there is a quota.
+        cores: CPU quota of this rank, ``None`` without one; with it, times are those that the quota sustains.
+        processor_time: returns the CPU seconds of this process; called only with a quota.
         settings: which steps count, and how many are kept.
 
     Attributes:
-        synced_steps: synchronised steps so far.
+        synced_steps: synchronized steps so far.
         buckets: most gradient buckets of a step so far.
     """
 
@@ -69,7 +69,7 @@ class StepTimer:
         """Take the next batch, timing how long the device had nothing to do before it was there.
 
         A host that is ahead of its device loads while the device works, and may wait for the device here (a blocking
-        copy of the batch). Of that, nothing lies between two marks on the device.
+        copy of the batch). Neither shows between two marks on the device.
         """
         begin = self.clock.mark()
         if self._processor_time is not None and self._processor_began is None:
@@ -79,7 +79,7 @@ class StepTimer:
         return batch
 
     def begin_step(self, size: int, *, regular: bool) -> None:
-        """Begin a micro-batch of ``size`` samples; one that is not ``regular`` (ragged tail) gives no row."""
+        """Begin a micro-batch of ``size`` samples; if it is not ``regular`` (ragged tail), its step gives no row."""
         fetched, self._fetched, self._update = self._fetched, None, None
         if not self._window:
             self._began = time.perf_counter()
@@ -108,7 +108,7 @@ class StepTimer:
         passage.ends.append(end)
         if self._processor_time is not None and not passage.ready:
             passage.processor.append(self._processor_time())
-        if self._update is not None:  # a closure of the optimizer's: it only begins now
+        if self._update is not None:  # inside the optimizer's closure: the update itself only begins now
             self._update = end, len(batch.excluded)
 
     def bucket_ready(self) -> int | None:
@@ -141,10 +141,10 @@ class StepTimer:
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Exclude a collective outside the backward pass (a metric that is reduced): waiting, not computing.
+        """Exclude a collective outside the backward pass (a reduced metric) from the computing time: it is waiting.
 
-        Over NCCL the device may wait while the host goes on, and a barrier lets the host wait for its own device. One
-        inside another is part of it.
+        Over NCCL the device may wait while the host goes on, and a barrier makes the host wait for its own device. A
+        nested span is part of the outer one.
         """
         batch = self._batch
         if batch is None or self._excluding:
@@ -165,7 +165,7 @@ class StepTimer:
         end = self.clock.mark()
         batch.ends.append(end)
         for passage in batch.backwards:
-            if not passage.ends:  # it failed, and the loop goes on
+            if not passage.ends:  # the pass failed, and the loop goes on
                 passage.ends.append(end)
                 self._discard = True
         if self._processor_time is not None:
@@ -180,7 +180,7 @@ class StepTimer:
         return True
 
     def _end_window(self, synced: BackwardMarks) -> None:
-        """End a synchronised step, and keep its marks if they say something of the next ones."""
+        """End a synchronized step; keep its marks unless it is a warm-up step or discarded."""
         self.synced_steps += 1
         self.buckets = max(self.buckets, len(synced.ready))
         left_out = self._warm_up.settling and self._warm_up.end_step(time.perf_counter() - self._began)
@@ -189,11 +189,11 @@ class StepTimer:
         self._window, self._last_sync, self._discard = [], synced.ends[-1], False
 
     def interrupt(self) -> None:
-        """Note that something that is no step happens now (validation, a sync round): the next step time is unknown."""
+        """Note that something other than a step runs now (validation, a sync round): the next step time is unknown."""
         self._last_sync = self._processor_began = None
 
     def discard(self) -> None:
-        """Leave out the running step, which did something else as well (an evaluation inside the loop)."""
+        """Leave the running step out, because it also did something else (an evaluation inside the loop)."""
         if self._batch is not None:
             self._discard = True
         self.interrupt()
@@ -207,14 +207,14 @@ class StepTimer:
 
     @property
     def rows(self) -> deque[Array]:
-        """Rows since the last :meth:`take`, as far as the device has reached their marks."""
+        """Rows since the last :meth:`take` whose marks the device has reached."""
         return self._rows.made()
 
     def take(self) -> Array:
         """Return the rows since the last call, newest last: step number, fields, ends of the buckets.
 
-        The shape is ``(max_steps, 10 + buckets)`` for the most buckets of a step so far, which is equal on all ranks.
-        Unused places are NaN.
+        The shape is ``(max_steps, 10 + buckets)``, where ``buckets`` is the largest number in a step so far, equal on
+        all ranks. Unused places are NaN.
         """
         return self._rows.take(self.buckets)
 
@@ -223,10 +223,10 @@ class StepTimer:
         return self.take().ravel()
 
     def unpack(self, everyone: Array, control: ControlPlane) -> None:
-        """Match the rows of all ranks, flat ones as of :meth:`pack`.
+        """Match the rows of all ranks, each packed by :meth:`pack`.
 
-        The device of a rank whose host is far ahead reports its steps a sync round later than other ranks do theirs;
-        rows of such steps are packed again.
+        A rank whose host is far ahead of its device reports steps a sync round later than the other ranks, which pack
+        their rows of such steps again.
         """
         self._rows.match(everyone.reshape(len(everyone), self._rows.settings.max_steps, -1))
 
@@ -237,7 +237,7 @@ class StepTimer:
 
 
 class TimedIterator:
-    """An iterator that times how long each batch took to come.
+    """Iterator that times how long it waits for each batch.
 
     Args:
         iterator: gives batches.

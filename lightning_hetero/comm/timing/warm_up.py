@@ -1,4 +1,4 @@
-"""Steps that say nothing of the next ones: the first ones of a process and of a new batch size."""
+"""Warm-up steps, whose times predict nothing: the first ones of a process and of a new batch size."""
 
 from collections import deque
 
@@ -8,10 +8,10 @@ __all__ = ["WarmUp"]
 
 
 class WarmUp:
-    """Leave out the first steps of a process and of a batch size, and learn what a change of size costs.
+    """Filter of the first steps of a process and of a batch size, and estimate of the cost of a change of size.
 
     Args:
-        settings: how many steps.
+        settings: how many steps are left out.
 
     Attributes:
         size: batch size of the newest step.
@@ -27,7 +27,7 @@ class WarmUp:
         self._costs: deque[float] = deque(maxlen=settings.change_costs)
 
     def change_size(self, size: int) -> None:
-        """Begin a step of another size than the one before."""
+        """Note that the step that begins has another size than the one before."""
         if self.size is not None:
             self._sizes.add(self.size)
             self._skip, self._changed = max(self._skip, 1), None if size in self._sizes else []
@@ -35,10 +35,10 @@ class WarmUp:
         self.size = size
 
     def end_step(self, seconds: float) -> bool:
-        """End a synchronised step; return whether it is left out.
+        """End a synchronized step; return whether it is left out.
 
         Args:
-            seconds: that it took, loading left out.
+            seconds: its duration without loading.
         """
         left_out, self._skip = self._skip > 0, max(0, self._skip - 1)
         if self._changed is not None:
@@ -54,7 +54,7 @@ class WarmUp:
     def change_cost(self) -> float | None:
         """Seconds by which the first step with a new size takes longer than the next; ``None`` before two were seen.
 
-        The lower one of the last two: another process may have run in one of them, or a compiler may have prepared for
-        all sizes at once.
+        This is the lower of the last two measurements: another process may have run during one of them, or a compiler
+        may have prepared for all sizes at once.
         """
         return min(self._costs) if len(self._costs) == self._costs.maxlen else None

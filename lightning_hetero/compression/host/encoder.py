@@ -1,7 +1,7 @@
-"""The encoder on the host: residuals of one rank and what is done with them in a step, by torch's operations.
+"""The encoder on the host: residuals of one rank and their use in a step, by torch's operations.
 
-Same results as :mod:`lightning_hetero.compression.reference`, in chunks that stay in the second-level cache, with every
-buffer of the model's size allocated once.
+Its results are those of :mod:`lightning_hetero.compression.reference`. It works in chunks that stay in the second-level
+cache, and allocates every buffer of the model's size once.
 """
 
 import importlib
@@ -26,17 +26,17 @@ __all__ = ["TorchEncoder", "cpu_encoder", "needing_numba"]
 log = logging.getLogger("lightning_hetero")
 
 NUMBA_MIN_ELEMENTS = 1_000_000
-"""Elements of a model for which importing Numba, and compiling its loops once, is worth it."""
+"""Elements of a model from which on it is worth importing Numba and compiling its loops once."""
 
 
 class TorchEncoder(BlockMerger):
     """Error feedback and block selection of one rank, a :class:`~.encoder_protocol.HostEncoder`.
 
     Args:
-        layout: where parameters lie.
+        layout: places of the parameters.
         form: format of its messages.
         selector: a name of :data:`~lightning_hetero.compression.selectors.SELECT`.
-        dtype: of residuals, float32, or float64 for models in float64.
+        dtype: type of residuals, float32, or float64 for models in float64.
         balance: factors of the scores of each parameter, ``None`` for plain magnitudes.
 
     Example:
@@ -53,7 +53,7 @@ class TorchEncoder(BlockMerger):
 
     deferred: Literal[False] = False
     chunk_elements = 262_144
-    """Elements that are worked on at a time: 1 MB in float32."""
+    """Elements that are processed at a time: 1 MB in float32."""
 
     def __init__(
         self,
@@ -80,18 +80,18 @@ class TorchEncoder(BlockMerger):
         Args:
             slot: the parameter's place.
             gradient: flat; it must stay as it is until the step ends, because :meth:`undo` needs it.
-            weight: what the gradient is multiplied by.
-            hold: whether the parameter's residual waits for another step if its gradient is all 0.
+            weight: factor of the gradient.
+            hold: whether the parameter's residual waits for a later step if its gradient is all 0.
 
         Returns:
-            ``False`` if the gradient is not finite; it is then left out from there on.
+            ``False`` if the gradient is not finite; from the first such chunk on, it is not added.
         """
         block, largest = self.layout.block, 0.0
         for begin in range(0, slot.padded, self.chunk_elements):
             size = min(self.chunk_elements, slot.padded - begin)
             start = slot.start + begin
             residual, piece = self.residual[start : start + size], gradient[begin : begin + size]
-            # One sum tells of NaN and infinity before anything enters the residual, which would keep them for ever.
+            # One sum shows NaN and infinity before they enter the residual, which would keep them forever.
             total = float(piece.sum(dtype=None if piece.dtype == torch.float64 else torch.float32))
             if not np.isfinite(total):
                 return False
@@ -127,7 +127,7 @@ class TorchEncoder(BlockMerger):
         return SELECT[self.selector](self.scores.numpy(), k, self.state)
 
     def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> int:
-        """Write the message of this step and take what it holds out of the residual; return its number of blocks."""
+        """Write the message of this step and subtract its values from the residual; return its number of blocks."""
         indices = self._select()
         blocks = self.residual.view(-1, self.layout.block)
         where = torch.from_numpy(indices)
@@ -140,13 +140,13 @@ class TorchEncoder(BlockMerger):
         return len(indices)
 
     def give_up(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> None:
-        """Write a message that says that this rank's gradient is not finite."""
+        """Write a message that flags this rank's gradient as not finite."""
         nothing = torch.zeros(0, self.layout.block, dtype=torch.float32)
         none = np.zeros(0, np.int64)
         self.form.write(message, none, nothing, bucket=bucket, step=step, rank=rank, flags=NON_FINITE)
 
     def undo(self) -> None:
-        """Leave the step out: take back what was sent, then the gradient, to one rounding."""
+        """Skip the step: add what was sent back to the residual, then subtract the gradient, up to one rounding."""
         if self._sent is not None:
             where, sent = self._sent
             self.residual.view(-1, self.layout.block).index_add_(0, where, sent)
@@ -154,7 +154,7 @@ class TorchEncoder(BlockMerger):
             residual.add_(piece, alpha=-weight)
 
     def finish(self) -> None:
-        """End the step: forget what :meth:`undo` would need, and clear the sum."""
+        """End the step: drop the state for :meth:`undo`, and clear the sum."""
         self._added, self._sent = [], None
         super().finish()
 
@@ -165,7 +165,7 @@ def needing_numba(module: str, numel: int) -> ModuleType | None:
         return None
     try:
         return importlib.import_module(module)
-    except ImportError as error:  # a Numba that does not know this numpy, say
+    except ImportError as error:  # for example, a Numba that does not support this numpy
         log.warning("Numba is installed and cannot be used, so compression goes without it: %s", error)
         return None
 

@@ -12,10 +12,10 @@ __all__ = ["BlockMerger"]
 
 
 class BlockMerger:
-    """Sum of all ranks' blocks, in a buffer of the model's size of which only touched blocks are ever written.
+    """Sum of all ranks' blocks, in a buffer of the model's size in which only touched blocks are written.
 
     Args:
-        layout: where parameters lie.
+        layout: places of the parameters.
         form: format of the messages.
     """
 
@@ -28,11 +28,11 @@ class BlockMerger:
 
     @cached_property
     def merged(self) -> torch.Tensor:
-        """The sum, 0 where nothing was sent; made when it is first asked for, which sparse steps never do."""
+        """The sum, 0 where nothing was sent; allocated on first use, which sparse steps do not need."""
         return torch.zeros(self.layout.numel, dtype=torch.float32)
 
     def reform(self, form: MessageFormat) -> None:
-        """Send messages of another format from the next step on; what is in the residual stays there."""
+        """Send messages of another format from the next step on; the residual is kept."""
         self.form = form
 
     def read(self, rows: torch.Tensor, *, step: int, bucket: int = 0) -> list[Pack] | None:
@@ -56,7 +56,7 @@ class BlockMerger:
         return merge_sparse(packs)
 
     def take_back(self, message: torch.Tensor) -> None:
-        """Return what a message of this rank's held to the residual, because nobody has applied it."""
+        """Add the values of this rank's message back to the residual, because no rank has applied it."""
         pack = self.form.unpack(message)
         self.residual.view(-1, self.layout.block).index_add_(0, pack.indices, pack.values.to(self.residual.dtype))
 

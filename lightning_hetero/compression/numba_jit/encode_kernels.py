@@ -1,7 +1,7 @@
 """Loops of block top-k on CPU in Numba that make a message, with LLVM's vectors: one pass over memory.
 
-Bitwise the results of :mod:`lightning_hetero.compression.reference` in residuals and values (torch adds with a fused
-multiply-add, and so do these); scores are sums in another order. Import this module only where Numba is.
+Residuals and values are bitwise those of :mod:`lightning_hetero.compression.reference` (like torch, the loops add with
+a fused multiply-add); scores are sums in another order. Import this module only where Numba is.
 
 ====================  =========================================================  ===================
 kernel                what it does                                               bytes an element
@@ -46,9 +46,9 @@ Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 FLOAT32, BFLOAT16, INT8 = range(3)
-"""Types of values, as numbers that loops compare."""
+"""Types of values, as numbers for the loops."""
 
-# Loops read globals as constants, and keep their types: with Python's floats they would calculate in float64.
+# Loops read globals as constants of their type: with Python floats they would calculate in float64.
 ZERO, LARGEST = np.float32(0.0), np.finfo(np.float32).max
 MOST, ROUND = np.float32(LARGEST_INT8), np.float32(ROUNDING_TERM)
 
@@ -62,12 +62,13 @@ def accumulate(
     Args:
         r: residual.
         g: gradients of the bucket.
-        parts: a row for each part of a parameter: its places in the residual, a multiple of the block, and in the
-            bucket, and its elements.
+        parts: a row for each part of a parameter: its place in the residual (a multiple of the block), its place in the
+            bucket, and its number of elements.
         w: float32 weight.
-        scores: of all blocks.
+        scores: scores of all blocks.
         block: elements of a block.
-        reached: receives the elements of each part that were added: what is not finite stops everything behind it.
+        reached: receives the number of elements of each part that were added; the loop stops at the first block that is
+            not finite.
     """
     for n in range(len(parts)):
         to, at, size = parts[n, 0], parts[n, 1], parts[n, 2]
@@ -80,7 +81,7 @@ def accumulate(
 @njit(nogil=True, cache=True)
 def _accumulate(r: Floats, to: int, g: Floats, at: int, size: int, w: np.float32, scores: Floats, block: int) -> int:
     """Accumulate one part; return how many of its elements were added."""
-    # ``not x <= LARGEST`` rather than ``x > LARGEST``: it is true of NaN, too. Nothing is stored before it is known.
+    # ``not x <= LARGEST``, not ``x > LARGEST``, because it is true for NaN, too. Nothing is stored before it is known.
     for start in range(0, size, block):
         i, stop, score = start, min(start + block, size), ZERO
         while i + 2 * WIDTH <= stop:
@@ -114,10 +115,10 @@ def _accumulate(r: Floats, to: int, g: Floats, at: int, size: int, w: np.float32
 
 @njit(nogil=True, cache=True)
 def at_least(scores: Floats, threshold: np.float32, found: Indices) -> int:
-    """Write the numbers of the scores that reach a threshold, until there is no more room; return how many."""
+    """Write the numbers of the scores that reach a threshold, until ``found`` is full; return how many there are."""
     count, i = 0, 0
     while i < len(scores):
-        # Few scores reach it, so most vectors are passed over with one comparison.
+        # Few scores reach it, so most vectors are skipped after one comparison.
         if i + WIDTH <= len(scores) and not any_reaches(load(scores, i), threshold):
             i += WIDTH
             continue
@@ -145,7 +146,7 @@ def number(message: Bytes, indices: Indices, places_at: int) -> None:
 
 @njit(nogil=True, cache=True)
 def take(r: Floats, indices: Indices, block: int, kind: int, message: Bytes, values_at: int, scales_at: int) -> None:
-    """Write the chosen blocks into a message as values of a kind; what is sent leaves the residual.
+    """Write the chosen blocks into a message as values of a kind, and subtract the sent values from the residual.
 
     Args:
         r: residual.
@@ -153,8 +154,8 @@ def take(r: Floats, indices: Indices, block: int, kind: int, message: Bytes, val
         block: elements of a block.
         kind: ``FLOAT32``, ``BFLOAT16`` or ``INT8``.
         message: uint8.
-        values_at: where values begin in it.
-        scales_at: where scales begin in it.
+        values_at: first byte of values in it.
+        scales_at: first byte of scales in it.
     """
     size = len(indices) * block
     if kind == FLOAT32:

@@ -23,18 +23,18 @@ KINDS = {"float32": encode_kernels.FLOAT32, "bfloat16": encode_kernels.BFLOAT16,
 class NumbaEncoder(TorchEncoder):
     """Error feedback and block selection of one rank, one pass over memory for each gradient in float32.
 
-    Gradients of other types are accumulated by torch. The loops are compiled when the first encoder is made, and kept
-    on disk. It uses as many threads as torch does (``torch.get_num_threads()``).
+    Torch accumulates gradients of other types. The loops are compiled when the first encoder is made, and cached on
+    disk. The encoder uses as many threads as torch does (``torch.get_num_threads()``).
 
     Args:
-        layout: where parameters lie.
+        layout: places of the parameters.
         form: format of its messages.
         selector: a name of :data:`~lightning_hetero.compression.selectors.SELECT`.
         balance: factors of the scores of each parameter, ``None`` for plain magnitudes.
     """
 
     elements_per_thread = 1_048_576
-    """Elements of a gradient for which a further thread is worth it."""
+    """Elements of a gradient for which one more thread is worth it."""
 
     def __init__(
         self, layout: Layout, form: MessageFormat, selector: str = "exact", balance: ScoreScaling | None = None
@@ -70,7 +70,7 @@ class NumbaEncoder(TorchEncoder):
             self._reached.append((flat, parts, reached, weight))
             return bool(encode_kernels.accumulate(r, g, parts, w, scores, block, reached))
 
-        # All shares are taken, whatever one of them finds: undo() has to know how far each has come.
+        # Every share is processed, whatever one of them finds: undo() needs to know how far each has come.
         finite = one(shares[0]) if len(shares) == 1 else all(list(self._pool().map(one, shares)))
         for slot, gradient in split(flat, slots) if finite and hold else ():
             if not gradient.any():
@@ -78,7 +78,7 @@ class NumbaEncoder(TorchEncoder):
         return finite
 
     def _shares(self, slots: Sequence[Slot], size: int) -> list[Indices]:
-        """Return each thread's parts of a bucket of so many elements, as ``accumulate`` takes them."""
+        """Return each thread's parts of a bucket of ``size`` elements, in the format of ``accumulate``."""
         threads = max(min(torch.get_num_threads(), size // self.elements_per_thread), 1)
         key = (threads, *[slot.name for slot in slots])
         if key not in self._parts:
@@ -101,7 +101,7 @@ class NumbaEncoder(TorchEncoder):
         return self._threads
 
     def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> int:
-        """Write the message of this step and take what it holds out of the residual; return its number of blocks."""
+        """Write the message of this step and subtract its values from the residual; return its number of blocks."""
         form, data = self.form, message.numpy()
         indices = self._select()
         if form.bitmap:
@@ -132,7 +132,7 @@ class NumbaEncoder(TorchEncoder):
     # after the exchange
 
     def read(self, rows: torch.Tensor, *, step: int, bucket: int = 0) -> list[Pack] | None:
-        """Return the packs of all ranks' messages; one that is not in order is left to torch, which says what is wrong.
+        """Return the packs of all ranks' messages; torch reads an invalid one again and reports the fault.
 
         Raises:
             ValueError: if a message is malformed.
@@ -169,7 +169,7 @@ class NumbaEncoder(TorchEncoder):
         return Pack(torch.from_numpy(union), torch.from_numpy(values))
 
     def undo(self) -> None:
-        """Leave the step out: take back what was sent, then the gradient, to one rounding."""
+        """Skip the step: add what was sent back to the residual, then subtract the gradient, up to one rounding."""
         if self._message is not None:
             pack = self.form.unpack(self._message)
             self._sent = pack.indices, pack.values
@@ -179,7 +179,7 @@ class NumbaEncoder(TorchEncoder):
         super().undo()
 
     def finish(self) -> None:
-        """End the step: forget what :meth:`undo` would need, and clear the sum."""
+        """End the step: drop the state for :meth:`undo`, and clear the sum."""
         self._message, self._reached = None, []
         super().finish()
 
@@ -190,7 +190,7 @@ def _sums(payload: Bytes, _: Words) -> tuple[int, int]:
 
 
 def _warm(block: int) -> None:
-    """Compile all loops, so that no step has to."""
+    """Compile all loops before the first step."""
     r, g = np.zeros(16 * block, np.float32), np.zeros(16 * block, np.float32)
     part, index, values = np.zeros((1, 3), np.int64), np.zeros(1, np.int64), np.zeros((1, block), np.float32)
     encode_kernels.accumulate(r, g, part, np.float32(1.0), np.zeros(16, np.float32), block, part[0])

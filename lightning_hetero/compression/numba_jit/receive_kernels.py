@@ -1,13 +1,13 @@
 """Loops of block top-k on CPU in Numba that read messages and add them up, with LLVM's vectors.
 
-Bitwise the results of :mod:`lightning_hetero.compression.reference`. They touch chosen blocks only. Import this module
-only where Numba is.
+Their results are bitwise those of :mod:`lightning_hetero.compression.reference`. They touch chosen blocks only. Import
+this module only where Numba is.
 
 ====================  =========================================================
 kernel                what it does
 ====================  =========================================================
 ``checksum``          both sums of a message
-``read``              numbers and values of a message, if all of it is in order
+``read``              numbers and values of a message, if it is valid
 ``unite``             numbers of the blocks of two messages
 ``fold``              adds blocks into a sum that has their numbers
 ``add_blocks``        adds blocks to a sum of the model's size
@@ -51,13 +51,13 @@ def read(
 
     Args:
         message: uint8.
-        due: magic and version, address, step and fingerprint.
-        segments: of the table of segments, which begins behind the header.
-        places_at: where indices begin.
-        values_at: where values begin.
-        scales_at: where scales begin.
+        due: expected magic and version, address, step and fingerprint.
+        segments: segments of the table of segments, which follows the header.
+        places_at: first byte of indices.
+        values_at: first byte of values.
+        scales_at: first byte of scales.
         num_blocks: blocks of the model.
-        kind: of values.
+        kind: kind of values.
         indices: int64, receives numbers of blocks, as many as a message may have.
         values: float32, receives their elements, one row a block.
 
@@ -117,7 +117,7 @@ def _values(message: Bytes, values_at: int, scales_at: int, kind: int, values: F
             scale = from_high(scales[n])
             for i in range(n * block, (n + 1) * block):
                 values[i] = np.float32(small[i]) * scale
-    strange = 0  # counted to the end: without a way out of the loop LLVM makes vectors of it
+    strange = 0  # counted to the end: LLVM vectorizes the loop only without an early exit
     for i in range(size):
         strange += 0 if abs(values[i]) <= LARGEST else 1
     return strange == 0

@@ -1,8 +1,8 @@
-"""Vectors of float32 for Numba's loops, which are scalar code without them: a few operations of LLVM's, and no more.
+"""Vectors of float32 for Numba's loops, which are scalar code without them: a few LLVM operations.
 
-An operation takes numbers, or vectors, or both, and a number then stands in each lane; so that one function says what a
-step does to the lanes of a vector and to the single elements behind the last whole one. Nothing is contracted: a
-product and a sum are rounded twice, :func:`fma` once. Import this module only where Numba is.
+An operation takes numbers, vectors, or both; a number is then spread over all lanes. So one function defines a step for
+the lanes of a vector and for the single elements after the last whole one. Nothing is contracted: a product and a sum
+are rounded twice, :func:`fma` once. Import this module only where Numba is.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 PREFETCH_BLOCKS = 16
-"""Blocks that are fetched ahead where they lie far apart."""
+"""Blocks to prefetch where they lie far apart."""
 
 
 def _unary(emit: Callable[[ir.IRBuilder, list[ir.Value]], ir.Value]) -> Kernel:
@@ -97,7 +97,7 @@ def _bfloat16(builder: ir.IRBuilder, values: list[ir.Value]) -> ir.Value:
     over = builder.icmp_unsigned(">", builder.and_(bits, constant(0x7FFFFFFF)), largest)
     bits = builder.select(over, builder.or_(sign, largest), bits)
     odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
-    near = builder.add(builder.add(bits, constant(0x7FFF)), odd)  # half of the last place that stays, ties to even
+    near = builder.add(builder.add(bits, constant(0x7FFF)), odd)  # plus half of the last kept place, ties to even
     return builder.bitcast(builder.and_(near, constant(0xFFFF0000)), values[0].type)
 
 
@@ -113,13 +113,13 @@ def _high(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 @operation
 def high(typing: Context, x: types.Type) -> Operation:
-    """Return the upper 16 bits of a number: itself in bfloat16, if it is one of these."""
+    """Return the upper 16 bits of a number: its bfloat16 bits, if it is representable as bfloat16."""
     return types.uint16(types.float32), lambda context, builder, signature, args: _high(builder, args[0])
 
 
 @operation
 def from_high(typing: Context, bits: types.Type) -> Operation:
-    """Return the number whose upper 16 bits these are."""
+    """Return the number with these upper 16 bits, and 0 below."""
 
     def generate(
         context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]
@@ -145,13 +145,13 @@ def any_reaches(typing: Context, x: types.Type, threshold: types.Type) -> Operat
 
 @operation
 def spread(typing: Context, x: types.Type) -> Operation:
-    """Return a number in each lane of a vector."""
+    """Return a vector with a number in each lane."""
     return VECTOR(types.float32), lambda context, builder, signature, args: in_all_lanes(builder, args[0])
 
 
 @operation
 def total(typing: Context, x: types.Type) -> Operation:
-    """Return the sum of the lanes, in an order that is the processor's."""
+    """Return the sum of the lanes, in the processor's order."""
 
     def generate(
         context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]
@@ -184,7 +184,7 @@ def load(typing: Context, array: types.Array, i: types.Type) -> Operation:
 
 @operation
 def store(typing: Context, array: types.Array, i: types.Type, x: types.Type) -> Operation:
-    """Write a vector to where :func:`load` reads it."""
+    """Write a vector to the elements that :func:`load` reads."""
 
     def generate(
         context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]
@@ -197,7 +197,7 @@ def store(typing: Context, array: types.Array, i: types.Type, x: types.Type) -> 
 
 @operation
 def store_high(typing: Context, array: types.Array, i: types.Type, x: types.Type) -> Operation:
-    """Write the upper 16 bits of each lane to element ``i`` and those behind it of a uint16 array without gaps."""
+    """Write the upper 16 bits of each lane to a uint16 array without gaps, from element ``i`` on."""
 
     def generate(
         context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]
@@ -211,7 +211,7 @@ def store_high(typing: Context, array: types.Array, i: types.Type, x: types.Type
 
 @operation
 def prefetch(typing: Context, array: types.Array, i: types.Type) -> Operation:
-    """Fetch the cache line of element ``i``, which is written soon."""
+    """Prefetch the cache line of element ``i``, which is written soon."""
 
     def generate(
         context: BaseContext, builder: ir.IRBuilder, signature: Signature, args: Sequence[ir.Value]
@@ -228,7 +228,7 @@ def prefetch(typing: Context, array: types.Array, i: types.Type) -> Operation:
 
 
 def _pointer(kind: types.Type) -> Kernel:
-    """Return an operation that takes an address for a pointer to numbers of a kind."""
+    """Return an operation that converts an address to a pointer to numbers of a kind."""
 
     @operation
     def emitted(typing: Context, address: types.Type) -> Operation:
@@ -247,11 +247,11 @@ _to_floats, _to_integers = _pointer(types.float32), _pointer(types.int64)
 
 @njit(nogil=True, cache=True)
 def floats(address: int, size: int) -> npt.NDArray[np.float32]:
-    """Return the float32 array that lies at an address, which somebody else keeps alive."""
+    """Return the float32 array at an address, which the caller keeps alive."""
     return carray(_to_floats(address), size)
 
 
 @njit(nogil=True, cache=True)
 def integers(address: int, size: int) -> npt.NDArray[np.int64]:
-    """Return the int64 array that lies at an address, which somebody else keeps alive."""
+    """Return the int64 array at an address, which the caller keeps alive."""
     return carray(_to_integers(address), size)

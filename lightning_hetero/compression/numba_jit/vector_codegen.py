@@ -1,4 +1,4 @@
-"""LLVM code of vectors of float32: their type in Numba, and what the operations of :mod:`.simd` are emitted with.
+"""LLVM code of vectors of float32: their type in Numba, and the helpers that emit the operations of :mod:`.simd`.
 
 Import this module only where Numba is.
 """
@@ -31,17 +31,17 @@ __all__ = [
 ]
 
 WIDTH = 8
-"""Elements of a vector: 32 bytes, what every processor with vectors of this kind has."""
+"""Elements of a vector: 32 bytes, which every processor with such vectors supports."""
 
 FLOAT = ir.FloatType()
 LANES = ir.VectorType(FLOAT, WIDTH)
 
 Codegen = Callable[..., ir.Value]
 Operation = tuple[Signature, Codegen]
-"""An intrinsic: its signature, and what emits its code from context, builder, signature and arguments."""
+"""An intrinsic: its signature, and the function that emits its code from context, builder, signature and arguments."""
 
 Value = Any
-"""A number in a loop, or a vector of them: Numba has no type of Python's for the latter."""
+"""A number in a loop, or a vector of numbers, for which Numba has no Python type."""
 
 Kernel = Callable[..., Value]
 """An intrinsic as loops call it, with values; it is declared with the typing context and their types."""
@@ -69,7 +69,7 @@ class _Model(models.PrimitiveModel):
 
 
 def signature_of(*given: types.Type) -> Signature:
-    """Return the signature of an operation: a vector comes out where one goes in."""
+    """Return the signature of an operation: its result is a vector if an argument is one."""
     kinds = [kind if isinstance(kind, Vector) else types.float32 for kind in given]
     return (VECTOR if VECTOR in kinds else types.float32)(*kinds)
 
@@ -95,7 +95,7 @@ def call_llvm(
     result: ir.Type | None = None,
     fastmath: tuple[str, ...] = (),
 ) -> ir.Value:
-    """Call one of LLVM's functions that have a name for each type."""
+    """Call an LLVM function that has a name for each type."""
     kind = values[-1].type
     suffix = f"v{WIDTH}f32" if kind == LANES else "f32"
     signature = ir.FunctionType(result or kind, [value.type for value in values])
@@ -104,6 +104,6 @@ def call_llvm(
 
 
 def bits_of(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, Callable[[int], ir.Constant]]:
-    """Return the bits of a number or of each lane, and what makes a constant of that type."""
+    """Return the bits of a number or of each lane, and a function that makes a constant of that type."""
     kind = ir.IntType(32) if x.type == FLOAT else ir.VectorType(ir.IntType(32), WIDTH)
     return builder.bitcast(x, kind), lambda n: ir.Constant(kind, n if x.type == FLOAT else [n] * WIDTH)

@@ -1,11 +1,11 @@
-"""Triton kernels that act on a verdict: messages are merged and the sum handed on, or the step is taken back.
+"""Triton kernels that act on a verdict: messages are merged and the sum is delivered, or the step is undone.
 
 =============  ===================================================================================================
 kernel         what it does
 =============  ===================================================================================================
 ``merge``      adds one message, and marks its blocks, if the verdict is 0
-``take_back``  returns what this rank has sent to its residual, if it is not
-``deliver``    hands the sum of a bucket to the caller, or takes its gradient out of the residual
+``take_back``  adds what this rank has sent back to its residual, if it is not
+``deliver``    writes the sum of a bucket over its gradient, or subtracts the gradient from the residual
 ``wipe``       clears the merged blocks
 =============  ===================================================================================================
 
@@ -28,18 +28,18 @@ def merge(
     numbers_ptr, value_ptr, scale_ptr, merged_ptr, touched_ptr, verdict_ptr, peer, stride, pitch, k,
     BLOCK: tl.constexpr, TILE: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """Add the blocks of one message, each of which it has once, and mark them.
+    """Add the blocks of one message, in which each occurs once, and mark them.
 
     Args:
-        numbers_ptr: int32, ``k`` of each row.
+        numbers_ptr: int32 numbers of blocks, ``k`` in each row.
         value_ptr: first row's values.
         scale_ptr: first row's scales.
         merged_ptr: sum, float32.
         touched_ptr: a byte per block of the model.
-        verdict_ptr: nothing is written if it is not 0.
+        verdict_ptr: verdict; nothing is written if it is not 0.
         peer: row of the message.
-        stride: from one row's values to the next, and its scales, in 16 bytes.
-        pitch: from one row of numbers to the next, in 16 bytes.
+        stride: distance from one row's values, or scales, to the next, in units of 16 bytes.
+        pitch: distance from one row of numbers to the next, in units of 16 bytes.
         k: most blocks of a message.
         BLOCK: elements of a block.
         TILE: slots of a program.
@@ -85,13 +85,13 @@ def deliver(
         g_ptr: gradients of a bucket.
         r_ptr: residual of the model.
         merged_ptr: sum.
-        verdict_ptr: what ``decide`` found.
-        table_ptr: that of ``accumulate``.
-        weight: that of ``accumulate``.
+        verdict_ptr: verdict of ``decide``.
+        table_ptr: table of ``accumulate``.
+        weight: weight of ``accumulate``.
         scale: factor of the sum.
-        fill: gradient of a step that is left out.
+        fill: gradient of a step that is skipped.
         BLOCK: elements of a block.
-        TILE: elements that are worked on at once.
+        TILE: elements that are processed at once.
         UNIT: elements of the gradient that are counted as one in the table.
     """
     g_ptr, first, left, _, _ = _chunk(g_ptr, table_ptr, UNIT)
@@ -111,7 +111,7 @@ def deliver(
             inside = at < left
             g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * weight
             r = tl.load(r_ptr + at, mask=inside, other=0.0)
-            # What is not finite has never been added, and a comparison is false of NaN.
+            # Elements that are not finite were never added, and the comparison is false for NaN.
             tl.store(r_ptr + at, tl.where(tl.abs(g) <= LARGEST, r - g, r), mask=inside)
             tl.store(g_ptr + at, (tl.zeros((TILE,), tl.float32) + fill).to(g_ptr.dtype.element_ty), mask=inside)
 

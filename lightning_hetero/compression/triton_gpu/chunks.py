@@ -1,9 +1,9 @@
-"""Chunks that programs of a kernel work on, for all parameters of a bucket: one launch instead of one for each.
+"""Chunks for the programs of a kernel, for all parameters of a bucket: one launch instead of one per parameter.
 
-A chunk is some blocks of one parameter. Its row says where its gradient begins in the bucket, how many elements of it
-there are, its first block in the model, its blocks, and the number of the parameter. Where a gradient begins, and how
-long it is, are counted in units of 16 bytes, which a GPU then reads at once; chunks that begin or end between two units
-are in a table of their own, in units of one element.
+A chunk is some blocks of one parameter. Its row has the start of its gradient in the bucket, the number of elements,
+its first block in the model, the number of blocks, and the number of the parameter. Start and length are counted in
+units of 16 bytes, which a GPU reads at once; chunks that begin or end between two units are in a table of their own, in
+units of one element.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ COLUMNS = len(("begin of the gradient", "elements", "first block", "blocks", "pa
 
 
 def chunk_rows(slots: Sequence[Slot], numbers: Sequence[int], block: int, size: int) -> npt.NDArray[np.int64]:
-    """Return rows of the chunks of parameters whose gradients lie one after the other, in elements.
+    """Return the rows, in elements, of the chunks of parameters whose gradients lie one after the other.
 
     Args:
         slots: places of the parameters.
@@ -49,10 +49,10 @@ def chunk_rows(slots: Sequence[Slot], numbers: Sequence[int], block: int, size: 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Chunks that one launch works on.
+    """Chunks of one launch.
 
     Args:
-        table: a row of :data:`COLUMNS` numbers for each, int64, on the device.
+        table: a row of :data:`COLUMNS` numbers for each chunk, int64, on the device.
         unit: elements that are counted as one.
     """
 
@@ -61,17 +61,17 @@ class Chunks:
 
     @property
     def grid(self) -> tuple[int]:
-        """Grid of the launch: one program for each."""
+        """Grid of the launch: one program for each chunk."""
         return (len(self.table),)
 
 
 class BucketChunks:
-    """Chunks of each bucket, made when it is first seen: DDP's stay the same from the second step on.
+    """Chunks of each bucket, made on first use: DDP's buckets stay the same from the second step on.
 
     Args:
         block: elements of a block.
         size: blocks of a chunk.
-        device: where kernels run.
+        device: device of the kernels.
         slots: places of all parameters of the model.
     """
 
@@ -81,7 +81,7 @@ class BucketChunks:
         self._known: dict[tuple[int, ...], tuple[list[Slot], list[Chunks]]] = {}
 
     def of(self, slots: Sequence[Slot], itemsize: int) -> list[Chunks]:
-        """Return the launches for a bucket of gradients of this many bytes an element: at most two, none empty."""
+        """Return the launches for a bucket of gradients of ``itemsize`` bytes per element: at most two, none empty."""
         slots = list(slots)
         key = itemsize, len(slots), slots[0].start if slots else 0  # the whole list is compared: slots hash slowly
         if key not in self._known or self._known[key][0] != slots:

@@ -4,7 +4,7 @@
 kernel                  what it does                                                        bytes an element
 ======================  ==================================================================  ========================
 ``accumulate``          ``r += w g``, block scores, histogram of the scores' exponents      12.25 (float32 gradient)
-``hold``                takes scores of parameters without a gradient back                  0, or 0.5 of those
+``hold``                removes scores of parameters without a gradient                     0, or 0.5 of those
 ``pick``                one program: the bin in which the k-th largest score lies           0
 ``refine``              histogram of the 7 upper bits of the mantissa in that exponent      0.25
 ``count``               blocks of each tile above and in the edge bin                       0.25
@@ -12,11 +12,11 @@ kernel                  what it does                                            
 ``pack``                values in the wire's type; the rounding error returns to ``r``      chosen blocks only
 ======================  ==================================================================  ========================
 
-The threshold comes from the scores of this step, so that no state has to follow the residual. Slots are prefix sums,
-not atomic counters, so that a message is the same in every run. Selection is that of
-:func:`lightning_hetero.compression.selectors.histogram`. Whole numbers are not specialised, so that no value of them
-compiles a kernel again, as another density would; what must be known of one is a factor. Behind the scores there are
-zeros up to where the last program reads. Import this module only where Triton is.
+The threshold comes from the scores of this step, so no state has to follow the residual. Slots are prefix sums, not
+atomic counters, so a message is the same in every run. Selection is that of
+:func:`lightning_hetero.compression.selectors.histogram`. Integers are not specialized, so a new value, as of another
+density, does not compile a kernel again; alignment that the compiler has to know is given as a factor. The scores are
+padded with zeros up to the end of the last program. Import this module only where Triton is.
 """
 
 import triton
@@ -51,12 +51,12 @@ def accumulate(
         r_ptr: residual of the model, float32.
         score_ptr: its scores, float32.
         hist_ptr: 256 counters, int32.
-        used_ptr: of each parameter the stamp of when its gradient was last not all 0, int32 (``HOLD``).
-        table_ptr: a row for each program, as :mod:`lightning_hetero.compression.triton_gpu.chunks` says.
-        weight: share of this worker over what the gradient is scaled by.
-        stamp: of this call (``HOLD``).
+        used_ptr: for each parameter, the stamp of the last call in which its gradient was not all 0, int32 (``HOLD``).
+        table_ptr: a row for each program, see :mod:`lightning_hetero.compression.triton_gpu.chunks`.
+        weight: share of this worker, divided by the scale of the gradient.
+        stamp: stamp of this call (``HOLD``).
         BLOCK: elements of a block.
-        TILE: blocks that are worked on at once.
+        TILE: blocks that are processed at once.
         UNIT: elements of the gradient that are counted as one in the table.
         HOLD: whether a parameter may be held back if its gradient is all 0.
     """
@@ -74,12 +74,12 @@ def accumulate(
             some = tl.maximum(some, tl.max(tl.max((g != 0).to(tl.int32), axis=1), axis=0))
         g = g * weight
         r = tl.load(r_ptr + at, mask=live[:, None], other=0.0)
-        fine = tl.abs(g) <= LARGEST  # false of NaN, too
+        fine = tl.abs(g) <= LARGEST  # false for NaN, too
         r = tl.where(fine, r + g, r)
         tl.store(r_ptr + at, r, mask=live[:, None])
         score = tl.sum(tl.where(fine, tl.abs(r), float("inf")), axis=1)
         tl.store(score_ptr + row, score, mask=live)
-        # Scores are not negative: their bits without the mantissa are the exponent, 255 of an infinite one.
+        # Scores are not negative: their bits without the mantissa are the exponent, 255 if infinite.
         totals += tl.histogram(score.to(tl.int32, bitcast=True) >> 23, 256)
     tl.atomic_add(hist_ptr + tl.arange(0, 256), totals, mask=totals > 0)
     if HOLD:
@@ -88,9 +88,9 @@ def accumulate(
 
 @triton.jit
 def _chunk(g_ptr, table_ptr, UNIT: tl.constexpr):
-    """Return where this program's part of a gradient begins, and its row of the table.
+    """Return a pointer to this program's part of a gradient, and its row of the table.
 
-    All that is in it fits into 32 bits; the first block of the model alone has 64, since elements are counted from it.
+    All numbers in it fit into 32 bits, except for the first block of the model: elements are counted from it, in 64.
     """
     row = table_ptr + tl.program_id(0).to(tl.int64) * COLUMNS
     left, blocks = tl.load(row + 1).to(tl.int32) * UNIT, tl.load(row + 3).to(tl.int32)
@@ -99,15 +99,15 @@ def _chunk(g_ptr, table_ptr, UNIT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stamp"])
 def hold(score_ptr, hist_ptr, used_ptr, table_ptr, stamp, TILE: tl.constexpr):
-    """Take the scores of parameters whose gradient was all 0 out again: 0, and out of the histogram.
+    """Set the scores of parameters whose gradient was all 0 to 0, and remove them from the histogram.
 
     Args:
         score_ptr: scores of the model.
         hist_ptr: their histogram.
-        used_ptr: what ``accumulate`` has stamped.
-        table_ptr: its table.
-        stamp: its stamp.
-        TILE: blocks that are worked on at once.
+        used_ptr: stamps that ``accumulate`` has written.
+        table_ptr: table of ``accumulate``.
+        stamp: stamp of ``accumulate``.
+        TILE: blocks that are processed at once.
     """
     _, first, _, blocks, number = _chunk(score_ptr, table_ptr, 1)
     if tl.load(used_ptr + number) != stamp:
@@ -118,13 +118,13 @@ def hold(score_ptr, hist_ptr, used_ptr, table_ptr, stamp, TILE: tl.constexpr):
             totals += tl.histogram(score.to(tl.int32, bitcast=True) >> 23, 256)
             tl.store(score_ptr + first + row, tl.zeros((TILE,), tl.float32), mask=row < blocks)
         bins = tl.arange(0, 256)
-        # What was in bin 0 is still there with a score of 0.
+        # Blocks of bin 0 stay there, with a score of 0.
         tl.atomic_add(hist_ptr + bins, -totals, mask=(totals > 0) & (bins > 0))
 
 
 @triton.jit(do_not_specialize=["k"])
 def pick(hist_ptr, plan_ptr, k, FINE: tl.constexpr):
-    """Find the highest bin that ``k`` blocks from above reach, and how many of its blocks are wanted; clear bins.
+    """Find the bin of the ``k``-th block from above, and how many of its blocks are wanted; clear the bins.
 
     ``plan = (exponent, wanted in it, threshold key, wanted at it, not finite)``; the third and fourth are filled with
     ``FINE=True``, the others with ``FINE=False``.
@@ -183,11 +183,11 @@ def count(score_ptr, plan_ptr, above_ptr, edge_ptr, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["k"])
 def place(score_ptr, plan_ptr, above_ptr, edge_ptr, chosen_ptr, k, TILE: tl.constexpr):
-    """Write the numbers of the chosen blocks, ascending: all above the edge bin, and of those in it an even share.
+    """Write the numbers of the chosen blocks, ascending: all above the edge bin, and an even share of those in it.
 
     Args:
         score_ptr: scores.
-        plan_ptr: what ``pick`` found.
+        plan_ptr: result of ``pick``.
         above_ptr: inclusive prefix sums over tiles of ``count``.
         edge_ptr: the same for the edge bin.
         chosen_ptr: int32, ``k`` slots.
@@ -209,7 +209,7 @@ def place(score_ptr, plan_ptr, above_ptr, edge_ptr, chosen_ptr, k, TILE: tl.cons
 
 @triton.jit
 def _nearest_bf16(x):
-    """Return the nearest bfloat16 of a finite float32, ties to even, as float32: the same on every device."""
+    """Return the nearest bfloat16 to a finite float32, ties to even, as float32, the same on every device."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
 
@@ -219,7 +219,7 @@ def pack(
     chosen_ptr, r_ptr, value_ptr, scale_ptr, index_ptr, counts_ptr, k,
     BLOCK: tl.constexpr, TILE: tl.constexpr, INT8: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Write values of the chosen blocks in the wire's type and their indices; rounding errors return to the residual.
+    """Write the values of the chosen blocks in the wire's type, and their indices; return rounding errors to ``r``.
 
     Args:
         chosen_ptr: numbers of blocks, -1 in empty slots.
@@ -232,7 +232,7 @@ def pack(
         BLOCK: elements of a block.
         TILE: slots of a program.
         INT8: whether values are int8.
-        SEGMENTS: whether indices are numbers in segments, rather than a bitmap.
+        SEGMENTS: whether indices are numbers in segments, not a bitmap.
     """
     slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
     block = tl.load(chosen_ptr + slot, mask=slot < k, other=-1)

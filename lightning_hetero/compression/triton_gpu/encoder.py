@@ -1,8 +1,8 @@
-"""The encoder on GPU: residuals of one rank and what is done with them in a step, by Triton's kernels.
+"""The encoder on GPU: residuals of one rank and their use in a step, by Triton's kernels.
 
-Everything is decided on the device, in buffers that are allocated once: selection, the message with its header, whether
-the messages of all ranks are in order, and what is done if one is not. The host queues the same kernels in every step
-and never waits for them. What became of a step it learns a step later (:meth:`TritonEncoder.outcome`).
+The device decides everything, in buffers that are allocated once: the selection, the message with its header, the
+validity of all ranks' messages, and the reaction to an invalid one. The host queues the same kernels in every step and
+never waits for them. It learns the outcome of a step one step later (:meth:`TritonEncoder.outcome`).
 """
 
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ class TritonEncoder:
     """Error feedback, selection and merging of one rank on its GPU, a :class:`~.encoder_protocol.DeviceEncoder`.
 
     Args:
-        layout: where parameters lie.
+        layout: places of the parameters.
         form: format of its messages.
-        device: where residuals live; a CPU works under Triton's interpreter.
+        device: device of the residuals; a CPU works under Triton's interpreter.
         world_size: number of ranks.
 
     Raises:
@@ -70,7 +70,7 @@ class TritonEncoder:
         return self._reader.verdict
 
     def reform(self, form: MessageFormat) -> None:
-        """Send messages of another format from the next step on; what is in the residual stays there."""
+        """Send messages of another format from the next step on; the residual is kept."""
         self.form = form
         self._writer.reform(form)
         self._reader.reform(form)
@@ -78,13 +78,13 @@ class TritonEncoder:
     # sending
 
     def accumulate(self, slot: Slot, gradient: torch.Tensor, weight: float, *, hold: bool = False) -> bool:
-        """Apply ``r += w g`` to one parameter, and score its blocks; the message tells what is not finite.
+        """Apply ``r += w g`` to one parameter, and score its blocks; the message flags values that are not finite.
 
         Args:
             slot: the parameter's place.
             gradient: flat; it must stay as it is until :meth:`deliver`.
-            weight: what the gradient is multiplied by.
-            hold: whether the parameter's residual waits for another step if its gradient is all 0.
+            weight: factor of the gradient.
+            hold: whether the parameter's residual waits for a later step if its gradient is all 0.
         """
         return self.accumulate_bucket((slot,), gradient, weight, hold=hold)
 
@@ -107,20 +107,20 @@ class TritonEncoder:
         return True
 
     def encode(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> None:
-        """Write the message of this step and take what it holds out of the residual."""
+        """Write the message of this step and subtract its values from the residual."""
         self._writer.write(message, self.residual, step=step, bucket=bucket, rank=rank)
 
     def give_up(self, message: torch.Tensor, *, step: int, bucket: int = 0, rank: int = 0) -> None:
-        """Do the same as :meth:`encode`: the flag comes from the device."""
+        """Do the same as :meth:`encode`: the device sets the flag."""
         self.encode(message, step=step, bucket=bucket, rank=rank)
 
     # receiving
 
     def receive(self, rows: torch.Tensor, *, rank: int, step: int, bucket: int = 0) -> None:
-        """Check the messages of all ranks; merge them if all are in order, and take back what was sent if not.
+        """Check the messages of all ranks; merge them if all are valid, else add what was sent back to the residual.
 
         Args:
-            rows: one message in each row; this rank's own is its own.
+            rows: one message in each row; row ``rank`` is this rank's own.
             rank: this rank.
             step: number of the step.
             bucket: number of the message in the step.
@@ -153,7 +153,7 @@ class TritonEncoder:
     def deliver(self, slot: Slot, gradient: torch.Tensor, weight: float, *, scale: float, fill: float) -> None:
         """Write ``scale`` times the sum of one parameter in place of its gradient.
 
-        If the step is left out, the gradient goes out of the residual again, to one rounding, and becomes ``fill``.
+        If the step is skipped, the gradient is subtracted from the residual, up to one rounding, and becomes ``fill``.
         """
         self.deliver_bucket((slot,), gradient, weight, scale=scale, fill=fill)
 
@@ -168,7 +168,7 @@ class TritonEncoder:
             )  # fmt: skip
 
     def finish(self) -> None:
-        """End the step: clear the sum. :attr:`touched` stays until the next one."""
+        """End the step: clear the sum; :attr:`touched` stays until the next step."""
         reader, tile = self._reader, self._tiling.blocks
         applying.wipe[(-(-self.form.k // tile), self._world_size)](
             reader.numbers, self.merged, self.verdict, reader.pitch, self.form.k, BLOCK=self.layout.block, TILE=tile,
@@ -176,9 +176,9 @@ class TritonEncoder:
         )  # fmt: skip
 
     def outcome(self) -> Outcome | None:
-        """Return what became of the last step, ``None`` if that was asked before; waits until the device is there.
+        """Return the outcome of the last step, ``None`` if it was returned before; wait until the device has it.
 
-        All ranks have seen the same messages, so that all raise in the same step.
+        All ranks have seen the same messages, so all raise in the same step.
 
         Raises:
             ValueError: naming rank and bucket of a malformed message. Nothing of that step was applied.

@@ -6,7 +6,7 @@ kernel         what it does
 ``word_sums``  both sums of each message's payload
 ``seal``       the header of this rank's message
 ``prefix``     prefix sums of small tables, for segments, bitmaps and tiles
-``inspect``    the header of each message against what is due; writes what is wrong into the status
+``inspect``    compares the header of each message with the expected one, and writes faults to the status
 =============  ===================================================================================================
 
 The format is :mod:`lightning_hetero.compression.wire_format`'s, and the status that of
@@ -30,8 +30,8 @@ WEIGHT_0, WEIGHT_1, WEIGHT_2, WEIGHT_3 = map(tl.constexpr, HEADER_WEIGHTS)
 
 @triton.jit
 def _row(pointer, number, stride):
-    """Return where a row begins, of rows ``stride`` times 16 bytes apart, which is what a GPU loads at once."""
-    # From a 0 of 64 bits, because the rows of a large message lie further apart than 32 bits count.
+    """Return a pointer to a row, of rows ``stride`` times 16 bytes apart, the size that a GPU loads at once."""
+    # In 64 bits, because the rows of a large message lie further apart than 32 bits can count.
     return pointer + (tl.full((), 0, tl.int64) + number) * stride * (128 // pointer.dtype.element_ty.primitive_bitwidth)
 
 
@@ -42,9 +42,9 @@ def word_sums(words_ptr, sums_ptr, units, stride, TILE: tl.constexpr, ITERS: tl.
     Args:
         words_ptr: first row.
         sums_ptr: int64, two for each row.
-        units: 16 bytes of a payload, four words each.
-        stride: from one row to the next, in units.
-        TILE: words that are worked on at once.
+        units: units of 16 bytes, four words each, in a payload.
+        stride: distance from one row to the next, in units.
+        TILE: words that are processed at once.
         ITERS: tiles of a program.
     """
     peer = tl.program_id(1)
@@ -60,7 +60,7 @@ def word_sums(words_ptr, sums_ptr, units, stride, TILE: tl.constexpr, ITERS: tl.
         second += word * (at + 1)
     total = tl.sum(first, axis=0)
     tl.atomic_add(sums_ptr + 2 * peer, total)
-    # Words were numbered from where this program begins; the last term makes up for it.
+    # Words are numbered from the start of this program's part; the last term corrects for that.
     tl.atomic_add(sums_ptr + 2 * peer + 1, tl.sum(second, axis=0) + 4 * begin * total)
 
 
@@ -73,13 +73,13 @@ def _address(rank, bucket):
 
 @triton.jit
 def _unsigned(number):
-    """Return 32 bits without their sign."""
+    """Return a 32-bit number as unsigned, in 64 bits."""
     return (tl.full((), 0, tl.int64) + number) & 0xFFFFFFFF
 
 
 @triton.jit
 def _sealed(first, place, step, flags, number):
-    """Return the first sum with the fields of the header in it, all of them 64 bits wide."""
+    """Return the first sum with the fields of the header added, all in 64 bits."""
     wide = tl.full((), 0, tl.int64)
     total = first + (wide + WEIGHT_0) * (wide + place) + (wide + WEIGHT_1) * (wide + step)
     return total + (wide + WEIGHT_2) * (wide + flags) + (wide + WEIGHT_3) * (wide + number)
@@ -90,17 +90,17 @@ def seal(header_ptr, sums_ptr, plan_ptr, above_ptr, edge_ptr, tiles, k, rank, bu
     """Write the header over a payload, and clear its sums.
 
     Args:
-        header_ptr: int64, eight of them.
-        sums_ptr: what ``word_sums`` found.
-        plan_ptr: what ``pick`` found.
+        header_ptr: header, eight int64 words.
+        sums_ptr: result of ``word_sums``.
+        plan_ptr: result of ``pick``.
         above_ptr: prefix sums over tiles of the blocks above the edge bin.
         edge_ptr: the same for the edge bin.
         tiles: number of tiles.
         k: budget.
-        rank: of the sender.
+        rank: rank of the sender.
         bucket: number of the message in the step.
         step: number of the step.
-        fingerprint: of the format, 32 bits with a sign, so that its type does not depend on it.
+        fingerprint: fingerprint of the format as a signed 32-bit number, so that its type never changes.
     """
     in_edge = tl.minimum(tl.load(edge_ptr + tiles - 1), tl.load(plan_ptr + 3))
     number = tl.minimum(tl.load(above_ptr + tiles - 1) + in_edge, k).to(tl.int64)
@@ -134,23 +134,23 @@ def inspect(
     header_ptr, sums_ptr, counts_ptr, ends_ptr, status_ptr, stride, counts_stride, length, k, world, bucket, step,
     fingerprint, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write what is wrong with the header and the index table of each message into the status; clear the sums.
+    """Write the faults in the header and the index table of each message to the status; clear the sums.
 
     Args:
         header_ptr: int64, first row's header.
-        sums_ptr: what ``word_sums`` found of each row.
+        sums_ptr: result of ``word_sums`` for each row.
         counts_ptr: blocks of each segment, or of each tile of the bitmap.
         ends_ptr: their prefix sums.
         status_ptr: receives code, blocks and flags of each row.
-        stride: from one row's header to the next, in 16 bytes.
-        counts_stride: from one row of counts to the next, in 16 bytes.
-        length: counts of a row.
+        stride: distance from one row's header to the next, in units of 16 bytes.
+        counts_stride: distance from one row of counts to the next, in units of 16 bytes.
+        length: number of counts in a row.
         k: most blocks of a message.
         world: number of rows.
-        bucket: that is due.
-        step: that is due.
-        fingerprint: that is due, 32 bits with a sign.
-        TILE: counts that are worked on at once.
+        bucket: expected bucket.
+        step: expected step.
+        fingerprint: expected fingerprint, as a signed 32-bit number.
+        TILE: counts that are processed at once.
     """
     peer = tl.program_id(0)
     header = _row(header_ptr, peer, stride)

@@ -8,11 +8,11 @@ __all__ = ["EIGHT_WARPS", "MAX_BLOCKS", "OPTIONS", "TILING", "Tiling"]
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of what a program works on.
+    """Sizes of the parts that a program processes.
 
     Args:
         blocks: blocks, or slots of a message, at once.
-        repeats: tiles that a program takes one after the other, where it takes several.
+        repeats: tiles that a program processes one after the other, if it has several.
         scores: scores, words or counts at once.
     """
 
@@ -22,7 +22,7 @@ class Tiling:
 
     @property
     def chunk(self) -> int:
-        """Blocks of a program that takes several tiles."""
+        """Blocks of a program with several tiles."""
         return self.blocks * self.repeats
 
 
@@ -32,7 +32,7 @@ MAX_BLOCKS = 2**31 - 2**20
 """Most blocks of a model: their numbers, and those of a program beyond the last, have to fit into 32 bits."""
 
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
-"""Without fusion a product and a sum are rounded twice, as on CPU."""
+"""Without fusion, a product and a sum are rounded separately, as on CPU."""
 
 EIGHT_WARPS: dict[str, Any] = {**OPTIONS, "num_warps": 8}
-"""For kernels that would take more than 64 registers with four."""
+"""Options for kernels that would need more than 64 registers with four warps."""

@@ -1,4 +1,4 @@
-"""Messages of all ranks on the device: checked there, their blocks numbered, and one verdict on the step."""
+"""Messages of all ranks on the device: their check, the numbers of their blocks, and one verdict on the step."""
 
 import torch
 
@@ -17,9 +17,9 @@ class MessageReader:
 
     Args:
         form: format of the messages.
-        device: where they arrive.
+        device: device on which they arrive.
         world_size: number of ranks.
-        tiling: sizes of what a program works on.
+        tiling: sizes of the parts that a program processes.
     """
 
     def __init__(self, form: MessageFormat, device: torch.device, world_size: int, tiling: Tiling) -> None:
@@ -33,17 +33,17 @@ class MessageReader:
 
     @property
     def verdict(self) -> torch.Tensor:
-        """On the device: 0 if all is in order, 1 if a gradient was not finite, 2 if a message is malformed."""
+        """On the device: 0 if all is valid, 1 if a gradient was not finite, 2 if a message is malformed."""
         return self.status[-1]
 
     def reform(self, form: MessageFormat) -> None:
         """Read messages of another format from the next step on."""
         self._form, world = form, self._world_size
         counts = max(1, -(-8 * form.index_bytes // self._tiling.scores) if form.bitmap else form.segments)
-        # Rows of what kernels read four numbers at a time begin at multiples of 16 bytes, which strides count.
+        # Kernels read four numbers at a time, so rows begin at multiples of 16 bytes, the unit of strides.
         self.pitch, self._counts_pitch = -(-form.k // 4), -(-counts // 4)
         self.numbers = self._integers(world, 4 * self.pitch)
-        """Numbers of the blocks of each message, -1 in empty slots; ``k`` of each row."""
+        """Numbers of the blocks of each message, -1 in empty slots; only the first ``k`` of each row count."""
         self._counts, self._ends = self._integers(world, 4 * self._counts_pitch), self._integers(world, counts)
 
     def check(self, rows: torch.Tensor, *, step: int, bucket: int) -> None:
@@ -64,7 +64,7 @@ class MessageReader:
         receiving.decide[(1,)](self.status, world, WIDTH=1 << (world - 1).bit_length(), **OPTIONS)
 
     def _inspect(self, rows: torch.Tensor, stride: int, *, step: int, bucket: int) -> None:
-        """Write headers into the status, and the numbers of the blocks."""
+        """Write the results of the header checks to the status, and the numbers of the blocks."""
         form, world, tiling = self._form, self._world_size, self._tiling
         sum_words(form, rows, self._sums, tiling)
         places, counts = form.index_views(rows)

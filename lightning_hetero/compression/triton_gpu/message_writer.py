@@ -1,4 +1,4 @@
-"""Selection of blocks on the device, and the message that holds them."""
+"""Selection of blocks on the device, and the message with them."""
 
 import torch
 
@@ -13,23 +13,23 @@ __all__ = ["MessageWriter", "signed_fingerprint", "sum_words", "value_views"]
 
 
 class MessageWriter:
-    """Scores of all blocks, the choice among them, and the message of this rank.
+    """Scores of all blocks, the selection, and the message of this rank.
 
     Args:
-        layout: where parameters lie.
+        layout: places of the parameters.
         form: format of its messages.
-        device: where residuals live.
-        tiling: sizes of what a program works on.
+        device: device of the residuals.
+        tiling: sizes of the parts that a program processes.
     """
 
     def __init__(self, layout: Layout, form: MessageFormat, device: torch.device, tiling: Tiling) -> None:
         self._device, self._tiling = device, tiling
-        tiles = max(1, -(-layout.num_blocks // tiling.scores))  # one for a model of empty parameters, too
+        tiles = max(1, -(-layout.num_blocks // tiling.scores))  # also one if all parameters are empty
         rows = -(-tiles // tiling.repeats) * tiling.repeats * tiling.scores
         self._padded_scores = torch.zeros(rows, dtype=torch.float32, device=device)
         self.scores = self._padded_scores[: layout.num_blocks]
         self.histogram = self._integers(encoding.EXPONENT_BINS)
-        """Of the exponents of scores; ``pick`` clears it."""
+        """Histogram of the scores' exponents; ``pick`` clears it."""
         self._plan = self._integers(5)
         self._above, self._edge, self._above_ends, self._edge_ends = (self._integers(tiles) for _ in range(4))
         self._sums = torch.zeros(1, 2, dtype=torch.int64, device=device)
@@ -45,7 +45,7 @@ class MessageWriter:
         """Numbers of the chosen blocks, -1 in empty slots."""
 
     def write(self, message: torch.Tensor, residual: torch.Tensor, *, step: int, bucket: int, rank: int) -> None:
-        """Write the message of this step and take what it holds out of the residual."""
+        """Write the message of this step and subtract its values from the residual."""
         form, scores, tiles, tiling = self._form, self._padded_scores, len(self._above), self._tiling
         # The bin of the k-th largest score: first by the exponents, then by the 7 bits below them.
         encoding.pick[(1,)](self.histogram, self._plan, form.k, FINE=False, **OPTIONS)
@@ -53,7 +53,7 @@ class MessageWriter:
             scores, self.histogram, self._plan, TILE=tiling.scores, ITERS=tiling.repeats, **OPTIONS
         )
         encoding.pick[(1,)](self.histogram, self._plan, form.k, FINE=True, **OPTIONS)
-        # Slots by prefix sums over tiles, which are the same in every run, where atomic counters would not be.
+        # Slots are prefix sums over tiles, which are the same in every run, unlike atomic counters.
         encoding.count[(tiles,)](scores, self._plan, self._above, self._edge, TILE=tiling.scores, **OPTIONS)
         for counts, ends in ((self._above, self._above_ends), (self._edge, self._edge_ends)):
             headers.prefix[(1,)](counts, ends, tiles, 0, TILE=tiling.scores, **OPTIONS)
@@ -78,7 +78,7 @@ class MessageWriter:
 
 
 def value_views(form: MessageFormat, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return values and scales of the first of some messages; values again where there are no scales."""
+    """Return values and scales of the first of some messages; without scales, the values twice."""
     parts = form.value_parts(messages, form.k)
     return parts[0], parts[-1]
 
@@ -93,5 +93,5 @@ def sum_words(form: MessageFormat, messages: torch.Tensor, sums: torch.Tensor, t
 
 
 def signed_fingerprint(form: MessageFormat) -> int:
-    """Return the format's fingerprint with a sign: it fits into 32 bits whatever it is, so its type never changes."""
+    """Return the format's fingerprint as a signed number, which always fits into 32 bits, so its type never changes."""
     return form.fingerprint - (form.fingerprint >> 31 << 32)

@@ -1,4 +1,4 @@
-"""Triton kernels of what arrives: the blocks of all messages are numbered, checked and decided on by the device.
+"""Triton kernels for received messages: the device numbers and checks the blocks of all messages, and decides.
 
 =============  ===================================================================================================
 kernel         what it does
@@ -8,7 +8,7 @@ kernel         what it does
 ``decide``     one verdict for all messages: 0 merge, 1 a gradient was not finite, 2 a message is malformed
 =============  ===================================================================================================
 
-Headers are those of :mod:`lightning_hetero.compression.triton_gpu.header_kernels`, what a verdict leads to is in
+Headers are checked in :mod:`lightning_hetero.compression.triton_gpu.header_kernels`, verdicts are carried out in
 :mod:`lightning_hetero.compression.triton_gpu.apply_kernels`, and the status is that of
 :mod:`lightning_hetero.compression.triton_gpu.status`. Import this module only where Triton is.
 """
@@ -24,22 +24,22 @@ __all__ = ["check", "decide", "expand", "spread", "tally"]
 
 SEGMENT_BLOCKS = tl.constexpr(wire_format.SEGMENT_BLOCKS)
 LAST = tl.constexpr(2**31 - 1)
-"""End of a segment behind the last one: no slot reaches it."""
+"""End of a segment after the last one: no slot reaches it."""
 
 
 @triton.jit(do_not_specialize=["stride", "pitch", "segments", "steps", "k", "world"])
 def expand(places_ptr, ends_ptr, status_ptr, numbers_ptr, stride, pitch, segments, steps, k, world, TILE: tl.constexpr):
-    """Write the numbers of each message's blocks, -1 in empty slots: segment, by bisection of prefix sums, and place.
+    """Write the numbers of each message's blocks, -1 in empty slots, from segment (found by bisection) and place.
 
     Args:
-        places_ptr: int16 to be read without sign, first row's indices.
+        places_ptr: first row's indices, int16 to read as unsigned.
         ends_ptr: prefix sums of the blocks of each segment.
-        status_ptr: what ``inspect`` found.
-        numbers_ptr: int32, ``k`` of each row.
-        stride: from one row's indices to the next, in 16 bytes.
-        pitch: from one row of numbers to the next, in 16 bytes.
+        status_ptr: result of ``inspect``.
+        numbers_ptr: receives int32 numbers, ``k`` in each row.
+        stride: distance from one row's indices to the next, in units of 16 bytes.
+        pitch: distance from one row of numbers to the next, in units of 16 bytes.
         segments: number of segments.
-        steps: bits of ``segments``.
+        steps: steps of the bisection, the bits of ``segments``.
         k: most blocks of a message.
         world: number of rows.
         TILE: slots of a program.
@@ -66,7 +66,7 @@ def _bits(words_ptr, peer, stride, block, bits):
 
 @triton.jit(do_not_specialize=["stride", "pitch", "bits"])
 def tally(words_ptr, counts_ptr, stride, pitch, bits, TILE: tl.constexpr):
-    """Count the blocks in each tile of each row's bitmap; rows of words and counts are so many times 16 bytes apart."""
+    """Count the blocks in each tile of each row's bitmap; ``stride`` and ``pitch`` are in units of 16 bytes."""
     tile, peer = tl.program_id(0), tl.program_id(1)
     bit = _bits(words_ptr, peer, stride, tile * TILE + tl.arange(0, TILE), bits)
     tl.store(_row(counts_ptr, peer, pitch) + tile, tl.sum(bit, axis=0))
@@ -74,7 +74,7 @@ def tally(words_ptr, counts_ptr, stride, pitch, bits, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride", "pitch", "bits", "k"])
 def spread(words_ptr, ends_ptr, status_ptr, numbers_ptr, stride, pitch, bits, k, TILE: tl.constexpr):
-    """Write the numbers of the blocks in each row's bitmap; slots that are empty stay as they are.
+    """Write the numbers of the blocks in each row's bitmap; empty slots stay as they are.
 
     Rows of words and of numbers are ``stride`` and ``pitch`` times 16 bytes apart.
     """
@@ -101,15 +101,15 @@ def check(
     numbers_ptr, status_ptr, value_ptr, scale_ptr, stride, pitch, num_blocks, world,
     BLOCK: tl.constexpr, TILE: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """Add to the status of each message whose numbers do not ascend, leave the model, or whose values are not finite.
+    """Add faults to the status of messages: numbers that do not ascend or exceed the model, values that are not finite.
 
     Args:
-        numbers_ptr: int32, ``k`` of each row.
-        status_ptr: what ``inspect`` found.
+        numbers_ptr: int32 numbers of blocks, ``k`` in each row.
+        status_ptr: result of ``inspect``, to which faults are added.
         value_ptr: first row's values, float32, bfloat16 or int8.
         scale_ptr: first row's scales, bfloat16 (``INT8``).
-        stride: from one row's values to the next, and its scales, in 16 bytes.
-        pitch: from one row of numbers to the next, in 16 bytes.
+        stride: distance from one row's values, or scales, to the next, in units of 16 bytes.
+        pitch: distance from one row of numbers to the next, in units of 16 bytes.
         num_blocks: blocks of the model.
         world: number of rows.
         BLOCK: elements of a block.

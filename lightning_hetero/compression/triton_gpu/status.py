@@ -1,7 +1,7 @@
-"""Status of received messages: what kernels write about them, and how the host learns of it without waiting.
+"""Status of received messages, which kernels write and the host reads without waiting.
 
-The status of a step is ``(code, blocks, flags)`` of each rank, each in a row of its own, then the verdict. A code has a
-bit for each fault, and above them the version of a message that is in another one.
+The status of a step has a row each for the codes, the blocks and the flags of all ranks, then the verdict. A code has a
+bit for each fault and, above these, the version of a message in another version of the format.
 """
 
 import torch
@@ -25,11 +25,11 @@ FAULTS = {
 """Faults of a message, by bit of its code."""
 
 VERSION_SHIFT = 16
-"""Bits of a code below the version of a message."""
+"""Bits of a code below the message's version."""
 
 
 def status_length(world_size: int) -> int:
-    """Return how many numbers a status has.
+    """Return the number of integers in a status.
 
     Example:
         >>> status_length(2)
@@ -39,7 +39,7 @@ def status_length(world_size: int) -> int:
 
 
 def faults(code: int) -> str:
-    """Return what is wrong with a message.
+    """Return the faults of a message as text.
 
     Example:
         >>> faults(4 | 16)
@@ -52,17 +52,17 @@ def faults(code: int) -> str:
 
 
 class StatusReadback:
-    """Copy of the status on the host, which is asked for in one step and read in the next.
+    """Copy of the status on the host, which is started in one step and read in the next.
 
     Args:
-        status: on the device.
+        status: status on the device.
         world_size: number of ranks.
     """
 
     def __init__(self, status: torch.Tensor, world_size: int) -> None:
         self._status, self._world_size = status, world_size
         on_gpu = status.device.type == "cuda"
-        # Only a copy into pinned memory leaves the host free meanwhile.
+        # Only a copy to pinned memory does not block the host.
         self._seen = torch.zeros(len(status), dtype=torch.int32, pin_memory=on_gpu)
         self._copied = torch.cuda.Event() if on_gpu else None
         self._unread: tuple[int, int] | None = None
@@ -75,7 +75,7 @@ class StatusReadback:
         self._unread = step, bucket
 
     def outcome(self) -> Outcome | None:
-        """Return what became of the last step, ``None`` if that was asked before; waits until the device is there.
+        """Return the outcome of the last step, ``None`` if it was returned before; wait until the device has it.
 
         Raises:
             ValueError: naming rank and bucket of a malformed message.

@@ -1,8 +1,8 @@
-"""Warm-up of block top-k's kernels: compiled before training, and tried, so that no step waits for it or fails.
+"""Warm-up of block top-k's kernels: compiled and tried before training, so that no step waits for it or fails.
 
-Kernels are compiled when they are first launched, one after the other, a second or so each. All ranks would wait for it
-inside their first steps, and again when a change of density asks for other kernels. So they are launched once, for a
-model of two parameters: with both forms of indices, every type of gradients, and chunks that are aligned and not.
+Kernels are compiled at their first launch, one after the other, about a second each. All ranks would wait for that in
+their first steps, and again when a change of density needs other kernels. So each is launched once before, for a model
+of two parameters: with both forms of indices, every type of gradients, and both aligned and unaligned chunks.
 """
 
 import numpy as np
@@ -24,13 +24,13 @@ def launch_all(
         block: elements of a block.
         value_dtype: type of values.
         world_size: number of ranks.
-        device: where residuals live.
+        device: device of the residuals.
         dtypes: types of gradients.
         hold: whether parameters without a gradient are held back.
 
     Returns:
-        Of two steps, one with each form of indices: the format, the message that was sent, and the sums that were
-        handed on, one for each type. Blocks 0 and 16 get a gradient of 1 for each type in each step, and other ranks
+        For each of two steps, one per form of indices: the format, the message that was sent, and the sums that were
+        delivered, one for each type. In each step, blocks 0 and 16 get a gradient of 1 for each type, and other ranks
         send nothing.
     """
     layout = Layout.of([("aligned", 16 * block), ("not", 1)], block)
@@ -65,18 +65,18 @@ def launch_all(
 def warm(
     block: int, value_dtype: str, world_size: int, device: torch.device, dtypes: set[torch.dtype], *, hold: bool
 ) -> None:
-    """Do :func:`launch_all`, and check what came out of it, as a receiver without a GPU would.
+    """Do :func:`launch_all`, and check the result as a receiver without a GPU would.
 
     Raises:
         Exception: whatever the compiler, the driver or the message says, if kernels cannot be used here.
     """
     steps = launch_all(block, value_dtype, world_size, device, dtypes, hold=hold)
-    due = [([16], 1), ([0, 16], 3)]  # one of the two, which are equal, and in the next step both
+    due = [([16], 1), ([0, 16], 3)]  # one of the two equal blocks, and both in the next step
     for step, ((form, message, buckets), (blocks, total)) in enumerate(zip(steps, due, strict=True)):
         pack, _ = form.read(message.cpu(), rank=0, bucket=0, step=step)
         if pack.indices.tolist() != blocks:
             raise RuntimeError(f"they chose blocks {pack.indices.tolist()}, and {blocks} was expected")
         for what, values in (("sent", pack.values), *(("handed on", bucket) for bucket in buckets)):
             share = float(values.sum()) / (total * len(dtypes))
-            if not 0.98 < share < 1.02:  # the rounding of int8 is below
+            if not 0.98 < share < 1.02:  # int8 rounding is smaller
                 raise RuntimeError(f"they have {what} {share:.3g} of the sum that was expected")

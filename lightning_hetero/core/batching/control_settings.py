@@ -10,24 +10,25 @@ __all__ = ["CONTROL_DEFAULTS", "ControlSettings"]
 
 @dataclass(frozen=True)
 class ControlSettings:
-    """Settings of the controller and of what it knows of the workers' times.
+    """Settings of the controller and of its estimates of the workers' times.
 
-    The dead band and the weight of the past in the moving average are arguments of the planner, which users give.
+    The dead band and the weight of the past in the moving average are arguments of the planner, set by users.
 
     Args:
         times: how the workers' times are smoothed.
-        min_steps: steps at the current sizes behind a decision, ``>= 1``; with fewer it waits for the next sync round.
+        min_steps: least number of steps at the current sizes for a decision, ``>= 1``; with fewer, the controller waits
+            for the next sync round.
         significant_errors: standard errors by which times have to differ before sizes change, ``>= 0``.
-        min_throughput_change: share by which a worker's throughput has to change at least before that says anything of
-            it, 0 to 1.
+        min_throughput_change: least relative change of a worker's throughput that counts as a change, 0 to 1.
         first_bound_lifetime: decisions for which a learned bound holds at first, ``>= 1``.
-        bound_lifetime_growth: factor on that each time that the fall of throughput comes back, ``>= 1``.
-        longest_bound_lifetime: most decisions for which it holds, since what caused it may be over, ``>= 1``.
-        finishing_dead_band: share of the dead band that is left after a change that rested on few noisy steps, 0 to 1.
-        gain_after_reversal: factor on the share of the rule's step that a size takes which turns round, above 0, to 1.
-        gain_growth: factor on it for a size that goes on in one direction, ``>= 1``.
-        gain_recovery: factor on it after a decision that changed nothing, ``>= 1``.
-        min_gain: least share of the rule's step that a size takes, above 0, to 1.
+        bound_lifetime_growth: factor on the lifetime each time that the fall of throughput recurs, ``>= 1``.
+        longest_bound_lifetime: most decisions for which a bound holds, since its cause may be over, ``>= 1``.
+        finishing_dead_band: share of the dead band that applies after a change based on few noisy steps, 0 to 1.
+        gain_after_reversal: factor on the gain (the share of the rule's step that is taken) of a size that reverses its
+            direction, above 0, to 1.
+        gain_growth: factor on the gain of a size that keeps its direction, ``>= 1``.
+        gain_recovery: factor on the gain after a decision that changed nothing, ``>= 1``.
+        min_gain: least gain, above 0, to 1.
 
     Raises:
         TypeError: if a setting has the wrong type.

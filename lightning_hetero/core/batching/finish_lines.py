@@ -1,9 +1,9 @@
-"""Finish time of each worker as two lines in its samples, and what it can take within a time (C eq. 5-6).
+"""Finish time of each worker as two lines in its samples, and the samples that fit into a time (C eq. 5-6).
 
-Each worker finishes at ``t_i(b) = max(alpha_1 b + beta_1, alpha_2 b + beta_2)``, increasing and convex. What it can
-take within a time ``T`` is ``b_i(T) = min(hi_i, (T - beta_1) / alpha_1, (T - beta_2) / alpha_2)``, increasing and
-concave, and so is the sum over workers. The optimum is the ``T`` at which that sum is the total: found by Newton
-steps on a concave function, which never overshoot.
+Each worker finishes at ``t_i(b) = max(alpha_1 b + beta_1, alpha_2 b + beta_2)``, increasing and convex. Within a time
+``T`` it can take ``b_i(T) = min(hi_i, (T - beta_1) / alpha_1, (T - beta_2) / alpha_2)`` samples, increasing and
+concave, and so is the sum over workers. The optimum is the ``T`` at which that sum equals the total. Newton steps find
+it; on a concave function they never overshoot.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ class FinishLines:
     """The two lines of every worker's finish time and its bounds, as arrays of shape ``(workers,)``.
 
     Args:
-        alpha_1: seconds per sample while computing is its bottleneck.
-        beta_1: fixed seconds then.
-        alpha_2: seconds per sample while communication is its bottleneck.
-        beta_2: fixed seconds then.
+        alpha_1: seconds per sample while computing is the worker's bottleneck.
+        beta_1: fixed seconds in that case.
+        alpha_2: seconds per sample while communication is the worker's bottleneck.
+        beta_2: fixed seconds in that case.
         low: fewest samples.
         high: most samples.
 
@@ -54,11 +54,11 @@ class FinishLines:
         return cls(*cluster.coefficients(), low, high)
 
     def finish(self, b: Array) -> Array:
-        """Return when each worker is done with its samples, in seconds."""
+        """Return the finish time of each worker for ``b`` samples, in seconds."""
         return np.maximum(self.alpha_1 * b + self.beta_1, self.alpha_2 * b + self.beta_2)
 
     def capacity(self, time: float) -> tuple[Array, Array]:
-        """Return what each worker can take within ``time``, and the slope of that."""
+        """Return the samples that each worker can take within ``time``, and their slope in samples per second."""
         compute = (time - self.beta_1) / self.alpha_1
         communicate = (time - self.beta_2) / self.alpha_2
         bound = np.minimum(compute, communicate)
@@ -71,7 +71,7 @@ class FinishLines:
         return FinishLines(*(getattr(self, field.name)[keep] for field in fields(self)))
 
     def solve(self, total: int) -> tuple[float, Array, bool]:
-        """Return the least time, sizes (real numbers), and whether a lower bound alone sets the time."""
+        """Return the least time, the sizes (real numbers), and whether a lower bound alone determines the time."""
         floor_time = time = float(self.finish(self.low).max())
         for _ in range(2 * len(self.low) + 2):
             sizes, slope = self.capacity(time)
@@ -88,7 +88,7 @@ class FinishLines:
 
 
 def check_bounds(workers: int, total: int, min_local: Bound, max_local: Bound | None) -> tuple[Array, Array]:
-    """Return the bounds of each worker's samples, if they allow a total.
+    """Return the lower and upper bound of each worker's samples, if they allow the total.
 
     Args:
         workers: number of workers.

@@ -2,7 +2,7 @@
 
 ``goodput(B) = throughput(B) * efficiency(B)`` with ``throughput(B) = B / T(B)``, ``T`` the OptPerf of that total, and
 ``efficiency(B) = (noise_scale + B_0) / (noise_scale + B)``, the progress of a sample relative to one at ``B_0``.
-OptPerf does not depend on the progress of training, so that what was solved is kept: :class:`SolvedTotals`.
+OptPerf does not depend on the progress of training, so :class:`SolvedTotals` keeps the solutions.
 """
 
 import math
@@ -33,28 +33,28 @@ __all__ = [
 Totals = TypeVar("Totals", float, npt.NDArray[np.float64])
 
 Window = tuple[int, int]
-"""A total, and the number of micro-batches in which it runs."""
+"""A total, and the number of its micro-batches."""
 
 
 @dataclass(frozen=True)
 class TotalSettings:
-    """Settings of how the total batch moves: in how many changes it gets where goodput is highest, not where that is.
+    """Settings of the changes of the total batch: how fast it reaches the highest goodput, not where that is.
 
-    Whether a change pays is up to :class:`~lightning_hetero.core.policies.split_rule.RuleSettings` and to the arguments
-    of the planner.
+    :class:`~lightning_hetero.core.policies.split_rule.RuleSettings` and the arguments of the planner determine whether
+    a change pays.
 
     Args:
         max_growth: largest factor between two totals where the noise scale is not certain, above 1.
         max_certain_growth: largest factor where it is, ``>= max_growth``: a total beyond ``max_growth`` has to pay even
             if the noise scale is off by ``noise_scale_errors``.
         noise_scale_errors: standard errors of the noise scale, above 0; two for the usual 95 %.
-        probe_factor: factor to a total that is tried because only one size of a worker is known, above 1: far enough
-            to tell its fixed time.
+        probe_factor: factor to the next total if a worker has been seen at one size only, above 1: large enough to
+            determine the worker's fixed time.
         max_probe_waste: largest loss of efficiency for that, as a share, 0 to 1; it lasts until the next sync round.
         max_drift: largest relative change of a step time for which the times of other candidates are kept, ``>= 0``.
 
     Raises:
-        TypeError: if a setting is no number.
+        TypeError: if a setting is not a number.
         ValueError: if a setting is out of its range.
 
     Example:
@@ -82,7 +82,7 @@ TOTAL_DEFAULTS = TotalSettings()
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One total batch size and what it promises.
+    """One total batch size and its predicted goodput.
 
     Args:
         total_batch_size: ``B``, samples of one optimizer step.
@@ -90,7 +90,7 @@ class Candidate:
         step_time: seconds of an optimizer step at the optimal split.
         throughput: samples per second.
         efficiency: progress per sample relative to the initial total.
-        goodput: product of both.
+        goodput: product of throughput and efficiency.
 
     Example:
         >>> Candidate(64, 1, step_time=0.5, throughput=128.0, efficiency=0.75, goodput=96.0).accumulation
@@ -139,7 +139,7 @@ def candidate_totals(smallest: int, largest: int, *, ratio: float = 1.1) -> tupl
     Args:
         smallest: least total, ``>= 1``.
         largest: greatest total.
-        ratio: between neighbours, above 1.
+        ratio: greatest ratio of neighbors, above 1.
 
     Raises:
         ValueError: if the bounds are reversed or the ratio is not above 1.
@@ -164,7 +164,7 @@ def windows_of(
     micro_batch_limit: int | None = None,
     accumulation: int | None = None,
 ) -> tuple[Window, ...]:
-    """Return each total that the bounds allow with the number of its micro-batches, sorted.
+    """Return each total that the bounds allow, with the number of its micro-batches, sorted.
 
     Args:
         totals: candidates for ``B``.
@@ -187,7 +187,7 @@ def windows_of(
 
 
 def in_equal_parts(total: int, limit: int | None, count: int | None) -> int:
-    """Return the largest total up to ``total`` that its micro-batches share evenly.
+    """Return the largest total up to ``total`` that splits into equal micro-batches.
 
     Args:
         total: samples of one optimizer step.

@@ -1,4 +1,4 @@
-"""Split a batch into whole samples: evenly, in proportion, and the ragged last batch of an epoch."""
+"""Splits of a batch into whole samples: even, in proportion, and for the ragged last batch of an epoch."""
 
 from collections.abc import Iterator, Sequence
 
@@ -33,7 +33,7 @@ def proportional_sizes(
 ) -> tuple[int, ...]:
     """Return integer sizes in proportion to ``shares`` within bounds, by largest remainder, with the sum ``total``.
 
-    Workers that hit a bound are fixed there and the rest is shared by the others in proportion.
+    Workers that hit a bound are fixed there; the others share the rest in proportion.
 
     Args:
         total: samples to hand out.
@@ -82,7 +82,7 @@ def proportional_sizes(
 
 
 def _cycle_until(order: np.ndarray, sizes: np.ndarray, high: np.ndarray, total: int) -> Iterator[int]:
-    """Yield worker after worker that is below its bound, until the sizes sum to the total."""
+    """Yield the workers below their upper bound, in cycles of ``order``, until the sizes sum to the total."""
     while sizes.sum() < total:
         for i in order:
             if sizes.sum() >= total:
@@ -92,11 +92,11 @@ def _cycle_until(order: np.ndarray, sizes: np.ndarray, high: np.ndarray, total: 
 
 
 def tail_sizes(remaining: int, sizes: Sequence[int], min_local: int = 1) -> tuple[int, ...]:
-    """Split of the ragged last batch of an epoch in the proportion of the full one.
+    """Split the ragged last batch of an epoch in the proportions of the full one.
 
-    A share between zero and ``min_local`` goes to workers with larger ones, because a module may not be able to run
-    such a batch (batch normalisation of a single sample); the worker that had it runs with weight 0. No worker gets
-    more than in a full batch, but for fewer than ``min_local`` samples that would otherwise be a batch of their own.
+    A share between zero and ``min_local`` goes to workers with larger shares, because a module may not be able to run
+    such a batch (batch normalization of a single sample); the worker that loses it runs with weight 0. No worker gets
+    more than in a full batch, except for fewer than ``min_local`` samples that would otherwise form their own batch.
 
     Args:
         remaining: samples left, ``0 < remaining <= sum(sizes)``.

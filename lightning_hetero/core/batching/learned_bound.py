@@ -1,9 +1,9 @@
 """Upper bounds of batch sizes, learned where throughput fell after a rise (D sec. III-C).
 
-What differs from the paper: a bound is learned only where throughput fell by as much as the size rose, because a
-smaller fall is answered by the proportional rule itself, while from there on it would swing for ever. And a bound is on
-trial, because one disturbed stretch of steps looks like a rise that went wrong: it lapses after two decisions, and
-holds four times as long each time that the fall comes back.
+Two differences from the paper. A bound is learned only where throughput fell by as much as the size rose: the
+proportional rule itself corrects a smaller fall, but from there on it would oscillate forever. And a bound is on trial,
+because one disturbed stretch of steps looks like a rise that went wrong: it lapses after two decisions, and holds four
+times as long each time that the fall recurs.
 """
 
 from dataclasses import dataclass, replace
@@ -38,8 +38,8 @@ class LearnedBound:
         size: samples before the rise.
         throughput: ``X_i`` before the rise, in samples per second.
         lifetime: decisions for which the bound holds.
-        age: decisions since the fall. A bound that has lapsed is kept until a rise goes well, so that a fall that
-            comes back makes it last longer.
+        age: decisions since the fall. A lapsed bound is kept until a rise goes well, so that it lasts longer if the
+            fall recurs.
 
     Example:
         >>> LearnedBound(60, 100.0, lifetime=2, age=1).holds, LearnedBound(60, 100.0, lifetime=2, age=2).holds
@@ -67,15 +67,15 @@ def learn_bound(
 ) -> LearnedBound | None:
     """Return a worker's bound after one more decision.
 
-    It is learned if the size rose and the next size, ``b X / X_old``, would lie below the former one: from there on the
-    rule would swing. It is forgotten if a rise beyond it went well, or if throughput at the former size is not what it
-    was: then something else than the size had changed it.
+    A bound is learned if the size rose and the next size, ``b X / X_old``, would be at most the former one, within the
+    dead band: from there on the rule would oscillate. It is forgotten if a rise beyond it went well, or if throughput
+    at the former size is no longer the same: then something other than the size had changed it.
 
     Args:
-        bound: of the worker so far, ``None`` for none.
-        now: what the worker runs.
-        before: what it ran before its last change.
-        notable: least change of throughput that says anything, as a share.
+        bound: bound of the worker so far, ``None`` for none.
+        now: current operation of the worker.
+        before: its operation before its last change.
+        notable: least relative change of throughput that counts as a change.
         dead_band: of the controller.
         settings: of the controller.
 
@@ -86,7 +86,7 @@ def learn_bound(
     rise, fall = now.size / max(before.size, 1), before.throughput / max(now.throughput, 1e-12)
     if now.size > before.size and fall > 1 / (1 - min(notable, 0.9)) and fall * (1 + dead_band) >= rise:
         lifetime = settings.first_bound_lifetime
-        if bound is not None:  # the fall came back
+        if bound is not None:  # the fall recurs
             lifetime = min(settings.bound_lifetime_growth * bound.lifetime, settings.longest_bound_lifetime)
         return LearnedBound(before.size, before.throughput, lifetime)
     if bound is None or now.size > max(bound.size, before.size):

@@ -1,4 +1,4 @@
-"""Rules by which the learning rate follows the total batch size: one factor on the rate of the user's schedule.
+"""Scaling rules of the learning rate with the total batch size: one factor on the rate of the user's schedule.
 
 The factor compares a step at ``B`` with one at the initial total ``B_0``. AdaScale (Johnson et al., 2020) takes the
 gain in progress from the noise: ``r = (tr(Sigma) / B_0 + |G|^2) / (tr(Sigma) / B + |G|^2)``, between 1 and ``B /
@@ -71,7 +71,7 @@ def lr_gain(rule: str | Rule, total: float, initial: float, trace: float, grad_s
         grad_sq_norm: ``|G|^2``.
 
     Raises:
-        TypeError: if the rule gives no number.
+        TypeError: if the rule does not return a number.
         ValueError: if the rule is unknown, or its number is not positive and finite.
 
     Example:

@@ -1,8 +1,8 @@
 """The optimal split of a batch (OptPerf; C sec. 3.3, C Alg. 1), solved exactly.
 
-What all workers together can take within a time is a concave function of it
-(:mod:`lightning_hetero.core.batching.finish_lines`), and the optimum is the time at which that is the total. The
-paper's search over overlap states can give negative sizes and wrong boundaries.
+The number of samples that all workers together can take within a time is a concave function of that time
+(:mod:`lightning_hetero.core.batching.finish_lines`). The optimum is the time at which it equals the total. The paper's
+search over overlap states can give negative sizes and wrong boundaries.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ def solve_optperf(
 ) -> BatchPlan:
     """Solve for the split of least step time (OptPerf; C sec. 3.3), exact with bounds and integers.
 
-    Integers: the floor of the real optimum, then the samples left over go, one by one, to whoever stays earliest. Any
-    integer split contains at least as many increments, so its largest finish time is no smaller.
+    Integer sizes are the floor of the real optimum; the remaining samples go, one by one, to the worker that then
+    finishes earliest. Any integer split contains at least as many increments, so its largest finish time is no smaller.
 
     Args:
         cluster: time model of all workers.
@@ -71,14 +71,14 @@ def solve_optperf(
 def _round(lines: FinishLines, sizes: Array, total: int) -> Array:
     """Return integer sizes with the sum ``total`` and the least largest finish time."""
     whole = np.floor(sizes + 1e-9)
-    while whole.sum() > total:  # a worker with next to no time per sample takes a sample more by rounding of the time
+    while whole.sum() > total:  # rounding of the time may give a worker with tiny time per sample one sample too many
         whole = np.maximum(whole - 1.0, lines.low)
     rest = int(total - whole.sum())
     if rest == 0:
         return whole
     room = np.minimum(lines.high - whole, rest)
     first = np.where(room > 0, lines.finish(whole + 1), np.inf)
-    # the ``rest`` cheapest increments all end by ``limit``: list every increment up to there, second ones included
+    # the ``rest`` earliest increments all end by ``limit``: list every increment up to there, second ones included
     limit = float(np.partition(first, rest - 1)[rest - 1]) if rest <= (room > 0).sum() else np.inf
     reach = lines.capacity(limit)[0] if np.isfinite(limit) else lines.high
     count = np.clip(np.floor(reach + 1e-9) - whole, room > 0, room).astype(int)
@@ -91,18 +91,18 @@ def _round(lines: FinishLines, sizes: Array, total: int) -> Array:
 
 
 def _leave_out(lines: FinishLines, total: int, step_time: float) -> tuple[tuple[int, ...], float | None]:
-    """Return the workers whose minimum alone takes longer than all else by the others, and the time without them.
+    """Return the workers whose minimum alone takes longer than the others need for the total, and the time without.
 
-    Of the workers, slowest minimum first, leave out ``k``: the longest minimum of the rest falls with ``k``, the time
-    that the rest needs for everything rises. The best ``k`` is where they cross, or one before; workers that are
-    equally slow go together.
+    With the ``k`` workers of the slowest minimum left out, the longest minimum of the rest falls with ``k``, and the
+    time that the rest needs for the total rises. The best ``k`` is where the two cross, or one before; equally slow
+    workers are left out together.
     """
     slowest_first = np.argsort(-lines.finish(lines.low), kind="stable")
 
     def rest(k: int) -> FinishLines:
         return lines.part(np.isin(np.arange(len(slowest_first)), slowest_first[:k], invert=True))
 
-    few, many = 0, len(slowest_first)  # with ``few`` left out a minimum sets the time, with ``many`` it does not
+    few, many = 0, len(slowest_first)  # without ``few`` workers a minimum determines the time, without ``many`` none
     while many - few > 1:
         k = (few + many) // 2
         part = rest(k)
@@ -170,8 +170,8 @@ def solve_step_times(
 def _capacity_table(lines: FinishLines, times: Array, crossing_time: Array, full_time: Array, start: float) -> Array:
     """Sum of capacities at each of the sorted ``times``, by accumulating slopes between the breaks.
 
-    Workers with next to no time per sample are full right after ``start``, and their huge slopes would swallow all
-    others. So slopes are summed from the end, and the sizes are anchored at the first break that is clearly later.
+    Workers with tiny time per sample are full right after ``start``; in floating point, their huge slopes would swallow
+    all others. So slopes are summed from the end, and the sizes are anchored at the first break that is clearly later.
     """
     _, slope = lines.capacity(start)
     communicates = (crossing_time > start) & (crossing_time < full_time)
@@ -190,14 +190,14 @@ def _capacity_table(lines: FinishLines, times: Array, crossing_time: Array, full
 
 
 def overlap_state(cluster: ClusterTimeModel, step_times: Sequence[float] | Array) -> list[bytes]:
-    """Return the overlap states: the workers that are bound by computing at each of these OptPerfs (C sec. 3.3).
+    """Return the overlap states: the workers that computing limits at each of these OptPerfs (C sec. 3.3).
 
-    Within a step time a worker is bound by computing or by communication, whichever leaves it fewer samples. It does
-    not matter whether its bounds leave it fewer still.
+    Within a step time, computing or communication limits a worker, whichever allows it fewer samples. The bounds of its
+    samples do not matter here.
 
     Args:
         cluster: time model of all workers.
-        step_times: seconds, of :func:`solve_step_times`.
+        step_times: seconds, from :func:`solve_step_times`.
 
     Returns:
         One bit per worker, the first worker first, in whole bytes; the same for equal overlap states.
@@ -216,11 +216,11 @@ def overlap_state(cluster: ClusterTimeModel, step_times: Sequence[float] | Array
 def static_sizes(
     total_batch_size: int, capacities: Sequence[float], *, min_local: Bound = 1, max_local: Bound | None = None
 ) -> tuple[int, ...]:
-    """Split in proportion to a known capacity, CPU cores or peak FLOPs, open-loop (D sec. III-B).
+    """Split in proportion to known capacities, CPU cores or peak FLOP/s, open-loop (D sec. III-B).
 
     Args:
         total_batch_size: ``B``.
-        capacities: cores or FLOPs of each worker, ``> 0``, all in one unit.
+        capacities: cores or FLOP/s of each worker, ``> 0``, all in one unit.
         min_local: fewest samples of a worker.
         max_local: most samples of a worker.
 

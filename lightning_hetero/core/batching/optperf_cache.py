@@ -1,4 +1,4 @@
-"""Keep the optimal splits of all candidate totals from one decision to the next (C sec. 4.5)."""
+"""Cache of the optimal step times of all candidate totals from one decision to the next (C sec. 4.5)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,9 +25,9 @@ class _Solved:
     """OptPerf of one candidate.
 
     Args:
-        seconds: step time by the newest model that it was solved for.
-        initial: step time when all candidates were solved together.
-        overlap: overlap state then, see :func:`~lightning_hetero.core.batching.optperf.overlap_state`.
+        seconds: step time by the newest model for which it was solved.
+        initial: step time when all candidates were last solved together.
+        overlap: overlap state at that time, see :func:`~lightning_hetero.core.batching.optperf.overlap_state`.
     """
 
     seconds: float
@@ -39,18 +39,18 @@ class _Solved:
 class SolvedTotals:
     """OptPerf of all candidates, kept from one choice of the total to the next (C sec. 4.5).
 
-    All are solved together once. A later choice is made by these times and the newest noise scale, and only what was
-    chosen is solved for the newest time model. While its overlap state (which workers are bound by computing) is the
-    one that it had, its time is renewed and the others are kept; else all are solved anew.
+    All candidates are solved together once. Later choices use these times and the newest noise scale; only the chosen
+    candidate is solved for the newest time model. While its overlap state (the workers that computing limits) is
+    unchanged, its time is renewed and the others are kept; otherwise all are solved anew.
 
-    A worker whose speed changes may leave every overlap state as it was, and then a total that is renewed would compete
-    with times of the past. So the times that are kept also have to hold: that of no candidate that is renewed may have
-    changed by more than 1 % since all were solved.
+    A change of a worker's speed may leave every overlap state unchanged; the renewed total would then compete with
+    outdated times. So all candidates are also solved anew if the time of a renewed one has changed by more than 1 %
+    since all were solved.
 
     Args:
-        min_local: fewest samples of each worker and micro-batch for which they were solved.
+        min_local: fewest samples of each worker and micro-batch in the solution.
         max_local: most samples of each worker and micro-batch, ``None`` for no limit.
-        solved: what is known of each total and number of micro-batches.
+        solved: solution of each total and number of micro-batches.
 
     Example:
         >>> from lightning_hetero.core.timing.step_time import NodeTimeModel
@@ -103,7 +103,7 @@ class SolvedTotals:
         return solved
 
     def holds(self, windows: Iterable[Window], min_local: Sequence[int], max_local: Sequence[int] | None) -> bool:
-        """Return whether these candidates are known, for these bounds."""
+        """Return whether these candidates are solved for these bounds."""
         bounds = tuple(min_local), None if max_local is None else tuple(max_local)
         return (self.min_local, self.max_local) == bounds and self.solved.keys() >= {*windows}
 
@@ -114,12 +114,12 @@ class SolvedTotals:
     def renewed(
         self, cluster: ClusterTimeModel, windows: Iterable[Window], settings: TotalSettings = TOTAL_DEFAULTS
     ) -> "SolvedTotals | None":
-        """Solve these candidates for the newest model; ``None`` if with that no candidate is known any more.
+        """Solve these candidates for the newest model; ``None`` if that shows all kept times to be outdated.
 
         Args:
             cluster: time model of one micro-batch.
             windows: candidates whose times a choice rests on.
-            settings: of which ``max_drift`` counts.
+            settings: of the total; only ``max_drift`` is used.
         """
         solved = dict(self.solved)
         for window, newest in self._solve(cluster, windows).items():
@@ -138,7 +138,7 @@ class SolvedTotals:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "SolvedTotals":
-        """Return what :meth:`state_dict` described."""
+        """Return the cache restored from :meth:`state_dict`."""
         solved = {
             (int(total), int(count)): _Solved(float(seconds), float(initial), bytes.fromhex(overlap))
             for total, count, seconds, initial, overlap in state["solved"]

@@ -1,6 +1,6 @@
 """Peak half-precision FLOP/s of devices, for open-loop splits (D sec. III-B).
 
-Figures are dense (no sparsity), of the format that mixed-precision training multiplies in: float16 or bfloat16 with
+Figures are dense (no sparsity), in the format of multiplications in mixed-precision training: float16 or bfloat16 with
 sums in float32; where hardware has no fast half precision, float32. Sources: NVIDIA's data sheets of each product; for
 GeForce and Quadro its Turing, Ampere, Ada and Blackwell architecture whitepapers; AMD's data sheets of the Instinct
 series. A GPU that is not in the table gets multiprocessors x clock x FLOP per clock of its compute capability (CUDA C++
@@ -18,10 +18,11 @@ class UnknownGPU:
     """Figures of a GPU that is not in the table.
 
     Args:
-        clock_hz: Hz of one that does not tell.
-        gtx_per_clock: most FLOP per clock and multiprocessor of a GTX: it has no tensor cores, and those of Turing have
-            128 float16 units for a multiprocessor.
-        geforce_share: share of that where a consumer's tensor cores sum up in float32 (from capability 7.5 on).
+        clock_hz: clock in Hz of a GPU that does not report one.
+        gtx_per_clock: greatest FLOP per clock and multiprocessor of a GTX: it has no tensor cores, and a Turing GTX has
+            128 float16 units per multiprocessor.
+        geforce_share: share of the full rate at which GeForce tensor cores work with sums in float32 (from capability
+            7.5 on).
     """
 
     clock_hz: float = 1.5e9
@@ -32,7 +33,7 @@ class UnknownGPU:
 UNKNOWN = UnknownGPU()
 
 TERA = {
-    # NVIDIA, data centre
+    # NVIDIA, data center
     "p4": 5.5,  # float32; its 22 TOPS are of int8
     "p40": 11.8,  # float32
     "p100 pcie": 18.7,
@@ -71,7 +72,7 @@ TERA = {
     "a5000": 111.1,
     "a6000": 154.8,
     "rtx 6000 ada": 364.0,
-    # GeForce: sums in float32 at half the rate of sums in float16, which the whitepapers list beside it
+    # GeForce: sums in float32 at half the rate of sums in float16; the whitepapers list both
     "1080 ti": 11.3,  # float32
     "2080 ti": 53.8,
     "3070": 40.6,
@@ -96,9 +97,9 @@ TERA = {
 """TFLOP/s by words of the device's name, dense, in float16 or bfloat16."""
 
 VARIANTS = {"ti", "super", "d", "laptop", "mobile", "max", "mig", "nvl", "pcie"}
-"""Words that make another device of a name; unless an entry has them, the device's own clocks count."""
+"""Words that mark another device of the same name; unless an entry has them, the device's own clocks count."""
 SAME = {name: {"pcie"} for name in ("v100", "v100s", "a100", "a800", "a30", "a40", "p4")}
-"""Of these, words that change nothing."""
+"""Words among them that do not mark another device, by name."""
 
 PER_CLOCK = {
     (5, 0): 256,
@@ -120,10 +121,11 @@ PER_CLOCK = {
 AMD_PER_CLOCK = {"gfx908": 1024, "gfx90a": 1024, "gfx942": 2048, "gfx950": 4096}
 
 LANES = {"AVX512": (64, 1.4e9), "AVX2": (32, 1.8e9), "SVE256": (32, 2.6e9), "DEFAULT": (16, 2.1e9)}
-"""FLOP per clock and core, float32, and the clock that all cores sustain with it.
+"""FLOP per clock and core in float32, and the clock that all cores sustain, by vector instructions.
 
-Two units of fused multiply-add of 16, 8 or 4 numbers. Clocks are the base frequencies of a Xeon Platinum 8160 for each
-(Intel, Xeon Scalable specification update); with them, 48 cores have 4.3 TFLOP/s, which is the paper's ratio to a P100.
+Each core has two units of fused multiply-add for 16, 8 or 4 numbers. Clocks are the base frequencies of a Xeon Platinum
+8160 for each (Intel, Xeon Scalable specification update). With them, 48 cores have 4.3 TFLOP/s and a P100 has 4.3 times
+as much, as in the paper.
 """
 
 
@@ -138,11 +140,11 @@ def gpu_peak_flops(
     """Return the dense half-precision FLOP/s of a GPU, from the table by name or else from its clocks.
 
     Args:
-        name: as the driver gives it.
+        name: device name as the driver gives it.
         capability: compute capability of CUDA.
-        multiprocessors: streaming multiprocessors, or compute units.
+        multiprocessors: number of streaming multiprocessors, or compute units.
         clock: Hz, ``None`` if unknown.
-        architecture: of an AMD GPU, such as ``"gfx942"``; then ``capability`` says nothing.
+        architecture: architecture of an AMD GPU, such as ``"gfx942"``; ``capability`` is then ignored.
 
     Example:
         >>> gpu_peak_flops("Tesla T4", (7, 5), 40) / gpu_peak_flops("Tesla P4", (6, 1), 20)

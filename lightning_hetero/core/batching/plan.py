@@ -1,7 +1,7 @@
 """Batch plans: how many samples each worker takes, and from which step on.
 
-:class:`BatchPlan` is one split of one total batch. :class:`PlanHistory` says which plan holds at every step, so that
-each rank knows every rank's size at every step with no message. Neither knows how a plan was found: see
+:class:`BatchPlan` is one split of one total batch. :class:`PlanHistory` says which plan holds at every step, so each
+rank knows every rank's size at every step without communication. Plans are found elsewhere: see
 :mod:`lightning_hetero.core.batching.optperf` and :mod:`lightning_hetero.core.policies.perf_model`.
 """
 
@@ -17,7 +17,7 @@ from lightning_hetero.core.validation import check_int, check_number, check_size
 __all__ = ["NO_LIMIT", "BatchPlan", "PlanEntry", "PlanHistory"]
 
 NO_LIMIT = 2**31
-"""Samples that no batch reaches, where a number has to say that there is no limit."""
+"""Number of samples that stands for no limit: no batch reaches it."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class BatchPlan:
         local_batch_sizes: ``b_i``, samples of each worker; they sum to ``B``. A worker with 0 takes part in every
             collective with weight 0.
         step_time: predicted seconds of one step, ``None`` where there is no time model.
-        bottlenecks: what bounds each worker, ``"compute"`` or ``"communication"``; empty where unknown.
-        leave_out: ranks that only slow the job down: even their minimum takes longer than the others need.
-        step_time_without: predicted seconds of one step with the ranks in ``leave_out`` gone, else ``None``.
+        bottlenecks: bottleneck of each worker, ``"compute"`` or ``"communication"``; empty if unknown.
+        leave_out: ranks that only slow the job down: even their minimum takes longer than the others need for all.
+        step_time_without: predicted seconds of one step without the ranks in ``leave_out``, ``None`` if there are none.
         step_time_error: standard error of ``step_time`` in seconds, ``>= 0``, ``None`` where it is not known.
 
     Raises:
@@ -108,7 +108,7 @@ class PlanEntry:
         epoch: epoch, counted from 0.
         step: batch of that epoch, counted from 0; with gradient accumulation every micro-batch counts.
         plan: the plan that holds from there on.
-        reason: why it was adopted, for people.
+        reason: why it was adopted, for the log.
 
     Raises:
         TypeError: if epoch or step is not an integer.
@@ -160,8 +160,8 @@ class PlanEntry:
 class PlanHistory:
     """Plans in the order in which they hold: the single source of sizes, offsets and epoch lengths.
 
-    A change holds from a step on that no rank has drawn yet, never in the past. All methods are pure functions of the
-    entries, so ranks that hold the same history agree on all of it with no message.
+    A change never affects the past: it holds from a step that no rank has drawn yet. All methods are pure functions of
+    the entries, so ranks with the same history agree on everything without communication.
 
     Args:
         entries: in order of ``(epoch, step)``; the first one holds for everything before the second.
@@ -200,7 +200,7 @@ class PlanHistory:
         return self.entries[0]
 
     def until(self, epoch: int, step: int) -> float:
-        """Return the step of the epoch from which another entry holds than at ``step``; infinite if none does.
+        """Return the first step of the epoch after ``step`` at which another entry begins; infinite if none does.
 
         Example:
             >>> plans = (PlanEntry(0, 0, BatchPlan(8, (4, 4))), PlanEntry(0, 9, BatchPlan(8, (6, 2))))
@@ -219,7 +219,7 @@ class PlanHistory:
         return PlanHistory((*kept, entry))
 
     def since(self, epoch: int) -> "PlanHistory":
-        """Return the part that is needed from the start of ``epoch`` on."""
+        """Return the entries that are needed from the start of ``epoch`` on."""
         first = self.at(epoch, 0)
         return PlanHistory(self.entries[self.entries.index(first) :])
 
@@ -229,7 +229,7 @@ class PlanHistory:
         return [(0, self.at(epoch, 0).plan), *later]
 
     def offset(self, epoch: int, step: int) -> int:
-        """Return the samples of the epoch that the steps before ``step`` take."""
+        """Return the number of samples of the epoch that the steps before ``step`` take."""
         segments = self._segments(epoch)
         ends = [start for start, _ in segments[1:]] + [step]
         return sum(
@@ -238,7 +238,7 @@ class PlanHistory:
         )
 
     def num_batches(self, epoch: int, num_samples: int, *, drop_last: bool = False) -> int:
-        """Return the steps of an epoch over ``num_samples`` samples, the same on every rank."""
+        """Return the number of steps of an epoch over ``num_samples`` samples, the same on every rank."""
         segments = self._segments(epoch)
         taken = 0
         for (start, plan), (end, _) in zip(segments, segments[1:], strict=False):

@@ -1,18 +1,17 @@
-"""Proportional control of batch sizes with no time model (D sec. III-C, D eq. 4-5).
+"""Proportional control of batch sizes without a time model (D sec. III-C, D eq. 4-5).
 
 ``delta b_i = -X_i (mu_i - mean(mu))`` with the throughput ``X_i = b_i / mu_i`` and ``mu_i`` the smoothed compute time
-since the last change. Made stable by a dead band, smoothing, bounds, and an upper bound learned where throughput fell
-after a rise. The paper's rule does not keep the total; here sizes are re-normalised to it.
+since the last change. A dead band, smoothing, bounds, and an upper bound learned where throughput fell after a rise
+keep it stable. The paper's rule does not keep the total; here sizes are re-normalized to it.
 
-The mean is that of the workers that can still change: one that is held by a bound takes longer or shorter than all
-others whatever these do, and would put every one of them in the wrong. And the dead band knows the noise: what a change
-rests on has to exceed what times that vary so much show by chance, see
-:mod:`lightning_hetero.core.timing.step_times`.
+The mean is taken over the workers that can still change. A worker held by a bound takes longer or shorter than the
+others whatever they do, and would bias the error of every one of them. The dead band accounts for noise: a change needs
+differences that exceed what jitter of the times produces by chance, see :mod:`lightning_hetero.core.timing.step_times`.
 
-What differs from the paper: upper bounds are on trial, see :mod:`lightning_hetero.core.batching.learned_bound`. And a
-worker whose size turns round goes half as far as the rule says, and half of that at the next turn, because where times
-rise faster than sizes the whole way overshoots; with further steps in one direction, and slowly with decisions that
-change nothing, it comes back to the whole way.
+Differences from the paper: upper bounds are on trial, see :mod:`lightning_hetero.core.batching.learned_bound`. And a
+size that reverses its direction takes half of the rule's step, and half of that at the next reversal, because where
+times rise faster than sizes the whole step overshoots. Further steps in one direction, and slowly also decisions that
+change nothing, restore the whole step.
 """
 
 from collections.abc import Sequence
@@ -38,14 +37,14 @@ class ControllerState:
 
     Args:
         local_batch_sizes: sizes that run now.
-        times: what each worker takes for a step since the last change.
+        times: step times of each worker since the last change.
         previous_sizes: sizes before the last change, empty if there was none.
         previous_throughput: ``X_i`` in samples per second before the last change.
-        moves: by what each size last changed, in samples.
+        moves: last change of each size, in samples.
         gains: share of the rule's step that each size takes, 0 to 1; empty before the first change.
         bounds: upper bound learned for each worker, ``None`` for none; empty before the first decision.
         previous_errors: standard errors of ``previous_throughput``, as shares.
-        coarse: whether noise left the last change less certain than the dead band, so that it may have to be finished.
+        coarse: whether noise made the last change less precise than the dead band; the next one may complete it.
         kept: why the last decision changed nothing, ``None`` if it changed sizes.
 
     Example:
@@ -125,7 +124,10 @@ def control(
     noise = _noise(mu, state.times.errors, free)
     chance = settings.significant_errors * noise
     gains = _gains(state, error, np.abs(error) > chance, settings)
-    wanted = np.maximum(b - gains * np.asarray(state.throughput) * error, 1e-3)
+    wanted = b - gains * np.asarray(state.throughput) * error
+    wanted = np.maximum(
+        wanted, 1e-12 * wanted.max()
+    )  # in proportion also where one worker is thousands of times faster
     sizes = proportional_sizes(total_batch_size, wanted, min_local=min_local, max_local=high)
     change = np.abs(np.asarray(sizes) - b) / np.maximum(b, 1.0)
     least = settings.finishing_dead_band * dead_band if state.coarse else dead_band
@@ -170,10 +172,10 @@ def _why_kept(
 
 
 def _errors(mu: Array, b: Array, low: npt.NDArray[Any], high: npt.NDArray[Any]) -> tuple[Array, npt.NDArray[np.bool_]]:
-    """Return ``mu_i - mean(mu)``, and the workers that the mean is of: those that no bound holds back.
+    """Return ``mu_i - mean(mu)``, and the workers over which the mean is taken: those that no bound holds.
 
-    A worker at its minimum whose time is above the mean stays there, and so does one at its maximum below the mean.
-    Without them the mean is another, by which further workers may be held: it is taken anew until none is.
+    A bound holds a worker at its minimum whose time is above the mean, and one at its maximum whose time is below.
+    Leaving them out changes the mean, and further workers may then be held: repeat until none is.
     """
     free = np.ones(len(mu), dtype=bool)
     for _ in range(len(mu)):
@@ -194,7 +196,7 @@ def _noise(mu: Array, errors: Array, free: npt.NDArray[np.bool_]) -> Array:
 def _gains(
     state: ControllerState, error: Array, significant: npt.NDArray[np.bool_], settings: ControlSettings
 ) -> Array:
-    """Return the share of the rule's step for each size: less where it turns round, more where it goes on."""
+    """Return the gain of each size, the share of the rule's step: less after a reversal, more in one direction."""
     if not state.moves:
         return np.ones(len(error))
     turns = (np.asarray(state.moves) * error > 0) & significant
@@ -204,7 +206,7 @@ def _gains(
 
 
 def _rested(state: ControllerState, settings: ControlSettings) -> tuple[float, ...]:
-    """Return the shares of the rule's step after a decision that changed nothing; a size at its bound keeps its own."""
+    """Return the gains after a decision that changed nothing; a size with a learned bound in force keeps its gain."""
     return tuple(
         gain if bound is not None and bound.holds else min(settings.gain_recovery * gain, 1.0)
         for gain, bound in zip(state.gains, state.bounds, strict=bool(state.gains))

@@ -1,9 +1,9 @@
 """Choice between the dense all-reduce and block top-k at each density, by predicted time to accuracy.
 
-Steps are those of the time model (C eq. 7). Of a dense all-reduce, all buckets but the last can overlap with
-the backward pass; selection and messages of block top-k begin when that is over, and overlap with nothing. Where
-gradients may be stale, all-reduces and messages overlap with a whole step of computing, selection does not. A step
-counts with the samples that its density costs (S eq. 5).
+Step times follow the time model (C eq. 7). In a dense all-reduce, all buckets but the last can overlap with the
+backward pass; selection and messages of block top-k begin after it and overlap with nothing. Where gradients may be
+stale, all-reduces and messages overlap with a whole step of computing; selection does not. Each step time is multiplied
+by the extra samples that its density costs (S eq. 5).
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ __all__ = ["CompressionChoice", "Computing", "LinkMeasurement", "choose_density"
 
 @dataclass(frozen=True)
 class Computing:
-    """Times of a step apart from the link, the slowest worker's values; zeros if nothing is known.
+    """Computing times of a step, of the slowest worker; zeros if nothing is known.
 
     Args:
         whole: seconds of load, forward, backward and update, ``a + P``.
         begun: of these, seconds before the first gradients are ready, ``a + gamma P``.
-        last: share of a dense all-reduce that begins only behind the backward pass, ``t_u / (t_o + t_u)``, 0 to 1.
+        last: share of a dense all-reduce that begins only after the backward pass, ``t_u / (t_o + t_u)``, 0 to 1.
 
     Example:
         >>> Computing.of(StepObservations.empty(2))
@@ -61,7 +61,7 @@ class LinkMeasurement:
     """Measurements before training, the slowest rank's values.
 
     Args:
-        latency: seconds of an exchange of next to nothing, ``>= 0``.
+        latency: seconds of an exchange of a few bytes, ``>= 0``.
         rate: bytes per second that a rank can send in an exchange, above 0.
         encode: seconds of error feedback, selection and merging for the whole model.
         world_size: ranks.
@@ -119,7 +119,7 @@ class LinkMeasurement:
             density: share of all blocks that all ranks together send, above 0, to 1.
             value_dtype: type of values on the wire.
             computing: of the step.
-            stale: whether gradients may be stale. The next step computes and selects meanwhile.
+            stale: whether gradients may be stale: the next step then computes and selects while they are in flight.
 
         Example:
             >>> link = LinkMeasurement(latency=0.0, rate=1e6, encode=0.01, world_size=2, numel=1_600_000)
@@ -140,7 +140,7 @@ class CompressionChoice:
         dense_seconds: predicted seconds of a step with the dense all-reduce.
         seconds: predicted seconds of a step with block top-k at each density.
         computing: of these, seconds of computing.
-        stale: whether all-reduces and messages may be in flight meanwhile.
+        stale: whether all-reduces and messages may be in flight while the next step computes.
 
     Example:
         >>> CompressionChoice(0.01, 0.4, ((0.01, 0.1),), 0.05).describe().partition(",")[0]
@@ -189,18 +189,18 @@ def choose_density(
 ) -> CompressionChoice:
     """Return the density of least ``(1 + g(density)) step(density)``; the dense all-reduce unless that gains 5 %.
 
-    ``g`` is :func:`~lightning_hetero.core.compression.objective.density_penalty`, what a density costs in all of a
-    training. What a cut costs early in it, :func:`~lightning_hetero.core.compression.objective.cut_penalty`, passes,
-    and this choice is made once. Nor does staleness count: that was the user's choice, and dense gradients may be stale
-    as well.
+    ``g`` is :func:`~lightning_hetero.core.compression.objective.density_penalty`, the cost of a density over a whole
+    training. The choice is made once, so the passing cost of a cut early in training
+    (:func:`~lightning_hetero.core.compression.objective.cut_penalty`) does not count. Neither does staleness: the user
+    chose it, and dense gradients may be stale as well.
 
     Args:
         measured: of the link.
         densities: candidates, each above 0, to 1.
         value_dtype: type of values on the wire.
         computing: of a step.
-        stale: whether gradients may be stale, so that all-reduces and messages overlap with computing.
-        min_gain: dense time over compressed time from which on to compress, because predictions err.
+        stale: whether gradients may be stale: then all-reduces and messages overlap with computing.
+        min_gain: least ratio of dense to compressed time at which to compress, because predictions err.
 
     Example:
         >>> slow = LinkMeasurement(1e-3, 12.5e6, 0.01, world_size=2, numel=10_000_000)

@@ -1,7 +1,7 @@
 """Search for the convergence profile of a model with few probe trainings (S Alg. 1).
 
-A Gaussian process stands for ``g(r, x)``, the cost of compression rate ``r`` and total batch ``x``. The next probe is
-at a random rate, and at the batch whose expected improvement at that rate is greatest, so that all rates are explored.
+A Gaussian process models ``g(r, x)``, the cost of compression rate ``r`` and total batch ``x``. Each probe takes a
+random rate, to explore all of them, and the batch with the greatest expected improvement at that rate.
 """
 
 import math
@@ -26,11 +26,11 @@ class _SearchSettings:
 
     Args:
         max_rate: greatest compression rate of a probe.
-        candidates: total batches that are compared.
-        random_probes: first probes, whose total batch is random.
-        diverged: relative extra loss of a training that diverged: ten times the loss.
-        grid: densities and total batches that a penalty is calculated for beforehand.
-        min_penalty: least penalty, so that a density never makes samples free.
+        candidates: number of total batches that are compared.
+        random_probes: number of first probes whose total batch is random.
+        diverged: relative extra loss assumed for a training that diverged: ten times the loss.
+        grid: number of densities and of total batches for which the penalty is tabulated.
+        min_penalty: least penalty; above -1, so that samples never become free.
     """
 
     max_rate: float = 0.999
@@ -45,10 +45,10 @@ _SEARCH = _SearchSettings()
 
 
 class ConvergenceSurrogate:
-    """Gaussian process over a profile: extra loss, and how uncertain it is, at any compression rate and total batch.
+    """Gaussian process over a profile: extra loss and its uncertainty at any compression rate and total batch.
 
-    Rates are compared by ``log10(1 - r + 0.001)`` and batches by their logarithm: from 0.99 to 0.999 it is as far as
-    from 0.9 to 0.99.
+    The process measures rates by ``log10(1 - r + 0.001)``, so that 0.99 is about as far from 0.999 as from 0.9, and
+    batches by their logarithm.
 
     Args:
         profile: probe trainings.
@@ -76,7 +76,7 @@ class ConvergenceSurrogate:
         )
         self._process = GaussianProcessRegressor(kernel, normalize_y=True, random_state=0)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a scale at its bound, as few points may put it
+            warnings.simplefilter("ignore")  # few points may put a length scale at its bound
             self._process.fit(self._features(rates, totals), extra)
 
     def _features(self, rates: npt.ArrayLike, totals: npt.ArrayLike) -> Array:
@@ -97,10 +97,10 @@ class ConvergenceSurrogate:
 
 
 class ProfilePenalty:
-    """Penalty ``g(density, total)`` of a profile, looked up: the surrogate on a grid, linear in the logarithms between.
+    """Table of the penalty ``g(density, total)`` of a profile: the surrogate on a grid, log-linearly interpolated.
 
-    A controller asks for hundreds of values at a time, for which the Gaussian process itself would take too long.
-    Outside the totals that were tried, the nearest one counts.
+    A controller asks for hundreds of values at a time; the Gaussian process itself would take too long for that.
+    Totals outside the range of the profile get the value at its nearest end.
 
     Args:
         profile: probe trainings.
@@ -128,7 +128,7 @@ class ProfilePenalty:
         self._extra = np.maximum(np.array(table), _SEARCH.min_penalty)
 
     def __call__(self, density: float | Array, total: float | Array) -> Array:
-        """Return the extra samples, as a share, at densities above 0, to 1, and total batches, which are broadcast."""
+        """Return the extra samples, as a share, at densities (above 0, to 1) and total batches, with broadcasting."""
         (i, x), (j, y) = _place(np.log(density), self._densities), _place(np.log(total), self._totals)
         below, above = (self._extra[k, j] * (1.0 - y) + self._extra[k, j + 1] * y for k in (i, i + 1))
         extra: Array = below * (1.0 - x) + above * x
@@ -136,20 +136,20 @@ class ProfilePenalty:
 
 
 def _place(values: Array, grid: Array) -> tuple[npt.NDArray[np.int64], Array]:
-    """Return the cell of an even grid that each value lies in, and how far along it, 0 to 1; outside, the end."""
+    """Return each value's cell of an even grid and its position in that cell, 0 to 1; outside the grid, its end."""
     places = np.interp(values, grid, np.arange(len(grid)))
     cells = np.minimum(places.astype(np.int64), len(grid) - 2)
     return cells, places - cells
 
 
 def expected_improvement(mean: Array, deviation: Array, best: float) -> Array:
-    """Return the expected decrease below the best value so far, of normally distributed values (minimisation).
+    """Return the expected decrease of normally distributed values below the best one so far (minimization).
 
     Example:
         >>> expected_improvement(np.array([1.0, 1.0]), np.array([0.0, 1.0]), best=1.5).round(3).tolist()
         [0.5, 0.698]
     """
-    from scipy.stats import norm  # not above: it takes a second, and is for this search alone
+    from scipy.stats import norm  # imported here: it takes a second, and only this search needs it
 
     spread = np.maximum(deviation, 1e-12)
     z = (best - mean) / spread
@@ -172,9 +172,9 @@ def profile_convergence(
         probe: ``(compression rate, total batch, staleness) -> smoothed loss`` of a short training on some of the data.
         min_total: least total batch.
         max_total: greatest total batch.
-        probes: trainings besides the one that others are compared with, ``>= 1``.
+        probes: number of probe trainings besides the baseline, ``>= 1``.
         rng: source of the random rates.
-        on_profile: called after each probe training with the profile so far, to keep what was measured.
+        on_profile: called with the profile so far after each probe training, e.g. to save it.
 
     Raises:
         ImportError: if scikit-learn is missing.

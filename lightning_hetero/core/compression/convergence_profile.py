@@ -1,8 +1,8 @@
-"""Profile of what compression, staleness and batch size cost in convergence (S Alg. 1).
+"""Convergence profile: the cost of compression, staleness and batch size in convergence (S Alg. 1).
 
-``g(r, x)`` is the relative difference in the smoothed loss after a probe training at compression rate ``r`` and total
-batch ``x``, against one with neither compression nor staleness. The search for it is in
-:mod:`lightning_hetero.core.compression.bayesian_search`; what a probe trains is the caller's.
+``g(r, x)`` is the relative difference in the smoothed loss between a probe training at compression rate ``r`` and total
+batch ``x`` and one with neither compression nor staleness. :mod:`lightning_hetero.core.compression.bayesian_search`
+chooses the probes; the caller trains them.
 """
 
 import json
@@ -20,7 +20,7 @@ PROFILE_FORMAT = 1
 
 @dataclass(frozen=True)
 class ConvergenceProfile:
-    """Probe trainings of one model: the file that a controller loads.
+    """Probe trainings of one model, as a file that a controller loads.
 
     Args:
         min_total: least total batch that was tried.
@@ -64,7 +64,7 @@ class ConvergenceProfile:
         """Read the profile that :meth:`to_json` wrote.
 
         Raises:
-            ValueError: if the text is no profile, or one of another version.
+            ValueError: if the text is not a profile, or has another format version.
         """
         try:
             fields: dict[str, Any] = json.loads(text)
@@ -77,12 +77,12 @@ class ConvergenceProfile:
             raise ValueError(f"this is no convergence profile ({error!r}). Make one by profiling.") from error
 
     def save(self, path: str | Path) -> None:
-        """Write the profile, whole or not at all."""
+        """Write the profile to a file, atomically."""
         part = Path(path).with_suffix(".part")
         part.write_text(self.to_json() + "\n", encoding="utf-8")
         part.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> "ConvergenceProfile":
-        """Read the profile of a file."""
+        """Read the profile from a file."""
         return cls.from_json(Path(path).read_text(encoding="utf-8"))

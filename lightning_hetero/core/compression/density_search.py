@@ -1,4 +1,4 @@
-"""Search the best density for many totals at once: all densities of a grid, then finer ones around the best."""
+"""Search for the best density of many totals at once: all densities of a grid, then finer ones around the best."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class SearchSettings:
     """Settings of the search for the best density.
 
     Args:
-        points: densities that a round tries between the neighbours of the best one so far, 3 or more.
-        rounds: of that. Each narrows the range by half of ``points``: from a factor of ten between the densities to
-            begin with, three rounds are good for three digits.
+        points: densities that a round tries between the neighbors of the best one so far, 3 or more.
+        rounds: number of rounds. Each narrows the range by a factor of half of ``points``: from first densities a
+            factor of ten apart, three rounds give three digits.
 
     Example:
         >>> SearchSettings().points
@@ -41,15 +41,15 @@ SEARCH = SearchSettings()
 def best_densities(
     objective: Callable[[Array], Array], densities: Sequence[float] | Array, settings: SearchSettings = SEARCH
 ) -> Array:
-    """Find the density of the least objective in each row: those given, then finer ones between the best's neighbours.
+    """Find the density of least objective in each row: try the given ones, then finer ones around the best.
 
     Args:
-        objective: from densities of shape ``(1, n)`` or ``(rows, n)`` to values of shape ``(rows, n)``.
+        objective: function from densities of shape ``(1, n)`` or ``(rows, n)`` to values of shape ``(rows, n)``.
         densities: densities to choose from; the best one lies between the least and the greatest of them.
-        settings: how fine.
+        settings: fineness of the search.
 
     Returns:
-        shape ``(rows,)``.
+        Densities, shape ``(rows,)``.
 
     Raises:
         ValueError: if there is no density.

@@ -5,7 +5,7 @@
 cost (:mod:`lightning_hetero.core.compression.convergence_profile`). Eq. 6 is not as printed: it compares bytes with
 bytes, ``bytes(density) <= bandwidth * x_i / f_i(x_i)``.
 
-Functions take numbers or arrays, so that one call evaluates all densities of all totals.
+Functions take numbers or arrays: one call evaluates all densities of all totals.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,21 +33,21 @@ Array = npt.NDArray[np.float64]
 Numbers = TypeVar("Numbers", float, Array)
 
 DOES_NOT_FIT = 1e30
-"""Seconds per sample of stale messages that take longer than computing, for each second that they take."""
+"""Objective of stale messages that take longer than computing, per second that they take: above any real one."""
 
 
 @dataclass(frozen=True)
 class PenaltySettings:
-    """Extra samples that compression and staleness are assumed to cost where no profile says more.
+    """Assumed cost of compression and staleness, in extra samples, without a convergence profile.
 
     Args:
-        per_decade: extra samples, as a share, for each factor of ten by which less is sent. An assumption, no
+        per_decade: extra samples, as a share, for each factor of ten by which less is sent. An assumption, not a
             measurement.
-        stale: extra samples, as a share, of gradients that are applied one step late. StellaTrain saw 0.18 at most
-            (S sec. 6); early in a training with momentum it is more, so that nothing is stale for a small gain.
+        stale: extra samples, as a share, for gradients that are applied one step late. StellaTrain saw 0.18 at most
+            (S sec. 6); early in a training with momentum the cost is higher, so a small gain does not justify it.
         cut_steps_per_waiting_step: steps of progress that a cut of the density costs for each step by which blocks wait
-            longer. On the digits (``benchmarks/wan.py``), a cut from 10 % to 0.67 % put trainings back by 30 to 45
-            steps, where blocks wait for 140 more: by about a third.
+            longer. On the digits (``benchmarks/wan.py``), a cut from 10 % to 0.67 % made blocks wait for 140 more steps
+            and set trainings back by 30 to 45 steps, about a third of that.
 
     Example:
         >>> PenaltySettings().per_decade
@@ -68,7 +68,7 @@ PENALTY = PenaltySettings()
 
 
 def time_to_accuracy(total: Numbers, step_time: Numbers, loss_penalty: Numbers) -> Numbers:
-    """Return the seconds per sample at a penalty, which are minimised: ``(1 + g) / (X / T)`` (S eq. 5).
+    """Return the objective, seconds per sample times the penalty: ``(1 + g) / (X / T)`` (S eq. 5).
 
     Example:
         >>> time_to_accuracy(100, 0.5, 0.2)
@@ -78,11 +78,11 @@ def time_to_accuracy(total: Numbers, step_time: Numbers, loss_penalty: Numbers) 
 
 
 def density_penalty(density: Numbers, settings: PenaltySettings = PENALTY) -> Numbers:
-    """Return the extra samples of a density where no profile says more: 10 % for each factor of ten below 1.
+    """Return the extra samples of a density without a profile, as a share: 10 % for each factor of ten below 1.
 
-    That is an assumption, no measurement: error feedback sends in another step what one leaves out, so that the price
-    of a low density is a delay, and it grows slowly. A
-    :class:`~lightning_hetero.core.compression.convergence_profile.ConvergenceProfile` of the model at hand replaces it.
+    An assumption, not a measurement: error feedback sends in a later step what this one leaves out, so a low density
+    costs only a delay, and that cost grows slowly. A
+    :class:`~lightning_hetero.core.compression.convergence_profile.ConvergenceProfile` of the model replaces it.
 
     Example:
         >>> density_penalty(np.array([1.0, 0.01])).round(3).tolist()
@@ -94,15 +94,15 @@ def density_penalty(density: Numbers, settings: PenaltySettings = PENALTY) -> Nu
 def cut_penalty(density: Numbers, present: float, steps: float, settings: PenaltySettings = PENALTY) -> Numbers:
     """Return the extra samples of a cut in a young training: ``0.3 (1 / density - 1 / present) / steps``.
 
-    A block is sent once in about ``1 / density`` steps. After a cut it waits for so much longer, and until then the
-    weights lack what it holds back, which is less than the whole, because what is large goes first. That counts as a
-    share of the steps so far: early in a training it is much of it, later next to nothing.
+    A block is sent about once in ``1 / density`` steps. After a cut it waits longer, and until then the weights lack
+    its part of the gradient. They lack less than the number of missing blocks suggests, because large blocks go first.
+    The cost is a share of the steps so far: large early in training, negligible later.
 
     Args:
         density: share of the gradient's blocks that is sent, above 0, to 1.
         present: the share that is sent now; a density that is no lower costs nothing.
         steps: steps of the training so far, above 0.
-        settings: what each step costs by which blocks wait longer.
+        settings: cost of each step by which blocks wait longer.
 
     Example:
         >>> cut_penalty(np.array([0.01, 0.2]), 0.1, steps=200).round(3).tolist()
@@ -117,14 +117,14 @@ def cut_penalty(density: Numbers, present: float, steps: float, settings: Penalt
 def assumed_penalty(
     density: Numbers, present: float, steps: int, stale: bool = False, settings: PenaltySettings = PENALTY
 ) -> Numbers:
-    """Return ``g`` where no profile says more: the cost of a density, of a cut by now, and of stale gradients.
+    """Return ``g`` without a profile: the cost of a density, of a cut at this point, and of stale gradients.
 
     Args:
         density: share of the gradient's blocks that is sent, above 0, to 1.
         present: the share that is sent now.
-        steps: steps of the training so far; those before the first count as one.
+        steps: steps of the training so far; 0 counts as 1.
         stale: whether gradients are stale.
-        settings: the price of each.
+        settings: cost of each.
 
     Example:
         >>> [round(float(assumed_penalty(0.01, 0.1, steps=200, stale=stale)), 3) for stale in (False, True)]
@@ -137,7 +137,7 @@ def assumed_penalty(
 def penalised_time(
     total: Array, compute: Array, transfer: Array, penalty: Array, *, stale: bool, headroom: float = 1.0
 ) -> Array:
-    """Return the time to accuracy (S eq. 5), beyond all others where stale messages outlast computing (S eq. 6).
+    """Return the time to accuracy (S eq. 5), prohibitively large where stale messages outlast computing (S eq. 6).
 
     Args:
         total: samples of a step; all arrays are broadcast.
@@ -145,7 +145,7 @@ def penalised_time(
         transfer: seconds that its messages take, above 0.
         penalty: extra samples that density and total cost, as a share: ``g``, above -1.
         stale: whether messages travel while the next step computes.
-        headroom: factor by which stale messages are to take less than computing, 1 or more.
+        headroom: factor by which stale messages must be shorter than computing, 1 or more.
 
     Raises:
         ValueError: if a penalty is -1 or less.
@@ -174,7 +174,7 @@ class DensityChoice:
         compute: seconds of a step that sends nothing.
         transfer: seconds that its messages take at this density.
         least: seconds that they take at the least density allowed.
-        stale: whether messages travel while the next step computes, or else every step waits for its own.
+        stale: whether messages travel while the next step computes; if not, every step waits for its own.
 
     Example:
         >>> choice = DensityChoice(0.01, 64, objective=0.002, compute=0.1, transfer=0.02, least=0.002)
@@ -231,10 +231,9 @@ def minimise_time_to_accuracy(
     """Find total batch and density of least time to accuracy under the bandwidth constraint (S eq. 1, 5, 6).
 
     The paper searches split, total and density by Nelder-Mead, with a weight ``lambda`` on unequal iteration times.
-    With a time model at hand the split of each total is the exact optimum, and unequal times need no weight of their
-    own. All totals and densities are tried at once, then finer densities. Eq. 6 holds for messages that travel while
-    the next step computes; where every step waits for its own, their time adds up. Where none fits, the least one
-    is sent.
+    Here the time model gives the exact optimum of the split for each total, and unequal times need no weight. All
+    totals and densities are tried at once, then finer densities. Eq. 6 applies to messages that travel while the next
+    step computes; where every step waits for its own, the times add up. If no density fits, the least one is used.
 
     Args:
         step_times: seconds of a step that sends nothing, at the best split of each total to choose from.
@@ -242,8 +241,8 @@ def minimise_time_to_accuracy(
         transfer: seconds that the messages of a step take at a density, above 0, increasing; takes and gives arrays.
         penalty: extra samples that a density and a total cost, as a share, above -1; takes and gives arrays.
         stale: whether messages travel while the next step computes.
-        headroom: factor by which stale messages are to take less than computing, 1 or more.
-        settings: how finely to search.
+        headroom: factor by which stale messages must be shorter than computing, 1 or more.
+        settings: fineness of the search.
 
     Raises:
         ValueError: if there is no total or no density, or a penalty is -1 or less.

@@ -1,8 +1,8 @@
-"""Settings of each compressor of gradients, and one table of them.
+"""Settings of each gradient compressor, and one table of them.
 
-Settings are values, and say which other features go with them (:data:`Feature`). What they do is in
+Settings are values, and say which other features they can be combined with (:data:`Feature`).
 :mod:`lightning_hetero.compression` (blocks, selection, messages) and
-:mod:`lightning_hetero.comm.compressors.manager` (the exchange).
+:mod:`lightning_hetero.comm.compressors.manager` (the exchange) implement them.
 """
 
 import ast
@@ -26,8 +26,8 @@ __all__ = [
 ]
 
 Feature = Literal["hierarchy", "stale", "sparse_optimizer", "density"]
-"""What may go with a compressor: messages between clusters only; gradients that are applied a step late; an optimizer
-that takes blocks; a density that moves during training."""
+"""Features that a compressor may support: messages between clusters only; stale gradients; an optimizer that takes
+blocks; a density that changes during training."""
 
 BLOCK_FEATURES: frozenset[Feature] = frozenset(("hierarchy", "stale", "sparse_optimizer", "density"))
 
@@ -41,8 +41,8 @@ class Compressor:
     """Settings of one compressor; the base of all of them.
 
     Attributes:
-        supports: what may go with it.
-        averager: ``module:Class`` that averages gradients so, with ``build(settings, context)``.
+        supports: features that it can be combined with.
+        averager: ``module:Class`` that implements the averaging, with ``build(settings, context)``.
 
     Example:
         >>> isinstance(BlockTopK(), Compressor), "density" in BlockTopK.supports
@@ -57,21 +57,21 @@ class Compressor:
 class BlockTopK(Compressor):
     """Send the blocks of ``residual + weight * gradient`` with the largest sums of magnitudes (S sec. 3.2).
 
-    What is not sent stays in the residual and is sent later. As in StellaTrain, ``density`` is what all workers send
-    together: each of ``N`` workers sends ``density / N`` of the blocks. ``density=1`` sends every block of every
-    worker, which gives the dense sum.
+    Blocks that are not sent stay in the residual and are sent later. As in StellaTrain, ``density`` is the share that
+    all workers send together: each of ``N`` workers sends ``density / N`` of the blocks. ``density=1`` sends every
+    block of every worker, which gives the dense all-reduce.
 
     Args:
         density: share of all blocks that all workers together send in a step, above 0, to 1.
-        block: contiguous elements that are selected together, 1 to 128, a power of two. Small blocks need fewer samples
-            and more time and bytes: from 2.1 bytes an element at 16 to 4 at 1, in bfloat16.
+        block: contiguous elements that are selected together, 1 to 128, a power of two. Small blocks converge in fewer
+            samples but take more time and bytes: in bfloat16, 2.1 bytes per element at 16 and 4 at 1.
         value_dtype: type of values on the wire: ``"bfloat16"``, ``"float32"``, or ``"int8"`` with a scale per block;
-            what rounding loses stays in the residual.
+            rounding errors stay in the residual.
         selector: ``"exact"`` (default on CPU), ``"histogram"`` (default on GPU), ``"sample"`` (threshold of a sample),
             or ``"aimd"`` (the paper's threshold, for comparison).
         warmup_steps: first steps that are dense, at least 0.
         dense_every: send every n-th step densely, ``None`` for never; the residual is left alone in such a step.
-        scores: what blocks are compared by, ``"magnitude"``, or ``"balanced"``: magnitude over the root mean square of
+        scores: criterion of the selection: ``"magnitude"``, or ``"balanced"``, magnitude over the root mean square of
             what the parameter has sent, for optimizers such as AdamW, whose steps do not depend on a gradient's scale.
 
     Raises:
@@ -107,11 +107,11 @@ class BlockTopK(Compressor):
 
 @dataclass(frozen=True)
 class LowRank(Compressor):
-    """Send two thin matrices in place of each gradient matrix: PowerSGD, by torch's own implementation.
+    """Send two low-rank factors in place of each gradient matrix: PowerSGD, by torch's own implementation.
 
     Args:
-        rank: columns of the thin matrices, at least 1.
-        start: steps that are dense before it begins, at least 2 (torch keys its residuals by DDP's buckets, which
+        rank: columns of the factors, at least 1.
+        start: dense steps before compression begins, at least 2 (torch keys its residuals by DDP's buckets, which
             change after the first step).
 
     Example:
@@ -183,7 +183,7 @@ COMPRESSORS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "bf16": (HalfPrecision, {"dtype": "bfloat16"}),
     "auto": (Automatic, {}),
 }
-"""Name in configuration files, class of the settings, and the settings that the name stands for."""
+"""Class of the settings by the name in configuration files, with the settings that the name implies."""
 
 
 def parse_compression(value: Any) -> Compressor | None:
@@ -245,5 +245,5 @@ def blocks_per_rank(num_blocks: int, density: float, world_size: int) -> int:
     """
     if density >= 1.0:
         return num_blocks
-    # In fractions of 2^20, so that a product a little above a whole number does not add a block.
+    # In fractions of 2^20: rounding errors just above a whole number must not add a block.
     return min(num_blocks, max(1, -(-round(num_blocks * density * 2**20) // (world_size * 2**20))))

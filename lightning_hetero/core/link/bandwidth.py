@@ -1,8 +1,8 @@
 """Conservative estimate of a link's rate: down at once, up slowly (S sec. 4.1 and 6).
 
-A link that is believed too fast makes every step wait; one that is believed too slow costs a little staleness. So a
-slower observation is believed almost at once and a faster one bit by bit. Seconds per byte are averaged, not bytes per
-second, so that one fast moment does not hide a slow link.
+Overestimating a link makes every step wait; underestimating it costs a little staleness. So the estimate follows a
+slower observation almost at once and a faster one gradually. Seconds per byte are averaged, not bytes per second: one
+fast moment must not hide a slow link.
 """
 
 import math
@@ -27,8 +27,7 @@ class BandwidthSettings:
         weight_of_slower: weight of an observation below the estimate, 0 to 1.
         weight_of_faster: weight of an observation above it, 0 to 1.
         planned_share: share of the estimate that plans count on, above 0, to 1.
-        idle_share: share of a step that workers may idle before the rate is believed to be lower, 0 to 1
-            (S sec. 4.1).
+        idle_share: share of a step for which workers may idle before the rule of S sec. 4.1 lowers the rate, 0 to 1.
         idle_factor_up: factor by which that rule raises the rate, 1 or more.
         idle_factor_down: factor by which it lowers the rate, above 0, to 1.
 
@@ -57,14 +56,14 @@ SETTINGS = BandwidthSettings()
 
 @dataclass(frozen=True)
 class LinkEstimate:
-    """Bytes per second that a worker can send, from transfers of gradients.
+    """Bytes per second that a worker can send, estimated from transfers of gradients.
 
     Args:
         rate: smoothed rate, bytes per second, above 0; ``None`` before the first observation.
-        settings: how it is estimated.
+        settings: of the estimate.
 
     Raises:
-        TypeError: if the rate is no number.
+        TypeError: if the rate is not a number.
         ValueError: if it is not above 0.
 
     Example:
@@ -81,7 +80,7 @@ class LinkEstimate:
             check_number("rate", self.rate, low=0.0, include_low=False)
 
     def observe(self, rate: float) -> "LinkEstimate":
-        """Return the estimate after an observation in bytes per second; one that is no number above 0 says nothing."""
+        """Return the estimate after an observation in bytes per second; one not finite or not above 0 is ignored."""
         if not 0.0 < rate < float("inf"):
             return self
         if self.rate is None:
@@ -94,8 +93,8 @@ class LinkEstimate:
         """Return the estimate by the paper's rule: up while workers idle for less than 5 % of a step, else down.
 
         Args:
-            share: of a step in which workers wait for the link although, at the rate that is believed, they would not
-                have to; one that is not finite says nothing.
+            share: share of a step for which workers wait for the link longer than the estimated rate predicts; ignored
+                if not finite.
 
         Example:
             >>> LinkEstimate(100.0).observe_idle(0.01).rate, LinkEstimate(100.0).observe_idle(0.3).rate
@@ -107,7 +106,7 @@ class LinkEstimate:
         return replace(self, rate=self.rate * (s.idle_factor_up if share < s.idle_share else s.idle_factor_down))
 
     def seconds(self, num_bytes: Bytes) -> Bytes:
-        """Return the seconds to count on for sending so many bytes; 0 before the first observation.
+        """Return the seconds that plans count on for sending these bytes; 0 before the first observation.
 
         Example:
             >>> LinkEstimate(rate=1000.0).seconds(90.0)
@@ -117,7 +116,7 @@ class LinkEstimate:
 
 
 def sending_rate(num_bytes: float, seconds: float, latency: float) -> float:
-    """Return the bytes per second of a message that took ``seconds``; at least a tenth of them count as sending.
+    """Return the bytes per second of a message, without latency; at least a tenth of ``seconds`` counts as sending.
 
     Example:
         >>> sending_rate(100.0, 0.3, latency=0.1), sending_rate(100.0, 0.1, latency=0.1)

@@ -1,7 +1,7 @@
-"""Clusters of ranks inside of which a link is many times faster than between them.
+"""Clusters of ranks with links inside them that are many times faster than those between them.
 
-Inside a cluster gradients are summed densely; only one rank of each, its *leader*, exchanges sums with the others, so
-that a low-bandwidth link carries one message per cluster rather than one per worker.
+Inside a cluster gradients are reduced densely. Only one rank of each cluster, its *leader*, exchanges the sums with the
+other clusters: a low-bandwidth link carries one message per cluster rather than one per worker.
 """
 
 import math
@@ -21,7 +21,7 @@ HIERARCHIES = ("nodes", "env", "auto")
 """Clusters by host, by the environment variable ``LIGHTNING_HETERO_CLUSTER`` of each process, or by timing links."""
 
 APART = 3.0
-"""Links between clusters have to be so many times slower than the slowest inside."""
+"""Least factor by which the fastest link between clusters is slower than the slowest inside."""
 
 
 def check_hierarchy(value: Any) -> str | Clusters | None:
@@ -59,7 +59,7 @@ def check_clusters(clusters: Clusters, world_size: int) -> Clusters:
     """Return the clusters of all ranks of a run.
 
     Raises:
-        ValueError: if a rank is missing, or there are fewer ranks.
+        ValueError: if a rank of the run is missing, or a named rank does not exist.
 
     Example:
         >>> check_clusters(((0, 1), (2,)), 3)
@@ -75,7 +75,7 @@ def check_clusters(clusters: Clusters, world_size: int) -> Clusters:
 
 
 def clusters_by_name(names: Sequence[Hashable]) -> Clusters:
-    """Put ranks with equal names together.
+    """Group ranks with equal names.
 
     Example:
         >>> clusters_by_name(["lab-a", "lab-b", "lab-a"])
@@ -85,13 +85,13 @@ def clusters_by_name(names: Sequence[Hashable]) -> Clusters:
 
 
 def clusters_by_time(seconds: npt.ArrayLike) -> Clusters:
-    """Find clusters from the time of a transfer between each two ranks.
+    """Find clusters from the transfer times between all pairs of ranks.
 
-    Times are sorted; the greatest ratio of one to the next parts those inside from those between clusters, if it is 3
-    at least. Ranks that a chain of short times joins are one cluster.
+    In the sorted times, the greatest ratio of neighbors separates links inside clusters from links between them, if it
+    is at least 3. Ranks joined by a chain of short times form one cluster.
 
     Args:
-        seconds: symmetric, shape (N, N), each above 0; the diagonal is not looked at.
+        seconds: symmetric, shape (N, N), each above 0; the diagonal is ignored.
 
     Returns:
         Clusters in the order of their leaders; all ranks in one if there is no such gap.

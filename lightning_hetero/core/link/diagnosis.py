@@ -1,4 +1,4 @@
-"""Tell whether training is communication-bound: steps wait for the network for longer than they compute.
+"""Diagnosis of communication-bound training: steps that wait for the network for longer than they compute.
 
 The worker that comes last in a step waits for no other worker, so the least of the workers' waits is the network's own
 (C eq. 12). A straggler is not mistaken for a slow network.
@@ -19,19 +19,19 @@ Array = npt.NDArray[np.float64]
 def network_waits(
     observations: StepObservations, *, accumulation: int = 1, message_seconds: float | None = None
 ) -> Array:
-    """Return the seconds that each step waited for the network alone, and that its slowest worker computed.
+    """Return for each step the seconds of waiting for the network alone, and of computing by its slowest worker.
 
     ``min_i(e_i - P_i)``, with ``e_i`` the end of the last bucket and ``P_i`` that of the last gradient, both from the
-    start of the backward pass; and ``max_i(a_i + P_i)`` for each micro-batch.
+    start of the backward pass; and ``max_i(a_i + P_i)`` times the micro-batches of a step.
 
     Args:
         observations: of all workers.
         accumulation: micro-batches of a step.
-        message_seconds: where gradients are compressed, seconds that the messages of a usual step take on the link.
-            What workers wait for beyond that in the median step is encoding and decoding, and left out of all steps.
+        message_seconds: with compressed gradients, seconds that the messages of a usual step take on the link. Any
+            further wait of the median step is encoding and decoding, and is subtracted from all steps.
 
     Returns:
-        shape ``(steps, 2)``.
+        Seconds, shape ``(steps, 2)``.
 
     Example:
         >>> ones = np.ones((1, 2))
@@ -54,12 +54,12 @@ class DiagnosisSettings:
     """Thresholds of the warning that training is communication-bound.
 
     Args:
-        enter_ratio: mean wait over mean computing above which training becomes communication-bound.
-        leave_ratio: ratio below which it no longer is.
-        min_usual_wait_s: wait of the median step that is worth a warning; less is timing jitter of a busy machine.
-        min_longest_wait_s: wait of a single step that is worth a warning whatever the others waited for.
+        enter_ratio: ratio of mean wait to mean computing above which training counts as communication-bound.
+        leave_ratio: ratio below which it no longer does.
+        min_usual_wait_s: least wait of the median step for a warning; less is timing jitter of a busy machine.
+        min_longest_wait_s: wait of a single step that justifies a warning whatever the median.
         repeat_factor: growth of the mean wait after which the warning is repeated.
-        min_steps: newest steps that have to be known, if need be from earlier sync rounds.
+        min_steps: least number of steps to judge by, if necessary from earlier sync rounds.
 
     Example:
         >>> DiagnosisSettings().leave_ratio
@@ -76,12 +76,12 @@ class DiagnosisSettings:
 
 @dataclass(frozen=True)
 class CommunicationBound:
-    """Judge by the newest steps whether training is communication-bound, and remember what was said of it.
+    """State of the diagnosis by the newest steps, with what the log has reported.
 
     Args:
-        steps: wait and computing of the newest steps, seconds.
-        bound: whether it is.
-        said_s: mean wait when that was said last.
+        steps: wait and computing of the newest steps, in seconds.
+        bound: whether training is communication-bound.
+        said_s: mean wait in seconds at the last warning.
         settings: thresholds.
 
     Example:
@@ -99,8 +99,8 @@ class CommunicationBound:
         """Return the state after a sync round, and whether that is worth a line in the log.
 
         Args:
-            new: of :func:`network_waits`, shape ``(steps, 2)``.
-            lasting: whether a link that makes most steps wait counts; not where its controller says so itself.
+            new: result of :func:`network_waits`, shape ``(steps, 2)``.
+            lasting: whether a link that makes most steps wait counts; false where a controller of the link reports it.
         """
         s = self.settings
         if len(new) == 0:
@@ -140,7 +140,7 @@ class CommunicationBound:
 
     @property
     def lasting(self) -> bool:
-        """``True`` if the link makes most steps wait, rather than a stall a few of them."""
+        """``True`` if the link makes most steps wait; ``False`` if stalls delay only a few."""
         s = self.settings
         return self.usual > s.leave_ratio * max(self.computing, s.min_usual_wait_s)
 

@@ -1,4 +1,4 @@
-"""Describe the link that compressed gradients cross: their bytes, their seconds, the rates of all workers."""
+"""Link that compressed gradients cross: the bytes and seconds of messages, and the rates of all workers."""
 
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -22,13 +22,13 @@ class MessageLink:
     Args:
         density: share of the blocks that is sent at present, above 0, to 1.
         message_size: bytes that a worker sends in a step, by density.
-        estimates: what is known of each worker's rate of sending; the slowest counts, because all wait for its message.
-        seconds: what the messages of the newest steps took, ``None`` if there were none.
-        stale: whether messages travel while the next step computes, or else every step waits for its own.
-        latency: seconds of messages of next to nothing, ``>= 0``, by which a link would seem slow to small messages.
-        latency_error: standard error of that.
+        estimates: estimate of each worker's sending rate; the slowest counts, because all wait for its message.
+        seconds: seconds that the messages of the newest steps took, ``None`` if there were none.
+        stale: whether messages travel while the next step computes; if not, every step waits for its own.
+        latency: seconds that an empty message would take, ``>= 0``.
+        latency_error: standard error of the latency in seconds.
         may_be_stale: whether messages may travel while the next step computes.
-        step: steps that were exchanged so far.
+        step: number of steps that sent messages so far.
 
     Example:
         >>> size = MessageSize(1_000_000, 2, parts=(32,), listed=80, marked=125_000)
@@ -65,7 +65,7 @@ class MessageLink:
         return self.message_size.bytes(self.density)
 
     def at_best(self) -> "MessageLink":
-        """Return the same link if latency were longer by its standard error, so that less of the time were sending."""
+        """Return the link at its fastest plausible rate: with the latency longer by its standard error."""
         if self.seconds is None:
             return self
         latency = min(self.latency + self.latency_error, 0.98 * self.seconds)
@@ -73,14 +73,14 @@ class MessageLink:
         return replace(self, latency=latency, latency_error=0.0, estimates=(LinkEstimate(rate),))
 
     def transfer(self, density: Densities) -> Densities:
-        """Return the seconds to count on for the messages of a step at each density."""
+        """Return the seconds that plans count on for the messages of a step at each density."""
         return self.latency + self.estimates[self.slowest].seconds(self.message_size.bytes(density))
 
 
 def without_messages(observations: StepObservations, link: MessageLink | None) -> StepObservations:
-    """Return the same steps as if they had sent nothing: synchronisation and step time shorter by the messages' time.
+    """Return the steps as if they had sent nothing: synchronization and step time shorter by the messages' time.
 
-    Of messages that travel while the next step computes, synchronisation and step time say nothing about computing.
+    If messages are stale, synchronization and step time say nothing about computing: they become 0 and NaN.
 
     Example:
         >>> zeros = np.zeros((1, 2))

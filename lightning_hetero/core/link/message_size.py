@@ -1,4 +1,4 @@
-"""Bytes of compressed gradients by density, as a value: no process group, no parameters, no messages."""
+"""Bytes of compressed gradients by density, without process group, parameters or messages."""
 
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -13,16 +13,16 @@ Densities = TypeVar("Densities", float, npt.NDArray[np.float64])
 
 @dataclass(frozen=True)
 class MessageSize:
-    """Bytes that a worker sends to all others in a step at a density, whatever the number of parameters.
+    """Bytes that a worker sends to all others in a step at a density, computed from the number of blocks alone.
 
     Args:
         num_blocks: blocks of the model.
         world_size: workers that exchange messages.
-        parts: bytes of a block in each part of a message's values.
-        listed: bytes besides indices and values where indices are listed, 2 bytes for each block.
-        marked: bytes besides values where indices are a bitmap.
-        marked_from: share of the blocks from which they are.
-        align: bytes to multiples of which indices and parts are rounded up.
+        parts: bytes per block in each part of a message's values.
+        listed: bytes besides indices and values if indices are listed, with 2 bytes per block.
+        marked: bytes besides values if indices are a bitmap.
+        marked_from: share of the blocks from which on indices are a bitmap.
+        align: bytes to whose multiples indices and parts are rounded up.
 
     Example:
         >>> size = MessageSize(1000, 2, parts=(32,), listed=80, marked=192)
@@ -41,7 +41,7 @@ class MessageSize:
     def bytes(self, density: Densities) -> Densities:
         """Return the bytes at each density, above 0, to 1."""
         shares = np.rint(self.num_blocks * np.asarray(density, dtype=float) * 2**20).astype(np.int64)
-        k = np.clip(-(-shares // (self.world_size * 2**20)), 1, self.num_blocks)  # as blocks_per_rank, of arrays
+        k = np.clip(-(-shares // (self.world_size * 2**20)), 1, self.num_blocks)  # blocks_per_rank, for arrays
         k = np.where(np.asarray(density) >= 1.0, self.num_blocks, k)
         listed, *values = [-(-k * part // self.align) * self.align for part in (2, *self.parts)]
         indices = np.where(k >= self.marked_from * self.num_blocks, self.marked, self.listed + listed)

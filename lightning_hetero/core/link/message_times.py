@@ -1,8 +1,8 @@
-"""Latency and rates of a link, told apart by messages of different sizes (S sec. 4.1).
+"""Latency and rates of a link, separated by messages of different sizes (S sec. 4.1).
 
-A message takes ``latency + bytes / rate``. What is measured before training says how long messages of next to nothing
-take while ranks do nothing else; in a training they take longer, and where all of that counted as sending, small
-messages would make any link look slow. Two sizes in a row tell both numbers; until then they stay uncertain.
+A message takes ``latency + bytes / rate``. The latency measured before training is that of tiny messages between idle
+ranks. During training it is longer; if the excess counted as sending, small messages would make any link look slow. Two
+successive sizes determine both numbers; until then they stay uncertain.
 """
 
 from dataclasses import dataclass, replace
@@ -20,14 +20,14 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class LatencySettings:
-    """Settings by which latency is told from the times of messages.
+    """Settings of the estimate of latency from the times of messages.
 
     Args:
-        busy_factor: factor on the latency that was measured before training by which it is longer in one, 1 or more;
-            what counts before two sizes have told.
-        first_relative_error: standard error of that, as a share of what the first messages take, above 0.
-        relative_error: standard error of what messages are seen to take, as a share of it, above 0.
-        relative_drift: least standard error of the latency when the size changes, as a share of what messages take.
+        busy_factor: ratio of the latency during training to the one measured before it, 1 or more; used until messages
+            of two sizes were seen.
+        first_relative_error: standard error of that latency, as a share of the first messages' time, above 0.
+        relative_error: standard error of the measured time of messages, as a share of it, above 0.
+        relative_drift: least standard error of the latency when the size changes, as a share of the messages' time.
 
     Example:
         >>> LatencySettings().busy_factor
@@ -51,14 +51,14 @@ SETTINGS = LatencySettings()
 
 @dataclass(frozen=True)
 class MessageTimes:
-    """Latency and rates as far as messages have told them.
+    """Estimates of latency and rates from the messages so far.
 
     Args:
         links: estimate of each worker's rate.
-        latency: seconds of messages of next to nothing, ``>= 0``; to begin with, what was measured before training.
-        latency_error: standard error of that in seconds, ``None`` before the first messages.
+        latency: seconds that an empty message would take, ``>= 0``; at first the value measured before training.
+        latency_error: standard error of the latency in seconds, ``None`` before the first messages.
         last: bytes and seconds of the newest messages, ``None`` before there are any.
-        settings: how latency is told.
+        settings: of the estimate of latency.
 
     Example:
         >>> times = MessageTimes((LinkEstimate(),) * 2, latency=0.001)
@@ -75,11 +75,11 @@ class MessageTimes:
     settings: LatencySettings = SETTINGS
 
     def observe(self, num_bytes: float, seconds: Array) -> "MessageTimes":
-        """Return what is known with the newest messages.
+        """Return the estimates after the newest messages.
 
         Args:
             num_bytes: bytes that a worker sent to all others in a step.
-            seconds: what each worker's message took.
+            seconds: seconds that each worker's message took.
         """
         slowest = float(seconds.max())
         latency, error = self._latency(num_bytes, slowest)
@@ -88,14 +88,14 @@ class MessageTimes:
         return replace(self, links=links, latency=latency, latency_error=error, last=(num_bytes, slowest))
 
     def _latency(self, num_bytes: float, seconds: float) -> tuple[float, float]:
-        """Return latency and its standard error, by one step of a Kalman filter where the size has changed."""
+        """Return latency and its standard error, by one step of a Kalman filter if the size has changed."""
         s = self.settings
         if self.latency_error is None or self.last is None:
             return min(s.busy_factor * self.latency, seconds), s.first_relative_error * seconds
         latency, variance, (size, took) = self.latency, self.latency_error**2, self.last
         if size != num_bytes:
             variance = max(variance, (s.relative_drift * seconds) ** 2)
-            seen = max((seconds * size - took * num_bytes) / (size - num_bytes), 0.0)  # of the line through both
+            seen = max((seconds * size - took * num_bytes) / (size - num_bytes), 0.0)  # intercept of the line
             noise = s.relative_error**2 * ((seconds * size) ** 2 + (took * num_bytes) ** 2) / (size - num_bytes) ** 2
             latency += variance / (variance + noise) * (seen - latency)
             variance *= noise / (variance + noise)

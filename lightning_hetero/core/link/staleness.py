@@ -1,9 +1,9 @@
-"""Choice of the gradient buckets that are awaited, and of those that are stale (S sec. 3.3).
+"""Choice of the synchronous and the stale gradient buckets (S sec. 3.3).
 
-All sums cross one link in the order in which they become ready. A *synchronous* one has to be there when the backward
-pass ends, a *stale* one when the next backward pass ends, so that order is that of their deadlines. Input-side layers
-are ready last, so that they are the first to become stale: the only question is how many buckets, from the output side
-on, are synchronous.
+All buckets cross one link in the order in which they become ready. A *synchronous* bucket has to arrive before the
+backward pass ends, a *stale* one before the next backward pass ends, so this order is also that of their deadlines.
+Input-side layers are ready last and become stale first. The choice is therefore only how many buckets, counted from the
+output side, are synchronous.
 """
 
 from bisect import bisect_left
@@ -19,12 +19,12 @@ class StaleSettings:
     """Thresholds at which buckets, or whole messages, become stale and synchronous again.
 
     Args:
-        simulated_steps: steps of the simulated link; the second half is measured, when the pattern repeats itself.
-        tolerance: share by which a step may take longer than with the fewest synchronous buckets, so that more are.
-        link_factors: fewer buckets are stale than now only if that holds for transfers that take so many times as long.
+        simulated_steps: steps of the simulated link, ``>= 2``; the second half, where the pattern repeats, is measured.
+        tolerance: share by which a step may take longer than without synchronous buckets, to make more synchronous.
+        link_factors: factors on the transfer times; fewer buckets become stale only if the choice holds at all of them.
         min_relative_gain: least predicted gain for which messages become stale, as a share.
-        keep_relative_gain: gain below which they are synchronous again.
-        rounds: sync rounds in a row that have to speak for stale messages.
+        keep_relative_gain: gain below which they become synchronous again, as a share.
+        rounds: successive sync rounds that have to favor stale messages.
 
     Example:
         >>> StaleSettings().rounds
@@ -56,12 +56,12 @@ class BucketTimes:
     """Times of one step that waits for nothing, and of its gradients on the link.
 
     Args:
-        ready: seconds from the end of one synchronisation until each bucket is ready on the slowest worker, increasing;
-            the last is the time of a step that is computing only.
-        transfer: seconds that the sum of each bucket takes on the link, ``>= 0``.
+        ready: seconds from the end of one synchronization until each bucket is ready on the slowest worker, increasing;
+            the last is the time of a step that only computes.
+        transfer: seconds that the all-reduce of each bucket takes on the link, ``>= 0``.
 
     Raises:
-        TypeError: if a value is no number.
+        TypeError: if a value is not a number.
         ValueError: if there is no bucket, their numbers differ, ``ready`` decreases, or a value is out of range.
 
     Example:
@@ -89,7 +89,7 @@ class BucketTimes:
         return self.ready[-1]
 
     def step_time(self, synchronous: int) -> float:
-        """Return the seconds of a step whose first ``synchronous`` buckets are awaited and whose others are stale.
+        """Return the seconds of a step whose first ``synchronous`` buckets are synchronous and whose others are stale.
 
         Example:
             >>> times = BucketTimes(ready=(3.0, 4.0), transfer=(1.0, 3.0))
@@ -121,9 +121,9 @@ class StaleChoice:
     """Number of synchronous buckets, and the predictions for it.
 
     Args:
-        synchronous: buckets, from the output side on, that are awaited.
+        synchronous: number of synchronous buckets, counted from the output side.
         step_time: predicted seconds of a step.
-        all_synchronous: predicted seconds of a step in which every bucket is awaited.
+        all_synchronous: predicted seconds of a step in which every bucket is synchronous.
         compute: seconds of a step that waits for nothing.
         transfer: seconds that a step's gradients take on the link.
 
@@ -141,7 +141,7 @@ class StaleChoice:
 
     @property
     def communication_bound(self) -> bool:
-        """``True`` if gradients take longer than computing, so that staleness of one step cannot cover them."""
+        """``True`` if gradients take longer than computing: staleness of one step then cannot hide them."""
         return self.transfer > (1.0 + SETTINGS.tolerance) * self.compute
 
     def describe(self) -> str:
@@ -155,10 +155,10 @@ class StaleChoice:
 
 @dataclass(frozen=True)
 class StaleHysteresis:
-    """Hysteresis of stale messages, all of a step or none: slow to become stale, quick to be synchronous again.
+    """Hysteresis for the messages of a step, all stale or all synchronous: slow to become stale, quick to return.
 
     Args:
-        rounds: sync rounds in a row that spoke for stale messages.
+        rounds: successive sync rounds in favor of stale messages.
 
     Example:
         >>> state = StaleHysteresis()
@@ -171,15 +171,15 @@ class StaleHysteresis:
     rounds: int = 0
 
     def observe(self, stale: bool, gain: float, settings: StaleSettings = SETTINGS) -> "tuple[StaleHysteresis, bool]":
-        """Take in one sync round more.
+        """Process one more sync round.
 
         Args:
             stale: whether messages are stale at present.
             gain: predicted gain of stale messages over synchronous ones, each at its best density, as a share.
-            settings: when to turn.
+            settings: thresholds.
 
         Returns:
-            What is known now, and whether messages are to be stale.
+            The new state, and whether messages are stale from now on.
         """
         if stale:
             return StaleHysteresis(), gain >= settings.keep_relative_gain
@@ -188,14 +188,14 @@ class StaleHysteresis:
 
 
 def choose_synchronous(times: BucketTimes, current: int, *, hysteresis: float = 0.03) -> StaleChoice:
-    """Choose as many synchronous buckets as fit without making a step longer; another number only for a gain.
+    """Choose the most synchronous buckets that do not make a step longer; change their number only for a gain.
 
-    Fewer are synchronous if that makes a step shorter by ``hysteresis`` at least; more are only if the step would not
-    get longer on a link slower or faster by a quarter either.
+    Their number falls if that makes a step shorter by at least ``hysteresis``. It rises only if the step would not get
+    longer on a link that is slower or faster by a quarter either.
 
     Args:
-        times: of the buckets, in the order of the backward pass.
-        current: buckets that are synchronous now, 0 to their number.
+        times: times of the buckets, in the order of the backward pass.
+        current: number of buckets that are synchronous now, 0 to all of them.
         hysteresis: least predicted gain for which more buckets are stale, as a share of the step time.
 
     Raises:
@@ -221,9 +221,9 @@ def choose_synchronous(times: BucketTimes, current: int, *, hysteresis: float = 
 
 
 def _most_synchronous(times: BucketTimes) -> int:
-    """Return the greatest number of synchronous buckets whose step is as short as one can be, but for the tolerance.
+    """Return the greatest number of synchronous buckets whose step exceeds the shortest one by the tolerance at most.
 
-    A bucket more that is awaited never makes a step shorter, so that bisection finds it.
+    One more synchronous bucket never makes a step shorter, so bisection finds the number.
     """
     limit = (1.0 + SETTINGS.tolerance) * times.step_time(0)
     numbers = range(1, len(times.ready) + 1)

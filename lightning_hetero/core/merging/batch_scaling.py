@@ -1,4 +1,4 @@
-"""Scale the workers' batch sizes so that they make equally many updates (A Alg. 1)."""
+"""Scaling of the workers' batch sizes toward equal numbers of updates (A Alg. 1)."""
 
 from collections.abc import Sequence
 
@@ -20,9 +20,9 @@ def scale_batch_sizes(
     Args:
         batch_sizes: ``b_i`` of each worker, between the bounds.
         updates: ``u_i``, updates that each worker did in the mega-batch.
-        settings: bounds and ``beta``. With ``damped`` the step is ``min(beta, b_i / mean(u))`` per update and ends at
-            a bound, and then all sizes grow alike until the largest is ``b_max``; without, a step that would cross a
-            bound is left out, as printed.
+        settings: bounds and ``beta``. With ``damped`` a size changes by ``min(beta, b_i / mean(u))`` per update of
+            deviation and stops at a bound; then all sizes grow in proportion until the largest is ``b_max``. Without
+            it, a change that would cross a bound is skipped, as printed.
 
     Raises:
         ValueError: if the lists differ in length, or no worker did an update.

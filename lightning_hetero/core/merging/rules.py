@@ -1,17 +1,17 @@
-"""Elastic averaging for irregular work: batch sizes that equalise updates, and how replicas are merged (Adaptive SGD).
+"""Elastic averaging for irregular work: batch sizes that equalize updates, and merging of replicas (Adaptive SGD).
 
-Workers train replicas of their own on batches that they take one by one, ``u_i`` of them in a mega-batch. At its end
-batch sizes are scaled (A Alg. 1) and the replicas are merged (A Alg. 2): ``w' = sum_i alpha_i w_i + gamma (w -
-w_p)``. A merge rule is a subclass of :class:`MergeRule` and a line of :data:`MERGES`.
+Each worker trains its own replica on batches that it takes one by one, ``u_i`` of them in a mega-batch. At the end of
+the mega-batch, batch sizes are scaled (A Alg. 1) and the replicas are merged (A Alg. 2): ``w' = sum_i alpha_i w_i +
+gamma (w - w_p)``. A merge rule is a subclass of :class:`MergeRule` and a line of :data:`MERGES`.
 
-What differs from the paper, which was written for workers that differ by a third:
+Differences from the paper, which was written for workers that differ by a third:
 
 - Scaling (A Alg. 1) never goes beyond the size at which the worker would have done ``mean(u)`` updates, because
-  ``beta`` alone overshoots or stays put for ever; and the largest size is always ``b_max``, because with noise all
-  would shrink (``damped=False`` is as printed).
-- Weights are normalised after the perturbation too, because unequal workers have weights that sum to more than 1, by
-  which each merge inflates the model (``renormalize=False`` is as printed).
-- Ties for the most and least updated replica are broken by the batch size.
+  ``beta`` alone overshoots or never moves; and the largest size is always ``b_max``, because noise would shrink all
+  sizes (``damped=False`` is as printed).
+- Weights are normalized after the perturbation too. Otherwise the weights of unequal workers sum to more than 1, and
+  each merge inflates the model (``renormalize=False`` is as printed).
+- The batch size breaks ties for the most and the least updated replica.
 """
 
 from collections.abc import Sequence
@@ -35,8 +35,8 @@ class MergeWeights:
     """Weights of the replicas in a merge.
 
     Args:
-        weights: ``alpha_i``; they sum to 1 unless perturbed and not normalised.
-        perturbed: whether the most updated replica was given more, and the least updated less.
+        weights: ``alpha_i``; they sum to 1 unless perturbed and not normalized.
+        perturbed: whether the most updated replica got more weight, and the least updated less.
 
     Example:
         >>> MergeWeights((0.66, 0.36), perturbed=True).weights
@@ -64,15 +64,15 @@ class GlobalModel(NamedTuple):
 
     @property
     def moved(self) -> torch.Tensor:
-        """``w - w_p``: by what the last merge moved it."""
+        """``w - w_p``: the change by the last merge."""
         return self.now - self.before
 
 
 class MergeRule:
     """The plain mean of all finite replicas, from which each of them starts anew; the base of all merge rules.
 
-    What a rule uses stands in its class, so that a replica keeps no tensors for nothing and a user is told of settings
-    that have no effect.
+    The class attributes say what a rule uses: a replica keeps no tensors in vain, and users learn which settings have
+    no effect.
 
     Attributes:
         scales: whether batch sizes follow updates (A Alg. 1).
@@ -95,7 +95,7 @@ class MergeRule:
         norms: Sequence[float],
         settings: AdaptiveSettings,
     ) -> MergeWeights:
-        """Return the weights of the replicas; one that is not finite gets 0, and the others its share.
+        """Return the weights of the replicas; a replica that is not finite gets 0, and the others share its weight.
 
         Args:
             batch_sizes: ``b_i`` in the mega-batch.
@@ -118,17 +118,17 @@ class MergeRule:
         momentum: float,
         world_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a tensor of the new global model, and from where this replica goes on.
+        """Return a tensor of the new global model, and the tensor with which this replica continues.
 
         Args:
-            local: of this replica.
+            local: tensor of this replica.
             merged: ``sum_i alpha_i w_i`` over all replicas.
-            previous: of the global model before this merge.
+            previous: tensor of the global model before this merge.
             momentum: ``gamma``.
             world_size: ``W``.
 
         Returns:
-            The global tensor; and the replica's own one, ``None`` where it starts anew from the global one.
+            The global tensor; and the replica's own one, ``None`` where it continues with the global one.
 
         Example:
             >>> previous = GlobalModel(torch.tensor(3.0), torch.tensor(1.0))
@@ -145,7 +145,7 @@ class MergeRule:
 
 
 class MomentumMerge(MergeRule):
-    """Elastic averaging with momentum: the mean of the replicas moves on as it has moved before.
+    """Elastic averaging with momentum: the mean of the replicas plus ``gamma`` times the last change.
 
     Example:
         >>> MomentumMerge.momentum, MomentumMerge.elastic
@@ -188,7 +188,7 @@ class CrossbowMerge(MomentumMerge):
         momentum: float,
         world_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Move the global model as with momentum, and the replica by a ``W``-th of its distance to the former one."""
+        """Move the global model with momentum, and the replica by a ``W``-th of its distance to the former model."""
         merged, _ = super().update(local, merged, previous, momentum=momentum, world_size=world_size)
         return merged, local - 1.0 / world_size * (local - previous.now)
 
@@ -215,9 +215,9 @@ class AdaptiveMerge(MomentumMerge):
     ) -> MergeWeights:
         """Return the weights of A Alg. 2, lines 1-7, for the finite replicas.
 
-        ``alpha_i = b_i / sum(b)`` if all did the same number of updates, else ``u_i / sum(u)``; then, if ``||w_i||_2 /
-        |w| < pert_thr`` for all, ``(1 + delta)`` times as much for the most updated replica and ``(1 - delta)`` for the
-        least. Arguments as :meth:`MergeRule.weights`.
+        ``alpha_i = b_i / sum(b)`` if all did the same number of updates, else ``u_i / sum(u)``. Then, if ``||w_i||_2 /
+        |w| < pert_thr`` for all, ``alpha_i`` of the most updated replica is multiplied by ``1 + delta`` and that of the
+        least updated by ``1 - delta``. Arguments as :meth:`MergeRule.weights`.
         """
         b, u, norm = _checked(batch_sizes, updates, norms)
         alpha = _normalised(b if (u == u[0]).all() else u, norm)
@@ -254,7 +254,7 @@ def _checked(batch_sizes: Sequence[int], updates: Sequence[int], norms: Sequence
 
 
 def _normalised(shares: Array, norm: Array) -> Array:
-    """Return the shares of the finite replicas, which sum to 1; equal ones where all of theirs are 0."""
+    """Return shares that sum to 1, with 0 for replicas that are not finite; equal ones if all the rest are 0."""
     finite = np.isfinite(norm)
     alpha = np.where(finite, shares, 0.0)
     return np.asarray(np.where(finite, 1.0, 0.0) / finite.sum() if alpha.sum() == 0 else alpha / alpha.sum())

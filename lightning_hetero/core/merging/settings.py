@@ -18,7 +18,7 @@ class AdaptiveSettings:
         perturbation: ``delta``, 0 to 1.
         perturbation_threshold: ``pert_thr``: largest ``||w_i||_2 / |w|`` of a replica that counts as regular.
         momentum: ``gamma``, 0 to below 1.
-        renormalize: whether weights sum to 1 after the perturbation too.
+        renormalize: whether weights are normalized to 1 after the perturbation too.
         damped: whether a size stops where the worker would have done ``mean(u)`` updates, and the largest is ``b_max``.
 
     Raises:

@@ -1,16 +1,16 @@
 """Gradient noise from the squared norms of one accumulation window, for micro-batches of any sizes.
 
 A window has ``k`` micro-batches of ``n`` workers. The optimizer takes the gradient ``g = sum_it w_it g_it`` with the
-mean gradient ``g_it`` of the ``b_it`` samples that worker ``i`` had in micro-batch ``t``. Three squared norms are to be
-had with no copy of a gradient: a worker's share of ``g`` after its first micro-batch, the same at the end, ``|g|^2``.
-With ``C_i = sum_t w_it`` and ``V_i = sum_t w_it^2 / b_it``, worker ``i``'s share divided by ``C_i`` counts as the mean
-gradient of ``n_i = C_i^2 / V_i`` samples; for equal micro-batches that is their number.
+mean gradient ``g_it`` of the ``b_it`` samples that worker ``i`` had in micro-batch ``t``. Three squared norms need no
+copy of a gradient: that of a worker's share of ``g`` after its first micro-batch, that of its share at the end of the
+window, and ``|g|^2``. With ``C_i = sum_t w_it`` and ``V_i = sum_t w_it^2 / b_it``, worker ``i``'s share divided by
+``C_i`` counts as the mean gradient of ``n_i = C_i^2 / V_i`` samples; for equal micro-batches that is their number.
 
-Shares of two workers are compared as in :mod:`lightning_hetero.core.noise.estimators` (``n - 1`` degrees of freedom). A
-worker's first micro-batch and its whole window are two batches of which one contains the other, ``S_i = (|first|^2 -
-|share|^2) / (1 / b_i1 - 1 / n_i)``; for Gaussian gradients the variance of that is ``2 tr(Sigma^2)`` over ``(1 / b_i1 -
-1 / n_i) / (1 / b_i1 + 1 / n_i + 2 / noise_scale)``, which takes the place of degrees of freedom. Both kinds are
-uncorrelated where noise dominates, so that they are weighted by these.
+Shares of different workers are compared as in :mod:`lightning_hetero.core.noise.estimators` (``n - 1`` degrees of
+freedom). A worker's first micro-batch and its whole window are two batches of which one contains the other, ``S_i =
+(|first|^2 - |share|^2) / (1 / b_i1 - 1 / n_i)``. For Gaussian gradients its variance is ``2 tr(Sigma^2)`` over ``(1 /
+b_i1 - 1 / n_i) / (1 / b_i1 + 1 / n_i + 2 / noise_scale)``, which takes the place of degrees of freedom. The two kinds
+of estimates are uncorrelated where noise dominates, and are therefore weighted by their degrees of freedom.
 """
 
 from dataclasses import dataclass, field
@@ -31,14 +31,14 @@ Coefficients = tuple[tuple[float, float, float], tuple[float, float, float]]
 
 @dataclass(frozen=True, slots=True)
 class WindowEstimator:
-    """Estimates that are linear in squared norms, with each worker's part of them.
+    """Coefficients of estimates that are linear in squared norms, worker by worker.
 
     ``(S, Q) = sum_i parts[i] @ (|first_i|^2, |local_i|^2, |g|^2)`` with ``E S = tr(Sigma)`` and ``E Q = |G|^2 +
     tr(Sigma) / samples``.
 
     Args:
         parts: for each worker, coefficients of ``S`` and of ``Q``.
-        samples: samples that the whole window counts for.
+        samples: number of samples that the whole window counts as.
 
     Example:
         >>> window_estimator(((4, 4),)) == WindowEstimator((((0.0, 4.0, -4.0), (0.0, 0.0, 0.5)),) * 2, 8.0)
@@ -54,7 +54,7 @@ class WindowEstimator:
         object.__setattr__(self, "_whole", (trace, signal))
 
     def part(self, worker: int, *, divided: bool = False) -> Coefficients:
-        """Return one worker's coefficients; it knows all of ``|g|^2``, or a part if that is ``divided`` among workers.
+        """Return one worker's coefficients, for a worker that knows all of ``|g|^2``, or only its part if ``divided``.
 
         Example:
             >>> window_estimator(((4, 4),)).part(0, divided=True)
@@ -82,14 +82,14 @@ def window_estimator(
 
     Args:
         sizes: samples of each worker in each micro-batch, shape ``(micro-batches, workers)``.
-        divisor: what the loss of each micro-batch is divided by; by default their number. A window that the end of an
-            epoch cut short has fewer micro-batches than that.
+        divisor: divisor of the loss of each micro-batch; by default the number of micro-batches. A window that the end
+            of an epoch cuts short has fewer micro-batches than its divisor.
         summed: whether losses are sums over samples rather than means.
         method: weights of the workers' estimates.
-        nested: whether the norms of first micro-batches are there.
-        exact: whether the sum over workers is that of their gradients; if it is compressed, ``|g|^2`` is not used.
-        noise_scale: ``tr(Sigma) / |G|^2`` as far as it is known; a good guess makes the variance small.
-        min_freedom: least share of its degrees of freedom that a comparison of workers must keep where micro-batches
+        nested: whether the norms of first micro-batches are available.
+        exact: whether the all-reduce is exact; if it is compressed, ``|g|^2`` is not used.
+        noise_scale: ``tr(Sigma) / |G|^2`` as far as it is known; a good guess reduces the variance.
+        min_freedom: least share of its degrees of freedom that the comparison of workers must keep where micro-batches
             differ in size, 0 to 1.
 
     Example:
@@ -122,7 +122,7 @@ def window_estimator(
         return None
     _, trace, signal = out
     if exact:
-        signal[:, 2] += whole / ranks  # known to all of them
+        signal[:, 2] += whole / ranks  # all workers know |g|^2
     return WindowEstimator(tuple((_row(s), _row(q)) for s, q in zip(trace, signal, strict=True)), total)
 
 
@@ -138,7 +138,7 @@ Parts = tuple[float, Array, Array]
 def _exact_parts(
     own: Array, total: float, unit: Array, whole: float, weights_of: WeightRule, min_freedom: float
 ) -> Parts | None:
-    """Compare workers with each other."""
+    """Compare the shares of different workers; ``None`` for fewer than two, or if too little freedom is left."""
     taken = own > 0
     n, b = int(taken.sum()), own[taken]
     trace, signal = np.zeros((len(own), 3)), np.zeros((len(own), 3))
@@ -171,7 +171,7 @@ def _local_parts(own: Array, total: float, unit: Array) -> Parts | None:
 def _with_first(
     out: Parts | None, first: Array, own: Array, unit: Array, first_unit: Array, signal: float
 ) -> Parts | None:
-    """Add what first micro-batches tell, each weighted by its degrees of freedom."""
+    """Add the estimates from first micro-batches, each weighted by its degrees of freedom."""
     usable = (first > 0) & (own > first * (1 + 1e-9))
     freedom, trace, other = out or (0.0, np.zeros((len(own), 3)), np.zeros((len(own), 3)))
     if not usable.any():

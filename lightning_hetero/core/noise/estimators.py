@@ -1,8 +1,8 @@
 """Gradient noise scale from unequal batches (C sec. 4.4, C eq. 10-11; McCandlish et al., appendix A).
 
 ``noise_scale = tr(Sigma) / |G|^2`` with the covariance ``Sigma`` of single-sample gradients and the true gradient
-``G``. For a batch of ``b`` samples ``E|g|^2 = |G|^2 + tr(Sigma) / b``, so norms of two batch sizes tell both; here
-the local gradients of ``n`` workers and their weighted mean.
+``G``. For a batch of ``b`` samples ``E|g|^2 = |G|^2 + tr(Sigma) / b``, so norms at two batch sizes determine both. Here
+these are the norms of the local gradients of ``n`` workers and of their weighted mean.
 
 The local estimators of C eq. 10 are unbiased. The weights printed in Theorem 4.1 are not the best ones: its covariances
 leave out the products ``g_i . g_j``. The minimum-variance weights need no matrix, ``w_i = (B - b_i) / ((n - 1) B)``,
@@ -34,7 +34,7 @@ Array = npt.NDArray[np.float64]
 
 
 def noise_scale_of(trace: float, grad_sq_norm: float) -> float:
-    """Return ``tr(Sigma) / |G|^2``; infinite if there is noise and no signal, NaN if neither or one is unknown.
+    """Return ``tr(Sigma) / |G|^2``; infinite with noise but no signal, NaN with neither or if one is unknown.
 
     Example:
         >>> noise_scale_of(4.0, 2.0), noise_scale_of(4.0, 0.0), noise_scale_of(0.0, 0.0)
@@ -52,7 +52,7 @@ class NoiseScaleEstimate:
     Args:
         grad_sq_norm: ``|G|^2``, squared norm of the true gradient.
         trace: ``tr(Sigma)``, summed variance of the gradient of one sample.
-        biased: whether it rests on gradients at different parameters (a single worker's successive steps).
+        biased: whether the gradients belong to different parameters (successive steps of a single worker).
 
     Example:
         >>> NoiseScaleEstimate(0.5, 100.0).noise_scale
@@ -65,7 +65,7 @@ class NoiseScaleEstimate:
 
     @property
     def noise_scale(self) -> float:
-        """``tr(Sigma) / |G|^2`` in samples; infinite where only ``|G|^2`` is estimated at 0 or below, else NaN."""
+        """``tr(Sigma) / |G|^2`` in samples; for ``|G|^2`` of 0 or below infinite if ``tr(Sigma) > 0``, else NaN."""
         return noise_scale_of(self.trace, self.grad_sq_norm)
 
 
@@ -138,10 +138,10 @@ def _cannikin_weights(b: Array) -> tuple[Array, Array]:
 
 
 WeightRule = Callable[[Array], tuple[Array, Array]]
-"""From batch sizes to the weights of the workers' estimates of ``|G|^2`` and of ``tr(Sigma)``."""
+"""Function from batch sizes to the weights of the workers' estimates of ``|G|^2`` and of ``tr(Sigma)``."""
 
 METHODS: dict[str, WeightRule] = {"pooled": _pooled_weights, "cannikin": _cannikin_weights, "mean": _mean_weights}
-"""How the workers' estimates are weighted, by name."""
+"""Weights of the workers' estimates, by name."""
 
 
 def estimate_noise_scale(
@@ -185,14 +185,14 @@ def estimate_from_two_sizes(
 ) -> NoiseScaleEstimate:
     """Estimate ``|G|^2`` and ``tr(Sigma)`` from gradients of two batch sizes (McCandlish et al., appendix A.1).
 
-    For one worker with gradient accumulation: the first micro-batch and the whole window.
+    With one worker and gradient accumulation, these are the first micro-batch and the whole window.
 
     Args:
         small_sq_norm: squared norm of the mean gradient of the smaller batch.
-        small_batch: its samples.
-        big_sq_norm: the same of the bigger batch, which may contain the smaller one.
-        big_batch: its samples, more than ``small_batch``.
-        biased: flag of the result.
+        small_batch: samples of the smaller batch.
+        big_sq_norm: squared norm of the mean gradient of the bigger batch, which may contain the smaller one.
+        big_batch: samples of the bigger batch, more than ``small_batch``.
+        biased: whether to mark the result as biased.
 
     Raises:
         ValueError: if the bigger batch is not bigger.

@@ -1,4 +1,4 @@
-"""Average the gradient noise scale over a training, and follow it as it changes."""
+"""Running average of the gradient noise scale, which follows changes during training."""
 
 import math
 from dataclasses import dataclass, replace
@@ -12,13 +12,13 @@ __all__ = ["RunningNoiseScale"]
 
 @dataclass(frozen=True, slots=True)
 class RunningNoiseScale:
-    """Noise scale over many steps: ``tr(Sigma)`` and ``|g|^2`` are averaged apart, and only then put in relation.
+    """Noise scale over many steps: ``tr(Sigma)`` and ``|g|^2`` are averaged separately, then divided.
 
-    The averages fade with samples, not with steps: a sample's weight falls by ``1 / e`` after ``horizon`` further
-    ones, so that the estimate looks back equally far whatever the batch size. Bias-corrected from the first step on.
+    The averages fade with samples, not with steps: the weight of a sample falls to ``1 / e`` after ``horizon`` further
+    ones, so the estimate looks back equally far at every batch size. Bias-corrected from the first step on.
 
     Args:
-        horizon: samples after which the weight of an observation has fallen by ``1 / e``.
+        horizon: samples after which the weight of an observation has fallen to ``1 / e``, above 0.
         trace_sum: weighted sum of ``S``.
         sq_norm_sum: weighted sum of ``|g|^2`` of the global gradient.
         inverse_sum: weighted sum of ``1 / B``.
@@ -40,7 +40,7 @@ class RunningNoiseScale:
     """
 
     min_steps_for_error: ClassVar[float] = 8.0
-    """Steps with fewer of which :attr:`relative_error` is infinite: their own noise says little."""
+    """Number of steps below which :attr:`relative_error` is infinite, because the spread of few steps says little."""
     horizon: float = 50_000.0
     trace_sum: float = 0.0
     sq_norm_sum: float = 0.0
@@ -72,8 +72,8 @@ class RunningNoiseScale:
             trace: ``S`` of the step.
             global_sq_norm: ``|g|^2`` of its global gradient.
             total_batch_size: ``B`` of the step, above 0.
-            steps: steps that the values are means of.
-            biased: whether it rests on successive steps.
+            steps: number of steps over which the values are means.
+            biased: whether the values come from successive steps of a single worker.
 
         Raises:
             ValueError: if the total is not above 0.
@@ -102,7 +102,7 @@ class RunningNoiseScale:
         return replace(self, skipped=self.skipped + steps) if steps else self
 
     def merge(self, other: "RunningNoiseScale") -> "RunningNoiseScale":
-        """Merge both estimates, each with its weight, e.g. of two parts of a run that were observed apart."""
+        """Merge two estimates by their weights, e.g. of two parts of a run that were observed separately."""
         return RunningNoiseScale(
             self.horizon,
             self.trace_sum + other.trace_sum,
@@ -132,14 +132,14 @@ class RunningNoiseScale:
 
     @property
     def noise_scale(self) -> float:
-        """``tr(Sigma) / |G|^2`` in samples; infinite where the signal is not seen yet, NaN before the first step."""
+        """``tr(Sigma) / |G|^2`` in samples; infinite while noise hides the signal, NaN before the first step."""
         return noise_scale_of(self.trace, self.grad_sq_norm)
 
     @property
     def relative_error(self) -> float:
-        """Standard error of :attr:`noise_scale` as a share of it; infinite where too little was seen to tell.
+        """Standard error of :attr:`noise_scale` as a share of it; infinite where too few steps were seen.
 
-        By how single steps vary: ``d ln phi = dS / S - (d|g|^2 - mean(1 / B) dS) / |G|^2``.
+        From the variance of single steps, with ``d ln phi = dS / S - (d|g|^2 - mean(1 / B) dS) / |G|^2``.
 
         Example:
             >>> running = RunningNoiseScale(horizon=1e6)

@@ -2,7 +2,7 @@
 
 A planner is replaced, never changed in place: ``decide(observations, current, context) -> (planner, proposal)``. It
 can be replayed, checkpointed and tested with no process and no clock. A new policy is a module of this package and a
-line of :data:`POLICIES`, which all that list policies read: settings, callbacks, sessions, the command line and tests.
+line of :data:`POLICIES`: settings, callbacks, sessions, the command line and tests all read that table.
 """
 
 import importlib
@@ -16,11 +16,11 @@ __all__ = ["DEFAULT", "NAMED", "POLICIES", "PolicyEntry", "policy_name"]
 
 @dataclass(frozen=True)
 class PolicyEntry:
-    """A policy: the class of its planner, which is imported when it is first made, and what it cannot do without.
+    """A policy: the class of its planner, imported on first use, and the settings that it requires.
 
     Args:
-        planner: ``module.Class`` of this package; ``None`` for a split that stays as it is.
-        needs: settings that have to be given for it; ``policy=`` may name it only if there are none.
+        planner: ``module.Class`` of this package; ``None`` for a split that never changes.
+        needs: settings that the user has to give for it; ``policy=`` may name it only if there are none.
 
     Example:
         >>> PolicyEntry("static.StaticPlanner").factory()
@@ -32,7 +32,7 @@ class PolicyEntry:
 
     @property
     def factory(self) -> Callable[..., Planner | None]:
-        """Return what makes the planner from its settings."""
+        """Function that makes the planner from its settings."""
         if self.planner is None:
             return lambda: None
         module, _, name = self.planner.partition(".")
@@ -58,7 +58,7 @@ NAMED = tuple(name for name, entry in POLICIES.items() if not entry.needs)
 
 
 def policy_name(planner: Planner | None) -> str:
-    """Return the name of a planner's policy, ``"fixed"`` without one, the full name of a class that is not ours.
+    """Return the name of a planner's policy: ``"fixed"`` for none, the full class name if it is not in the table.
 
     Example:
         >>> policy_name(POLICIES["pid"].factory()), policy_name(None)

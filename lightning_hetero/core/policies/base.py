@@ -1,4 +1,4 @@
-"""Seam of all policies: the context that they are given, the decision that they give back, and their protocol."""
+"""Interface of all policies: the context that they get, the decision that they return, and their protocol."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ class PlanContext:
 
     Args:
         total_batch_size: ``B`` of the next steps.
-        identities: hardware identity of each rank, the key of what was learned.
+        identities: hardware identity of each rank; what a planner learns is stored under it.
         min_local: fewest samples of each rank.
         max_local: most samples of each rank, ``None`` for no limit.
         hysteresis: least predicted gain (share of the step time) for which a plan is changed.
-        accumulation: micro-batches of a step; only the last is synchronised.
+        accumulation: micro-batches of a step; only the last is synchronized.
         capacities: open-loop capacity of each rank (peak FLOP/s).
-        noise: gradient noise so far, ``None`` if nobody measures it.
-        epoch_begins: whether the next plan begins with an epoch, so that ``accumulation`` may change with it.
-        link: what compressed gradients cross, ``None`` if there are none.
-        given: sizes to begin with that the user gave, ``None`` if the policy finds its own.
-        change_cost: seconds that a change of the plan costs, to compile or tune anew; ``None`` if that is unknown.
-        elapsed: steps since the last sync round, of which only the newest are observed; ``None`` for those that are.
+        noise: gradient noise so far, ``None`` if it is not measured.
+        epoch_begins: whether the next plan begins with an epoch: only then may ``accumulation`` change.
+        link: link that compressed gradients cross, ``None`` without compression.
+        given: the user's sizes to begin with, ``None`` if the policy finds its own.
+        change_cost: seconds that a change of the plan costs, for recompiling or tuning; ``None`` if that is unknown.
+        elapsed: steps since the last sync round, which may exceed the observed ones; ``None`` for the observed ones.
 
     Example:
         >>> PlanContext(40, ("a", "b"), (1, 1)).hysteresis
@@ -74,15 +74,15 @@ class Decision:
     """Outcome of one sync round: all that the engine carries out. Unpacks to the planner and the proposal.
 
     Args:
-        planner: the planner that has seen the observations, ``None`` where somebody else decided.
+        planner: the planner that has seen the observations, ``None`` if the decision is not a planner's.
         proposal: plan to change to, ``None`` to keep the current one.
-        density: share of the gradient to send from now on, with its predictions; ``None`` if nothing is decided on it.
-        stale: whether gradients are applied a step late from now on; ``None`` leaves that as it is.
-        kept: why the plan stays, ``None`` if it changes or there is nothing to say. What stands before the first colon
-            is said once in a run.
-        soon: whether the next sync round is worth more than it costs, so that it comes as early as it can.
-        error: standard error in seconds of the step time that is predicted of the running plan, ``None`` if not known.
-        moving: whether speeds more likely walk than stand still, so that sync rounds come more often if that is cheap.
+        density: share of the gradient to send from now on, with its predictions; ``None`` leaves it unchanged.
+        stale: whether gradients are applied one step late from now on; ``None`` leaves that unchanged.
+        kept: why the plan stays, ``None`` if it changes or there is nothing to say. The log gives each text before the
+            first colon only once in a run.
+        soon: whether the next sync round should come as early as possible, because it is worth more than it costs.
+        error: standard error in seconds of the step time predicted for the running plan, ``None`` if not known.
+        moving: whether speeds more likely drift than stay constant; then sync rounds come more often if that is cheap.
 
     Example:
         >>> planner, proposal = Decision(None, kept="too few observations: 3 steps")
@@ -104,7 +104,7 @@ class Decision:
 
     @classmethod
     def of(cls, outcome: Any) -> "Decision":
-        """Return the decision of a planner that returned one, or a pair of planner and proposal.
+        """Convert the result of a planner's ``decide``: a decision, or a pair of planner and proposal.
 
         Raises:
             TypeError: if it is neither.
@@ -129,7 +129,7 @@ class Planner(Protocol):
 
     @property
     def moves_total(self) -> bool:
-        """True if it moves the total batch: then a run goes on with the total that it had reached."""
+        """True if the planner changes the total batch: then a resumed run continues with the total that it reached."""
 
     def initial(self, context: PlanContext) -> Proposal | None:
         """Propose a plan before any step, from what is already known; ``None`` for equal sizes."""
@@ -139,7 +139,7 @@ class Planner(Protocol):
     ) -> "Decision | tuple[Planner, Proposal | None]":
         """Return the planner that has seen the observations, and a plan to change to; ``None`` keeps the current one.
 
-        There is at least one step, except between two epochs for a planner that moves the total.
+        The observations have at least one step, except between two epochs for a planner that changes the total.
         """
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
@@ -149,11 +149,11 @@ class Planner(Protocol):
         """Return plain Python values, fit for any checkpoint."""
 
     def loaded(self, state: dict[str, Any]) -> "Planner":
-        """Return the planner with what :meth:`state_dict` described."""
+        """Return the planner restored from :meth:`state_dict`."""
 
 
 def moves_total(planner: Planner | None) -> bool:
-    """Return whether there is a planner that moves the total batch.
+    """Return whether there is a planner that changes the total batch.
 
     Example:
         >>> from lightning_hetero.core.policies.static import StaticPlanner
@@ -167,10 +167,10 @@ OFFERED = ("moves_total", "initial", "decide", "predict", "state_dict", "loaded"
 
 
 def check_planner(planner: Any) -> Planner:
-    """Check that a planner offers what :class:`Planner` asks for, and return it.
+    """Check that a planner implements :class:`Planner`, and return it.
 
     Raises:
-        TypeError: if it does not.
+        TypeError: if it does not; the error names what is missing.
 
     Example:
         >>> from lightning_hetero.core.policies.static import StaticPlanner

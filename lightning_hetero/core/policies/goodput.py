@@ -31,12 +31,12 @@ __all__ = ["GoodputPlanner"]
 
 @dataclass(frozen=True)
 class GoodputPlanner:
-    """Split by the time model, and a total that moves to where goodput is highest.
+    """Split by the time model, and the total with the highest goodput.
 
     A total that exceeds the memory of all workers runs as several micro-batches; their number changes only between
-    epochs, because a window must not be cut. While a worker was seen at one size only, its time model has no constant
-    part, and every total would promise the same throughput: then the next total is one that tells, half as large again
-    or, if that would waste more than a fifth of the samples, smaller by as much.
+    epochs, because a window must not be cut. While a worker has been seen at one size only, its time model has no
+    constant part, and every total would promise the same throughput. The next total is then a probe: 1.5 times as
+    large or, if that would waste more than a fifth of the samples, smaller by the same factor.
 
     One decision changes the total by a factor of two at most, or of 16 where that pays even if the noise scale is off
     by two standard errors. As for the split, a change has to gain more than it costs while it holds.
@@ -54,8 +54,8 @@ class GoodputPlanner:
         solved: their step times, kept from one decision to the next.
         steps: observed steps since the total changed.
         accumulation: micro-batches of the total in use.
-        moves_total: tells the engine that a run goes on with the total that it had reached.
-        total_settings: of how the total moves.
+        moves_total: tells the engine that a resumed run continues with the total that it reached.
+        total_settings: limits and margins of a change of the total.
 
     Example:
         >>> from lightning_hetero.core.noise.running import RunningNoiseScale
@@ -86,11 +86,11 @@ class GoodputPlanner:
     total_settings: TotalSettings = TotalSettings()
 
     def initial(self, context: PlanContext) -> Proposal | None:
-        """Propose as the time model's planner."""
+        """Propose what the time model's planner proposes."""
         return self.model.initial(context)
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
-        """Predict as the time model's planner."""
+        """Predict what the time model's planner predicts."""
         return self.model.predict(plan, context)
 
     def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
@@ -124,7 +124,7 @@ class GoodputPlanner:
         return replace(by_model, planner=planner, proposal=Proposal(plan, reason), soon=explores or soon, kept=None)
 
     def _choose(self, total: int, context: PlanContext) -> Candidate:
-        """Choose the best total: nearby by what is known, farther away by what is certain."""
+        """Choose the best total: nearby by the estimated noise scale, farther away by the worst case of its error."""
         growth = self.total_settings.max_growth
         near = [c for c in self.table if total / growth <= c.total_batch_size <= total * growth]
         best = choose_total(near, total, hysteresis=self.hysteresis)
@@ -135,7 +135,7 @@ class GoodputPlanner:
         scale = self.noise_scale(context)
         assert scale is not None
         totals, throughput = np.array([(c.total_batch_size, c.throughput) for c in self.table]).T
-        # goodput over that of the best one nearby, should the noise scale be off to the side against it
+        # goodput relative to the best one nearby if the noise scale errs to this candidate's disadvantage
         phi = scale * np.where(totals > total, 1.0 - error, 1.0 + error)
         efficiency = 1.0 if math.isinf(scale) else (phi + best.total_batch_size) / (phi + totals)
         cautious = throughput * efficiency / best.throughput
@@ -143,7 +143,7 @@ class GoodputPlanner:
         return self.table[far] if cautious[far] > 1.0 + self.hysteresis else best
 
     def _pays(self, chosen: Candidate, now: Candidate, model: PerfModelPlanner, context: PlanContext) -> bool:
-        """Return whether a total gains more while it holds than the change costs: the rule of the split."""
+        """Return whether a total gains more while it holds than the change costs, by the same rule as for the split."""
         gain = 1.0 - now.goodput / chosen.goodput
         times = model.times.times(context.identities, context.capacities)
         steps = horizon(gain, times.walks, times.probability, model.steps, model.settings)
@@ -154,15 +154,15 @@ class GoodputPlanner:
         return math.inf if context.noise is None else context.noise.relative_error
 
     def noise_scale(self, context: PlanContext) -> float | None:
-        """Return the noise scale by which efficiency falls with the total, in samples; ``None`` keeps the total."""
+        """Return the noise scale for the efficiency, in samples; ``None`` keeps the total."""
         return None if context.noise is None else context.noise.noise_scale
 
     def ground(self, context: PlanContext) -> str:
-        """Say what a change of the total rests on, for the log."""
+        """Return the grounds of a change of the total, for the log."""
         return f"at a noise scale of {self.noise_scale(context):.3g} samples"
 
     def windows(self, total: int, context: PlanContext) -> tuple[Window, ...]:
-        """Return every total that may follow the current one, itself included, and the number of its micro-batches.
+        """Return the current total and every one that may follow it, each with the number of its micro-batches.
 
         Args:
             total: total that runs now.
@@ -177,7 +177,7 @@ class GoodputPlanner:
         limit = self.micro_batch_limit if context.max_local is None else sum(context.max_local)
         count = None if context.epoch_begins else context.accumulation
         grid = () if high < low else candidate_totals(low, high)
-        full = () if limit is None else range(-(-low // limit) * limit, high + 1, limit)  # what just fits
+        full = () if limit is None else range(-(-low // limit) * limit, high + 1, limit)  # full micro-batches
         parts = [in_equal_parts(b, limit, count) for b in (*grid, *full)]
         return windows_of(
             [total, *[b for b in parts if b >= low]],
@@ -190,10 +190,10 @@ class GoodputPlanner:
     def _solve(
         self, cluster: ClusterTimeModel, windows: Sequence[Window], total: int, context: PlanContext
     ) -> SolvedTotals:
-        """Return the step times by which to choose: those kept, renewed where the choice rests on them, or all anew.
+        """Return the step times to choose by: the kept ones, with those that the choice rests on renewed, or all anew.
 
-        It rests on the current total and on the one that is chosen. The least and the greatest total are renewed as
-        well, because a worker's fixed time may turn out to be another with no change of its time at the current total.
+        The choice rests on the current and the chosen total. The least and the greatest total are renewed as well,
+        because the estimate of a worker's fixed time may change without a change of its time at the current total.
         """
         solved, bounds = self.solved, (context.min_local, context.max_local)
         if not solved.holds(windows, *bounds):
@@ -228,7 +228,7 @@ class GoodputPlanner:
         return next(iter([candidate for candidate in table if candidate.total_batch_size == total]), None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the time model learned, and where the total stands."""
+        """Return the state of the time model and of the total."""
         return {
             "model": self.model.state_dict(),
             "initial_total": self.initial_total,
@@ -239,7 +239,7 @@ class GoodputPlanner:
         }
 
     def loaded(self, state: dict[str, Any]) -> "GoodputPlanner":
-        """Return the planner with what :meth:`state_dict` described."""
+        """Return the planner restored from :meth:`state_dict`."""
         return replace(
             self,
             model=self.model.loaded(state["model"]),
@@ -262,13 +262,13 @@ def _plan(cluster: ClusterTimeModel, chosen: Candidate, context: PlanContext) ->
 
 
 def _tells(model: PerfModelPlanner, plan: BatchPlan, context: PlanContext) -> bool:
-    """Return whether a worker that was seen at one size only would be seen at a second one."""
+    """Return whether the plan gives a second size to a worker that has been seen at one size only."""
     low, high = model.times.sizes_seen(context.identities).T
     return bool(np.any((low == high) & (low != np.array(plan.local_batch_sizes))))
 
 
 def _probe(table: Sequence[Candidate], now: Candidate, settings: TotalSettings) -> Candidate:
-    """Return the candidate nearest to half as much again; a smaller one if that would waste too many samples."""
+    """Return the candidate nearest to ``probe_factor`` times the total; a smaller one if that wastes too much."""
     larger = [c for c in table if c.total_batch_size > now.total_batch_size]
     larger = [c for c in larger if c.efficiency >= (1 - settings.max_probe_waste) * now.efficiency]
     smaller = [c for c in table if c.total_batch_size < now.total_batch_size and not math.isnan(c.efficiency)]

@@ -1,4 +1,4 @@
-"""The planner of the time model: the exact optimum of what was learned of every worker (C sec. 3-4)."""
+"""Policy of the time model: the exact optimum of the split by each worker's learned times (C sec. 3-4)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -30,19 +30,19 @@ Array = npt.NDArray[np.float64]
 class PerfModelPlanner:
     """Time model of each worker, and the split that is its exact optimum (C sec. 3-4).
 
-    Workers are known by a posterior that follows their speeds
-    (:mod:`lightning_hetero.core.timing.filters.time_posterior`),
-    averaging by :mod:`lightning_hetero.core.timing.link_times`. While a worker was seen at one size only, its model
-    goes through the origin, which makes the optimum the split of C eq. 8; the second size gives the line. The plan
-    changes where that saves more than it costs (:mod:`lightning_hetero.core.policies.split_rule`).
+    A posterior follows the workers' speeds (:mod:`lightning_hetero.core.timing.filters.time_posterior`);
+    :mod:`lightning_hetero.core.timing.link_times` estimates the all-reduce. While a worker has been seen at one size
+    only, its model goes through the origin, which makes the optimum the split of C eq. 8; the second size gives the
+    line. The plan changes where that saves more than it costs (:mod:`lightning_hetero.core.policies.split_rule`).
 
     Args:
         times: time models of each piece of hardware, with their covariance.
-        link: what averaging takes, by the number of workers.
-        residual: what steps take longer than all this says, the loop's own time among it.
-        steps: steps that took place, of the run and of those that it goes on with.
-        arrivals: seconds of averaging by which each piece of hardware differs from others when it comes last, where it
-            did, and their variance. What exceeds the least of them is its own, and counts into its constant time.
+        link: times of the all-reduce, by the number of workers.
+        residual: measured minus predicted step time, which includes the time of the training loop itself.
+        steps: steps of this run and of those that it continues.
+        arrivals: seconds by which the all-reduce takes longer when this piece of hardware comes last than when others
+            do, and their variance; only of hardware that came last. The excess over the least of them is the worker's
+            own and counts into its constant time.
         settings: of the decision rule.
 
     Example:
@@ -63,20 +63,20 @@ class PerfModelPlanner:
     arrivals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     settings: RuleSettings = RuleSettings()
 
-    # what is known
+    # knowledge
 
     def knows(self, context: PlanContext) -> bool:
-        """Return whether any worker at hand was observed; the times of others are taken from the one most like them."""
+        """Return whether any current worker was observed; the others' times are taken from the one most like them."""
         return bool(self.link) and not set(self.times.names).isdisjoint(context.identities)
 
     def cluster(self, context: PlanContext) -> ClusterTimeModel | None:
-        """Return the time model of the ranks at hand, ``None`` if all of them are unknown."""
+        """Return the time model of the current ranks, ``None`` if all of them are unknown."""
         if not self.knows(context):
             return None
         return _optimal_model(self._prediction(self._times(context), context), context)
 
     def _times(self, context: PlanContext) -> Times:
-        """Return the time models of the workers at hand, each with its own part of averaging."""
+        """Return the time models of the current workers, each with its own part of the all-reduce time."""
         times = self.times.times(context.identities, context.capacities)
         own, variance = self._own_offsets(context)
         times.mean[:, 1] += own
@@ -84,17 +84,17 @@ class PerfModelPlanner:
         return times
 
     def _own_offsets(self, context: PlanContext) -> tuple[Array, Array]:
-        """Return each worker's own seconds of averaging, above the least of all workers at hand, and their variance."""
+        """Return each worker's own seconds of the all-reduce, above the least of all workers, and their variance."""
         known, workers = self._known_offsets(context), len(context.identities)
         scale = self.link.at(workers)[1] if known and self.link else 0.0
         return likely_offsets(known, workers, scale, self.times.settings)
 
     def _known_offsets(self, context: PlanContext) -> dict[int, tuple[float, float]]:
-        """Return seconds and variance by rank, of hardware that was seen to come last."""
+        """Return :attr:`arrivals` by rank."""
         return {rank: self.arrivals[n] for rank, n in enumerate(context.identities) if n in self.arrivals}
 
     def _prediction(self, times: Times, context: PlanContext) -> StepPrediction:
-        """Return the times of the steps of workers with these time models."""
+        """Return the predictions for workers with these time models."""
         return StepPrediction(
             times, self.link, self.residual, context.min_local, context.accumulation, self.times.settings
         )
@@ -112,7 +112,7 @@ class PerfModelPlanner:
             return None
         return self._prediction(self._times(context), context).error(plan.local_batch_sizes)
 
-    # what is learned
+    # learning
 
     def observe(self, observations: StepObservations, context: PlanContext) -> "PerfModelPlanner":
         """Return the planner that has seen the observations."""
@@ -135,7 +135,7 @@ class PerfModelPlanner:
         return planner._update_residual(observations, context)
 
     def _update_residual(self, observations: StepObservations, context: PlanContext) -> "PerfModelPlanner":
-        """Compare the steps with what is predicted of them, which has not the loop's own time in it."""
+        """Compare the steps with their prediction, which does not include the time of the training loop itself."""
         rows = np.asarray(np.isfinite(observations.step_time).all(axis=1))
         if not rows.any():
             return self
@@ -150,10 +150,10 @@ class PerfModelPlanner:
         variance = float(np.var(single)) / max(measured, 1e-9) ** 2 / len(single)
         return replace(self, residual=self.residual.observe(expected, measured, variance, self.times.settings))
 
-    # what is decided
+    # decisions
 
     def initial(self, context: PlanContext) -> Proposal | None:
-        """Propose the optimum of what an earlier run learned of this hardware; equal sizes if all of it is new."""
+        """Propose the optimum by what an earlier run learned of this hardware; equal sizes if all of it is new."""
         if not self.knows(context):
             return None
         predicted = self._prediction(self._times(context), context)
@@ -175,7 +175,7 @@ class PerfModelPlanner:
         return replace(decision, error=error, moving=times.moving > 0.0)
 
     def _decide(self, times: Times, current: BatchPlan, context: PlanContext, *, first: bool) -> Decision:
-        """Decide by the rule of the split, for what is known by now."""
+        """Decide by the rule of the split, with the current time models."""
         predicted, running = self._prediction(times, context), _effective_sizes(current, context)
         cluster = predicted.model(running)
         now, plan = _step_time(cluster, current, context), _optimum(cluster, context)
@@ -210,11 +210,11 @@ class PerfModelPlanner:
         return Decision(self, proposal, soon=gain > self.settings.soon)
 
     def cost(self, step_time: float, context: PlanContext) -> float:
-        """Return the seconds that a change costs: steps by the rule, and what is given or measured."""
+        """Return the seconds that a change costs: the steps of the rule, plus the given or measured seconds."""
         return cost(self.steps, self.settings) * step_time + (context.change_cost or 0.0)
 
     def _why(self, context: PlanContext, *, first: bool) -> str:
-        """Say what makes another split the optimum."""
+        """Say why another split is the optimum."""
         jumped = [rank for rank, name in enumerate(context.identities) if name in self.times.jumped]
         if jumped:
             return f"speed of rank {', '.join(map(str, jumped))} changed"
@@ -233,7 +233,7 @@ class PerfModelPlanner:
         }
 
     def loaded(self, state: Mapping[str, Any]) -> "PerfModelPlanner":
-        """Return the planner with what :meth:`state_dict` described; a state of the former estimator says nothing."""
+        """Return the planner restored from :meth:`state_dict`; a state of the former estimator is ignored."""
         if "profiles" in state:
             return PerfModelPlanner(settings=self.settings)
         return PerfModelPlanner(
@@ -251,7 +251,7 @@ def _optimum(cluster: ClusterTimeModel, context: PlanContext) -> BatchPlan:
 
 
 def _optimal_model(predicted: StepPrediction, context: PlanContext) -> ClusterTimeModel:
-    """Return C eq. 7 with what steps of the optimal sizes take longer than it says."""
+    """Return C eq. 7 plus the time by which steps with the optimal sizes exceed it."""
     return predicted.model(_optimum(predicted.bare, context).local_batch_sizes)
 
 
@@ -268,11 +268,11 @@ def _why_optimal(plan: BatchPlan, context: PlanContext) -> str:
 
 
 def _effective_sizes(current: BatchPlan, context: PlanContext) -> Array:
-    """Return the samples that each worker runs: its minimum at least, with weight 0 where its size is 0."""
+    """Return the samples that each worker runs: at least its minimum, which counts with weight 0 if its size is 0."""
     return np.array(np.maximum(current.local_batch_sizes, context.min_local), dtype=float)
 
 
 def _step_time(cluster: ClusterTimeModel, current: BatchPlan, context: PlanContext) -> float:
-    """Predict the time under the current split, scaled to the total of the next steps if that is another one."""
+    """Predict the step time of the current split, scaled to the total of the next steps if it differs."""
     scale = context.total_batch_size / current.total_batch_size
     return max(cluster.step_time(np.asarray(current.local_batch_sizes) * scale), 1e-12)

@@ -1,4 +1,4 @@
-"""Policy of proportional control, which has no model of time (D sec. III-C)."""
+"""Policy of proportional control, without a time model (D sec. III-C)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +28,7 @@ def _in_proportion(capacities: Sequence[float], context: PlanContext, reason: st
 
 @dataclass(frozen=True)
 class ProportionalPlanner:
-    """Equal compute times with no model (D sec. III-C).
+    """Equal compute times without a time model (D sec. III-C).
 
     The controller is that of :mod:`lightning_hetero.core.batching.proportional_control`.
 
@@ -56,7 +56,7 @@ class ProportionalPlanner:
     settings: ControlSettings = ControlSettings()
 
     def initial(self, context: PlanContext) -> Proposal | None:
-        """Propose sizes by the throughput of an earlier run; if a rank is new, those that a first run starts with."""
+        """Propose sizes by the throughput of an earlier run; if a rank is new, the starting sizes of a first run."""
         if all(identity in self.throughput for identity in context.identities):
             speeds = [self.throughput[identity] for identity in context.identities]
             return _in_proportion(speeds, context, "from the throughput of an earlier run")
@@ -67,7 +67,7 @@ class ProportionalPlanner:
         return _in_proportion(context.capacities, context, BY_CAPACITY)
 
     def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
-        """Smooth the compute times of the steps at the current sizes, then one decision of the controller."""
+        """Smooth the compute times of the steps at the current sizes, then let the controller decide once."""
         state = self.state
         if state is None or state.local_batch_sizes != current.local_batch_sizes:
             state = ControllerState(current.local_batch_sizes, StepTimes(settings=self.settings.times))
@@ -97,7 +97,7 @@ class ProportionalPlanner:
         return Decision(planner, Proposal(BatchPlan(context.total_batch_size, sizes), reason))
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
-        """Return ``None``: the controller has no model of time."""
+        """Return ``None``: the controller has no time model."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,5 +105,5 @@ class ProportionalPlanner:
         return {"throughput": {identity: float(speed) for identity, speed in self.throughput.items()}}
 
     def loaded(self, state: dict[str, Any]) -> "ProportionalPlanner":
-        """Return the planner with what :meth:`state_dict` described."""
+        """Return the planner restored from :meth:`state_dict`."""
         return replace(self, throughput={identity: float(speed) for identity, speed in state["throughput"].items()})

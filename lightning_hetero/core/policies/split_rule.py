@@ -1,16 +1,16 @@
-"""Decide whether another split pays: what it saves while it will hold, against what a change costs.
+"""Decision rule for another split: its saving for as long as it holds, against the cost of a change.
 
 ``saving * horizon > cost`` in expectation over the posterior of the workers' times, and ``saving >= doubt * unknown``.
-``saving`` and ``unknown`` are shares of a step, ``cost`` is in steps; seconds that are given become steps by the time
-that the running split is predicted to take.
+``saving`` and ``unknown`` are shares of a step, ``cost`` is in steps; a cost in seconds becomes steps through the
+predicted step time of the running split.
 
-``unknown`` is what a step of the other split may lose to what is not known of the workers: by how much the slowest of
-them, in expectation and one standard deviation more, exceeds the slowest of their expected times. Who finishes late in
-the estimates of many workers is partly who had bad luck, and would be taken for slow. Between ``n`` equal workers luck
-promises some 0.4 of what the errors cost, whatever ``n``: their expected times differ by as much as the errors of
-these. So luck passes no such test, and a gain that waits is decided later, when less is unknown, by more at once. Where
-sizes differ already and single steps hardly vary, doubt is less: luck can then mislead by little, and to wait for
-more steps would lose more than that.
+``unknown`` is the share of a step that the other split may lose to errors of the estimated times: by how much the
+expected maximum of the workers' times, plus one standard deviation, exceeds the maximum of their expected times. Among
+many workers, the one that seems slowest is partly just unlucky. Between ``n`` equal workers, chance alone predicts a
+gain of about 0.4 of what the errors cost, whatever ``n``, because their estimated times differ by as much as the errors
+of the estimates. The test rejects such gains. A real gain that it delays is taken later, when less is unknown, in one
+larger change. ``doubt`` is smaller where sizes already differ and single steps hardly vary: chance then misleads by
+little, and waiting for more steps would lose more than that.
 """
 
 from dataclasses import dataclass
@@ -30,17 +30,17 @@ class RuleSettings:
     """Settings of the decision rule; ``benchmarks/estimator.py`` sweeps each of them.
 
     Args:
-        change_steps: steps that a change costs, ``>= 0``, for what is not known right after it; a cost in seconds that
-            is given or measured comes on top.
-        young: steps before which a run is young, ``> 0``. A change then costs less of ``change_steps``, in proportion
-            to the steps so far, since a young run has learned little of its split that it could lose.
-        least_horizon: steps for which a split is taken to hold in a run that has just begun, ``>= 8``.
-        doubt: times by which a gain has to exceed what a step loses to what is not known yet, ``>= 0``. It falls
-            where speeds walk, since then no later sync round knows more, and below ``noisy``.
-        noisy: relative noise of single steps from which on doubt is whole, ``> 0``; with less it falls as their
-            variance does, unless sizes are equal.
-        soon: gain of a change, as a share of the step, above which the next sync round is to come as early as it can,
-            since more is likely to follow.
+        change_steps: steps that a change costs, ``>= 0``, because less is known of the new split; a given or measured
+            cost in seconds comes on top.
+        young: steps up to which a run is young, ``> 0``. Until then a change costs less than ``change_steps``, in
+            proportion to the steps so far: a young run has learned little of its split that it could lose.
+        least_horizon: steps for which a split is assumed to hold in a run that has just begun, ``>= 8``.
+        doubt: factor by which a gain has to exceed ``unknown``, ``>= 0``. It falls where speeds walk, since then no
+            later sync round knows more, and where single steps vary by less than ``noisy``.
+        noisy: relative noise of single steps from which on ``doubt`` counts in full, ``> 0``; below, it falls with
+            their variance, unless sizes are equal.
+        soon: gain of a change, as a share of the step, above which the next sync round should come as early as
+            possible, since more gain is likely to follow.
 
     Raises:
         ValueError: if a setting is out of its range.
@@ -69,22 +69,23 @@ class RuleSettings:
 def horizon(
     gain: float, walks: Array, probability: Array, steps: float, settings: RuleSettings = RuleSettings()
 ) -> float:
-    """Return the steps for which a better split saves its gain: those in which it saves less count less.
+    """Return the number of steps for which a better split saves its gain; steps in which it saves less count less.
 
-    A run is taken to last as long again, ``T`` steps. Until then a speed walks by a standard deviation of ``s(t) =
-    walk sqrt(t / 8)``. The better split is then off by ``E|N(0, s)|``, the other by ``E|gain + N(0, s)|``: more by
-    ``gain`` at first, and by ``gain^2 / (sqrt(2 pi) s)`` where ``s`` is far more than that. The smaller of these two,
-    over ``gain`` and summed over the steps, is ``T (2 r - r^2)`` with ``r = gain / (sqrt(2 pi) s(T))``, 1 at most.
+    The run is assumed to last as long again, ``T`` steps. After ``t`` of them a speed has walked by a standard
+    deviation of ``s(t) = walk sqrt(t / 8)``. The better split is then off by ``E|N(0, s)|``, the other by ``E|gain +
+    N(0, s)|``: the difference is ``gain`` at first, and ``gain^2 / (sqrt(2 pi) s)`` once ``s`` is far above ``gain``.
+    The smaller of the two, divided by ``gain`` and summed over the steps, is ``T (2 r - r^2)`` with ``r = gain /
+    (sqrt(2 pi) s(T))``, 1 at most.
 
     Args:
-        gain: share of the step time that it saves, up to 1; nothing is gained below 0.
-        walks: standard deviations of the logarithm of a speed's walk over eight steps, one of which is the true one.
-        probability: of each of these.
+        gain: share of the step time that the better split saves, up to 1; below 0 it saves nothing.
+        walks: candidates for the standard deviation of the logarithm of a speed's walk over eight steps.
+        probability: probability of each candidate.
         steps: steps since the run began.
         settings: of the rule.
 
     Returns:
-        Steps. Each walk counts for at least the eight after which the next sync round comes where speeds stand still.
+        Steps. Each candidate counts for at least eight: where speeds stand still, the next sync round comes after that.
 
     Example:
         >>> round(horizon(0.1, np.array([0.0005, 0.05]), np.array([0.5, 0.5]), 500))
@@ -100,7 +101,7 @@ def cost(steps: float, settings: RuleSettings = RuleSettings()) -> float:
     """Return the steps that a change costs, ``change_steps * min(1, steps / young)``.
 
     Args:
-        steps: steps since the run began, or the first of those that it goes on with.
+        steps: steps since the run began, including the runs that it continues.
         settings: of the rule.
 
     Returns:
@@ -114,15 +115,15 @@ def cost(steps: float, settings: RuleSettings = RuleSettings()) -> float:
 
 
 def doubt(jitter: Array, moving: float, equal: bool, settings: RuleSettings = RuleSettings()) -> float:
-    """Return the factor by which a gain has to exceed what a step may lose to what is not known.
+    """Return the factor by which a gain has to exceed ``unknown``, the share of a step that estimation errors may cost.
 
-    ``doubt * min(1, jitter / noisy)^2 * (1 - moving)``, by the median of all workers; ``doubt * (1 - moving)`` where
-    sizes are equal, so that equal workers stay equal whatever their noise.
+    ``doubt * min(1, jitter / noisy)^2 * (1 - moving)``, with the median jitter of all workers; ``doubt * (1 - moving)``
+    where sizes are equal: equal workers then keep equal sizes, however noisy they are.
 
     Args:
         jitter: relative standard deviations of single steps, outside of and in backward, shape ``(workers, 2)``.
-        moving: by how much more likely it is that speeds walk than that they stand still, 0 to 1.
-        equal: whether the running sizes are equal, to one sample.
+        moving: probability that speeds walk minus the probability that they stand still, 0 to 1.
+        equal: whether the running sizes are equal, up to one sample.
         settings: of the rule.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Policy that keeps the split of the workers' open-loop capacities (D sec. III-B)."""
+"""Policy with a fixed split in proportion to the workers' open-loop capacities (D sec. III-B)."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -32,7 +32,7 @@ class StaticPlanner:
         return Decision(self)
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
-        """Return ``None``: there is no model of time."""
+        """Return ``None``: there is no time model."""
         return None
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Density of compressed gradients, total batch and split decided together, by time to accuracy (S sec. 4).
+"""Joint choice of density, total batch and split by time to accuracy, for compressed gradients (S sec. 4).
 
-The planner of the total, :mod:`lightning_hetero.core.policies.goodput`, with the exchange in its model: a total is
-worth its goodput at the density that suits it best. With the messages taken out of the timings, the time model says
-what a step takes that sends nothing, and the link what each density adds to it.
+Extends the planner of the total, :mod:`lightning_hetero.core.policies.goodput`, by the messages: a total is worth its
+goodput at the density that suits it best. The time model learns from timings without the messages, so it predicts a
+step that sends nothing; the link predicts what each density adds.
 """
 
 import math
@@ -42,13 +42,13 @@ class DensitySettings:
     """Limits and margins of the choice of a density.
 
     Args:
-        min_relative_gain: least predicted gain for which the density changes, as a share, 0 to 1. Around its optimum 2
-            percent are a factor of two or three in density, so that timing jitter moves nothing.
-        max_growth: factor by which the density grows in one decision at most, above 1. Larger messages than any so far
-            show what the link is like; too large ones would cost much before they do.
-        stale_headroom: factor by which a link may become slower while stale messages still take no longer than
+        min_relative_gain: least predicted gain for which the density changes, as a share, 0 to 1. Around the optimum, a
+            gain of 2 percent takes a factor of two or three in density, so timing jitter does not trigger a change.
+        max_growth: greatest factor by which the density grows in one decision, above 1. Only larger messages than any
+            so far show how the link carries them; far too large ones would cost much time first.
+        stale_headroom: factor by which the link may become slower while stale messages still take no longer than
             computing, 1 or more.
-        densities_per_decade: densities that are tried first of each factor of ten.
+        densities_per_decade: densities that are tried first per factor of ten.
 
     Example:
         >>> DensitySettings().min_relative_gain
@@ -69,24 +69,24 @@ class DensitySettings:
 
 @dataclass(frozen=True)
 class TimeToAccuracyPlanner(GoodputPlanner):
-    """Split by the time model, and move density and total to where time to accuracy is predicted to be least.
+    """Split by the time model, with the density and the total of least predicted time to accuracy.
 
     Time to accuracy is ``(1 + g(density, B)) T(density, B) / B`` (S eq. 5), in seconds per sample. ``g`` comes from a
-    profile of the model; without one it is that of
-    :func:`~lightning_hetero.core.compression.objective.assumed_penalty`, times what the gradient noise scale says of
-    the total, ``(phi + B) / (phi + B_0)``.
+    profile of the model. Without one, ``1 + g`` is that of
+    :func:`~lightning_hetero.core.compression.objective.assumed_penalty` times the cost of the total by the gradient
+    noise scale, ``(phi + B) / (phi + B_0)``.
 
     Args:
         min_density: least density, above 0.
         max_density: greatest density, to 1.
-        moves_batch: whether the total may change, rather than density and split alone.
+        moves_batch: whether the total may change, not only density and split.
         profile: extra samples by density and total, ``None`` without a profile.
         idle_rule: estimate rates by the share of time that workers idle, as the paper does, not by transfers.
         bandwidth: estimate of the slowest worker's rate by that rule.
-        stale_state: evidence for stale messages so far.
-        density: newest decision, also that of an earlier run; ``None`` before there is one.
+        stale_state: sync rounds in favor of stale messages so far.
+        density: newest decision, possibly of an earlier run; ``None`` before there is one.
         choice: newest decision with its predictions, ``None`` before there is one.
-        density_settings: how the density is chosen.
+        density_settings: limits and margins of the choice of a density.
 
     Example:
         >>> from lightning_hetero.core.link.message_size import MessageSize
@@ -121,13 +121,13 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return [self.min_density, *grid[1:-1].tolist(), self.max_density]
 
     def extra(self, density: Array, total: Array, link: MessageLink) -> Array:
-        """Return ``g``: extra samples that density, total and stale messages cost by now, as a share."""
+        """Return ``g``: extra samples that density, total and stale messages cost at present, as a share."""
         if self.profile is not None:
             return self.profile(density, total)
         return assumed_penalty(density, link.density, link.step, link.stale and link.may_be_stale)
 
     def noise_scale(self, context: PlanContext) -> float | None:
-        """Return infinity where the total stays, and where the profile has the cost of a total."""
+        """Return infinity where the total is fixed or the profile covers its cost; else the gradient noise scale."""
         fixed = not self.moves_batch or self.profile is not None
         return math.inf if fixed else super().noise_scale(context)
 
@@ -138,12 +138,12 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         )
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
-        """Predict the seconds of a step, with the messages at the present density."""
+        """Predict the seconds of a step, including the messages at the present density."""
         computing = super().predict(plan, context)
         return None if computing is None else computing + self._waiting(computing, context)
 
     def _waiting(self, computing: float, context: PlanContext) -> float:
-        """Return the seconds by which the messages at the present density make a step longer."""
+        """Return the seconds that the messages at the present density add to a step."""
         link = self._link(context)
         if link is None:
             return 0.0
@@ -175,7 +175,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return replace(split, planner=planner, density=choice, stale=stale, soon=soon)
 
     def _whole_steps(self, proposal: Proposal, current: BatchPlan, context: PlanContext) -> Proposal:
-        """Return the proposal with the messages in its predictions, which the split's lack."""
+        """Return the proposal with the time of the messages added to its predictions."""
         plan = proposal.plan
         more = self._waiting(plan.step_time or 0.0, context)
         first, without = (x if x is None else x + more for x in (plan.step_time, plan.step_time_without))
@@ -184,10 +184,10 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return Proposal(plan, proposal.reason + apart)
 
     def _stale(self, total: int, seconds: float, link: MessageLink) -> tuple[StaleHysteresis, bool]:
-        """Decide whether messages are to be stale: where the gain in time is worth more than its cost in samples.
+        """Decide whether messages are stale: where the time they save is worth more than the samples they cost.
 
-        Stale and awaited messages count with the density that suits each best. A lower density goes first: messages
-        become stale only where that gains nothing.
+        Stale and synchronous messages are compared at the best density of each. Lowering the density comes first:
+        messages become stale only where a lower density gains nothing.
         """
         if not link.may_be_stale or (not link.stale and self.choose(total, seconds, link).density < link.density):
             return self.stale_state, link.stale
@@ -195,12 +195,12 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return self.stale_state.observe(link.stale, 1.0 - overlaps / waits)
 
     def choose(self, total: int, seconds: float, link: MessageLink) -> DensityChoice:
-        """Choose the best density of three digits by the estimated link; the present one if it is as good.
+        """Choose the best density for the estimated link, to three digits; the present one if it is as good.
 
         Args:
             total: samples of a step.
             seconds: predicted seconds of a step that sends nothing.
-            link: what messages cross.
+            link: link that the messages cross.
         """
         settings, now = self.density_settings, self._at(link.density, total, seconds, link)
         best = self._best(total, seconds, link)
@@ -216,7 +216,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return self._at(min(max(rounded, self.min_density), self.max_density), total, seconds, link)
 
     def _at(self, density: float, total: int, seconds: float, link: MessageLink) -> DensityChoice:
-        """Predict time to accuracy at a density, and whether even the least would be the bound."""
+        """Predict time to accuracy at a density, and the messages' time at the least density."""
         least, sent = link.transfer(np.array([self.min_density, density])).tolist()
         choice = DensityChoice(density, total, 0.0, seconds, sent, least, link.stale)
         extra = self.extra(np.array([density]), np.array([float(total)]), link)
@@ -234,7 +234,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         )
 
     def windows(self, total: int, context: PlanContext) -> tuple[Window, ...]:
-        """Return every total that may follow the current one; only itself where the total stays."""
+        """Return every total that may follow the current one; only the current one where the total is fixed."""
         bounds = self if self.moves_batch else replace(self, max_total_batch_size=total, min_total_batch_size=total)
         return super(TimeToAccuracyPlanner, bounds).windows(total, context)
 
@@ -258,14 +258,14 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return tuple([Candidate(c.total_batch_size, c.accumulation, s, t, e, t * e) for c, s, t, e in columns])
 
     def _link(self, context: PlanContext) -> MessageLink | None:
-        """Return the link as estimated, ``None`` before it was measured."""
+        """Return the link with the estimates in use, ``None`` before it was measured."""
         link = context.link
         if link is None or not link.rates:
             return None
         return link if self.bandwidth.rate is None else replace(link, estimates=(self.bandwidth,))
 
     def _observe(self, observations: StepObservations, context: PlanContext) -> "TimeToAccuracyPlanner":
-        """Follow the rate by the paper's rule from the first measurement on, if that rule decides."""
+        """Update the rate by the paper's rule, from the first measurement on, if ``idle_rule`` is set."""
         link = context.link
         if not self.idle_rule or link is None or not link.rates or link.seconds is None:
             return self
@@ -281,12 +281,12 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return replace(self, bandwidth=self.bandwidth.observe_idle(idle))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the time model, the total, the density, and the evidence for it."""
+        """Return the state of the time model, the total, the link's rate, the choice of staleness, and the density."""
         own = {"believed": {"rate": self.bandwidth.rate}, "late": asdict(self.stale_state), "density": self.density}
         return {**super().state_dict(), **own}
 
     def loaded(self, state: dict[str, Any]) -> "TimeToAccuracyPlanner":
-        """Return the planner with what :meth:`state_dict` described."""
+        """Return the planner restored from :meth:`state_dict`."""
         before = cast(TimeToAccuracyPlanner, super().loaded(state))
         bandwidth = LinkEstimate(state["believed"]["rate"])
         stale_state = StaleHysteresis(state["late"].get("rounds", 0))

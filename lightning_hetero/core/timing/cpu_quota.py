@@ -1,4 +1,4 @@
-"""Correct step times of a worker whose share of the CPU is limited by a quota."""
+"""Correction of the step times of a worker under a CPU quota."""
 
 from lightning_hetero.core.timing.winsorized_mean import Array
 
@@ -6,25 +6,26 @@ __all__ = ["quota_limited_times"]
 
 
 CFS_PERIOD = 0.1
-"""Seconds after which Linux hands out a processor quota anew (``cpu.cfs_period_us``, by default)."""
+"""Seconds after which Linux renews a CPU quota (``cpu.cfs_period_us``, by default)."""
 
 
 def quota_limited_times(
     forward: Array, backward: Array, processor_forward: Array, processor_backward: Array, cores: float
 ) -> tuple[Array, Array]:
-    """Return the times of a window's steps as a processor quota allows them in the long run.
+    """Return the times of a window's steps that a CPU quota allows in the long run.
 
-    ``cores`` seconds of processor time come with each second. Where the steps took about as long as what they used
-    needs to come back, or less, the quota is what bounds the worker, and processor time, which has no such noise, takes
-    the place of the observed times, scaled to what the window took or needs to come back, whichever is longer. Else the
-    observed times stay, since something else bounds the worker.
+    The quota grants ``cores`` seconds of CPU time per second, so the CPU time that the window used takes ``used /
+    cores`` seconds to be granted. If the steps took no longer than that, within a tolerance, the quota limits the
+    worker. Then CPU time, which has no noise of throttling, replaces the observed times, scaled to the duration of the
+    window or to ``used / cores``, whichever is longer. Otherwise something else limits the worker, and the observed
+    times stay.
 
     Args:
         forward: ``a`` of each step in seconds.
         backward: ``P`` of each step in seconds.
-        processor_forward: seconds of processor time of each step outside of the backward pass.
-        processor_backward: seconds of processor time of each step in the backward pass.
-        cores: quota of the worker.
+        processor_forward: seconds of CPU time of each step outside of the backward pass.
+        processor_backward: seconds of CPU time of each step in the backward pass.
+        cores: quota of the worker, in cores.
 
     Example:
         >>> import numpy as np

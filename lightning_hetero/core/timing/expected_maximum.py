@@ -1,4 +1,4 @@
-"""Estimate the largest of several uncertain values: what a step that waits for the slowest worker takes."""
+"""Expectation and error of the largest of several uncertain values: the time of a step that waits for all workers."""
 
 import math
 
@@ -14,15 +14,15 @@ Array = npt.NDArray[np.float64]
 def expected_maximum(mean: Array, deviation: Array) -> tuple[float, float]:
     """Return the mean and standard deviation of the largest of independent normal values.
 
-    A step waits for the slowest worker, which takes longer than each of them does on average. By quadrature of
-    ``1 - prod_i Phi((x - mean_i) / deviation_i)``.
+    A step waits for the worker that is slowest in that step, so it takes longer than the mean time of any worker. The
+    result is a quadrature of ``1 - prod_i Phi((x - mean_i) / deviation_i)``.
 
     Args:
-        mean: of each value.
-        deviation: standard deviation of each, ``>= 0``.
+        mean: mean of each value.
+        deviation: standard deviation of each value, ``>= 0``.
 
     Returns:
-        Both in the unit of the values, to 0.5 % of the widest deviation.
+        Both in the unit of the values, accurate to 0.5 % of the largest deviation.
 
     Example:
         >>> round(expected_maximum(np.zeros(2), np.ones(2))[0], 2)  # 1 / sqrt(pi)
@@ -52,11 +52,11 @@ def larger_error(x: Array, x_error: Array, y: Array, y_error: Array, covariance:
     """Return the standard deviation of the larger of two normal values (Clark, 1961), pair by pair.
 
     Args:
-        x: means of the ones.
-        x_error: their standard deviations, ``>= 0``.
-        y: means of the others.
-        y_error: their standard deviations, ``>= 0``.
-        covariance: of the two of a pair.
+        x: mean of the first value of each pair.
+        x_error: its standard deviation, ``>= 0``.
+        y: mean of the second value of each pair.
+        y_error: its standard deviation, ``>= 0``.
+        covariance: covariance of the two values of each pair.
 
     Example:
         >>> x, y, ones = np.array([0.0, 9.0, 0.0]), np.zeros(3), np.ones(3)
@@ -67,7 +67,7 @@ def larger_error(x: Array, x_error: Array, y: Array, y_error: Array, covariance:
     apart = np.sqrt(np.maximum(both - 2.0 * covariance, 1e-12 * both + 1e-300))
     z = np.clip((x - y) / apart, -30.0, 30.0)
     share, density = ndtr(z), np.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
-    more = x - y  # moments about y, which loses no digits
+    more = x - y  # moments about y keep all digits
     mean = more * share + apart * density
     square = (more**2 + x_error**2) * share + y_error**2 * (1.0 - share) + more * apart * density
     return np.asarray(np.sqrt(np.maximum(square - mean**2, np.minimum(x_error, y_error) ** 2 / 4.0)))

@@ -1,4 +1,4 @@
-"""Estimate ``gamma``, ``t_o`` and ``t_u`` from the steps of one round (C eq. 12)."""
+"""Estimators of ``gamma``, ``t_o`` and ``t_u`` from the steps of one sync round (C eq. 12), and a robust line fit."""
 
 import math
 
@@ -36,17 +36,17 @@ def estimate_gamma(first_bucket: Array, backward: Array) -> float:
 def steps_that_tell(
     seen: StepObservations, accumulation: int = 1, settings: EstimatorSettings = ESTIMATOR_DEFAULTS
 ) -> npt.NDArray[np.bool_]:
-    """Find the steps whose smallest time of averaging is the link's own, with no worker's waiting in it.
+    """Find the steps whose smallest all-reduce time is the link's own, without waiting for another worker.
 
-    Whoever comes last does not wait. Two kinds of steps have a worker that never does: those in which the same worker
-    is the last with its first bucket and with its last one, and those in which the link is still busy with what came
-    before, so that averaging ends at one time for all. In the others one worker is late early on and another one later,
-    and both wait: what they measure is more than the link takes, by the more the more buckets there are.
+    The worker that comes last does not wait. Two kinds of steps have a worker that never waits: those in which the same
+    worker is last with both its first and its last bucket, and those in which the link is still busy with earlier
+    buckets, so the all-reduce ends at the same time for all workers. In all other steps one worker is last at first and
+    another one later, and both wait. Their times then exceed the link's own, the more the more buckets there are.
 
     Args:
         seen: observed steps.
-        accumulation: micro-batches of a step, of which the last one is synchronised.
-        settings: of the estimator, of which ``link_same_end`` counts.
+        accumulation: micro-batches of a step, of which the last one is synchronized.
+        settings: of the estimator; only ``link_same_end`` is used.
 
     Example:
         >>> ones = np.ones((1, 2))
@@ -67,13 +67,13 @@ def estimate_sync_times(
 ) -> tuple[float, float]:
     """Estimate ``t_o`` and ``t_u``: the minimum over workers, then the median over steps (C eq. 12).
 
-    Whoever comes last does not wait, so the smallest of the workers' times is the network's own.
+    The worker that comes last does not wait, so the smallest of the workers' times is the network's own.
 
     Args:
-        overlapped: seconds of averaging all buckets but the last, shape ``(steps, workers)``.
-        last: of the last one.
-        tells: steps that count for ``t_o``, see :func:`steps_that_tell`; all by default. Without one, the least of all
-            steps is the closest.
+        overlapped: seconds of the all-reduce of all buckets but the last, shape ``(steps, workers)``.
+        last: seconds of the all-reduce of the last bucket, same shape.
+        tells: steps that count for ``t_o``, see :func:`steps_that_tell`; all by default. If none counts, ``t_o`` is the
+            least of all steps, an upper bound.
 
     Example:
         >>> estimate_sync_times(np.array([[0.5, 0.2]]), np.array([[0.03, 0.4]]))
@@ -89,14 +89,14 @@ def estimate_sync_times(
 def fit_line(x: Array, y: Array, weight: Array | None = None, *, iterations: int = 20) -> tuple[float, float]:
     """Fit a robust line ``y = slope x + intercept`` with both coefficients ``>= 0``.
 
-    Minimises the Huber loss of the *relative* residuals (timings vary in proportion to their length) by iteratively
-    re-weighted least squares; each round is solved exactly over the non-negative quadrant.
+    Minimizes the Huber loss of the *relative* residuals (timings vary in proportion to their length) by iteratively
+    re-weighted least squares; each iteration is solved exactly over the non-negative quadrant.
 
     Args:
         x: positions, shape ``(n,)``.
         y: values, shape ``(n,)``, ``>= 0``.
         weight: weight of each point, e.g. its number of repetitions or its age.
-        iterations: most rounds of re-weighting.
+        iterations: greatest number of re-weightings.
 
     Returns:
         ``(slope, intercept)``; through the origin if all ``x`` are equal.

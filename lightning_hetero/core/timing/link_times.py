@@ -1,4 +1,4 @@
-"""Estimate what averaging gradients takes: ``gamma``, ``t_o`` and ``t_u`` (C eq. 12), by number of workers."""
+"""Times of the gradient all-reduce: estimates of ``gamma``, ``t_o`` and ``t_u`` (C eq. 12), by number of workers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,11 +18,11 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A number that walks, and sometimes jumps: a Kalman filter with one state.
+    """Scalar Kalman filter of a number that walks randomly and sometimes jumps.
 
     Args:
         value: estimate.
-        variance: of the estimate, relative to ``scale ** 2`` of :meth:`observe`; infinite before anything was seen.
+        variance: of the estimate, relative to ``scale ** 2`` of :meth:`observe`; infinite before the first observation.
 
     Example:
         >>> level = Level().observe(1.0, 0.01)
@@ -45,11 +45,11 @@ class Level:
         """Return the level after one more round.
 
         Args:
-            seen: what the round showed.
-            variance: relative to the square of the scale.
-            scale: of the number; by default the number itself.
-            jumps: whether one round that is far off is believed.
-            settings: of the estimator, those of the link.
+            seen: value observed in the round.
+            variance: variance of ``seen``, relative to the square of the scale.
+            scale: scale of the number; by default the number itself.
+            jumps: whether the level follows a single round that is far off.
+            settings: of the estimator; those of the link are used.
         """
         scale = max(abs(self.value), abs(seen), 1e-9) if scale is None else scale
         noise, before = variance + settings.link_rounds**2, self.variance + settings.link_walk**2
@@ -60,7 +60,7 @@ class Level:
         return Level(float(self.value + gain * off * scale), float((1.0 - gain) * before))
 
     def below(self, bound: float, settings: EstimatorSettings = ESTIMATOR_DEFAULTS) -> "Level":
-        """Return the level after a round that showed no more than that it is below a bound."""
+        """Return the level after a round that gave only an upper bound."""
         if not np.isfinite(self.variance):
             return Level(bound, settings.link_bound_error**2)
         if bound >= self.value:
@@ -80,11 +80,11 @@ class Level:
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """Times of averaging, by the number of workers that share the link.
+    """Times of the all-reduce, by the number of workers that share the link.
 
     Args:
         gamma: share of the backward pass before the first bucket.
-        sync: ``(t_o, t_u)`` of each number of workers that was seen.
+        sync: ``(t_o, t_u)`` for each number of workers seen so far.
 
     Example:
         >>> known = LinkTimes(sync={4: (Level(0.3, 0.0), Level(0.03, 0.0))})
@@ -101,7 +101,7 @@ class LinkTimes:
     def observe(
         self, seen: StepObservations, accumulation: int = 1, settings: EstimatorSettings = ESTIMATOR_DEFAULTS
     ) -> "LinkTimes":
-        """Return the times after one more sync round, whose steps have so many micro-batches each."""
+        """Return the times after one more sync round, whose steps have ``accumulation`` micro-batches each."""
         steps, workers = seen.forward.shape
         gamma = self.gamma.observe(
             estimate_gamma(seen.first_bucket, seen.backward), 0.01 / steps, 1.0, settings=settings
@@ -116,13 +116,13 @@ class LinkTimes:
         return replace(self, gamma=gamma, sync={**self.sync, workers: (overlapped, last)})
 
     def at(self, workers: int) -> tuple[float, float]:
-        """Return ``(t_o, t_u)`` of so many workers.
+        """Return ``(t_o, t_u)`` of ``workers`` workers.
 
-        Where that number was not seen, ``T = latency (n - 1) + transfer (n - 1) / n``, as of a ring, through those that
-        were: both coefficients from two or more, the transfer alone from one.
+        For a number of workers not seen so far, the ring model ``T = latency (n - 1) + transfer (n - 1) / n`` is fitted
+        to the numbers that were: both coefficients from two or more numbers, only the transfer from one.
 
         Raises:
-            ValueError: if none was seen.
+            ValueError: if no number of workers was seen.
         """
         if workers in self.sync:
             t_o, t_u = self.sync[workers]
@@ -148,7 +148,7 @@ class LinkTimes:
         return best
 
     def error(self, workers: int) -> float:
-        """Return the standard error of ``t_o + t_u``: all of it where that number of workers was not seen."""
+        """Return the standard error of ``t_o + t_u``: the whole sum if that number of workers was not seen."""
         levels = self.sync.get(workers)
         if levels is None:
             return sum(self.at(workers)) if self.sync else float("inf")
@@ -160,13 +160,13 @@ class LinkTimes:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "LinkTimes":
-        """Return what :meth:`state_dict` described."""
+        """Return the times restored from :meth:`state_dict`."""
         sync = {int(n): (Level.of(o), Level.of(u)) for n, (o, u) in state["sync"].items()}
         return cls(Level.of(state["gamma"]), sync)
 
 
 def _followed(level: Level, value: float, samples: Array, settings: EstimatorSettings) -> Level:
-    """Return the level after a round whose steps have this median."""
+    """Return the level after a round with the median ``value`` of ``samples``."""
     jitter = min(1.4826 * float(np.median(np.abs(samples - value))) / max(value, 1e-9), 1.0)
     few = len(samples) < settings.link_few_steps
     variance = 1.5 * (max(jitter, settings.link_jitter) if few else jitter) ** 2 / len(samples)

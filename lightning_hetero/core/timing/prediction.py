@@ -1,8 +1,8 @@
-"""Predict the time of a step, and its standard error, from what is known of workers, link and residual.
+"""Prediction of the time of a step and its standard error, from the estimates of workers, link and residual.
 
-The model of C eq. 7 takes the slowest of the workers' mean times. A step takes longer, because it waits for
-whoever is slowest in that very step. Here finish times are normal values, whose deviation is the standard
-error of a worker's mean time, or the jitter of its single steps. A step waits for the largest of them
+The model of C eq. 7 takes the slowest of the workers' mean times. A step takes longer, because it waits for the worker
+that is slowest in that very step. Here finish times are normally distributed; their deviation is the standard error of
+a worker's mean time, or the jitter of its single steps. A step waits for the largest of them
 (:mod:`lightning_hetero.core.timing.expected_maximum`).
 """
 
@@ -26,15 +26,15 @@ Sizes = Sequence[int] | Array
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """Times of the steps of some workers, as far as they are known.
+    """Predicted step times of some workers.
 
     Args:
-        times: time models of the workers, each with its own part of averaging.
-        link: what averaging takes, by the number of workers.
-        residual: what steps take longer than all this says.
-        min_local: fewest samples that each worker runs, with weight 0 where its size is less.
-        accumulation: micro-batches of a step, of which the last one is synchronised.
-        settings: of the estimator, those of the residual and ``waiting_error``.
+        times: time models of the workers, each with its own part of the all-reduce time.
+        link: times of the all-reduce, by the number of workers.
+        residual: measured minus predicted step time.
+        min_local: fewest samples that each worker runs; a worker with a smaller size runs them with weight 0.
+        accumulation: micro-batches of a step, of which the last one is synchronized.
+        settings: of the estimator; those of the residual and ``waiting_error`` are used.
 
     Example:
         >>> from lightning_hetero.core.timing.link_times import Level
@@ -60,30 +60,30 @@ class StepPrediction:
 
     @property
     def gamma(self) -> float:
-        """Share of the backward pass before the first bucket; the estimate itself may be just outside 0 to 1."""
+        """Share of the backward pass before the first bucket, limited to 0 to 1."""
         return min(max(self.link.gamma.value, 0.0), 1.0)
 
     @property
     def bare(self) -> ClusterTimeModel:
-        """Eq. 7 alone, of a window of micro-batches."""
+        """C eq. 7 alone, for a window of micro-batches."""
         link = self.link.at(self.workers)
         return ClusterTimeModel(NodeModels(self.times.mean), self.gamma, *link).accumulated(self.accumulation)
 
     def model(self, sizes: Sizes) -> ClusterTimeModel:
-        """Return C eq. 7 with what steps of these sizes take longer than it says."""
+        """Return C eq. 7 plus the time by which steps with these sizes exceed it."""
         bare = self.bare
         more, less = max(self.residual.seconds, 0.0), min(self.residual.seconds, 0.0)
         factor = self.waiting_factor(sizes) * (1.0 + self.residual.share)
-        factor += less / max(bare.step_time(sizes), 1e-12)  # nothing takes less than no time: as a share instead
+        factor += less / max(bare.step_time(sizes), 1e-12)  # as a share: no time may become negative
         return bare.slowed(max(factor, 0.5) - 1.0, more)
 
     def waiting_factor(self, sizes: Sizes) -> float:
-        """Return the factor by which the slowest worker of single steps takes longer than the slowest on average."""
+        """Return the ratio of the expected maximum over workers in a single step to the maximum of their mean times."""
         seconds, _, jitter = self.finish(self._run(sizes))
         return expected_maximum(seconds, jitter)[0] / float(seconds.max())
 
     def error(self, sizes: Sizes) -> float:
-        """Return the standard error in seconds of the step time that is predicted of these sizes."""
+        """Return the standard error in seconds of the step time predicted for these sizes."""
         seconds, errors, _ = self.finish(self._run(sizes))
         step, spread = expected_maximum(seconds, errors)
         scale, link = self.waiting_factor(sizes), self.link.error(self.workers)
@@ -93,16 +93,16 @@ class StepPrediction:
         return float(np.sqrt(sum(part**2 for part in parts)))
 
     def saving(self, model: ClusterTimeModel, sizes: Sizes, running: Array) -> tuple[float, float]:
-        """Return the share of a step that other sizes save in expectation, and the share they lose to what is unknown.
+        """Return the share of a step that other sizes are expected to save, and the share that errors may cost them.
 
-        The slowest worker finishes as late as it may. What is uncertain of workers at the running sizes stays so. What
-        they take for sizes that were never seen is uncertain as well, but the first steps of them will tell, so that it
-        does not speak against them.
+        The second share is pessimistic: the expected maximum of the finish times plus one standard deviation. Both use
+        the relative errors at the running sizes. Times at sizes never seen are less certain, but the first steps with
+        them will measure them, so that uncertainty does not count against them.
 
         Args:
-            model: of steps, such as :meth:`model`.
-            sizes: of another split.
-            running: sizes of the split that runs, scaled to the same total.
+            model: time model of a step, such as :meth:`model`.
+            sizes: sizes of another split.
+            running: sizes of the running split, scaled to the same total.
         """
         seconds, errors, _ = self.finish(running)
 
@@ -114,14 +114,14 @@ class StepPrediction:
         return 1.0 - then / now, 1.0 - float(there.max()) / (then + spread)
 
     def finish(self, sizes: Array) -> tuple[Array, Array, Array]:
-        """Return when each worker is done, in seconds, with standard errors and the deviation of single steps."""
+        """Return each worker's finish time in seconds, its standard error, and the deviation of single steps."""
         n, gamma, times = self.accumulation, self.gamma, self.times
         t_o, t_u = self.link.at(self.workers)
         lines = []
         for share, after in ((1.0, t_u), (gamma, t_o + t_u)):
             seconds, errors = times.seconds(sizes, n - 1 + share, n)
             a, p = times.parts(sizes)
-            single = n**0.5 * times.jitter  # of one micro-batch: their mean was observed
+            single = n**0.5 * times.jitter  # of one micro-batch: the observed times are means over n of them
             jitter = np.hypot(a * single[:, 0] * n**0.5, p * single[:, 1] * (n - 1 + share**2) ** 0.5)
             lines.append((seconds + after, errors, jitter))
         (compute, compute_error, _), (send, send_error, _) = lines

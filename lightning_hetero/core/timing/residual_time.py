@@ -1,4 +1,4 @@
-"""Estimate what steps take longer than predicted: a share of the step and seconds, with their covariance."""
+"""Measured minus predicted step time: a share of the step plus constant seconds, with their covariance."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +15,15 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Residual:
-    """``measured = (1 + share) predicted + seconds``: a Kalman filter with two states.
+    """Kalman filter with two states of ``measured = (1 + share) predicted + seconds``.
 
-    Steps of one length cannot tell a share from seconds: then each is taken for half of it, and the error grows with
-    the distance to that length.
+    Steps of one length cannot tell the share from the seconds: each then gets half of the difference, and the error
+    grows with the distance to that length.
 
     Args:
         share: part that grows with the step.
-        seconds: part that does not: the loop's own time.
-        covariance: of both, three numbers: of the share, of both together, of the seconds; empty at first.
+        seconds: part that does not: the time of the training loop itself.
+        covariance: three numbers: variance of the share, covariance, variance of the seconds; empty at first.
 
     Example:
         >>> residual = Residual()
@@ -43,10 +43,10 @@ class Residual:
         """Return the residual after one more round.
 
         Args:
-            predicted: seconds of a step.
-            measured: seconds that its steps took.
-            variance: of the measurement, relative to its square.
-            settings: of the estimator, those of the residual.
+            predicted: predicted seconds of a step.
+            measured: mean seconds of the steps of the round.
+            variance: variance of ``measured``, relative to its square.
+            settings: of the estimator; those of the residual are used.
         """
         if measured < (1.0 - settings.residual_shortfall) * predicted:
             return self
@@ -67,7 +67,7 @@ class Residual:
         return Residual(float(share), float(seconds), (float(after[0, 0]), float(after[0, 1]), float(after[1, 1])))
 
     def error(self, predicted: float, settings: EstimatorSettings = ESTIMATOR_DEFAULTS) -> float:
-        """Return the standard error in seconds of what it adds to a predicted step."""
+        """Return the standard error in seconds of the residual of a predicted step."""
         if not self.covariance:
             return settings.residual_prior * predicted
         a, b, c = self.covariance
@@ -79,5 +79,5 @@ class Residual:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "Residual":
-        """Return what :meth:`state_dict` described."""
+        """Return the residual restored from :meth:`state_dict`."""
         return cls(float(state["share"]), float(state["seconds"]), tuple(map(float, state["covariance"])))

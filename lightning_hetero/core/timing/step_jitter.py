@@ -1,6 +1,6 @@
-"""Measure how much the single steps of workers vary, and condense a sync round to mean times and their variance.
+"""Jitter of the workers' single steps, and summary of a sync round by mean times and their variance.
 
-What is kept of each worker are fading sums: squared relative deviations outside of and in backward, their degrees of
+The state of each worker is five fading sums: squared relative deviations outside of and in backward, their degrees of
 freedom, odd steps, and all steps.
 """
 
@@ -18,7 +18,7 @@ Array = npt.NDArray[np.float64]
 def summarise_round(
     jitter: Array, forward: Array, backward: Array, settings: EstimatorSettings
 ) -> tuple[Array, Array, Array]:
-    """Return mean times of a round, their relative variance, and the noise of single steps with this round.
+    """Return mean times of a round, their relative variance, and the jitter sums updated by this round.
 
     Args:
         jitter: sums of each worker so far, shape ``(workers, 5)``.
@@ -46,11 +46,11 @@ def summarise_round(
     a, p = winsorize_top(np.minimum(forward, limits[0])), winsorize_top(np.minimum(backward, limits[1]))
     y = np.stack([a.mean(axis=0), p.mean(axis=0)], axis=1)
     y = np.maximum(y, np.maximum(settings.least_part * y.sum(axis=1, keepdims=True), 1e-9))
-    free = max(count - 1 - 1.5 * num_winsorized(count), 0.0)  # degrees of freedom: what is capped varies less
+    free = max(count - 1 - 1.5 * num_winsorized(count), 0.0)  # degrees of freedom: capped times vary less
     squares = np.stack([((x - x.mean(axis=0)) ** 2).sum(axis=0) for x in (a, p)], axis=1) / y**2
     others = np.median(squares, axis=0) / max(free, 0.5)
     before = np.where(jitter[:, 2:3] >= settings.own_jitter_steps, usual**2, others)
-    # a round counts with three times the usual deviation at most, so that one burst is not remembered for long
+    # a round counts with at most three times the usual deviation: one burst must not be remembered for long
     squares = np.minimum(squares, 9.0 * np.maximum(before, others) * max(free, 0.5))
     steps = np.stack([np.full(len(y), free), odd, np.full(len(y), float(count))], axis=1)
     fade = np.minimum(1.0, settings.jitter_memory / np.maximum(jitter[:, 4:] + count, 1.0))
@@ -61,7 +61,7 @@ def summarise_round(
 
 
 def relative_variance(jitter: Array, settings: EstimatorSettings) -> Array:
-    """Return the squared relative noise of single steps: each worker's own, as far as known, else that of all.
+    """Return the squared relative noise of single steps: each worker's own where known, else that of all workers.
 
     Args:
         jitter: sums of each worker, shape ``(workers, 5)``.
@@ -76,7 +76,7 @@ def relative_variance(jitter: Array, settings: EstimatorSettings) -> Array:
     """
     squares, steps = jitter[:, :2], jitter[:, 2:3]
     own = squares / np.maximum(steps, 0.5)
-    # one noisy worker does not make the others uncertain
+    # one noisy worker must not make the others uncertain
     usual = np.minimum(own, 4.0 * np.median(own, axis=0) + 1e-12)
     prior = settings.jitter_steps
     shared = ((usual * steps).sum(axis=0) + prior * settings.jitter**2) / (steps.sum() + prior)

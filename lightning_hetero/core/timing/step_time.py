@@ -1,9 +1,9 @@
 """Time model of a data-parallel step on unequal workers (C sec. 3.2, C eq. 3-7 and 12) and its fit.
 
-Symbols: ``a_i = q_i b_i + s_i`` is everything of a step that is not backward (load, forward, update), ``P_i = k_i b_i
-+ m_i`` the backward pass, ``gamma`` the share of the backward pass before the first gradient bucket is ready, ``t_o``
-and ``t_u`` the synchronisation of all buckets but the last, and of the last. All times are seconds *without waiting*
-for others: the fit takes what a worker did, not how long it stood.
+Symbols: ``a_i = q_i b_i + s_i`` is everything in a step except backward (load, forward, update), ``P_i = k_i b_i +
+m_i`` the backward pass, ``gamma`` the share of the backward pass before the first gradient bucket is ready, ``t_o`` and
+``t_u`` the synchronization of all buckets but the last, and of the last. All times are seconds *without waiting* for
+others: a worker's idle time is no part of its model.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ class NodeTimeModel:
         return self.forward_time(b) + self.backward_time(b)
 
     def accumulated(self, n: int) -> "NodeTimeModel":
-        """Return the model of an accumulation window of ``n`` micro-batches, of which only the last is synchronised.
+        """Return the model of an accumulation window of ``n`` micro-batches, of which only the last is synchronized.
 
         The first ``n - 1`` micro-batches run forward and backward before the last one, so they count as ``a``.
 
@@ -77,7 +77,7 @@ class NodeTimeModel:
 
 
 class NodeModels(Sequence[NodeTimeModel]):
-    """Models of workers, kept as one array; each is made when it is asked for.
+    """Models of workers in one array; each :class:`NodeTimeModel` is made on access.
 
     Args:
         coefficients: ``(q, s, k, m)`` of each worker, shape ``(workers, 4)``, finite and ``>= 0``.
@@ -125,8 +125,8 @@ class ClusterTimeModel:
     Args:
         nodes: one model per worker.
         gamma: share of the backward pass before the first bucket is ready, 0 to 1.
-        t_o: seconds of synchronising all buckets but the last, which can overlap with the backward pass.
-        t_u: seconds of synchronising the last bucket, which cannot.
+        t_o: seconds of synchronizing all buckets but the last, which can overlap with the backward pass.
+        t_u: seconds of synchronizing the last bucket, which cannot.
 
     Raises:
         ValueError: if there is no node, or a value is out of range.
@@ -161,7 +161,8 @@ class ClusterTimeModel:
     def coefficients(self) -> tuple[Array, Array, Array, Array]:
         """Return ``alpha_1, beta_1, alpha_2, beta_2`` of finish times ``max(alpha_1 b + beta_1, alpha_2 b + beta_2)``.
 
-        The first line is its computing bottleneck (C eq. 5), the second its communication bottleneck (C eq. 6).
+        The first line holds where computing is the worker's bottleneck (C eq. 5), the second where communication is
+        (C eq. 6).
         """
         q, s, k, m = self.array.T
         tiny = 1e-12
@@ -173,7 +174,7 @@ class ClusterTimeModel:
         )
 
     def finish_times(self, local_batch_sizes: Sequence[int] | Array) -> Array:
-        """Return the seconds after which each worker alone would be done with the step."""
+        """Return the seconds after which each worker would finish the step if it were alone."""
         b = np.asarray(local_batch_sizes, dtype=float)
         if b.shape != (len(self.nodes),):
             raise ValueError(f"give one batch size per worker ({len(self.nodes)}); got shape {b.shape}.")
@@ -236,7 +237,7 @@ class ClusterTimeModel:
 
 
 def _paces(sizes: Array, forward: Array, backward: Array) -> tuple[Array, Array, Array, Array]:
-    """Return distinct sizes, the mean of both times at each, and the number of steps behind them."""
+    """Return the distinct sizes, the winsorized means of both times at each, and the number of steps at each."""
     distinct, which, count = np.unique(sizes, return_inverse=True, return_counts=True)
     windows = [which.ravel() == i for i in range(len(distinct))]
     forward, backward = (np.array([winsorized_mean(y[window]) for window in windows]) for y in (forward, backward))

@@ -1,8 +1,8 @@
 """Smoothed step times of each worker at the present sizes, and their errors (D sec. III-C).
 
-The paper's moving average follows what changes, and of noise it keeps as much as the mean of some twenty steps does.
-Beside it stands the mean of all steps at the present sizes. It counts as long as the moving average agrees with it, so
-that what is known of a cluster that does not change becomes more precise with every step.
+The paper's moving average follows changes, but it stays as noisy as the mean of about twenty steps. The mean of all
+steps at the present sizes is therefore kept as well, and used as long as the moving average agrees with it. Estimates
+of a cluster that does not change thus become more precise with every step.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ class SmoothingSettings:
     """Settings of :class:`StepTimes`.
 
     Args:
-        noise_steps: newest differences between successive steps that say how much times vary, ``>= 1``.
-        longest_mean_steps: most steps that the mean is of, ``>= 1``.
-        outlier_ratio: multiple of the median difference above which a difference counts as just that, above 0.
-        leaving_errors: standard errors by which the moving average has to leave the mean before that is given up,
+        noise_steps: number of newest differences between successive steps that measure the noise, ``>= 1``.
+        longest_mean_steps: greatest number of steps in the mean, ``>= 1``.
+        outlier_ratio: multiple of the median difference to which larger differences are limited, above 0.
+        leaving_errors: standard errors by which the moving average has to leave the mean before the mean is dropped,
             ``>= 0``.
 
     Raises:
@@ -87,7 +87,7 @@ class StepTimes:
     def observe(self, compute_times: Sequence[float] | Array, *, decay: float = 0.9) -> "StepTimes":
         """Return the times with one more step.
 
-        The first ``1 / (1 - decay)`` steps since the last change count alike, so that no single one dominates.
+        The first ``1 / (1 - decay)`` steps since the last change have equal weights, so no single one dominates.
 
         Args:
             compute_times: ``a_i + P_i`` of each worker in seconds.
@@ -115,7 +115,8 @@ class StepTimes:
     def noise(self) -> Array:
         """Standard deviation of single steps, as a share of each worker's time; 0 before there are two steps.
 
-        From differences of successive steps, which a change of speed enters once; larger where there are few.
+        Estimated from differences of successive steps, which a change of speed affects only once; raised where there
+        are few differences.
         """
         if not self.differences:
             return np.zeros(len(self.smoothed))
@@ -134,15 +135,15 @@ class StepTimes:
         return np.asarray(self.noise / np.sqrt(max(self.steps, 1)))
 
     def restarted(self) -> "StepTimes":
-        """Return no times, for another split; how much they vary is known from this one."""
+        """Return empty times for another split, which keep the noise estimate of this one."""
         return StepTimes(differences=self.differences, settings=self.settings)
 
     def current(self) -> "StepTimes":
-        """Return the times of the speeds that hold now: without the mean where a worker's moving average has left it.
+        """Return the times at present speeds: drop the mean if any worker's moving average has left it.
 
-        It has left it if the two are further apart than noise makes them.
+        The moving average has left the mean if they differ by more than noise explains; it then replaces the mean.
         """
-        apart = self.weights - 1.0 / max(self.steps, 1)  # the mean holds the steps of the moving average as well
+        apart = self.weights - 1.0 / max(self.steps, 1)  # the mean contains the steps of the moving average
         if not self.smoothed or apart <= 1e-9:
             return self
         left = np.abs(np.log(np.maximum(self.smoothed, 1e-9)) - np.log(np.maximum(self.mean, 1e-9)))

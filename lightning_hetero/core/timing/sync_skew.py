@@ -1,4 +1,4 @@
-"""Estimate what averaging takes each worker itself, apart from the link, by who came last in successive steps."""
+"""Per-worker share of the all-reduce time, from successive steps in which different workers came last."""
 
 import math
 import statistics
@@ -17,20 +17,21 @@ Array = npt.NDArray[np.float64]
 def last_bucket_differences(
     last: Array, settings: EstimatorSettings = ESTIMATOR_DEFAULTS
 ) -> dict[tuple[int, int], tuple[float, float]]:
-    """Compare how long the last bucket's averaging takes after different workers came last, in seconds.
+    """Compare the all-reduce times of the last bucket between steps in which different workers came last, in seconds.
 
-    A straggler often moves data slowly, too: then a step in which it comes last ends later after its arrival than a
-    step that waits for a fast one. Compared are only steps that follow each other and waited for different workers, so
-    that the link is the same for both: of steps further apart, a link that fluctuates would be taken for a worker. Nor
-    is a step compared that took more than three times what others took that waited for the same worker, or all of them.
+    A straggler often moves data slowly, too. A step in which it comes last then takes longer after its arrival than a
+    step that waits for a fast worker. Only successive steps that waited for different workers are compared, because the
+    link is then the same for both: between distant steps, a fluctuation of the link would be mistaken for a worker. A
+    step is skipped if it took more than three times the median of the steps that waited for the same worker, and more
+    than three times the median of all.
 
     Args:
         last: seconds of each step and worker for the last bucket, waiting included, shape ``(steps, workers)``.
-        settings: of the estimator, those of the skew.
+        settings: of the estimator; those of the skew are used.
 
     Returns:
-        Median difference and its variance for ``(i, j)``, ``i < j``, above 0 if worker ``i`` takes longer; of workers
-        that took turns at being last three times at least.
+        Median difference and its variance for each pair ``(i, j)``, ``i < j``, above 0 if worker ``i`` takes longer.
+        Only pairs that took turns at being last at least three times.
 
     Example:
         >>> difference, variance = last_bucket_differences(np.array([[0.5, 0.3], [0.1, 0.2]] * 3))[0, 1]
@@ -42,7 +43,7 @@ def last_bucket_differences(
     found: dict[tuple[int, int], list[float]] = {}
     usual = [max(statistics.median_low(seconds[latest == i]), float(np.median(seconds))) for i in latest]
     calm = seconds <= settings.skew_stall * np.array(usual)
-    if finite.shape[1] > 1 and len(finite):  # else nobody came last: they all waited for the link
+    if finite.shape[1] > 1 and len(finite):  # drop steps in which no worker came last: all waited for the link
         calm &= np.partition(finite, 1, axis=1)[:, 1] - seconds >= settings.skew_waited * seconds
     for step, (i, j) in enumerate(zip(latest, latest[1:], strict=False)):
         before, after = seconds[step : step + 2]
@@ -52,14 +53,14 @@ def last_bucket_differences(
     middle = {pair: round(float(np.median(seen)), 12) for pair, seen in found.items() if len(seen) >= 3}
     if not middle:
         return {}
-    # noise of one difference, by mean deviations of normal values: within pairs, and where there are few of these of
-    # all steps, which differ by workers as well
+    # noise of one difference, from mean deviations of normal values: within pairs, with that of all steps as a prior,
+    # which includes the differences between workers
     apart = sum(float(np.abs(np.array(found[pair]) - value).sum()) for pair, value in middle.items())
     free = sum(len(found[pair]) - 1 for pair in middle)
     every = float(np.abs(np.diff(seconds[calm])).mean()) if calm.sum() > 1 else 0.0
     prior = settings.skew_prior_freedom
     variance = math.pi / 2 * ((apart / free) ** 2 * free + every**2 * prior) / (free + prior)
-    doubled = 2.0  # of turns that follow each other, each step is in two differences
+    doubled = 2.0  # in consecutive turns, each step enters two differences
     return {pair: (value, doubled * math.pi / 2 * variance / len(found[pair])) for pair, value in middle.items()}
 
 
@@ -69,19 +70,19 @@ def per_worker_offsets(
     scale: float,
     settings: EstimatorSettings = ESTIMATOR_DEFAULTS,
 ) -> dict[int, tuple[float, float]]:
-    """Estimate each worker's own seconds of the last bucket's averaging, from differences of pairs.
+    """Estimate each worker's own seconds of the last bucket's all-reduce, from differences of pairs.
 
-    Normal values all of them: a worker that is new has none of its own, give or take ``scale``; one that is known may
-    have changed by a little since, and what is known of it fades where nobody came last in turns.
+    All values are modeled as normal. A new worker starts at 0 with standard deviation ``scale``. The variance of a
+    known one grows by a small walk in every round; without new differences its estimate only becomes less certain.
 
     Args:
         known: seconds and their variance of workers seen before.
         differences: of pairs, as :func:`last_bucket_differences` gives them.
         scale: seconds that the link takes.
-        settings: of the estimator, those of the skew.
+        settings: of the estimator; those of the skew are used.
 
     Returns:
-        Seconds and their variance by worker; only differences of the seconds mean something.
+        Seconds and their variance by worker; only differences between workers are meaningful.
 
     Example:
         >>> found = per_worker_offsets({}, {(0, 1): (-0.2, 0.0)}, 0.2)
@@ -105,7 +106,7 @@ def per_worker_offsets(
         right[b] -= weight * difference
     covariance = np.linalg.inv(precision)
     found, centre = covariance @ right, np.eye(len(workers)) - 1.0 / len(workers)
-    covariance = centre @ covariance @ centre  # what all have in common is the link's
+    covariance = centre @ covariance @ centre  # the part common to all workers belongs to the link
     new = zip(workers, found.tolist(), np.diag(covariance).tolist(), strict=True)
     return {**known, **{worker: (seconds, variance) for worker, seconds, variance in new}}
 
@@ -116,16 +117,16 @@ def likely_offsets(
     scale: float,
     settings: EstimatorSettings = ESTIMATOR_DEFAULTS,
 ) -> tuple[Array, Array]:
-    """Return each worker's own seconds above the least of all, as far as it is likely to have any, and their variance.
+    """Return each worker's own seconds above the least of all, weighted by their probability, and their variance.
 
-    Jitter of the link alone makes some worker seem slow, and one of many very slow. So what was found of
-    each counts by the probability that it is there at all: of a normal value as wide as the link's time, against none.
+    Jitter of the link alone makes some worker seem slow, and one of many very slow. So each estimate is multiplied by
+    the probability that the worker has a part of its own at all: a normal prior as wide as the link's time, against 0.
 
     Args:
-        known: seconds and their variance by worker, of those that were seen to come last, about their mean.
-        workers: number of all of them.
+        known: seconds, relative to their mean, and their variance, by worker; of workers that came last.
+        workers: number of all workers.
         scale: seconds that the link takes.
-        settings: of the estimator, those of the skew.
+        settings: of the estimator; those of the skew are used.
 
     Example:
         >>> likely_offsets({0: (0.2, 0.04**2), 1: (-0.02, 0.04**2)}, 2, 0.2)[0].round(3).tolist()

@@ -13,76 +13,74 @@ __all__ = ["ESTIMATOR_DEFAULTS", "WALK_STEPS", "EstimatorSettings", "Times"]
 Array = npt.NDArray[np.float64]
 
 WALK_STEPS = 8.0
-"""Steps over which the standard deviation of a speed's walk is given: the unit of ``walks``."""
+"""Number of steps to which the standard deviation of a speed's walk refers: the unit of ``walks``."""
 
 
 @dataclass(frozen=True)
 class EstimatorSettings:
-    """Settings of all that is learned of step times; ``benchmarks/estimator.py`` sweeps each of them.
+    """Settings of the estimators of step times; ``benchmarks/estimator.py`` sweeps each of them.
 
-    Those without a prefix are of :class:`~lightning_hetero.core.timing.filters.time_posterior.TimePosterior`;
-    ``link_`` of
-    :class:`~lightning_hetero.core.timing.link_times.LinkTimes`; ``skew_`` of
-    :mod:`~lightning_hetero.core.timing.sync_skew`; ``residual_`` of
-    :class:`~lightning_hetero.core.timing.residual_time.Residual`. The last two decide on no split: a worker's own part
-    of averaging is many times its noise or hardly anything, and what all splits take longer by makes none the better
-    one. They say how soon predictions follow, and how certain these are.
+    Settings without a prefix belong to :class:`~lightning_hetero.core.timing.filters.time_posterior.TimePosterior`,
+    ``link_`` to :class:`~lightning_hetero.core.timing.link_times.LinkTimes`, ``skew_`` to
+    :mod:`~lightning_hetero.core.timing.sync_skew`, and ``residual_`` to
+    :class:`~lightning_hetero.core.timing.residual_time.Residual`. Those of the skew and the residual hardly affect the
+    choice of a split: a worker's own part of the all-reduce is either far above its noise or negligible, and a residual
+    common to all splits favors none. They determine how soon predictions follow a change, and their standard errors.
 
     Args:
         walks: ``omega``, standard deviation of the logarithm of a speed's walk over eight steps, ``> 0``, one per
-            filter. Those above four times the least are filters of speeds that walk.
-        rounds: ``rho``, standard deviation of what the steps of a round share, as a multiple of the noise of single
-            steps, ``>= 0``, one per filter. Where steps vary, rounds do.
-        prior: probability of each filter for a worker of which nothing is known; they are divided by their sum.
-        prior_workers: workers that this probability counts for, beside those that are known, ``>= 0``.
-        switch: probability that between two rounds another filter becomes the right one for a worker, 0 to 1.
-        fixed_share: standard deviation of the share of fixed time of a worker that was seen at one size only, around 0.
+            filter. Filters with more than four times the least one are those of speeds that walk.
+        rounds: ``rho``, standard deviation of the noise common to all steps of a round, as a multiple of the noise of
+            single steps, ``>= 0``, one per filter: where steps vary, rounds do, too.
+        prior: probability of each filter for an unknown worker, normalized to the sum 1.
+        prior_workers: number of workers as which this prior counts, beside the known workers, ``>= 0``.
+        switch: probability that another filter becomes the right one for a worker between two rounds, 0 to 1.
+        fixed_share: standard deviation, around 0, of the share of fixed time of a worker seen at one size only.
         jump_probability: probability that a worker's speed jumps between two rounds, above 0 and below 1.
-        jump: standard deviation of the logarithm of the speed in a jump, and of a worker nobody has seen, ``> 0``.
+        jump: standard deviation of the logarithm of the speed in a jump, and of a worker never seen, ``> 0``.
         reshape: standard deviation of each coefficient in a jump, as a share of the worker's time at that size.
         jitter: relative standard deviation of single steps that is assumed before any was measured.
-        jitter_steps: steps that this assumption counts for, all workers together, ``> 0``.
-        wide: share of a round's own noise below which its variance is never taken to be, 0 to 1; a round in which
-            something else ran varies more than others, and counts less.
-        odd: multiples of the noise above the round's median beyond which a step is odd (a snapshot, another process):
-            it counts no more than that, as long as no more than a tenth of a worker's steps are odd.
+        jitter_steps: number of steps, of all workers together, as which this assumption counts, ``> 0``.
+        wide: least variance of a round as a share of its own noise, 0 to 1: a round disturbed by another process
+            varies more than others, and counts less.
+        odd: multiples of the noise above the round's median beyond which a step is odd (a snapshot, another process)
+            and limited to that value, as long as at most a tenth of a worker's steps are odd.
         jitter_memory: steps over which the noise, and the share of odd steps, are averaged.
-        own_jitter_steps: steps of its own from which on a worker's noise counts more than that of all, ``> 0``.
+        own_jitter_steps: number of a worker's steps from which on its own noise outweighs that of all, ``> 0``.
         shape_walk: walk of each coefficient by itself, as a share of a speed's walk; the shape of a line hardly moves.
         gate: squared standard errors, ``> 0``, above which a jump is considered at all; about 2 where nothing moves.
-        least_part: share of a step that each of its two parts is taken to be at least, ``> 0``: a covariance has no
-            more digits than that.
-        link_walk: standard deviation of the walk of what averaging takes between two rounds, as a share of it.
-        link_rounds: standard deviation of one round of it, beside what the noise of its steps says, as a share.
-        link_jitter: relative noise of single steps that is assumed where only a few show what the link takes.
-        link_jump: standard errors beyond which what averaging takes is taken to have jumped.
-        link_few_steps: steps below which their own noise says little of the link, and no jump is believed.
-        link_bound_error: relative standard deviation of what averaging takes while only a bound of it is known.
-        link_same_end: share of the time of averaging by which workers may differ in when it ends, to be taken for one
-            time.
-        skew_walk: standard deviation by which a worker's own part of averaging changes between two rounds, as a share
-            of what the link takes. Where workers take turns at being last, what they show outweighs it; where they do
+        least_part: least share of a step for each of its two parts, ``> 0``, because of the covariance's precision.
+        link_walk: standard deviation of the walk of the all-reduce time between two rounds, as a share of it.
+        link_rounds: standard deviation of the all-reduce time of one round, beyond the noise of its steps, as a share.
+        link_jitter: relative noise of single steps that is assumed where only a few steps show the link's time.
+        link_jump: standard errors beyond which the all-reduce time counts as having jumped.
+        link_few_steps: number of steps below which their own noise says little of the link, and no jump is accepted.
+        link_bound_error: relative standard deviation of the all-reduce time while only an upper bound is known.
+        link_same_end: greatest difference between the workers' ends of the all-reduce that counts as the same time, as
+            a share of the all-reduce time.
+        skew_walk: standard deviation by which a worker's own part of the all-reduce changes between two rounds, as a
+            share of the link's time. Where workers take turns at being last, new differences outweigh it; where they do
             not, a part as long as the link's time is forgotten within tens of rounds.
-        skew_waited: share of the last worker's averaging by which that of each other one has to be longer, so that
-            this one waited: above what clocks resolve, and below any difference of workers that is worth a change.
-        skew_prior_freedom: degrees of freedom for which the noise of all steps counts beside that within pairs, a
-            prior for a round of few pairs.
-        skew_probability: probability that a worker has a part of its own, before anything is seen, above 0 and below 1:
-            most move data as fast as the others do. Its logarithm counts: with twice as much, a part is as likely that
-            is less than a tenth smaller.
-        skew_stall: factor on what a step usually takes beyond which it is the link that stalled, ``>= 1``: with the
-            steps before and after, it makes two differences of one sign, which a median of three would believe.
-        residual_prior: standard deviation of both parts of the residual before anything was seen, as a share of the
+        skew_waited: share by which every other worker's all-reduce has to be longer than the last worker's to count as
+            waiting: above the resolution of clocks, and below any difference of workers that is worth a change.
+        skew_prior_freedom: degrees of freedom as which the noise of all steps counts beside that within pairs: a prior
+            for rounds with few pairs.
+        skew_probability: prior probability that a worker has a part of its own, above 0 and below 1: most workers move
+            data as fast as the others. Only its logarithm matters: at twice the value, a part that is less than a tenth
+            smaller is judged equally likely.
+        skew_stall: factor on the usual time of a step beyond which the link has stalled, ``>= 1``: together with the
+            steps before and after, a stall makes two differences of one sign, which would decide a median of three.
+        residual_prior: standard deviation of both parts of the residual before the first observation, as a share of the
             step, ``> 0``.
-        residual_rounds: relative standard deviation of one round of it, beside what the noise of its steps says.
+        residual_rounds: relative standard deviation of one round's measured time, beyond the noise of its steps.
         residual_walk: standard deviation of the walk of both parts between two rounds, as a share of the step.
-        residual_shortfall: share of the predicted time by which a measured one may fall short of it, 0 to 1; what is
-            shorter was no step, since the slowest worker alone takes longer.
-        waiting_error: relative standard error of what the slowest worker of single steps takes longer than the slowest
-            does on average: their times are no normal values.
+        residual_shortfall: greatest share by which a measured time may fall short of the predicted one, 0 to 1; a
+            shorter one is not a step, since the slowest worker alone takes longer.
+        waiting_error: relative standard error of the excess of the slowest time in single steps over the slowest mean
+            time, because the times are not exactly normal.
 
     Raises:
-        TypeError: if a setting is no number.
+        TypeError: if a setting is not a number.
         ValueError: if a setting is out of its range, or there is not one of ``walks``, ``rounds`` and ``prior`` for
             each filter.
 
@@ -160,7 +158,7 @@ class Times:
         jitter: relative standard deviation of single steps outside of and in backward, shape ``(workers, 2)``.
         walks: standard deviation of the logarithm of a speed's walk over eight steps, of each filter.
         probability: of each filter, mean of the workers.
-        moving: by how much more likely it is that speeds walk than that they stand still, 0 to 1.
+        moving: probability that speeds walk minus the probability that they stand still, 0 to 1.
 
     Example:
         >>> one = Times(np.array([[1.0, 0.5, 2.0, 0.0]]), np.eye(4)[None], np.zeros((1, 2)), np.ones(1), np.ones(1))
@@ -186,8 +184,8 @@ class Times:
 
         Args:
             sizes: samples of each worker.
-            backward: how often the backward pass counts; a part of one where only its beginning does.
-            outside: how often what is outside of it counts.
+            backward: factor on the backward pass; below 1 if only its beginning counts.
+            outside: factor on the time outside of it.
         """
         one = np.ones_like(sizes)
         row = np.stack([outside * sizes, outside * one, backward * sizes, backward * one], axis=1)

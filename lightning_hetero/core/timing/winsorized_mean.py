@@ -1,12 +1,13 @@
 """Winsorized mean of a window of steps: the time that a worker takes for a step in the long run.
 
-It is the mean, since the times of all steps add up to the time of a training. The median is something else where steps
-vary to one side: under a processor quota (containers, cgroups) a step runs at full speed or waits for the next
-period, and its median says nothing of how often it waits. But the longest tenth of a window counts only as much as the
-longest of the rest: what happens once in a window (a snapshot, another process) is not the worker's pace.
+The mean is right, since the times of all steps add up to the time of a training. The median is wrong where steps vary
+to one side only: under a CPU quota (containers, cgroups) a step either runs at full speed or waits for the next period,
+and the median does not show how often it waits. But the longest tenth of a window counts only as much as the longest of
+the rest: an event that happens once in a window (a snapshot, another process) is not the worker's pace.
 
-Nor is the pace under a quota what a worker shows that waits for others in each step: while it stands still its quota
-comes back, and it begins the next step at full speed. Given more to do it would have to live on its share.
+Under a quota, even this mean is too short for a worker that waits for others in each step: its quota is renewed while
+it waits, and it begins the next step at full speed. With more samples it would be limited to its quota
+(:mod:`lightning_hetero.core.timing.cpu_quota`).
 """
 
 import math
@@ -19,11 +20,11 @@ __all__ = ["WINSORIZED_SHARE", "num_winsorized", "winsorize_top", "winsorized_me
 Array = npt.NDArray[np.float64]
 
 WINSORIZED_SHARE = 0.1
-"""Share of the steps of a window, its longest, whose excess does not count; one step at least, of three or more."""
+"""Share of the longest steps of a window whose excess does not count; at least one step, of three or more."""
 
 
 def num_winsorized(steps: int) -> int:
-    """Count the steps of a window whose excess does not count: its longest tenth, one at least of three or more.
+    """Return the number of steps whose excess does not count: the longest tenth, at least one of three or more.
 
     Example:
         >>> num_winsorized(2), num_winsorized(3), num_winsorized(32)

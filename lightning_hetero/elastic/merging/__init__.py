@@ -1,3 +1,3 @@
-"""Merge the replicas of an elastic run."""
+"""Merging of the replicas of an elastic run."""
 
 __all__: list[str] = []

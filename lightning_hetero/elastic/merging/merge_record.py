@@ -7,19 +7,19 @@ __all__ = ["MergeRecord"]
 
 @dataclass(frozen=True)
 class MergeRecord:
-    """Record of a mega-batch and of what followed; equal on all ranks but for the clocks.
+    """Record of a mega-batch and of its merge; equal on all ranks.
 
     Args:
         epoch: epoch of the mega-batch.
         position: samples of the epoch that are done.
-        batch_sizes: of each rank in it.
-        updates: of each rank in it.
-        samples: trained on by each rank in it.
-        weights: of the replicas in the merge.
+        batch_sizes: batch size of each rank in the mega-batch.
+        updates: updates of each rank in it.
+        samples: samples that each rank trained on in it.
+        weights: weight of each replica in the merge.
         perturbed: whether the weights were perturbed.
-        busy: seconds of each rank from the first batch to the end of its last.
+        busy: seconds of each rank from its first batch to the end of its last, by its own clock.
         end: whether a rank has asked to end the training, see :meth:`ElasticEngine.request_end`.
-        lost: ranks whose replicas were not finite, so that nothing of them was kept.
+        lost: ranks whose replicas were not finite; nothing of them was kept.
     """
 
     epoch: int

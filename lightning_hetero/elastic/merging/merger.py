@@ -1,4 +1,4 @@
-"""The merge at the end of a mega-batch, the only place where ranks wait for each other."""
+"""Merge at the end of a mega-batch, the only place where ranks wait for each other."""
 
 import logging
 import math
@@ -25,15 +25,15 @@ log = logging.getLogger("lightning_hetero")
 
 
 class ReplicaMerger:
-    """Merge of all ranks' replicas by what each has done, and the batch sizes that follow.
+    """Merge of all ranks' replicas by the updates of each, and the batch sizes that follow.
 
     Args:
-        control: collectives of the ranks.
-        rule: of the merge.
+        control: control plane of the ranks.
+        rule: rule of the merge.
     """
 
     min_logged_change = 0.1
-    """Share by which a batch size has to change to be told in the log."""
+    """Share of its old value by which a batch size has to change for a log entry at level INFO."""
 
     def __init__(self, control: ControlPlane, rule: MergeRule) -> None:
         self.control, self.rule = control, rule
@@ -51,15 +51,15 @@ class ReplicaMerger:
         """Merge the replicas of all ranks; collective.
 
         Args:
-            replica: of this rank.
-            dispatcher: which notes who has arrived.
-            progress: of this rank.
-            batch_sizes: of each rank in the mega-batch.
-            settings: of Adaptive SGD.
+            replica: replica of this rank.
+            dispatcher: notes which ranks have arrived.
+            progress: progress of this rank.
+            batch_sizes: batch size of each rank in the mega-batch.
+            settings: settings of Adaptive SGD.
             end: whether this rank asks to end the training.
 
         Raises:
-            ElasticWorkerError: if another rank does not come to the merge, or has done another mega-batch.
+            ElasticWorkerError: if another rank does not reach the merge, or has done another mega-batch.
             ValueError: if no replica is finite.
         """
         (epoch, _), mega, busy = progress.position, progress.mega, progress.busy_seconds
@@ -93,11 +93,11 @@ class ReplicaMerger:
         )
 
     def next_batch_sizes(self, record: MergeRecord, settings: AdaptiveSettings) -> tuple[int, ...]:
-        """Return the batch sizes that follow a merge; rank 0 says so.
+        """Return the batch sizes that follow a merge; rank 0 logs the merge.
 
         Args:
-            record: of the merge.
-            settings: of Adaptive SGD.
+            record: record of the merge.
+            settings: settings of Adaptive SGD.
         """
         before = record.batch_sizes
         if len(before) == 1:
@@ -111,7 +111,7 @@ class ReplicaMerger:
 
     @contextmanager
     def _together(self, dispatcher: BatchDispatcher) -> Iterator[None]:
-        """Name the ranks that do not come to what all of them do together."""
+        """Name the missing ranks if a collective call inside fails."""
         try:
             yield
         except (RuntimeError, dist.DistError) as error:
@@ -126,7 +126,7 @@ class ReplicaMerger:
 
 
 def _check(rows: np.ndarray, mega: MegaBatch) -> None:
-    """Check that all ranks have done the same mega-batch, and all of it."""
+    """Check that all ranks have done the same mega-batch, and together all of its samples."""
     total = mega.stop - mega.start
     if len(set(rows[:, 0])) > 1 or rows[:, 2].sum() != total:
         raise ElasticWorkerError(

@@ -1,4 +1,4 @@
-"""One rank's replica of the model: its norm, its part in a merge, and what the next merge needs of the global model."""
+"""One rank's replica of the model: its norm, its part in a merge, and the global models that the next merge needs."""
 
 from typing import Any
 
@@ -15,14 +15,14 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by byt
 
 
 class Replica:
-    """The model that a rank trains, and the global one that it came from.
+    """Model that a rank trains, and the global model that it started from.
 
-    After a merge the module holds the global model. Where replicas keep something of their own (CROSSBOW), that comes
-    back with :meth:`resume`, so that what is validated or saved in between is the global model.
+    After a merge the module holds the global model, which is then validated or saved. If replicas keep weights of their
+    own (CROSSBOW), :meth:`resume` puts these back.
 
     Args:
-        module: whose trainable parameters are merged; frozen ones stay as they are, unless ranks have moved them each
-            its own way, as the teacher that follows a model: those are averaged.
+        module: model whose trainable parameters are merged. Frozen ones stay as they are, unless they differ between
+            ranks (such as a teacher that follows the model): those are averaged.
         rule: merge rule.
         momentum: ``gamma``; ``None`` for 0 until it is set.
         world_size: number of ranks.
@@ -51,19 +51,20 @@ class Replica:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     def norm(self) -> float:
-        """Return ``||w_i||_2 / |w|``: the norm over the number of parameters; not finite if one of them is not."""
+        """Return ``||w_i||_2 / |w|``, the norm over the number of parameters; not finite if a parameter is not."""
         parameters = list(self.parameters.values())
         norms = torch.stack([torch.linalg.vector_norm(p.detach()).double() for p in parameters])
         return float(torch.linalg.vector_norm(norms)) / sum(p.numel() for p in parameters)
 
     @torch.no_grad()
     def merge(self, weight: float, *, share: float, diverged: bool) -> None:
-        """Merge the replicas by the rule, ``w' = sum_i alpha_i w_i + gamma (w - w_p)``; collective.
+        """Merge the replicas by the rule, ``w' = sum_i alpha_i w_i + gamma (w - w_p)`` (A Alg. 2); collective.
 
         Args:
             weight: ``alpha_i``.
-            share: of this rank in the means of floating-point buffers; they sum to 1. Other buffers take the largest.
-            diverged: whether this replica is not finite, so that nothing of it is kept.
+            share: weight of this rank in the means of floating-point buffers, which sums to 1 over the ranks. Other
+                buffers take the largest value.
+            diverged: whether this replica is not finite; nothing of it is kept then.
         """
         if self.world_size == 1:
             return
@@ -77,7 +78,7 @@ class Replica:
         self._remember()
 
     def _update(self, name: str, local: torch.Tensor, merged: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-        """Return the new global parameter, by the rule; keep what the replica has of its own."""
+        """Return the new global parameter, by the rule; keep the replica's own value if the rule gives one."""
         previous = GlobalModel(now, self._previous[name])
         merged, own = self.rule.update(local, merged, previous, momentum=self.momentum, world_size=self.world_size)
         if own is not None:
@@ -101,7 +102,7 @@ class Replica:
             named[name].copy_(largest)
 
     def _differing_frozen(self) -> dict[str, torch.Tensor]:
-        """Return frozen parameters that differ between ranks, by an exact sum of their bits; the same on all ranks."""
+        """Return frozen parameters whose exact sums of bits differ between ranks; the same on all ranks."""
         named = self.module.named_parameters()
         frozen = {name: p.detach() for name, p in named if not p.requires_grad and p.is_floating_point() and p.numel()}
         if not frozen:
@@ -113,7 +114,7 @@ class Replica:
         return {name: p for (name, p), differs in zip(frozen.items(), differ, strict=True) if differs}
 
     def _remember(self) -> None:
-        """Keep what the next merge needs of the model that all ranks have now."""
+        """Keep the global model that all ranks have now, if the next merge needs it."""
         if self.world_size == 1 or not (self.rule.momentum or self.rule.elastic):
             return
         for name, parameter in self.parameters.items():
@@ -122,20 +123,20 @@ class Replica:
 
     @torch.no_grad()
     def resume(self) -> None:
-        """Put what the replica kept of its own back into the module."""
+        """Put the replica's own weights, if it kept any, back into the module."""
         for name, parameter in self.parameters.items():
             if name in self._own:
                 parameter.copy_(self._own[name])
         self._own = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the global model before the last one (equal on all ranks), and what this replica keeps of its own."""
+        """Return the global model before the last one (equal on all ranks), and the weights of this replica's own."""
         return {
             "previous": {name: tensor.cpu() for name, tensor in self._previous.items()},
             "own": {name: tensor.cpu() for name, tensor in self._own.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state; of that of another merge rule, what this one uses as well."""
+        """Restore a state; from that of another merge rule, only what the present rule uses."""
         self._previous = dict(state["previous"]) if self.rule.momentum else {}
         self._own = dict(state["own"]) if self.rule.elastic else {}

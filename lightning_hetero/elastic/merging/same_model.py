@@ -1,4 +1,4 @@
-"""Check that all ranks hold the same model: a merge adds tensors up by their place, whatever their names are."""
+"""Check that all ranks hold the same model, because a merge sums tensors by position, whatever their names are."""
 
 import zlib
 from typing import Any
@@ -16,7 +16,7 @@ def require_same_model(module: nn.Module, control: ControlPlane) -> None:
     Values may differ: all ranks get rank 0's.
 
     Raises:
-        PlanMismatchError: on every rank, naming the first tensor that differs and what each rank has there.
+        PlanMismatchError: on every rank, naming the first tensor that differs, as each rank has it.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     mine = [(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors]

@@ -1,4 +1,4 @@
-"""Weighted sums of the ranks' tensors in flat buckets, several of which are in flight while the next is packed."""
+"""Weighted sums of the ranks' tensors in flat buckets; several are in flight while the next one is packed."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,10 +44,10 @@ def weighted_sums(
 
     Args:
         tensors: floating-point tensors by name, of the same names and shapes on all ranks.
-        weight: this rank's.
+        weight: weight of this rank.
         world_size: number of ranks; with one, nothing is sent.
-        bucket_bytes: size of a message.
-        in_flight: messages in flight at a time.
+        bucket_bytes: largest size of a bucket, unless one tensor alone is larger.
+        in_flight: buckets in flight at a time.
 
     Example:
         >>> dict(weighted_sums({"w": torch.tensor([2.0, 4.0])}, 0.5, world_size=1))

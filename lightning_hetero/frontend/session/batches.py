@@ -1,4 +1,4 @@
-"""Give the loader of a session's training data its batches, and a copy of such a loader an error."""
+"""Batches of a session's training loader, and the error for a copy of such a loader."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ class Session(Protocol):
 
 
 class CopiedSession:
-    """The session of a copied or unpickled front end; all that it does is to refuse."""
+    """The session of a copied or unpickled front end, which only raises errors."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -36,14 +36,14 @@ class CopiedSession:
         )
 
     def close(self) -> None:
-        """Leave the run to the original."""
+        """Do nothing: the original ends the run."""
 
 
 class SessionBatches:
-    """Batches of a session on this rank, in the shape of a batch sampler; it stays when plans and positions change.
+    """Batch sampler of a session on this rank; it stays the same object when plans and positions change.
 
     Args:
-        session: whose batches these are.
+        session: session that gives the batches.
     """
 
     split_batches = True  # the batch size is the total, for Accelerate
@@ -54,7 +54,7 @@ class SessionBatches:
 
     @property
     def sampler(self) -> Any:
-        """The sampler that the session draws from when a pass begins; frameworks put another in its place."""
+        """The sampler that the session draws from when a pass begins; frameworks may replace it."""
         stream = self.session.stream
         return stream.sampler if isinstance(stream, BroadcastStream) else None
 

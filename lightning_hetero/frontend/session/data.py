@@ -1,4 +1,4 @@
-"""The training data of a session: its order, how it is sharded, and where a state that was loaded goes on in it."""
+"""The training data of a session: its order, its shards, and the position at which a loaded state resumes."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,20 +11,20 @@ __all__ = ["SavedStream", "SessionData"]
 
 @runtime_checkable
 class SavedStream(Protocol):
-    """A stream whose order cannot be drawn anew, so that it is saved."""
+    """A stream whose order has to be saved, because it cannot be drawn again."""
 
     def state_dict(self, epoch: int) -> dict[str, Any]:
-        """Order of a pass, and what the later ones are drawn from."""
+        """Return the order of a pass, and what later ones are drawn from."""
 
     def load_state_dict(self, state: dict[str, Any], epoch: int) -> None:
-        """Draw the pass as it was drawn, and the later ones as they would have been."""
+        """Restore the order of the pass, and of later ones as they would have been."""
 
 
 class SessionData:
-    """The data that an engine shards, once it is given, and the state that the first pass over it goes on from.
+    """The data that an engine shards, once it is given, and the loaded state that the first pass resumes from.
 
     Args:
-        engine: shards it.
+        engine: engine that shards the data.
     """
 
     def __init__(self, engine: HeteroEngine) -> None:
@@ -35,11 +35,11 @@ class SessionData:
 
     @property
     def restored_step(self) -> int:
-        """Steps of its pass that the loaded state had behind it; 0 once a pass has begun."""
+        """Steps of its pass that the loaded state has done; 0 once a pass has begun."""
         return 0 if self.restored is None else int(self.restored["step"])
 
     def give(self, stream: IndexStream, batch_size: int, *, drop_last: bool) -> None:
-        """Take data in place of what was given before, in the order of the loaded state if there is one."""
+        """Replace the data, and take the order of the loaded state if there is one."""
         self.stream, self._batch_size, self._drop_last = stream, batch_size, drop_last
         self._restore_order()
 
@@ -54,15 +54,15 @@ class SessionData:
         self._engine.shard(self.stream, self._batch_size, drop_last=self._drop_last, planner=planner, epoch=epoch)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take the state that the first pass goes on from."""
+        """Take the state that the first pass resumes from."""
         self.restored = state
         self._restore_order()
 
     def begin_pass(self, step: int) -> dict[str, Any]:
-        """Let go of the loaded state; return its interval between two sync rounds, if the pass begins in it.
+        """Drop the loaded state; return its interval since the last sync round, if the pass begins where it ends.
 
         Args:
-            step: of the pass, with which it begins.
+            step: step at which the pass begins.
         """
         interval: dict[str, Any] = {}
         if self.restored is not None and step == self.restored_step:
@@ -71,7 +71,7 @@ class SessionData:
         return interval
 
     def _restore_order(self) -> None:
-        """Draw the samples as they were drawn in the run of the loaded state."""
+        """Restore the order of the samples in the run of the loaded state."""
         order = None if self.restored is None else self.restored["stream"]
         if order is not None and self.restored is not None and isinstance(self.stream, SavedStream):
             self.stream.load_state_dict(order, int(self.restored["epoch"]))

@@ -1,4 +1,4 @@
-"""Count the micro-batches of an accumulation window in a loop that nobody but the user knows."""
+"""Count of the micro-batches in an accumulation window, for a custom loop of which only the fetches are known."""
 
 from lightning_hetero.engine import HeteroEngine
 
@@ -6,10 +6,10 @@ __all__ = ["SessionSteps"]
 
 
 class SessionSteps:
-    """The step that runs, and how many of them the window that it belongs to has had so far.
+    """The running step, and the number of steps so far in its accumulation window.
 
     Args:
-        engine: of the run.
+        engine: engine of the run.
     """
 
     def __init__(self, engine: HeteroEngine) -> None:
@@ -24,11 +24,11 @@ class SessionSteps:
         self._open = True
 
     def close(self, epoch: int, step: int) -> None:
-        """End the step whose batch was handed out last; count the micro-batches of a window that is complete.
+        """End the step whose batch was handed out last; set the number of micro-batches when a window is complete.
 
         Args:
             epoch: pass over the data.
-            step: steps of it whose batches were handed out.
+            step: number of its batches handed out so far.
         """
         engine = self._engine
         self._micro, self._open = self._micro + self._open, False

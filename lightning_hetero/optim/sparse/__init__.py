@@ -1,3 +1,3 @@
-"""Optimizers that update only the blocks which a compressed gradient touches."""
+"""Optimizers that update only the blocks that a compressed gradient touches."""
 
 __all__: list[str] = []

@@ -1,12 +1,12 @@
 """AdamW on the blocks that a compressed gradient touches.
 
-``n`` steps without a gradient do ``m -> a_n m``, ``v -> b_n v``, ``p -> W_n p - c_n m / (sqrt(v) + eps')`` with
+``n`` steps without a gradient apply ``m -> a_n m``, ``v -> b_n v``, ``p -> W_n p - c_n m / (sqrt(v) + eps')`` with
 ``a_n(t) = beta_1 a_{n-1}(t - 1)``, ``b_n(t) = beta_2 b_{n-1}(t - 1)``, ``W_n(t) = (1 - l w) W_{n-1}(t - 1)``,
 ``c_n(t) = (1 - l w) c_{n-1}(t - 1) + l a_n(t) / sqrt(b_n(t)) sqrt(1 - beta_2^t) / (1 - beta_1^t)`` and ``eps' = eps
-sqrt(1 - beta_2^t)``. Exact, also with betas that change in every step, but for ``eps``, which counts as in the last of
-these steps.
+sqrt(1 - beta_2^t)``. This is exact, even if the betas change in every step, except for ``eps``, for which the value of
+the last of these steps is used.
 
-Momentum that is applied ahead is the whole geometric sum always, and the first moment is 0 afterwards.
+Momentum that is applied ahead is always the whole geometric sum, and the first moment is 0 afterwards.
 """
 
 import numpy as np
@@ -26,7 +26,7 @@ class AdamWRule(UpdateRule):
     counts_steps = True
 
     def has_state(self, group: Group, p: torch.Tensor, state: State) -> bool:
-        """Return whether there are both moments, of at least one step."""
+        """Return whether both moments exist, from at least one step."""
         return self.steps_taken(state) > 0 and has_buffer(p, state, "exp_avg") and has_buffer(p, state, "exp_avg_sq")
 
     def kind(self, group: Group) -> Kind | None:
@@ -46,7 +46,7 @@ class AdamWRule(UpdateRule):
         return [state["exp_avg"], state["exp_avg_sq"]]
 
     def defer_step(self, deferred: DeferredUpdates, group: Group, number: int) -> None:
-        """Take ``a``, ``b``, ``c`` and ``W`` one step on."""
+        """Advance ``a``, ``b``, ``c`` and ``W`` by one step."""
         deferred.add_adamw(
             lr=group["lr"], decay=group["weight_decay"], betas=group["betas"], eps=group["eps"], number=number
         )
@@ -65,7 +65,7 @@ class AdamWRule(UpdateRule):
     def apply_gradient(
         self, group: Group, parts: list[torch.Tensor], g: torch.Tensor, number: int, kept: torch.Tensor | None
     ) -> None:
-        """Take torch's step, its move times the geometric sum that is applied ahead."""
+        """Take torch's step, with its move multiplied by the geometric sum that is applied ahead."""
         (p, m, v), (beta1, beta2) = parts, group["betas"]
         ahead = self._ahead(group)
         p.mul_(1 - group["lr"] * group["weight_decay"])
@@ -77,7 +77,7 @@ class AdamWRule(UpdateRule):
             m.zero_()
 
     def _ahead(self, group: Group) -> float:
-        """Return the sum over j of ``(beta_1 / sqrt(beta_2))^j``: what a touched block takes at once; 1 if later."""
+        """Return the sum over j of ``(beta_1 / sqrt(beta_2))^j``, which a touched block takes at once; else 1."""
         ratio = group["betas"][0] / group["betas"][1] ** 0.5
         return 1 / (1 - ratio) if self.momentum_mode == "ahead" and ratio < 1 else 1.0
 
@@ -90,5 +90,5 @@ class AdamWRule(UpdateRule):
 
 
 def _root(v: torch.Tensor) -> torch.Tensor:
-    """Return the square root, rounded correctly; torch's own on CPU may be off by one in the last place."""
+    """Return the correctly rounded square root; torch's own on CPU may be off by one in the last place."""
     return torch.from_numpy(np.sqrt(v.numpy())) if v.is_cpu else v.sqrt()

@@ -1,4 +1,4 @@
-"""History of a parameter's blocks: the last touch of each, its mean interval, and how these ride in a checkpoint."""
+"""History of a parameter's blocks: the last touch of each and its mean interval, and their state in a checkpoint."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -32,11 +32,11 @@ class BlockHistory:
     blocks: torch.Tensor | None
 
     def flushed(self, step: int) -> None:
-        """Note that all of its blocks are flushed up to a step."""
+        """Record that all of its blocks are flushed up to a step."""
         self.flushed_at = step
 
     def skipped(self, blocks: torch.Tensor, step: int) -> torch.Tensor:
-        """Return how many steps some of its blocks, given by their history, have skipped."""
+        """Return the number of steps that some of its blocks, given by their history, have skipped."""
         return step - (blocks & LAST_TOUCH_MASK).clamp_(min=self.flushed_at)
 
 
@@ -56,7 +56,7 @@ class Histories:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all blocks and begin to count anew; what was loaded and is not applied yet stays."""
+        """Forget all blocks and restart the count; a loaded state that was not applied yet stays."""
         self._histories: dict[torch.Tensor, BlockHistory] = {}
         self._restored: dict[torch.Tensor, torch.Tensor] = {}
         self.steps = 0
@@ -77,7 +77,7 @@ class Histories:
         return self._histories[p]
 
     def leaving(self, cohorts: Mapping[torch.Tensor, Cohort]) -> list[torch.Tensor]:
-        """Return the parameters that are no longer in the cohort that their history tells of."""
+        """Return the parameters that are no longer in the cohort of their history."""
         return [p for p, history in self._histories.items() if history.cohort != cohorts.get(p)]
 
     def drop(self, p: torch.Tensor) -> None:
@@ -85,7 +85,7 @@ class Histories:
         del self._histories[p]
 
     def advance(self) -> None:
-        """Count one more step; parameters that have not joined by now begin anew."""
+        """Count one more step; parameters that have not joined by now start without history."""
         self.steps, self._restored = self.steps + 1, {}
 
     def intervals(self, p: torch.Tensor, places: torch.Tensor | None, block: int) -> torch.Tensor:
@@ -105,7 +105,7 @@ class Histories:
     # checkpoints
 
     def state_dict(self, parameters: Iterable[torch.Tensor], block: int) -> dict[str, Any]:
-        """Return the intervals of blocks, by number of the parameter; all updates have to be flushed."""
+        """Return the intervals of blocks, by index of the parameter; all updates have to be flushed."""
         known = {}
         for number, p in enumerate(parameters):
             history = self._histories.get(p)
@@ -118,7 +118,7 @@ class Histories:
         self._pending = state
 
     def restore(self, parameters: Iterable[torch.Tensor], block: int) -> None:
-        """Go on from loaded histories, unless steps with blocks were taken since, or blocks have another size."""
+        """Apply loaded histories, unless sparse steps were taken since, or blocks have another size."""
         state, self._pending = self._pending, {}
         if not state or state["block"] != block or self._histories:
             return

@@ -1,8 +1,8 @@
 """Deferred updates of blocks after each number of steps without a gradient: tables of coefficients.
 
 The formulas are in :mod:`lightning_hetero.optim.sparse.sgd` and :mod:`lightning_hetero.optim.sparse.adamw`. Products
-are carried from step to step, one operation after the other, so that rates and betas may change in every step, and all
-ranks get the same bits.
+are carried from step to step, one operation after the other. So rates and betas may change in every step, and all ranks
+get the same bits.
 """
 
 from typing import Literal
@@ -16,21 +16,21 @@ from lightning_hetero.optim.sparse.kernel_interface import MAX_DEFERRED_STEPS
 __all__ = ["DeferredUpdates", "Kind"]
 
 Kind = Literal["decay", "later", "interval", "adamw"]
-"""Updates that are deferred: decay alone; momentum and decay; decay, while momentum is applied ahead by intervals; as
-AdamW."""
+"""Updates that are deferred: decay alone; momentum and decay; decay, while momentum is applied ahead by intervals;
+those of AdamW."""
 
 Rows = npt.NDArray[np.float64]
 
 
 class DeferredUpdates:
-    """Coefficients ``c`` of what 0, 1, ... skipped steps do, of parameters that take the same steps.
+    """Coefficients ``c`` of the updates by 0, 1, ... skipped steps, for parameters that take the same steps.
 
     Parameter ``p`` and momentum ``b`` become ``c0 p + c1 b`` and ``c2 p + c3 b``. If momentum is applied ahead by
-    intervals, ``c1`` is no update: it is the share of momentum that a block keeps, by the steps of its interval.
+    intervals, ``c1`` is not an update but the share of momentum that a block keeps, by the steps of its interval.
     AdamW's parameter becomes ``c0 p - c1 m / (sqrt(v) + eps)``, its moments ``c2 m`` and ``c3 v``.
 
     Args:
-        kind: of the updates.
+        kind: kind of the updates.
 
     Example:
         >>> deferred = DeferredUpdates("decay")
@@ -41,7 +41,7 @@ class DeferredUpdates:
     """
 
     largest = 1e30
-    """Bound of a coefficient, so that times a moment of 0 it stays 0 in float32."""
+    """Bound of a coefficient, so that its product with a moment of 0 is 0 in float32."""
     least_eps = 1e-30
     """Least ``eps``, so that nothing is divided by 0."""
 
@@ -54,13 +54,13 @@ class DeferredUpdates:
         self.steps = 0
         """Steps in the table."""
         self.has_deferred = False
-        """Whether these steps change blocks, rather than being counted only."""
+        """Whether these steps change blocks, and are not only counted."""
         self.eps = self.least_eps
-        """What is added to the root of AdamW's ``v``, by the last of these steps."""
+        """Number that is added to the root of AdamW's ``v``, by the last of these steps."""
         self._share: float | None = None
 
     def of(self, skipped: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the coefficients of blocks that skipped so many steps, shape ``(4, blocks, 1)``."""
+        """Return the coefficients of blocks that skipped these numbers of steps, shape ``(4, blocks, 1)``."""
         return torch.from_numpy(self.rows).to(skipped.device, dtype)[skipped].T.unsqueeze(-1)
 
     def keep(self, share: float) -> None:
@@ -74,7 +74,7 @@ class DeferredUpdates:
         """Add one more step of SGD without a gradient."""
         self.has_deferred |= bool(decay) or self.kind == "later"
         before, after = self._shift()
-        if self.kind != "later":  # with momentum ahead, decay counts with all that it would do by way of momentum
+        if self.kind != "later":  # with momentum ahead, decay includes its own effect through momentum
             after[:, 0] = (1.0 - lr * decay / (1.0 - (momentum if self.kind == "interval" else 0.0))) * before[:, 0]
             return
         first, second = 1.0 - lr * decay * (1.0 + momentum if nesterov else 1.0), -lr * momentum
@@ -95,6 +95,6 @@ class DeferredUpdates:
         self.eps = float(max(eps * root, self.least_eps))
 
     def _shift(self) -> tuple[Rows, Rows]:
-        """Return the coefficients of 0, 1, ... skipped steps, and the rows where they go: one further on."""
+        """Return the coefficients of 0, 1, ... skipped steps, and the rows that receive them: one row further."""
         self.steps += 1
         return self.rows[: self.steps].copy(), self.rows[1 : self.steps + 1]

@@ -1,4 +1,4 @@
-"""A step of a sparse optimizer in one kernel: which blocks it touches, their history, and the numbers it needs."""
+"""A step of a sparse optimizer in one kernel: the touched blocks, their history, and the numbers that it needs."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -26,22 +26,22 @@ Tensors = TypeVar("Tensors")
 """Tensors of one parameter, or a list of those of each parameter."""
 
 INTERVAL_SHIFT, FRACTION_BITS, NEWEST_SHIFT = 32, 8, 2
-"""History of a block in one number. The lowest 32 bits are 1 plus the step in which it was touched last, 0 if it was
-not. Above them is its mean interval, 1 plus 256 times the steps between two touches, 0 if that is not known. The newest
-interval counts for a quarter, ``2 ** -NEWEST_SHIFT``."""
+"""History of a block in one number. The lowest 32 bits are 1 plus the step of its last touch, 0 if there was none.
+Above them is its mean interval, 1 plus 256 times the steps between two touches, 0 if that is not known. The newest
+interval has a weight of a quarter, ``2 ** -NEWEST_SHIFT``."""
 
 LAST_TOUCH_MASK = (1 << INTERVAL_SHIFT) - 1
 """Bits of the step in which a block was touched last."""
 
 MAX_DEFERRED_STEPS = 512
-"""Steps that a block may skip; then all blocks are flushed, in one dense pass. Tables have a row for each number."""
+"""Steps that a block may skip before all blocks are flushed, in one dense pass. Tables have a row for each number."""
 
 
 def mean_intervals(history: torch.Tensor, step: int) -> torch.Tensor:
     """Return the mean interval of blocks that are touched in a step: 1 plus 256 times it; 0 at their first touch.
 
     Args:
-        history: of each block, as :data:`INTERVAL_SHIFT` says.
+        history: history of each block, in the format of :data:`INTERVAL_SHIFT`.
         step: number of this step.
 
     Example:
@@ -67,7 +67,7 @@ def whole_intervals(interval: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class KernelStep(ABC, Generic[Tensors]):
-    """Touched blocks of one parameter in one step, or, where a kernel takes all parameters of a group, of each of them.
+    """Touched blocks in one step, of one parameter or, if a kernel takes all parameters of a group, of each of them.
 
     Args:
         block: elements of a block.
@@ -83,8 +83,9 @@ class KernelStep(ABC, Generic[Tensors]):
         Args:
             tensors: parameter, gradient and, with momentum, its buffer: without gaps in memory.
             group: settings.
-            remaining: what momentum would still move a block by, ``None`` if it is deferred. The second coefficient of
-                the table of deferred updates is then the share of the momentum that a touched block keeps.
+            remaining: factor of the move that momentum would still make, ``None`` if momentum is deferred. If given,
+                the second coefficient of the table of deferred updates is the share of momentum that a touched block
+                keeps.
         """
         rates = (group["lr"], group["weight_decay"], group["momentum"], remaining or 0.0)
         self._sgd(tensors, rates, nesterov=bool(group["nesterov"]), ahead=remaining is not None)
@@ -95,8 +96,8 @@ class KernelStep(ABC, Generic[Tensors]):
         Args:
             tensors: parameter, gradient and both moments: without gaps in memory.
             group: settings.
-            number: of this step in the bias corrections, ``t``.
-            ahead: geometric sum of what is applied ahead; 1 if nothing is.
+            number: number of this step in the bias corrections, ``t``.
+            ahead: geometric sum that is applied ahead; 1 if nothing is.
             deferred_eps: added to the root of ``v`` in deferred updates.
         """
         lr, (beta1, beta2) = group["lr"], group["betas"]
@@ -106,13 +107,13 @@ class KernelStep(ABC, Generic[Tensors]):
 
     @abstractmethod
     def _sgd(self, tensors: Tensors, rates: tuple[float, ...], *, nesterov: bool, ahead: bool) -> None:
-        """Step by learning rate, weight decay, momentum, and what is applied of it ahead."""
+        """Step by learning rate, weight decay, momentum, and the factor of the momentum that is applied ahead."""
 
     @abstractmethod
     def _adamw(self, tensors: Tensors, rates: tuple[float, ...], *, ahead: bool) -> None:
         """Step by AdamW's numbers.
 
         In this order: ``1 - lr w``; ``1 - beta_1``; ``beta_2``; ``1 - beta_2``; ``1 / sqrt(1 - beta_2^t)``; ``-lr / (1
-        - beta_1^t)``, times the geometric sum of what is applied ahead; ``eps``; what is added to the root of ``v`` in
-        deferred updates.
+        - beta_1^t)``, times the geometric sum that is applied ahead; ``eps``; the number that is added to the root of
+        ``v`` in deferred updates.
         """

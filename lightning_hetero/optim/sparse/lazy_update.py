@@ -1,8 +1,8 @@
-"""Lazy updates of an optimizer of torch's: steps on the touched blocks only, hung on its own hooks.
+"""Lazy updates of a torch optimizer: steps on the touched blocks only, made from its own hooks.
 
-What a step does is the optimizer's rule (:mod:`lightning_hetero.optim.sparse.update_rule`), and how it is calculated
-is up to torch's operations, Numba's loops or Triton's kernels. What is decided here is the same on all ranks, whatever
-their devices and libraries: it depends on the gradients that all ranks were given, never on how a rank got them.
+A step follows the optimizer's rule (:mod:`lightning_hetero.optim.sparse.update_rule`); torch's operations, Numba's
+loops or Triton's kernels calculate it. Decisions here are the same on all ranks, whatever their devices and libraries:
+they depend on the gradients that all ranks were given, never on how a rank got them.
 """
 
 import logging
@@ -34,16 +34,16 @@ Gradients = Mapping[torch.Tensor, BlockGradient | BlockMarks]
 
 
 class LazyUpdate:
-    """Sparse steps of one optimizer of torch's: which blocks are touched, what is deferred, and when to be dense.
+    """Sparse steps of one torch optimizer: the touched blocks, the deferred updates, and the choice of dense steps.
 
-    Without a source of gradients (:meth:`follow`), and in steps whose gradient is dense, the optimizer does what it
-    always does. So it does with each parameter that it has no sparse form for: one that has no state yet, or whose
-    gradient does not come from the source. A parameter without a gradient is left as it is, as torch leaves it: its
-    deferred updates are applied, and none are added for the time that it sits out.
+    Without a source of gradients (:meth:`follow`), and in steps with a dense gradient, the optimizer steps as usual. So
+    it does for each parameter without a sparse form: one that has no state yet, or whose gradient does not come from
+    the source. A parameter without a gradient does not move, as in torch: its deferred updates are applied, and none
+    are added for the steps that it misses.
 
     Args:
-        optimizer: it keeps its identity, its state and its ``state_dict``.
-        rule: of the optimizer's class.
+        optimizer: keeps its identity, its state and its ``state_dict``.
+        rule: rule of the optimizer's class.
 
     Example:
         >>> p = torch.nn.Parameter(torch.zeros(48))
@@ -58,9 +58,8 @@ class LazyUpdate:
     """
 
     max_sparse_density = 0.3
-    """Greatest density of gradients whose steps are sparse. Momentum that is applied ahead is other mathematics than a
-    dense step, and better for gradients that come with error feedback (``benchmarks/convergence.py``), so speed is not
-    what decides."""
+    """Greatest density of gradients whose steps are sparse. Applying momentum ahead differs mathematically from a dense
+    step, and is better for gradients with error feedback (``benchmarks/convergence.py``), so speed does not decide."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, rule: UpdateRule) -> None:
         self.rule = rule
@@ -85,14 +84,14 @@ class LazyUpdate:
 
     @property
     def momentum_mode(self) -> str:
-        """Mode of momentum of blocks that are no longer touched, ``"ahead"`` or ``"later"``."""
+        """Mode of momentum for blocks that are no longer touched, ``"ahead"`` or ``"later"``."""
         return self.rule.momentum_mode
 
     def follow(self, source: Callable[[], Gradients | None] | None, block: int) -> None:
-        """Take the gradients of each step from here.
+        """Take the gradients of each step from a source.
 
         Args:
-            source: gradient of each parameter, ``None`` if the step's is dense; no source for dense steps only.
+            source: returns the gradient of each parameter, ``None`` if the step is dense; without a source all are.
             block: elements of a block.
         """
         self.flush()
@@ -115,7 +114,7 @@ class LazyUpdate:
         Args:
             group: the parameter's group of settings.
             p: a parameter.
-            places: its elements, in the order of memory; all of them without.
+            places: its elements, in the order of memory; ``None`` for all of them.
         """
         interval = None
         if self.rule.kind(group) == "interval":
@@ -126,7 +125,7 @@ class LazyUpdate:
     # around the optimizer's own step
 
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Let the step begin with ours, behind the user's closure, which may be what computes the gradient."""
+        """Begin the step with ours, after the user's closure, which may compute the gradient."""
         if self._source is None:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -145,7 +144,7 @@ class LazyUpdate:
         self._set_aside = {}
 
     def _step(self) -> None:
-        """Step with the parameters that have blocks; of the others, and in a dense step of all, torch does the rest."""
+        """Step the parameters that have blocks, and leave the others, or all in a dense step, to torch."""
         given = None if self._source is None else self._source()
         cohorts = {} if given is None else self._cohorts(given)
         taken = {p: cohort for cohort, members in cohorts.items() for p in members}
@@ -167,11 +166,11 @@ class LazyUpdate:
         self._deferred = {cohort: deferred for cohort, deferred in self._deferred.items() if cohort in cohorts}
         if any(deferred.steps >= MAX_DEFERRED_STEPS for deferred in self._deferred.values()):
             self.flush()
-        for p in taken:  # torch's step leaves alone what has no gradient
+        for p in taken:  # torch's step skips parameters without a gradient
             self._set_aside[p], p.grad = p.grad, None
 
     def _cohorts(self, given: Gradients) -> dict[Cohort, list[torch.Tensor]]:
-        """Return the parameters that have blocks in this step, by what is deferred of them."""
+        """Return the parameters that have blocks in this step, grouped by their deferred updates."""
         self._histories.restore(self._parameters(), self.block)
         cohorts: dict[Cohort, list[torch.Tensor]] = {}
         for number, group in enumerate(self.optimizer.param_groups):
@@ -186,7 +185,7 @@ class LazyUpdate:
         return cohorts
 
     def _steps_ahead(self, p: torch.Tensor) -> int:
-        """Return by how many steps a parameter is ahead of the sparse steps, if the optimizer counts them."""
+        """Return the number of steps by which a parameter is ahead of the sparse steps, 0 if none are counted."""
         return self.rule.steps_taken(self._state(p)) - self._histories.steps if self.rule.counts_steps else 0
 
     def _warn_once(self, unsupported: str) -> None:
@@ -224,7 +223,7 @@ class LazyUpdate:
             self.rule.defer_step(deferred, this.group, this.number)
 
     def _begin(self, cohort: Cohort, member: torch.Tensor) -> CohortStep:
-        """Return what the parameters of a cohort have in common in this step."""
+        """Return the step that the parameters of a cohort have in common."""
         group, kind = self.optimizer.param_groups[cohort[0]], cohort[1]
         if kind is not None and cohort not in self._deferred:
             self._deferred[cohort] = DeferredUpdates(kind)
@@ -235,7 +234,7 @@ class LazyUpdate:
         return CohortStep(self.rule, group, deferred, number, self._histories.steps, self.block)
 
     def _triton_steps(self) -> "TritonSteps":
-        """Return what launches Triton's kernels, made for the first marks."""
+        """Return the launcher of Triton's kernels, made when first needed."""
         if self._triton is None:
             from lightning_hetero.optim.sparse.triton_gpu.backend import TritonSteps
 
@@ -258,7 +257,7 @@ class LazyUpdate:
     def flush(self) -> None:
         """Apply all deferred updates, so that parameters and state are those of a dense optimizer.
 
-        What is flushed in two parts comes to the same, and intervals of blocks are not forgotten.
+        Flushing in two parts gives the same result, and intervals of blocks are kept.
         """
         for p in self._histories:
             self._flush(p)
@@ -278,14 +277,14 @@ class LazyUpdate:
     # checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the intervals of blocks for a checkpoint, once all is flushed."""
+        """Return the intervals of blocks for a checkpoint, once all updates are flushed."""
         return self._histories.state_dict(self._parameters(), self.block)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the intervals of an earlier run from the next step on, unless that is dense."""
+        """Continue with the intervals of an earlier run from the next step on, unless that is dense."""
         self._histories.load_state_dict(state)
 
 
 def _for_numba(t: torch.Tensor) -> bool:
-    """Return whether a tensor is what Numba's loops take."""
+    """Return whether Numba's loops can process a tensor."""
     return t.dtype == torch.float32 and t.is_cpu

@@ -1,8 +1,8 @@
-"""SGD and AdamW that update only the blocks which a compressed gradient touches, and lose nothing of the others.
+"""SGD and AdamW that update only the blocks that a compressed gradient touches, and lose no update of the others.
 
 A gradient comes as :class:`~lightning_hetero.compression.block_gradient.BlockGradient`, straight from the messages;
-nothing here has the size of the model but parameters and state themselves. Torch's optimizer stays what it is: sparse
-steps hang on its own hooks, so that schedulers, loss scalers and checkpoints see nothing else than before.
+only parameters and state have the size of the model. Torch's optimizer stays the same object: sparse steps run in its
+own hooks, so schedulers, loss scalers and checkpoints work as before.
 """
 
 import inspect
@@ -28,7 +28,7 @@ Init = Callable[..., None]
 
 
 def _signature_of(theirs: type[torch.optim.Optimizer]) -> Callable[[Init], Init]:
-    """Show the arguments of another class, and ``pay``, as those of an ``__init__`` that hands them on."""
+    """Show the arguments of another class, and ``pay``, as those of an ``__init__`` that passes them on."""
     parameters = list(inspect.signature(theirs.__init__).parameters.values())
     pay = inspect.Parameter("pay", inspect.Parameter.KEYWORD_ONLY, default="ahead", annotation=str)
 
@@ -42,9 +42,9 @@ def _signature_of(theirs: type[torch.optim.Optimizer]) -> Callable[[Init], Init]
 class SparseSGD(torch.optim.SGD):
     """``torch.optim.SGD`` that touches only the blocks of a compressed gradient.
 
-    It takes the arguments of ``torch.optim.SGD`` and ``pay``: when momentum moves a block that is no longer touched,
-    ``"ahead"`` or ``"later"``. Steps are dense with dampening, ``maximize`` and a learning rate that
-    is a tensor; ``fused=True`` is refused.
+    It takes the arguments of ``torch.optim.SGD`` and ``pay``: whether momentum moves a block that is no longer touched
+    ``"ahead"`` or ``"later"``. Steps are dense with dampening, ``maximize`` or a learning rate that is a tensor;
+    ``fused=True`` is refused.
 
     Example:
         >>> p = torch.nn.Parameter(torch.ones(32))
@@ -73,9 +73,9 @@ class SparseSGD(torch.optim.SGD):
 class SparseAdamW(torch.optim.AdamW):
     """``torch.optim.AdamW`` that touches only the blocks of a compressed gradient.
 
-    It takes the arguments of ``torch.optim.AdamW`` and ``pay``: when the first moment moves a block that is no longer
-    touched, ``"ahead"`` or ``"later"``. Steps are dense with ``amsgrad``, ``maximize``, ``capturable``, and
-    a learning rate that is a tensor; ``fused=True`` is refused.
+    It takes the arguments of ``torch.optim.AdamW`` and ``pay``: whether the first moment moves a block that is no
+    longer touched ``"ahead"`` or ``"later"``. Steps are dense with ``amsgrad``, ``maximize``, ``capturable`` or a
+    learning rate that is a tensor; ``fused=True`` is refused.
 
     Example:
         >>> p = torch.nn.Parameter(torch.ones(32))
@@ -102,7 +102,7 @@ class SparseAdamW(torch.optim.AdamW):
 
 
 def _refuse_fused(optimizer: torch.optim.Optimizer, group: Group) -> None:
-    """Refuse fused steps: they would take gradients that a loss scaler has left scaled, and know no blocks."""
+    """Refuse fused steps: they unscale a loss scaler's gradients by themselves, and know no blocks."""
     if group.get("fused", optimizer.defaults.get("fused")):
         raise ValueError(
             f"{type(optimizer).__name__} cannot go with fused=True: a fused step unscales gradients by itself and "
@@ -111,10 +111,10 @@ def _refuse_fused(optimizer: torch.optim.Optimizer, group: Group) -> None:
 
 
 def attach_lazy_update(optimizer: torch.optim.Optimizer, momentum_mode: str = "ahead") -> LazyUpdate:
-    """Give an optimizer of torch's own, which stays the same object, sparse steps.
+    """Give one of torch's own optimizers sparse steps; it stays the same object.
 
     Raises:
-        ValueError: if it is none of :data:`RULES`, or has an option that only dense steps know.
+        ValueError: if its class is not in :data:`RULES`, or it has an option that only dense steps support.
     """
     rule = RULES.get(type(optimizer))
     allowed = ", ".join(f"torch.optim.{kind.__name__}" for kind in RULES)

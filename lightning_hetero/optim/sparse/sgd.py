@@ -1,16 +1,16 @@
 """SGD with momentum on the blocks that a compressed gradient touches.
 
-``n`` steps without a gradient do ``(p, b) -> M_t (p, b)`` in each, with ``M_t = [[1 - l w, -l m], [w, m]]`` (learning
-rate ``l``, decay ``w``, momentum ``m``; Nesterov: ``[[1 - l w (1 + m), -l m^2], [w, m]]``). A product of such matrices
-for each ``n`` is kept, from step to step ``T_n(t) = M_t T_{n-1}(t - 1)``, so that rates may change in every step.
-Exact.
+Each step without a gradient applies ``(p, b) -> M_t (p, b)``, with ``M_t = [[1 - l w, -l m], [w, m]]`` (learning rate
+``l``, decay ``w``, momentum ``m``; Nesterov: ``[[1 - l w (1 + m), -l m^2], [w, m]]``). The product of these matrices is
+kept for each number ``n`` of steps, and updated by ``T_n(t) = M_t T_{n-1}(t - 1)``. So rates may change in every step,
+and the result is exact.
 
-Momentum that is applied ahead goes by the mean interval of a block: with ``n`` steps between two touches, a touched
-block takes ``(m + ... + m^2n) l b``, and a momentum of ``m^2n b`` stays as it is until the next touch. A block that is
-touched in every step then has plain momentum, with its smoothing and its stability; one with a long interval takes the
-whole geometric sum, ``m / (1 - m) l b``, and so does one whose interval is not known yet. The mean gives the newest
-interval a weight of a quarter: after two touches in a row a block may well be skipped for a hundred steps. Weight decay
-is deferred with all that a dense step's decay would still do by way of momentum: ``p -> (1 - l w / (1 - m)) p`` a step.
+Momentum that is applied ahead follows the mean interval of a block. With ``n`` steps between two touches, a touched
+block takes ``(m + ... + m^2n) l b``, and a momentum of ``m^2n b`` stays unchanged until the next touch. A block that is
+touched in every step then has plain momentum, with its smoothing and its stability. A block with a long interval, or
+one that is not known yet, takes the whole geometric sum, ``m / (1 - m) l b``. The mean gives the newest interval a
+weight of a quarter: after two touches in a row a block may well be skipped for a hundred steps. Weight decay is
+deferred together with its effect through momentum in dense steps: ``p -> (1 - l w / (1 - m)) p`` per step.
 """
 
 import torch
@@ -27,11 +27,11 @@ class SGDRule(UpdateRule):
 
     optimizer_class = torch.optim.SGD
     intervals_ahead = 2
-    """Mean intervals for which momentum is applied ahead. More than one, because many an interval is longer than the
-    mean, and what a block has kept for a long one comes too late."""
+    """Mean intervals for which momentum is applied ahead. More than one, because many intervals are longer than the
+    mean, and momentum that a block keeps over a long one comes too late."""
 
     def has_state(self, group: Group, p: torch.Tensor, state: State) -> bool:
-        """Return whether there is a momentum, if there should be one."""
+        """Return whether the momentum buffer exists, if there has to be one."""
         return not group["momentum"] or has_buffer(p, state, "momentum_buffer")
 
     def kind(self, group: Group) -> Kind | None:
@@ -45,7 +45,7 @@ class SGDRule(UpdateRule):
         return [state["momentum_buffer"]] if kind in ("later", "interval") else []
 
     def begin_step(self, deferred: DeferredUpdates, group: Group) -> None:
-        """Keep ``m^2`` of the momentum for each step of an interval."""
+        """Keep the share ``m^2`` of the momentum for each step of an interval."""
         if deferred.kind == "interval":
             deferred.keep(group["momentum"] ** self.intervals_ahead)
 
@@ -80,7 +80,7 @@ class SGDRule(UpdateRule):
     def apply_gradient(
         self, group: Group, parts: list[torch.Tensor], g: torch.Tensor, number: int, kept: torch.Tensor | None
     ) -> None:
-        """Take torch's step, then apply ahead what momentum would still do, all but the share that is kept."""
+        """Take torch's step, then apply the momentum of later steps ahead, except for the share that is kept."""
         p, m = parts[0], group["momentum"]
         if group["weight_decay"]:
             g = g + p * group["weight_decay"]
@@ -101,6 +101,6 @@ class SGDRule(UpdateRule):
 
 
 def _remaining(group: Group) -> float:
-    """Return what momentum would still move a block by, sum over all j of ``l m^j``; ``m`` times it with Nesterov."""
+    """Return the factor of the move that momentum would still make: sum of ``l m^j``, times ``m`` with Nesterov."""
     m = group["momentum"]
     return float(group["lr"] * m / (1 - m) * (m if group["nesterov"] else 1.0))

@@ -1,7 +1,7 @@
 """Sparse steps by torch's operations, on any device and in any type: the reference of the loops and kernels.
 
-Blocks are rows of views in the order of memory. Some of them are worked on at a time, so that they stay in the cache
-from one operation to the next.
+Blocks are rows of views in the order of memory. They are processed in groups that stay in the cache from one operation
+to the next.
 """
 
 from collections.abc import Callable
@@ -24,11 +24,11 @@ View = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class BlocksAtOnce:
-    """Blocks that torch works on at a time.
+    """Blocks that torch processes at a time.
 
     Args:
-        step: where some blocks are touched.
-        flush: where all blocks are flushed, on any device.
+        step: blocks in a step, which touches some of them.
+        flush: blocks in a flush of all of them, on any device.
     """
 
     step: int = 4096
@@ -43,10 +43,10 @@ class CohortStep:
     """One step of parameters that share their group and their deferred updates.
 
     Args:
-        rule: of the optimizer.
+        rule: rule of the optimizer.
         group: settings.
         deferred: updates of blocks that skipped steps, ``None`` if a step without a gradient changes nothing.
-        number: of this step in the bias corrections.
+        number: number of this step in the bias corrections.
         steps: sparse steps before this one.
         block: elements of a block.
     """
@@ -60,7 +60,7 @@ class CohortStep:
 
 
 def parts(p: torch.Tensor, where: torch.Tensor, block: int) -> list[tuple[View, torch.Tensor, Chosen]]:
-    """Split a parameter into its whole blocks and its shorter last one: a view, its touched rows, and which these are.
+    """Split a parameter into its whole blocks and its shorter last one: a view, its touched rows, and their choice.
 
     Example:
         >>> [(view(torch.arange(5)).tolist(), rows.tolist()) for view, rows, _ in
@@ -82,7 +82,7 @@ def parts(p: torch.Tensor, where: torch.Tensor, block: int) -> list[tuple[View, 
 
 
 def flat_memory(t: torch.Tensor) -> torch.Tensor:
-    """Return the elements in the order of memory, without the check of ``layout.flat_view``, once parameters passed."""
+    """Return the elements in the order of memory; parameters have passed the check of ``layout.flat_view`` already."""
     return t.view(-1) if t.is_contiguous() else t.as_strided((t.numel(),), (1,))
 
 
@@ -94,14 +94,14 @@ def _compute_dtype(p: torch.Tensor) -> torch.dtype:
 def step_blocks(
     this: CohortStep, p: torch.Tensor, buffers: list[torch.Tensor], gradient: BlockGradient, history: BlockHistory
 ) -> None:
-    """Apply deferred updates and the gradient to the touched blocks of a parameter, and note that they were touched.
+    """Apply deferred updates and the gradient to the touched blocks of a parameter, and record that they were touched.
 
     Args:
         this: the step.
         p: the parameter.
         buffers: its state, as far as steps use it.
-        gradient: of its touched blocks.
-        history: of its blocks.
+        gradient: gradient of its touched blocks.
+        history: history of its blocks.
     """
     deferred, dtype = this.deferred, _compute_dtype(p)
     touched = None if history.blocks is None else history.blocks.index_select(0, gradient.rows)
@@ -148,7 +148,7 @@ def flush_blocks(
     """Apply the deferred updates of all blocks of a parameter.
 
     Args:
-        rule: of the optimizer.
+        rule: rule of the optimizer.
         p: the parameter.
         buffers: its state, as far as steps use it.
         skipped: steps that each block has skipped.

@@ -1,19 +1,19 @@
 """Rules of optimizers for sparse steps: one for each class, free of hooks, kernels and process groups.
 
-A block that a gradient does not touch has a gradient of 0, with which a dense optimizer still moves it: momentum goes
-on, weight decay shrinks it. Here that update is deferred until the block is touched again, and then applied in full
-before the new gradient counts. What ``n`` steps without a gradient do is known in closed form, which each rule states.
+A block that a gradient does not touch has a gradient of 0, and a dense optimizer still moves it: momentum goes on,
+weight decay shrinks it. Here that update is deferred until the block is touched again, and then applied in full before
+the new gradient. Each rule states the update by ``n`` steps without a gradient in closed form.
 
 StellaTrain (S sec. 3.1) leaves untouched blocks as they are and calls the error small.
 
-Between two touches the forward pass sees a block without its deferred updates, and with error feedback that may be a
-hundred steps: gradients then go on asking for a move that momentum has made already, and training overshoots. So by
-default momentum is applied *ahead*: a touched block takes at once what its momentum would move it until it is touched
-again, and the sum of all moves is the dense optimizer's. With ``momentum_mode="later"`` momentum is deferred as well,
+Between two touches, which may be a hundred steps apart with error feedback, the forward pass sees a block without its
+deferred updates. Gradients then repeat a move that the deferred momentum already contains, and training overshoots. So
+by default momentum is applied *ahead*: a touched block makes the whole move by its momentum until the next touch at
+once, and the sum of all moves is the dense optimizer's. With ``momentum_mode="later"`` momentum is deferred as well,
 and flushed parameters equal the dense optimizer's. Weight decay is always deferred.
 
-Every operation is rounded by itself and in the same order by torch's operations, Numba's loops and Triton's kernels, so
-that replicas are equal bit by bit whatever their devices.
+Torch's operations, Numba's loops and Triton's kernels round every operation separately and in the same order, so
+replicas are equal bit by bit on all devices.
 """
 
 from abc import ABC, abstractmethod
@@ -28,17 +28,17 @@ from lightning_hetero.optim.sparse.kernel_interface import Group, KernelStep, Te
 __all__ = ["State", "UpdateRule", "has_buffer"]
 
 State = dict[str, Any]
-"""What torch's optimizer keeps of one parameter."""
+"""State that torch's optimizer keeps of one parameter."""
 
 DENSE_ONLY = ("fused", "dampening", "maximize", "amsgrad", "capturable", "differentiable")
 """Options of a parameter group that have no sparse form."""
 
 
 class UpdateRule(ABC):
-    """Step of one class of optimizers on blocks, and what it would have done to blocks that it skipped.
+    """Step of one class of optimizers on blocks, and its deferred updates of blocks that it skipped.
 
     Args:
-        momentum_mode: when momentum moves a block that is no longer touched, ``"ahead"`` or ``"later"``.
+        momentum_mode: whether momentum moves a block that is no longer touched ``"ahead"`` or ``"later"``.
     """
 
     optimizer_class: ClassVar[type[torch.optim.Optimizer]]
@@ -50,7 +50,7 @@ class UpdateRule(ABC):
 
     @staticmethod
     def unsupported_option(group: Group) -> str | None:
-        """Return an option of the group that only dense steps know, ``None`` if there is none."""
+        """Return an option of the group that only dense steps support, ``None`` if there is none."""
         for name in DENSE_ONLY:
             if group.get(name):
                 return f"{name}={group[name]}"
@@ -60,7 +60,7 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def has_state(self, group: Group, p: torch.Tensor, state: State) -> bool:
-        """Return whether dense steps have made the state that sparse ones go on with."""
+        """Return whether dense steps have made the state that sparse ones need."""
 
     @abstractmethod
     def kind(self, group: Group) -> Kind | None:
@@ -75,18 +75,18 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def buffers(self, state: State, kind: Kind | None) -> list[torch.Tensor]:
-        """Return the state of a parameter that has its shape, as far as steps use it."""
+        """Return the state tensors of a parameter's shape, as far as steps use them."""
 
     def begin_step(self, deferred: DeferredUpdates, group: Group) -> None:  # noqa: B027 - most rules need nothing
-        """Set what blocks keep of their momentum in this step."""
+        """Set the share of momentum that blocks keep in this step."""
 
     @abstractmethod
     def defer_step(self, deferred: DeferredUpdates, group: Group, number: int) -> None:
-        """Add one more step without a gradient, of this number in the bias corrections, to the deferred updates."""
+        """Add a step without a gradient, of this number in the bias corrections, to the deferred updates."""
 
     @abstractmethod
     def apply_deferred(self, parts: list[torch.Tensor], c: torch.Tensor, deferred: DeferredUpdates) -> None:
-        """Let blocks of parameter and buffers catch up, in place, by the coefficients of the steps they skipped."""
+        """Update blocks of parameter and buffers, in place, by the coefficients of the steps that they skipped."""
 
     @abstractmethod
     def apply_gradient(
@@ -98,7 +98,7 @@ class UpdateRule(ABC):
             group: the parameter's group of settings.
             parts: blocks of the parameter and of its buffers.
             g: their gradient.
-            number: of the step in the bias corrections.
+            number: number of the step in the bias corrections.
             kept: share of its momentum that each block keeps, if momentum is applied ahead by intervals.
         """
 
@@ -112,7 +112,7 @@ class UpdateRule(ABC):
             kernel: touched blocks, in the form that the kernel takes.
             tensors: parameter, gradient and buffers: of one parameter on a GPU, of each in the cohort on CPU.
             group: the parameters' group of settings.
-            number: of the step in the bias corrections.
+            number: number of the step in the bias corrections.
             deferred: updates of blocks that were skipped, ``None`` if there are none.
         """
 
@@ -130,7 +130,7 @@ class UpdateRule(ABC):
 def has_buffer(p: torch.Tensor, state: State, name: str) -> bool:
     """Return whether there is state of this name, and lay its elements out in the parameter's order of memory.
 
-    Torch makes state after the first gradient, whose order may be another.
+    Torch makes state in the order of the first gradient, which may differ.
     """
     if state.get(name) is None:
         return False

@@ -1,4 +1,4 @@
-"""Warm-up of the sparse optimizers' kernels: compiled and tried before training, for the settings of an optimizer."""
+"""Warm-up of the sparse optimizers' kernels: compiled and tried before training, with an optimizer's settings."""
 
 import inspect
 import logging
@@ -51,7 +51,7 @@ def _try(optimizer: torch.optim.Optimizer, rule: UpdateRule, parameters: list[to
 
 
 def kernels_work(lazy: LazyUpdate, block: int, device: torch.device) -> bool:
-    """Return whether :func:`warm` succeeds; the log says why not."""
+    """Return whether :func:`warm` succeeds; if not, log the reason."""
     try:
         warm(lazy, block, device)
     except Exception as error:  # compiler, driver and linker each raise their own

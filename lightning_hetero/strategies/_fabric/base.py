@@ -1,7 +1,7 @@
-"""The strategy of Fabric's that mixins extend, and the session that all of them use.
+"""The Fabric strategy that mixins extend, and the session that all of them use.
 
-At run time a mixin is mixed into the ``DDPStrategy`` of either of Lightning's packages, so that it extends none by
-itself. Type checkers take it for that of ``lightning.fabric``.
+At run time a mixin is combined with the ``DDPStrategy`` of either of Lightning's packages, so it has no base class of
+its own. For type checkers it extends that of ``lightning.fabric``.
 """
 
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ __all__ = ["FabricMixin"]
 
 
 class FabricMixin(PlanAccess, DDPStrategy):
-    """Run a training loop of the user's own as a session, once the processes have met."""
+    """A strategy that runs a custom training loop as a session, once the process group exists."""
 
     config: HeteroConfig
     session: HeteroSession | None
@@ -30,7 +30,7 @@ class FabricMixin(PlanAccess, DDPStrategy):
 
     @property
     def engine(self) -> HeteroEngine | None:
-        """The mechanism, once the processes have met."""
+        """The engine, ``None`` before the process group exists."""
         return None if self.session is None else self.session.engine
 
     @property
@@ -43,7 +43,7 @@ class FabricMixin(PlanAccess, DDPStrategy):
         return self.session
 
     def _met(self) -> HeteroSession | None:
-        """Return the session; where there is none yet, warn that what is set up is as under plain DDP."""
+        """Return the session; if there is none yet, warn that the set-up is that of plain DDP."""
         if self.session is None:
             log.warning(NOT_MET, "fabric.launch()")
         return self.session

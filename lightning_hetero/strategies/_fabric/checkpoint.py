@@ -1,4 +1,4 @@
-"""Checkpoints of Fabric's under unequal batches: plans, what was learned, and gradients that were not sent yet."""
+"""Fabric's checkpoints under unequal batches: plans, what was learned, and gradients that were not sent yet."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ KEY = "hetero_ddp"
 
 
 class FabricCheckpointMixin(FabricDataMixin):
-    """Save the state of the session beside the user's, and go on from it."""
+    """A strategy that saves the session's state beside the user's, and resumes from it."""
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save the state, with the plans, what was learned, and the gradients that compression has not sent yet."""
@@ -26,9 +26,9 @@ class FabricCheckpointMixin(FabricDataMixin):
         super().save_checkpoint(path, state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load the state; training goes on in the epoch of the checkpoint, at its first batch.
+        """Load the state; training resumes at the first batch of the checkpoint's epoch.
 
-        If the training loader is in ``state``, it goes on at the exact batch.
+        If ``state`` has the training loader, it resumes at the exact batch.
         """
         self._wanted_step = None
         rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)

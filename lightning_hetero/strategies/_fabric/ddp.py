@@ -1,4 +1,4 @@
-"""Fabric's ``DDPStrategy`` for unequal workers, free of the namespace that it is mixed into."""
+"""Fabric's ``DDPStrategy`` for unequal workers, as a mixin for either of Lightning's two packages."""
 
 import os
 from dataclasses import fields
@@ -29,15 +29,15 @@ __all__ = ["HeteroFabricMixin"]
 
 
 class HeteroFabricMixin(FabricCheckpointMixin, WholeFilesMixin):
-    """Fabric's DDP on unequal workers, with the gradients of one process: ``Fabric(strategy="hetero_ddp")``.
+    """Fabric's DDP on unequal workers, with the gradients of a single process: ``Fabric(strategy="hetero_ddp")``.
 
-    The training loader, split by speed, is the first one given to ``setup_dataloaders`` that shuffles or has a sampler
-    of its own; where none does, the first one. The others stay as they are, and so does, where none shuffles, a pass
-    with gradients off or all models in ``eval()``. ``batch_size`` means what it means under ``ddp``.
+    The strategy splits one loader by speed: the first one given to ``setup_dataloaders`` that shuffles or has its own
+    sampler; if none does, the first one. In the latter case, passes with gradients off or all models in ``eval()`` are
+    not split. All other loaders stay as they are. ``batch_size`` means the same as under ``ddp``.
 
     Args:
         kwargs: settings of :class:`~lightning_hetero.config.HeteroConfig` (``policy``, ``local_batch_sizes``, ...), and
-            everything that Fabric's ``DDPStrategy`` takes.
+            arguments of Fabric's ``DDPStrategy``.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -79,7 +79,7 @@ class HeteroFabricMixin(FabricCheckpointMixin, WholeFilesMixin):
         """Join the process group, then meet the other ranks."""
         warn_of_stale_addresses(os.environ)
         self._set_world_ranks()
-        self.config.check_world_size(self.world_size)  # before anybody waits for anybody
+        self.config.check_world_size(self.world_size)  # before the first collective call
         super().setup_environment()
         engine = HeteroEngine(
             self.config,
@@ -102,7 +102,7 @@ class HeteroFabricMixin(FabricCheckpointMixin, WholeFilesMixin):
         if raise_minimum(engine, module):
             session.reshard()
         self._models.append(module)
-        # not as Fabric does, on a stream of its own: torch would accumulate gradients there, and wait for each of them
+        # not on a stream of its own, as Fabric does: torch would accumulate gradients there, and wait for each of them
         devices = self._determine_ddp_device_ids()
         model = DistributedDataParallel(module=module, device_ids=devices, **self._ddp_kwargs)
         WrappedModel(model, engine, self._attach, lambda: self._optimizers)
@@ -113,7 +113,7 @@ class HeteroFabricMixin(FabricCheckpointMixin, WholeFilesMixin):
         attach_module(self._running().engine, model, loss_scaler(self.precision))
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Let an optimizer's rate follow the total, and its sparse steps take the blocks of a compressed gradient."""
+        """Make an optimizer's rate follow the total, and its sparse steps take the blocks of compressed gradients."""
         optimizer = super().setup_optimizer(optimizer)
         self._optimizers.append(optimizer)
         compression = None if self.engine is None else self.engine.compression
@@ -147,22 +147,22 @@ class HeteroFabricMixin(FabricCheckpointMixin, WholeFilesMixin):
         return result
 
     def all_reduce(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Reduce as DDP does, which averages ranks alike; what a rank waits here is not counted as computing."""
+        """Reduce as DDP does, with equal weights for all ranks; waiting does not count as computing."""
         with not_computing(self.engine):
             return super().all_reduce(*args, **kwargs)
 
     def all_gather(
         self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False
     ) -> torch.Tensor:
-        """Gather as DDP does; rows that differ in number come one rank after another, see :func:`gather_rows`.
+        """Gather as DDP does; unequal numbers of rows are concatenated rank by rank, see :func:`gather_rows`.
 
-        What a rank waits here is not counted as computing.
+        Waiting does not count as computing.
         """
         stacked = partial(super().all_gather, group=group, sync_grads=sync_grads)
         return gather_unequal(self.engine, tensor, stacked, group)
 
     def barrier(self, *args: object, **kwargs: object) -> None:
-        """Wait for all ranks; what a rank waits here is not counted as computing."""
+        """Wait for all ranks; waiting does not count as computing."""
         with not_computing(self.engine):
             super().barrier(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Tell the training loader of a script of Fabric's from its others, and split it by speed."""
+"""Choice of the training loader among those of a Fabric script, and its split by speed."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ __all__ = ["FabricDataMixin"]
 
 
 class FabricDataMixin(FabricMixin):
-    """Split the first loader that shuffles, or the first one at all; leave the others as they are."""
+    """A strategy that splits the first loader that shuffles, or else the first one, and leaves all others alone."""
 
     _models: list[torch.nn.Module]
     _train_loader: DataLoader | None = None
@@ -60,7 +60,7 @@ class FabricDataMixin(FabricMixin):
         return self._announced(dataloader)
 
     def _shard(self, loader: DataLoader, assumed: bool) -> DataLoader:
-        """Split the training loader; if it is ``assumed`` to be that, a loader that shuffles may take its place."""
+        """Split the training loader; if it is only ``assumed`` to be one, a loader that shuffles may replace it."""
         session, stream, batches = self._running(), stream_of(loader), batches_of(loader)
         assert stream is not None
         if assumed:
@@ -88,11 +88,11 @@ class FabricDataMixin(FabricMixin):
 
     @property
     def _evaluating(self) -> bool:
-        """Return whether what is run now cannot be training: gradients are off, or all models are in ``eval()``."""
+        """``True`` if this cannot be training: gradients are off, or all models are in ``eval()``."""
         return evaluates(self._models)
 
     def _even(self, loader: DataLoader) -> DataLoader:
-        """Return an evaluation loader: as DDP has it, or balanced by speed without repeated samples."""
+        """Return an evaluation loader: split as in DDP, or balanced by speed without repeated samples."""
         balanced = self.config.balance_evaluation
         return self._announced(balanced_evaluation_loader(loader, self._running().engine) if balanced else loader)
 
@@ -111,7 +111,7 @@ class FabricDataMixin(FabricMixin):
 
 
 def _shuffles(loader: object) -> bool:
-    """Return whether a loader is one to train with: it shuffles, or has a sampler of the user's."""
+    """Return whether a loader looks like a training loader: it shuffles, or has a sampler of the user."""
     if not isinstance(loader, DataLoader):
         return False
     sampler = getattr(loader.batch_sampler, "sampler", None)

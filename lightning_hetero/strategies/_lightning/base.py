@@ -1,7 +1,7 @@
-"""The strategy of Lightning's that mixins extend, and what all of them ask of it.
+"""The Lightning strategy that mixins extend, and what all of them need from it.
 
-At run time a mixin is mixed into the ``DDPStrategy`` of either of Lightning's packages, so that it extends none by
-itself. Type checkers take it for one of ``lightning.pytorch``.
+At run time a mixin is combined with the ``DDPStrategy`` of either of Lightning's packages, so it has no base class of
+its own. For type checkers it extends that of ``lightning.pytorch``.
 """
 
 import importlib
@@ -17,7 +17,7 @@ __all__ = ["LightningMixin"]
 
 
 class LightningMixin(DDPStrategy):
-    """Know module, trainer and namespace of a strategy of Lightning's."""
+    """Access to the module, the trainer and the namespace of a Lightning strategy."""
 
     @property
     def _pl_module(self) -> "LightningModule":
@@ -32,13 +32,13 @@ class LightningMixin(DDPStrategy):
 
     @property
     def _trainer_if_any(self) -> "Trainer | None":
-        """The trainer, ``None`` for a strategy that was connected by hand and has none yet."""
+        """The trainer, ``None`` for a strategy that was connected by hand before it has one."""
         module = self.lightning_module
         return None if module is None else module._trainer
 
     @property
     def _namespace(self) -> str:
-        """``lightning.pytorch`` or ``pytorch_lightning``, whichever the class was mixed into."""
+        """``lightning.pytorch`` or ``pytorch_lightning``, whichever package the class extends."""
         return next(c.__module__ for c in type(self).__mro__ if c.__name__ == "DDPStrategy").rpartition(".strategies")[
             0
         ]

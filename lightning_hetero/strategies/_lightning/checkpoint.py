@@ -1,4 +1,4 @@
-"""Checkpoints of Lightning's under unequal batches: what of ours rides in them, and how a fit goes on from one."""
+"""Lightning's checkpoints under unequal batches: the state that we add, and how a fit resumes from it."""
 
 import functools
 import zlib
@@ -19,7 +19,7 @@ __all__ = ["CheckpointMixin"]
 
 
 class CheckpointMixin(AloneMixin):
-    """Save what a strategy has besides what Lightning saves, and let a fit go on from it."""
+    """A strategy that adds its own state to Lightning's checkpoints, and resumes from it."""
 
     engine: HeteroEngine | None
     _resumption: Resumption | None = None
@@ -29,7 +29,7 @@ class CheckpointMixin(AloneMixin):
         self._resumption, self._loaded = None, "none"
 
     def _require_one_checkpoint(self) -> None:
-        """Make sure that ranks go on from the same checkpoint; a collective call.
+        """Check that all ranks resume from the same checkpoint; a collective call.
 
         Raises:
             PlanMismatchError: if they do not.
@@ -38,7 +38,7 @@ class CheckpointMixin(AloneMixin):
         self.engine.control.require_equal("the checkpoint that training goes on from", self._loaded)
 
     def _go_on_counting(self) -> None:
-        """Tell Lightning's counters where the data goes on."""
+        """Set Lightning's counters to where the data resumes."""
         resumption, self._resumption = self._resumption, None
         if resumption is not None and self.engine is not None:
             resumption.begin(self._trainer, self.engine)
@@ -50,7 +50,7 @@ class CheckpointMixin(AloneMixin):
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read the checkpoint, and in a fit from it the step at which the data goes on, and what of ours it has."""
+        """Read the checkpoint; in a fit, take from it the step at which the data resumes, and our own state."""
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self.engine is None or self._trainer.state.fn != "fit":
             return checkpoint
@@ -61,11 +61,10 @@ class CheckpointMixin(AloneMixin):
 
 
 def forget_without_state(checkpoint: Mapping[str, Any], engine: HeteroEngine) -> None:
-    """Let a fit begin anew from a checkpoint with no state of ours, such as one of plain DDP's.
+    """Drop the state of earlier fits, for a checkpoint without our state, such as one of plain DDP's.
 
-    What an earlier fit of the same strategy has left, its plans and the gradients that were not sent or not applied
-    yet, belongs to other weights. The callbacks do the same with what they have learned. To be called before the model
-    is wrapped.
+    An earlier fit of the same strategy leaves plans and gradients that were not sent or not applied yet; they belong to
+    other weights. Callbacks do the same with what they have learned. Call it before the model is wrapped.
     """
     if KEY in checkpoint or policy_states(checkpoint):
         return
@@ -91,9 +90,9 @@ def describe(checkpoint: Mapping[str, Any]) -> str:
 
 
 def leave_out_loader(checkpoint: Mapping[str, Any], engine: HeteroEngine | None) -> None:
-    """Take out of a checkpoint what Lightning saved of our train loader, which needs none of it.
+    """Remove the state of our train loader, which does not need it, from a Lightning checkpoint.
 
-    With it, plain DDP could not go on from the checkpoint: its loader takes no state.
+    With it, plain DDP could not resume from the checkpoint, because its loader takes no state.
     """
     if engine is not None and engine.sampler is not None:
         checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)

@@ -1,4 +1,4 @@
-"""Collectives that Lightning asks of a strategy whose ranks have unequal batches."""
+"""Collectives of a Lightning strategy whose ranks have unequal batches."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ __all__ = ["CollectivesMixin"]
 
 
 class CollectivesMixin(LightningMixin):
-    """Run collectives as DDP does; what a rank waits in one is not counted as computing."""
+    """DDP's collectives; waiting in them does not count as computing."""
 
     engine: HeteroEngine | None
 
@@ -35,6 +35,6 @@ class CollectivesMixin(LightningMixin):
     def all_gather(
         self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False
     ) -> torch.Tensor:
-        """Gather as DDP does; rows that differ in number come one rank after another, see :func:`gather_rows`."""
+        """Gather as DDP does; unequal numbers of rows are concatenated rank by rank, see :func:`gather_rows`."""
         stacked = partial(super().all_gather, group=group, sync_grads=sync_grads)
         return gather_unequal(self.engine, tensor, stacked, group)

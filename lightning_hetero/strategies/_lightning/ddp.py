@@ -1,4 +1,4 @@
-"""Lightning's ``DDPStrategy`` for unequal workers, free of the namespace that it is mixed into."""
+"""Lightning's ``DDPStrategy`` for unequal workers, as a mixin for either of Lightning's two packages."""
 
 import inspect
 import os
@@ -41,35 +41,35 @@ show_log()
 
 
 class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMixin, WholeFilesMixin, PlanAccess):
-    """Distributed data parallel on unequal workers, with the gradients of one process (Cannikin; dynamic batching).
+    """Data-parallel training on unequal workers, with the gradients of a single process (Cannikin; dynamic batching).
 
-    The DataLoader's ``batch_size`` means what it means under DDP: samples per worker on average, so the total batch is
-    ``batch_size * world_size``. Each worker gets the share of it that makes all finish together; losses are weighted by
+    As under DDP, the DataLoader's ``batch_size`` is the samples per worker, here on average: the total batch is
+    ``batch_size * world_size``. Each worker gets the share of it that lets all finish together. Losses are weighted by
     that share, ``g = sum_i (b_i / B) g_i``, so the result does not depend on the split.
 
     Args:
-        policy: who splits the batch: ``"perf_model"`` (default), ``"pid"``, ``"static"`` or ``"even"``.
+        policy: policy that splits the batch: ``"perf_model"`` (default), ``"pid"``, ``"static"`` or ``"even"``.
         loss_reduction: ``"mean"`` if the loss is a mean over the samples of the batch, ``"sum"`` if it is their sum.
-        local_batch_sizes: a fixed split such as ``[24, 12, 16]``, or what ``policy="pid"`` starts with; its sum is then
+        local_batch_sizes: fixed split such as ``[24, 12, 16]``, or the first split of ``policy="pid"``; its sum is then
             the total batch.
-        min_local_batch_size: fewest samples of a worker; default 1, or 2 if the model has batch normalisation.
+        min_local_batch_size: fewest samples of a worker; default 1, or 2 if the model has batch normalization.
         max_local_batch_sizes: most samples of a worker (memory), one number or one per worker.
-        weight_fn: counts what a batch's mean loss is a mean of (tokens, pixels): ``weight_fn(batch) -> number``.
+        weight_fn: returns the items (tokens, pixels) that a batch's mean loss averages: ``weight_fn(batch) -> number``.
         replan: ``"auto"``, ``"epoch"``, or a number of optimizer steps between two sync rounds.
-        hysteresis: least predicted gain for which a plan is changed, as a share of the step time; by default what pays.
-        change_cost: seconds that a change of the split costs, to compile or tune anew; by default they are measured.
+        hysteresis: least predicted gain, as a share of the step time, for which the plan changes, 0 to 1; by default
+            any significant gain above the cost of the change (3 % for the choice of stale gradients).
+        change_cost: seconds that a change of the split costs (recompiling, autotuning); measured by default.
         balance_evaluation: split validation, test and predict data by speed, without repeating samples.
         probe_memory: find each worker's largest batch by trial before training (CUDA).
-        compression: what is sent of gradients: ``None`` (all of them), ``BlockTopK(density=0.01)``, ``"block_topk"``,
+        compression: compression of gradients: ``None`` (off), ``BlockTopK(density=0.01)``, ``"block_topk"``,
             ``"powersgd"``, ``"fp16"``, ``"bf16"``, or ``"auto"`` (block top-k where it shortens the step).
-        hierarchy: clusters of workers that a low-bandwidth link joins: ``[[0, 1, 2], [3]]``, ``"nodes"`` (by host),
-            ``"env"`` or ``"auto"``; gradients are summed inside of each, and one worker of each exchanges sums with the
-            others.
+        hierarchy: clusters of workers joined by a low-bandwidth link: ``[[0, 1, 2], [3]]``, ``"nodes"`` (by host),
+            ``"env"`` or ``"auto"``. Gradients are summed inside each cluster, and their leaders exchange the sums.
         sparse_optimizer: ``True`` lets SGD or AdamW update only the blocks that block top-k sends.
-        staleness: 1 applies gradients that would make steps wait for the link a step later; 0 applies none so.
+        staleness: 0 applies every gradient in its own step; 1 applies one step late those that steps would wait for.
         nonfinite: ``"warn"`` of a loss that is not finite, ``"drop"`` such gradients on all ranks, or ``"stop"``.
-        transfer_priority: let the all-reduces that a step waits for cross the link before stale ones.
-        kwargs: everything that Lightning's ``DDPStrategy`` takes.
+        transfer_priority: send the all-reduces that a step waits for before stale ones.
+        kwargs: arguments of Lightning's ``DDPStrategy``.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -169,7 +169,7 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
         warn_of_stale_addresses(os.environ)
         self._begin_without_checkpoint()
         self.set_world_ranks()
-        self.config.check_world_size(self.world_size)  # before anybody waits for anybody
+        self.config.check_world_size(self.world_size)  # before the first collective call
         super().setup_environment()
         self._attach_policy()  # a module may get its trainer after `connect`
         if self.engine is None:
@@ -202,10 +202,10 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
         super().configure_ddp()
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
-        """Wrap the model as DDP does, on the stream that computes.
+        """Wrap the model as Lightning's DDP does, but on the compute stream.
 
-        Lightning builds it on another stream, on which torch then accumulates each gradient: an event and a wait for
-        every parameter in every step, of which torch warns from 2.10 on.
+        Lightning wraps it on another stream, on which torch then accumulates gradients: each parameter costs an event
+        and a wait in every step, and torch warns of it from 2.10 on.
         """
         devices = self.determine_ddp_device_ids()
         return DistributedDataParallel(module=model, device_ids=devices, **self._ddp_kwargs)
@@ -218,7 +218,7 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
             WrappedModel(self.model, self.engine, self._attach, partial(getattr, self, "optimizers"))
 
     def _attach(self, model: DistributedDataParallel) -> None:
-        """Put what sends gradients into our hook: the user's hook, compression, staleness."""
+        """Give our hook its ways to send gradients: the user's hook, compression, staleness."""
         assert self.engine is not None
         self._pl_static_graph_delay_done = False  # Lightning's own, of DDP's first step
         state = self.engine.hook_state
@@ -230,12 +230,12 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
         attach_staleness(self)
 
     def setup_optimizers(self, trainer: "Trainer") -> None:
-        """Set up optimizers; one with sparse steps takes the blocks of a compressed gradient."""
+        """Set up optimizers; those with sparse steps take the blocks of compressed gradients."""
         super().setup_optimizers(trainer)
         lead_optimizers(self)
 
     def on_train_start(self) -> None:
-        """Refuse several train loaders, now that all of them were seen.
+        """Refuse several train loaders, now that all of them are known.
 
         Raises:
             MisconfigurationException: if there is more than one.
@@ -248,7 +248,7 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
     # one step
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Take the weight of this batch."""
+        """Begin the step, with the weight of this batch."""
         if self._signals is not None and not self._signals.asked:  # Lightning has no check of its own
             self._signals.check()
         super().on_train_batch_start(batch, batch_idx)
@@ -292,7 +292,7 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
         return result
 
     def teardown(self) -> None:
-        """End the run; the engine stays, so that its plans can be read and a further run goes on from them."""
+        """End the run; the engine stays: its plans can still be read, and a further run continues from them."""
         if self.engine is not None:
             self.engine.close()
         super().teardown()

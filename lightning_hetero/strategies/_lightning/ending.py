@@ -1,4 +1,4 @@
-"""End a training before its time: by a signal, which all ranks obey together, or by an exception of one of them."""
+"""Early end of a training: by a signal, which all ranks obey together, or by an exception of one rank."""
 
 from typing import TypeVar
 
@@ -23,20 +23,20 @@ def _ours(message: str) -> str:
 
 
 class AloneMixin(LightningMixin):
-    """A strategy whose rank waits for nobody while it handles an exception of its own, to save a checkpoint say.
+    """A strategy whose rank waits for no other while it handles its own exception, for example to save a checkpoint.
 
-    The others are somewhere else, and would not take part in what it asks them. What is a collective call in Lightning
-    then concerns this rank only.
+    The other ranks are elsewhere and would not take part in its collectives. Lightning's collective calls then concern
+    this rank only.
     """
 
     @property
     def _told_together(self) -> bool:
-        """``True`` if all ranks end at the same batch, because they were told to."""
+        """``True`` if all ranks were told to end, and do so at the same batch."""
         return False
 
     @property
     def _alone(self) -> bool:
-        """Return whether this rank handles an exception that the others may not have."""
+        """``True`` while this rank handles an exception that the others may not have."""
         trainer = self._trainer_if_any
         return trainer is not None and bool(trainer.interrupted) and not self._told_together
 
@@ -66,7 +66,7 @@ class AloneMixin(LightningMixin):
 
 
 class EndingMixin(AloneMixin):
-    """A strategy whose ranks end at the same batch if one is told to, and wait for none that has left them."""
+    """A strategy whose ranks end at the same batch if one is told to, and do not wait for a rank that has failed."""
 
     engine: HeteroEngine | None
     _signals: SharedSignals | None = None
@@ -113,7 +113,7 @@ class EndingMixin(AloneMixin):
             monitor.stop()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Add advice of ours; an error of a call that has waited for others names the rank they wait for."""
+        """Add our advice; an error of a call that waited for other ranks then names the rank they wait for."""
         super().on_exception(exception)
         exception.args = tuple(_ours(part) if isinstance(part, str) else part for part in exception.args)
         suspects = "" if self._monitor is None else self._monitor.suspects
@@ -130,7 +130,7 @@ class EndingMixin(AloneMixin):
             self._signals.finish()
 
     def teardown(self) -> None:
-        """Leave Lightning's handlers as they were."""
+        """Restore Lightning's handlers."""
         self._stop_watching()
         signals, self._signals = self._signals, None
         if signals is not None:

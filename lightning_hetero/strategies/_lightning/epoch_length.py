@@ -1,4 +1,4 @@
-"""Tell Lightning's loop how many batches an epoch has under a plan."""
+"""Number of batches that an epoch has under a plan, for Lightning's loop."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -10,13 +10,13 @@ __all__ = ["recount_batches"]
 
 
 def recount_batches(trainer: "Trainer", namespace: str) -> None:
-    """Let a trainer count the batches of its running epoch anew.
+    """Make a trainer count the batches of its running epoch again.
 
-    Lightning counts them once, when it sets the loaders up; an epoch that got longer would be cut, one that got shorter
-    would skip its validation, both in silence.
+    Lightning counts them once, when it sets the loaders up. It would silently cut an epoch that got longer, and skip
+    the validation of one that got shorter.
 
     Args:
-        trainer: Lightning's.
+        trainer: Lightning's trainer.
         namespace: ``lightning.pytorch`` or ``pytorch_lightning``.
     """
     loop = trainer.fit_loop

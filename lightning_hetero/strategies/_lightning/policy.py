@@ -1,4 +1,4 @@
-"""Attach the callback that decides on the split of a strategy: that of the user, or the one that its settings name."""
+"""The callback that decides on a strategy's split: the user's own, or the one that the settings name."""
 
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ __all__ = ["PolicyMixin"]
 
 
 class PolicyMixin(LightningMixin):
-    """Hold the callback of the policy, and the callbacks that came with it."""
+    """A strategy with the callback of its policy, and the callbacks that came with it."""
 
     config: HeteroConfig
     engine: HeteroEngine | None
@@ -33,8 +33,8 @@ class PolicyMixin(LightningMixin):
     def _attach_policy(self) -> None:
         """Put the callback of the policy before all others, once the strategy's module has a trainer.
 
-        Lightning's own trainer gives the module its trainer before the strategy gets the module; who connects a
-        strategy by hand may do it later.
+        Lightning sets the module's trainer before it connects the strategy; code that connects a strategy by hand may
+        set it later.
 
         Raises:
             MisconfigurationException: if two policies were given.
@@ -61,7 +61,7 @@ class PolicyMixin(LightningMixin):
         callbacks[:0] = [callback, *companions]
 
     def _tell_settings(self) -> None:
-        """Tell which settings, and which of the user's callbacks, do nothing; training begins, data is known."""
+        """Log which settings and callbacks of the user do nothing, now that training begins and the data is known."""
         if self._probes:
             return
         assert self.engine is not None

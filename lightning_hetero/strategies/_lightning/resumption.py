@@ -1,4 +1,4 @@
-"""Find where training data goes on after a checkpoint of Lightning's, and tell Lightning's counters about it."""
+"""Position at which training data resumes after a Lightning checkpoint, and Lightning's counters for it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ __all__ = ["Resumption", "resume_data", "resume_position"]
 
 
 def resume_position(checkpoint: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return ``(epoch, step)`` from which training data goes on after Lightning's checkpoint, ``None`` without loops.
+    """Return ``(epoch, step)`` at which training data resumes after a Lightning checkpoint, ``None`` without loops.
 
     Example:
         >>> progress = {"current": {"started": 1, "processed": 0, "completed": 0}}
@@ -41,14 +41,14 @@ def resume_position(checkpoint: Mapping[str, Any]) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Resumption:
-    """The place at which training data goes on after a checkpoint, with what Lightning's counters have to know of it.
+    """Position at which training data resumes after a checkpoint, with what Lightning's counters need to know.
 
     Args:
-        epoch: epoch that goes on.
-        behind: batches of it that the checkpoint has behind it.
-        unknown: whether it does not say how many samples they had; the epoch then begins anew.
-        in_last_batch: whether it was saved in the last batch of the epoch before. With another number of workers that
-            epoch has another number of batches, by which Lightning would not see that it is over.
+        epoch: epoch that is resumed.
+        behind: batches of the epoch that were trained on before the checkpoint.
+        unknown: whether the checkpoint does not say how many samples they had; the epoch then starts over.
+        in_last_batch: whether it was saved in the last batch of the epoch before. With another number of workers, that
+            epoch has another number of batches, and Lightning would not notice that it is over.
     """
 
     epoch: int
@@ -57,7 +57,7 @@ class Resumption:
     in_last_batch: bool = False
 
     def begin(self, trainer: "Trainer", engine: HeteroEngine) -> None:
-        """Let Lightning count the batches of the epoch as the data comes; after its loops were restored."""
+        """Make Lightning count the batches of the epoch as the data does; call it after its loops are restored."""
         if engine.sampler is None or not (self.unknown or self.in_last_batch):
             return
         if self.unknown and engine.rank == 0:
@@ -75,15 +75,15 @@ class Resumption:
             loop.batch_progress.current.completed = max(int(trainer.num_training_batches), self.behind)
         elif self.unknown:
             loop.batch_progress.reset_on_run()
-            loop.reset_restart_stage()  # else it takes batch 0 for one behind which validation was to run
+            loop.reset_restart_stage()  # else it treats batch 0 as one after which validation was due
 
 
 @reading_state("the place in the training data")
 def resume_data(checkpoint: Mapping[str, Any], engine: HeteroEngine) -> Resumption | None:
-    """Let the engine's data go on where a checkpoint was saved, ``None`` if that has no loops.
+    """Resume the engine's data where a checkpoint was saved; return the position, ``None`` if it has no loops.
 
-    A checkpoint of ours has the plans of the epoch, which say how many samples its batches had with whatever number of
-    workers; one of plain DDP does not, so that a place inside an epoch is no place in the data.
+    Our checkpoints hold the plans of the epoch, which say how many samples its batches had, for any number of workers.
+    Plain DDP's do not, so a batch number inside an epoch gives no position in the data.
     """
     position = resume_position(checkpoint)
     if position is None:

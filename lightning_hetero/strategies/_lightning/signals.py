@@ -1,7 +1,7 @@
 """Signals that end a training on several ranks: noted by the rank that gets one, obeyed by all at the same batch.
 
-Lightning's own handlers talk to the other ranks from within the signal, wherever it finds them: a rank in the middle of
-another collective then waits for ever, or ends without its checkpoint.
+Lightning's own handlers call collectives from within the signal, whatever the rank is doing: a rank in the middle of
+another collective then waits forever, or ends without its checkpoint.
 """
 
 import logging
@@ -35,7 +35,7 @@ NOTIFIER, REQUEUE = "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
 
 
 class _Note(IntEnum):
-    """Place of a signal in the notes of a rank."""
+    """Index of a signal in a rank's notes."""
 
     END = 0
     REQUEUE = 1
@@ -47,7 +47,7 @@ def sigterm_at_next_merge(trainer: "Trainer", note: Callable[[], None]) -> None:
     Handlers besides Lightning's stay, and so does the forwarding to processes that Lightning started.
 
     Args:
-        trainer: whose handler is installed.
+        trainer: trainer whose handler is replaced.
         note: called at each SIGTERM.
     """
     handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
@@ -66,13 +66,13 @@ def sigterm_at_next_merge(trainer: "Trainer", note: Callable[[], None]) -> None:
 class SharedSignals:
     """SIGTERM, and the signal of SLURM that asks to requeue, as all ranks together see them.
 
-    A handler only notes what came. Before each batch ranks send each other their notes, in two numbers over the
-    host-side group, and read those of the batch before: nobody waits, nothing asks the device, and all of them know
-    the same at the same batch.
+    A handler only notes its signal. Before each batch, ranks exchange their notes, two numbers over the host-side
+    group, and read those of the batch before. So no rank waits, the device is not synchronized, and all ranks know the
+    same at the same batch.
 
     Args:
-        trainer: whose handlers and whose check are replaced.
-        control: of the ranks.
+        trainer: trainer whose handlers and check are replaced.
+        control: control plane of the ranks.
     """
 
     def __init__(self, trainer: "Trainer", control: ControlPlane) -> None:
@@ -81,7 +81,7 @@ class SharedSignals:
         self._sent: tuple[torch.Tensor, dist.Work] | None = None
         self._requeue: Callable[[int, FrameType | None], None] | None = None
         self._begin_maximum: Callable[[torch.Tensor], dist.Work] | None = None
-        self.agreed = self.asked = False  # asked: whether Lightning asks before each batch
+        self.agreed = self.asked = False  # asked: whether Lightning checks before each batch
 
     def install(self) -> "SharedSignals":
         """Replace the handlers; before Lightning registers them."""
@@ -136,11 +136,11 @@ class SharedSignals:
         self._obey([max(pair) for pair in zip(before, self._take(), strict=True)])
 
     def settle(self) -> None:
-        """Wait for the message in flight, and do nothing about it."""
+        """Wait for the message in flight, and ignore it."""
         self._take()
 
     def remove(self) -> None:
-        """Leave Lightning as it was."""
+        """Restore Lightning's handlers and check."""
         vars(self._trainer.fit_loop.epoch_loop).pop(CHECK, None)
         for name in (NOTIFIER, REQUEUE):
             vars(self._trainer._signal_connector).pop(name, None)

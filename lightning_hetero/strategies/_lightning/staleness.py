@@ -1,4 +1,4 @@
-"""Connect stale gradients to what Lightning's DDP strategy knows: module, precision, communication hook."""
+"""Connection of stale gradients to Lightning's DDP strategy: its module, precision and communication hook."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,13 @@ __all__ = ["attach_staleness"]
 
 
 def attach_staleness(strategy: "HeteroDDPMixin") -> None:
-    """Let gradients of a strategy's module be stale, if it was asked to; a collective call.
+    """Set up stale gradients for a strategy's module, if the settings ask for them; a collective call.
 
-    With ``staleness=0`` it takes over only what a run with stale gradients left in its checkpoint. A probe training
-    goes without staleness that its script does not allow.
+    With ``staleness=0`` it only takes over what a run with stale gradients left in its checkpoint. A probe training
+    runs without staleness if its script does not allow it.
 
     Raises:
-        MisconfigurationException: if a stale gradient would be lost, or end up in another loss's step.
+        MisconfigurationException: if a stale gradient would be lost, or be applied in the step of another loss.
     """
     engine = strategy.engine
     assert engine is not None
@@ -78,13 +78,13 @@ def attach_staleness(strategy: "HeteroDDPMixin") -> None:
 
 
 def _of_module(before: StaleAverager, module: torch.nn.Module) -> bool:
-    """Return whether gradients in flight were those of this module, be it of others of its parameters."""
+    """Return whether the gradients in flight belong to this module, whichever of its parameters are trained now."""
     there = dict(module.named_parameters())
     return all(there.get(name) is p for name, p in before.parameters.items())
 
 
 def _unsupported_reason(strategy: "HeteroDDPMixin", state: HookState) -> str | None:
-    """Return what a stale gradient cannot go with."""
+    """Return the reason why gradients cannot be stale here, ``None`` if they can."""
     module = strategy._pl_module
     if not module.automatic_optimization:
         return (

@@ -1,4 +1,4 @@
-"""Split the train loader of Lightning's Trainer unevenly, and keep Lightning's counters right for it."""
+"""Uneven split of the Trainer's train loader, and Lightning's counters that have to follow it."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ __all__ = ["TrainDataMixin"]
 
 
 class TrainDataMixin(PolicyMixin):
-    """Give the train loader the batch sampler of the engine; leave other loaders alone by default."""
+    """A strategy that gives the train loader the engine's batch sampler, and by default leaves other loaders alone."""
 
     def process_dataloader(self, dataloader: object) -> object:
         """Replace the batch sampler of the train loader by the uneven one; leave other loaders alone by default.
@@ -61,14 +61,14 @@ class TrainDataMixin(PolicyMixin):
             epoch=processed(self._trainer.fit_loop.epoch_progress),
         )
         clone: Any = timed_loader(with_batch_sampler(loader, sampler), self.engine)
-        # Lightning takes a loader with these for one that can go on inside an epoch. The position itself is read in
-        # load_checkpoint, because Lightning asks the loader too late if configure_optimizers had set it up before.
+        # These two tell Lightning that the loader can resume inside an epoch. The position itself is read in
+        # load_checkpoint, because Lightning asks the loader too late if configure_optimizers has set it up before.
         clone.state_dict = lambda: sampler.state_dict(processed(self._trainer.fit_loop.epoch_loop.batch_progress))
         clone.load_state_dict = lambda state: None
         return clone
 
     def _require_one_loader(self) -> None:
-        """Refuse several train loaders, now that all of them were seen."""
+        """Refuse several train loaders, now that all of them are known."""
         combined = self._trainer.fit_loop._combined_loader
         if combined is not None and len(combined.flattened) > 1:
             raise self._misconfiguration(

@@ -18,6 +18,10 @@ def plans(workers):
     return sizes.map(lambda b: BatchPlan(sum(b), tuple(b)))
 
 
+def test_shares_are_sizes_over_the_total():
+    assert BatchPlan(8, (5, 3, 0)).shares == (0.625, 0.375, 0.0)
+
+
 @st.composite
 def histories(draw):
     """Plans of one to eight workers over three epochs, changed at any step, the total included."""

@@ -57,6 +57,12 @@ def test_one_step_is_equations_4_and_5(workers):
     assert np.abs(np.array(state.local_batch_sizes if new is None else new) - expected).max() <= 1
 
 
+def test_proportions_hold_where_one_worker_is_a_thousand_times_faster():
+    """The rule's sizes are then far below 1 before they are brought to the total; none of them may be cut off."""
+    state = smooth(ControllerState((10, 1, 33)), (0.00014, 64.0, 0.55))
+    assert control(state, 44, min_local=(2, 1, 5), max_local=(20, 60, 33))[1] == (20, 1, 23)
+
+
 def test_one_step_in_figures():
     # mean 0.2: 40 - 40/0.1 (0.1 - 0.2) = 80 and 40 - 40/0.3 (0.3 - 0.2) = 26.7, of 106.7; scaled to 80: 60 and 20
     state = smooth(ControllerState((40, 40)), [0.1, 0.3])

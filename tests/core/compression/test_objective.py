@@ -28,6 +28,11 @@ def search(bandwidth, step_times=STEP_TIMES, stale=True, densities=DENSITIES):
     )
 
 
+def test_time_to_accuracy_is_seconds_per_sample_times_the_extra_samples():
+    assert time_to_accuracy(200, 0.5, 0.2) == pytest.approx(0.003)
+    assert time_to_accuracy(np.array([100, 200]), 0.5, np.array([0.0, 1.0])).tolist() == pytest.approx([0.005, 0.005])
+
+
 @pytest.mark.parametrize("stale", [True, False])
 @pytest.mark.parametrize("bandwidth", [1e5, 1e6, 1.25e7, 1.25e8, 1e10])
 def test_search_is_as_good_as_trying_every_split_and_density(bandwidth, stale):

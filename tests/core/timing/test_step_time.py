@@ -26,6 +26,14 @@ def sizes_for(cluster, data):
 
 
 @moderate
+@given(seconds, seconds, seconds, seconds, st.integers(0, 500))
+def test_times_of_a_worker_are_lines_in_its_samples(q, s, k, m, b):
+    node = NodeTimeModel(q, s, k, m)
+    assert (node.forward_time(b), node.backward_time(b)) == (q * b + s, k * b + m)
+    assert node.compute_time(b) == pytest.approx(q * b + s + k * b + m)
+
+
+@moderate
 @given(clusters, st.data())
 def test_step_time_is_equation_7(cluster, data):
     sizes = sizes_for(cluster, data)

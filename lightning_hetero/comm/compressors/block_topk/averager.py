@@ -1,4 +1,4 @@
-"""Block top-k inside DDP's hook: each bucket goes into the residual, the last one sends one message for all of them."""
+"""Block top-k in DDP's hook: each bucket is added to the residual, and the last one sends one message for all."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,19 +31,19 @@ __all__ = ["BlockTopKAverager"]
 
 
 class BlockTopKAverager(GradientAverager):
-    """Average by the messages of :class:`~lightning_hetero.core.compression.settings.BlockTopK`.
+    """Averager that exchanges the messages of :class:`~lightning_hetero.core.compression.settings.BlockTopK`.
 
     Args:
         settings: density, block, values, selector, dense steps.
-        context: of the run. Residuals of parameters whose gradient is all 0 are held back if it says that parameters
-            may be unused, because DDP does not hand on the gradient of a parameter that no rank has used.
+        context: context of the run. With ``hold_unused``, residuals of parameters whose gradient is all 0 are held
+            back, because DDP drops the gradient of a parameter that no rank has used.
 
     Attributes:
         density: share of all blocks that all ranks together send in a step.
         path: selects, reads and merges messages, on the host or on the device.
-        paused: whether all steps are sent densely, until ``"auto"`` has chosen.
-        sparse_steps: greatest density at which the optimizer takes blocks, and no sum has the model's size.
-        stale: decides in which step messages are applied; ``None`` if each is awaited.
+        paused: whether all steps are sent densely, as before ``"auto"`` has chosen.
+        sparse_steps: greatest density at which the optimizer takes blocks instead of a sum of the model's size.
+        stale: decides in which step messages are applied; ``None`` if all are synchronous.
         step: steps so far, dense ones included.
     """
 
@@ -66,7 +66,7 @@ class BlockTopKAverager(GradientAverager):
 
     @classmethod
     def build(cls, settings: Any, context: AveragerContext) -> "BlockTopKAverager":
-        """Build it for a run."""
+        """Build the averager for a run."""
         return cls(settings, context)
 
     def _path(self, parameters: Mapping[str, torch.Tensor], *, hold_unused: bool) -> HostPath | DevicePath:
@@ -104,19 +104,19 @@ class BlockTopKAverager(GradientAverager):
         return self._pass.gradients
 
     def forget_gradients(self) -> None:
-        """Give the optimizer no blocks: what follows is a dense step."""
+        """Give the optimizer no blocks, because a dense step follows."""
         self._pass.hand_over(None)
 
     # how messages are applied
 
     def read_on_host(self) -> HostPath:
-        """Select and merge on the host from now on, where stale messages are read; return the path of messages."""
+        """Select and merge on the host from now on, as stale messages require; return the path of messages."""
         self.settle()
         self.path = path = self.path.on_host(self.settings.selector or "exact")
         return path
 
     def apply_by(self, stale: StaleMessages) -> HostPath:
-        """Let this decide in which step messages are applied, from the next one on; return their path."""
+        """Let ``stale`` decide, from the next step on, when messages are applied; return the path of messages."""
         self.stale = stale
         return self.read_on_host()
 
@@ -125,7 +125,7 @@ class BlockTopKAverager(GradientAverager):
         self.paused = paused
 
     def bind(self, steps: Sequence[LazyUpdate]) -> None:
-        """Hand blocks to these optimizers, if any; messages are read on the host where kernels of one of them fail."""
+        """Hand blocks to these optimizers, if any; read messages on the host if the GPU kernels of one do not work."""
         block, device = self.model.layout.block, self.path.rows.device
         if isinstance(self.path, DevicePath) and not all(kernels_work(one, block, device) for one in steps):
             self.read_on_host()
@@ -133,8 +133,8 @@ class BlockTopKAverager(GradientAverager):
 
     @property
     def takes_blocks(self) -> bool:
-        """True if the optimizer gets blocks at the present density: the same on all ranks, whatever their devices."""
-        most = max(0.5, self.sparse_steps) * self.model.layout.num_blocks  # of a tiny model, one block is a lot
+        """True if the optimizer gets blocks at the present density; the same on all ranks, whatever their devices."""
+        most = max(0.5, self.sparse_steps) * self.model.layout.num_blocks  # in a tiny model, one block is a large share
         return self.density <= self.sparse_steps and self.encoder.form.k * self.topology.size <= most
 
     # density
@@ -149,14 +149,14 @@ class BlockTopKAverager(GradientAverager):
 
     @property
     def _sent_bytes(self) -> float:
-        """Those at the present density."""
+        """Bytes that this rank sends to the others at the present density."""
         return float((self.topology.size - 1) * self.encoder.form.num_bytes)
 
     def set_density(self, density: float) -> None:
         """Send another share of the blocks from the next backward pass on; all ranks have to call it together.
 
-        What was not sent stays in the residual, so that nothing is lost by the change. A resumed run begins with the
-        density of its settings again.
+        Nothing is lost by the change: unsent gradients stay in the residual. A resumed run begins again with the
+        density of its settings.
 
         Args:
             density: share of all blocks that all ranks together send in a step, above 0, to 1.
@@ -235,7 +235,7 @@ class BlockTopKAverager(GradientAverager):
         return InFlight(self.path.rows, self.step, arrival, self._pass.finite)
 
     def skip(self, step: int, where: str) -> None:
-        """Note that a step was left out on all ranks, because a gradient was not finite ``where`` it says."""
+        """Note that a step was left out on all ranks, since a gradient was not finite; ``where`` says on which rank."""
         self.flags.skip()
         if self.grad_scale is None:
             self.dropped.add(step, where)
@@ -247,11 +247,11 @@ class BlockTopKAverager(GradientAverager):
 
     @property
     def fill(self) -> float:
-        """The gradient of a step that is left out: a loss scaler has to see it; without one, it is 0."""
+        """Gradient of a step that is left out: infinite under a loss scaler, which has to see it; otherwise 0."""
         return 0.0 if self.grad_scale is None else float("inf")
 
     def settle(self) -> None:
-        """Report the outcome of the last step, if only the device knows it yet.
+        """Report the outcome of the last step, if so far only the device knows it.
 
         Raises:
             ValueError: if a message of that step was malformed, naming rank and bucket; the same on all ranks.
@@ -259,7 +259,7 @@ class BlockTopKAverager(GradientAverager):
         self.path.settle(self)
 
     def _wait(self) -> None:
-        """Wait for the last step and for what is in flight."""
+        """Wait for the outcome of the last step and for messages in flight."""
         self.settle()
         if self.stale is not None:
             self.stale.wait()
@@ -278,19 +278,19 @@ class BlockTopKAverager(GradientAverager):
     # state
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """Return what this rank has not sent yet, by parameter: a part of the weighted sum over ranks."""
+        """Return the residuals (not sent yet) of this rank by parameter: parts of the weighted sum over ranks."""
         self._wait()
         return self.path.residuals()
 
     def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Go on with these residuals; parameters that are not named begin with 0, those not trained keep theirs."""
+        """Set the residuals: 0 for parameters not named; those of parameters not trained now are kept for later."""
         self.path.load_residuals(residuals)
 
     def extra_state(self) -> dict[str, Any]:
-        """Return what else a run needs to go on identically on the same number of ranks."""
+        """Return the further state that an identical continuation on the same number of ranks needs."""
         return {"step": self.step, **self.path.state()}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Go on as :meth:`extra_state` described."""
+        """Restore the state that :meth:`extra_state` returned."""
         self.step = state["step"]
         self.path.load_state(state)

@@ -1,4 +1,4 @@
-"""Select, check and merge the messages of block top-k on the GPU; the host learns the outcome of a step afterwards."""
+"""Block top-k's messages on the GPU, which selects, checks and merges; the host learns the outcome of a step later."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -20,13 +20,13 @@ __all__ = ["DevicePath"]
 
 
 class DevicePath(MessagePath[DeviceEncoder]):
-    """Messages by an encoder whose kernels decide on the device, so that the host never waits in a step.
+    """Path of messages whose encoder decides on the device: the host never waits in a step.
 
     Args:
-        encoder: Triton's.
+        encoder: the Triton encoder.
         model: blocks of the model.
-        topology: this rank's place among those that exchange.
-        rows: messages of all of them.
+        topology: topology of the exchange, with this rank's place in it.
+        rows: messages of all ranks (in a hierarchy, clusters).
         hold_unused: hold back the residual of parameters whose gradient is all 0.
     """
 
@@ -58,7 +58,7 @@ class DevicePath(MessagePath[DeviceEncoder]):
             self.encoder.deliver_bucket(slots, buffer, weight, scale=running.scale, fill=averager.fill)
 
     def settle(self, averager: "BlockTopKAverager") -> None:
-        """Report the outcome of the last step, if it is not known yet.
+        """Report the outcome of the last step, if it was not reported yet.
 
         Raises:
             ValueError: if a message of that step was malformed, naming rank and bucket; the same on all ranks.
@@ -70,11 +70,11 @@ class DevicePath(MessagePath[DeviceEncoder]):
                 averager.dropped.add(outcome.step, "on some rank")
 
     def blocks(self, running: BackwardPass) -> Mapping[torch.Tensor, BlockGradient | BlockMarks]:
-        """Mark the blocks that DDP's buckets have been given."""
+        """Return marks of the blocks that were written into DDP's buckets."""
         return {p: BlockMarks(marks, p.grad) for p, marks in self._masks.items() if p.grad is not None}
 
     def on_host(self, selector: str) -> HostPath:
-        """Return the path of the host that goes on with these residuals."""
+        """Return a path on the host that takes over these residuals."""
         encoder = cpu_encoder(self.model.layout, self.encoder.form, selector, torch.float32)
         encoder.residual.copy_(self.encoder.residual)
         path = HostPath(encoder, self.model, self.topology, self.rows, hold_unused=self.hold_unused)

@@ -1,4 +1,4 @@
-"""Select, read and merge the messages of block top-k on the host."""
+"""Block top-k's messages on the host, which selects, reads and merges."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,10 @@ __all__ = ["HostPath"]
 
 
 class HostPath(MessagePath[HostEncoder]):
-    """Messages by an encoder in torch or Numba, whose packs the host reads, so that it decides on each step itself."""
+    """Path of messages by an encoder in torch or Numba: the host reads the packs and decides on each step."""
 
     def read(self, sent: InFlight) -> list[Pack] | None:
-        """Wait for messages: their packs, in the order of ranks; ``None`` if a gradient was not finite.
+        """Wait for messages; return their packs in the order of ranks, ``None`` if a gradient was not finite.
 
         Raises:
             ValueError: if a message is malformed.
@@ -31,9 +31,9 @@ class HostPath(MessagePath[HostEncoder]):
         return self.encoder.read(self._on_host(sent), step=sent.step)
 
     def receive(self, averager: "BlockTopKAverager", sent: InFlight) -> list[Pack]:
-        """Wait for messages: their packs, in the order of ranks; none if a gradient was not finite.
+        """Wait for messages; return their packs in the order of ranks, an empty list if a gradient was not finite.
 
-        Of a step that is over, only the sent blocks can return to the residual, since the gradient is gone.
+        After the end of the step, only the sent blocks can return to the residual, because the gradient is gone.
 
         Raises:
             ValueError: if a message is malformed.
@@ -70,7 +70,7 @@ class HostPath(MessagePath[HostEncoder]):
                         flat.mul_(running.scale)
 
     def _sparse_sum(self, packs: list[Pack], running: BackwardPass, fill: float) -> Pack:
-        """Return the merged blocks; if there are none, for a loss scaler one infinite element of each parameter."""
+        """Return the merged blocks; without any, under a loss scaler, one infinite element per parameter."""
         if packs:
             total = self.encoder.merge_sparse(packs)
             if running.scale != 1.0:
@@ -97,7 +97,7 @@ class HostPath(MessagePath[HostEncoder]):
         return running.gradients or {}
 
     def on_host(self, selector: str) -> "HostPath":
-        """Return this path: it is that of the host."""
+        """Return this path, which already is on the host."""
         return self
 
     def settle(self, averager: "BlockTopKAverager") -> None:
@@ -111,7 +111,7 @@ class HostPath(MessagePath[HostEncoder]):
         return {**super().state(), **scores}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on as :meth:`state` described."""
+        """Restore the state that :meth:`state` returned."""
         super().load_state(state)
         if self.encoder.balance is not None:
             self.encoder.balance.load_state_dict(state.get("scores", {}))

@@ -1,4 +1,4 @@
-"""Hold the buckets of a backward pass until its message is merged, and the messages in flight."""
+"""Buckets of a backward pass that wait for the merged message, and messages in flight."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,8 +25,8 @@ class InFlight:
     Args:
         rows: the messages, one row for each rank, or in a hierarchy for each cluster.
         step: the step that they belong to.
-        arrival: is done when they are there.
-        finite: whether this rank's gradient was, as far as the host knows.
+        arrival: future that is done when they have arrived.
+        finite: whether this rank's gradient was finite, as far as the host knows.
     """
 
     rows: torch.Tensor
@@ -40,20 +40,20 @@ class InFlight:
 
 
 class StaleMessages(Protocol):
-    """Decide in which step messages are applied."""
+    """Decision in which step messages are applied."""
 
     @property
     def topology(self) -> Topology | None:
-        """Topology of messages, with process groups of its own; ``None`` for that of the averager."""
+        """Topology of messages, with process groups of its own; ``None`` for the averager's."""
 
     def step(self, sent: InFlight) -> list[Pack]:
         """Return what the running step applies, now that its messages are in flight."""
 
     def add_to_dense(self, bucket: dist.GradBucket) -> None:
-        """Add what was not applied yet to a bucket that is about to be summed densely."""
+        """Add sums that were not applied yet to a bucket that is about to be summed densely."""
 
     def undo_add(self) -> None:
-        """Take back that addition: the dense sum was left out."""
+        """Undo :meth:`add_to_dense`, because the dense sum was left out."""
 
     def wait(self) -> None:
         """Wait for the messages in flight."""
@@ -68,7 +68,7 @@ class BackwardPass:
         scale: factor of a loss scaler on the gradient.
         waiting: buffers of buckets, their slots, and the futures that DDP waits for.
         raised: buckets that are being reduced inside a cluster.
-        finite: whether this rank's gradient is, as far as the host knows.
+        finite: whether this rank's gradient is finite, as far as the host knows.
         spans: marks around error feedback, selection and writing.
         arrived: ``"dense"`` or ``"compressed"`` once the last bucket was averaged.
         gradients: blocks for an optimizer that takes them.
@@ -89,7 +89,7 @@ class BackwardPass:
         self.raised.append((reduced, buffer, slots))
 
     def pop_reduced(self, *, everything: bool) -> tuple[torch.Tensor, list[Slot]] | None:
-        """Return the next bucket whose reduction inside the cluster is done; wait for it if ``everything`` is due."""
+        """Return the next bucket reduced inside the cluster, ``None`` without one; with ``everything``, wait for it."""
         if not self.raised:
             return None
         reduced, buffer, slots = self.raised[0]
@@ -110,13 +110,13 @@ class BackwardPass:
         self.gradients = gradients
 
     def complete(self, arrived: str) -> None:
-        """Give DDP its buckets, which hold the averaged gradient now."""
+        """Complete DDP's futures: its buckets now hold the averaged gradient."""
         self.arrived = arrived
         waiting, self.waiting = self.waiting, []
         for buffer, _, future in waiting:
             future.set_result(buffer)
 
     def take_arrived(self) -> str | None:
-        """Return what has arrived since the last call."""
+        """Return :attr:`arrived`, and reset it."""
         arrived, self.arrived = self.arrived, None
         return arrived

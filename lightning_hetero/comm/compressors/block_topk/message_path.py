@@ -1,4 +1,4 @@
-"""The path of block top-k's messages on one device: error feedback and writing, and residuals by parameter."""
+"""Path of block top-k's messages on one device: error feedback, writing of messages, residuals by parameter."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -51,13 +51,13 @@ class ModelBlocks:
         return cls(layout, slots, GradientParts(slots, block), num_bytes)
 
     def message_format(self, settings: BlockTopK, density: float, receivers: int) -> MessageFormat:
-        """Return the format of messages that hold a share of all blocks together, one from each receiver."""
+        """Return the format of messages that together (one per receiver) hold the share ``density`` of all blocks."""
         layout = self.layout
         k = blocks_per_rank(layout.num_blocks, density, receivers)
         return MessageFormat(layout.num_blocks, k, settings.block, settings.value_dtype, layout.fingerprint())
 
     def message_size(self, settings: BlockTopK, receivers: int) -> MessageSize:
-        """Return the bytes of a message by density."""
+        """Return the bytes of a message as a function of the density."""
         return message_size(self.layout.num_blocks, self.layout.block, settings.value_dtype, receivers)
 
 
@@ -65,10 +65,10 @@ class MessagePath(ABC, Generic[Encoder]):
     """Error feedback, messages and merging by one encoder.
 
     Args:
-        encoder: of this rank.
+        encoder: encoder of this rank.
         model: blocks of the model.
-        topology: this rank's place among those that exchange.
-        rows: messages of all of them, on the device whose process group sends them.
+        topology: topology of the exchange, with this rank's place in it.
+        rows: messages of all ranks (in a hierarchy, clusters), on the device whose process group sends them.
         hold_unused: hold back the residual of parameters whose gradient is all 0.
     """
 
@@ -82,7 +82,7 @@ class MessagePath(ABC, Generic[Encoder]):
         self.use_rows(rows)
 
     def use_rows(self, rows: torch.Tensor) -> None:
-        """Receive the messages of the next step here; this rank's own is written into its row."""
+        """Exchange the next step's messages in these rows; this rank writes its own into its row."""
         self.rows = rows
         own = rows[self.topology.cluster]
         self.message = own.cpu() if self.copies else own
@@ -90,7 +90,7 @@ class MessagePath(ABC, Generic[Encoder]):
     # a backward pass
 
     def accumulate(self, running: BackwardPass, *, everything: bool) -> None:
-        """Add gradients to the residuals, on a leader those of its cluster: the reduced ones, or ``everything``."""
+        """Add the buckets reduced so far to the residual of the leader; with ``everything``, wait for all buckets."""
         while (ready := running.pop_reduced(everything=everything)) is not None:
             buffer, slots = ready
             begin, finite = self.clock.mark(), running.finite
@@ -119,7 +119,7 @@ class MessagePath(ABC, Generic[Encoder]):
 
     @abstractmethod
     def settle(self, averager: "BlockTopKAverager") -> None:
-        """Report the outcome of the last step, if the device has decided on it.
+        """Report the outcome of the last step, if the device decides on it.
 
         Raises:
             ValueError: if a message of that step was malformed, naming rank and bucket; the same on all ranks.
@@ -131,7 +131,7 @@ class MessagePath(ABC, Generic[Encoder]):
 
     @abstractmethod
     def on_host(self, selector: str) -> "HostPath":
-        """Return the path of the host that goes on with these residuals."""
+        """Return a path on the host that takes over these residuals."""
 
     def merged(self, slot: Slot) -> torch.Tensor:
         """Return a parameter's part of the merged sum."""
@@ -149,7 +149,7 @@ class MessagePath(ABC, Generic[Encoder]):
         return self.frozen | {slot.name: flat[slot.start : slot.start + slot.numel].cpu() for slot in slots}
 
     def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Go on with these residuals; parameters that are not named begin with 0, those not trained keep theirs."""
+        """Set the residuals: 0 for parameters not named; those of parameters not trained now are kept for later."""
         self.frozen = {name: r for name, r in residuals.items() if name not in self.model.layout.by_name}
         self.encoder.residual.zero_()
         for slot in self.model.layout.slots:
@@ -161,5 +161,5 @@ class MessagePath(ABC, Generic[Encoder]):
         return {"selector": self.encoder.state.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on as :meth:`state` described."""
+        """Restore the state that :meth:`state` returned."""
         self.encoder.state.load_state_dict(state["selector"])

@@ -1,3 +1,3 @@
-"""Learn the times of each worker by a bank of Kalman filters."""
+"""Bank of Kalman filters that learns the times of each worker."""
 
 __all__: list[str] = []

@@ -1,8 +1,9 @@
-"""Follow the speeds of all workers by a bank of Kalman filters that assume different noise and different walks.
+"""Bank of Kalman filters that follow the speeds of all workers, each with its own assumptions on noise and walk.
 
-Each filter has a pair of ``rho``, what all steps of a round share, and ``omega``, by how much speeds walk. How well it
-predicts says how much it counts for a worker. Between rounds another filter may become the right one (interacting
-multiple models; Blom and Bar-Shalom, 1988), and a speed may jump. Arrays have the shape ``(filters, workers, ...)``.
+Each filter has its own ``rho``, the noise common to all steps of a round, and ``omega``, the walk of speeds. Filters
+are weighted for each worker by how well they predict it. Between rounds another filter may become the right one
+(interacting multiple models; Blom and Bar-Shalom, 1988), and a speed may jump. Arrays have the shape ``(filters,
+workers, ...)``.
 """
 
 import numpy as np
@@ -16,17 +17,17 @@ __all__ = ["first_state", "step_filters", "switch_filters", "usual_weight", "wei
 Array = npt.NDArray[np.float64]
 
 MIN_PROBABILITY = 1e-100
-"""Least probability of a filter: it may be as unlikely as one likes, but nothing divides by zero."""
+"""Least probability of a filter: practically 0, but safe to divide by."""
 
 
 def first_state(b: Array, y: Array, variance: Array, rounds: Array, settings: EstimatorSettings) -> tuple[Array, Array]:
-    """Return the state of workers seen for the first time: all of their time in proportion, give or take a fixed share.
+    """Return the state of workers seen for the first time: time in proportion to size, with an uncertain fixed share.
 
     Args:
         b: samples of each worker.
         y: its mean times outside of and in backward, shape ``(workers, 2)``.
-        variance: of these, relative to their squares.
-        rounds: relative standard deviation of what all steps of a round share, shape ``(filters, workers)``.
+        variance: variance of these times, relative to their squares.
+        rounds: relative standard deviation of the noise common to a round's steps, shape ``(filters, workers)``.
         settings: of the estimator.
 
     Returns:
@@ -64,15 +65,15 @@ def step_filters(
     elapsed: float,
     settings: EstimatorSettings,
 ) -> tuple[Array, Array, Array, Array]:
-    """Return each filter after a round: mean, covariance, log likelihood, and probability of a jump before.
+    """Return each filter after a round: mean, covariance, log likelihood, and probability of a jump before it.
 
     Args:
         mean: ``theta`` of each filter and worker before the round.
-        covariance: of these.
+        covariance: covariance of ``theta``.
         b: samples of each worker.
         y: its mean times outside of and in backward, shape ``(workers, 2)``.
-        variance: of these, relative to their squares.
-        rounds: relative standard deviation of what all steps of a round share, shape ``(filters, workers)``.
+        variance: variance of these times, relative to their squares.
+        rounds: relative standard deviation of the noise common to a round's steps, shape ``(filters, workers)``.
         elapsed: steps since the round before.
         settings: of the estimator.
 
@@ -88,11 +89,11 @@ def step_filters(
     spread = (walks**2 * (elapsed / WALK_STEPS))[..., None, None]
     covariance = covariance + spread * (theta[..., :, None] * theta[..., None, :])
     diagonal = np.einsum("fnii->fni", covariance)
-    size = np.stack([y[:, 0] / b, y[:, 0], y[:, 1] / b, y[:, 1]], axis=1)  # of a coefficient that is all there is
+    size = np.stack([y[:, 0] / b, y[:, 0], y[:, 1] / b, y[:, 1]], axis=1)  # of each coefficient if it were the only one
     diagonal += (settings.shape_walk * walks[..., None] * size) ** 2 * (elapsed / WALK_STEPS)
     gain = gain_of(covariance, b)  # P H^T, (filters, workers, 4, 2)
     expected = np.stack([mean[..., 0] * b + mean[..., 1], mean[..., 2] * b + mean[..., 3]], axis=-1)
-    # noise grows with the expected time, but a filter that is far off must not excuse that by its own noise
+    # noise grows with the expected time, but a filter that is far off must not gain by its own larger noise
     scale = np.clip(expected, y / 2.0, y * 2.0)
     noise = rounds[..., None, None] ** 2 * scale[..., :, None] * scale[..., None, :]
     noise[..., 0, 0] += variance[:, 0] * scale[..., 0] ** 2
@@ -123,11 +124,11 @@ def step_filters(
 
 
 def weigh_filters(weight: Array, likelihood: Array, settings: EstimatorSettings) -> Array:
-    """Return the probability of each filter after a round, by how well it has predicted each worker, and all of them.
+    """Return the probability of each filter after a round, by how well it predicted each worker and all of them.
 
-    Rounds vary and speeds walk for reasons that workers often share (a machine, a room, a kind of device). So a
-    filter that has predicted most of them well counts more for each: a factor on each filter that all workers have
-    in common, fitted to the round by expectation maximisation.
+    Rounds vary and speeds walk for reasons that workers often share (a machine, a data center, a kind of device). So a
+    filter that predicted most workers well counts more for each of them: one factor per filter, common to all workers,
+    is fitted to the round by expectation maximization.
 
     Args:
         weight: probabilities before the round, shape ``(filters, workers)``.
@@ -151,7 +152,7 @@ def weigh_filters(weight: Array, likelihood: Array, settings: EstimatorSettings)
 
 
 def usual_weight(weight: Array, settings: EstimatorSettings) -> Array:
-    """Return the probability of each filter for a worker, by what holds for the others.
+    """Return the prior probability of each filter for a worker, from the settings and the other workers.
 
     Args:
         weight: of each filter and worker, shape ``(filters, workers)``.
@@ -168,15 +169,15 @@ def usual_weight(weight: Array, settings: EstimatorSettings) -> Array:
 def switch_filters(
     mean: Array, covariance: Array, weight: Array, settings: EstimatorSettings
 ) -> tuple[Array, Array, Array]:
-    """Return the filters before another round: each may be right from now on for a worker that others have followed.
+    """Return the filters before another round: each may become the right one for a worker that others have followed.
 
-    Then it goes on from where those are.
+    It then continues from the mixture of all filters.
 
     Args:
         mean: ``theta`` of each filter and worker.
-        covariance: of these.
+        covariance: covariance of ``theta``.
         weight: probability of each filter for each worker.
-        settings: of the estimator, of which ``switch`` counts.
+        settings: of the estimator; ``switch`` and the prior are used.
 
     Returns:
         Mean, covariance and weight.

@@ -1,4 +1,4 @@
-"""Kalman filters of many workers at once, with the state ``theta = (q, s, k, m)`` of ``a = q b + s``, ``P = k b + m``.
+"""Kalman filters for many workers at once, with the state ``theta = (q, s, k, m)`` of ``a = q b + s``, ``P = k b + m``.
 
 All functions take arrays of shape ``(..., 4)`` and ``(..., 4, 4)``; an observation is ``(a, P) = H(b) theta + noise``.
 """
@@ -48,9 +48,9 @@ def _squared(aa: Array, ap: Array, pp: Array, determinant: Array, off: Array) ->
 
 
 def possible(mean: Array, covariance: Array) -> Array:
-    """Return the log probability that no coefficient is negative: minus half the square of what each is below 0.
+    """Return the log probability that no coefficient is negative: minus half the squared standard deviations below 0.
 
-    Counted in standard deviations: the tail of a normal distribution, without its slowly varying factor.
+    This approximates the tail of a normal distribution without its slowly varying factor.
 
     Example:
         >>> possible(np.array([[2.0, -3.0, 1.0, 0.0]]), np.eye(4)[None]).tolist()
@@ -64,7 +64,7 @@ _SLOPE, _FIXED, _SLOPE_BACKWARD, _FIXED_BACKWARD = np.eye(4)[:, None, :]
 
 
 def update(mean: Array, covariance: Array, gain: Array, noise: Array, off: Array, b: Array) -> tuple[Array, ...]:
-    """Return mean, covariance and log likelihood after an observation that is ``off`` the expected one.
+    """Return mean, covariance and log likelihood after an observation that differs by ``off`` from the expected one.
 
     Example:
         >>> b, prior = np.array([1.0]), np.eye(4)[None]
@@ -98,7 +98,7 @@ def mixed(weight: Array, means: Array, covariances: Array) -> tuple[Array, Array
 
 
 def non_negative(mean: Array, covariance: Array) -> tuple[Array, Array]:
-    """Condition the posterior on no negative coefficient: the ones that are, are taken to be zero.
+    """Condition the posterior on non-negative coefficients: negative ones become zero.
 
     Example:
         >>> covariance = np.eye(4)[None] - 0.5 * (np.eye(4)[[1, 0, 2, 3]] * [1, 1, 0, 0])
@@ -120,5 +120,5 @@ def non_negative(mean: Array, covariance: Array) -> tuple[Array, Array]:
             mean[at, i] = 0.0
             covariance[at, i, :] = covariance[at, :, i] = 0.0
     diagonal = np.einsum("nii->ni", covariance)
-    np.maximum(diagonal, 0.0, out=diagonal)  # rounding may leave a variance of next to nothing below zero
+    np.maximum(diagonal, 0.0, out=diagonal)  # rounding may leave a tiny negative variance
     return np.maximum(mean, 0.0), covariance

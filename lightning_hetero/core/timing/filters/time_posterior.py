@@ -1,17 +1,17 @@
-"""Estimate the time models of all workers as one posterior that follows speeds which move.
+"""Posterior of the time models of all workers, which follows changing speeds.
 
-Each worker has the state ``theta = (q, s, k, m)`` of ``a = q b + s`` and ``P = k b + m`` (C eq. 3), Gaussian,
-updated at each sync round by the Kalman filter from the mean times of its steps:
+Each worker has a Gaussian state ``theta = (q, s, k, m)`` of ``a = q b + s`` and ``P = k b + m`` (C eq. 3). At each sync
+round a Kalman filter updates it from the mean times of the worker's steps:
 
 ``(a, P) = H(b) theta + noise``, ``R = diag(sigma_a^2 a^2, sigma_P^2 P^2) / steps + rho^2 (a, P)(a, P)^T``
 
-``sigma`` is the noise of single steps, measured. ``rho`` is what all steps of a sync round share (another process, a
-clock, a quota). Between rounds a speed walks: ``Q = omega^2 theta theta^T`` scales all four coefficients together, so
-that the shape of a worker's line survives. ``rho`` and ``omega`` are unknown and differ from machine to machine:
-several pairs are filtered side by side, and how well each predicts says how much it counts (a bank of filters, weighted
-by likelihood). Each filter also allows for a jump of the speed between two rounds. No coefficient is negative: what
-would make one so is unlikely by as much. What no longer fits is forgotten by its weight in the covariance; nothing is
-ever rescaled.
+``sigma`` is the measured noise of single steps. ``rho`` is the noise common to all steps of a sync round (another
+process, a clock, a quota). Between rounds a speed walks: ``Q = omega^2 theta theta^T`` scales all four coefficients
+together, which preserves the shape of a worker's line. ``rho`` and ``omega`` are unknown and differ from machine to
+machine, so several pairs are filtered side by side and weighted by how well they predict (a bank of filters, weighted
+by likelihood). Each filter also allows for a jump of the speed between two rounds. No coefficient is negative: the
+likelihood penalizes updates that would make one so. Old observations fade through the growth of the covariance;
+estimates are never rescaled.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ Array = npt.NDArray[np.float64]
 Rows = slice | list[int]
 
 _ARRAYS = ("mean", "covariance", "weight", "jitter", "seen")
-_KEYS = {"jitter": "scatter"}  # where checkpoints have another name for one
+_KEYS = {"jitter": "scatter"}  # names in checkpoints, where they differ
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,10 +49,10 @@ class TimePosterior:
     Args:
         names: hardware identities, in the order of the arrays' workers.
         mean: ``theta`` of each filter and worker, shape ``(filters, workers, 4)``.
-        covariance: of these, shape ``(filters, workers, 4, 4)``.
+        covariance: covariance of ``theta``, shape ``(filters, workers, 4, 4)``.
         weight: probability of each filter for each worker, by how well it has predicted, shape ``(filters, workers)``.
-        jitter: sums of squared relative deviations of single steps outside of and in backward, their degrees of
-            freedom, odd steps, and all steps, shape ``(workers, 5)``; fading.
+        jitter: fading sums of squared relative deviations of single steps outside of and in backward, their degrees of
+            freedom, odd steps, and all steps, shape ``(workers, 5)``.
         seen: least and greatest size at which each worker was seen, shape ``(workers, 2)``.
         jumped: workers whose speed jumped before the newest round.
         settings: of the estimator.
@@ -115,7 +115,7 @@ class TimePosterior:
         return [index[name] for name in names]
 
     def _with(self, names: Sequence[str]) -> "TimePosterior":
-        """Return the posterior with room for workers that are new."""
+        """Return the posterior with empty entries for new workers."""
         known = set(self.names)
         new = [name for name in names if name not in known]
         if not new:
@@ -135,11 +135,11 @@ class TimePosterior:
         )
 
     def _round(self, rows: Rows, sizes: Array, forward: Array, backward: Array, elapsed: float) -> "TimePosterior":
-        """Return the posterior with the steps of a round at one split.
+        """Return the posterior after the steps of a round at one split.
 
         Args:
-            rows: the workers among those that are known.
-            sizes: samples of each.
+            rows: the round's workers among the known ones.
+            sizes: samples of each worker.
             forward: seconds outside of backward, shape ``(steps, workers)``.
             backward: seconds in backward, same shape.
             elapsed: steps since the round before; 0 for a further split of the same round.
@@ -147,7 +147,7 @@ class TimePosterior:
         settings = self.settings
         y, variance, jitter = summarise_round(self.jitter[rows], forward, backward, settings)
         single = np.sqrt((relative_variance(jitter, settings) * y**2).sum(axis=1)) / y.sum(axis=1)
-        rounds = np.array(settings.rounds)[:, None] * single + 0.001  # clocks
+        rounds = np.array(settings.rounds)[:, None] * single + 0.001  # resolution of clocks
         seen = self.seen[rows]
         new = seen[:, 1] == 0
         mean, covariance = self.mean[:, rows].copy(), self.covariance[:, rows].copy()
@@ -183,8 +183,8 @@ class TimePosterior:
     def times(self, names: Sequence[str], capacities: Sequence[float] = ()) -> Times:
         """Return the time models of these workers.
 
-        One that was never observed is taken for the known worker of the nearest capacity (the mean, of several), slower
-        or faster by the ratio of both, and hardly anything is certain of it.
+        A worker never observed gets the model of the known worker with the nearest capacity (the mean, of several),
+        scaled by the ratio of capacities, with a wide covariance.
 
         Args:
             names: hardware identities.
@@ -216,7 +216,7 @@ class TimePosterior:
         jitter = np.sqrt(relative_variance(self.jitter[rows], self.settings))
         walks, probability = np.array(self.settings.walks), weight.mean(axis=1)
         walking = walks > 4.0 * walks.min()
-        likelier = 2.0 * float(probability[walking].sum()) - 1.0  # than that speeds stand still
+        likelier = 2.0 * float(probability[walking].sum()) - 1.0  # P(speeds walk) - P(speeds stand still)
         return Times(mean, covariance, jitter, walks, probability, max(likelier, 0.0))
 
     def sizes_seen(self, names: Sequence[str]) -> npt.NDArray[np.int64]:
@@ -224,7 +224,7 @@ class TimePosterior:
         return np.asarray(self.seen[self._rows(names)], dtype=np.int64)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain Python values, fit for any checkpoint: by hardware, what is known of it."""
+        """Return plain Python values by hardware identity, fit for any checkpoint."""
         return {
             name: {
                 "mean": self.mean[:, i].tolist(),
@@ -238,7 +238,7 @@ class TimePosterior:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], settings: EstimatorSettings | None = None) -> "TimePosterior":
-        """Return what :meth:`state_dict` described; nothing where it was made with other filters."""
+        """Return the posterior restored from :meth:`state_dict`; an empty one if it had another number of filters."""
         settings = settings or EstimatorSettings()
         known = {name: worker for name, worker in state.items() if len(worker["weight"]) == len(settings.walks)}
         if not known:
@@ -253,7 +253,7 @@ class TimePosterior:
 
 
 def _replaced(at: Rows | tuple[slice, Rows], *pairs: tuple[Array, Array]) -> list[Array]:
-    """Return copies of arrays with other values at some places."""
+    """Return copies of the arrays with the given values at ``at``."""
     copies = [np.array(array) for array, _ in pairs]
     for copy, (_, values) in zip(copies, pairs, strict=True):
         copy[at] = values

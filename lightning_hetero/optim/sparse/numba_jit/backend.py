@@ -1,4 +1,4 @@
-"""Steps of the sparse optimizers on CPU by Numba's loops: what these need to know."""
+"""Steps of the sparse optimizers on CPU by Numba's loops: the arguments of these loops."""
 
 from dataclasses import dataclass
 
@@ -18,11 +18,11 @@ NO_TABLE = np.zeros((0, 4), np.float32)
 
 @dataclass(frozen=True)
 class NumberedBlocks(KernelStep[list[list[torch.Tensor]]]):
-    """Touched blocks by their numbers, for all parameters of a group in one call: lists with an entry for each.
+    """Touched blocks by their numbers, for all parameters of a group in one call.
 
     Args:
-        touched: numbers of its touched blocks.
-        histories: of its blocks.
+        touched: numbers of the touched blocks of each parameter.
+        histories: history of the blocks of each parameter.
         table: coefficients of deferred updates, float32, by number of skipped steps; ``None`` if nothing is deferred.
     """
 
@@ -40,7 +40,7 @@ class NumberedBlocks(KernelStep[list[list[torch.Tensor]]]):
     def _where(
         self, tensors: list[list[torch.Tensor]]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], int, int]:
-        """Return where the loops find everything; tensors are alive until they are done."""
+        """Return the addresses and the table for the loops; the tensors stay alive until the loops are done."""
         places = []
         for own, rows, history in zip(tensors, self.touched, self.histories, strict=True):
             noted = NOTHING if history.blocks is None else history.blocks
@@ -51,7 +51,7 @@ class NumberedBlocks(KernelStep[list[list[torch.Tensor]]]):
 
 
 def warm() -> None:
-    """Compile the loops, so that no step has to; they are kept on disk."""
+    """Compile the loops before the first step; they are cached on disk."""
     p, rows, table = torch.zeros(16), torch.zeros(1, dtype=torch.int64), np.zeros((1, 4), np.float32)
     group = {"lr": 0.0, "betas": (0.9, 0.999), "weight_decay": 0.0, "momentum": 0.0, "nesterov": False, "eps": 1.0}
     history = BlockHistory((0, None, 0), 0, rows.clone())

@@ -1,9 +1,9 @@
 """Loops of the sparse optimizers on CPU in Numba: a step of SGD or AdamW on the touched blocks of some parameters.
 
 Each block is read once and written once: its deferred updates are applied, then its gradient, as
-:mod:`lightning_hetero.optim.sparse.update_rule` defines it, every operation rounded by itself, so that each rank gets
-the same bits whatever its steps are made with. Blocks lie far apart in memory, so those that are next are fetched
-ahead. Import this module only where Numba is.
+:mod:`lightning_hetero.optim.sparse.update_rule` defines it. Every operation is rounded separately, so all ranks get the
+same bits, whatever calculates their steps. Blocks lie far apart in memory, so the next ones are prefetched. Import this
+module only where Numba is.
 """
 
 import numpy as np
@@ -40,7 +40,7 @@ ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
 @njit(nogil=True, cache=True)
 def _found(place: Integers, block: int) -> tuple[Integers, Integers, Floats, Floats, Floats, Floats, int]:
-    """Return what a row of places says, as arrays over memory that somebody else keeps alive.
+    """Return the content of a row of places, as arrays over memory that the caller keeps alive.
 
     Args:
         place: elements of the parameter; touched blocks; blocks that have a history; buffers; the step up to which all
@@ -50,7 +50,7 @@ def _found(place: Integers, block: int) -> tuple[Integers, Integers, Floats, Flo
         block: elements of a block.
 
     Returns:
-        Numbers of touched blocks, history, parameter, gradient, both buffers, empty where there is none, and that step.
+        Numbers of touched blocks, history, parameter, gradient, both buffers (empty if there is none), and that step.
     """
     numel, touched, noted, buffers, flushed_at, rows, history, p, g, first, second = place
     return (
@@ -72,7 +72,7 @@ def _sgd(
     kept: np.float32,
     nesterov: bool,
 ) -> tuple[Value, Value]:
-    """Return parameter and momentum after the step, numbers or vectors; without momentum the latter is of no use."""
+    """Return parameter and momentum after the step, numbers or vectors; ignore the latter if there is no momentum."""
     before = p
     p = add(mul(p, c[0]), mul(b, c[1]))
     b = add(mul(b, c[3]), mul(before, c[2]))
@@ -84,7 +84,7 @@ def _sgd(
 
 @njit(forceinline=True)
 def _kept(history: int, skipped: int, step: int, table: Floats, ahead: bool) -> tuple[int, np.float32, np.float32]:
-    """Return a touched block's mean interval, the share of momentum it keeps, and the coefficient of it."""
+    """Return a block's mean interval, the share of momentum that it keeps, and the coefficient of deferred momentum."""
     if not ahead:
         return 0, ONE, table[skipped, 1]
     touched = history & LAST_TOUCH_MASK
@@ -97,7 +97,7 @@ def _kept(history: int, skipped: int, step: int, table: Floats, ahead: bool) -> 
 
 @njit(forceinline=True)
 def _fetch(row: int, block: int, p: Floats, b: Floats, history: Integers) -> None:
-    """Fetch a block that is touched soon into the cache."""
+    """Prefetch a block that is touched soon."""
     prefetch(p, row * block)
     if len(b):
         prefetch(b, row * block)
@@ -128,7 +128,7 @@ def sparse_sgd(
         lr: learning rate.
         decay: weight decay.
         momentum: momentum.
-        remaining: what momentum would still move a block by, the learning rate included; 0 if it is deferred.
+        remaining: factor of the move that momentum would still make, learning rate included; 0 if it is deferred.
         nesterov: whether momentum is Nesterov's.
         ahead: whether momentum is applied ahead; the table's second coefficient is then the share of it that is kept.
     """
@@ -189,8 +189,8 @@ def sparse_adamw(
         step: number of this step.
         block: elements of a block.
         rates: ``1 - lr w``; ``1 - beta_1``; ``beta_2``; ``1 - beta_2``; ``1 / sqrt(1 - beta_2^t)``; ``-lr /
-            (1 - beta_1^t)``, times the geometric sum of what is applied ahead; ``eps``; what is added to the root of
-            ``v`` in deferred updates.
+            (1 - beta_1^t)``, times the geometric sum that is applied ahead; ``eps``; the number that is added to the
+            root of ``v`` in deferred updates.
         ahead: whether the first moment is applied ahead.
     """
     nothing = spread(ZERO)

@@ -1,4 +1,4 @@
-"""Steps of the sparse optimizers on GPU: what the kernels need to know, handed over with no wait and no allocation."""
+"""Steps of the sparse optimizers on GPU: the kernels' arguments, passed without waiting and without allocation."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -22,8 +22,8 @@ class LaunchShape:
     """Blocks of a program.
 
     Args:
-        tile: that it works on at once.
-        tiles: how often.
+        tile: blocks that it processes at once.
+        tiles: tiles that it processes one after the other.
     """
 
     tile: int = 32
@@ -33,7 +33,7 @@ class LaunchShape:
 SHAPE = LaunchShape()
 
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
-"""Without fusion a product and a sum are rounded twice, as on CPU."""
+"""Without fusion, a product and a sum are rounded separately, as on CPU."""
 
 ELEMENT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -42,17 +42,17 @@ Build = tuple[str, tuple[tuple[str, tl.dtype], ...], tuple[tuple[str, bool], ...
 
 
 class Launch(NamedTuple):
-    """Launch of a kernel: what steps of parameters must have in common to be part of it.
+    """Launch of a kernel: the properties that the steps of its parameters must have in common.
 
     Args:
         kernel: name of the kernel.
-        types: of the tensors, by the name of the kernel's argument.
-        flags: of the kernel.
+        types: types of the tensors, by the name of the kernel's argument.
+        flags: flags of the kernel.
         block: elements of a block.
         rates: numbers of the step.
         flushed_at: step up to which all blocks are flushed.
         step: number of this step.
-        device: of the tensors.
+        device: device of the tensors.
         table: coefficients of deferred updates.
     """
 
@@ -68,7 +68,7 @@ class Launch(NamedTuple):
 
     @property
     def build(self) -> Build:
-        """Build of the kernel, and its device."""
+        """Key of the compiled kernel: name, types, flags and device."""
         return self.kernel, self.types, self.flags, self.device
 
 
@@ -77,13 +77,13 @@ Queue = dict[Launch, list[list[torch.Tensor]]]
 
 @dataclass(frozen=True)
 class MarkedBlocks(KernelStep[list[torch.Tensor]]):
-    """Touched blocks of one parameter by a mark for each block; its step waits for those of other parameters.
+    """Touched blocks of one parameter, by a mark for each block; its step is queued with those of other parameters.
 
     Args:
-        marks: of touched blocks, bool.
-        history: of its blocks.
+        marks: marks of touched blocks, bool.
+        history: history of its blocks.
         table: coefficients of deferred updates, on the device; ``None`` if nothing is deferred.
-        queue: where to leave the step.
+        queue: receives the step.
     """
 
     marks: torch.Tensor
@@ -112,9 +112,9 @@ class MarkedBlocks(KernelStep[list[torch.Tensor]]):
         flags: tuple[tuple[str, bool], ...],
     ) -> None:
         p = tensors[0]
-        four = [*tensors, p, p][:4]  # where there is none, it is not read
+        four = [*tensors, p, p][:4]  # missing tensors are not read
         types = tuple(zip(letters, (ELEMENT_TYPES[t.dtype] for t in four), strict=False))
-        rates = tuple(map(float, rates))  # a weight decay of 0 is an int, for which there would be another build
+        rates = tuple(map(float, rates))  # a weight decay of 0 is an int, which would compile the kernel again
         launch = Launch(
             kernel, types, flags, self.block, rates, self.history.flushed_at, self.step, p.device, self.table
         )
@@ -123,9 +123,9 @@ class MarkedBlocks(KernelStep[list[torch.Tensor]]):
 
 
 class TritonSteps:
-    """Tables of deferred updates on the device, copied once a step through pinned buffers that take turns.
+    """Launcher of queued steps, with tables of deferred updates that are copied to the device once per step.
 
-    Each table has its own buffers, so that the host waits for a copy of some steps ago, and for no later one
+    Each table has its own pinned buffers, used in turn, so the host only waits for a copy of some steps ago
     (:data:`~lightning_hetero.optim.sparse.triton_gpu.parameter_tables.STAGED_COPIES`).
 
     Args:
@@ -149,7 +149,7 @@ class TritonSteps:
         return MarkedBlocks(self.block, step, marks, history, table, self._queue)
 
     def launch(self) -> None:
-        """Take the queued steps: one launch, or two, for all parameters of a group that have the same types."""
+        """Launch the queued steps: one or two launches for all parameters of a group with the same types."""
         launches = Counter[Build]()
         for launch, tensors in self._queue.items():
             build = launch.build

@@ -1,14 +1,14 @@
 """Triton kernels of the sparse optimizers: a step of SGD or AdamW on the touched blocks of many parameters at once.
 
-A table of ``addresses`` has a row for each parameter: of itself, its gradient, two buffers, its marks and the history
-of its blocks. A table of ``chunks`` says which part of which parameter a program works on: the number of the row, the
-first block, how many there are, and the elements from there on, counted in ``UNIT``. A unit of 8 says that addresses
-are multiples of 16 bytes, and that a chunk ends with a whole unit.
+The table ``addresses`` has a row for each parameter: the addresses of the parameter, its gradient, two buffers, its
+marks and the history of its blocks. The table ``chunks`` assigns a part of a parameter to each program: the number of
+the row, the first block, the number of blocks, and the elements from there on, counted in ``UNIT``. A unit of 8 means
+that addresses are multiples of 16 bytes, and that a chunk ends with a whole unit.
 
-Each program reads the marks of its blocks, 1 byte each, and moves what is marked: it applies the block's deferred
-updates, then the gradient, as :mod:`lightning_hetero.optim.sparse.update_rule` defines it, in one pass with float32
-arithmetic, which is that of Numba's loops and of torch's operations, bit by bit. The host need not know which blocks,
-or how many. Import this module only where Triton is.
+Each program reads the marks of its blocks, 1 byte each, and updates the marked ones: it applies the block's deferred
+updates, then the gradient, as :mod:`lightning_hetero.optim.sparse.update_rule` defines it. It does so in one pass in
+float32, with the bits of Numba's loops and of torch's operations. The host need not know which blocks are marked, or
+how many. Import this module only where Triton is.
 """
 
 import triton
@@ -28,8 +28,8 @@ MAX_DEFERRED_STEPS = tl.constexpr(kernel_interface.MAX_DEFERRED_STEPS)
 
 @triton.jit
 def _stored(x, pointer):
-    """Return ``x`` in the type of a buffer, rounded to nearest even, the same on every device and interpreted."""
-    # By the bits, so that neither a device's conversion nor the interpreter's decides how to round.
+    """Return ``x`` in the type of a buffer, rounded to nearest even, on every device and in the interpreter alike."""
+    # Rounds the bits itself, because conversions differ between devices and the interpreter.
     if pointer.dtype.element_ty == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         near = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
@@ -45,7 +45,7 @@ def _coefficients(table_ptr, skipped, live, column):
 
 @triton.jit
 def _chunk(addresses_ptr, chunks_ptr, UNIT: tl.constexpr):
-    """Return the addresses of this program's parameter, its first block, its blocks, and its elements from there on."""
+    """Return the addresses of this program's parameter, its first block, number of blocks, and elements from there."""
     row = chunks_ptr + tl.program_id(0).to(tl.int64) * 4
     left = tl.load(row + 3).to(tl.int32) * UNIT
     return addresses_ptr + tl.load(row) * 6, tl.load(row + 1), tl.load(row + 2).to(tl.int32), left
@@ -55,7 +55,7 @@ def _chunk(addresses_ptr, chunks_ptr, UNIT: tl.constexpr):
 def _tensor(own, column: tl.constexpr, begin, KIND: tl.constexpr, UNIT: tl.constexpr):
     """Return a pointer to an element of one of the parameter's tensors."""
     pointer = tl.load(own + column).to(tl.pointer_type(KIND))
-    if UNIT > 1:  # of an address that was loaded the compiler knows nothing, and would not load 16 bytes at once
+    if UNIT > 1:  # else the compiler knows no alignment of a loaded address, and does not load 16 bytes at once
         pointer = tl.multiple_of(pointer, 16)
     return pointer + begin
 
@@ -78,12 +78,12 @@ def sparse_sgd(
         lr: learning rate.
         decay: weight decay.
         momentum: momentum.
-        remaining: what momentum would still move a block by, the learning rate included (``AHEAD``).
+        remaining: factor of the move that momentum would still make, learning rate included (``AHEAD``).
         P: type of the parameters.
-        G: of their gradients.
-        M: of their momentum.
+        G: type of their gradients.
+        M: type of their momentum.
         BLOCK: elements of a block.
-        TILE: blocks that are worked on at once.
+        TILE: blocks that are processed at once.
         UNIT: elements that are counted as one.
         MOMENTUM: whether there is momentum.
         NESTEROV: whether it is Nesterov's.
@@ -162,15 +162,15 @@ def sparse_adamw(
         beta2: decay of the second moment.
         one_minus_beta2: ``1 - beta_2``.
         root: ``1 / sqrt(1 - beta_2^t)``.
-        size: ``-lr / (1 - beta_1^t)``, times the geometric sum of what is applied ahead.
-        eps: of AdamW.
+        size: ``-lr / (1 - beta_1^t)``, times the geometric sum that is applied ahead.
+        eps: AdamW's ``eps``.
         deferred_eps: added to the root of ``v`` in deferred updates.
         P: type of the parameters.
-        G: of their gradients.
-        M: of their first moments.
-        V: of their second moments.
+        G: type of their gradients.
+        M: type of their first moments.
+        V: type of their second moments.
         BLOCK: elements of a block.
-        TILE: blocks that are worked on at once.
+        TILE: blocks that are processed at once.
         UNIT: elements that are counted as one.
         AHEAD: whether the first moment is applied ahead.
     """

@@ -1,7 +1,7 @@
-"""Addresses of many parameters' tensors, and the part of a parameter that each program works on: tables for kernels.
+"""Tables for kernels: addresses of many parameters' tensors, and the part of a parameter that each program processes.
 
-Parameters and their state stay where they are, and so do gradients that are views of DDP's buckets. Where gradients are
-made anew in each step, their addresses are copied to the device again, through pinned memory and with no wait.
+Parameters and their state keep their addresses, and so do gradients that are views of DDP's buckets. If gradients are
+allocated in each step, their addresses are copied to the device again, through pinned memory and without waiting.
 """
 
 import numpy as np
@@ -14,14 +14,14 @@ STAGED_COPIES = 4
 """Steps whose tables may be in flight to the device at a time."""
 
 UNIT = 8
-"""Elements that are counted as one where 16 bytes can be read at once: of 16 bits; of 32 they are two such reads."""
+"""Elements counted as one where 16 bytes can be read at once: one read of 16-bit elements, two of 32-bit elements."""
 
 
 class ParameterTables:
     """Tables of the parameters of one launch.
 
     Args:
-        device: where they are.
+        device: device of the parameters.
         size: blocks of a chunk.
     """
 
@@ -37,11 +37,11 @@ class ParameterTables:
         """Return the tables for these tensors.
 
         Args:
-            tensors: of each parameter itself, its gradient, its buffers, its marks and its history.
+            tensors: for each parameter: itself, its gradient, its buffers, its marks and its history.
             block: elements of a block.
 
         Returns:
-            Addresses, and the chunks that begin and end with 16 bytes, and those that do not, with their unit.
+            Addresses, then the aligned chunks (begin and end at multiples of 16 bytes) and the others, with their unit.
         """
         addresses = np.array([[t.data_ptr() for t in row] for row in tensors], np.int64)
         if addresses.shape != self._addresses.shape or (addresses != self._addresses).any():
@@ -61,7 +61,7 @@ class ParameterTables:
 
 
 def chunk_rows(sizes: list[tuple[int, bool]], block: int, size: int) -> npt.NDArray[np.int64]:
-    """Return number of the parameter, first block, blocks, elements, and whether it goes by units, of each chunk.
+    """Return for each chunk: number of the parameter, first block, blocks, elements, and whether it is in units.
 
     Args:
         sizes: elements of each parameter, and whether its tensors begin at multiples of 16 bytes.
@@ -83,12 +83,12 @@ def chunk_rows(sizes: list[tuple[int, bool]], block: int, size: int) -> npt.NDAr
 
 
 class PinnedUpload:
-    """A small table of the host on the device. Copies and kernels follow each other on one stream.
+    """Copy of a small host table on the device; copies and kernels follow each other on one stream.
 
     Args:
-        shape: of the table.
-        dtype: of its numbers.
-        device: where it is read.
+        shape: shape of the table.
+        dtype: type of its numbers.
+        device: device on which it is read.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -103,7 +103,7 @@ class PinnedUpload:
         self._turn = (self._turn + 1) % STAGED_COPIES
         staged, copied = self._staged[self._turn], self._copied[self._turn]
         if copied is not None:
-            copied.synchronize()  # what was copied from here some steps ago: it is read until then
+            copied.synchronize()  # the copy of some steps ago reads this buffer until then
         staged.copy_(torch.from_numpy(rows))
         self._on_device.copy_(staged, non_blocking=True)
         if copied is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints of elastic averaging: the merged model, and what each rank's replica has of its own."""
+"""Checkpoints of elastic averaging: the merged model, and the optimizer state of each rank."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,12 +14,13 @@ STATE = "hetero_elastic"
 
 
 class ElasticCheckpointMixin(ElasticCollectivesMixin):
-    """Save the merged model with the state of each replica, and go on from such a checkpoint or one of plain DDP's."""
+    """Checkpoints of the merged model with each rank's optimizer state; plain DDP's checkpoints can be resumed, too."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Save the merged model as Lightning does, with what each rank's replica has of its own.
+        """Save the merged model as Lightning does, with the optimizer state of each rank.
 
-        A rank that fails alone saves nothing: its replica is not the model, and others' optimizers cannot be asked for.
+        A rank that fails alone saves nothing: its replica is not the merged model, and the other ranks do not take part
+        in gathering optimizer states.
 
         Raises:
             RuntimeError: inside a mega-batch.
@@ -46,7 +47,7 @@ class ElasticCheckpointMixin(ElasticCollectivesMixin):
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Let each rank's optimizer go on from its own state; with more ranks than before they share them."""
+        """Give each rank's optimizer its own state back; with more ranks than before, ranks share states."""
         own = checkpoint.get(STATE, {}).get("optimizer_states")
         if own and self.engine is not None:
             checkpoint = {**checkpoint, "optimizer_states": own[self.engine.rank % len(own)]}

@@ -1,4 +1,4 @@
-"""Collectives of Lightning's under elastic averaging: allowed between two mega-batches only."""
+"""Lightning's collectives under elastic averaging: allowed between two mega-batches only."""
 
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class ElasticCollectivesMixin(AloneMixin):
-    """Run collectives as DDP does, but refuse them inside a mega-batch, where ranks do unequal numbers of batches."""
+    """DDP's collectives, refused inside a mega-batch, where ranks train on unequal numbers of batches."""
 
     engine: ElasticEngine | None
 

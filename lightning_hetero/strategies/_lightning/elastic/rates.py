@@ -13,9 +13,9 @@ __all__ = ["scaled_rates"]
 def scaled_rates(
     optimizer: torch.optim.Optimizer, factor: float, closure: Callable[[], Any]
 ) -> Iterator[Callable[[], Any]]:
-    """Multiply the learning rates for a while; yields the closure, which sees them as they are given.
+    """Multiply the learning rates inside the context; yield a closure that sees the unscaled ones.
 
-    A learning rate that the closure sets, since it runs the user's ``training_step``, is scaled as well, and stays.
+    The closure runs the user's ``training_step``; a learning rate that it sets is scaled as well, and stays set.
     """
     given = _scale(optimizer, factor)
 
@@ -34,7 +34,7 @@ def scaled_rates(
 
 
 def _scale(optimizer: torch.optim.Optimizer, factor: float) -> list[float | torch.Tensor]:
-    """Multiply the learning rates; returns those before."""
+    """Multiply the learning rates; return the previous ones."""
     given = [group["lr"] for group in optimizer.param_groups]
     _set(optimizer, [lr * factor for lr in given])
     return given

@@ -1,4 +1,4 @@
-"""Refuse settings of a trainer that need all ranks at every batch, where ranks do unequal numbers of them."""
+"""Trainer settings that elastic averaging refuses, because they need all ranks at every batch."""
 
 import inspect
 from typing import Any
@@ -12,8 +12,8 @@ def unsupported_settings(trainer: Any, layer_sync: object = None) -> str | None:
     """Return why a trainer cannot fit with elastic averaging, with advice; ``None`` if it can.
 
     Args:
-        trainer: with module and callbacks.
-        layer_sync: the plugin behind ``sync_batchnorm=True``.
+        trainer: trainer, with its module and callbacks attached.
+        layer_sync: the plugin behind ``sync_batchnorm=True``, ``None`` without it.
     """
     for found, reason in (*_of_trainer(trainer, layer_sync), *_of_callbacks(trainer)):
         if found:

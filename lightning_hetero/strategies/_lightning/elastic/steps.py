@@ -1,4 +1,4 @@
-"""One batch of elastic averaging: what Lightning's loops do at all ranks alike follows the merges instead."""
+"""One batch of elastic averaging: schedules, the end of the epoch and validation follow merges, not batches."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -20,11 +20,11 @@ NEVER = sys.maxsize
 
 
 class StepSchedules:
-    """Step schedules with ``interval="step"`` by what a synchronous run would have done with the same samples.
+    """Schedules with ``interval="step"``, stepped as in a synchronous run over the same samples.
 
     Args:
-        configs: of all schedules of the trainer; those of a step are taken out of Lightning's hands.
-        done: steps that count as done.
+        configs: all schedules of the trainer; Lightning no longer steps those with ``interval="step"``.
+        done: steps of the synchronous run that count as done.
     """
 
     def __init__(self, configs: "Iterable[LRSchedulerConfig]", done: int) -> None:
@@ -40,8 +40,8 @@ class StepSchedules:
 
         Args:
             done: steps that a synchronous run would have done by now.
-            per_epoch: steps of its epochs.
-            module: steps a schedule.
+            per_epoch: steps of an epoch of that run.
+            module: module whose ``lr_scheduler_step`` is called.
         """
         for step in range(self._done + 1, done + 1):
             for scheduler, frequency in self._schedules:
@@ -51,7 +51,7 @@ class StepSchedules:
 
 
 class ElasticStepsMixin(ElasticCollectivesMixin):
-    """Train on one batch after another, as far as this rank claims them."""
+    """Training on the batches that this rank claims, one after another."""
 
     _schedules: StepSchedules | None = None
 
@@ -60,7 +60,7 @@ class ElasticStepsMixin(ElasticCollectivesMixin):
         return bool(self._pl_module.automatic_optimization)
 
     def _begin_schedules(self) -> None:
-        """Take schedules of steps out of Lightning's hands.
+        """Take over the schedules with ``interval="step"`` from Lightning.
 
         Raises:
             MisconfigurationException: if one of them needs a metric in each step.
@@ -75,7 +75,7 @@ class ElasticStepsMixin(ElasticCollectivesMixin):
         self._schedules = StepSchedules(configs, self.engine.steps_done())
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Begin to train on a batch, which is not the last of the epoch as far as is known now."""
+        """Begin a batch, and assume that it is not the epoch's last: that is known only when it ends."""
         super().on_train_batch_start(batch, batch_idx)
         assert self.engine is not None
         self.engine.begin_batch()
@@ -98,16 +98,17 @@ class ElasticStepsMixin(ElasticCollectivesMixin):
         model: "LightningModule | torch.nn.Module | None" = None,
         **kwargs: Any,
     ) -> Any:
-        """Make a local step, with the learning rate of this rank's batch size; schedulers do not see the factor.
+        """Make a local step, with the learning rate scaled for this rank's batch size.
 
-        Nor does the closure, which runs the user's ``training_step``: a learning rate that is set there is scaled, too.
+        Neither the schedulers nor the closure see the factor. The closure runs the user's ``training_step``: a learning
+        rate that is set there is scaled, too.
         """
         assert self.engine is not None
         with scaled_rates(optimizer, self.engine.lr_factor, closure) as at_the_given_rates:
             return super().optimizer_step(optimizer, at_the_given_rates, model, **kwargs)
 
     def end_batch(self) -> MergeRecord | None:
-        """Claim the next batch or merge; then schedules, the end of the epoch and validation follow from it."""
+        """Claim the next batch, or merge; then step schedules, and see whether the epoch ends or validation is due."""
         assert self.engine is not None
         trainer = self._trainer
         record = self.engine.end_batch()
@@ -131,7 +132,7 @@ class ElasticStepsMixin(ElasticCollectivesMixin):
         return record
 
     def _agree_on_steps(self) -> None:
-        """Count rank 0's steps on every rank, which names files and metrics by them, as ``ModelCheckpoint`` does."""
+        """Give every rank the step counts of rank 0: file names and metrics (``ModelCheckpoint``) depend on them."""
         assert self.engine is not None
         loop = self._trainer.fit_loop.epoch_loop
         progress = loop.automatic_optimization.optim_progress.optimizer.step.total

@@ -1,8 +1,8 @@
-"""Lightning's ``DDPStrategy`` with elastic averaging in place of gradients', free of the namespace it is mixed into.
+"""Lightning's ``DDPStrategy`` with elastic averaging in place of gradient averaging, as a mixin for either package.
 
-Ranks do unequal numbers of batches, which Lightning's loops are not made for. So nothing of Lightning's that all ranks
-take part in may run inside a mega-batch: such settings are refused before training, such calls when they are made. An
-epoch ends for a rank when the engine says so, and validation is due only at a merge.
+Ranks train on unequal numbers of batches, which Lightning's loops do not expect. So none of Lightning's collectives may
+run inside a mega-batch: settings that need one are refused before training, direct calls when they are made. A rank's
+epoch ends when the engine says so, and validation is due only at a merge.
 """
 
 import inspect
@@ -39,25 +39,29 @@ DDP_ARGUMENTS = (
 class HeteroElasticMixin(ElasticStepsMixin, ElasticCheckpointMixin, WholeFilesMixin):
     """Elastic averaging with dynamic dispatch, for work whose time cannot be predicted (Adaptive SGD).
 
-    Every rank trains a replica with an optimizer of its own on batches that it takes one by one; after each mega-batch
-    the replicas are merged. The DataLoader's ``batch_size`` is the largest batch of a worker, with which all begin.
+    Every rank trains its own replica, with its own optimizer, on batches that it claims one by one; the replicas are
+    merged after each mega-batch. The DataLoader's ``batch_size`` is the largest batch of a worker; all begin with it.
 
     Args:
         merge: ``"adaptive"`` (default), ``"elastic"``, ``"crossbow"`` or ``"mean"``.
         mega_batch_size: samples between two merges.
         mega_batch_batches: the same in batches of the DataLoader's size, of all workers together; default 100.
         min_batch_size: smallest batch of a worker; default an eighth of the DataLoader's ``batch_size``.
-        beta: samples by which a batch size changes per update of deviation; default half the smallest batch.
-        perturbation: what the most updated replica counts more and the least updated less, 0 to 1.
-        perturbation_threshold: weights are perturbed only if all replicas' norms per parameter are below.
-        momentum: of the global model, 0 to below 1; by default the paper's 0.9 for SGD without momentum, else 0.
-        renormalize: whether weights sum to 1 after the perturbation too; the paper's do not.
-        damped: whether batch sizes stop where a worker would have done the mean number of updates, and the largest is
-            always the DataLoader's; the paper's do not.
-        kwargs: of Lightning's ``DDPStrategy``: ``timeout``, ``process_group_backend``, ``start_method``, and plugins.
+        beta: samples by which a worker's batch size changes for each update that it has done above or below the mean;
+            default half the smallest batch.
+        perturbation: share by which the merge weight of the most updated replica is raised and that of the least
+            updated one lowered, 0 to 1.
+        perturbation_threshold: weights are perturbed only if every replica's norm per parameter is below it.
+        momentum: momentum of the global model, ``0 <= momentum < 1``; by default the paper's 0.9 if the optimizer is
+            SGD without momentum, else 0.
+        renormalize: whether the weights sum to 1 after the perturbation too; in the paper they do not.
+        damped: whether a batch size changes no further than to where the worker would have done the mean number of
+            updates, and the largest one stays the DataLoader's; in the paper neither holds.
+        kwargs: arguments of Lightning's ``DDPStrategy``: ``timeout``, ``process_group_backend``, ``start_method``, and
+            plugins.
 
     Raises:
-        TypeError: if an argument has the wrong type, or is one for DDP's gradient averaging, which there is none of.
+        TypeError: if an argument has the wrong type, or belongs to gradient averaging, which this strategy replaces.
         ValueError: if an argument is out of range, or two of them contradict each other.
 
     Example:
@@ -122,7 +126,7 @@ class HeteroElasticMixin(ElasticStepsMixin, ElasticCheckpointMixin, WholeFilesMi
         self._attach_callback()
 
     def _attach_callback(self) -> None:
-        """Put our callback before all others, once the module has a trainer: by hand, that may be after `connect`."""
+        """Put our callback before all others, once the module has a trainer, which may come after `connect`."""
         trainer = self._trainer_if_any
         if trainer is not None and self._callback not in callbacks_of(trainer):
             callbacks_of(trainer).insert(0, self._callback)
@@ -143,7 +147,7 @@ class HeteroElasticMixin(ElasticStepsMixin, ElasticCheckpointMixin, WholeFilesMi
         """Leave the model unwrapped, equal on all ranks.
 
         Raises:
-            MisconfigurationException: if something is asked for that all ranks would have to do inside a mega-batch.
+            MisconfigurationException: if a setting needs all ranks inside a mega-batch.
         """
         assert self.engine is not None
         trainer: Any = self._trainer
@@ -155,7 +159,7 @@ class HeteroElasticMixin(ElasticStepsMixin, ElasticCheckpointMixin, WholeFilesMi
         self.engine.attach(self._pl_module)
 
     def setup_optimizers(self, trainer: "Trainer") -> None:
-        """Set up optimizers, from which the momentum of the global model follows.
+        """Set up optimizers, and derive the momentum of the global model from them.
 
         Raises:
             MisconfigurationException: if replicas that an optimizer trains cannot be merged.
@@ -201,13 +205,13 @@ class HeteroElasticMixin(ElasticStepsMixin, ElasticCheckpointMixin, WholeFilesMi
             limit=None if isinstance(limit, float) and limit == 1.0 else limit,
         )
         clone: Any = with_batch_sampler(loader, sampler)
-        # Lightning takes a loader with these for one that can go on inside an epoch; the engine knows the position.
+        # These two mark a loader that can resume inside an epoch for Lightning; the engine knows the position.
         clone.state_dict = dict
         clone.load_state_dict = lambda state: None
         return clone
 
     def on_train_start(self) -> None:
-        """Take over what Lightning would do batch by batch on all ranks alike.
+        """Take over what Lightning would do at every batch on all ranks.
 
         Raises:
             MisconfigurationException: if there are several train loaders, or a scheduler that needs a metric each step.
@@ -219,7 +223,7 @@ class HeteroElasticMixin(ElasticStepsMixin, ElasticCheckpointMixin, WholeFilesMi
             raise self._misconfiguration(
                 "hetero_elastic takes one train loader. Combine the datasets in one DataLoader."
             )
-        setattr(loop.epoch_loop, CHECK, lambda: None)  # a collective in every batch
+        setattr(loop.epoch_loop, CHECK, lambda: None)  # Lightning's is a collective in every batch
         sigterm_at_next_merge(self._trainer, self.engine.request_end)
         ended = loop.restarting and loop.epoch_loop.batch_progress.is_last_batch
         self._trainer.val_check_batch = 1 if ended else NEVER

@@ -1,1 +1,1 @@
-"""Trainings of a few steps that measure something before the real one."""
+"""Short trainings that measure something before the real one."""

@@ -1,7 +1,7 @@
 """A short probe training in place of the script's own, where the environment orders one (StellaTrain, Alg. 1).
 
-The order fixes total batch, compression and staleness, and when to stop. Of the script's own run nothing is left that
-would outlive the probe or stop it: no checkpoint, log, validation, early stopping, or change of the batch.
+The order fixes the total batch, compression, staleness, and when to stop. Everything in the script's own run that would
+outlive the probe or stop it is off: checkpoints, logs, validation, early stopping, and changes of the batch.
 """
 
 import importlib
@@ -31,10 +31,10 @@ __all__ = ["ConvergenceProbe", "begin_probe"]
 
 
 def begin_probe(strategy: "PolicyMixin") -> HeteroConfig:
-    """Have the strategy run the probe training that the environment orders, if it orders one.
+    """Prepare the strategy for the probe training that the environment orders, if it orders one.
 
     Returns:
-        The settings of the probe training; those of the strategy without one.
+        The settings of the probe training; without an order, those of the strategy.
 
     Raises:
         MisconfigurationException: if the script cannot be probed.
@@ -82,7 +82,7 @@ def _strategy(trainer: Trainer) -> "HeteroDDPMixin":
 
 
 def _ahead(callbacks: list[Callback]) -> list[Callback]:
-    """Return the look-ahead callback of a policy: stale gradients then cost what they will cost with that policy."""
+    """Return the look-ahead callbacks of the policies, so that stale gradients cost what they will cost with them."""
     policies = [callback for callback in callbacks if isinstance(callback, PolicyCallback)]
     brought = [callback for policy in policies for callback in policy.companions(callbacks)]
     return [callback for callback in brought if isinstance(callback, LookAheadCallback)]
@@ -101,7 +101,7 @@ class _EvenTotal(StaticPlanner):
 
 
 class ConvergenceProbe(PolicyCallback):
-    """Runs the order of a probe training: the total batch, staleness, the end, and the answer.
+    """Callback that carries out an order for a probe training: total batch, staleness, the end, and the answer.
 
     Args:
         order: what to train.
@@ -109,7 +109,7 @@ class ConvergenceProbe(PolicyCallback):
     """
 
     averaged_share = 0.25
-    """Share of the samples, the last ones, over which the loss is averaged: the same samples for every batch size."""
+    """Share of the samples over which the loss is averaged: the last ones, the same for every batch size."""
 
     def __init__(self, order: ProbeOrder, total: int | None) -> None:
         super().__init__(None if total is None else _EvenTotal(total))
@@ -118,14 +118,14 @@ class ConvergenceProbe(PolicyCallback):
         self._losses: list[tuple[int, torch.Tensor]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave out the callbacks that save or stop, those of the module as well."""
+        """Remove the callbacks that save or stop, including those of the module."""
         super().setup(trainer, pl_module, stage)
         callbacks = importlib.import_module(f"{_strategy(trainer)._namespace}.callbacks")
         stopping = (callbacks.Checkpoint, callbacks.EarlyStopping, GNSCallback)
         replace_callbacks(trainer, [one for one in callbacks_of(trainer) if not isinstance(one, stopping)])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Refuse to go on from somewhere.
+        """Refuse to resume from a checkpoint.
 
         Raises:
             MisconfigurationException: always.
@@ -136,10 +136,10 @@ class ConvergenceProbe(PolicyCallback):
         )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make gradients stale if that is ordered; without a training, answer at once.
+        """Make gradients stale if the order says so; answer at once if it asks for no training.
 
         Raises:
-            MisconfigurationException: if there is nobody to send gradients to.
+            MisconfigurationException: if there is no other worker to send gradients to.
         """
         super().on_train_start(trainer, pl_module)
         assert self._engine is not None
@@ -155,20 +155,20 @@ class ConvergenceProbe(PolicyCallback):
             staleness.make_all_stale()
         trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
         for config in trainer.lr_scheduler_configs:
-            config.strict = False  # a metric of validation that a schedule follows is never there
+            config.strict = False  # a schedule may follow a validation metric, which a probe never has
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the plan, which is that of the order."""
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """Take the loss with this rank's weight in it, so that the mean over ranks is that of the total batch."""
+        """Add the weighted loss of this rank: the mean over ranks is then that of the total batch."""
         scaler = loss_scaler(trainer.precision_plugin)
         self._loss = self._loss + loss.detach() / (1.0 if scaler is None else scaler.get_scale())
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Note the loss, and end after the samples of the order."""
+        """Record the loss, and end after the samples of the order."""
         assert self._engine is not None
         assert self._engine.sampler is not None
         self._engine.end_step()

@@ -1,8 +1,8 @@
-"""Find the largest batch of a worker by dry runs before training: forward and backward of growing batches.
+"""Largest batch of a worker, found before training by dry runs: forward and backward of growing batches.
 
-Nothing remains of a dry run: parameters are not touched, buffers and random state are put back, gradients and cached
-memory are dropped, and what the module logs goes nowhere. Workers try different sizes, so that nothing in a dry run may
-wait for another worker: batch normalisation is local, and a gathered tensor is this worker's own, repeated.
+A dry run leaves no trace: parameters are not touched, buffers and random state are restored, gradients and cached
+memory are dropped, and logged values are discarded. Workers try different sizes, so nothing in a dry run may wait for
+another worker: batch normalization is local, and a gathered tensor is this worker's own, repeated.
 """
 
 import copy
@@ -41,10 +41,10 @@ class ProbeSettings:
     """Limits of the dry runs.
 
     Args:
-        used_share: share of the largest batch that is used: fragmentation comes later.
-        max_samples: samples above which nothing is tried.
-        optimizer_copies: copies of the trained parameters that an optimizer keeps, as Adam does; which one it is to be
-            is not known yet.
+        used_share: share of the largest batch that is used, because memory fragments later.
+        max_samples: largest number of samples to try.
+        optimizer_copies: assumed copies of the trained parameters in the optimizer's state, as for Adam; the optimizer
+            itself is not known yet.
     """
 
     used_share: float = 0.85
@@ -57,24 +57,24 @@ OUT_OF_MEMORY = (
     *("out of memory", "CUBLAS_STATUS_ALLOC_FAILED"),
     *("CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_NOT_SUPPORTED"),
 )
-"""What libraries say that found no memory for their own work space."""
+"""Error texts of libraries that found no memory for their own work space."""
 
 
 def probe_module(trainer: Trainer, module: LightningModule, device: torch.device, config: HeteroConfig) -> int | None:
     """Return how many samples fit on this device, with 15 % headroom, beside what training allocates later.
 
     Args:
-        trainer: whose train loader gives the samples.
+        trainer: trainer whose train loader gives the samples.
         module: LightningModule on its device, not wrapped yet.
-        device: where it runs; a CPU worker is not probed, because it swaps instead of failing.
+        device: device of the module; a CPU worker is not probed, because it swaps instead of failing.
         config: settings of the strategy, which say what else will need memory.
 
     Returns:
-        The bound; ``None`` on a CPU, and where more fits than any plan can ask for.
+        The bound; ``None`` on a CPU, and if more fits than any plan can ask for.
 
     Raises:
         RuntimeError: if not even one sample fits.
-        ValueError: if the loader or the module cannot be tried without training.
+        ValueError: if the loader or the module cannot run outside training.
     """
     if device.type == "cpu":
         return None
@@ -149,12 +149,12 @@ def largest_training_batch(
 
     Args:
         module: LightningModule on its device.
-        loader: whose dataset and collate function give the batches.
-        device: where the module is.
-        limit: never try more samples.
-        precision: precision plugin under which the module trains, ``None`` for that of its parameters.
-        reserved: bytes that are taken while trying, for what training allocates later.
-        world_size: number of workers whose tensors a ``self.all_gather`` of the module would give.
+        loader: loader whose dataset and collate function give the batches.
+        device: device of the module.
+        limit: most samples to try.
+        precision: precision plugin under which the module trains, ``None`` for the precision of its parameters.
+        reserved: bytes to occupy meanwhile, for what training allocates later.
+        world_size: number of workers whose tensors ``self.all_gather`` of the module returns in training.
     """
     dataset: Any = loader.dataset
     collate = loader.collate_fn or default_collate
@@ -193,7 +193,7 @@ def largest_training_batch(
 
 @contextmanager
 def _dry(module: torch.nn.Module, device: torch.device, world_size: int) -> Iterator[None]:
-    """Put buffers, mode and random state back; let the module log into the void, and wait for no other worker."""
+    """Restore buffers, mode and random state; inside, the module's logs are discarded and it waits for no worker."""
     buffers = {name: copy.deepcopy(buffer) for name, buffer in module.named_buffers()}
     modes = [m.training for m in module.modules()]
     devices = [device] if device.type == "cuda" else []
@@ -213,10 +213,10 @@ def _dry(module: torch.nn.Module, device: torch.device, world_size: int) -> Iter
 
 
 def _stand_ins(module: torch.nn.Module, world_size: int) -> Iterator[tuple[Any, str, Any]]:
-    """Yield what the module calls in a dry run in place of its own methods, with their owners and names."""
+    """Yield the owner, name and stand-in of each method that is replaced in a dry run."""
 
     def nothing(*args: object, **kwargs: object) -> None:
-        """Log into the void."""
+        """Discard logged values."""
 
     def all_gather(data: Any, group: object = None, sync_grads: bool = False) -> Any:
         return apply_to_collection(data, torch.Tensor, lambda mine: torch.stack([mine] * world_size))
@@ -232,7 +232,7 @@ def _stand_ins(module: torch.nn.Module, world_size: int) -> Iterator[tuple[Any, 
 
 @contextmanager
 def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an object an attribute of its own for a while."""
+    """Give an object another attribute inside the context."""
     own = vars(owner).get(name)
     setattr(owner, name, value)
     try:
