@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_hetero import HeteroDDPStrategy, HeteroElasticStrategy
-from lightning_hetero.strategies._whole_files import DamagedCheckpointError, read_or_fall_back
+from lightning_hetero.strategies._checkpoints.whole_files import DamagedCheckpointError, read_or_fall_back
 from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
 from tests.helpers import Points, fit, run_ranks
 

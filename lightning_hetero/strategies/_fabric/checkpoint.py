@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from lightning_hetero.strategies._checkpoints.residuals import KEY as RESIDUALS
+from lightning_hetero.strategies._checkpoints.residuals import add_residuals, take_residuals
 from lightning_hetero.strategies._fabric.train_data import FabricDataMixin
-from lightning_hetero.strategies._residuals import KEY as RESIDUALS
-from lightning_hetero.strategies._residuals import add_residuals, take_residuals
 
 __all__ = ["FabricCheckpointMixin"]
 

@@ -21,9 +21,9 @@ from lightning_hetero.frontend.without_effect import tell
 from lightning_hetero.frontend.wrap_model import WrappedModel
 from lightning_hetero.session import HeteroSession
 from lightning_hetero.strategies._arguments import check_arguments
+from lightning_hetero.strategies._checkpoints.whole_files import WholeFilesMixin
 from lightning_hetero.strategies._fabric.checkpoint import FabricCheckpointMixin
 from lightning_hetero.strategies._registration import register
-from lightning_hetero.strategies._whole_files import WholeFilesMixin
 
 __all__ = ["HeteroFabricMixin"]
 

@@ -11,9 +11,9 @@ import torch
 from lightning_hetero.callbacks.base import policy_states
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.log import log
+from lightning_hetero.strategies._checkpoints.residuals import KEY, add_residuals, take_residuals
 from lightning_hetero.strategies._lightning.ending import AloneMixin
 from lightning_hetero.strategies._lightning.resumption import Resumption, resume_data
-from lightning_hetero.strategies._residuals import KEY, add_residuals, take_residuals
 
 __all__ = ["CheckpointMixin"]
 

@@ -23,6 +23,7 @@ from lightning_hetero.frontend.plan_access import PlanAccess
 from lightning_hetero.frontend.restart_check import warn_of_stale_addresses
 from lightning_hetero.frontend.wrap_model import WrappedModel
 from lightning_hetero.strategies._arguments import check_arguments, refuse_for_own_loops
+from lightning_hetero.strategies._checkpoints.whole_files import WholeFilesMixin
 from lightning_hetero.strategies._lightning.checkpoint import CheckpointMixin
 from lightning_hetero.strategies._lightning.collectives import CollectivesMixin
 from lightning_hetero.strategies._lightning.ending import EndingMixin
@@ -30,7 +31,6 @@ from lightning_hetero.strategies._lightning.probes.memory import probe_module
 from lightning_hetero.strategies._lightning.staleness import attach_staleness
 from lightning_hetero.strategies._lightning.train_data import TrainDataMixin
 from lightning_hetero.strategies._registration import register
-from lightning_hetero.strategies._whole_files import WholeFilesMixin
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

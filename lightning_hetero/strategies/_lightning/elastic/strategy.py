@@ -18,12 +18,12 @@ from lightning_hetero.frontend.loaders import NOT_MET, batches_of, stream_of, un
 from lightning_hetero.frontend.log import log
 from lightning_hetero.frontend.model_setup import has_batch_norm
 from lightning_hetero.strategies._arguments import arguments_of
+from lightning_hetero.strategies._checkpoints.whole_files import WholeFilesMixin
 from lightning_hetero.strategies._lightning.elastic.checkpoint import ElasticCheckpointMixin
 from lightning_hetero.strategies._lightning.elastic.requirements import unsupported_settings
 from lightning_hetero.strategies._lightning.elastic.steps import NEVER, ElasticStepsMixin
 from lightning_hetero.strategies._lightning.signals import CHECK, sigterm_at_next_merge
 from lightning_hetero.strategies._registration import register
-from lightning_hetero.strategies._whole_files import WholeFilesMixin
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
