@@ -15,7 +15,7 @@ from lightning_hetero.comm.agreement.control_plane import let_threads_go
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.policies import DEFAULT, POLICIES
-from lightning_hetero.core.policies.base import Planner, check_planner
+from lightning_hetero.core.policies.base import Planner, check_planner, load_planner
 from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.adaptation import Adaptation
@@ -27,6 +27,8 @@ from lightning_hetero.frontend.total_access import TotalAccess
 from lightning_hetero.frontend.without_effect import tell
 
 __all__ = ["CopiedSession", "HeteroSession", "SessionBatches", "planner_of"]
+
+show_log()
 
 
 def planner_of(config: HeteroConfig) -> Planner | None:
@@ -75,14 +77,15 @@ class HeteroSession(TotalAccess):
     ) -> None:
         self.engine, self.directory = engine, directory
         # a custom loop may fetch several batches before a backward pass, and accumulates as it likes
-        show_log()
         engine.weighting.hold_several()
         engine.rounds.keep_window()
-        if planner is not None and engine.config.max_total_batch_size is not None:
-            raise ValueError(
-                f"planner={type(planner).__name__} and max_total_batch_size={engine.config.max_total_batch_size} both "
-                "say who decides. Give one of them."
-            )
+        deciders = ("max_total_batch_size", "policy", "local_batch_sizes")
+        given = {name: getattr(engine.config, name) for name in deciders} if planner is not None else {}
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    f"planner={type(planner).__name__} and {name}={value!r} both say who decides. Give one of them."
+                )
         self.planner = planner_of(engine.config) if planner is None else check_planner(planner)
         self.on_metrics = on_metrics
         self._adaptation = Adaptation(engine)
@@ -288,7 +291,7 @@ class HeteroSession(TotalAccess):
         if self._pass is not None:
             self._end_pass()
         if self.planner is not None and state["policy"] == self._policy:
-            self.planner = self.planner.loaded(state["planner"])
+            self.planner = load_planner(self.planner, state["planner"])
         self._adaptation.load_state_dict(state)
         self._epoch, self._step = int(state["epoch"]), 0
         self._data.load(state)

@@ -112,6 +112,13 @@ def test_a_planner_beside_a_moving_total_is_refused():
         HeteroSession(engine, planner=StaticPlanner())
 
 
+@pytest.mark.parametrize(("name", "value"), [("policy", "pid"), ("local_batch_sizes", (4,))])
+def test_a_planner_beside_another_decider_is_refused(name, value):
+    engine = HeteroEngine(HeteroConfig(**{name: value}), rank=0, world_size=1, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=f"planner=StaticPlanner and {name}="):
+        HeteroSession(engine, planner=StaticPlanner())
+
+
 def test_one_worker_trains_at_its_total():
     session, batches = session_of(max_total_batch_size=64, noise_scale=True)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)

@@ -19,8 +19,8 @@ from lightning_hetero.callbacks._lightning import (
     log_metrics,
 )
 from lightning_hetero.core.checkpoint_state import check_tensors, reading_state
-from lightning_hetero.core.policies import policy_name
-from lightning_hetero.core.policies.base import Planner, check_planner
+from lightning_hetero.core.policies import policy_name, same_policy
+from lightning_hetero.core.policies.base import Planner, check_planner, load_planner
 from lightning_hetero.engine import HeteroEngine
 
 __all__ = ["PolicyCallback", "engine_of", "policy_states"]
@@ -182,8 +182,8 @@ class PolicyCallback(Callback):
     @reading_state("what the policy has learned, and its plans")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the plan and what was learned; another policy takes over the plan only, and learns from scratch."""
-        if self.planner is not None and state_dict.get("policy") == self.policy:
-            self.planner = self.planner.loaded(state_dict["planner"])
+        if self.planner is not None and same_policy(state_dict.get("policy"), self.planner):
+            self.planner = load_planner(self.planner, state_dict["planner"])
         elif self._first:
             (self.planner,) = self._first
         if self._engine is not None:

@@ -183,7 +183,8 @@ class HeteroEngine(EngineParts):
                 return Decision(planner, kept=kept), (None, None)
             upcoming = self.history.last.plan if self.history is not None else current
             context = self._context(upcoming, noise=self.noise_scale(), epoch_begins=begins)
-            decision = Decision.of(planner.decide(observations, upcoming, context))
+            outcome = planner.decide(observations, upcoming, context)
+            decision = Decision.of(outcome, planner, upcoming.total_batch_size)
             predicted = (decision.planner or planner).predict(current, self._context(current))
             return decision, (predicted, decision.error if upcoming == current else None)
 

@@ -125,15 +125,25 @@ class ControlPlane:
 
     def decide(self, decision: Callable[[], Any]) -> Any:
         """Decide on rank 0 for all ranks; if the decision raises, every rank raises, and none is left waiting."""
-        value: Any = None
-        if self.rank == 0:
-            try:
-                value = decision()
-            except Exception as error:  # noqa: BLE001 - travels as a value, because every rank has to raise it
-                value = error
-        value = self.broadcast_object(value)
+        value = self.broadcast_object(self._decided(decision) if self.rank == 0 else None)
         if isinstance(value, Exception):
             raise value
+        return value
+
+    def _decided(self, decision: Callable[[], Any]) -> Any:
+        """Return the decision, or the exception that every rank has to raise: a value that can be sent."""
+        try:
+            value = decision()
+        except (StopIteration, SystemExit) as error:  # they would end loops and processes without a word
+            value = RuntimeError(f"rank 0 could not decide, because {type(error).__name__}({error}) was raised.")
+            value.__cause__ = error
+        except Exception as error:  # noqa: BLE001 - travels as a value, because every rank has to raise it
+            value = error
+        if self.world_size > 1 and not isinstance(value, Exception):
+            try:
+                pickle.dumps(value)
+            except Exception as error:  # noqa: BLE001 - pickling calls the value's own code
+                return TypeError(f"what rank 0 decided cannot be sent to the other ranks: {error}. Use plain values.")
         return value
 
     def maximum_later(self) -> Callable[[torch.Tensor], Any]:

@@ -8,7 +8,7 @@ from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.integer_split import proportional_sizes
 from lightning_hetero.core.batching.plan import NO_LIMIT, BatchPlan
-from lightning_hetero.core.policies.base import PlanContext, Planner, Proposal
+from lightning_hetero.core.policies.base import PlanContext, Planner, Proposal, check_proposal
 
 __all__ = ["Workers"]
 
@@ -99,7 +99,10 @@ class Workers:
             self.check(running)
             return None
         else:
-            known = planner.initial(self.context(config, total)) if planner is not None else None
+            known = None
+            if planner is not None:
+                whose, kept = f"initial() of {type(planner).__name__}", None if planner.moves_total else total
+                known = check_proposal(planner.initial(self.context(config, total)), whose, kept)
             proposal = known or Proposal(self._even(total), "equal sizes")
             self.check(proposal.plan)
         kept = running is not None and proposal.plan.local_batch_sizes == running.local_batch_sizes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lightning_hetero.core.policies.base import Planner
 
-__all__ = ["DEFAULT", "NAMED", "POLICIES", "PolicyEntry", "policy_name"]
+__all__ = ["DEFAULT", "NAMED", "POLICIES", "PolicyEntry", "policy_name", "same_policy"]
 
 
 @dataclass(frozen=True)
@@ -70,3 +70,20 @@ def policy_name(planner: Planner | None) -> str:
     known = {f"{__name__}.{entry.planner}": name for name, entry in POLICIES.items()}
     full = f"{cls.__module__}.{cls.__qualname__}"
     return known.get(full, full)
+
+
+_FORMER_NAMES = {
+    "lightning_hetero.core.adaptive.GoodputPlanner": "goodput",
+    "lightning_hetero.core.tta_planner.TimeToAccuracyPlanner": "time_to_accuracy",
+}
+"""Names of policies in checkpoints of earlier versions."""
+
+
+def same_policy(saved: str | None, planner: Planner | None) -> bool:
+    """Return whether a checkpoint's policy, named as :func:`policy_name` does, or did in earlier versions, is this one.
+
+    Example:
+        >>> same_policy("pid", POLICIES["pid"].factory()), same_policy(None, POLICIES["pid"].factory())
+        (True, False)
+    """
+    return _FORMER_NAMES.get(saved or "", saved) == policy_name(planner)

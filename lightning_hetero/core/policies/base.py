@@ -4,13 +4,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.compression.objective import DensityChoice
 from lightning_hetero.core.link.message_link import MessageLink
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
 
-__all__ = ["Decision", "PlanContext", "Planner", "Proposal", "check_planner", "moves_total"]
+__all__ = [
+    "Decision",
+    "PlanContext",
+    "Planner",
+    "Proposal",
+    "check_planner",
+    "check_proposal",
+    "load_planner",
+    "moves_total",
+]
 
 
 @dataclass(frozen=True)
@@ -103,24 +114,84 @@ class Decision:
         return iter((self.planner, self.proposal))
 
     @classmethod
-    def of(cls, outcome: Any) -> "Decision":
+    def of(cls, outcome: Any, planner: "Planner | None" = None, total: int | None = None) -> "Decision":
         """Convert the result of a planner's ``decide``: a decision, or a pair of planner and proposal.
 
+        Args:
+            outcome: the result.
+            planner: the planner that decided, named in errors.
+            total: total batch size so far, which only a planner with ``moves_total`` may change.
+
         Raises:
-            TypeError: if it is neither.
+            TypeError: if it is neither, or a part of it has the wrong type.
+            ValueError: if it changes the total although the planner says that it does not.
 
         Example:
             >>> Decision.of((None, None)) == Decision(None)
             True
         """
-        if isinstance(outcome, cls):
-            return outcome
-        if isinstance(outcome, tuple) and len(outcome) == 2:
-            return cls(*outcome)
-        raise TypeError(
-            f"decide() of a planner returned {outcome!r}; return Decision(planner, proposal), or the pair of both with "
-            "None for no proposal."
+        whose = f"decide() of {'a planner' if planner is None else type(planner).__name__}"
+        decision = cls(*outcome) if isinstance(outcome, tuple) and len(outcome) == 2 else outcome
+        if not isinstance(decision, cls):
+            raise TypeError(
+                f"{whose} returned {outcome!r}; return Decision(planner, proposal), or the pair of both with None for "
+                "no proposal."
+            )
+        for name, allowed in _FIELDS.items():
+            value = getattr(decision, name)
+            if not isinstance(value, allowed):
+                names = ("None" if one is _NONE else one.__name__.rstrip("_") for one in allowed)
+                types = " or ".join(dict.fromkeys(names))
+                raise TypeError(f"{whose} returned a Decision with {name}={value!r}; give {types}.")
+        if decision.planner is not None:
+            try:
+                check_planner(decision.planner)
+            except TypeError as error:
+                raise TypeError(f"{whose} returned a Decision without a planner: {error}") from None
+        check_proposal(decision.proposal, whose, None if planner is None or planner.moves_total else total)
+        return decision
+
+
+_NONE = type(None)
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "density": (DensityChoice, _NONE),
+    "stale": (bool, np.bool_, _NONE),
+    "kept": (str, _NONE),
+    "soon": (bool, np.bool_),
+    "error": (float, int, np.number, _NONE),
+    "moving": (bool, np.bool_),
+}
+"""Types that the fields of a decision may have."""
+
+
+def check_proposal(proposal: Any, whose: str, total: int | None = None) -> Proposal | None:
+    """Check that a planner proposed a plan and a reason, or ``None``, and return it.
+
+    Args:
+        proposal: the proposal.
+        whose: method and planner that made it, for the error.
+        total: the total that the plan has to keep, ``None`` if it may change it.
+
+    Raises:
+        TypeError: if it is neither.
+        ValueError: if the plan has another total.
+
+    Example:
+        >>> check_proposal(Proposal(BatchPlan(8, (6, 2)), "by speed"), "initial() of Mine", total=8).reason
+        'by speed'
+    """
+    if proposal is None:
+        return None
+    if not isinstance(proposal, Proposal):
+        raise TypeError(f"{whose} proposed {proposal!r}; give Proposal(plan, reason), or None for no change.")
+    if not isinstance(proposal.plan, BatchPlan) or not isinstance(proposal.reason, str):
+        raise TypeError(f"{whose} proposed {proposal!r}; its plan has to be a BatchPlan, its reason a string.")
+    if total is not None and proposal.plan.total_batch_size != total:
+        raise ValueError(
+            f"{whose} changes the total batch from {total} to {proposal.plan.total_batch_size}, and the planner's "
+            "moves_total is False. Keep the total, or set moves_total = True."
         )
+    return proposal
 
 
 @runtime_checkable
@@ -177,6 +248,8 @@ def check_planner(planner: Any) -> Planner:
         >>> check_planner(StaticPlanner()).moves_total
         False
     """
+    if isinstance(planner, type):
+        raise TypeError(f"planner={planner.__name__} is a class; give an instance, {planner.__name__}(...).")
     if isinstance(planner, Planner):
         return planner
     lacks = ", ".join(name for name in OFFERED if name not in dir(planner))
@@ -184,3 +257,20 @@ def check_planner(planner: Any) -> Planner:
         f"planner={planner!r} lacks {lacks}. See lightning_hetero.core.policies.base.Planner; moves_total = False says "
         "that the total batch stays."
     )
+
+
+def load_planner(planner: Planner, state: dict[str, Any]) -> Planner:
+    """Return the planner that ``loaded`` makes of a state.
+
+    Raises:
+        RuntimeError: if that is no planner.
+
+    Example:
+        >>> from lightning_hetero.core.policies.static import StaticPlanner
+        >>> load_planner(StaticPlanner(), {})
+        StaticPlanner()
+    """
+    loaded = planner.loaded(state)
+    if not isinstance(loaded, Planner):
+        raise RuntimeError(f"loaded() of {type(planner).__name__} returned {loaded!r}; return the restored planner.")
+    return loaded

@@ -288,6 +288,6 @@ class TimeToAccuracyPlanner(GoodputPlanner):
     def loaded(self, state: dict[str, Any]) -> "TimeToAccuracyPlanner":
         """Return the planner restored from :meth:`state_dict`."""
         before = cast(TimeToAccuracyPlanner, super().loaded(state))
-        bandwidth = LinkEstimate(state["believed"]["rate"])
+        bandwidth = LinkEstimate(state["believed"]["rate"] if self.idle_rule else None)  # without it nothing updates it
         stale_state = StaleHysteresis(state["late"].get("rounds", 0))
         return replace(before, bandwidth=bandwidth, stale_state=stale_state, density=state["density"])

@@ -1,6 +1,7 @@
 """Agreement between one and three ranks."""
 
 import atexit
+import sys
 import time
 from datetime import timedelta
 
@@ -79,6 +80,30 @@ def test_an_error_that_cannot_be_received_reaches_every_rank_by_its_text():
     assert [kind for _, kind, _ in errors] == ["TwoPartsError", "RuntimeError", "RuntimeError"]
     assert all("the policy: no split" in message for *_, message in errors)
     assert all("TwoPartsError: the policy" in message for rank, _, message in errors if rank)
+
+
+def _raise_stop():
+    next(iter(()))
+
+
+def _exit():
+    sys.exit(3)
+
+
+@pytest.mark.parametrize(
+    ("decision", "words"),
+    [
+        (_raise_stop, "rank 0 could not decide, because StopIteration() was raised"),
+        (_exit, "rank 0 could not decide, because SystemExit(3) was raised"),
+        (lambda: lambda: 1, "what rank 0 decided cannot be sent to the other ranks"),
+    ],
+    ids=["the end of a loop", "the end of the process", "a function"],
+)
+def test_what_would_end_one_rank_alone_is_an_error_of_all(decision, words):
+    errors = everywhere(2, lambda plane: plane.decide(decision), expect_errors=True)
+    assert {kind for _, kind, _ in errors} <= {"RuntimeError", "TypeError"}
+    assert len(errors) == 2
+    assert all(words in message for *_, message in errors)
 
 
 def _greatest(plane):

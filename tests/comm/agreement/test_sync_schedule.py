@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -126,6 +127,8 @@ def train(engine, step):
 @dataclass(frozen=True)
 class Asks(StaticPlanner):
     """Has nothing to decide; may have asked for an early look, or for more of them."""
+
+    moves_total: ClassVar[bool] = True
 
     soon: bool = False
     moving: bool = False

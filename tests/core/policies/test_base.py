@@ -1,14 +1,18 @@
 """Promises of every policy in the table, by simulated clusters."""
 
 import json
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
+from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies import NAMED, POLICIES
-from lightning_hetero.core.policies.base import Decision, Proposal
+from lightning_hetero.core.policies.base import Decision, Proposal, load_planner
+from lightning_hetero.core.policies.static import StaticPlanner
 from tests.core.policies.simulated import (
     CLUSTER,
     FAST,
@@ -72,6 +76,51 @@ def test_sizes_sum_to_the_total_from_the_first_to_the_last(kind):
         _, plan, _ = drive(POLICIES[kind].factory(), CLUSTER, even_plan(ctx), ctx, 4, rng, noise=0.2)
         assert sum(plan.local_batch_sizes) == total
         assert min(plan.local_batch_sizes) >= 1
+
+
+PLAN = BatchPlan(16, (10, 6))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error", "words"),
+    [
+        ((StaticPlanner(), PLAN), TypeError, "proposed BatchPlan"),
+        (Decision(StaticPlanner(), Proposal((10, 6), "by hand")), TypeError, "its plan has to be a BatchPlan"),
+        (Decision(StaticPlanner(), Proposal(PLAN, None)), TypeError, "its reason a string"),
+        (Decision("static"), TypeError, "planner='static' lacks"),
+        (Decision(StaticPlanner), TypeError, "planner=StaticPlanner is a class"),
+        (Decision(StaticPlanner(), density=0.5), TypeError, "with density=0.5; give DensityChoice or None"),
+        (Decision(StaticPlanner(), stale="yes"), TypeError, "with stale='yes'; give bool or None"),
+        (Decision(StaticPlanner(), kept=42), TypeError, "with kept=42; give str or None"),
+        (Decision(StaticPlanner(), error="small"), TypeError, "with error='small'"),
+        (Decision(StaticPlanner(), soon=1), TypeError, "with soon=1"),
+        (Decision(StaticPlanner(), Proposal(BatchPlan(24, (16, 8)), "more")), ValueError, "total batch from 16 to 24"),
+    ],
+)
+def test_a_decision_that_cannot_be_carried_out_is_told(outcome, error, words):
+    with pytest.raises(error, match=re.escape(words)) as raised:
+        Decision.of(outcome, StaticPlanner(), 16)
+    assert "StaticPlanner" in str(raised.value)
+
+
+def test_a_planner_that_changes_the_total_may():
+    @dataclass(frozen=True)
+    class Mover(StaticPlanner):
+        moves_total: ClassVar[bool] = True
+
+    decision = Decision(Mover(), Proposal(BatchPlan(24, (16, 8)), "more"))
+    assert Decision.of(decision, Mover(), 16) is decision
+    assert Decision.of((StaticPlanner(), Proposal(PLAN, "by hand")), StaticPlanner(), 16).proposal.plan == PLAN
+
+
+def test_a_planner_that_is_lost_in_a_checkpoint_is_told():
+    class Forgetful(StaticPlanner):
+        def loaded(self, state):
+            pass
+
+    with pytest.raises(RuntimeError, match=r"loaded\(\) of Forgetful returned None"):
+        load_planner(Forgetful(), {})
+    assert load_planner(StaticPlanner(), {}) == StaticPlanner()
 
 
 def test_a_planner_that_returns_something_else_is_told():

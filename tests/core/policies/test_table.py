@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.policies import DEFAULT, NAMED, POLICIES, policy_name
+from lightning_hetero.core.policies import DEFAULT, NAMED, POLICIES, policy_name, same_policy
 from lightning_hetero.core.policies.base import check_planner
 from lightning_hetero.core.policies.static import StaticPlanner
 
@@ -42,6 +42,20 @@ def test_a_planner_of_the_users_has_the_name_of_its_class():
         pass
 
     assert policy_name(Mine()) == f"{__name__}.{Mine.__qualname__}"
+
+
+def test_policies_of_earlier_checkpoints_are_known():
+    former = "lightning_hetero.core."
+    for name, module in (
+        ("goodput", "adaptive.GoodputPlanner"),
+        ("time_to_accuracy", "tta_planner.TimeToAccuracyPlanner"),
+    ):
+        planner = POLICIES[name].factory(64) if name == "goodput" else POLICIES[name].factory()
+        assert same_policy(name, planner)
+        assert same_policy(former + module, planner)
+        assert not same_policy(former + module, POLICIES["pid"].factory())
+    assert not same_policy(None, POLICIES["pid"].factory())
+    assert same_policy("fixed", None)
 
 
 def test_the_table_imports_no_planner():

@@ -388,3 +388,10 @@ def test_a_decision_makes_few_calls_however_many_totals_and_densities_are_in_que
     assert decision.density is not None
     assert len(decision.planner.table) > 10
     assert 100 < calls["call"] <= 2000
+
+
+def test_a_rate_of_a_checkpoint_is_kept_by_the_idle_rule_alone():
+    """The link is measured anew in a resumed run; a rate that nothing updates would hold for ever."""
+    state = planner(idle_rule=True).state_dict() | {"believed": {"rate": 1e6}}
+    assert planner(idle_rule=True).loaded(state).bandwidth.rate == 1e6
+    assert planner(idle_rule=False).loaded(state).bandwidth.rate is None

@@ -15,7 +15,7 @@ from lightning_hetero.callbacks._lightning import callbacks_of
 from lightning_hetero.core.validation import check_names
 from lightning_hetero.elastic import ElasticConfig, ElasticEngine, MergeRecord
 from lightning_hetero.frontend.loaders import NOT_MET, batches_of, stream_of, unsupported_reason, with_batch_sampler
-from lightning_hetero.frontend.log import log
+from lightning_hetero.frontend.log import log, show_log
 from lightning_hetero.frontend.model_setup import has_batch_norm
 from lightning_hetero.strategies._arguments import arguments_of
 from lightning_hetero.strategies._checkpoints.whole_files import WholeFilesMixin
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["HeteroElasticMixin"]
+
+show_log()
 
 DDP_ARGUMENTS = (
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
