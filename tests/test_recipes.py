@@ -58,7 +58,7 @@ for wrong in ({"staleness": 1}, {"hierarchy": [[0], [1]]}, {"sparse_optimizer": 
     "a merge rule": """
 import tests.elastic.test_engine as elastic
 
-elastic.check_loop("median_norm", elastic._torch)
+elastic.check_loop("inverse_norm", elastic._torch)
 """,
     "a front end": """
 from pytorch_lightning.strategies import StrategyRegistry
@@ -88,11 +88,48 @@ def applied(root, diff):
         path.write_text(after)
 
 
+OWN_TESTS = {  # those that run for every line of a table, and the rules of the source
+    "a policy": ["tests/core/policies/test_base.py", "tests/core/policies/test_table.py", "tests/test_house.py"],
+    "a compressor": [
+        "tests/core/compression/test_settings.py",
+        "lightning_hetero/core/compression",
+        "tests/test_house.py",
+    ],
+    "a merge rule": ["tests/core/merging", "lightning_hetero/core/merging", "tests/test_house.py"],
+    "a front end": ["tests/test_house.py"],
+}
+LATER = "not tool_finds_nothing and not every_module_has_its_test_file"  # a test file comes with the addition
+TOOLS = {"ruff check lightning_hetero", "ruff format --check lightning_hetero"}
+
+
+def copied(folder, *more):
+    """A copy of the package to which a recipe is applied."""
+    for name in (
+        "lightning_hetero",
+        "_lightning_hetero_autoload.py",
+        "_lightning_hetero_entry.py",
+        "pyproject.toml",
+        *more,
+    ):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+
+
+@pytest.mark.parametrize("what", OWN_TESTS)
+def test_the_repositorys_own_tests_pass_with_it(what, tmp_path):
+    copied(tmp_path, "tests", "conftest.py")
+    applied(tmp_path, RECIPES[what])
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    tests = ["pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", LATER, *OWN_TESTS[what]]
+    for arguments in (tests, *(tool.split() for tool in sorted(TOOLS)), *([["mypy"]] if what == "a front end" else [])):
+        command = [sys.executable, "-m", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=250, check=False)
+        assert done.returncode == 0, done.stdout[-4000:]
+
+
 @pytest.mark.parametrize("what", CHECKS)
 def test_the_recipe_works(what, tmp_path):
-    for name in ("lightning_hetero", "_lightning_hetero_autoload.py", "_lightning_hetero_entry.py"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, tmp_path / name)
+    copied(tmp_path)
     applied(tmp_path, RECIPES[what])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
     script = f"import lightning_hetero\nassert lightning_hetero.__file__.startswith({str(tmp_path)!r})\n"

@@ -133,8 +133,8 @@ class MergeRule:
         Example:
             >>> previous = GlobalModel(torch.tensor(3.0), torch.tensor(1.0))
             >>> local, merged, given = torch.tensor(5.0), torch.tensor(4.0), {"momentum": 0.5, "world_size": 4}
-            >>> for name, rule in MERGES.items():
-            ...     now, own = rule.update(local, merged, previous, **given)
+            >>> for name in ("adaptive", "elastic", "crossbow", "mean"):
+            ...     now, own = MERGES[name].update(local, merged, previous, **given)
             ...     print(name, now.item(), None if own is None else own.item())
             adaptive 5.0 None
             elastic 5.0 None
