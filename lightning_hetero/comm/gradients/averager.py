@@ -166,7 +166,7 @@ class GradientAverager(ABC):
         return report
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """Return the residuals (not sent yet) of this rank by parameter: parts of the weighted sum over ranks."""
+        """Return this rank's residuals (not sent yet) by parameter: flat parts of the weighted sum, ``r_i g_i``."""
         return {}
 
     def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:  # noqa: B027

@@ -21,7 +21,8 @@ def estimate_gamma(first_bucket: Array, backward: Array) -> float:
         backward: seconds of the backward pass, same shape.
 
     Returns:
-        ``sum_i(gamma_i / var_i) / sum_i(1 / var_i)``, in 0 to 1.
+        ``sum_i(gamma_i / var_i) / sum_i(1 / var_i)``, in 0 to 1. Unlike in the paper, ``gamma_i`` is a median and
+        ``var_i`` follows from the median absolute deviation, plus 1e-6, so single odd steps count little.
 
     Example:
         >>> estimate_gamma(np.array([[0.1, 0.4]]), np.array([[0.2, 0.8]]))
