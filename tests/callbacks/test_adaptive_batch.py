@@ -451,6 +451,8 @@ def test_max_steps_stops_exactly():
 class Returns(StaticPlanner):
     """Doubles the total and takes that back before its first step, which loader workers put off."""
 
+    moves_total = True
+
     def __init__(self):
         super().__init__()
         object.__setattr__(self, "plans", [BatchPlan(8, (4, 4)), BatchPlan(4, (2, 2))])
@@ -752,6 +754,8 @@ def test_resume_goes_on_with_the_micro_batches(accumulating):
 
 class Alternates(StaticPlanner):
     """Another total at every look; keeps what it was asked about."""
+
+    moves_total = True
 
     def __init__(self):
         super().__init__()

@@ -9,11 +9,13 @@ import torch
 
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.compressors import auto
-from lightning_hetero.comm.compressors.auto import AUTO, AutoCompression
+from lightning_hetero.comm.compressors.auto import AUTO, AutoAverager, AutoCompression
+from lightning_hetero.comm.link.link_benchmark import BENCHMARK
 from lightning_hetero.comm.timing.settings import SETTINGS
 from lightning_hetero.core.compression.auto import Computing, LinkMeasurement, choose_density
 from lightning_hetero.core.compression.settings import Automatic
 from lightning_hetero.core.observations import StepObservations
+from tests.comm.contexts import context_of
 
 FIELDS = StepObservations.FIELDS
 SLOW, FAST = (LinkMeasurement(1e-3, rate, 1e-3, 2, 1_000_000, 4) for rate in (1e6, 1e12))
@@ -116,3 +118,26 @@ def test_it_may_become_any_of_the_candidates(monkeypatch):
     choice, _ = chooser(monkeypatch, SLOW)
     assert choice.placeholder.density in settings.densities
     assert choice.placeholder.value_dtype == settings.value_dtype
+
+
+def test_block_top_k_sends_no_step_densely_once_it_is_chosen(monkeypatch):
+    choice, timer = chooser(monkeypatch, SLOW)[0], Timer()
+    averager = AutoAverager(choice, context_of({"w": torch.nn.Parameter(torch.zeros(4096))}, 2))
+    averager._observer = timer
+    assert (averager.undecided, averager.sends_blocks) == (True, False)
+    while averager.undecided:
+        timer.step()
+        assert averager.end_step(may_be_stale=False)
+    assert averager.sends_blocks
+    assert averager.density == choose_density(SLOW, Automatic().densities, "bfloat16", Computing()).density
+
+
+def test_the_link_is_measured_by_the_slowest_rank(monkeypatch):
+    monkeypatch.setattr(auto, "exchange_seconds", lambda size, topology, device: 1e-6 * size)
+    monkeypatch.setattr(auto, "encode_seconds", lambda *_: 0.25)
+    control = SimpleNamespace(gather=lambda mine: np.stack([mine, [3.0, 2.0, 4.0] * mine]))
+    found = auto.measure({"w": torch.zeros(3)}, control, Topology.flat_over(0, 2), Automatic())
+    small, large = BENCHMARK.latency_bytes, BENCHMARK.probe_bytes
+    assert found.latency == pytest.approx(3e-6 * small)
+    assert found.rate == pytest.approx(large / (2e-6 * (large - small)))
+    assert found.encode == 1.0

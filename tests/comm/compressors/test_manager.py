@@ -1,6 +1,7 @@
 """The compression of a rank: who averages, what a planner's choice changes, what a checkpoint holds and gives back."""
 
 import copy
+import gc
 from types import SimpleNamespace
 
 import numpy as np
@@ -341,3 +342,38 @@ def test_a_planner_knows_the_latency_and_what_may_be_delayed():
     for found, latency in run_ranks(_known, 2):
         assert found == [(False, False), (False, False), (True, False), (True, True)]
         assert latency > 0
+
+
+def test_optimizers_of_a_module_that_is_gone_are_forgotten_with_it():
+    compression, _ = alone()
+    first = build()
+    compression.attach(first)
+    compression.bind_optimizers([torch.optim.SGD(first.parameters(), lr=0.1)])
+    compression.attach(first)
+    assert len(compression.optimizers.optimizers) == 1, "the same module keeps its optimizer"
+    del first
+    gc.collect()
+    compression.attach(build())
+    assert compression.optimizers.optimizers == []
+
+
+def test_the_encoding_time_is_a_mean_over_steps():
+    compression, _ = alone()
+    compression.averager = DDPMean(1)
+    for seconds in (0.5, 1.5):
+        compression.averager.report.add(8.0, 1.0, seconds)
+    assert compression.metrics()["hetero/encode_time"] == 1.0
+
+
+class Malformed(DDPMean):
+    """Learns of a malformed message only when it is asked for the outcome of its last step."""
+
+    def settle(self):
+        raise ValueError("a message of the last step was malformed")
+
+
+def test_the_end_of_a_run_reports_the_outcome_of_its_last_step():
+    compression, _ = alone()
+    compression.averager = Malformed(1)
+    with pytest.raises(ValueError, match="a message of the last step was malformed"):
+        compression.close()

@@ -192,3 +192,11 @@ def test_the_values_of_blocks_are_clipped_while_they_are_the_gradient():
     values, dense = clip_targets([p, q], given)
     assert values.grad is given[p].values
     assert dense is q
+
+
+def test_a_sparse_gradient_without_blocks_gives_nothing_to_clip():
+    p, q = weights(2)
+    given = {x: BlockGradient.of(x, torch.arange(n), torch.ones(n, 16)) for x, n in ((p, 0), (q, 2))}
+    p.grad, q.grad = given[p].grad, given[q].grad
+    (target,) = clip_targets([p, q], given)
+    assert target.grad is given[q].values

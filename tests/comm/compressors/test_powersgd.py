@@ -70,3 +70,36 @@ def test_what_the_device_has_found_is_read_when_it_is_there(exchange):
     clock.reached = True
     step()
     assert said == [0]
+
+
+def test_residuals_follow_the_loss_scale_of_the_step(exchange):
+    one, step, _ = exchange()
+    one.state.iter, scale = 5, 4.0
+    one.grad_scale = lambda: scale
+    one.load_residuals({"p": torch.ones(64)})
+    for scale in (4.0, 2.0):  # noqa: B007 - the averager reads it
+        step()
+        assert (one.state.error_dict[0] == scale).all()
+        assert (one.residuals()["p"] == 1.0).all(), "checkpoints have no scale"
+
+
+@pytest.mark.parametrize(("grad_scale", "skips"), [(None, True), (lambda: 4.0, False)], ids=["without", "with"])
+def test_a_dense_step_that_is_not_finite_is_left_to_a_loss_scaler(exchange, grad_scale, skips):
+    one, step, _ = exchange()
+    one.grad_scale = grad_scale
+    gradient = step(float("nan"))
+    assert bool(one.flags.skipped) == skips
+    assert gradient.isnan().all() != skips, "the scaler has to see it"
+    assert one.dropped.count == skips
+
+
+def test_a_resumed_run_goes_on_counting_steps(exchange):
+    one, step, _ = exchange()
+    for _ in range(3):
+        step()
+    resumed, step, _ = exchange()
+    resumed.load_extra_state(one.extra_state())
+    said = []
+    resumed.dropped.add = lambda number, where: said.append(number)
+    step(float("nan"))
+    assert said == [3]

@@ -11,6 +11,7 @@ from lightning_hetero.comm.gradients.stale_averager import StaleAverager
 from lightning_hetero.comm.staleness.base import MeasuredStaleness
 from lightning_hetero.comm.timing.clock import HostClock
 from lightning_hetero.comm.timing.settings import SETTINGS
+from lightning_hetero.core.link.staleness import StaleChoice
 
 BYTES = [4e6, 4e6, 4e6, 4e6]
 READY = [0.1, 0.2, 0.3, 0.4]  # seconds until each bucket is ready; a step computes for the last
@@ -155,3 +156,13 @@ def test_sums_of_a_checkpoint_have_to_fit(caplog):
     for number in (3, 5):
         with pytest.raises(ValueError, match=f"w has {number} elements, the parameter 4"):
             averager._fitting({"w": torch.ones(number)})
+
+
+def test_rank_0_warns_when_the_link_becomes_the_bound_of_the_same_split(caplog):
+    caplog.set_level(logging.INFO, logger="lightning_hetero")
+    averager, levels = Buckets(), []
+    for transfer in (0.2, 0.2, 2.0, 2.0, 0.2):
+        averager._follow(StaleChoice(4, 0.4, 0.4, compute=0.4, transfer=transfer), 4, say=True)
+        levels.append([record.levelno for record in caplog.records])
+        caplog.clear()
+    assert levels == [[], [], [logging.WARNING], [], [logging.INFO]]

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_hetero import BlockTopK
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.collectives.topology import Topology
+from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
 from lightning_hetero.comm.compressors.manager import GradientCompression
 from lightning_hetero.comm.gradients.ddp_hook import HookState, gradient_hook
 from lightning_hetero.comm.staleness.block_topk import BlockTopKStaleAverager
@@ -20,6 +21,8 @@ from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.compression import Layout, compress, merge
 from lightning_hetero.core.compression.objective import DensityChoice
 from lightning_hetero.core.compression.settings import blocks_per_rank
+from tests.comm.compressors.block_steps import Bucket
+from tests.comm.contexts import context_of
 from tests.helpers import run_ranks
 
 STEPS, TINY = 9, 1e-5
@@ -433,3 +436,37 @@ def _limit(rank):
 def test_a_delay_without_staleness_is_refused_on_every_rank():
     errors = run_ranks(_limit, 2, expect_errors=True)
     assert [(rank, "staleness=1" in message) for rank, _, message in errors] == [(0, True), (1, True)]
+
+
+def _kinds(rank):
+    dist.init_process_group("gloo")
+    ddp, late, follow = start(rank, 2, BlockTopK(density=0.4, block=8, warmup_steps=1, dense_every=4))
+    follow(True)
+    kinds = []
+    for step in range(6):
+        ddp.zero_grad()
+        loss_of(ddp, rank, step).backward()
+        kinds.append(late.step_kind)
+    return kinds
+
+
+def test_a_dense_step_says_that_it_delayed_nothing():
+    everything = frozenset(name for name, _ in Crossed().named_parameters())
+    expected = [everything if step % 4 else frozenset() for step in range(6)]
+    assert run_ranks(_kinds, 2) == [expected, expected]
+
+
+def test_the_step_after_a_dense_one_is_no_measurement_of_the_link():
+    """It would be counted from the end of a step whose messages the timer has not seen."""
+    p = nn.Parameter(torch.zeros(64))
+    averager = BlockTopKAverager(SETTINGS, context_of({"w": p}, 2))
+    late, bucket = BlockTopKStaleAverager(1, averager, {"w": p}, clock=HostClock()), Bucket([p])
+    for dense in (False, True, False, False):
+        if dense:
+            late.add_to_dense(bucket)
+        else:
+            release = late._timer.ready(0)
+            late._timer.send()()
+            release()
+    steps = late.pack().reshape(-1, 3)[:, 0]
+    assert steps[np.isfinite(steps)].tolist() == [4]

@@ -186,8 +186,8 @@ def test_state_continues_identically(cuts, cap):
             np.testing.assert_array_equal(given, each)
 
 
-def _kinds(rank, schedule):
-    model, staleness = start(2)
+def _kinds(rank, schedule, cap=TINY):
+    model, staleness = start(2, cap=cap)
     found = []
     for step in range(STEPS):
         if step in schedule:
@@ -237,3 +237,18 @@ def test_a_sum_crosses_the_link_once_for_each_cluster():
         found += averager._sent_bytes()
     assert found == [sum_bytes(32, 4), sum_bytes(32, 2)]
     assert found[1] < found[0]
+
+
+def test_what_is_owed_of_undone_steps_is_discarded_when_a_checkpoint_is_loaded():
+    state = {"delayed": ["w"], "sums": {"w": torch.ones(8)}, "rate": None}
+    averager = DenseStaleAverager(1, {"w": torch.zeros(8)}, world_size=2, clock=HostClock(), restored=state)
+    averager.load_state_dict({})
+    assert averager.stale == frozenset()
+    assert averager.drain() == {}
+
+
+def test_a_bucket_of_which_a_part_stays_stale_holds_sums_of_no_other_kind():
+    """What it owes to parameters that are stale again is applied as their sum of the step before."""
+    some = frozenset(INPUT)
+    for kinds in run_ranks(_kinds, 2, {1: INPUT, 4: []}, 25):
+        assert kinds == [frozenset(), some, some, some, None, frozenset(), frozenset()]

@@ -395,3 +395,44 @@ def test_a_rate_of_a_checkpoint_is_kept_by_the_idle_rule_alone():
     state = planner(idle_rule=True).state_dict() | {"believed": {"rate": 1e6}}
     assert planner(idle_rule=True).loaded(state).bandwidth.rate == 1e6
     assert planner(idle_rule=False).loaded(state).bandwidth.rate is None
+
+
+def link_of(**fields):
+    """A link whose rate was measured."""
+    return MessageLink(0.01, SIZE, (LinkEstimate(1e7),) * 2, latency=LATENCY, step=100_000, **fields)
+
+
+def test_the_rate_of_the_idle_rule_replaces_that_of_the_transfers():
+    context = PlanContext(40, ("a", "b"), (1, 1), link=link_of())
+    assert planner()._link(context).rates == (1e7, 1e7)
+    assert planner(bandwidth=LinkEstimate(1e5))._link(context).rates == (1e5,)
+
+
+def test_stale_messages_cost_samples_only_where_the_planner_may_make_them_synchronous():
+    density, total = np.array([0.01]), np.array([40.0])
+    never, forced, by_choice = (
+        planner().extra(density, total, link_of(stale=stale, may_be_stale=may))
+        for stale, may in ((False, False), (True, False), (True, True))
+    )
+    assert forced == never < by_choice
+
+
+def test_a_change_of_the_density_alone_brings_the_next_sync_round_soon():
+    cluster = Cluster(planner()).run(75e6, 12)
+    context, empty = cluster.window(75e6), StepObservations.empty(2)
+    link = replace(context.link, density=cluster.density)
+    thin = replace(link, estimates=(LinkEstimate(1e6),) * 2)
+    settled, changed = (cluster.planner.decide(empty, cluster.plan, replace(context, link=one)) for one in (link, thin))
+    assert (settled.density.density == cluster.density, settled.soon) == (True, False)
+    assert (changed.density.density < cluster.density, changed.soon) == (True, True)
+
+
+def test_the_goodput_of_a_total_counts_stale_messages_beside_computing():
+    """The slower one of the two is the step; synchronous messages come on top."""
+    one = planner(min_density=0.01, max_density=0.011)
+    stale, waits = (
+        one.candidates({(40, 1): 0.05}, PlanContext(40, ("a", "b"), (1, 1), link=link_of(stale=stale)))[0].step_time
+        for stale in (True, False)
+    )
+    assert stale == 0.05
+    assert waits > 0.05 + LATENCY

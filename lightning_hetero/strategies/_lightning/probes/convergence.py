@@ -7,7 +7,7 @@ outlive the probe or stop it is off: checkpoints, logs, validation, early stoppi
 import importlib
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -91,6 +91,8 @@ def _ahead(callbacks: list[Callback]) -> list[Callback]:
 @dataclass(frozen=True)
 class _EvenTotal(StaticPlanner):
     """Equal sizes of one total batch: results must not depend on measured times."""
+
+    moves_total: ClassVar[bool] = True
 
     total: int
 

@@ -183,3 +183,20 @@ def _not_finite(rank, sizes):
 
 def test_a_loss_scaler_sees_an_infinite_gradient_beside_parameters_without_elements():
     assert run_ranks(_not_finite, 1, (64, 0, 160, 0)) == [([1, 0, 1, 0], True)]
+
+
+def _left_out_second(rank):
+    dist.init_process_group("gloo")
+    parameter, said = nn.Parameter(torch.zeros(64)), []
+    exchange = BlockTopKAverager(replace(BASE, warmup_steps=2), context_of({"w": parameter}, rank=rank))
+    exchange.dropped.add = lambda step, where: said.append(step)
+    for value in (1.0, float("inf")):
+        bucket = Bucket([parameter])
+        bucket.flat.fill_(value)
+        exchange.average(bucket).wait()
+        exchange.after_backward()
+    return said
+
+
+def test_a_dense_step_that_is_left_out_is_named_by_its_own_number():
+    assert run_ranks(_left_out_second, 1) == [[1]]
