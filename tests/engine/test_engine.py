@@ -1,5 +1,6 @@
 """A step and a sync round of an engine: what each of its parts is told of them."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_hetero.comm.gradients.loss_weighting import LossWeighting
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.compression.objective import DensityChoice
 from lightning_hetero.core.policies.base import Decision
@@ -86,3 +88,22 @@ def test_metrics_are_of_all_that_sends():
     done = engine.exchange(None)
     engine.hook_state.set_staleness(SimpleNamespace(metrics=lambda: {"hetero/delayed_share": 0.5}))
     assert engine.metrics(done, engine.plan)["hetero/delayed_share"] == 0.5
+
+
+def test_a_backward_pass_is_needed_again_for_the_batch_after_an_optimizer_step():
+    engine = alone()
+    train(engine, 0)
+    engine.check_backward()
+    engine.begin_step(0, 1)
+    with pytest.raises(RuntimeError, match="called directly"):
+        engine.check_backward()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_waiting_for_the_counts_of_other_ranks_is_no_computing(monkeypatch, waits):
+    engine, entered = alone(), []
+    monkeypatch.setattr(LossWeighting, "waits", waits)
+    monkeypatch.setattr(engine.observer, "excluded", lambda: nullcontext(entered.append(1)))
+    engine.begin_step(0, 0)
+    engine.scale_loss(torch.tensor(1.0))
+    assert entered == [1] * waits

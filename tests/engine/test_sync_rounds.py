@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan
-from lightning_hetero.core.policies.base import Decision
+from lightning_hetero.core.policies.base import Decision, Proposal
 from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine
@@ -116,3 +116,20 @@ def test_only_where_the_number_of_micro_batches_may_move_is_there_a_look_between
             if engine.sync_due:
                 engine.exchange(planner, not_before=(epoch, step + 1))
     assert planner.at == looks
+
+
+class Shrinks(StaticPlanner):
+    """Proposes another plan, and looks again as soon as it was measured."""
+
+    moves_total = True
+
+    def decide(self, observations, current, context):
+        return Decision(self, Proposal(SMALLER, "given"), soon=True)
+
+
+def test_steps_under_the_old_plan_are_counted_from_the_start_of_the_next_epoch():
+    """A plan that begins with it has no step before it, whatever the step of the running epoch."""
+    engine = alone()
+    train(engine, *range(16))
+    engine.exchange(Shrinks(), not_before=(1, 0))
+    assert engine.rounds.schedule.next == 16 + 8 + 1

@@ -149,3 +149,15 @@ def _exits(plane):
 def test_a_process_lets_the_threads_of_gloo_free_their_tensors_before_the_interpreter_ends():
     assert everywhere(2, _exits) == [[0.1], [0.1]]
     assert everywhere(1, _exits) == [[]]
+
+
+def _longest_waits(plane):
+    seen = []
+    for _ in range(2):
+        seen.append(plane._group._get_backend(torch.device("cpu")).options._timeout)
+        plane.close()
+    return seen
+
+
+def test_the_longest_wait_is_that_of_the_group_also_when_it_is_made_again():
+    assert everywhere(2, _longest_waits) == [[timedelta(seconds=30)] * 2] * 2

@@ -336,3 +336,12 @@ def test_a_copy_of_the_model_marks_nothing(copied):
     assert seen == []
     model(torch.ones(3, 2))
     assert len(seen) == 1
+
+
+def test_a_loss_of_several_batches_ends_none_of_them():
+    """Each may have a loss of its own later."""
+    loop = Loop()
+    batches = [loop.fetch(FULL), loop.fetch(FULL)]
+    assert loop.weight(loop.loss(batches[0]) + loop.loss(batches[1])) == 1.5
+    loop.fetch(TAIL)
+    assert [loop.weight(loop.loss(batch)) for batch in batches] == [1.5, 1.5]

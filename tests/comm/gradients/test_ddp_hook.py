@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_hetero.comm.gradients.averager import GradientAverager
 from lightning_hetero.comm.gradients.ddp_hook import DIRECT_BACKWARD, BackwardCheck, HookState, gradient_hook
 from lightning_hetero.comm.gradients.squared_norms import GradientNorms
 from lightning_hetero.comm.timing.clock import HostClock
@@ -321,3 +322,30 @@ def test_squared_norms_of_large_buckets_are_exact():
     in_place = torch.nn.Parameter(flat)
     in_place.grad = flat
     assert float(GradientNorms().of_parameters([in_place])[0]) == pytest.approx(exact, rel=2e-5)
+
+
+class Together(GradientAverager):
+    """All buckets travel with the last one, and arrive when the test says so."""
+
+    def __init__(self):
+        super().__init__(2)
+        self.flags.begin(exact=False, single_message=True)
+        self.under_way = []
+
+    def average(self, bucket, squares=None):
+        self.under_way.append(torch.futures.Future())
+        return self.under_way[-1]
+
+
+def test_of_a_single_message_only_the_wait_for_the_last_bucket_is_timed():
+    """The other buckets wait for that one; what they wait is no communication of their own."""
+    done, averager, numbers = [], Together(), iter(range(3))
+    observer = SimpleNamespace(bucket_ready=numbers.__next__, bucket_done=done.append)
+    state = HookState(observer, 2, averager=averager)
+    for i in range(3):
+        bucket = SimpleNamespace(buffer=lambda: torch.ones(2), index=lambda i=i: i, is_last=lambda i=i: i == 2)
+        gradient_hook(state, bucket)
+    assert done == [0, 1]
+    for future in averager.under_way:
+        future.set_result(torch.ones(2))
+    assert done == [0, 1, 2]

@@ -129,3 +129,11 @@ def test_clusters_are_advised_where_there_may_be_some_and_are_none(said, workers
     assert level == "WARNING"
     assert 'compression="block_topk' in text
     assert ('hierarchy="auto"' in text) is advised
+
+
+def test_of_clusters_it_is_their_messages_that_cross_the_link(said):
+    """Each of two clusters sends the 4 MB of a step once; four workers by themselves would send 6 MB."""
+    watch = diagnosis(4, HeteroConfig())
+    watch.hook.topology = SimpleNamespace(size=2)
+    watch.observe(observed(4, 36.0), accumulation=1)
+    assert "a worker sends 4 MB in it" in said[0][1]

@@ -104,3 +104,11 @@ def test_links_of_other_workers_are_not_taken_over():
     watch = LinkState(3)
     watch.load_state_dict({**LinkState(2).state_dict(), "latency": 5.0})
     assert (len(watch.links), watch.times.latency) == (3, 0.0)
+
+
+def test_only_messages_as_large_as_the_newest_count():
+    """Two at the former density, one at the present one."""
+    table = np.full((SETTINGS.max_steps, 4), np.nan)
+    table[:3] = [[1, BYTES, 1.0, 1.0], [2, BYTES, 1.0, 1.0], [3, BYTES / 5, 0.1, 0.1]]
+    num_bytes, seconds = message_seconds(np.stack([table, table]))
+    assert (num_bytes, seconds.tolist()) == (BYTES / 5, [0.1, 0.1])

@@ -44,3 +44,12 @@ def test_the_best_lies_between_the_least_and_the_greatest_given():
 def test_settings_out_of_range_are_refused(given):
     with pytest.raises((TypeError, ValueError), match=next(iter(given))):
         SearchSettings(**given)
+
+
+def test_a_density_that_no_later_round_beats_stays_the_best():
+    """A point below its surroundings, which the finer densities around it miss."""
+
+    def objective(density):
+        return np.where(density == 0.1, -1.0, np.abs(np.log(density / 0.12)))
+
+    assert best_densities(objective, [0.01, 0.1, 0.5]).tolist() == [0.1]

@@ -492,6 +492,13 @@ def test_micro_batches_change_only_when_an_epoch_begins():
     assert "total batch 40 -> 80" in proposal.reason
 
 
+def test_the_error_of_a_predicted_step_is_that_of_its_own_micro_batches():
+    known = {"max_local": (20, 20), "epoch_begins": True}
+    after, proposal = planner(sync=1.0).decide(NOTHING, plan(20, 20), context(40, 1e6, **known))
+    once, twice = (after.model.error(proposal.plan, context(40, accumulation=n)) for n in (1, after.accumulation))
+    assert proposal.plan.step_time_error == twice > once
+
+
 def test_fewer_micro_batches_only_when_an_epoch_begins():
     """From 2 x 21 samples down: inside an epoch to 2 x 11, between two to a single micro-batch of 21."""
     before, known = planner(initial=42, accumulation=2), {"max_local": (40, 40), "accumulation": 2}

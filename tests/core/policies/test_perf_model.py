@@ -16,6 +16,7 @@ from lightning_hetero.core.policies.split_rule import RuleSettings, horizon
 from lightning_hetero.core.timing.link_times import Level
 from lightning_hetero.core.timing.residual_time import Residual
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
+from lightning_hetero.core.timing.times import ESTIMATOR_DEFAULTS
 from tests.core.policies.simulated import (
     CLUSTER,
     FAST,
@@ -589,3 +590,30 @@ def test_what_is_uncertain_of_a_workers_own_averaging_is_so_of_its_time():
     sure, unsure = (replace(known, arrivals={"a": (0.02, v), "b": (-0.02, v)}) for v in (1e-8, 3e-5))
     plan = BatchPlan(16, (8, 8))
     assert unsure.error(plan, ctx) > 2 * sure.error(plan, ctx)
+
+
+def test_what_the_link_takes_is_measured_by_the_worker_that_comes_last():
+    """It scales the walk of what is known of workers' own averaging; the others' seconds are waiting."""
+    known = PerfModelPlanner(arrivals={"host-0": (0.02, 1e-8)})
+    seen = measure(CLUSTER, (64, 64, 64), np.random.default_rng(0))
+    last = np.tile([0.01, 0.3, 0.02], (len(seen.last_sync), 1))
+    after = known.observe(replace(seen, last_sync=last), context(192, 3))
+    walk = ESTIMATOR_DEFAULTS.skew_walk * 0.01
+    assert after.arrivals["host-0"] == pytest.approx((0.02, 1e-8 + walk**2), rel=1e-9)
+
+
+def test_a_workers_own_averaging_is_no_time_of_the_link_in_the_round_that_finds_it():
+    """They take turns at being last, and one needs 0.2 s more each time."""
+    seen, steps = measure(CLUSTER, (64, 64, 64), np.random.default_rng(0), steps=32), np.arange(32)[:, None]
+    last = np.where(steps % 2, [0.6, 0.3, 0.6], [0.1, 0.5, 0.5])
+    after = PerfModelPlanner().observe(replace(seen, last_sync=last), context(192, 3))
+    assert after.link.at(3)[1] == pytest.approx(0.1, rel=0.05)
+
+
+def test_a_step_takes_as_long_as_on_the_rank_where_it_takes_longest():
+    ctx, seen = context(192, 3), measure(CLUSTER, (64, 64, 64), np.random.default_rng(0))
+    longest = 1.2 * PerfModelPlanner().observe(seen, ctx).predict(even_plan(ctx), ctx)
+    times = [longest * np.tile(shares, (10, 1)) for shares in ([1.0, 0.9, 1.0], [1.0, 1.0, 1.0], [0.9, 0.9, 0.9])]
+    some, all_, less = (PerfModelPlanner().observe(replace(seen, step_time=t), ctx).residual for t in times)
+    assert some == all_
+    assert some.share > less.share

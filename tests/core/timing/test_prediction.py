@@ -5,7 +5,11 @@ import pytest
 
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
+from lightning_hetero.core.timing.link_times import Level, LinkTimes
+from lightning_hetero.core.timing.prediction import StepPrediction
+from lightning_hetero.core.timing.residual_time import Residual
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
+from lightning_hetero.core.timing.times import ESTIMATOR_DEFAULTS, EstimatorSettings, Times
 from tests.core.policies.simulated import CLUSTER, context, measure, saving
 
 
@@ -55,3 +59,23 @@ def test_a_split_in_proportion_gains_nothing_at_another_total():
 
     assert gain(BatchPlan(96, sizes)) == pytest.approx(0.0, abs=1e-9)
     assert gain(BatchPlan(96, (32, 32, 32))) > 0.2
+
+
+def predicted(mean, jitter, settings=ESTIMATOR_DEFAULTS):
+    """Of two workers that know their link and residual."""
+    times = Times(np.array(mean), np.full((2, 4, 4), 1e-6) * np.eye(4), np.full((2, 2), jitter), np.ones(1), np.ones(1))
+    link, residual = LinkTimes(sync={2: (Level(0.0, 0.0), Level(0.01, 0.0))}), Residual(covariance=(0.0, 0.0, 0.0))
+    return StepPrediction(times, link, residual, (1, 1), settings=settings)
+
+
+def test_an_error_grows_with_the_wait_in_single_steps_as_the_step_does():
+    settings = EstimatorSettings(waiting_error=0.0)
+    calm, jittery = (predicted([[0.001, 0.0, 0.002, 0.0]] * 2, jitter, settings) for jitter in (0.0, 0.3))
+    assert calm.waiting_factor([20, 20]) < 1.01 < 1.1 < jittery.waiting_factor([20, 20])
+    ratio = jittery.waiting_factor([20, 20]) / calm.waiting_factor([20, 20])
+    assert jittery.error([20, 20]) / calm.error([20, 20]) == pytest.approx(ratio)
+
+
+def test_a_worker_without_a_share_is_waited_for_while_it_runs_its_least_number_of_samples():
+    found = predicted([[0.3, 0.0, 0.7, 0.0], [0.0075, 0.0, 0.0175, 0.0]], 0.3)
+    assert found.waiting_factor([0, 40]) == found.waiting_factor([1, 40]) > 1.1
