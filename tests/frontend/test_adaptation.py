@@ -17,15 +17,20 @@ from torch.utils.data import DataLoader
 from lightning_hetero import GNSCallback, HeteroDDPStrategy
 from lightning_hetero.accelerate import HeteroPlugin
 from lightning_hetero.comm import gradient_hook
+from lightning_hetero.comm.noise.workers_noise import WorkersNoise
 from lightning_hetero.comm.timing import clock
 from lightning_hetero.comm.timing import step_timer as observer
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.lr_scaling import lr_gain
 from lightning_hetero.core.noise.running import RunningNoiseScale
+from lightning_hetero.core.policies.goodput import GoodputPlanner
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine, parts, sync_rounds
+from lightning_hetero.frontend.adaptation import Adaptation
+from lightning_hetero.frontend.adaptive_total import AdaptiveTotal
 from lightning_hetero.session import HeteroSession
 from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
+from tests.engine.test_sync_rounds import alone
 from tests.helpers import Points, Regressor, run_ranks, trainer_of
 from tests.loops import flat, global_batches, network
 
@@ -444,6 +449,24 @@ def test_metrics_and_candidates(loop, moved):
     rows = (folder / "logs-1-False" / "hetero_candidates.csv").read_text().splitlines()
     running = [row.split(",")[:2] for row in rows if row.endswith(",1")]
     assert ["40", "12"] in running
+
+
+def test_a_pass_that_begins_with_a_known_total_takes_over_its_number_of_micro_batches():
+    engine = alone()
+    adaptation = Adaptation(engine)
+    adaptation._total = AdaptiveTotal(64, "sqrt")  # with one worker there is none
+    adaptation.starts(GoodputPlanner(64, initial_total=4, accumulation=3))
+    assert engine.accumulation == 3
+
+
+def test_the_noise_scale_is_reported_when_it_has_changed():
+    engine = alone()
+    adaptation = Adaptation(engine)
+    adaptation._noise = WorkersNoise(engine.hook_state, engine.control)  # with one worker there is none
+    adaptation._noise.take_over(INFINITE)
+    shown = [adaptation.follow(None, None)[1] for _ in range(2)]
+    adaptation._noise.take_over(INFINITE.update(trace=1.0, global_sq_norm=1.0, total_batch_size=16))
+    assert [bool(metrics) for metrics in (*shown, adaptation.follow(None, None)[1])] == [True, False, True]
 
 
 @every_loop
