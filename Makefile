@@ -45,6 +45,7 @@ lint: venv
 bench: venv
 	@[ "$$(id -u)" = 0 ] || { echo "make bench limits the workers' share of a core and must run as root." >&2; exit 1; }
 	$(BIN)/python benchmarks/solver.py
+	$(BIN)/python benchmarks/decide.py
 	$(BIN)/python benchmarks/closed_loop.py
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/overhead.py

@@ -1,33 +1,59 @@
-"""Seconds that all ranks wait for one decision on density and split, by the number of parameters: at most 50 ms."""
+"""Milliseconds that all ranks wait for one decision on density, total and split, by the number of tensors: 50 at most.
 
-import sys
+The total moves, and the noise scale is known, so that candidates far from the running total are compared as well. The
+parameters are laid out as a run lays them out; medians of seven decisions, in processor time.
+
+    python benchmarks/decide.py
+"""
+
+import argparse
 import time
+from pathlib import Path
 
 import numpy as np
+from hardware import write_table
 
+from lightning_hetero import BatchPlan
+from lightning_hetero.compression import Layout
 from lightning_hetero.compression.wire_format import message_size
-from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core import PlanContext, RunningNoiseScale, StepObservations, TimeToAccuracyPlanner
 from lightning_hetero.core.link.bandwidth import LinkEstimate
 from lightning_hetero.core.link.message_link import MessageLink
-from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.policies.base import PlanContext
-from lightning_hetero.core.policies.time_to_accuracy import TimeToAccuracyPlanner
+
+HERE = Path(__file__).parent
+TENSORS, ELEMENTS = (161, 300, 3000), 25_600_000  # the tensors of a ResNet-50 and more, and its elements
 
 
-def main() -> None:
+def milliseconds(tensors):
+    """Median over decisions on a model of so many tensors."""
+    layout = Layout.of([(f"layer.{i}.weight", ELEMENTS // tensors) for i in range(tensors)], block=16)
     sizes = np.array([[20.0, 20.0], [30.0, 10.0]] * 16)
-    zeros = np.zeros_like(sizes)
+    zeros, noise, taken = np.zeros_like(sizes), RunningNoiseScale(horizon=1e6), []
     seen = StepObservations(sizes, zeros, 0.05 + sizes * [0.001, 0.003], zeros, zeros, zeros + 0.4, zeros)
-    for elements in (1_000_000, 100_000_000):
-        link = MessageLink(
-            0.1, message_size(elements // 16, 16, "bfloat16", 2), (LinkEstimate(1e5),) * 2, seconds=0.4, step=40_000
+    for _ in range(8):
+        noise = noise.update(trace=400.0, global_sq_norm=11.0, total_batch_size=40)
+    size = message_size(layout.num_blocks, layout.block, "bfloat16", 2)
+    link = MessageLink(0.1, size, (LinkEstimate(1e5),) * 2, seconds=0.4, step=40_000)
+    context = PlanContext(40, ("a", "b"), (1, 1), link=link, noise=noise)
+    planner = TimeToAccuracyPlanner(initial_total=40, max_total_batch_size=1000, moves_batch=True)
+    for _ in range(7):
+        begin = time.process_time()
+        decision = planner.decide(seen, BatchPlan(40, (30, 10)), context)
+        taken.append(1e3 * (time.process_time() - begin))
+    assert decision.proposal is not None
+    return float(np.median(taken)), decision.proposal.plan.total_batch_size
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=str(HERE / "results" / "decide.json"))
+    rows = []
+    for tensors in TENSORS:
+        taken, total = milliseconds(tensors)
+        rows.append(
+            {"tensors": tensors, "elements": ELEMENTS, "milliseconds": taken, "total_from": 40, "total_to": total}
         )
-        context, taken = PlanContext(40, ("a", "b"), (1, 1), link=link), []
-        for _ in range(7):
-            begin = time.process_time()
-            TimeToAccuracyPlanner(initial_total=40).decide(seen, BatchPlan(40, (30, 10)), context)
-            taken.append(time.process_time() - begin)
-        sys.stdout.write(f"{elements:>11} elements: {1e3 * np.median(taken):6.1f} ms a decision\n")
+    write_table(rows, parser.parse_args().out, "one decision on density, total and split")
 
 
 if __name__ == "__main__":

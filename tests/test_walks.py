@@ -37,6 +37,16 @@ def test_the_page_has_the_numbers_of_the_benchmark():
     assert max(measured[walk]["milliseconds"] for walk in ("decision", "decision_certain")) < 50
 
 
+def test_a_decision_takes_the_same_time_for_any_number_of_tensors():
+    measured = json.loads((ROOT / "benchmarks" / "results" / "decide.json").read_text())["rows"]
+    said = re.findall(r"(\d+) ms with (\d+)", PAGE)
+    assert {int(tensors): int(taken) for taken, tensors in said} == {
+        row["tensors"]: round(row["milliseconds"]) for row in measured
+    }
+    assert max(row["milliseconds"] for row in measured) < 50
+    assert all(row["total_to"] != row["total_from"] for row in measured), "the total moves"
+
+
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory):
     """The figures of this machine and state."""
