@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
-from lightning_hetero import DynamicBatchPIDCallback, HeteroDDPStrategy, PerfModelCallback
+from lightning_hetero import AdaptiveBatchCallback, DynamicBatchPIDCallback, HeteroDDPStrategy, PerfModelCallback
 from lightning_hetero.callbacks import PolicyCallback, policy_callback
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core import BatchPlan
@@ -328,3 +328,22 @@ def test_proportional_control_keeps_bounds():
     assert _decided(DynamicBatchPIDCallback(), slower) == (30, 10)
     assert _decided(DynamicBatchPIDCallback(), slower, max_local=(24, 40)) == (24, 16)
     assert _decided(DynamicBatchPIDCallback(), slower, min_local=(1, 14)) == (26, 14)
+
+
+def test_what_was_learned_under_a_policys_former_name_is_taken_over():
+    saved = AdaptiveBatchCallback(64)
+    saved.planner = replace(saved.planner, initial_total=10, steps=50)
+    state = saved.state_dict() | {"policy": "lightning_hetero.core.adaptive.GoodputPlanner"}
+    resumed = AdaptiveBatchCallback(64)
+    resumed.load_state_dict(state)
+    assert (resumed.planner.initial_total, resumed.planner.steps) == (10, 50)
+
+
+def test_a_planner_that_a_checkpoint_does_not_give_back_ends_the_resume():
+    class Forgetful(StaticPlanner):
+        def loaded(self, state):
+            return None
+
+    callback = PolicyCallback(Forgetful())
+    with pytest.raises(RuntimeError, match=r"loaded\(\) of Forgetful returned None"):
+        callback.load_state_dict(callback.state_dict())

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from lightning_hetero.comm.gradients.loss_weighting import LossWeighting
 from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.compression.objective import DensityChoice
-from lightning_hetero.core.policies.base import Decision
+from lightning_hetero.core.policies.base import Decision, Proposal
 from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine
@@ -107,3 +108,22 @@ def test_waiting_for_the_counts_of_other_ranks_is_no_computing(monkeypatch, wait
     engine.begin_step(0, 0)
     engine.scale_loss(torch.tensor(1.0))
     assert entered == [1] * waits
+
+
+@dataclass(frozen=True)
+class Enlarges(StaticPlanner):
+    """Proposes a larger total without saying that it changes it."""
+
+    def initial(self, context):
+        return None
+
+    def decide(self, observations, current, context):
+        total = current.total_batch_size + 1
+        return self, Proposal(BatchPlan(total, (total,)), "more")
+
+
+def test_what_a_planner_decides_is_checked_where_it_is_carried_out():
+    engine = alone()
+    train(engine, *range(8))
+    with pytest.raises(ValueError, match=r"decide\(\) of Enlarges changes the total batch"):
+        engine.exchange(Enlarges())

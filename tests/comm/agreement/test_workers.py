@@ -121,3 +121,24 @@ def test_first_plan(kwargs, arguments, expected):
 def test_first_plan_refuses(kwargs, arguments, says):
     with pytest.raises(ValueError, match=says):
         first(roster(**kwargs), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error", "words"),
+    [
+        (BatchPlan(8, (6, 2)), TypeError, r"initial\(\) of Begins proposed BatchPlan"),
+        (
+            Proposal(BatchPlan(9, (6, 3)), "more"),
+            ValueError,
+            r"initial\(\) of Begins changes the total batch from 8 to 9",
+        ),
+    ],
+    ids=["no proposal", "another total"],
+)
+def test_what_a_planner_begins_with_is_checked(outcome, error, words):
+    class Begins(StaticPlanner):
+        def initial(self, context):
+            return outcome
+
+    with pytest.raises(error, match=words):
+        first(roster(), 8, Begins())
