@@ -18,6 +18,7 @@ class BackwardMarks(NamedTuple):
         done: when each bucket was averaged.
         ends: when the backward call returned; empty while it runs, or if it failed.
         processor: with a CPU quota, CPU seconds of the process at the start and after each bucket; else empty.
+        waits: spans in which a sharded model waited for parameters or gradients of other workers; else empty.
     """
 
     start: Mark
@@ -25,6 +26,7 @@ class BackwardMarks(NamedTuple):
     done: dict[int, Mark]
     ends: list[Mark]
     processor: list[float]
+    waits: list[Span]
 
     @property
     def processor_seconds(self) -> float:
@@ -44,6 +46,7 @@ class BatchMarks(NamedTuple):
         excluded: spans in which the worker waited for others.
         ends: when it was over; empty while it runs.
         processor: with a CPU quota, its CPU seconds; else empty.
+        waits: spans outside its backward passes in which a sharded model waited for parameters; else empty.
     """
 
     size: int
@@ -54,6 +57,12 @@ class BatchMarks(NamedTuple):
     excluded: list[Span]
     ends: list[Mark]
     processor: list[float]
+    waits: list[Span]
+
+    @property
+    def all_waits(self) -> list[Span]:
+        """Spans in which a sharded model waited, those of the backward passes included."""
+        return [*self.waits, *(span for passage in self.backwards for span in passage.waits)]
 
     @property
     def last_marks(self) -> list[Mark]:

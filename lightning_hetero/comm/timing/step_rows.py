@@ -89,7 +89,7 @@ def row_of(clock: Clock, step: StepMarks) -> Array:
 
     Args:
         clock: clock of the marks, all of which must be ready.
-        step: its marks.
+        step: its marks. In the row of a sharded model, all that it waited for is the synchronization of one bucket.
     """
     between, window, last = clock.seconds, step.window, step.synced
 
@@ -97,15 +97,21 @@ def row_of(clock: Clock, step: StepMarks) -> Array:
         return sum(between(start, end) for start, end in spans)
 
     n = len(window)
-    forward = backward = optimizer = 0.0
+    forward = backward = optimizer = waited = 0.0
     for batch in window:
         update = sum(between(start, end) - total(excluded) for start, end, excluded in batch.updates)
         passes = total((b.start, b.ends[-1]) for b in batch.backwards)
         forward += between(batch.start, batch.ends[-1]) - passes - update - total(batch.excluded)
         optimizer += update
         backward += total((b.start, b.ready[-1] if b.ready else b.ends[-1]) for b in batch.backwards)
-    ready = [between(last.start, mark) for mark in last.ready]
-    done = [between(last.start, last.done.get(i, last.ends[-1])) for i in range(len(ready))]
+        if batch.waits:  # of a sharded model: all that its workers wait for is synchronization
+            outside = total(batch.waits)
+            forward, backward = forward - outside, backward - (total(batch.all_waits) - outside)
+            waited += total(batch.all_waits)
+    before_last = total(last.waits) if last.waits else 0.0
+    ready = [between(last.start, mark) - before_last for mark in last.ready]
+    done = [between(last.start, last.done.get(i, last.ends[-1])) - before_last for i in range(len(ready))]
+    done[-1] += waited
     sync = [done[i] - max(ready[i], done[i - 1] if i else ready[i]) for i in range(len(ready))]
     fields = [
         window[-1].size,

@@ -84,7 +84,7 @@ class StepTimer:
         if not self._window:
             self._began = time.perf_counter()
         start = self.clock.mark() if fetched is None else fetched[1]
-        self._batch = BatchMarks(size, fetched, start, [], [], [], [], [])
+        self._batch = BatchMarks(size, fetched, start, [], [], [], [], [], [])
         if self._processor_time is not None and self._processor_began is None:
             self._processor_began = self._processor_time()
         if size != self._warm_up.size:
@@ -97,7 +97,7 @@ class StepTimer:
             return
         start = self.clock.mark()
         processor = [] if self._processor_time is None else [self._processor_time()]
-        self._batch.backwards.append(BackwardMarks(start, [], {}, [], processor))
+        self._batch.backwards.append(BackwardMarks(start, [], {}, [], processor, []))
 
     def end_backward(self) -> None:
         """End the backward pass that began last; one that failed has no end."""
@@ -156,6 +156,34 @@ class StepTimer:
         finally:
             self._excluding = False
             batch.excluded.append((begin, self.clock.mark()))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count a collective of a sharded model as synchronization, in the forward or in the backward pass.
+
+        Each of these collectives waits for the slowest worker. Without this context, a fast worker would seem as slow.
+        """
+        batch = self._batch
+        if batch is None or self._excluding:
+            yield
+            return
+        inside = bool(batch.backwards) and not batch.backwards[-1].ends
+        spans = batch.backwards[-1].waits if inside else batch.waits
+        self._excluding, begin = True, self.clock.mark()
+        try:
+            yield
+        finally:
+            self._excluding = False
+            spans.append((begin, self.clock.mark()))
+
+    def reduced(self) -> None:
+        """Note that the backward pass that ended last has averaged the gradients of a sharded model.
+
+        It counts as one bucket, ready at its end. What it waited for before is left out (:meth:`waiting`).
+        """
+        if self._batch is not None and self._batch.backwards and self._batch.backwards[-1].ends:
+            passage = self._batch.backwards[-1]
+            passage.ready.append(passage.ends[-1])
 
     def end_step(self) -> bool:
         """End the micro-batch and the optimizer step, if there was one; return whether gradients were averaged."""

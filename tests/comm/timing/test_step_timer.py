@@ -251,6 +251,54 @@ def test_excluded_collectives_are_no_computing(run):
     assert (row["a"], row["step_time"]) == (3.5, 14.5)
 
 
+def _sharded(run, waits=(1.0, 2.0, 4.0), synced=True):
+    """A micro-batch of a sharded model: waits for parameters in forward and backward, and for gradients at the end."""
+    run.observer.fetch(run.batches(1.0))
+    run.observer.begin_step(4, regular=True)
+    run.clock.now += 0.25
+    with run.observer.waiting():
+        run.clock.now += waits[0]
+    run.clock.now += 0.5
+    run.observer.begin_backward()
+    for computes, waits_for in ((8.0, waits[1]), (16.0, waits[2])):
+        run.clock.now += computes
+        with run.observer.waiting(), run.observer.excluded():
+            run.clock.now += waits_for
+    run.observer.end_backward()
+    if synced:
+        run.observer.reduced()
+    run.observer.end_step()
+
+
+@pytest.mark.parametrize("waits", [(1.0, 2.0, 4.0), (0.0, 0.0, 0.0), (32.0, 0.0, 64.0)])
+def test_what_a_sharded_model_waits_for_is_synchronization(run, waits):
+    """A fast worker waits for parameters of slow ones before each layer: that is no computing of its own."""
+    run.warm()
+    _sharded(run, waits)
+    (row,) = run.rows()
+    assert (row["forward"], row["P"], row["first"], row["t_o"]) == (0.75, 24.0, 24.0, 0.0)
+    assert row["t_u"] == sum(waits)
+    assert run.observer.synced_steps == SETTINGS.warm_up_steps + 1
+
+
+def test_waits_of_all_micro_batches_belong_to_the_step_of_a_sharded_model(run):
+    run.warm()
+    for synced in (False, False, True):
+        _sharded(run, synced=synced)
+    (row,) = run.rows()
+    assert (row["forward"], row["P"], row["first"], row["t_u"]) == (0.75, 24.0, 24.0, 21.0)
+    assert run.observer.synced_steps == SETTINGS.warm_up_steps + 1
+
+
+def test_a_reduction_needs_a_backward_pass_that_has_ended(run):
+    run.observer.reduced()
+    run.observer.begin_step(4, regular=True)
+    run.observer.reduced()
+    run.observer.begin_backward()
+    run.observer.reduced()
+    assert not run.observer.end_step()
+
+
 def _ends_after(run, seconds):
     run.clock.now += seconds
     yield from ()
