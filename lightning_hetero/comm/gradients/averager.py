@@ -93,6 +93,8 @@ class GradientAverager(ABC):
     """Whether a :class:`~lightning_hetero.comm.gradients.stale_averager.StaleAverager` can take its place."""
     skips_nonfinite: ClassVar[bool] = False
     """Whether a step whose gradient is not finite is left out on all ranks."""
+    shards: ClassVar[bool] = False
+    """Whether FSDP averages in its place, because the model is sharded."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size

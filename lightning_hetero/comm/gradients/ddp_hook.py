@@ -126,12 +126,22 @@ class HookState:
         Raises:
             RuntimeError: if the backward pass bypassed the strategy, so that its loss was not weighted.
         """
-        if self.weighted and not self.backward_via_strategy:
-            raise RuntimeError(DIRECT_BACKWARD)
         if first:
             self._skipped = False
+        self.begin_reduction(
+            buffer.nbytes if not buffer.is_sparse else buffer._indices().nbytes + buffer._values().nbytes
+        )
+
+    def begin_reduction(self, num_bytes: int) -> None:
+        """Note that gradients of so many bytes are about to be averaged, by DDP or by FSDP.
+
+        Raises:
+            RuntimeError: if the backward pass bypassed the strategy, so that its loss was not weighted.
+        """
+        if self.weighted and not self.backward_via_strategy:
+            raise RuntimeError(DIRECT_BACKWARD)
         self._fired = True
-        self.num_bytes += buffer.nbytes if not buffer.is_sparse else buffer._indices().nbytes + buffer._values().nbytes
+        self.num_bytes += num_bytes
 
     def end_payout(self) -> None:
         """Note that all residuals were added to buckets."""

@@ -67,6 +67,11 @@ class LinkDiagnosis:
 
     def _advice(self) -> str:
         """Return what would help and is not done yet."""
+        if self.hook.averager.shards:
+            return (
+                "To wait less, use larger batches, or keep parameters after the forward pass if the memory allows it "
+                "(HeteroFSDPStrategy(reshard_after_forward=False)), which gathers them once a step instead of twice."
+            )
         less = "a lower density" if self.hook.averager.sends_blocks else 'compression="block_topk(density=0.01)"'
         text = (
             f"To wait less, send less ({less}; under Lightning, TTACallback finds it), or less often (larger "

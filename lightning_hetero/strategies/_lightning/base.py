@@ -1,7 +1,7 @@
 """The Lightning strategy that mixins extend, and what all of them need from it.
 
-At run time a mixin is combined with the ``DDPStrategy`` of either of Lightning's packages, so it has no base class of
-its own. For type checkers it extends that of ``lightning.pytorch``.
+At run time a mixin is combined with a strategy of either of Lightning's packages, so it has no base class of its own.
+For type checkers it extends the ``DDPStrategy`` of ``lightning.pytorch``; ``ModelParallelStrategy`` has the same methods.
 """
 
 import importlib
@@ -39,9 +39,8 @@ class LightningMixin(DDPStrategy):
     @property
     def _namespace(self) -> str:
         """``lightning.pytorch`` or ``pytorch_lightning``, whichever package the class extends."""
-        return next(c.__module__ for c in type(self).__mro__ if c.__name__ == "DDPStrategy").rpartition(".strategies")[
-            0
-        ]
+        base = next(c for c in type(self).__mro__ if c.__name__ == "ParallelStrategy")
+        return base.__module__.rpartition(".strategies")[0]
 
     @property
     def _misconfiguration(self) -> type[Exception]:

@@ -1,7 +1,5 @@
 """Lightning's ``DDPStrategy`` for unequal workers, as a mixin for either of Lightning's two packages."""
 
-import inspect
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,37 +8,28 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hetero.comm.agreement.group_lifetime import go_on
-from lightning_hetero.comm.collectives.row_gather import refuse_own_gather
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.compression.settings import Compressor
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.compression import lead_optimizers
 from lightning_hetero.frontend.log import show_log
-from lightning_hetero.frontend.model_setup import attach_module, loss_scaler, raise_minimum
-from lightning_hetero.frontend.plan_access import PlanAccess
-from lightning_hetero.frontend.restart_check import warn_of_stale_addresses
+from lightning_hetero.frontend.model_setup import attach_module, loss_scaler
 from lightning_hetero.frontend.wrap_model import WrappedModel
 from lightning_hetero.strategies._arguments import check_arguments, refuse_for_own_loops
-from lightning_hetero.strategies._checkpoints.whole_files import WholeFilesMixin
-from lightning_hetero.strategies._lightning.checkpoint import CheckpointMixin
-from lightning_hetero.strategies._lightning.collectives import CollectivesMixin
-from lightning_hetero.strategies._lightning.ending import EndingMixin
 from lightning_hetero.strategies._lightning.probes.memory import probe_module
 from lightning_hetero.strategies._lightning.staleness import attach_staleness
-from lightning_hetero.strategies._lightning.train_data import TrainDataMixin
+from lightning_hetero.strategies._lightning.uneven_steps import UnevenStepsMixin
 from lightning_hetero.strategies._registration import register
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
 
 __all__ = ["HeteroDDPMixin"]
 
 show_log()
 
 
-class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMixin, WholeFilesMixin, PlanAccess):
+class HeteroDDPMixin(UnevenStepsMixin):
     """Data-parallel training on unequal workers, with the gradients of a single process (Cannikin; dynamic batching).
 
     As under DDP, the DataLoader's ``batch_size`` is the samples per worker, here on average: the total batch is
@@ -145,59 +134,15 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
         """Register the class under ``hetero_ddp`` and every alias that ``ddp`` has."""
         register(cls, strategy_registry)
 
-    # what users read
-
-    def adopt(self, plan: BatchPlan, reason: str = "given") -> PlanEntry:
-        """Change the split, from a step that no rank has drawn yet; all ranks have to call it together."""
-        entry = super().adopt(plan, reason)
-        self.refresh_epoch_length()
-        return entry
-
     # set-up
-
-    def connect(self, model: "LightningModule") -> None:
-        """Attach the module, and the callback of the policy unless the user gave one.
-
-        Raises:
-            MisconfigurationException: if two policies were given.
-        """
-        super().connect(model)
-        self._attach_policy()
-
-    def setup_environment(self) -> None:
-        """Join the process group, then meet the other ranks."""
-        warn_of_stale_addresses(os.environ)
-        self._begin_without_checkpoint()
-        self.set_world_ranks()
-        self.config.check_world_size(self.world_size)  # before the first collective call
-        super().setup_environment()
-        self._attach_policy()  # a module may get its trainer after `connect`
-        if self.engine is None:
-            self.engine = HeteroEngine(
-                self.config,
-                rank=self.global_rank,
-                world_size=self.world_size,
-                device=self.root_device,
-                local_rank=self.local_rank,
-                timeout=self._timeout,
-            )
-        else:
-            go_on(self.engine.control, *self.engine.hook_state.topologies)
-        self._share_signals()
 
     def configure_ddp(self) -> None:
         """Find the smallest batch of the model before it is wrapped and, if asked for, the largest."""
         assert self.engine is not None
         self._require_one_checkpoint()
-        module = self._pl_module
-        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-            raise self._misconfiguration(
-                "training_step(dataloader_iter) draws batches by itself, so that their samples cannot be counted. "
-                "Take `batch` in training_step, or use strategy='ddp'."
-            )
-        refuse_own_gather(module, self.engine.world_size, self.config.policy, self._misconfiguration)
-        raise_minimum(self.engine, module)
+        self._check_module(self.engine)
         if self.config.probe_memory:
+            module = self._pl_module
             self.engine.data.bound_by_memory(probe_module(self._trainer, module, self.root_device, self.config))
         super().configure_ddp()
 
@@ -233,66 +178,3 @@ class HeteroDDPMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMi
         """Set up optimizers; those with sparse steps take the blocks of compressed gradients."""
         super().setup_optimizers(trainer)
         lead_optimizers(self)
-
-    def on_train_start(self) -> None:
-        """Refuse several train loaders, now that all of them are known.
-
-        Raises:
-            MisconfigurationException: if there is more than one.
-        """
-        super().on_train_start()
-        self._require_one_loader()
-        self._go_on_counting()
-        self._tell_settings()
-
-    # one step
-
-    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Begin the step, with the weight of this batch."""
-        if self._signals is not None and not self._signals.asked:  # Lightning has no check of its own
-            self._signals.check()
-        super().on_train_batch_start(batch, batch_idx)
-        assert self.engine is not None
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        self._at = trainer.current_epoch, batch_idx
-        counted = self.engine.begin_step(trainer.current_epoch, batch_idx, batch)
-        if counted == 0 and trainer._results is not None:
-            trainer._results.batch_size = 0  # runs with weight 0: it must not count in logged means either
-
-    def backward(
-        self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Weight the loss by this rank's share of the batch, then run backward."""
-        assert self.engine is not None
-        loss = self.engine.scale_loss(closure_loss)
-        with self.engine.backward():
-            result: torch.Tensor = super().backward(loss, optimizer, *args, **kwargs)
-        return result
-
-    def optimizer_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        closure: Callable[[], Any],
-        model: "LightningModule | torch.nn.Module | None" = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Step as DDP does, timed.
-
-        Raises:
-            RuntimeError: if under manual optimization no backward pass went through the strategy before this step.
-        """
-        assert self.engine is not None
-        assert self.lightning_module is not None
-        if not self.lightning_module.automatic_optimization:
-            self.engine.check_backward()
-        self.engine.observer.begin_update()
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self.engine.observer.end_update()
-        return result
-
-    def teardown(self) -> None:
-        """End the run; the engine stays: its plans can still be read, and a further run continues from them."""
-        if self.engine is not None:
-            self.engine.close()
-        super().teardown()

@@ -34,6 +34,9 @@ def test_a_batch_that_is_over_twice_ends_with_the_later_mark():
 
 
 def test_waits_of_a_sharded_model_are_those_of_all_passes():
-    passages = [BackwardMarks(1.0, [], {}, [4.0], [], [(2.0, 3.0)]), BackwardMarks(5.0, [], {}, [8.0], [], [(6.0, 7.0)])]
+    passages = [
+        BackwardMarks(1.0, [], {}, [4.0], [], [(2.0, 3.0)]),
+        BackwardMarks(5.0, [], {}, [8.0], [], [(6.0, 7.0)]),
+    ]
     forward = batch(passages, [])._replace(waits=[(0.5, 0.75)])
     assert sorted(forward.all_waits) == [(0.5, 0.75), (2.0, 3.0), (6.0, 7.0)]

@@ -1,0 +1,154 @@
+"""Steps on unequal batches, the same for every Lightning strategy that averages gradients of all ranks in each step."""
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_hetero.comm.agreement.group_lifetime import go_on
+from lightning_hetero.comm.collectives.row_gather import refuse_own_gather
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
+from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.frontend.model_setup import raise_minimum
+from lightning_hetero.frontend.plan_access import PlanAccess
+from lightning_hetero.frontend.restart_check import warn_of_stale_addresses
+from lightning_hetero.strategies._checkpoints.whole_files import WholeFilesMixin
+from lightning_hetero.strategies._lightning.checkpoint import CheckpointMixin
+from lightning_hetero.strategies._lightning.collectives import CollectivesMixin
+from lightning_hetero.strategies._lightning.ending import EndingMixin
+from lightning_hetero.strategies._lightning.train_data import TrainDataMixin
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+__all__ = ["UnevenStepsMixin"]
+
+
+class UnevenStepsMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMixin, WholeFilesMixin, PlanAccess):
+    """A strategy whose ranks train on unequal batches in each step, with the gradients of a single process.
+
+    A class that mixes it in sets :attr:`config`, and calls :meth:`_check_module` before it wraps or shards the module.
+    """
+
+    config: HeteroConfig
+
+    # what users read
+
+    def adopt(self, plan: BatchPlan, reason: str = "given") -> PlanEntry:
+        """Change the split, from a step that no rank has drawn yet; all ranks have to call it together."""
+        entry = super().adopt(plan, reason)
+        self.refresh_epoch_length()
+        return entry
+
+    # set-up
+
+    def connect(self, model: "LightningModule") -> None:
+        """Attach the module, and the callback of the policy unless the user gave one.
+
+        Raises:
+            MisconfigurationException: if two policies were given.
+        """
+        super().connect(model)
+        self._attach_policy()
+
+    def setup_environment(self) -> None:
+        """Join the process group, then meet the other ranks."""
+        warn_of_stale_addresses(os.environ)
+        self._begin_without_checkpoint()
+        self.set_world_ranks()
+        self.config.check_world_size(self.world_size)  # before the first collective call
+        super().setup_environment()
+        self._attach_policy()  # a module may get its trainer after `connect`
+        if self.engine is None:
+            self.engine = HeteroEngine(
+                self.config,
+                rank=self.global_rank,
+                world_size=self.world_size,
+                device=self.root_device,
+                local_rank=self.local_rank,
+                timeout=self._timeout,
+            )
+        else:
+            go_on(self.engine.control, *self.engine.hook_state.topologies)
+        self._share_signals()
+
+    def _check_module(self, engine: HeteroEngine) -> None:
+        """Refuse a module whose batches cannot be unequal, and find its smallest batch.
+
+        Raises:
+            MisconfigurationException: if it draws batches by itself, or its loss gathers equal batches over ranks.
+        """
+        module = self._pl_module
+        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+            raise self._misconfiguration(
+                "training_step(dataloader_iter) draws batches by itself, so that their samples cannot be counted. "
+                "Take `batch` in training_step, or use strategy='ddp'."
+            )
+        refuse_own_gather(module, engine.world_size, self.config.policy, self._misconfiguration)
+        raise_minimum(engine, module)
+
+    def on_train_start(self) -> None:
+        """Refuse several train loaders, now that all of them are known.
+
+        Raises:
+            MisconfigurationException: if there is more than one.
+        """
+        super().on_train_start()
+        self._require_one_loader()
+        self._go_on_counting()
+        self._tell_settings()
+
+    # one step
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        """Begin the step, with the weight of this batch."""
+        if self._signals is not None and not self._signals.asked:  # Lightning has no check of its own
+            self._signals.check()
+        super().on_train_batch_start(batch, batch_idx)
+        assert self.engine is not None
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._at = trainer.current_epoch, batch_idx
+        counted = self.engine.begin_step(trainer.current_epoch, batch_idx, batch)
+        if counted == 0 and trainer._results is not None:
+            trainer._results.batch_size = 0  # runs with weight 0: it must not count in logged means either
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Weight the loss by this rank's share of the batch, then run backward."""
+        assert self.engine is not None
+        loss = self.engine.scale_loss(closure_loss)
+        with self.engine.backward():
+            result: torch.Tensor = super().backward(loss, optimizer, *args, **kwargs)
+        return result
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: "LightningModule | torch.nn.Module | None" = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step as DDP does, timed.
+
+        Raises:
+            RuntimeError: if under manual optimization no backward pass went through the strategy before this step.
+        """
+        assert self.engine is not None
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            self.engine.check_backward()
+        self.engine.observer.begin_update()
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.engine.observer.end_update()
+        return result
+
+    def teardown(self) -> None:
+        """End the run; the engine stays: its plans can still be read, and a further run continues from them."""
+        if self.engine is not None:
+            self.engine.close()
+        super().teardown()
