@@ -18,7 +18,17 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["DDP_ALIASES", "ELASTIC_ALIASES", "FABRIC_ALIASES", "TARGETS", "RegistryFinder", "Target", "boot", "enter"]
+__all__ = [
+    "DDP_ALIASES",
+    "ELASTIC_ALIASES",
+    "FABRIC_ALIASES",
+    "FSDP_ALIASES",
+    "TARGETS",
+    "RegistryFinder",
+    "Target",
+    "boot",
+    "enter",
+]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -57,6 +67,8 @@ ELASTIC_ALIASES: dict[str, dict[str, Any]] = {
     start: {"start_method": method} for start, method in _START_METHODS.items()
 }
 
+FSDP_ALIASES: dict[str, dict[str, Any]] = {"": {}}
+
 FABRIC_ALIASES: dict[str, dict[str, Any]] = {
     **{start: {"start_method": method} for start, method in _START_METHODS.items()},
     "_find_unused_parameters_true": {"find_unused_parameters": True, "start_method": "popen"},
@@ -67,9 +79,12 @@ _LIGHTNING = "lightning_hetero.strategies.lightning_ddp:HeteroDDPStrategy"
 _PYTORCH_LIGHTNING = "lightning_hetero.strategies.pytorch_lightning_ddp:HeteroDDPStrategy"
 _LIGHTNING_ELASTIC = "lightning_hetero.strategies.lightning_elastic:HeteroElasticStrategy"
 _PYTORCH_LIGHTNING_ELASTIC = "lightning_hetero.strategies.pytorch_lightning_elastic:HeteroElasticStrategy"
+_LIGHTNING_FSDP = "lightning_hetero.strategies.lightning_fsdp:HeteroFSDPStrategy"
+_PYTORCH_LIGHTNING_FSDP = "lightning_hetero.strategies.pytorch_lightning_fsdp:HeteroFSDPStrategy"
 _FABRIC = "lightning_hetero.strategies.fabric_ddp:HeteroDDPStrategy"
 _LIGHTNING_FABRIC = "lightning_hetero.strategies.lightning_fabric_ddp:HeteroDDPStrategy"
-_NO_ELASTIC_FABRIC = "lightning_hetero.strategies.fabric_elastic:refuse"
+_NO_ELASTIC_FABRIC = "lightning_hetero.strategies.fabric_refused:refuse_elastic"
+_NO_FSDP_FABRIC = "lightning_hetero.strategies.fabric_refused:refuse_fsdp"
 TARGETS: tuple[Target, ...] = (
     Target("lightning.pytorch.strategies", "StrategyRegistry", _LIGHTNING, "hetero_ddp", DDP_ALIASES),
     Target("pytorch_lightning.strategies", "StrategyRegistry", _PYTORCH_LIGHTNING, "hetero_ddp", DDP_ALIASES),
@@ -81,10 +96,14 @@ TARGETS: tuple[Target, ...] = (
         "hetero_elastic",
         ELASTIC_ALIASES,
     ),
+    Target("lightning.pytorch.strategies", "StrategyRegistry", _LIGHTNING_FSDP, "hetero_fsdp", FSDP_ALIASES),
+    Target("pytorch_lightning.strategies", "StrategyRegistry", _PYTORCH_LIGHTNING_FSDP, "hetero_fsdp", FSDP_ALIASES),
     Target("lightning.fabric.strategies", "STRATEGY_REGISTRY", _FABRIC, "hetero_ddp", FABRIC_ALIASES),
     Target("lightning_fabric.strategies", "STRATEGY_REGISTRY", _LIGHTNING_FABRIC, "hetero_ddp", FABRIC_ALIASES),
     Target("lightning.fabric.strategies", "STRATEGY_REGISTRY", _NO_ELASTIC_FABRIC, "hetero_elastic", ELASTIC_ALIASES),
     Target("lightning_fabric.strategies", "STRATEGY_REGISTRY", _NO_ELASTIC_FABRIC, "hetero_elastic", ELASTIC_ALIASES),
+    Target("lightning.fabric.strategies", "STRATEGY_REGISTRY", _NO_FSDP_FABRIC, "hetero_fsdp", FSDP_ALIASES),
+    Target("lightning_fabric.strategies", "STRATEGY_REGISTRY", _NO_FSDP_FABRIC, "hetero_fsdp", FSDP_ALIASES),
 )
 
 

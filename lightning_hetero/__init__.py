@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
     from lightning_hetero.core import solve_optperf as solve_optperf
     from lightning_hetero.strategies.lightning_ddp import HeteroDDPStrategy as HeteroDDPStrategy
     from lightning_hetero.strategies.lightning_elastic import HeteroElasticStrategy as HeteroElasticStrategy
+    from lightning_hetero.strategies.lightning_fsdp import HeteroFSDPStrategy as HeteroFSDPStrategy
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ _EXPORTS = {
     "GNSCallback": "lightning_hetero.callbacks",
     "HeteroDDPStrategy": "lightning_hetero.strategies.lightning_ddp",
     "HeteroElasticStrategy": "lightning_hetero.strategies.lightning_elastic",
+    "HeteroFSDPStrategy": "lightning_hetero.strategies.lightning_fsdp",
     "LookAheadCallback": "lightning_hetero.callbacks",
     "NodeTimeModel": "lightning_hetero.core",
     "PerfModelCallback": "lightning_hetero.callbacks",

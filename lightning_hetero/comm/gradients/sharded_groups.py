@@ -44,9 +44,9 @@ class ShardedGroups:
         self._hook = hook
         self._reduced = self._holds = False
         hook.use(ReduceScatterMean(hook.world_size))
-        groups = groups_of(module)
-        self.num_groups = len(groups)
-        for group in groups:
+        self._groups = groups_of(module)
+        self.num_groups = len(self._groups)
+        for group in self._groups:
             self._watch(group)
 
     def _watch(self, group: Any) -> None:
@@ -75,6 +75,12 @@ class ShardedGroups:
                 return method(*args, **kwargs)
 
         return timed
+
+    def release(self) -> None:
+        """Take the marks away: the module may be trained in another way from now on."""
+        for group in self._groups:
+            for name in (*WAITS, REDUCES):
+                vars(group).pop(name, None)
 
     def accumulate(self, holds: bool) -> None:
         """Say whether the optimizer waits for further backward passes, whose gradients are added to this one's."""

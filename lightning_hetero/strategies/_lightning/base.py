@@ -1,7 +1,8 @@
 """The Lightning strategy that mixins extend, and what all of them need from it.
 
 At run time a mixin is combined with a strategy of either of Lightning's packages, so it has no base class of its own.
-For type checkers it extends the ``DDPStrategy`` of ``lightning.pytorch``; ``ModelParallelStrategy`` has the same methods.
+For type checkers it extends the ``DDPStrategy`` of ``lightning.pytorch``; ``ModelParallelStrategy`` has the same
+methods.
 """
 
 import importlib

@@ -1,0 +1,1 @@
+"""Sharded models (FSDP2) whose ranks have unequal batches, under Lightning's Trainer."""

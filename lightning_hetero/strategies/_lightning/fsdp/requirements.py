@@ -1,0 +1,136 @@
+"""What ``hetero_fsdp`` refuses, by name, with what to do instead: arguments, callbacks, and ways to shard a model."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_hetero.callbacks import GNSCallback, LookAheadCallback
+from lightning_hetero.callbacks._lightning import is_named
+from lightning_hetero.callbacks.adaptive_batch import AdaptiveBatchCallback
+from lightning_hetero.comm.gradients.sharded_groups import groups_of
+
+__all__ = ["refuse_arguments", "unsupported_callback", "unsupported_sharding", "unsupported_trainer"]
+
+_DDP = "Leave it out, or use strategy='hetero_ddp' if the model fits on every worker"
+_FSDP2 = "which shards parameters by FSDP2"
+REFUSED = {
+    "compression": f"FSDP sums shards of gradients by itself, so that nothing else can send them. {_DDP}.",
+    "hierarchy": f"FSDP sums gradients over its own device mesh. Leave it out: replicate_size=... is FSDP's own "
+    f"hierarchy, which sums shards inside each replica first. {_DDP}.",
+    "sparse_optimizer": f"it needs the blocks that block top-k sends, and FSDP sends whole gradients. {_DDP}.",
+    "staleness": f"FSDP waits for all gradients in their own step. {_DDP}.",
+    "transfer_priority": f"it orders stale gradients, and FSDP has none. {_DDP}.",
+    "probe_memory": "the memory of a sharded model depends on all workers at once, so one worker cannot try it alone. "
+    "Give the bounds: max_local_batch_sizes=[...].",
+    "ddp_comm_hook": f"there is no DDP whose hook it could be. {_DDP}.",
+    "find_unused_parameters": "FSDP needs no such search. Leave it out; use each block on all ranks or on none.",
+    "static_graph": "it is an argument of DDP. Leave it out.",
+    "gradient_as_bucket_view": "it is an argument of DDP. Leave it out.",
+    "bucket_cap_mb": "it is an argument of DDP; FSDP sends one message per block, so give auto_wrap_policy={Block}.",
+    "start_method": "FSDP's processes are started by the script itself, as with ModelParallelStrategy. Leave it out.",
+    "sharding_strategy": "it belongs to FSDP1, and hetero_fsdp is for FSDP2. 'FULL_SHARD' is the default; for "
+    "'SHARD_GRAD_OP' give reshard_after_forward=False, for 'HYBRID_SHARD' replicate_size=<number of replicas>.",
+    "cpu_offload": "it belongs to FSDP1, and hetero_fsdp is for FSDP2. Call fully_shard(..., "
+    "offload_policy=CPUOffloadPolicy()) in configure_model.",
+    "activation_checkpointing_policy": "it belongs to FSDP1. Call torch.utils.checkpoint.checkpoint in the model.",
+    "state_dict_type": "it belongs to FSDP1. Give save_distributed_checkpoint=True ('sharded') or False ('full').",
+    "mixed_precision": "it belongs to FSDP1. Give mp_policy=MixedPrecisionPolicy(...), or Trainer(precision=...).",
+}
+"""Arguments of other strategies, each with the reason and what to do instead."""
+
+_NOISE = (
+    "needs the gradient of each worker, and FSDP only shows shards of their sum. Leave it out, or use "
+    "strategy='hetero_ddp' if the model fits on every worker"
+)
+_COPY = "copies the whole model, which FSDP does not allow for shards. Leave it out, or use strategy='hetero_ddp'"
+
+
+def refuse_arguments(strategy: str, given: Mapping[str, Any]) -> None:
+    """Refuse arguments of other strategies, and settings that FSDP cannot have.
+
+    Raises:
+        ValueError: naming the first, with the reason and what to do instead.
+
+    Example:
+        >>> refuse_arguments("HeteroFSDPStrategy", {"staleness": 0, "timeout": None})
+    """
+    for name, reason in REFUSED.items():
+        if given.get(name):
+            raise ValueError(f"{strategy}({name}={given[name]!r}): {reason}")
+    if given.get("nonfinite", "warn") != "warn":
+        raise ValueError(
+            f"{strategy}(nonfinite={given['nonfinite']!r}): each rank sees only its shards of a gradient. Leave it at "
+            "'warn'; gradient_clip_val limits large gradients."
+        )
+    if given.get("tensor_parallel_size", "auto") not in ("auto", 1):
+        raise ValueError(
+            f"{strategy}(tensor_parallel_size={given['tensor_parallel_size']}): ranks that share a layer need the same "
+            "batch, and hetero_fsdp gives each rank its own. Set tensor_parallel_size=1, or use Lightning's "
+            "ModelParallelStrategy with equal batches."
+        )
+
+
+def unsupported_callback(callbacks: Iterable[Any]) -> str | None:
+    """Return why one of the callbacks cannot run on a sharded model, with advice; ``None`` if all can."""
+    for callback in callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, GNSCallback | AdaptiveBatchCallback | LookAheadCallback):
+            return f"{name} {_NOISE}."
+        if is_named(callback, "StochasticWeightAveraging") or is_named(callback, "WeightAveraging"):
+            return f"{name} {_COPY}."
+    return None
+
+
+def unsupported_trainer(strategy: Any, order: str | None) -> str | None:
+    """Return why a strategy cannot train with the settings of its trainer, with advice; ``None`` if it can.
+
+    Args:
+        strategy: strategy with its plugins.
+        order: the environment's order of a probe training, ``None`` without one.
+    """
+    if order is not None:
+        return (
+            "the environment orders a probe training of compressed gradients, which a sharded model has not. Profile "
+            "with strategy='hetero_ddp'"
+        )
+    if getattr(strategy.precision_plugin, "scaler", None) is not None:
+        return (
+            "precision='16-mixed' scales the loss, and ranks would leave out different steps, because each checks only "
+            "its shards. Use precision='bf16-mixed'"
+        )
+    if strategy._layer_sync is not None:
+        return (
+            "sync_batchnorm=True is not applied to sharded models. Leave it out, and call "
+            "nn.SyncBatchNorm.convert_sync_batchnorm(model) in configure_model before fully_shard"
+        )
+    return None
+
+
+def unsupported_sharding(module: nn.Module, world_size: int) -> str | None:
+    """Return why gradients of a module would not be the mean over all ranks, with advice; ``None`` if they will.
+
+    Args:
+        module: module after it was sharded.
+        world_size: number of ranks.
+    """
+    alone = [name for name, p in module.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    if alone:
+        return (
+            f"the parameter {alone[0]} is not sharded, so that no gradient of other ranks would reach it. Call "
+            "fully_shard in configure_model on a module that has it, or leave all sharding to hetero_fsdp"
+        )
+    for group in groups_of(module):
+        size = group.mesh_info.mesh.size()
+        if size != world_size:
+            return (
+                f"fully_shard was given a mesh of {size} of {world_size} ranks, so that the others would train another "
+                "model. Give it mesh=self.trainer.strategy.data_parallel_mesh"
+            )
+        if group.gradient_divide_factor is not None:
+            return (
+                f"set_gradient_divide_factor({group.gradient_divide_factor}) replaces the mean over ranks, which the "
+                "weights of the losses rest on. Leave it out"
+            )
+    return None
