@@ -80,7 +80,8 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
             raise ValueError(
                 f"distributed_type={self.distributed_type.value}, parallelism_config={parallel}: "
                 "unequal batches are for plain data parallelism on CPUs or GPUs. Leave the other plugin out, or use "
-                "Accelerator."
+                "Accelerator. For unequal batches of a sharded model (FSDP), use Lightning's "
+                "Trainer(strategy='hetero_fsdp')."
             )
         launched = os.environ.get("WORLD_SIZE", "1")
         if self.num_processes == 1 and launched not in ("", "1"):

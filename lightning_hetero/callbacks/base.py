@@ -26,6 +26,9 @@ from lightning_hetero.engine import HeteroEngine
 __all__ = ["PolicyCallback", "engine_of", "policy_states"]
 
 
+INSTEAD = "Trainer(strategy='hetero_ddp'), or strategy='hetero_fsdp' if one worker cannot hold the model"
+
+
 def policy_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the states of policies in a Lightning checkpoint; plain DDP's have none."""
     states = checkpoint.get("callbacks", {}).values()
@@ -94,7 +97,7 @@ class PolicyCallback(Callback):
             MisconfigurationException: if the trainer runs with another strategy.
         """
         needs = f"{type(self).__name__} needs a strategy that can split batches unevenly"
-        engine = self._engine = engine_of(trainer, needs, "Trainer(strategy='hetero_ddp')")
+        engine = self._engine = engine_of(trainer, needs, INSTEAD)
         self._first = self._first or (self.planner,)
         self._leave()  # Lightning calls no teardown after an exception
         if stage == "fit":

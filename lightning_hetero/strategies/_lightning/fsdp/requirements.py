@@ -10,6 +10,7 @@ from lightning_hetero.callbacks import GNSCallback, LookAheadCallback
 from lightning_hetero.callbacks._lightning import is_named
 from lightning_hetero.callbacks.adaptive_batch import AdaptiveBatchCallback
 from lightning_hetero.comm.gradients.sharded_groups import groups_of
+from lightning_hetero.probe_job import VARIABLE
 
 __all__ = ["refuse_arguments", "unsupported_callback", "unsupported_sharding", "unsupported_trainer"]
 
@@ -47,14 +48,18 @@ _NOISE = (
 _COPY = "copies the whole model, which FSDP does not allow for shards. Leave it out, or use strategy='hetero_ddp'"
 
 
-def refuse_arguments(strategy: str, given: Mapping[str, Any]) -> None:
+def refuse_arguments(strategy: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Refuse arguments of other strategies, and settings that FSDP cannot have.
+
+    Returns:
+        The other arguments; one that was turned off anyway is left out.
 
     Raises:
         ValueError: naming the first, with the reason and what to do instead.
 
     Example:
         >>> refuse_arguments("HeteroFSDPStrategy", {"staleness": 0, "timeout": None})
+        {'timeout': None}
     """
     for name, reason in REFUSED.items():
         if given.get(name):
@@ -70,6 +75,7 @@ def refuse_arguments(strategy: str, given: Mapping[str, Any]) -> None:
             "batch, and hetero_fsdp gives each rank its own. Set tensor_parallel_size=1, or use Lightning's "
             "ModelParallelStrategy with equal batches."
         )
+    return {name: value for name, value in given.items() if name not in (*REFUSED, "nonfinite")}
 
 
 def unsupported_callback(callbacks: Iterable[Any]) -> str | None:
@@ -83,17 +89,17 @@ def unsupported_callback(callbacks: Iterable[Any]) -> str | None:
     return None
 
 
-def unsupported_trainer(strategy: Any, order: str | None) -> str | None:
+def unsupported_trainer(strategy: Any, environment: Mapping[str, str]) -> str | None:
     """Return why a strategy cannot train with the settings of its trainer, with advice; ``None`` if it can.
 
     Args:
         strategy: strategy with its plugins.
-        order: the environment's order of a probe training, ``None`` without one.
+        environment: environment variables.
     """
-    if order is not None:
+    if VARIABLE in environment:
         return (
-            "the environment orders a probe training of compressed gradients, which a sharded model has not. Profile "
-            "with strategy='hetero_ddp'"
+            f"the environment variable {VARIABLE} orders a probe training with compressed gradients, which sharded "
+            f"models do not have. Unset it to train: unset {VARIABLE}. Profile with strategy='hetero_ddp'"
         )
     if getattr(strategy.precision_plugin, "scaler", None) is not None:
         return (

@@ -41,7 +41,7 @@ def networks_of(module: nn.Module) -> dict[str, nn.Module]:
                     f"{first} and {name} share a parameter, which would be sharded twice and trained apart. Make them "
                     "parts of one nn.Module, or call fully_shard([first, second]) on them in configure_model."
                 )
-    alone = [name for name, parameter in module.named_parameters() if parameter not in owners]
+    alone = [name for name, p in module.named_parameters() if p.requires_grad and p not in owners]
     if alone:
         raise ValueError(
             f"the parameter {alone[0]} belongs to the LightningModule itself, or to a container without a forward "
@@ -117,8 +117,15 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, kinds: Collection[type[nn.
         how: arguments of ``fully_shard``.
 
     Raises:
-        ValueError: if a parameter is outside of all networks, or shared by two of them.
+        ValueError: if a parameter is outside of all networks or shared by two of them, or no block is of these classes.
     """
-    for network in networks_of(module).values():
+    networks = networks_of(module).values()
+    if kinds is not None and not any(isinstance(part, tuple(kinds)) for one in networks for part in one.modules()):
+        names = ", ".join(kind.__name__ for kind in kinds)
+        raise ValueError(
+            f"auto_wrap_policy={{{names}}}: the model has no module of these classes. Give the class of its blocks, or "
+            "leave it out."
+        )
+    for network in networks:
         for part in (*blocks_of(network, kinds), network):
             fully_shard(part, mesh=mesh, **how)

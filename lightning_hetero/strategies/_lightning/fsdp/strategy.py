@@ -22,7 +22,6 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.validation import check_int, check_names
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.log import show_log
-from lightning_hetero.probe_job import VARIABLE
 from lightning_hetero.strategies._arguments import refuse_for_own_loops
 from lightning_hetero.strategies._lightning.fsdp.requirements import (
     refuse_arguments,
@@ -35,7 +34,7 @@ from lightning_hetero.strategies._lightning.uneven_steps import UnevenStepsMixin
 from lightning_hetero.strategies._registration import register
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["HeteroFSDPMixin"]
 
@@ -121,7 +120,7 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         **kwargs: Any,
     ) -> None:
         refuse_for_own_loops(self, kwargs)
-        refuse_arguments(type(self).__name__, kwargs)
+        kwargs = refuse_arguments(type(self).__name__, kwargs)
         own = list(inspect.signature(HeteroFSDPMixin.__init__).parameters)[1:-1]
         check_names(type(self).__name__, kwargs, [*own, *MODEL_PARALLEL])
         self.config = HeteroConfig(
@@ -165,7 +164,7 @@ class HeteroFSDPMixin(UnevenStepsMixin):
     def _attach_policy(self) -> None:
         if self._trainer_if_any is not None:
             reason = unsupported_callback(callbacks_of(self._trainer))
-            reason = reason or unsupported_trainer(self, os.environ.get(VARIABLE))
+            reason = reason or unsupported_trainer(self, os.environ)
             if reason is not None:
                 raise self._misconfiguration(f"strategy='hetero_fsdp': {reason}.")
         super()._attach_policy()
@@ -203,14 +202,11 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         """
         assert self.engine is not None
         module = self._pl_module
+        self.engine.control.require_equal("the kind of device that a sharded model is on", self.root_device.type)
         self._check_module(self.engine)
         if self.engine.world_size > 1:
             check_rescaled(module)
-        if not is_sharded(module):
-            spread_from_first(module, self.root_device)
-            given = {name: value for name, value in self.shard_settings.items() if value is not None}
-            shard_module(module, self.data_parallel_mesh, self.auto_wrap_policy, **given)
-            module.configure_model = _already_sharded  # type: ignore[method-assign]
+        self._shard_by_default(self.engine, module)
         reason = unsupported_sharding(module, self.world_size)
         if reason is not None:
             raise self._misconfiguration(f"strategy='hetero_fsdp': {reason}.")
@@ -218,6 +214,21 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         self._sharded = self.engine.models[module] = ShardedGroups(module, self.engine.hook_state)
         self.engine.health.begin()
         super().setup(trainer)
+
+    def _shard_by_default(self, engine: HeteroEngine, module: "LightningModule") -> None:
+        """Shard the module, unless ``configure_model`` or an earlier run did."""
+        given = {name: value for name, value in self.shard_settings.items() if value is not None}
+        if not is_sharded(module):
+            spread_from_first(module, self.root_device)
+            shard_module(module, self.data_parallel_mesh, self.auto_wrap_policy, **given)
+            module.configure_model = _already_sharded  # type: ignore[method-assign]
+            return
+        without_effect = [*given, *(["auto_wrap_policy"] if self.auto_wrap_policy else [])]
+        if without_effect:
+            engine.notices.say(
+                f"{', '.join(without_effect)}: without effect, because the model is sharded already, by "
+                "configure_model or an earlier run. Give these to fully_shard in configure_model."
+            )
 
     def on_train_start(self) -> None:
         """Check that all ranks resume from the same checkpoint, and refuse several train loaders."""
