@@ -226,12 +226,17 @@ def test_reference_lists_every_public_name():
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), name
     public = {name for name in lightning_hetero.__all__ if not name.startswith("_")}
-    assert public <= {name.rpartition(".")[2] for name in named} | {"HeteroDDPStrategy", "HeteroElasticStrategy"}
+    assert public <= {name.rpartition(".")[2] for name in named} | {
+        "HeteroDDPStrategy",
+        "HeteroElasticStrategy",
+        "HeteroFSDPStrategy",
+    }
     assert "`lightning_hetero.HeteroDDPStrategy`" in reference
 
 
 OWN_MODULES = {  # one class for each namespace of Lightning, its base, and what needs a package of its own
     *("lightning_hetero.strategies._lightning.ddp", "lightning_hetero.strategies._lightning.elastic.strategy"),
+    "lightning_hetero.strategies._lightning.fsdp.strategy",
     *("lightning_hetero.strategies._fabric.ddp", "lightning_hetero.strategies.ray"),
     "lightning_hetero.core.batching.lr_scaling",  # of LR_RULES: Sphinx finds what describes a value beside it only
 }

@@ -25,6 +25,7 @@ SHOWN = {
     "cli": (r"split (\d+)/(\d+) from epoch \d+ step \d+: compute times", 256),
     "torchrun": (FOLLOWS, 256),
     "mixed_devices": (FOLLOWS, 256),
+    "fsdp": (FOLLOWS, 1024),
     "ray_train": (FOLLOWS, 256),
     "custom_planner": (r"split (\d+)/(\d+) from epoch 0 step \d+: by samples per second, once", 256),
 }

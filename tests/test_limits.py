@@ -23,10 +23,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_hetero import DynamicBatchPIDCallback, HeteroDDPStrategy, PerfModelCallback
+from lightning_hetero import DynamicBatchPIDCallback, HeteroDDPStrategy, HeteroFSDPStrategy, PerfModelCallback
 from lightning_hetero.data import SamplerStream
 from tests.helpers import Points, Regressor, run_ranks, trainer_of
 
@@ -740,6 +741,28 @@ def skipped_step():
 def other_strategies():
     for strategy in ("ddp", ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)):
         refused("hetero_ddp", strategy=strategy, callbacks=[PerfModelCallback()])
+
+
+@case("sharded models (`hetero_fsdp`)")
+def sharded_models():
+    like_one_process({"strategy": HeteroFSDPStrategy(**SPLIT), "model": Whole()}, {})
+    refused("is not sharded", strategy=HeteroFSDPStrategy(**SPLIT), model=Partly())
+
+
+class Whole(Model):
+    """Knows its whole weights, of which a rank has shards."""
+
+    def on_before_optimizer_step(self, optimizer):
+        pass
+
+    def flat(self):
+        weights = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in self.parameters())
+        return torch.cat([weight.detach().flatten() for weight in weights]).numpy()
+
+
+class Partly(Whole):
+    def configure_model(self):
+        fully_shard(self.net[0], mesh=self.trainer.strategy.data_parallel_mesh)
 
 
 @case("two policies")

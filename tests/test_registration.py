@@ -103,6 +103,30 @@ def test_elastic_averaging_has_its_names(namespace, tmp_path):
     assert modules == [NAMESPACES[namespace].replace("_ddp", "_elastic")]
 
 
+# Makes `hetero_fsdp`, with the strategies that its name begins; prints its class's module and base.
+MAKE_FSDP = """
+import json
+from {namespace}.strategies import ModelParallelStrategy, StrategyRegistry
+names = [key for key in StrategyRegistry if key.startswith("hetero_fsdp")]
+made = StrategyRegistry.get("hetero_fsdp")
+print(json.dumps([names, type(made).__module__, isinstance(made, ModelParallelStrategy)]))
+"""
+
+
+@namespaces
+def test_sharded_models_have_their_name(namespace, tmp_path):
+    names, module, derived = json.loads(run(MAKE_FSDP.format(namespace=namespace), tmp_path))
+    assert names == ["hetero_fsdp"], "subprocesses only, as with ModelParallelStrategy"
+    assert (module, derived) == (NAMESPACES[namespace].replace("_ddp", "_fsdp"), True)
+
+
+@pytest.mark.parametrize("namespace", ["lightning.fabric", "lightning_fabric"])
+def test_fabric_is_told_that_sharded_models_are_of_the_trainer(namespace):
+    fabric = pytest.importorskip(namespace)
+    with pytest.raises(ValueError, match=r"hetero_fsdp.*use Trainer\(strategy='hetero_fsdp'\), or .*'hetero_ddp'"):
+        fabric.Fabric(strategy="hetero_fsdp", accelerator="cpu", devices=2)
+
+
 @pytest.mark.parametrize("namespace", ["lightning.fabric", "lightning_fabric"])
 def test_fabric_is_told_what_there_is_in_place_of_elastic_averaging(namespace):
     fabric = pytest.importorskip(namespace)

@@ -35,6 +35,11 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
+def whole(parameter):
+    """A sharded parameter of all ranks; any other as it is."""
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
 def _fit(rank, strategy, world_size, batch_size, ckpt_path=None, folder=None, max_epochs=EPOCHS):
     if isinstance(strategy, dict):
         from lightning_hetero.strategies.pytorch_lightning_ddp import HeteroDDPStrategy
@@ -57,16 +62,16 @@ def _fit(rank, strategy, world_size, batch_size, ckpt_path=None, folder=None, ma
         trainer.save_checkpoint(f"{folder}/last.ckpt")
     return {
         "strategy": type(trainer.strategy).__module__,
-        "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).numpy(),
+        "weights": torch.cat([whole(p).detach().flatten() for p in model.parameters()]).numpy(),
         "seen": model.seen,
         "steps": trainer.global_step,
         "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
     }
 
 
-def close(ours, alone):
+def close(ours, alone, kind="ddp"):
     for result in ours:
-        assert result["strategy"] == "lightning_hetero.strategies.pytorch_lightning_ddp"
+        assert result["strategy"] == f"lightning_hetero.strategies.pytorch_lightning_{kind}"
         np.testing.assert_allclose(result["weights"], alone["weights"], rtol=1e-12)
         assert result["steps"] == alone["steps"]
         assert result["metrics"]["train"] == pytest.approx(alone["metrics"]["train"], rel=1e-5)
@@ -79,13 +84,14 @@ def test_equal_to_one_process(strategy):
     close(run_ranks(_fit, 2, strategy, 2, 5), alone)
 
 
-def test_resumes_from_its_checkpoint(tmp_path):
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_resumes_from_its_checkpoint(tmp_path, kind):
     (alone,) = run_ranks(_fit, 1, "ddp", 1, 10)
-    first = run_ranks(_fit, 2, "hetero_ddp", 2, 5, None, str(tmp_path), 1)
-    rest = run_ranks(_fit, 2, "hetero_ddp", 2, 5, str(tmp_path / "last.ckpt"))
+    first = run_ranks(_fit, 2, f"hetero_{kind}", 2, 5, None, str(tmp_path), 1)
+    rest = run_ranks(_fit, 2, f"hetero_{kind}", 2, 5, str(tmp_path / "last.ckpt"))
     for before, after in zip(first, rest, strict=True):
         after["seen"] = before["seen"] + after["seen"]
-    close(rest, alone)
+    close(rest, alone, kind)
 
 
 def _bad(rank):

@@ -1,8 +1,8 @@
 """Parameter groups of a model under FSDP2: what they wait for, and whether their gradients were weighted.
 
 ``fully_shard`` divides parameters into groups. A group gathers its parameters before the forward and the backward pass
-of its modules, and reduce-scatters their gradients afterwards: the mean over ranks, ``sum_i (W b_i / B) g_i / W = sum_i
-r_i g_i`` (C eq. 9), because the weight ``W b_i / B`` is in the gradient since the loss entered backward. Each of these
+of its modules, and averages their gradients afterwards, each rank its shard: ``sum_i (W b_i / B) g_i / W = sum_i r_i
+g_i`` (C eq. 9), because the weight ``W b_i / B`` is in the gradient since the loss entered backward. Each of these
 collectives waits for the slowest rank, so all ranks seem equally fast. Marks around them tell waiting from computing.
 """
 
@@ -35,9 +35,6 @@ class ShardedGroups:
     Args:
         module: model whose sub-modules ``fully_shard`` has sharded.
         hook: state of the gradients, which knows whether the loss of the running backward pass was weighted.
-
-    Attributes:
-        num_groups: number of groups.
     """
 
     def __init__(self, module: nn.Module, hook: HookState) -> None:
@@ -45,7 +42,6 @@ class ShardedGroups:
         self._reduced = self._holds = False
         hook.use(ReduceScatterMean(hook.world_size))
         self._groups = groups_of(module)
-        self.num_groups = len(self._groups)
         for group in self._groups:
             self._watch(group)
 

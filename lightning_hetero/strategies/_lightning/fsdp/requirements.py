@@ -1,4 +1,4 @@
-"""What ``hetero_fsdp`` refuses, by name, with what to do instead: arguments, callbacks, and ways to shard a model."""
+"""Arguments, callbacks and ways to shard a model that ``hetero_fsdp`` refuses by name, with what to do instead."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,7 +15,6 @@ from lightning_hetero.probe_job import VARIABLE
 __all__ = ["refuse_arguments", "unsupported_callback", "unsupported_sharding", "unsupported_trainer"]
 
 _DDP = "Leave it out, or use strategy='hetero_ddp' if the model fits on every worker"
-_FSDP2 = "which shards parameters by FSDP2"
 REFUSED = {
     "compression": f"FSDP sums shards of gradients by itself, so that nothing else can send them. {_DDP}.",
     "hierarchy": f"FSDP sums gradients over its own device mesh. Leave it out: replicate_size=... is FSDP's own "

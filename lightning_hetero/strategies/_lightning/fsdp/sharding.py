@@ -8,7 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+
+try:
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+except ImportError as error:  # torch 2.5
+    raise ImportError("strategy='hetero_fsdp' shards models by FSDP2 (fully_shard), from torch 2.6 on.") from error
 
 __all__ = ["blocks_of", "is_sharded", "networks_of", "shard_module", "spread_from_first"]
 

@@ -40,6 +40,8 @@ __all__ = ["HeteroFSDPMixin"]
 
 show_log()
 
+CONFIGURE_MODEL = "configure_model"
+"""The hook without which Lightning refuses a module; the strategy gives one to a module that it has sharded."""
 MODEL_PARALLEL = (
     *("data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint"),
     *("process_group_backend", "timeout"),
@@ -191,7 +193,7 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         if self.replicate_size > 1:
             shape, names = (self.replicate_size, world // self.replicate_size), ("replicate", "shard")
             self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
-        self._pl_module._device_mesh = self._device_mesh
+            vars(self._pl_module)["_device_mesh"] = self._device_mesh  # its `device_mesh`
 
     def setup(self, trainer: "Trainer") -> None:
         """Shard the module unless it shards itself, then set up optimizers.
@@ -221,7 +223,7 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         if not is_sharded(module):
             spread_from_first(module, self.root_device)
             shard_module(module, self.data_parallel_mesh, self.auto_wrap_policy, **given)
-            module.configure_model = _already_sharded  # type: ignore[method-assign]
+            vars(module)[CONFIGURE_MODEL] = _already_sharded
             return
         without_effect = [*given, *(["auto_wrap_policy"] if self.auto_wrap_policy else [])]
         if without_effect:
