@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
+    LearningRateFinder,
     ModelCheckpoint,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
@@ -382,7 +383,8 @@ class AsksForSteps(Sharded):
 
 
 def _saved(rank, world_size, sizes, model, files, kwargs):
-    strategy = HeteroFSDPStrategy(local_batch_sizes=sizes, save_distributed_checkpoint=files)
+    settings = {"local_batch_sizes": sizes, "save_distributed_checkpoint": files}
+    strategy = HeteroFSDPStrategy(**settings, replicate_size=2 if world_size == 4 else 1)
     return fit(
         rank, strategy, world_size, BATCH // world_size, model=model(), dataset=Points(70), max_epochs=3, **kwargs
     )
@@ -395,12 +397,13 @@ def saves(folder, **kwargs):
 
 @pytest.mark.parametrize("files", [True, False], ids=["shards", "one file"])
 def test_training_resumes_inside_an_epoch_on_any_number_of_ranks(tmp_path, files):
-    """7 steps an epoch, saved after 10: inside the second epoch."""
+    """7 steps an epoch, saved after 10: inside the second epoch. Four ranks hold two replicas."""
     full = run_ranks(_saved, 2, 2, [7, 3], Sharded, files, saves(tmp_path, every_n_train_steps=5))
     path = next(tmp_path.glob("*step=10.ckpt"))
     assert path.is_dir() == files
     before = [i for r in full for epoch, step, seen in r["seen"] if epoch == 1 and step < 3 for i in seen]
-    for world_size, sizes, model in ((2, [7, 3], AsksForSteps), (3, [5, 4, 1], Sharded), (1, [10], Sharded)):
+    runs = [(2, [7, 3], AsksForSteps), (3, [5, 4, 1], Sharded), (1, [10], Sharded), (4, [1, 2, 3, 4], Sharded)]
+    for world_size, sizes, model in runs:
         rest = run_ranks(_saved, world_size, world_size, sizes, model, files, {"ckpt_path": str(path)})
         assert sorted(before + covered(rest, 1)) == list(range(70))
         assert covered(rest, 2) == list(range(70))
@@ -529,6 +532,27 @@ class Rescaled(Sharded):
         self.table = nn.Embedding(3, 2, max_norm=1.0)
 
 
+class SparseTable(Sharded):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(3, 2, sparse=True)
+
+
+class OtherDevice(Sharded):
+    """The second rank is on a device of another kind, as far as the strategy can tell."""
+
+    def configure_model(self):
+        if self.trainer.global_rank == 1:
+            type(self.trainer.strategy).root_device = torch.device("meta")
+
+
+class OtherCheckpoint(L.Callback):
+    """Each rank believes to have read another file."""
+
+    def setup(self, trainer, pl_module, stage):
+        trainer.strategy._loaded = str(trainer.global_rank)
+
+
 class Direct(Manual):
     def training_step(self, batch, batch_idx):
         self.loss(batch).backward()
@@ -541,6 +565,10 @@ REFUSED = {
     "divided": (Divided, {}, {}, r"set_gradient_divide_factor\(1.0\).*Leave it out"),
     "mesh": (HalfMesh, {}, {}, "a mesh of 1 of 2 ranks.*data_parallel_mesh"),
     "rescaled": (Rescaled, {}, {}, "max_norm=1.0"),
+    "sparse": (SparseTable, {}, {}, "table has sparse gradients.*sparse=False"),
+    "kinds": (OtherDevice, {}, {}, "kind of device.*rank 0: 'cpu', rank 1: 'meta'"),
+    "checkpoints": (Sharded, {}, {"callbacks": OtherCheckpoint}, "checkpoint that training goes on from.*rank 1: '1'"),
+    "rates": (Sharded, {}, {"callbacks": LearningRateFinder}, "LearningRateFinder goes back.*Leave it out"),
     "direct": (Direct, {}, {}, r"loss.backward\(\) was called directly"),
     "no such block": (Sharded, {"auto_wrap_policy": {Block}}, {}, "auto_wrap_policy={Block}.*class of its blocks"),
     "replicas": (Sharded, {"replicate_size": 3}, {}, "replicate_size=3 does not divide 2 workers"),

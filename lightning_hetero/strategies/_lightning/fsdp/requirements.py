@@ -82,9 +82,14 @@ def unsupported_callback(callbacks: Iterable[Any]) -> str | None:
     for callback in callbacks:
         name = type(callback).__name__
         if isinstance(callback, GNSCallback | AdaptiveBatchCallback | LookAheadCallback):
-            return f"{name} {_NOISE}."
+            return f"{name} {_NOISE}"
         if is_named(callback, "StochasticWeightAveraging") or is_named(callback, "WeightAveraging"):
-            return f"{name} {_COPY}."
+            return f"{name} {_COPY}"
+        if is_named(callback, "LearningRateFinder"):
+            return (
+                f"{name} goes back to a checkpoint that lacks settings of the sharded optimizer, so that torch cannot "
+                "read it. Leave it out, and find the learning rate on one process"
+            )
     return None
 
 
@@ -120,6 +125,9 @@ def unsupported_sharding(module: nn.Module, world_size: int) -> str | None:
         module: module after it was sharded.
         world_size: number of ranks.
     """
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
+            return f"{name} has sparse gradients, which FSDP does not average. Set sparse=False there"
     alone = [name for name, p in module.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if alone:
         return (

@@ -88,13 +88,19 @@ def blocks_of(network: nn.Module, kinds: Collection[type[nn.Module]] | None = No
     else:
         members = {part for part in parts if isinstance(part, tuple(kinds))}
     members = {m for m in members if m is not network and not isinstance(m, nn.ModuleList | nn.ModuleDict)}
-    uses = Counter(id(p) for part in parts for p in part.parameters(recurse=False))
+    uses = _uses(network)
     return [m for m in reversed(parts) if m in members and _is_closed(m, uses)]
 
 
-def _is_closed(block: nn.Module, uses: Counter[int]) -> bool:
+def _uses(module: nn.Module) -> Counter[nn.Parameter]:
+    """Count the places of each parameter in a module; a sub-module that is there twice has two."""
+    places = (part for _, part in module.named_modules(remove_duplicate=False))
+    return Counter(p for part in places for p in part.parameters(recurse=False))
+
+
+def _is_closed(block: nn.Module, uses: Counter[nn.Parameter]) -> bool:
     """Return whether the block has parameters, and is the only one that uses them."""
-    own = Counter(id(p) for part in block.modules() for p in part.parameters(recurse=False))
+    own = _uses(block)
     return bool(own) and all(uses[p] == count for p, count in own.items())
 
 
