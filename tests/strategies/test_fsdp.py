@@ -187,10 +187,19 @@ def test_gradients_and_weights_equal_one_process(case):
     assert sum(r["shards"] for r in results) == len(reference["weights"]), "each rank has its own part of the model"
 
 
-def test_replicas_of_a_sharded_model_equal_one_process():
+class ShardsByItsMesh(Sharded):
+    """Takes the mesh from where Lightning's documentation has it."""
+
+    def configure_model(self):
+        if isinstance(self.trainer.strategy, HeteroFSDPStrategy):
+            fully_shard(self.net, mesh=self.device_mesh["replicate", "shard"])
+
+
+@pytest.mark.parametrize("model", [Deep, ShardsByItsMesh])
+def test_replicas_of_a_sharded_model_equal_one_process(model):
     """Two replicas of two shards: sums of gradients over shards, then over replicas."""
-    reference = run_ranks(_one, 1, Deep, {})[0]
-    results = run_ranks(_hetero, 4, [7, 1, 3, 5], Deep, {"replicate_size": 2}, {})
+    reference = run_ranks(_one, 1, model, {})[0]
+    results = run_ranks(_hetero, 4, [7, 1, 3, 5], model, {"replicate_size": 2}, {})
     for result in results:
         np.testing.assert_allclose(result["grads"], reference["grads"], **EXACT)
         np.testing.assert_allclose(result["weights"], reference["weights"], **EXACT)
@@ -281,7 +290,8 @@ def _learns(rank, per_sample, settings, kwargs, timed):
     strategy, model = HeteroFSDPStrategy(replan=6, **settings), Timed(per_sample[rank])
     trainer = trainer_of(strategy, len(per_sample), max_epochs=1, **kwargs)
     trainer.fit(model, DataLoader(Points(32 * 26), 32 // len(per_sample), shuffle=True))
-    return model.ran, [entry.plan.local_batch_sizes for entry in strategy.plan_history], strategy.engine.observer
+    plans = [entry.plan.local_batch_sizes for entry in strategy.plan_history]
+    return model.ran, plans, strategy.engine.observer.synced_steps == trainer.global_step
 
 
 SPEEDS = [0.0008, 0.0024]  # seconds per sample: of 32 samples, 24 and 8 take equally long
@@ -308,8 +318,9 @@ def test_the_split_that_is_learned_is_close_to_the_optimum(speeds, settings, kwa
     assert plans[0] == (32 // len(speeds),) * len(speeds)
     optimum = min(slowest(sizes, speeds) for sizes in _splits(32, speeds))
     assert optimum / slowest(plans[-1], speeds) > 0.8, plans
-    for rank, (ran, told, _) in enumerate(results):
+    for rank, (ran, told, counts_steps) in enumerate(results):
         assert told == plans
+        assert counts_steps, "micro-batches count as steps"
         assert ran[0] == plans[0][rank]
         assert plans[-1][rank] in ran, "the decision changes the batches that follow"
 
@@ -683,16 +694,31 @@ def test_a_module_can_be_fitted_twice():
         assert not np.array_equal(*weights)
 
 
-def _evaluates(rank):
+def _evaluates(rank, settings):
     class Evaluated(Sharded):
         def test_step(self, batch, batch_idx):
+            self.seen += batch[2].tolist()
             self.log("loss", self.loss(batch), sync_dist=True)
 
-    trainer = trainer_of(HeteroFSDPStrategy(balance_evaluation=True), 2)
-    return trainer.test(Evaluated(), DataLoader(Points(8), 2))[0]["loss"]
+    trainer, model = trainer_of(HeteroFSDPStrategy(**settings), 2), Evaluated()
+    return trainer.test(model, DataLoader(Points(8), 2))[0]["loss"], model.seen
 
 
-def test_evaluation_needs_no_training():
-    losses = run_ranks(_evaluates, 2)
+@pytest.mark.parametrize("settings", [{"balance_evaluation": True}, {"replicate_size": 2}], ids=str)
+def test_evaluation_needs_no_training_and_is_shared(settings):
     expected = Sharded().loss(next(iter(DataLoader(Points(8), 8)))).item()
-    assert losses == pytest.approx([expected] * 2)
+    results = run_ranks(_evaluates, 2, settings)
+    assert [loss for loss, _ in results] == pytest.approx([expected] * 2)
+    assert sorted(i for _, seen in results for i in seen) == list(range(8))
+
+
+def _diverges(rank):
+    lines, trainer = collected(), trainer_of(HeteroFSDPStrategy(), 2)
+    for number in (1, 2):
+        trainer.fit_loop.max_epochs = number
+        trainer.fit(Sharded(loss_scale=float("nan")), DataLoader(Points(16), 4))
+    return [line for line in lines if "the loss is nan" in line]
+
+
+def test_each_training_says_that_its_loss_is_not_finite():
+    assert [len(said) for said in run_ranks(_diverges, 2)] == [2, 2]

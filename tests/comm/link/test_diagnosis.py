@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_hetero.comm.gradients.ddp_hook import HookState
+from lightning_hetero.comm.gradients.sharded_groups import ReduceScatterMean
 from lightning_hetero.comm.link.diagnosis import LinkDiagnosis
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.observations import StepObservations
@@ -99,6 +100,18 @@ def observed(workers, wait):
     """Eight steps that wait for the network for so long."""
     ones = np.ones((8, workers))
     return StepObservations(8 * ones, 0.01 * ones, 0.01 * ones, ones, 0 * ones, wait * ones, ones)
+
+
+def test_a_sharded_model_is_not_told_to_compress(said):
+    """FSDP sends gradients itself, so that there is neither compression nor a hierarchy."""
+    sharded = diagnosis(4, HeteroConfig())
+    sharded.hook.use(ReduceScatterMean(4))
+    sharded.observe(observed(4, 36.0), accumulation=1)
+    ((level, text),) = said
+    assert level == "WARNING"
+    assert "reshard_after_forward=False" in text
+    assert "compression=" not in text
+    assert "hierarchy" not in text
 
 
 def test_a_controller_of_the_density_speaks_of_a_thin_link_itself(said):
