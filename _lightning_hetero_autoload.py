@@ -83,8 +83,8 @@ _LIGHTNING_FSDP = "lightning_hetero.strategies.lightning_fsdp:HeteroFSDPStrategy
 _PYTORCH_LIGHTNING_FSDP = "lightning_hetero.strategies.pytorch_lightning_fsdp:HeteroFSDPStrategy"
 _FABRIC = "lightning_hetero.strategies.fabric_ddp:HeteroDDPStrategy"
 _LIGHTNING_FABRIC = "lightning_hetero.strategies.lightning_fabric_ddp:HeteroDDPStrategy"
-_NO_ELASTIC_FABRIC = "lightning_hetero.strategies.fabric_refused:refuse_elastic"
-_NO_FSDP_FABRIC = "lightning_hetero.strategies.fabric_refused:refuse_fsdp"
+_NO_ELASTIC_FABRIC = "lightning_hetero.strategies._fabric.refused:refuse_elastic"
+_NO_FSDP_FABRIC = "lightning_hetero.strategies._fabric.refused:refuse_fsdp"
 TARGETS: tuple[Target, ...] = (
     Target("lightning.pytorch.strategies", "StrategyRegistry", _LIGHTNING, "hetero_ddp", DDP_ALIASES),
     Target("pytorch_lightning.strategies", "StrategyRegistry", _PYTORCH_LIGHTNING, "hetero_ddp", DDP_ALIASES),

@@ -27,7 +27,7 @@ POLICY, PROBE, HOOK = "callbacks/base.py", "strategies/_lightning/probes/memory.
 ELASTIC, RULES = "strategies/_lightning/elastic/steps.py", "strategies/_lightning/elastic/requirements.py"
 DATA, LENGTH = "strategies/_lightning/train_data.py", "strategies/_lightning/epoch_length.py"
 RESUME, MODEL = "strategies/_lightning/resumption.py", "frontend/model_setup.py"
-SIGNALS = "strategies/_lightning/signals.py"
+SIGNALS, SHARDED = "strategies/_lightning/signals.py", "strategies/_lightning/fsdp/strategy.py"
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 NAMESPACES = ["lightning.pytorch", "pytorch_lightning"]
 
@@ -321,6 +321,33 @@ def test_hooks_are_registered_by_a_method_that_runs_on_every_device(name):
 def test_methods_that_the_strategy_extends(pl, method, parameters):
     found = list(inspect.signature(getattr(pl.strategies.DDPStrategy, method)).parameters)
     assert found == parameters, used(STRATEGY, "as a seam")
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        ("setup_environment", ["self"]),
+        ("setup", ["self", "trainer"]),
+        ("block_backward_sync", ["self"]),
+        ("lightning_module_state_dict", ["self"]),
+        ("set_world_ranks", ["self"]),
+    ],
+)
+def test_methods_that_the_strategy_of_sharded_models_extends(pl, method, parameters):
+    found = list(inspect.signature(getattr(pl.strategies.ModelParallelStrategy, method)).parameters)
+    assert found == parameters, used(SHARDED, "as a seam")
+
+
+def test_sizes_of_the_mesh_of_sharded_models(pl):
+    """What ``setup_environment`` makes the mesh of; ``configure_model`` of an instance counts as one of the class."""
+    given = vars(pl.strategies.ModelParallelStrategy(data_parallel_size=3))
+    assert (given["_data_parallel_size"], given["_tensor_parallel_size"]) == (3, "auto"), used(SHARDED, "as sizes")
+    assert given["_device_mesh"] is None, used(SHARDED, "as the mesh")
+    module = module_of(pl)
+    overrides = submodule(pl, "utilities.model_helpers").is_overridden
+    assert not overrides("configure_model", module)
+    vars(module)["configure_model"] = lambda: None
+    assert overrides("configure_model", module), used(SHARDED, "after sharding a module without this hook")
 
 
 def test_loader_of_the_training_data_before_it_is_set_up(pl):
