@@ -289,7 +289,7 @@ def _learns(rank, per_sample, settings, kwargs, timed):
         StepTimer.waiting = contextmanager(lambda self: (yield))
     strategy, model = HeteroFSDPStrategy(replan=6, **settings), Timed(per_sample[rank])
     trainer = trainer_of(strategy, len(per_sample), max_epochs=1, **kwargs)
-    trainer.fit(model, DataLoader(Points(32 * 26), 32 // len(per_sample), shuffle=True))
+    trainer.fit(model, DataLoader(Points(16 * len(per_sample) * 26), 16, shuffle=True))
     plans = [entry.plan.local_batch_sizes for entry in strategy.plan_history]
     return model.ran, plans, strategy.engine.observer.synced_steps == trainer.global_step
 
@@ -315,8 +315,8 @@ def test_the_split_that_is_learned_is_close_to_the_optimum(speeds, settings, kwa
     """Although every rank waits for the slowest before each block, so that all take equally long."""
     results = run_ranks(_learns, len(speeds), speeds, settings, kwargs, True)
     plans = results[0][1]
-    assert plans[0] == (32 // len(speeds),) * len(speeds)
-    optimum = min(slowest(sizes, speeds) for sizes in _splits(32, speeds))
+    assert plans[0] == (16,) * len(speeds)
+    optimum = min(slowest(sizes, speeds) for sizes in _splits(16 * len(speeds), speeds))
     assert optimum / slowest(plans[-1], speeds) > 0.8, plans
     for rank, (ran, told, counts_steps) in enumerate(results):
         assert told == plans
