@@ -63,6 +63,10 @@ class HeteroConfig:
             root), one of :data:`~lightning_hetero.core.batching.lr_scaling.LR_RULES`, or a function
             ``(total, initial, trace, grad_sq_norm) -> factor``.
         noise_scale: measure the gradient noise scale; ``max_total_batch_size`` needs it and turns it on by itself.
+        shard: who has which training samples: ``"mine"`` if each rank's loader has data of its own, ``"whole"`` if all
+            ranks' loaders have the same, or ``"claim"`` to let ranks claim the shards of a dataset one after another.
+            ``None`` is what the front end does without us: under Accelerate ``"whole"``; under Lightning and Fabric
+            ``"mine"`` for an ``IterableDataset``.
         transfer_priority: send all-reduces that a step waits for before stale ones; it takes effect where dense
             gradients on CPUs are stale. Off by default, because it has not shortened steps in our benchmarks.
 
@@ -96,6 +100,7 @@ class HeteroConfig:
     lr_scaling: str | Callable[[float, float, float, float], float] = "auto"
     noise_scale: bool = False
     transfer_priority: bool = False
+    shard: str | None = None
 
     def __post_init__(self) -> None:
         if self.policy is not None:
@@ -104,6 +109,8 @@ class HeteroConfig:
         self._check_sparse_optimizer()
         check_choice("nonfinite", self.nonfinite, ("warn", "drop", "stop"))
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        if self.shard is not None:
+            check_choice("shard", self.shard, ("mine", "whole", "claim"))
         self._check_sizes()
         if self.weight_fn is not None and not callable(self.weight_fn):
             raise TypeError(f"weight_fn={self.weight_fn!r} is not callable; give a function of the batch, or None.")

@@ -17,6 +17,7 @@ from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.policies import DEFAULT, POLICIES
 from lightning_hetero.core.policies.base import Planner, check_planner, load_planner
 from lightning_hetero.data.index_stream import IndexStream
+from lightning_hetero.data.streams.source import SampleStream
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.adaptation import Adaptation
 from lightning_hetero.frontend.log import show_log
@@ -111,7 +112,7 @@ class HeteroSession(TotalAccess):
     # data
 
     @property
-    def stream(self) -> IndexStream | None:
+    def stream(self) -> IndexStream | SampleStream | None:
         """Order of the samples, ``None`` before :meth:`shard`."""
         return self._data.stream
 
@@ -120,11 +121,24 @@ class HeteroSession(TotalAccess):
 
         Earlier data is dropped with its plan if no pass over it has begun.
         """
-        if self._data.stream is not None and self.position == (0, 0) and self._data.restored is None:
-            self.engine.data.plans.forget()
+        self._replace()
         self._data.give(stream, batch_size, drop_last=drop_last)
         self._data.shard(self.planner, self._epoch, 0)
         return SessionBatches(self)
+
+    def shard_stream(self, stream: SampleStream) -> "SessionBatches":
+        """Split a loader's stream by the engine's plan; a collective call, see :meth:`HeteroEngine.shard_stream`.
+
+        What it returns yields batches that are ready to train on: ``session.steps(lambda: iter(batches))``.
+        """
+        self._replace()
+        self._data.give(stream)
+        self._data.shard(self.planner, self._epoch, 0)
+        return SessionBatches(self)
+
+    def _replace(self) -> None:
+        if self._data.stream is not None and self.position == (0, 0) and self._data.restored is None:
+            self.engine.data.plans.forget()
 
     def reshard(self) -> None:
         """Split the data again after a new bound became known; a collective call."""
@@ -266,16 +280,17 @@ class HeteroSession(TotalAccess):
         }
 
     def interval(self) -> dict[str, Any]:
-        """Return the noise that ranks saw since the last sync round, to be added to :meth:`state_dict`; collective.
+        """Return what all ranks have to be asked for, to be added to :meth:`state_dict`; a collective call.
 
-        With it the noise scale goes on as in an uninterrupted run; it is empty if no noise scale is measured. Call it
+        This is the noise since the last sync round, with which the noise scale goes on as in an uninterrupted run, and
+        how far claimed shards were read (``shard="claim"``); it is empty if there is neither. Call it
         when the step whose batch was handed out last is over.
         """
         if self._data.stream is None or self._data.restored is not None:
             return {}
         self._steps.close(*self.position)
-        found = self._adaptation.interval()
-        return {"interval": found} if found else {}
+        found, shards = self._adaptation.interval(), self.engine.data.shards(self.engine.position)
+        return {**({"interval": found} if found else {}), **({"shards": shards} if shards else {})}
 
     @property
     def _policy(self) -> str:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from lightning_hetero.accelerate.collectives import CollectivesAccelerator
 from lightning_hetero.accelerate.hooks import HookedDDP
 from lightning_hetero.accelerate.loaders import (
     announced_loader,
+    not_dispatched,
     training_loader,
     uneven_loader,
+    uneven_stream,
     unsupported_reason,
 )
 from lightning_hetero.accelerate.plugin import HeteroPlugin, check_accelerator, switched_on
@@ -25,6 +28,7 @@ from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.model_setup import raise_minimum
 from lightning_hetero.frontend.restart_check import warn_of_stale_addresses
+from lightning_hetero.frontend.streams import is_stream
 from lightning_hetero.frontend.without_effect import tell, tell_left
 from lightning_hetero.session import HeteroSession
 
@@ -138,18 +142,28 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
             ValueError: if it is to be split and cannot be.
         """
         known = getattr(data_loader, "_is_accelerate_prepared", False)
-        prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        session = self.hetero_session
         wanted = data_loader is self._chosen or (uneven is None and training_loader([data_loader]) is data_loader)
         wanted = wanted if uneven is None else uneven
-        session = self.hetero_session
+        stream = is_stream(data_loader) and session is not None and session.engine.config.policy != "even"
+        each = wanted and stream and self._hetero_loader is None
+        with not_dispatched(self.dataloader_config) if each else nullcontext():
+            prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         if known or session is None:
             return prepared
         if wanted and self._hetero_loader is None:
             reason = unsupported_reason(
-                data_loader, dispatch=self.dispatch_batches, stateful=self.use_stateful_dataloader
+                data_loader,
+                dispatch=self.dispatch_batches,
+                stateful=self.use_stateful_dataloader,
+                policy=session.engine.config.policy,
             )
             if reason is None:
-                self._hetero_loader = uneven_loader(prepared, session, self.num_processes, split=self.split_batches)
+                ranks, split = self.num_processes, self.split_batches
+                if stream:
+                    self._hetero_loader = uneven_stream(prepared, data_loader, session, ranks, split=split)
+                else:
+                    self._hetero_loader = uneven_loader(prepared, session, ranks, split=split)
                 self._dataloaders[-1] = self._hetero_loader
                 return self._hetero_loader
             if uneven or session.engine.config.local_batch_sizes is not None:

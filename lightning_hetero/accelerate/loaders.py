@@ -1,6 +1,7 @@
 """Accelerate's DataLoader under a session, and the choice of the one to split among a script's loaders."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,15 +11,18 @@ from torch.utils.data import DataLoader, SequentialSampler
 from lightning_hetero.data import BroadcastStream
 from lightning_hetero.frontend.loaders import evaluates, with_batch_sampler
 from lightning_hetero.frontend.loaders import unsupported_reason as reason_anywhere
+from lightning_hetero.frontend.streams import LEFT_EVEN, is_stream, sample_stream, with_batches
 from lightning_hetero.session import HeteroSession
 
 __all__ = [
     "HeteroDataLoader",
     "SkippedLoader",
     "announced_loader",
+    "not_dispatched",
     "refuse_local_sgd",
     "training_loader",
     "uneven_loader",
+    "uneven_stream",
     "unsupported_reason",
 ]
 
@@ -37,7 +41,7 @@ def training_loader(objects: Sequence[object]) -> DataLoader | None:
 
 
 def _shuffles(loader: DataLoader) -> bool:
-    sampler = getattr(loader.batch_sampler, "sampler", None)
+    sampler = None if is_stream(loader) else getattr(loader.batch_sampler, "sampler", None)
     return sampler is not None and not isinstance(sampler, SequentialSampler)
 
 
@@ -57,7 +61,9 @@ class HeteroDataLoader(DataLoaderShard):
     def _opened(self) -> Iterator[Any]:
         before = self.iteration
         batches = DataLoaderShard.__iter__(self)
-        if self.session.position[1] < len(self.base_dataloader.batch_sampler):
+        sampler = self.session.engine.sampler
+        assert sampler is not None
+        if self.session.position[1] < sampler.num_batches(self.session.position[0]):
             yield from batches
         elif next(batches, self) is None:  # Accelerate 1.0 ends a pass without batches like this, and then fails
             self.end()
@@ -69,15 +75,19 @@ class HeteroDataLoader(DataLoaderShard):
         return int(self.base_dataloader.batch_sampler.batch_size)
 
 
-def unsupported_reason(loader: object, *, dispatch: bool | None, stateful: bool) -> str | None:
+def unsupported_reason(
+    loader: object, *, dispatch: bool | None, stateful: bool, policy: str | None = None
+) -> str | None:
     """Return why a loader cannot be split unevenly under Accelerate, with advice; ``None`` if it can."""
-    if dispatch:
+    if dispatch and not is_stream(loader):
         return "dispatch_batches=True hands out equal slices of each batch. Leave dispatch_batches out"
     if stateful:
         return (
             "use_stateful_dataloader=True keeps a position of its own. Leave it out; load_state and "
             "skip_first_batches(loader) go on at the exact batch"
         )
+    if is_stream(loader):
+        return LEFT_EVEN if policy == "even" else None
     return reason_anywhere(loader, world_size=1)
 
 
@@ -108,6 +118,38 @@ def uneven_loader(
     loader = HeteroDataLoader.__new__(HeteroDataLoader)
     loader.__dict__.update({**prepared.__dict__, "base_dataloader": base, "session": session})
     return loader
+
+
+@contextmanager
+def not_dispatched(config: Any) -> Iterator[None]:
+    """Let Accelerate prepare loaders that each rank iterates, whatever its ``dispatch_batches`` says."""
+    before, config.dispatch_batches = config.dispatch_batches, False
+    try:
+        yield
+    finally:
+        config.dispatch_batches = before
+
+
+def uneven_stream(
+    prepared: DataLoaderShard, loader: DataLoader, session: HeteroSession, world_size: int, *, split: bool
+) -> HeteroDataLoader:
+    """Return a prepared loader over a stream, with batches of the plan's sizes in place of its equal ones.
+
+    Args:
+        prepared: loader that Accelerate has prepared.
+        loader: the loader that it was given.
+        session: splits the data; a collective call.
+        world_size: number of ranks.
+        split: whether the loader's batch size is the total (``split_batches=True``) and not each rank's.
+
+    Raises:
+        ValueError: if the stream cannot be shared in the way that the settings say.
+    """
+    stream = sample_stream(loader, session.engine.config, default="whole", world_size=world_size if split else 1)
+    base = with_batches(loader, session.shard_stream(stream))
+    given = HeteroDataLoader.__new__(HeteroDataLoader)
+    given.__dict__.update({**prepared.__dict__, "base_dataloader": base, "session": session})
+    return given
 
 
 def announced_loader(prepared: Any, session: HeteroSession, models: Callable[[], Sequence[torch.nn.Module]]) -> Any:

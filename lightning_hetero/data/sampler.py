@@ -5,11 +5,13 @@ sums of ``b(s)``. All ranks have the same number of steps by construction, and e
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch.utils.data import Sampler
 
 from lightning_hetero.core.batching.plan import PlanHistory
 from lightning_hetero.data.index_stream import IndexStream
+from lightning_hetero.data.step_share import StepShare
 
 __all__ = ["UnevenBatchSampler"]
 
@@ -89,17 +91,21 @@ class UnevenBatchSampler(Sampler[list[int]]):
 
     def sizes_at(self, epoch: int, step: int) -> tuple[int, ...]:
         """Return the samples of every rank at a step, the ragged tail included."""
-        return self.step_at(epoch, step)[0]
+        return self.step_at(epoch, step).sizes
 
-    def step_at(self, epoch: int, step: int) -> tuple[tuple[int, ...], bool]:
+    def taken(self, position: tuple[int, int]) -> dict[str, Any]:
+        """Return nothing: what steps have taken follows from the plans."""
+        return {}
+
+    def step_at(self, epoch: int, step: int) -> StepShare:
         """Return the samples of every rank at a step, and whether the step is a full one."""
         history = self._history()
         known, during, first, end, sizes = self._run  # steps of an epoch that are alike
         if known is history and during == epoch and first <= step < end:
-            return sizes, True
+            return StepShare(sizes, True)
         return self._look_up(history, epoch, step)
 
-    def _look_up(self, history: PlanHistory, epoch: int, step: int) -> tuple[tuple[int, ...], bool]:
+    def _look_up(self, history: PlanHistory, epoch: int, step: int) -> StepShare:
         samples = len(self.stream)
         known, *of, full = self._full
         if known is not history or of != [epoch, samples]:
@@ -108,8 +114,8 @@ class UnevenBatchSampler(Sampler[list[int]]):
         if step < full:  # a full step: its sizes are those of the plan
             sizes, until = history.at(epoch, step).plan.local_batch_sizes, history.until(epoch, step)
             self._run = history, epoch, step, min(until, full), sizes
-            return sizes, True
-        return history.sizes_at(epoch, step, samples, min_local=self.min_local), False
+            return StepShare(sizes, True)
+        return StepShare(history.sizes_at(epoch, step, samples, min_local=self.min_local), False)
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch = self.epoch

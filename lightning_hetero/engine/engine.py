@@ -20,6 +20,8 @@ from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision, PlanContext, Planner, Proposal, moves_total
 from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.data.sampler import UnevenBatchSampler
+from lightning_hetero.data.streams.sampler import StreamSampler
+from lightning_hetero.data.streams.source import SampleStream
 from lightning_hetero.engine.parts import EngineParts
 from lightning_hetero.engine.sync_rounds import Decide
 
@@ -73,6 +75,23 @@ class HeteroEngine(EngineParts):
             ValueError: if the bounds cannot give the total.
         """
         sampler = self.data.shard(stream, batch_size, drop_last=drop_last, planner=planner, epoch=epoch)
+        self.position = max(self.position, sampler.start)
+        return sampler
+
+    def shard_stream(self, stream: SampleStream, *, planner: Planner | None = None, epoch: int = 0) -> StreamSampler:
+        """Make this rank's sampler over a loader whose samples come as a stream; a collective call.
+
+        Args:
+            stream: loader of this rank, and who has which samples.
+            planner: planner that may know a plan from an earlier run.
+            epoch: next epoch, unless a resumed position is later.
+
+        Raises:
+            PlanMismatchError: if ranks differ in ``shard`` or ``drop_last``.
+            ValueError: if the planner moves the total, the bounds cannot give it, or a state saved inside an epoch
+                cannot be resumed by this run.
+        """
+        sampler = self.data.shard_stream(stream, planner=planner, epoch=epoch)
         self.position = max(self.position, sampler.start)
         return sampler
 

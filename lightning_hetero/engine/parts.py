@@ -23,7 +23,7 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry, PlanHistory
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.data.sampler import UnevenBatchSampler
+from lightning_hetero.data.step_share import StepSampler
 from lightning_hetero.engine.sync_rounds import SyncRounds
 from lightning_hetero.engine.training_data import TrainingData
 from lightning_hetero.hardware import cpu_quota
@@ -110,7 +110,7 @@ class EngineParts:
         return self.control.world_size
 
     @property
-    def sampler(self) -> UnevenBatchSampler | None:
+    def sampler(self) -> StepSampler | None:
         """This rank's sampler, ``None`` if no data is sharded."""
         return self.data.sampler
 
@@ -158,12 +158,19 @@ class EngineParts:
         stale = {"staleness": self.hook_state.stale_state()}
         if self.history is None or self.workers is None:
             return stale
-        return {**self.data.plans.state_dict(self.workers, self.position), **stale}
+        taken = {} if self.sampler is None else self.sampler.taken(self.position)
+        return {
+            **self.data.plans.state_dict(self.workers, self.position),
+            **stale,
+            **({"taken": taken} if taken else {}),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore plans and in-flight gradients from a checkpoint; either may be absent."""
         self.hook_state.load_stale_state(state.get("staleness", {}))
         self.data.plans.load_state_dict(state)
+        if "history" in state:
+            self.data.go_on_from(state.get("taken", {}))
 
     def resume_at(self, epoch: int, step: int) -> None:
         """Resume at this step; call it before the data is sharded."""

@@ -1,15 +1,24 @@
 """Training data, split over ranks by the plans of a run."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.comm.agreement.shared_counter import SharedCounter
 from lightning_hetero.comm.agreement.workers import Workers
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.policies.base import Planner
+from lightning_hetero.core.batching.stream_steps import StreamRules
+from lightning_hetero.core.policies.base import Planner, moves_total
 from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.data.sampler import UnevenBatchSampler
+from lightning_hetero.data.step_share import StepSampler
+from lightning_hetero.data.streams.own import ClaimedStreamSampler, OwnStreamSampler
+from lightning_hetero.data.streams.sampler import StreamSampler, WholeStreamSampler
+from lightning_hetero.data.streams.source import SampleStream
 from lightning_hetero.engine.plan_store import PlanStore
 from lightning_hetero.hardware import capacity, identity
 
@@ -36,10 +45,11 @@ class TrainingData:
     def __init__(self, config: HeteroConfig, control: ControlPlane, device: torch.device, local_rank: int) -> None:
         self.config, self.control, self.device, self.local_rank = config, control, device, local_rank
         self.plans = PlanStore(control.rank == 0 and control.world_size > 1)
-        self.sampler: UnevenBatchSampler | None = None
+        self.sampler: StepSampler | None = None
         self.workers: Workers | None = None
         self.batch_size, self.min_local = 0, config.min_local_batch_size or 1
         self._memory_bound: int | None = None
+        self._taken: dict[str, Any] = {}
 
     def require_samples(self, number: int) -> None:
         """Require at least ``number`` samples per batch on this rank."""
@@ -57,11 +67,88 @@ class TrainingData:
         self, stream: IndexStream, batch_size: int, *, drop_last: bool, planner: Planner | None, epoch: int
     ) -> UnevenBatchSampler:
         """Make this rank's sampler over a stream; a collective call. See :meth:`HeteroEngine.shard`."""
-        config, rank = self.config, self.control.rank
         self.control.require_equal(
             "the training data",
             f"{len(stream)} samples, order {stream.fingerprint():08x}, batch_size={batch_size}, drop_last={drop_last}",
         )
+        start = self._begin(batch_size, planner, epoch)
+        assert self.workers is not None
+        sampler = self.sampler = UnevenBatchSampler(
+            stream,
+            partial(getattr, self.plans, "history"),  # called in every step, so not a Python function
+            self.control.rank,
+            drop_last=drop_last,
+            min_local=self.workers.min_local,
+            start=start,
+        )
+        return sampler
+
+    def shard_stream(self, stream: SampleStream, *, planner: Planner | None, epoch: int) -> StreamSampler:
+        """Make this rank's sampler over a loader's stream; a collective call. See :meth:`HeteroEngine.shard_stream`."""
+        if moves_total(planner) or self.config.max_total_batch_size is not None:
+            raise ValueError(
+                f"{type(planner).__name__} moves the total batch up to a share of the data, and the length of a stream "
+                "is not known. Leave max_total_batch_size and AdaptiveBatchCallback out, or use a map-style dataset."
+            )
+        control, settings = self.control, (stream.shard, stream.drop_last)
+        control.require_equal("shard and drop_last of the training data", settings)
+        batch_size, lengths = self._measured(stream)
+        start = self._begin(batch_size, planner, epoch)
+        assert self.workers is not None
+        rules = StreamRules(self.workers.min_local, self.workers.max_local, stream.drop_last)
+        known = None if None in lengths else sum(lengths) if stream.shard == "mine" else lengths[0]
+        kind: Callable[..., StreamSampler] = OwnStreamSampler if stream.shard == "mine" else WholeStreamSampler
+        if stream.shard == "claim":
+            kind = partial(ClaimedStreamSampler, counter=SharedCounter.of_job(control.rank, control.world_size))
+        history = partial(getattr, self.plans, "history")
+        sampler = kind(stream, history, control, rules, start=start, num_samples=known)
+        sampler.resume_from(self._taken)
+        self.sampler = sampler
+        return sampler
+
+    def _measured(self, stream: SampleStream) -> tuple[int, list[Any]]:
+        """Return the batch size of a stream, and its length on each rank; a collective call.
+
+        Raises:
+            RuntimeError: on every rank if the stream of one raises an error.
+            ValueError: if no rank has a sample.
+        """
+        try:
+            mine: Any = stream.batch_size, stream.num_samples()
+        except Exception as error:  # noqa: BLE001 - every rank has to raise one
+            mine = error
+        everyone = self.control.gather_objects(
+            f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else mine
+        )
+        if isinstance(mine, Exception):
+            raise mine
+        failed = [f"rank {rank}: {told}" for rank, told in enumerate(everyone) if isinstance(told, str)]
+        if failed:
+            raise RuntimeError(f"the data stream of another rank has raised an error ({'; '.join(failed)}).")
+        sizes = [size for size, _ in everyone]
+        if max(sizes) == 0:
+            raise ValueError(
+                "no rank's loader has yielded a batch, so that its batch size is not known. Give the loader a "
+                "batch_size, or look why it is empty."
+            )
+        return int(np.max(sizes)), [length for _, length in everyone]
+
+    def go_on_from(self, taken: dict[str, Any]) -> None:
+        """Resume a stream after what a state says its steps have taken; call it before the data is sharded."""
+        self._taken = dict(taken)
+
+    def add_shards(self, shards: dict[str, Any]) -> None:
+        """Add how far claimed shards were read, as :meth:`shards` has told; call it before the data is sharded."""
+        self._taken |= shards
+
+    def shards(self, position: tuple[int, int]) -> dict[str, Any]:
+        """Return how far all ranks have read each claimed shard; empty and not collective if none are claimed."""
+        sampler = self.sampler
+        return sampler.shards(position) if isinstance(sampler, ClaimedStreamSampler) else {}
+
+    def _begin(self, batch_size: int, planner: Planner | None, epoch: int) -> tuple[int, int]:
+        """Meet the workers and adopt the plan to begin with; return the first position that is trained on."""
+        config, rank = self.config, self.control.rank
         given, self.batch_size = config.max_local_batch_sizes, batch_size
         own = given[rank] if isinstance(given, tuple) else given
         self.workers = Workers.gather(
@@ -74,12 +161,4 @@ class TrainingData:
         start, fixed = self.plans.start_of(epoch), config.local_batch_sizes
         total = sum(fixed) if fixed is not None else batch_size * self.control.world_size
         self.plans.begin(self.control, self.workers, config, total, planner, start)
-        self.sampler = UnevenBatchSampler(
-            stream,
-            partial(getattr, self.plans, "history"),  # called in every step, so not a Python function
-            rank,
-            drop_last=drop_last,
-            min_local=self.workers.min_local,
-            start=start,
-        )
-        return self.sampler
+        return start

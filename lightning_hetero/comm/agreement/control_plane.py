@@ -99,6 +99,20 @@ class ControlPlane:
         dist.all_gather(list(everyone), mine, group=self._group)
         return everyone.numpy()
 
+    def gather_later(self, values: npt.NDArray[np.float64]) -> Callable[[], npt.NDArray[np.float64]]:
+        """Begin to gather arrays as :meth:`gather` does; return a function that waits for them and stacks them."""
+        if self._group is None:
+            return lambda: values[None]
+        mine = torch.from_numpy(np.array(values))
+        everyone = torch.empty((self.world_size, *mine.shape), dtype=mine.dtype)
+        work = dist.all_gather(list(everyone), mine, group=self._group, async_op=True)
+
+        def wait() -> npt.NDArray[np.float64]:
+            work.wait()
+            return everyone.numpy()
+
+        return wait
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Gather the objects of all ranks."""
         if self._group is None:

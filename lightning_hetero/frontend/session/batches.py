@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from lightning_hetero.data.broadcast_stream import BroadcastStream
 from lightning_hetero.data.index_stream import IndexStream
+from lightning_hetero.data.streams.source import SampleStream
 from lightning_hetero.engine import HeteroEngine
 
 __all__ = ["CopiedSession", "Session", "SessionBatches"]
@@ -20,7 +21,7 @@ class Session(Protocol):
         """``True`` while a pass over the data runs."""
 
     @property
-    def stream(self) -> IndexStream | None:
+    def stream(self) -> IndexStream | SampleStream | None:
         """Order of the samples."""
 
 
@@ -41,6 +42,8 @@ class CopiedSession:
 
 class SessionBatches:
     """Batch sampler of a session on this rank; it stays the same object when plans and positions change.
+
+    Where the data is a stream, it yields batches in place of indices.
 
     Args:
         session: session that gives the batches.
@@ -64,7 +67,7 @@ class SessionBatches:
         if isinstance(stream, BroadcastStream):
             stream.draw_from(sampler)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         assert self.session.engine.sampler is not None
         if self.session.engine.world_size > 1 and not self.session.running:
             raise RuntimeError(

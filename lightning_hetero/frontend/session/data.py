@@ -4,6 +4,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from lightning_hetero.core.policies.base import Planner
 from lightning_hetero.data.index_stream import IndexStream
+from lightning_hetero.data.streams.source import SampleStream
 from lightning_hetero.engine import HeteroEngine
 
 __all__ = ["SavedStream", "SessionData"]
@@ -29,7 +30,7 @@ class SessionData:
 
     def __init__(self, engine: HeteroEngine) -> None:
         self._engine = engine
-        self.stream: IndexStream | None = None
+        self.stream: IndexStream | SampleStream | None = None
         self._batch_size, self._drop_last = 0, False
         self.restored: dict[str, Any] | None = None
 
@@ -38,7 +39,7 @@ class SessionData:
         """Steps of its pass that the loaded state has done; 0 once a pass has begun."""
         return 0 if self.restored is None else int(self.restored["step"])
 
-    def give(self, stream: IndexStream, batch_size: int, *, drop_last: bool) -> None:
+    def give(self, stream: IndexStream | SampleStream, batch_size: int = 0, *, drop_last: bool = False) -> None:
         """Replace the data, and take the order of the loaded state if there is one."""
         self.stream, self._batch_size, self._drop_last = stream, batch_size, drop_last
         self._restore_order()
@@ -50,8 +51,12 @@ class SessionData:
         if self.restored is not None:
             self._engine.data.plans.forget_running()
             self._engine.load_state_dict(self.restored["engine"])
+            self._engine.data.add_shards(self.restored.get("shards", {}))
         self._engine.resume_at(epoch, step)
-        self._engine.shard(self.stream, self._batch_size, drop_last=self._drop_last, planner=planner, epoch=epoch)
+        if isinstance(self.stream, SampleStream):
+            self._engine.shard_stream(self.stream, planner=planner, epoch=epoch)
+        else:
+            self._engine.shard(self.stream, self._batch_size, drop_last=self._drop_last, planner=planner, epoch=epoch)
 
     def load(self, state: dict[str, Any]) -> None:
         """Take the state that the first pass resumes from."""

@@ -17,6 +17,7 @@ from lightning_hetero.frontend.loaders import (
     unsupported_reason,
     with_batch_sampler,
 )
+from lightning_hetero.frontend.streams import LEFT_EVEN, is_stream, sample_stream, with_batches
 from lightning_hetero.frontend.without_effect import tell_left
 from lightning_hetero.strategies._fabric.base import FabricMixin
 
@@ -42,7 +43,10 @@ class FabricDataMixin(FabricMixin):
             return dataloader
         shuffles, taken = _shuffles(dataloader), self._train_loader is not None
         engine = self._running().engine
-        reason, say = unsupported_reason(dataloader, engine.world_size), engine.notices.say
+        say, stream = engine.notices.say, is_stream(dataloader)
+        reason = unsupported_reason(dataloader, engine.world_size)
+        if stream:
+            reason = LEFT_EVEN if self.config.policy == "even" else None
         if not shuffles and (taken or reason is not None):
             if not taken:
                 say(f"{reason}. It is left as it is, as the loader of an evaluation.", loses=True)
@@ -61,15 +65,13 @@ class FabricDataMixin(FabricMixin):
 
     def _shard(self, loader: DataLoader, assumed: bool) -> DataLoader:
         """Split the training loader; if it is only ``assumed`` to be one, a loader that shuffles may replace it."""
-        session, stream, batches = self._running(), stream_of(loader), batches_of(loader)
-        assert stream is not None
+        session = self._running()
         if assumed:
             session.engine.notices.say(
                 "the first loader is taken for the training loader and split by speed, since none shuffles so far. A "
                 "pass over it with gradients off, or with all models in eval(), is an evaluation and even."
             )
-        shared = session.shard(stream, batches.batch_size, drop_last=batches.drop_last)
-        clone: Any = with_batch_sampler(loader, shared)
+        clone: Any = self._split(loader)
         even = self._even(loader) if assumed else None
 
         def replaced() -> bool:
@@ -85,6 +87,16 @@ class FabricDataMixin(FabricMixin):
         clone.load_state_dict = self._want_position
         self._train_loader, self._assumed = clone, assumed
         return clone
+
+    def _split(self, loader: DataLoader) -> DataLoader:
+        session = self._running()
+        if is_stream(loader):
+            given = session.shard_stream(sample_stream(loader, self.config, default="mine"))
+            split: DataLoader = with_batches(loader, given)
+            return split
+        stream, batches = stream_of(loader), batches_of(loader)
+        assert stream is not None
+        return with_batch_sampler(loader, session.shard(stream, batches.batch_size, drop_last=batches.drop_last))
 
     @property
     def _evaluating(self) -> bool:
@@ -112,7 +124,7 @@ class FabricDataMixin(FabricMixin):
 
 def _shuffles(loader: object) -> bool:
     """Return whether a loader looks like a training loader: it shuffles, or has a sampler of the user."""
-    if not isinstance(loader, DataLoader):
+    if not isinstance(loader, DataLoader) or is_stream(loader):
         return False
     sampler = getattr(loader.batch_sampler, "sampler", None)
     if type(sampler) is DistributedSampler:

@@ -17,6 +17,8 @@ from lightning_hetero.strategies._lightning.resumption import Resumption, resume
 
 __all__ = ["CheckpointMixin"]
 
+SHARDS = "lightning_hetero_shards"
+
 
 class CheckpointMixin(AloneMixin):
     """A strategy that adds its own state to Lightning's checkpoints, and resumes from it."""
@@ -46,6 +48,8 @@ class CheckpointMixin(AloneMixin):
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save the checkpoint with the gradients that compression has not sent yet, of all ranks."""
         add_residuals(checkpoint, self.engine, alone=self._alone)
+        if self.engine is not None and not self._alone:
+            add_shards(checkpoint, self.engine)
         leave_out_loader(checkpoint, self.engine)
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
@@ -56,8 +60,16 @@ class CheckpointMixin(AloneMixin):
             return checkpoint
         forget_without_state(checkpoint, self.engine)
         take_residuals(checkpoint, self.engine)
+        self.engine.data.add_shards(checkpoint.get(SHARDS, {}))
         self._resumption, self._loaded = resume_data(checkpoint, self.engine), describe(checkpoint)
         return checkpoint
+
+
+def add_shards(checkpoint: dict[str, Any], engine: HeteroEngine) -> None:
+    """Put how far all ranks have read claimed shards into the checkpoint; a collective call if shards are claimed."""
+    shards = engine.data.shards(engine.position)
+    if shards:
+        checkpoint[SHARDS] = shards
 
 
 def forget_without_state(checkpoint: Mapping[str, Any], engine: HeteroEngine) -> None:

@@ -58,6 +58,8 @@ class HeteroDDPMixin(UnevenStepsMixin):
         staleness: 0 applies every gradient in its own step; 1 applies one step late those that steps would wait for.
         nonfinite: ``"warn"`` of a loss that is not finite, ``"drop"`` such gradients on all ranks, or ``"stop"``.
         transfer_priority: send the all-reduces that a step waits for before stale ones.
+        shard: who has which samples of a stream (``IterableDataset``): ``"mine"`` (default) if each rank's has samples
+            of its own, ``"whole"`` if all ranks' have the same, ``"claim"`` to let ranks claim the dataset's shards.
         kwargs: arguments of Lightning's ``DDPStrategy``.
 
     Raises:
@@ -91,6 +93,7 @@ class HeteroDDPMixin(UnevenStepsMixin):
         staleness: int = 0,
         nonfinite: str = "warn",
         transfer_priority: bool = False,
+        shard: str | None = None,
         **kwargs: Any,
     ) -> None:
         refuse_for_own_loops(self, kwargs)
@@ -115,6 +118,7 @@ class HeteroDDPMixin(UnevenStepsMixin):
             staleness=staleness,
             transfer_priority=transfer_priority,
             nonfinite=nonfinite,
+            shard=shard,
         )
         for name, given in (("compression", compression), ("hierarchy", hierarchy)):
             if given is not None and kwargs.get("ddp_comm_hook") is not None:

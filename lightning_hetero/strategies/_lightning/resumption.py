@@ -1,5 +1,6 @@
 """Position at which training data resumes after a Lightning checkpoint, and Lightning's counters for it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -72,7 +73,9 @@ class Resumption:
         loop = trainer.fit_loop.epoch_loop
         if getattr(loop, "restarted_on_train_batch_end", False):
             # Lightning is about to count the batch that saved as completed, and begins at 0 if that completes an epoch
-            loop.batch_progress.current.completed = max(int(trainer.num_training_batches), self.behind)
+            known = trainer.num_training_batches
+            batches = loop.batch_progress.current.ready if math.isinf(known) else int(known)  # inf: a stream
+            loop.batch_progress.current.completed = max(batches, self.behind)
         elif self.unknown:
             loop.batch_progress.reset_on_run()
             loop.reset_restart_stage()  # else it treats batch 0 as one after which validation was due

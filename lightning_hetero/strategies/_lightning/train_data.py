@@ -5,6 +5,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_hetero.callbacks._lightning import processed
+from lightning_hetero.comm.timing.step_timer import TimedIterator
+from lightning_hetero.core.batching.plan import NO_LIMIT
+from lightning_hetero.data.streams.sampler import StreamSampler
+from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.loaders import (
     NOT_MET,
     balanced_evaluation_loader,
@@ -15,6 +19,7 @@ from lightning_hetero.frontend.loaders import (
     with_batch_sampler,
 )
 from lightning_hetero.frontend.log import log
+from lightning_hetero.frontend.streams import LEFT_EVEN, is_stream, sample_stream, with_batches
 from lightning_hetero.strategies._lightning.epoch_length import recount_batches
 from lightning_hetero.strategies._lightning.policy import PolicyMixin
 
@@ -38,7 +43,10 @@ class TrainDataMixin(PolicyMixin):
             return dataloader
         if not training:
             return balanced_evaluation_loader(dataloader, self.engine) if self.config.balance_evaluation else dataloader
-        reason = unsupported_reason(dataloader, self.engine.world_size)
+        stream = is_stream(dataloader)
+        if stream and self.config.policy != "even":
+            return self._shard_stream(dataloader)
+        reason = LEFT_EVEN if stream else unsupported_reason(dataloader, self.engine.world_size)
         if isinstance(dataloader, DataLoader) and reason is None:
             return self._shard(dataloader)
         if self.config.policy != "even":
@@ -60,7 +68,25 @@ class TrainDataMixin(PolicyMixin):
             planner=self._callback.planner,
             epoch=processed(self._trainer.fit_loop.epoch_progress),
         )
-        clone: Any = timed_loader(with_batch_sampler(loader, sampler), self.engine)
+        return self._resumable(timed_loader(with_batch_sampler(loader, sampler), self.engine))
+
+    def _shard_stream(self, loader: Any) -> Any:
+        assert self.engine is not None
+        assert self._callback is not None
+        try:
+            sampler = self.engine.shard_stream(
+                sample_stream(loader, self.config, default="mine"),
+                planner=self._callback.planner,
+                epoch=processed(self._trainer.fit_loop.epoch_progress),
+            )
+        except ValueError as error:
+            raise self._misconfiguration(str(error)) from error
+        return self._resumable(with_batches(loader, TimedBatches(sampler, self.engine)))
+
+    def _resumable(self, clone: Any) -> Any:
+        assert self.engine is not None
+        sampler = self.engine.sampler
+        assert sampler is not None
         # These two tell Lightning that the loader can resume inside an epoch. The position itself is read in
         # load_checkpoint, because Lightning asks the loader too late if configure_optimizers has set it up before.
         clone.state_dict = lambda: sampler.state_dict(processed(self._trainer.fit_loop.epoch_loop.batch_progress))
@@ -78,5 +104,24 @@ class TrainDataMixin(PolicyMixin):
 
     def refresh_epoch_length(self) -> None:
         """Make Lightning's counters follow an epoch of another length: batches, validation, progress bar."""
-        if self.engine is not None and self.engine.sampler is not None:
+        sampler = None if self.engine is None else self.engine.sampler
+        if sampler is not None and sampler.num_batches(self._trainer.current_epoch) < NO_LIMIT:
             recount_batches(self._trainer, self._namespace)
+
+
+class TimedBatches:
+    """Batches of a stream, which report to the engine when one is fetched.
+
+    Args:
+        sampler: makes the batches.
+        engine: engine whose timer is told.
+    """
+
+    def __init__(self, sampler: StreamSampler, engine: HeteroEngine) -> None:
+        self.sampler, self._engine = sampler, engine
+
+    def __iter__(self) -> TimedIterator:
+        return TimedIterator(iter(self.sampler), self._engine.observer)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
