@@ -1,5 +1,6 @@
 """Current split and number of batches in Lightning's progress bar."""
 
+import math
 from typing import Any
 
 from lightning_hetero.callbacks._lightning import LightningModule, Trainer
@@ -43,5 +44,5 @@ def lengthen_bar(trainer: Trainer) -> None:
     if bar is None or not bar.is_enabled or getattr(bar, "train_progress_bar_id", 0) is None:
         return
     shown = getattr(bar, "train_progress_bar", None)  # of tqdm or a task of rich; other bars follow by themselves
-    if shown is not None:
+    if shown is not None and not math.isinf(trainer.fit_loop.max_batches):  # of a stream no length is shown
         shown.total = trainer.fit_loop.max_batches

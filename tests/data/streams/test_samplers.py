@@ -1,0 +1,287 @@
+"""Ranks over streams: each sample once, equally many steps, whatever the lengths, plans, ends and errors."""
+
+import itertools
+import random
+
+import pytest
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from lightning_hetero.comm.agreement.shared_counter import SharedCounter
+from lightning_hetero.core import BatchPlan, PlanEntry, PlanHistory
+from lightning_hetero.core.batching.plan import NO_LIMIT
+from lightning_hetero.core.batching.stream_steps import StreamRules
+from lightning_hetero.data.streams import own
+from lightning_hetero.data.streams.own import BLOCK, ClaimedStreamSampler, OwnStreamSampler
+from lightning_hetero.data.streams.sampler import WholeStreamSampler
+from lightning_hetero.data.streams.source import SampleStream
+from tests.data.streams.peers import on_threads
+from tests.streams import Batches, Numbered, Sharded, Sized
+
+KINDS = {"mine": OwnStreamSampler, "whole": WholeStreamSampler, "claim": ClaimedStreamSampler}
+
+
+def plans(*entries):
+    return PlanHistory(tuple(PlanEntry(epoch, step, BatchPlan(sum(sizes), sizes)) for epoch, step, sizes in entries))
+
+
+def indices(batch):
+    return (batch["index"] if isinstance(batch, dict) else batch[2]).tolist()
+
+
+def passed(
+    shard, datasets, history, *, epochs=1, rules=None, batch_size=3, steps=None, start=(0, 0), state=None, **known
+):
+    """What each rank sees of each epoch: sizes of all ranks, and the samples that count, step by step."""
+    store = dist.HashStore()
+
+    def run(peers):
+        loader = DataLoader(datasets[peers.rank], batch_size)
+        if shard == "claim":
+            known["counter"] = SharedCounter(store, "run")
+        sampler = KINDS[shard](
+            SampleStream(loader, shard), lambda: history[0], peers, rules or StreamRules(), start=start, **known
+        )
+        sampler.resume_from(state or {})
+        seen, batches = [], []
+        for epoch in range(start[0], epochs):
+            sampler.set_epoch(epoch)
+            first = start[1] if epoch == start[0] else 0
+            for step, batch in enumerate(itertools.islice(sampler, steps), first):
+                sizes = sampler.sizes_at(epoch, step)
+                own = indices(batch) if sizes[peers.rank] else []
+                assert len(own) == sizes[peers.rank]
+                assert len(indices(batch)) >= 1
+                assert sampler.drawn > (epoch, step)
+                seen.append((epoch, sizes, own))
+                batches.append(batch)
+            assert steps is not None or sampler.num_batches(epoch) == step + 1
+        at = (epoch, step)
+        return {"seen": seen, "state": sampler.taken(at), "shards": getattr(sampler, "shards", lambda at: {})(at)}
+
+    results = on_threads(len(datasets), run)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+def once(results, everything, epoch=0):
+    assert len({tuple(sizes for _, sizes, _ in r["seen"]) for r in results}) == 1
+    assert sorted(i for r in results for e, _, own in r["seen"] if e == epoch for i in own) == sorted(everything)
+
+
+def test_random_streams_are_taken_once_by_any_number_of_ranks():
+    draw = random.Random(3)
+    for _ in range(40):
+        ranks, low = draw.randint(1, 4), draw.choice([1, 1, 2])
+        cuts = sorted(draw.choice(range(0, 74, low)) for _ in range(ranks - 1))
+        borders = [0, *cuts, 72]
+        data = [list(range(a, b)) for a, b in itertools.pairwise(borders)]
+        sizes = [tuple(draw.randint(low, 9) for _ in range(ranks)) for _ in range(3)]
+        history = [plans((0, 0, sizes[0]), (0, draw.randint(1, 4), sizes[1]), (1, 2, sizes[2]))]
+        streams = [Numbered(own) for own in data]
+        results = passed("mine", streams, history, epochs=2, rules=StreamRules(low), batch_size=draw.randint(1, 8))
+        for epoch in range(2):
+            once(results, range(72), epoch)
+        whole = [Numbered(range(72))] * ranks
+        results = passed("whole", whole, history, epochs=2, rules=StreamRules(low), batch_size=draw.randint(1, 8))
+        for epoch in range(2):
+            once(results, range(72), epoch)
+
+
+def test_the_whole_stream_is_cut_in_the_order_of_one_process():
+    results = passed("whole", [Numbered(range(20))] * 2, [plans((0, 0, (4, 2)), (0, 2, (1, 5)))])
+    assert [own for _, _, own in results[0]["seen"]] == [[0, 1, 2, 3], [6, 7, 8, 9], [12], []]
+    assert [own for _, _, own in results[1]["seen"]] == [[4, 5], [10, 11], [13, 14, 15, 16, 17], [18, 19]]
+
+
+@pytest.mark.parametrize("shard", ["mine", "whole"])
+def test_rows_of_batches_that_the_dataset_makes(shard):
+    data = [range(31), range(31, 50)] if shard == "mine" else [range(50)] * 2
+    results = passed(shard, [Batches(own) for own in data], [plans((0, 0, (5, 2)))], batch_size=None)
+    once(results, range(50))
+
+
+@pytest.mark.parametrize("shard", ["mine", "whole"])
+def test_drop_last_drops_what_fills_no_batch(shard):
+    data = [Numbered(range(13)), Numbered(range(13, 20))] if shard == "mine" else [Numbered(range(20))] * 2
+    results = passed(shard, data, [plans((0, 0, (4, 2)))], rules=StreamRules(drop_last=True))
+    assert [sum(sizes) for _, sizes, _ in results[0]["seen"]] == [6, 6, 6]
+
+
+def test_a_plan_changes_the_first_step_that_no_rank_has_drawn():
+    history = [plans((0, 0, (6, 2)))]
+    seen = []
+
+    def run(peers):
+        stream = SampleStream(DataLoader(Numbered(range(100 * peers.rank % 73, 73)), 4), "mine")
+        sampler = OwnStreamSampler(stream, lambda: history[0], peers, StreamRules())
+        for step, _ in enumerate(sampler):
+            if step == 2:
+                drawn = max(peers.gather_objects(sampler.drawn))
+                if peers.rank == 0:
+                    history[0] = history[0].extended(PlanEntry(*drawn, BatchPlan(8, (3, 5))))
+                    seen.append(drawn)
+                peers.gather_objects(None)
+            if peers.rank == 0:
+                seen.append(sampler.sizes_at(0, step))
+
+    assert on_threads(2, run) == [None, None]
+    (drawn,) = [one for one in seen if one[0] == 0]
+    changes = [one for one in seen if one[0] != 0].index((3, 5))
+    assert changes == drawn[1] <= 3 + 2 * BLOCK
+
+
+def test_a_buffer_holds_two_blocks_at_most():
+    most = []
+
+    def run(peers):
+        stream = SampleStream(DataLoader(Numbered(range(73)), 1), "mine")
+        sampler = OwnStreamSampler(stream, lambda: plans((0, 0, (2, 1))), peers, StreamRules())
+        buffer = stream.buffer()
+        stream.buffer = lambda: buffer
+        for step, _ in enumerate(sampler):
+            if step < 20:  # the stream of rank 0 ends later
+                most.append(len(buffer) / (2, 1)[peers.rank])
+
+    assert on_threads(2, run) == [None, None]
+    assert BLOCK < max(most) <= 2 * BLOCK
+
+
+@pytest.mark.parametrize("stop", [1, 5, 11])
+def test_an_epoch_is_resumed_behind_what_each_rank_has_taken(stop):
+    data, history = [Numbered(range(50)), Numbered(range(50, 73))], [plans((0, 0, (3, 3)))]
+    whole = passed("mine", data, history)
+    first = passed("mine", data, history, steps=stop)
+    state = first[0]["state"]
+    assert all(r["state"] == state for r in first)
+    rest = passed("mine", data, history, start=(0, stop), state=state)
+    for before, after, all_of_it in zip(first, rest, whole, strict=True):
+        both = [own for _, _, own in before["seen"] + after["seen"]]
+        assert sum(both, []) == sum((own for _, _, own in all_of_it["seen"]), [])
+    once([{"seen": a["seen"] + b["seen"]} for a, b in zip(first, rest, strict=True)], range(73))
+
+
+def test_without_a_state_of_the_step_it_is_what_the_plans_say():
+    data, history = [Numbered(range(40)), Numbered(range(40, 73))], [plans((0, 0, (3, 2)), (0, 2, (2, 3)))]
+    whole, rest = passed("mine", data, history), passed("mine", data, history, start=(0, 4))
+    assert [r["seen"] for r in rest] == [r["seen"][4:] for r in whole]
+
+
+def test_a_whole_stream_is_resumed_by_any_number_of_ranks():
+    first = passed("whole", [Numbered(range(73))] * 2, [plans((0, 0, (5, 3)))], steps=4)
+    other = [plans((0, 0, (5, 3)), (0, 4, (3, 3, 2)))]
+    rest = passed("whole", [Numbered(range(73))] * 3, other, start=(0, 4), state=first[0]["state"])
+    assert sorted(i for r in first + rest for _, _, own in r["seen"] for i in own) == list(range(73))
+
+
+def test_own_streams_are_not_resumed_inside_an_epoch_by_others():
+    state = passed("mine", [Numbered(range(30)), Numbered(range(30, 73))], [plans((0, 0, (5, 3)))], steps=4)[0]["state"]
+    other = [plans((0, 0, (5, 3)), (0, 4, (3, 3, 2)))]
+    with pytest.raises(ValueError, match="saved inside an epoch by 2 ranks with a data stream each"):
+        passed("mine", [Numbered(range(24))] * 3, other, start=(0, 4), state=state)
+    with pytest.raises(ValueError, match="saved inside an epoch with shard='mine', and shard='whole'"):
+        passed("whole", [Numbered(range(73))] * 3, other, start=(0, 4), state=state)
+    passed("mine", [Numbered(range(24 * i, 24 * i + 24)) for i in range(3)], other, epochs=2, start=(1, 0), state=state)
+
+
+@pytest.mark.parametrize("shard", ["mine", "whole", "claim"])
+def test_an_error_of_one_stream_ends_every_rank(shard):
+    def run(peers):
+        data = Numbered(range(30), fails_at=11 if peers.rank else None)
+        if shard == "claim":
+            data = Sharded([40, 33])
+            data.open_shard = lambda index: Numbered(range(40), fails_at=11 if index else None)
+        if shard == "whole":
+            data.fails_at = 0 if peers.rank else None
+        extra = {"counter": counter} if shard == "claim" else {}
+        stream = SampleStream(DataLoader(data, 3), shard)
+        for _ in KINDS[shard](stream, lambda: plans((0, 0, (2, 2))), peers, StreamRules(), **extra):
+            pass
+
+    counter = SharedCounter(dist.HashStore(), "run")
+    results = on_threads(2, run)
+    assert sorted(type(error).__name__ for error in results) == ["OSError", "RuntimeError"]
+    (other,) = [error for error in results if isinstance(error, RuntimeError)]
+    assert "has raised an error" in str(other)
+    assert shard == "whole" or "OSError: the archive ends here" in str(other)
+
+
+def test_a_rank_without_any_sample_runs_with_weight_0():
+    results = passed("mine", [Numbered([]), Numbered(range(12)), Numbered([])], [plans((0, 0, (2, 2, 2)))])
+    once(results, range(12))
+    assert [sizes for _, sizes, _ in results[0]["seen"]] == [(0, 6, 0)] * 2
+
+
+def test_no_sample_at_all_is_an_epoch_of_no_steps():
+    def run(peers):
+        return list(
+            OwnStreamSampler(
+                SampleStream(DataLoader(Numbered([]), 2), "mine"), lambda: plans((0, 0, (2, 2))), peers, StreamRules()
+            )
+        )
+
+    assert on_threads(2, run) == [[], []]
+
+
+def test_ranks_that_read_the_same_as_their_own_are_told_once(monkeypatch):
+    told = []
+    monkeypatch.setattr(own.log, "warning", lambda text, *args: told.append(text % args))
+    passed("mine", [Numbered(range(30)), Numbered(range(1, 31))], [plans((0, 0, (5, 3)))])
+    assert not told
+    passed("mine", [Numbered(range(30))] * 2, [plans((0, 0, (5, 3)))], epochs=2)
+    assert len(told) == 1
+    assert "of ranks 0, 1 begin with the same samples" in told[0]
+
+
+def test_streams_that_are_called_whole_and_differ_are_refused():
+    with pytest.raises(ValueError, match="shard='whole' says that all ranks read the same stream"):
+        passed("whole", [Numbered(range(30)), Numbered(range(1, 31))], [plans((0, 0, (5, 3)))])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_shards_are_claimed_once_and_fast_ranks_read_more(ranks):
+    lengths = [9, 0, 4, 17, 8, 1, 20, 14]
+    sizes = (4, 1, 1)[:ranks]
+    results = passed("claim", [Sharded(lengths)] * ranks, [plans((0, 0, sizes))], epochs=2)
+    for epoch in range(2):
+        once(results, range(73), epoch)
+    if ranks > 1:
+        assert results[0]["seen"][3][1] == sizes
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1)])
+def test_claimed_shards_go_on_with_any_number_of_ranks(before, after):
+    lengths = [9, 4, 17, 8, 1, 20, 14]
+    data = Sharded(lengths)
+    first = passed("claim", [data] * before, [plans((0, 0, (4, 2, 2)[:before]))], steps=4)
+    state = {**first[0]["state"], **first[0]["shards"]}
+    assert all(r["shards"] == first[0]["shards"] for r in first)
+    history = [plans((0, 0, (4, 2, 2)[:after]))]
+    rest = passed("claim", [data] * after, history, start=(0, 4), steps=2, state=state)
+    assert sum(len(own) for r in rest for *_, own in r["seen"]) == 2 * sum((4, 2, 2)[:after])
+    again = {**rest[0]["state"], **rest[0]["shards"]}
+    last = passed("claim", [data] * before, [plans((0, 0, (4, 2, 2)[:before]))], start=(0, 6), state=again)
+    assert sorted(i for r in first + rest + last for _, _, own in r["seen"] for i in own) == list(range(73))
+
+
+def test_claims_need_the_state_of_their_step():
+    with pytest.raises(ValueError, match="not known which shards the first 3 steps"):
+        passed("claim", [Sharded([40, 33])], [plans((0, 0, (5,)))], start=(0, 3))
+
+
+def test_a_known_length_is_told():
+    stream = SampleStream(DataLoader(Sized(range(20)), 3), "mine")
+    history = plans((0, 0, (4, 3)))
+    assert stream.num_samples() == 20
+
+    def run(peers):
+        sampler = OwnStreamSampler(stream, lambda: history, peers, StreamRules(), num_samples=40)
+        bounded = OwnStreamSampler(stream, lambda: history, peers, StreamRules(max_local=(9, 9)), num_samples=40)
+        unknown = WholeStreamSampler(stream, lambda: history, peers, StreamRules())
+        with pytest.raises(TypeError, match="not known before it has ended"):
+            len(unknown)
+        return len(sampler), bounded.num_batches(0), unknown.num_batches(0)
+
+    assert on_threads(1, run) == [(6, NO_LIMIT, NO_LIMIT)]
