@@ -14,7 +14,7 @@ import numpy as np
 from lightning_hetero.core.batching.stream_steps import StreamBlock, next_block, wanted_samples
 from lightning_hetero.data.streams.claims import ClaimLedger, Counter, claim_order
 from lightning_hetero.data.streams.fingerprint import fingerprint
-from lightning_hetero.data.streams.sampler import Array, StreamSampler
+from lightning_hetero.data.streams.sampler import COMPARED, Array, StreamSampler
 from lightning_hetero.data.streams.source import Drawing
 
 __all__ = ["BLOCK", "ClaimedStreamSampler", "OwnStreamSampler"]
@@ -87,9 +87,9 @@ class OwnStreamSampler(StreamSampler):
         run.length = min(2 * run.length, BLOCK)
         run.level = run.assigned + wanted_samples(plans, run.held, run.ended, self.rules)[self.rank]
         drawing = run.drawing
-        drawing.fill(run.level)
+        drawing.fill(max(run.level, COMPARED))
         spare = len(drawing.buffer) - run.assigned
-        begins = fingerprint(drawing.buffer.peek(8)) if run.stand_in is None else 0
+        begins = fingerprint(drawing.buffer.peek(COMPARED)) if run.stand_in is None else 0
         told = [spare, drawing.ended and drawing.error is None, drawing.error is not None, begins]
         return plans, self._peers.gather_later(np.array(told, dtype=float))
 

@@ -15,10 +15,13 @@ from lightning_hetero.data.step_share import StepShare
 from lightning_hetero.data.streams.fingerprint import fingerprint
 from lightning_hetero.data.streams.source import Drawing, SampleStream
 
-__all__ = ["Peers", "StreamSampler", "WholeStreamSampler"]
+__all__ = ["COMPARED", "Peers", "StreamSampler", "WholeStreamSampler"]
 
 REMEMBERED = 1024
 """Steps of which the sizes are kept; a loop that holds more batches at once needs more."""
+
+COMPARED = 4
+"""Samples at the beginning of streams by which ranks notice that they read the same ones."""
 
 Array = npt.NDArray[np.float64]
 
@@ -192,7 +195,7 @@ class WholeStreamSampler(StreamSampler):
         drawing = Drawing(lambda: self.stream.open(epoch), self.stream.buffer())
         behind = self._history().offset(epoch, step)
         drawing.skip(behind)
-        drawing.fill(1)
+        drawing.fill(COMPARED)
         self._require_same(drawing)
         buffer = drawing.buffer
         while True:
@@ -226,7 +229,7 @@ class WholeStreamSampler(StreamSampler):
             ValueError: on every rank if they do not.
         """
         failed = drawing.error is not None
-        mine = math.nan if failed else float(fingerprint(drawing.buffer.peek(8)))
+        mine = math.nan if failed else float(fingerprint(drawing.buffer.peek(COMPARED)))
         everyone = self._peers.gather(np.array([mine]))[:, 0]
         if drawing.error is not None:
             raise drawing.error

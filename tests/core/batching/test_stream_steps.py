@@ -1,4 +1,4 @@
-"""Sizes of steps over streams: each sample once, the plan's total while there is data, whatever the streams' lengths."""
+"""Sizes of steps over streams: each sample once, and the plan's total while there is data."""
 
 import random
 import re
