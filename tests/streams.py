@@ -40,6 +40,16 @@ class Batches(IterableDataset):
             yield {"x": self.points.x[own], "y": self.points.y[own], "index": own}
 
 
+class Loader:
+    """A loader of no class of torch's, which yields batches."""
+
+    def __init__(self, indices):
+        self.batches = Batches(indices)
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
 class Shards:
     """Files of unequal length, as a dataset offers them to be claimed."""
 

@@ -50,6 +50,7 @@ class TrainingData:
         self.batch_size, self.min_local = 0, config.min_local_batch_size or 1
         self._memory_bound: int | None = None
         self._taken: dict[str, Any] = {}
+        self._shards: dict[str, Any] = {}
 
     def require_samples(self, number: int) -> None:
         """Require at least ``number`` samples per batch on this rank."""
@@ -102,7 +103,7 @@ class TrainingData:
             kind = partial(ClaimedStreamSampler, counter=SharedCounter.of_job(control.rank, control.world_size))
         history = partial(getattr, self.plans, "history")
         sampler = kind(stream, history, control, rules, start=start, num_samples=known)
-        sampler.resume_from(self._taken)
+        sampler.resume_from({**self._taken, **self._shards})
         self.sampler = sampler
         return sampler
 
@@ -139,7 +140,7 @@ class TrainingData:
 
     def add_shards(self, shards: dict[str, Any]) -> None:
         """Add how far claimed shards were read, as :meth:`shards` has told; call it before the data is sharded."""
-        self._taken |= shards
+        self._shards = dict(shards)
 
     def shards(self, position: tuple[int, int]) -> dict[str, Any]:
         """Return how far all ranks have read each claimed shard; empty and not collective if none are claimed."""

@@ -15,7 +15,7 @@ from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from tests.helpers import Regressor, collected, run_ranks, trainer_of
 from tests.loops import flat, flat_grads, network, one_process
-from tests.streams import SAMPLES, Batches, Numbered, Sharded, Sized, sizes_of, taken, thirds
+from tests.streams import SAMPLES, Batches, Loader, Numbered, Sharded, Sized, sizes_of, taken, thirds
 
 SPLIT = (5, 3)
 EVERYTHING = list(range(SAMPLES))
@@ -48,12 +48,12 @@ class Checked(Planned):
         self.checked.append((self.trainer.current_epoch, self.trainer.global_step))
 
 
-def lightning(rank, data, *, batch_size=4, workers=0, resume=None, plans=None, save=None, val=False, **given):
+def lightning(rank, data, *, ranks=2, batch_size=4, workers=0, resume=None, plans=None, save=None, val=False, **given):
     settings, loader = given.pop("settings", {"local_batch_sizes": SPLIT}), given.pop("loader", {})
     model = (Checked if val else Planned)(plans, save)
     given.setdefault("max_epochs", 1)
-    trainer = trainer_of(HeteroDDPStrategy(**settings), int(torch.os.environ["WORLD_SIZE"]), **given)
-    fitted = DataLoader(data, batch_size, num_workers=workers, **loader) if not isinstance(data, list) else data
+    trainer = trainer_of(HeteroDDPStrategy(**settings), ranks, **given)
+    fitted = data if isinstance(data, Loader) else DataLoader(data, batch_size, num_workers=workers, **loader)
     validated = DataLoader(Sized(range(4)), 4) if val else None
     trainer.fit(model, fitted, validated, ckpt_path=resume)
     history = [(e.epoch, e.step, e.plan.local_batch_sizes) for e in trainer.strategy.plan_history]
@@ -73,8 +73,7 @@ def fabric(rank, data, *, batch_size=4, workers=0, plans=None, settings=None, sa
 
     from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as Strategy
 
-    world_size = int(torch.os.environ["WORLD_SIZE"])
-    one = Fabric(accelerator="cpu", devices=world_size, strategy=Strategy(**settings or {"local_batch_sizes": SPLIT}))
+    one = Fabric(accelerator="cpu", devices=2, strategy=Strategy(**settings or {"local_batch_sizes": SPLIT}))
     one.launch()
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -142,8 +141,8 @@ def _run(rank, front_end, data, kwargs):
     return FRONT_ENDS[front_end](rank, data(rank), **kwargs)
 
 
-def run(front_end, data, ranks=2, **kwargs):
-    return run_ranks(_run, ranks, front_end, data, kwargs)
+def run(front_end, data, **kwargs):
+    return run_ranks(_run, 2, front_end, data, kwargs)
 
 
 def same(rank):
@@ -232,7 +231,7 @@ def _lightning_cases(rank, folder):
     found["workers"] = mine(own(rank), workers=2, max_epochs=2)
     found["persistent"] = mine(own(rank), workers=2, max_epochs=2, loader={"persistent_workers": True})
     found["rows"] = mine(Batches(thirds(rank)), batch_size=None)
-    found["loader of batches"] = mine(list(Batches(thirds(rank))))
+    found["loader of batches"] = mine(Loader(thirds(rank)))
     found["accumulated"] = mine(own(rank), accumulate_grad_batches=2)
     found["max_steps"] = mine(own(rank), max_epochs=-1, max_steps=13)
     found["limited"] = mine(own(rank), limit_train_batches=3, max_epochs=2)
@@ -329,11 +328,11 @@ def hugging_face(rank):
         lambda numbers: examples(itertools.chain.from_iterable(numbers)),
         gen_kwargs={"numbers": [list(itertools.chain(*parts[a:b])) for a, b in itertools.pairwise(ends) if a < b]},
     )
-    return stream.shuffle(seed=3, buffer_size=5).with_format("torch").map(_tuple)
+    return stream.shuffle(seed=3, buffer_size=5).map(_tensors)
 
 
-def _tuple(example):
-    return {**example, "x": example["x"].double(), "y": example["y"].double()}
+def _tensors(example):
+    return {**example, **{name: torch.tensor(example[name], dtype=torch.float64) for name in "xy"}}
 
 
 def split_by_node(rank):
@@ -400,10 +399,11 @@ def test_another_number_of_ranks_resumes_what_it_can(tmp_path):
         before = run("lightning", data, settings=settings, save={4: place}, max_steps=4)
         settings = {"local_batch_sizes": (4, 2, 2), "shard": shard}
         if shard == "mine":
-            errors = run_ranks(_run, 3, "lightning", data, {"settings": settings, "resume": place}, expect_errors=True)
+            given = {"settings": settings, "resume": place, "ranks": 3}
+            errors = run_ranks(_run, 3, "lightning", data, given, expect_errors=True)
             assert len(errors) == 3
             assert all("saved inside an epoch by 2 ranks" in text for *_, text in errors)
             continue
-        after = run("lightning", data, 3, settings=settings, resume=place)
+        after = run_ranks(_run, 3, "lightning", data, {"settings": settings, "resume": place, "ranks": 3})
         assert sorted(taken(before) + taken(after)) == EVERYTHING
         assert re.fullmatch("4", str(after[0]["seen"][0][1]))

@@ -73,9 +73,9 @@ class Resumption:
         loop = trainer.fit_loop.epoch_loop
         if getattr(loop, "restarted_on_train_batch_end", False):
             # Lightning is about to count the batch that saved as completed, and begins at 0 if that completes an epoch
-            known = trainer.num_training_batches
-            batches = loop.batch_progress.current.ready if math.isinf(known) else int(known)  # inf: a stream
-            loop.batch_progress.current.completed = max(batches, self.behind)
+            batches: Any = trainer.num_training_batches  # infinite for a stream, and then that is what it compares with
+            completed = batches if math.isinf(batches) else int(batches)
+            loop.batch_progress.current.completed = max(completed, self.behind)
         elif self.unknown:
             loop.batch_progress.reset_on_run()
             loop.reset_restart_stage()  # else it treats batch 0 as one after which validation was due
