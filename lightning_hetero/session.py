@@ -16,13 +16,11 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.policies import DEFAULT, POLICIES
 from lightning_hetero.core.policies.base import Planner, check_planner, load_planner
-from lightning_hetero.data.index_stream import IndexStream
-from lightning_hetero.data.streams.source import SampleStream
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.adaptation import Adaptation
 from lightning_hetero.frontend.log import show_log
 from lightning_hetero.frontend.session.batches import CopiedSession, SessionBatches
-from lightning_hetero.frontend.session.data import SessionData
+from lightning_hetero.frontend.session.data import SessionData, Stream
 from lightning_hetero.frontend.session.steps import SessionSteps
 from lightning_hetero.frontend.total_access import TotalAccess
 from lightning_hetero.frontend.without_effect import tell
@@ -112,33 +110,21 @@ class HeteroSession(TotalAccess):
     # data
 
     @property
-    def stream(self) -> IndexStream | SampleStream | None:
+    def stream(self) -> Stream | None:
         """Order of the samples, ``None`` before :meth:`shard`."""
         return self._data.stream
 
-    def shard(self, stream: IndexStream, batch_size: int, *, drop_last: bool = False) -> "SessionBatches":
+    def shard(self, stream: Stream, batch_size: int = 0, *, drop_last: bool = False) -> SessionBatches:
         """Split the training data by the engine's plan; a collective call, see :meth:`HeteroEngine.shard`.
 
-        Earlier data is dropped with its plan if no pass over it has begun.
+        Earlier data is dropped with its plan if no pass over it has begun. A :class:`SampleStream` has a batch size of
+        its own, and what is returned then yields batches in place of indices.
         """
-        self._replace()
+        if self._data.stream is not None and self.position == (0, 0) and self._data.restored is None:
+            self.engine.data.plans.forget()
         self._data.give(stream, batch_size, drop_last=drop_last)
         self._data.shard(self.planner, self._epoch, 0)
         return SessionBatches(self)
-
-    def shard_stream(self, stream: SampleStream) -> "SessionBatches":
-        """Split a loader's stream by the engine's plan; a collective call, see :meth:`HeteroEngine.shard_stream`.
-
-        What it returns yields batches that are ready to train on: ``session.steps(lambda: iter(batches))``.
-        """
-        self._replace()
-        self._data.give(stream)
-        self._data.shard(self.planner, self._epoch, 0)
-        return SessionBatches(self)
-
-    def _replace(self) -> None:
-        if self._data.stream is not None and self.position == (0, 0) and self._data.restored is None:
-            self.engine.data.plans.forget()
 
     def reshard(self) -> None:
         """Split the data again after a new bound became known; a collective call."""
@@ -282,15 +268,14 @@ class HeteroSession(TotalAccess):
     def interval(self) -> dict[str, Any]:
         """Return what all ranks have to be asked for, to be added to :meth:`state_dict`; a collective call.
 
-        This is the noise since the last sync round, with which the noise scale goes on as in an uninterrupted run, and
-        how far claimed shards were read (``shard="claim"``); it is empty if there is neither. Call it
-        when the step whose batch was handed out last is over.
+        It is the noise since the last sync round, and how far claimed shards were read, if there are any. Call it when
+        the step whose batch was handed out last is over.
         """
         if self._data.stream is None or self._data.restored is not None:
             return {}
         self._steps.close(*self.position)
-        found, shards = self._adaptation.interval(), self.engine.data.shards(self.engine.position)
-        return {**({"interval": found} if found else {}), **({"shards": shards} if shards else {})}
+        found = {"interval": self._adaptation.interval(), "shards": self.engine.data.shards(self.engine.position)}
+        return {name: value for name, value in found.items() if value}
 
     @property
     def _policy(self) -> str:

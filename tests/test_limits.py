@@ -492,7 +492,11 @@ def own_gather():
 @case("`IterableDataset`")
 def iterable():
     for strategy in (SPLIT, "hetero_ddp"):
-        refused("map-style", data=DataLoader(Stream(), 2), strategy=strategy)
+        for result in run(data=DataLoader(Stream(), 2), strategy=strategy):
+            assert result["steps"] == 8
+    for result in run(data=DataLoader(Stream(), 2), strategy={"local_batch_sizes": (3, 1), "shard": "whole"}):
+        assert result["steps"] == 4
+    refused("set shard=.mine.", data=DataLoader(Stream(), 2), strategy={"shard": "claim"})
     for result in run(data=DataLoader(Stream(), 2), strategy={"policy": "even"}):
         assert result["steps"] == 8
 

@@ -25,10 +25,10 @@ from lightning_hetero.accelerate.loaders import (
 from lightning_hetero.accelerate.plugin import HeteroPlugin, check_accelerator, switched_on
 from lightning_hetero.comm.collectives.row_gather import refuse_own_gather
 from lightning_hetero.comm.timing.step_timer import StepTimer
+from lightning_hetero.data.streams.loaders import is_stream
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.model_setup import raise_minimum
 from lightning_hetero.frontend.restart_check import warn_of_stale_addresses
-from lightning_hetero.frontend.streams import is_stream
 from lightning_hetero.frontend.without_effect import tell, tell_left
 from lightning_hetero.session import HeteroSession
 

@@ -9,9 +9,9 @@ from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import DataLoader, SequentialSampler
 
 from lightning_hetero.data import BroadcastStream
+from lightning_hetero.data.streams.loaders import LEFT_EVEN, is_stream, sample_stream, with_batches
 from lightning_hetero.frontend.loaders import evaluates, with_batch_sampler
 from lightning_hetero.frontend.loaders import unsupported_reason as reason_anywhere
-from lightning_hetero.frontend.streams import LEFT_EVEN, is_stream, sample_stream, with_batches
 from lightning_hetero.session import HeteroSession
 
 __all__ = [
@@ -146,7 +146,7 @@ def uneven_stream(
         ValueError: if the stream cannot be shared in the way that the settings say.
     """
     stream = sample_stream(loader, session.engine.config, default="whole", world_size=world_size if split else 1)
-    base = with_batches(loader, session.shard_stream(stream))
+    base = with_batches(loader, session.shard(stream))
     given = HeteroDataLoader.__new__(HeteroDataLoader)
     given.__dict__.update({**prepared.__dict__, "base_dataloader": base, "session": session})
     return given

@@ -297,8 +297,8 @@ def test_gather_takes_any_structure(sizes):
 
 def _refused(rank, what):
     accelerator = _accelerator(plugin={"local_batch_sizes": (3, 1)})
-    if what == "iterable":
-        return accelerator.prepare_data_loader(DataLoader(Stream(), 2), uneven=True)
+    if what == "rows":
+        return accelerator.prepare_data_loader(DataLoader(Stream(), None), uneven=True)
     model = network()
     if what == "batch norm":
         model = nn.Sequential(model, nn.BatchNorm1d(1))
@@ -317,7 +317,7 @@ class Stream(IterableDataset):
     [
         ("direct backward", "loss.backward() was called directly"),
         ("batch norm", "has a size below min_local_batch_size=2"),
-        ("iterable", "the train dataset is an IterableDataset"),
+        ("rows", "cannot be cut into batches of other sizes"),
     ],
 )
 def test_what_cannot_be_right_is_refused_on_every_rank(what, message):

@@ -4,7 +4,7 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero import (
@@ -284,9 +284,8 @@ def test_each_front_end_says_it_once_on_rank_0(train, settings, expected):
     assert expected in first[0]
 
 
-class Streamed(IterableDataset):
-    def __iter__(self):
-        return iter([Points(1)[0]] * 8)
+class Mine(torch.utils.data.BatchSampler):
+    """Batches of its own."""
 
 
 class Own(DistributedSampler):
@@ -296,8 +295,9 @@ class Own(DistributedSampler):
 def _left_by_accelerate(rank):
     accelerator = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(max_local_batch_sizes=8))
     optimizer = Regressor().configure_optimizers()
-    for dataset in (Streamed(), Streamed(), Points(8), Points(8), Points(8)):
-        accelerator.prepare(DataLoader(dataset, 4, shuffle=isinstance(dataset, Points)), optimizer)
+    given = {"batch_sampler": Mine(torch.utils.data.SequentialSampler(Points(8)), 4, False)}
+    for loader in (given, given, *({"batch_size": 4, "shuffle": True} for _ in range(3))):
+        accelerator.prepare(DataLoader(Points(8), **loader), optimizer)
     accelerator.end_training()
 
 

@@ -262,6 +262,7 @@ SETTINGS = {
     "sparse_optimizer": "later",
     "staleness": 1,
     "transfer_priority": True,
+    "shard": "whole",
     "nonfinite": "drop",
     "max_total_batch_size": 4096,
     "min_total_batch_size": 64,

@@ -61,6 +61,10 @@ class StreamBlock:
     Args:
         sizes: samples of every rank in each step; there may be no step at all if a stream has just ended.
         over: whether no step comes after them.
+
+    Example:
+        >>> StreamBlock(((6, 2), (3, 5)), over=False).sizes[0]
+        (6, 2)
     """
 
     sizes: tuple[tuple[int, ...], ...]

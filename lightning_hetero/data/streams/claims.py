@@ -1,7 +1,7 @@
 """Shards of a dataset that ranks claim one after another, each shard once: who reads faster reads more of them.
 
-A counter that all ranks share gives a shard to whoever asks first. Each sample carries its shard and its place there, so
-that a rank knows up to where it has trained on each shard, and a later run goes on there with any number of ranks.
+A counter that all ranks share gives a shard to whoever asks first. Each sample carries its shard and its place there:
+a rank knows up to where it has trained on each shard, and a later run goes on there with any number of ranks.
 """
 
 from collections import deque

@@ -51,6 +51,36 @@ class _Pass:
     length: int = 1
     stand_in: list[Any] | None = None
 
+    def fill(self, wanted: int) -> None:
+        """Draw until that many samples belong to no agreed step, or the stream has ended; draw longer blocks later."""
+        self.length, self.level = min(2 * self.length, BLOCK), self.assigned + wanted
+        self.drawing.fill(max(self.level, COMPARED))
+
+    def assign(self, block: StreamBlock, held: tuple[int, ...], ended: tuple[bool, ...], rank: int) -> None:
+        """Assign samples to the steps of a block, given what ranks held before it."""
+        used = np.array(block.sizes, dtype=int).reshape(-1, len(held)).sum(axis=0)
+        self.held, self.ended = tuple((np.array(held) - used).tolist()), ended
+        self.assigned += int(used[rank])
+
+    def take(self, sizes: tuple[int, ...], rank: int, least: int) -> tuple[list[Any], list[Any]]:
+        """Take a rank's samples of a step and draw as many in their place.
+
+        Returns:
+            What its batch is made of, and those samples of it that count.
+        """
+        own, buffer = sizes[rank], self.drawing.buffer
+        if own:
+            self.stand_in = buffer.peek(min(own, least))
+        pieces = buffer.take(own) if own else self.stand_in or buffer.peek(least)
+        self.taken = self.taken + np.array(sizes)
+        self.assigned -= own
+        self.drawing.fill(self.level)
+        return pieces, pieces if own else []
+
+    def lend(self, samples: list[Any]) -> None:
+        """Run with these samples, of another rank, where there are none to train on."""
+        self.stand_in = samples
+
 
 class OwnStreamSampler(StreamSampler):
     """Each rank draws a stream of its own, in batches of the plan's sizes; when one ends, others take its share."""
@@ -68,7 +98,9 @@ class OwnStreamSampler(StreamSampler):
                 plans, wait = self._report(run, following)
             for sizes in block.sizes:
                 self._note(epoch, step, sizes, run.taken.astype(int).tolist())
-                yield self._taken(run, step, sizes)
+                pieces, counted = run.take(sizes, self.rank, self.rules.min_local)
+                self._trained(step, counted)
+                yield run.drawing.buffer.batch(pieces)
                 step += 1
             if block.over:
                 return
@@ -84,10 +116,8 @@ class OwnStreamSampler(StreamSampler):
         """Draw what the next steps need, and begin to tell the others how much is there."""
         plans = [self._planned(run.epoch, step + i) for i in range(run.length)]
         self.drawn = (run.epoch, step + run.length)
-        run.length = min(2 * run.length, BLOCK)
-        run.level = run.assigned + wanted_samples(plans, run.held, run.ended, self.rules)[self.rank]
+        run.fill(wanted_samples(plans, run.held, run.ended, self.rules)[self.rank])
         drawing = run.drawing
-        drawing.fill(max(run.level, COMPARED))
         spare = len(drawing.buffer) - run.assigned
         begins = fingerprint(drawing.buffer.peek(COMPARED)) if run.stand_in is None else 0
         told = [spare, drawing.ended and drawing.error is None, drawing.error is not None, begins]
@@ -101,24 +131,8 @@ class OwnStreamSampler(StreamSampler):
             self._compare(told[:, 3])
             self._find_stand_in(run, held)
         block = next_block(plans, held, ended, self.rules)
-        used = np.array(block.sizes, dtype=int).reshape(-1, len(held)).sum(axis=0)
-        run.held, run.ended = tuple((np.array(held) - used).tolist()), ended
-        run.assigned += int(used[self.rank])
+        run.assign(block, held, ended, self.rank)
         return block
-
-    def _taken(self, run: _Pass, step: int, sizes: tuple[int, ...]) -> Any:
-        """Take this rank's samples of a step and draw as many in their place; return their batch."""
-        own, buffer = sizes[self.rank], run.drawing.buffer
-        if own:
-            run.stand_in = buffer.peek(min(own, self.rules.min_local))
-            pieces = buffer.take(own)
-            self._trained(step, pieces)
-        else:
-            pieces = run.stand_in or buffer.peek(self.rules.min_local)
-        run.taken = run.taken + np.array(sizes)
-        run.assigned -= own
-        run.drawing.fill(run.level)
-        return buffer.batch(pieces)
 
     def _trained(self, step: int, pieces: list[Any]) -> None:
         """Note which samples a step takes, where that has to be known."""
@@ -163,7 +177,7 @@ class OwnStreamSampler(StreamSampler):
         given = run.drawing.buffer.peek(self.rules.min_local) if self.rank == giver else None
         received = self._peers.gather_objects(given)[giver]
         if held[self.rank] == 0:
-            run.stand_in = received
+            run.lend(received)
 
     # state
 

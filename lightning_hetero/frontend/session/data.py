@@ -1,13 +1,16 @@
 """The training data of a session: its order, its shards, and the position at which a loaded state resumes."""
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from lightning_hetero.core.policies.base import Planner
 from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.data.streams.source import SampleStream
 from lightning_hetero.engine import HeteroEngine
 
-__all__ = ["SavedStream", "SessionData"]
+__all__ = ["SavedStream", "SessionData", "Stream"]
+
+Stream: TypeAlias = IndexStream | SampleStream
+"""Training data: an order of samples that ranks share, or a loader's stream."""
 
 
 @runtime_checkable
@@ -30,7 +33,7 @@ class SessionData:
 
     def __init__(self, engine: HeteroEngine) -> None:
         self._engine = engine
-        self.stream: IndexStream | SampleStream | None = None
+        self.stream: Stream | None = None
         self._batch_size, self._drop_last = 0, False
         self.restored: dict[str, Any] | None = None
 
@@ -39,7 +42,7 @@ class SessionData:
         """Steps of its pass that the loaded state has done; 0 once a pass has begun."""
         return 0 if self.restored is None else int(self.restored["step"])
 
-    def give(self, stream: IndexStream | SampleStream, batch_size: int = 0, *, drop_last: bool = False) -> None:
+    def give(self, stream: Stream, batch_size: int = 0, *, drop_last: bool = False) -> None:
         """Replace the data, and take the order of the loaded state if there is one."""
         self.stream, self._batch_size, self._drop_last = stream, batch_size, drop_last
         self._restore_order()

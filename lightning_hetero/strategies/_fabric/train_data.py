@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_hetero.data.streams.loaders import LEFT_EVEN, is_stream, sample_stream, with_batches
 from lightning_hetero.frontend.loaders import (
     balanced_evaluation_loader,
     batches_of,
@@ -17,7 +18,6 @@ from lightning_hetero.frontend.loaders import (
     unsupported_reason,
     with_batch_sampler,
 )
-from lightning_hetero.frontend.streams import LEFT_EVEN, is_stream, sample_stream, with_batches
 from lightning_hetero.frontend.without_effect import tell_left
 from lightning_hetero.strategies._fabric.base import FabricMixin
 
@@ -91,7 +91,7 @@ class FabricDataMixin(FabricMixin):
     def _split(self, loader: DataLoader) -> DataLoader:
         session = self._running()
         if is_stream(loader):
-            given = session.shard_stream(sample_stream(loader, self.config, default="mine"))
+            given = session.shard(sample_stream(loader, self.config, default="mine"))
             split: DataLoader = with_batches(loader, given)
             return split
         stream, batches = stream_of(loader), batches_of(loader)

@@ -58,8 +58,7 @@ class HeteroDDPMixin(UnevenStepsMixin):
         staleness: 0 applies every gradient in its own step; 1 applies one step late those that steps would wait for.
         nonfinite: ``"warn"`` of a loss that is not finite, ``"drop"`` such gradients on all ranks, or ``"stop"``.
         transfer_priority: send the all-reduces that a step waits for before stale ones.
-        shard: who has which samples of a stream (``IterableDataset``): ``"mine"`` (default) if each rank's has samples
-            of its own, ``"whole"`` if all ranks' have the same, ``"claim"`` to let ranks claim the dataset's shards.
+        shard: whose samples an ``IterableDataset`` has: ``"mine"`` (default), ``"whole"`` (all ranks') or ``"claim"``.
         kwargs: arguments of Lightning's ``DDPStrategy``.
 
     Raises:
@@ -156,8 +155,7 @@ class HeteroDDPMixin(UnevenStepsMixin):
         Lightning wraps it on another stream, on which torch then accumulates gradients: each parameter costs an event
         and a wait in every step, and torch warns of it from 2.10 on.
         """
-        devices = self.determine_ddp_device_ids()
-        return DistributedDataParallel(module=model, device_ids=devices, **self._ddp_kwargs)
+        return DistributedDataParallel(module=model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     def _register_ddp_hooks(self) -> None:
         """Register our hook on every device, with the user's inside it."""

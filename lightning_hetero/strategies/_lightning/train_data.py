@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero.callbacks._lightning import processed
 from lightning_hetero.comm.timing.step_timer import TimedIterator
 from lightning_hetero.core.batching.plan import NO_LIMIT
+from lightning_hetero.data.streams.loaders import LEFT_EVEN, is_stream, sample_stream, with_batches
 from lightning_hetero.data.streams.sampler import StreamSampler
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.loaders import (
@@ -19,7 +20,6 @@ from lightning_hetero.frontend.loaders import (
     with_batch_sampler,
 )
 from lightning_hetero.frontend.log import log
-from lightning_hetero.frontend.streams import LEFT_EVEN, is_stream, sample_stream, with_batches
 from lightning_hetero.strategies._lightning.epoch_length import recount_batches
 from lightning_hetero.strategies._lightning.policy import PolicyMixin
 
