@@ -1,4 +1,4 @@
-"""What the ranks take of a step, and the interface of all samplers that an engine can run."""
+"""Share of each rank in one step, and the interface of all samplers that an engine can run."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -6,7 +6,7 @@ __all__ = ["StepSampler", "StepShare"]
 
 
 class StepShare(NamedTuple):
-    """What each rank takes of a step.
+    """Samples of every rank in a step.
 
     Args:
         sizes: samples of every rank.

@@ -18,7 +18,7 @@ __all__ = ["StreamBlock", "StreamRules", "next_block", "wanted_samples"]
 
 @dataclass(frozen=True)
 class StreamRules:
-    """What a step over streams has to keep to.
+    """Bounds of a step over streams.
 
     Args:
         min_local: smallest batch that a rank can run, ``>= 1``; a rank takes no samples or at least as many.

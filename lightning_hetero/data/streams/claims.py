@@ -135,7 +135,7 @@ def _unsplit(part: Iterable[Any]) -> Iterator[Any]:
 
 
 class ClaimLedger:
-    """How far this rank has trained on each shard, step by step.
+    """Progress of this rank on each shard, step by step.
 
     Args:
         kept: steps of which the way there is kept, so that the state of each of them can be told.

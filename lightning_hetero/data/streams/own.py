@@ -1,7 +1,7 @@
 """Batches of one rank from a stream of its own: ranks agree on the sizes of the next steps ahead of time.
 
 Ranks agree on a block of steps at a time. Each tells how many samples it holds beyond those of the block before, and
-whether its stream has ended; the message is under way while that block is trained on, so no step waits for it.
+whether its stream has ended; the message is in flight while that block is trained on, so no step waits for it.
 """
 
 import logging
