@@ -51,6 +51,7 @@ HELP = {
     "min_total_batch_size": "least total batch",
     "lr_scaling": "how the learning rate follows the total: auto, adascale, sqrt, linear, none or module:function",
     "noise_scale": "true measures the gradient noise scale",
+    "shard": "whose samples a stream (IterableDataset) has: mine, whole or claim",
 }
 
 

@@ -24,6 +24,7 @@ VALUES = {
     "min_total_batch_size": ("64", 64),
     "lr_scaling": ("none", "none"),
     "noise_scale": ("true", True),
+    "shard": ("mine", "mine"),
     "compression": ("block_topk(density=0.03, value_dtype='int8')", BlockTopK(density=0.03, value_dtype="int8")),
 }
 BESIDE = {

@@ -101,9 +101,10 @@ class ControlPlane:
 
     def gather_later(self, values: npt.NDArray[np.float64]) -> Callable[[], npt.NDArray[np.float64]]:
         """Begin to gather arrays as :meth:`gather` does; return a function that waits for them and stacks them."""
+        own = np.array(values)
         if self._group is None:
-            return lambda: values[None]
-        mine = torch.from_numpy(np.array(values))
+            return lambda: own[None]
+        mine = torch.from_numpy(own)
         everyone = torch.empty((self.world_size, *mine.shape), dtype=mine.dtype)
         work = dist.all_gather(list(everyone), mine, group=self._group, async_op=True)
 

@@ -31,6 +31,14 @@ def everywhere(world_size, use, **kwargs):
     return run_ranks(_with_plane, world_size, world_size, use, timeout=45, **kwargs)
 
 
+def _gather_later(plane):
+    values = np.array([plane.rank, plane.rank], dtype=float)
+    wait = plane.gather_later(values)
+    values[:] = 99.0  # what was sent stays as it was
+    other = plane.gather(np.array([10.0 * plane.rank]))
+    return [wait().tolist(), other.tolist()]
+
+
 def _gather(plane):
     wide = np.asfortranarray(np.arange(12.0).reshape(3, 4).T + 100 * plane.rank)  # not contiguous
     wide[0, 0] = np.nan
@@ -44,6 +52,12 @@ def test_gather_stacks_the_arrays_of_all_ranks(world_size):
     for wide, narrow in everywhere(world_size, _gather):
         np.testing.assert_array_equal(wide, expected)
         np.testing.assert_array_equal(narrow, np.arange(world_size)[:, None])
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_arrays_are_gathered_while_others_are(world_size):
+    for result in everywhere(world_size, _gather_later):
+        assert result == [[[r, r] for r in range(world_size)], [[10.0 * r] for r in range(world_size)]]
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
