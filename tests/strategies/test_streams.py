@@ -407,3 +407,70 @@ def test_another_number_of_ranks_resumes_what_it_can(tmp_path):
         after = run_ranks(_run, 3, "lightning", data, {"settings": settings, "resume": place, "ranks": 3})
         assert sorted(taken(before) + taken(after)) == EVERYTHING
         assert re.fullmatch("4", str(after[0]["seen"][0][1]))
+
+
+def _plain(rank, shard):
+    """A session, DDP and nothing else; the second pass is left early, the third one is whole."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from lightning_hetero.comm import gradient_hook
+    from lightning_hetero.config import HeteroConfig
+    from lightning_hetero.data.streams.source import SampleStream
+    from lightning_hetero.engine import HeteroEngine
+    from lightning_hetero.session import HeteroSession
+
+    torch.distributed.init_process_group("gloo")
+    config = HeteroConfig(local_batch_sizes=SPLIT)
+    engine = HeteroEngine(config, rank=rank, world_size=2, device=torch.device("cpu"))
+    session, model = HeteroSession(engine), DistributedDataParallel(network())
+    model.register_comm_hook(engine.hook_state, gradient_hook)
+    session.watch(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    data = own(rank) if shard == "mine" else same(rank)
+    batches = session.shard(SampleStream(DataLoader(data, 4), shard))
+    seen, grads = [], []
+    for steps in (None, 2, None):
+        for step, (x, y, index) in enumerate(itertools.islice(session.steps(lambda: iter(batches)), steps)):
+            seen.append((session.position[0], step, index[: engine.own_size].tolist()))
+            loss = engine.scale_loss(nn.functional.mse_loss(model(x), y))
+            with engine.backward():
+                loss.backward()
+            grads.append(flat_grads(model))
+            optimizer.step()
+            optimizer.zero_grad()
+    session.close()
+    return {"seen": seen, "weights": flat(model), "grads": np.stack(grads)}
+
+
+@pytest.mark.parametrize("shard", ["mine", "whole"])
+def test_a_loop_of_one_s_own(shard):
+    results = run_ranks(_plain, 2, shard)
+    assert taken(results, 0) == taken(results, 2) == EVERYTHING
+    assert sizes_of(results, 1) == [SPLIT] * 2
+    check_equal(results)
+
+
+def test_an_even_policy_leaves_a_stream_to_fabric_as_it_is():
+    from lightning.fabric import Fabric
+
+    from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as Strategy
+
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=Strategy(policy="even"))
+    fabric.launch()
+    loader = fabric.setup_dataloaders(DataLoader(Numbered(range(10)), 4))
+    assert [index.tolist() for *_, index in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert fabric.strategy.engine.sampler is None
+    fabric.strategy.teardown()
+
+
+def test_an_even_policy_leaves_a_stream_to_accelerate_as_it_is():
+    from accelerate import data_loader
+
+    from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
+
+    accelerator = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(policy="even"))
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    _, loader = accelerator.prepare(optimizer, DataLoader(Numbered(range(10)), 4))
+    assert isinstance(loader, data_loader.DataLoaderDispatcher | data_loader.DataLoaderShard)
+    assert accelerator.engine.sampler is None
+    accelerator.end_training()

@@ -15,7 +15,7 @@ from lightning_hetero.data.streams import own
 from lightning_hetero.data.streams.own import BLOCK, ClaimedStreamSampler, OwnStreamSampler
 from lightning_hetero.data.streams.sampler import WholeStreamSampler
 from lightning_hetero.data.streams.source import SampleStream
-from tests.data.streams.peers import on_threads
+from tests.data.streams.peers import Board, ThreadPeers, on_threads
 from tests.streams import Batches, Numbered, Sharded, Sized
 
 KINDS = {"mine": OwnStreamSampler, "whole": WholeStreamSampler, "claim": ClaimedStreamSampler}
@@ -285,3 +285,35 @@ def test_a_known_length_is_told():
         return len(sampler), bounded.num_batches(0), unknown.num_batches(0)
 
     assert on_threads(1, run) == [(6, NO_LIMIT, NO_LIMIT)]
+
+
+def test_no_step_waits_for_a_message_that_was_not_sent_a_block_before():
+    events, step = [], 0
+
+    class Recorded(ThreadPeers):
+        def gather_later(self, values):
+            wait, sent = super().gather_later(values), step
+            return lambda: (events.append((sent, step)), wait())[1]
+
+    stream = SampleStream(DataLoader(Numbered(range(73)), 4), "mine")
+    sampler = OwnStreamSampler(stream, lambda: plans((0, 0, (2,))), Recorded(Board(1), 0), StreamRules())
+    for _ in sampler:
+        step += 1
+    assert events[:3] == [(0, 0), (0, 1), (1, 3)]
+    assert all(waited - sent == BLOCK for sent, waited in events[3:-2])
+    assert len(events) > 9
+
+
+def test_samples_are_drawn_as_steps_take_them():
+    drawn = []
+
+    class Noted(Numbered):
+        def __iter__(self):
+            for place, sample in enumerate(super().__iter__()):
+                drawn.append(place)
+                yield sample
+
+    stream = SampleStream(DataLoader(Noted(range(73)), 1), "mine")
+    sampler = OwnStreamSampler(stream, lambda: plans((0, 0, (2,))), ThreadPeers(Board(1), 0), StreamRules())
+    counts = [len(drawn) for _ in itertools.islice(sampler, 20)]
+    assert all(after - before <= 2 for before, after in itertools.pairwise(counts[BLOCK:]))
