@@ -5,6 +5,7 @@ from lightning_hetero.data.evaluation import EvaluationBatchSampler
 from lightning_hetero.data.index_stream import IndexStream, PermutationStream, SamplerStream
 from lightning_hetero.data.mega_batch import ClaimedBatchSampler, MegaBatch
 from lightning_hetero.data.sampler import UnevenBatchSampler
+from lightning_hetero.data.streams.source import SampleStream
 from lightning_hetero.datasets.libsvm import SparseBatch, SparseMultiLabelDataset, load_libsvm, sparse_loader
 from lightning_hetero.datasets.synthetic import AMAZON_670K, DELICIOUS_200K, SparseShape, synthetic_multilabel
 
@@ -17,6 +18,7 @@ __all__ = [
     "IndexStream",
     "MegaBatch",
     "PermutationStream",
+    "SampleStream",
     "SamplerStream",
     "SparseBatch",
     "SparseMultiLabelDataset",

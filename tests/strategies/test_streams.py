@@ -268,6 +268,7 @@ def test_lightning_runs_streams_as_users_have_them(tmp_path):
     assert taken(cases["one that is empty"]) == EVERYTHING
     assert [len(indices) for _, _, indices in cases["one that is empty"][0]["seen"]] == [0] * 10
     assert sizes_of(cases["even"]) == [(4, 4)] * 5
+    assert cases["even"][0]["history"] == []
 
 
 def _fails(rank, front_end):
