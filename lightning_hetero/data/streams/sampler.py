@@ -20,6 +20,9 @@ __all__ = ["COMPARED", "Peers", "StreamSampler", "WholeStreamSampler"]
 REMEMBERED = 1024
 """Steps of which the sizes are kept; a loop that holds more batches at once needs more."""
 
+STARTING = 2
+"""Steps of a pass whose batches may have to wait for other ranks' first samples; their times tell nothing of a rank."""
+
 COMPARED = 4
 """Samples at the beginning of streams by which ranks notice that they read the same ones."""
 
@@ -76,6 +79,7 @@ class StreamSampler:
         self._history, self._peers, self._num_samples = history, peers, num_samples
         self._steps: OrderedDict[tuple[int, int], _Step] = OrderedDict()
         self._ends: dict[int, int] = {}
+        self._first = 0
         self._restored: dict[str, Any] = {}
 
     @property
@@ -128,7 +132,8 @@ class StreamSampler:
         return self._history().at(epoch, step).plan.local_batch_sizes
 
     def _note(self, epoch: int, step: int, sizes: tuple[int, ...], before: Sequence[int]) -> None:
-        share = StepShare(sizes, sizes == self._planned(epoch, step))
+        starts = self._peers.world_size > 1 and step < self._first + STARTING
+        share = StepShare(sizes, sizes == self._planned(epoch, step) and not starts)
         self._steps.pop((epoch, step), None)
         self._steps[epoch, step] = _Step(share, tuple(before))
         if len(self._steps) > REMEMBERED:
@@ -139,7 +144,7 @@ class StreamSampler:
     def __iter__(self) -> Iterator[Any]:
         epoch = self.epoch
         step = self.start[1] if epoch == self.start[0] else 0
-        self.drawn = (epoch, step)
+        self.drawn, self._first = (epoch, step), step
         self._ends.pop(epoch, None)
         for batch in self._batches(epoch, step):
             yield batch

@@ -133,6 +133,18 @@ def test_a_plan_changes_the_first_step_that_no_rank_has_drawn():
     assert changes == drawn[1] <= 3 + 2 * BLOCK
 
 
+@pytest.mark.parametrize("shard", ["mine", "whole"])
+def test_steps_that_wait_for_others_or_are_ragged_are_not_timed(shard):
+    data = [range(20), range(20, 30)] if shard == "mine" else [range(30)] * 2
+
+    def run(peers):
+        stream = SampleStream(DataLoader(Numbered(data[peers.rank]), 2), shard)
+        sampler = KINDS[shard](stream, lambda: plans((0, 0, (4, 2))), peers, StreamRules())
+        return [sampler.step_at(0, step).regular for step, _ in enumerate(sampler)]
+
+    assert on_threads(2, run) == [[False, False, True, True, True]] * 2
+
+
 def test_a_buffer_holds_two_blocks_at_most():
     most = []
 
