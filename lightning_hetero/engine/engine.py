@@ -72,7 +72,7 @@ class HeteroEngine(EngineParts):
 
         Raises:
             PlanMismatchError: if ranks differ in dataset, order, batch size or ``drop_last``.
-            ValueError: if the bounds cannot give the total.
+            ValueError: if the bounds cannot give the total, or ``shard="claim"`` is set.
         """
         sampler = self.data.shard(stream, batch_size, drop_last=drop_last, planner=planner, epoch=epoch)
         self.position = max(self.position, sampler.start)

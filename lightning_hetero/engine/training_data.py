@@ -68,6 +68,11 @@ class TrainingData:
         self, stream: IndexStream, batch_size: int, *, drop_last: bool, planner: Planner | None, epoch: int
     ) -> UnevenBatchSampler:
         """Make this rank's sampler over a stream; a collective call. See :meth:`HeteroEngine.shard`."""
+        if self.config.shard == "claim":
+            raise ValueError(
+                "shard='claim' hands out the shards of a stream, and the training dataset is map-style: its samples "
+                "are split by index. Leave shard out."
+            )
         self.control.require_equal(
             "the training data",
             f"{len(stream)} samples, order {stream.fingerprint():08x}, batch_size={batch_size}, drop_last={drop_last}",

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero import BatchPlan, HeteroDDPStrategy
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
-from tests.helpers import Regressor, collected, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, collected, run_ranks, trainer_of
 from tests.loops import flat, flat_grads, network, one_process
 from tests.streams import SAMPLES, Batches, Loader, Numbered, Sharded, Sized, sizes_of, taken, thirds
 
@@ -306,6 +306,17 @@ def test_shards_are_claimed_of_datasets_that_have_some():
     assert len(errors) == 2
 
 
+def _claims_of_map_style_data(rank, front_end):
+    return FRONT_ENDS[front_end](rank, Points(SAMPLES), settings={"shard": "claim"})
+
+
+@pytest.mark.parametrize("front_end", ["lightning", "accelerate"])
+def test_a_map_style_dataset_has_no_shards_to_claim(front_end):
+    errors = run_ranks(_claims_of_map_style_data, 2, front_end, expect_errors=True)
+    assert len(errors) == 2
+    assert all("Leave shard out" in text for *_, text in errors)
+
+
 LENGTHS = [9, 0, 4, 17, 8, 1, 20, 14]
 
 
@@ -449,27 +460,31 @@ def test_a_loop_of_one_s_own(shard):
     check_equal(results)
 
 
-def test_an_even_policy_leaves_a_stream_to_fabric_as_it_is():
+def _even_in_fabric(rank):
     from lightning.fabric import Fabric
 
     from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as Strategy
 
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=Strategy(policy="even"))
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=Strategy(policy="even"))
     fabric.launch()
-    loader = fabric.setup_dataloaders(DataLoader(Numbered(range(10)), 4))
-    assert [index.tolist() for *_, index in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert fabric.strategy.engine.sampler is None
-    fabric.strategy.teardown()
+    loader = fabric.setup_dataloaders(DataLoader(own(rank), 4))
+    return [index.tolist() for *_, index in loader], fabric.strategy.engine.sampler
 
 
-def test_an_even_policy_leaves_a_stream_to_accelerate_as_it_is():
-    from accelerate import data_loader
-
+def _even_in_accelerate(rank):
     from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
 
     accelerator = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(policy="even"))
     optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
-    _, loader = accelerator.prepare(optimizer, DataLoader(Numbered(range(10)), 4))
-    assert isinstance(loader, data_loader.DataLoaderDispatcher | data_loader.DataLoaderShard)
-    assert accelerator.engine.sampler is None
-    accelerator.end_training()
+    _, loader = accelerator.prepare(optimizer, DataLoader(Numbered(range(16)), 4))
+    return [index.tolist() for *_, index in loader], accelerator.engine.sampler
+
+
+def test_an_even_policy_leaves_a_stream_as_it_is():
+    for rank, (batches, sampler) in enumerate(run_ranks(_even_in_fabric, 2)):
+        expected = list(thirds(rank))
+        assert batches == [expected[i : i + 4] for i in range(0, len(expected), 4)]
+        assert sampler is None
+    for rank, (batches, sampler) in enumerate(run_ranks(_even_in_accelerate, 2)):
+        assert batches == [list(range(first, first + 4)) for first in (4 * rank, 8 + 4 * rank)]
+        assert sampler is None
