@@ -36,6 +36,10 @@ class HeteroConfig:
         max_local_batch_sizes: most samples of a rank (memory), one number or one per rank.
         weight_fn: returns the number of items (tokens, pixels) that the mean loss of a batch averages over:
             ``weight_fn(batch) -> number``.
+        cost_fn: divides each global batch by the cost of its samples (tokens) in place of their number:
+            ``cost_fn(sample) -> float`` above 0, called once for each sample of the dataset, or ``cost_fn(index)`` if
+            its first argument is named ``index``. ``"auto"`` takes the lengths of token lists where they can be read
+            without loading samples; ``None`` divides by number.
         replan: interval of sync rounds, in which ranks reconsider the plan: ``"auto"`` (at each epoch, and within it as
             often as costs at most 0.5 % of the training time), ``"epoch"``, or a number of optimizer steps.
         hysteresis: least predicted gain, as a share of the step time, for which the plan changes, 0 to 1. By default
@@ -85,6 +89,7 @@ class HeteroConfig:
     min_local_batch_size: int | None = None
     max_local_batch_sizes: int | Sequence[int] | None = None
     weight_fn: Callable[[Any], Any] | None = None
+    cost_fn: Callable[..., Any] | str | None = None
     replan: str | int = "auto"
     hysteresis: float | None = None
     change_cost: float | None = None
@@ -118,6 +123,7 @@ class HeteroConfig:
             raise ValueError(
                 "weight_fn says what a mean loss is a mean of; with loss_reduction='sum' it has no meaning. Give one."
             )
+        self._check_cost()
         if isinstance(self.replan, str):
             check_choice("replan", self.replan, ("auto", "epoch"))
         else:
@@ -140,6 +146,20 @@ class HeteroConfig:
         for name in ("balance_evaluation", "probe_memory", "transfer_priority", "noise_scale"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False.")
+
+    def _check_cost(self) -> None:
+        if self.cost_fn is None:
+            return
+        if self.cost_fn != "auto" and not callable(self.cost_fn):
+            raise TypeError(
+                f"cost_fn={self.cost_fn!r} must be a function of the sample (or of its index), 'auto', or None."
+            )
+        for name in ("max_total_batch_size", "noise_scale"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} needs the gradient noise scale, which compares shares drawn at "
+                    "random; cost_fn gives workers samples by their cost. Leave one of them out."
+                )
 
     def _supports(self, feature: Feature) -> bool:
         """Return whether a feature goes with the compressor, if there is one."""

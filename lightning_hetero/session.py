@@ -114,7 +114,9 @@ class HeteroSession(TotalAccess):
         """Order of the samples, ``None`` before :meth:`shard`."""
         return self._data.stream
 
-    def shard(self, stream: Stream, batch_size: int = 0, *, drop_last: bool = False) -> SessionBatches:
+    def shard(
+        self, stream: Stream, batch_size: int = 0, *, drop_last: bool = False, dataset: Any = None
+    ) -> SessionBatches:
         """Split the training data by the engine's plan; a collective call, see :meth:`HeteroEngine.shard`.
 
         Earlier data is dropped with its plan if no pass over it has begun. A :class:`SampleStream` has a batch size of
@@ -122,7 +124,7 @@ class HeteroSession(TotalAccess):
         """
         if self._data.stream is not None and self.position == (0, 0) and self._data.restored is None:
             self.engine.data.plans.forget()
-        self._data.give(stream, batch_size, drop_last=drop_last)
+        self._data.give(stream, batch_size, drop_last=drop_last, dataset=dataset)
         self._data.shard(self.planner, self._epoch, 0)
         return SessionBatches(self)
 

@@ -111,9 +111,8 @@ def uneven_loader(
     sampler = prepared.get_sampler() or inner.sampler
     control, rank = session.engine.control, session.engine.rank
     stream = BroadcastStream(sampler, control.broadcast_object, rank)
-    batches = session.shard(
-        stream, inner.batch_size // world_size if split else inner.batch_size, drop_last=inner.drop_last
-    )
+    size = inner.batch_size // world_size if split else inner.batch_size
+    batches = session.shard(stream, size, drop_last=inner.drop_last, dataset=prepared.dataset)
     base = with_batch_sampler(prepared.base_dataloader, batches)
     loader = HeteroDataLoader.__new__(HeteroDataLoader)
     loader.__dict__.update({**prepared.__dict__, "base_dataloader": base, "session": session})

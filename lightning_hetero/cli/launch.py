@@ -39,6 +39,7 @@ HELP = {
     "min_local_batch_size": "fewest samples of a worker",
     "max_local_batch_sizes": "most samples of a worker, one number or one per worker",
     "weight_fn": "module:function that counts what the mean loss of a batch is a mean of",
+    "cost_fn": "auto (lengths of token lists), or module:function that gives the cost of a sample",
     "replan": "auto, epoch, or a number of steps",
     "hysteresis": "least predicted gain for which the split changes, 0 to 1",
     "change_cost": "seconds that a change of the split costs, by default measured",

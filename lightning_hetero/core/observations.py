@@ -12,7 +12,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class StepObservations:
-    """Timings of all workers over some steps; every array but the last has the shape ``(steps, workers)``.
+    """Timings of all workers over some steps; every array but the last two has the shape ``(steps, workers)``.
 
     Each worker measures with its own clock. Only the times of synchronization include waiting for other workers. In an
     accumulation window, the times of data, forward, backward and optimizer are means over its micro-batches.
@@ -31,6 +31,9 @@ class StepObservations:
         bucket_ends: seconds from the start of the backward pass until each bucket is averaged, shape
             ``(steps, workers, buckets)``, in the order in which they are ready; NaN for a bucket that a step did not
             have; no buckets by default. With several synchronized backward passes, the last one counts.
+        work: features of each worker's work, shape ``(steps, workers, features)``, where the number of samples does
+            not say how much it was; the mean over the micro-batches of an accumulation window. No features by default;
+            with them, ``local_batch_sizes`` holds the sizes of the plan.
 
     Raises:
         ValueError: if the shapes differ.
@@ -50,6 +53,7 @@ class StepObservations:
     data_wait: Array = None  # type: ignore[assignment]
     optimizer: Array = None  # type: ignore[assignment]
     bucket_ends: Array = None  # type: ignore[assignment]
+    work: Array = None  # type: ignore[assignment]
 
     FIELDS = (
         "local_batch_sizes",
@@ -64,24 +68,30 @@ class StepObservations:
     )
 
     def __post_init__(self) -> None:
-        for name, shape in (("data_wait", ()), ("optimizer", ()), ("bucket_ends", (0,))):
+        for name, shape in (("data_wait", ()), ("optimizer", ()), ("bucket_ends", (0,)), ("work", (0,))):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, np.zeros((*self.forward.shape, *shape)))
         shapes = {getattr(self, name).shape for name in self.FIELDS}
         if len(shapes) != 1 or len(next(iter(shapes))) != 2:
             raise ValueError(f"all observations must have one shape (steps, workers); got {sorted(shapes)}.")
-        if self.bucket_ends.shape[:-1] != self.forward.shape:
-            raise ValueError(
-                f"bucket_ends must have the shape (steps, workers, buckets), of which {self.forward.shape} are the "
-                f"first two; got {self.bucket_ends.shape}."
-            )
+        for name, last in (("bucket_ends", "buckets"), ("work", "features")):
+            if getattr(self, name).shape[:-1] != self.forward.shape:
+                raise ValueError(
+                    f"{name} must have the shape (steps, workers, {last}), of which {self.forward.shape} are the "
+                    f"first two; got {getattr(self, name).shape}."
+                )
 
     @classmethod
-    def from_array(cls, values: Array) -> "StepObservations":
-        """Read an array of shape ``(steps, workers, 9 + buckets)``: :attr:`FIELDS`, then the ends of the buckets."""
-        count = len(cls.FIELDS)
+    def from_array(cls, values: Array, features: int = 0) -> "StepObservations":
+        """Read an array of shape ``(steps, workers, 9 + buckets + features)``.
+
+        Args:
+            values: :attr:`FIELDS`, then the ends of the buckets, then the features of the work.
+            features: number of the latter.
+        """
+        count, end = len(cls.FIELDS), values.shape[2] - features
         fields = {name: values[:, :, i] for i, name in enumerate(cls.FIELDS)}
-        return cls(**fields, bucket_ends=values[:, :, count:])
+        return cls(**fields, bucket_ends=values[:, :, count:end], work=values[:, :, end:])
 
     @classmethod
     def empty(cls, workers: int) -> "StepObservations":

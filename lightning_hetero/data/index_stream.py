@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-__all__ = ["IndexStream", "PermutationStream", "SamplerStream"]
+__all__ = ["IndexStream", "PermutationStream", "SamplerStream", "seeded"]
 
 
 class IndexStream(Protocol):
@@ -96,7 +96,7 @@ class SamplerStream:
             self.sampler.set_epoch(epoch)
         if self._generator_seed is not None:
             self.sampler.generator.manual_seed(self._generator_seed + epoch)  # type: ignore[attr-defined]
-        with _seeded(self.seed + epoch):
+        with seeded(self.seed + epoch):
             order = [int(index) for index in self.sampler]
         if len(order) != len(self):
             raise ValueError(
@@ -111,8 +111,16 @@ class SamplerStream:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed Python, numpy and torch, and restore their generators afterwards."""
+def seeded(seed: int) -> Iterator[None]:
+    """Seed Python, numpy and torch, and restore their generators afterwards.
+
+    Example:
+        >>> with seeded(0):
+        ...     first = random.random()
+        >>> with seeded(0):
+        ...     first == random.random()
+        True
+    """
     python, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)

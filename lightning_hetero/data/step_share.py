@@ -6,11 +6,14 @@ __all__ = ["StepSampler", "StepShare"]
 
 
 class StepShare(NamedTuple):
-    """Samples of every rank in a step.
+    """Samples of every rank in a step, and the work that this rank's samples are.
 
     Args:
-        sizes: samples of every rank.
-        regular: whether the step is a full one, so that its time tells something about others.
+        sizes: samples of every rank; ``()`` where a rank knows only its own batch, so that weights come from counts.
+        regular: ``True`` for a full step, whose times a planner may use; ``False`` for a ragged tail.
+        planned: samples that the plan gives this rank, where its batch is not of that size; ``None`` where it is.
+        work: features of this rank's work, such as its tokens, equally many on all ranks; ``()`` where the number of
+            samples says how much work a batch is.
 
     Example:
         >>> StepShare((6, 2), True).sizes
@@ -19,6 +22,8 @@ class StepShare(NamedTuple):
 
     sizes: tuple[int, ...]
     regular: bool
+    planned: int | None = None
+    work: tuple[float, ...] = ()
 
 
 class StepSampler(Protocol):

@@ -18,6 +18,7 @@ from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.metrics import plan_metrics
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision, PlanContext, Planner, Proposal, moves_total
+from lightning_hetero.data.division import Division
 from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.data.sampler import UnevenBatchSampler
 from lightning_hetero.data.streams.sampler import StreamSampler
@@ -60,6 +61,8 @@ class HeteroEngine(EngineParts):
         drop_last: bool = False,
         planner: Planner | None = None,
         epoch: int = 0,
+        division: Division | None = None,
+        dataset: Any = None,
     ) -> UnevenBatchSampler:
         """Make this rank's sampler over a stream; a collective call.
 
@@ -69,12 +72,18 @@ class HeteroEngine(EngineParts):
             drop_last: whether the ragged last batch is dropped.
             planner: planner that may know a plan from an earlier run.
             epoch: next epoch, unless a resumed position is later.
+            division: divides each global batch, equal on all ranks; by default it is cut by the number of samples, or
+                by cost if the settings have a ``cost_fn``.
+            dataset: dataset of the samples; only ``cost_fn`` needs it.
 
         Raises:
-            PlanMismatchError: if ranks differ in dataset, order, batch size or ``drop_last``.
+            PlanMismatchError: if ranks differ in dataset, order, batch size, ``drop_last`` or division.
             ValueError: if the bounds cannot give the total, or ``shard="claim"`` is set.
         """
-        sampler = self.data.shard(stream, batch_size, drop_last=drop_last, planner=planner, epoch=epoch)
+        sampler = self.data.shard(
+            stream, batch_size, drop_last=drop_last, planner=planner, epoch=epoch, division=division, dataset=dataset
+        )
+        self.observer.measure_work(0 if sampler.division is None else sampler.division.features)
         self.position = max(self.position, sampler.start)
         return sampler
 
@@ -92,6 +101,7 @@ class HeteroEngine(EngineParts):
                 cannot be resumed by this run.
         """
         sampler = self.data.shard_stream(stream, planner=planner, epoch=epoch)
+        self.observer.measure_work(0)
         self.position = max(self.position, sampler.start)
         return sampler
 
@@ -114,11 +124,12 @@ class HeteroEngine(EngineParts):
             self.observer.begin_step(0, regular=False)
             self.weighting.begin(1, self.world_size, batch)
             return None
-        sizes, regular = data.sampler.step_at(epoch, step)
+        sizes, regular, planned, work = data.sampler.step_at(epoch, step)
         own = sizes[self.control.rank]
         if self.noise is not None:
             self.noise.begin_step(sizes)
-        self.observer.begin_step(max(own, data.sampler.min_local), regular=regular)
+        size = own if planned is None else planned
+        self.observer.begin_step(max(size, data.sampler.min_local), regular=regular, work=work)
         self.weighting.begin(own, sum(sizes), batch, sizes)
         return own
 

@@ -1,12 +1,13 @@
 """Plans of a run: past, running and upcoming ones."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.agreement.plan_log import SplitLog
 from lightning_hetero.comm.agreement.workers import Workers
 from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.batching.cost.weights import CostWeights
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry, PlanHistory
 from lightning_hetero.core.policies.base import Planner, moves_total
 
@@ -103,7 +104,10 @@ class PlanStore:
 
         def decision() -> PlanEntry | None:
             proposal = workers.initial_plan(config, total, planner, running if same_workers else None)
-            return None if proposal is None else PlanEntry(*first, proposal.plan, proposal.reason)
+            if proposal is None:
+                return None
+            learned = None if running is None or running.cost is None else CostWeights(running.cost.theta)
+            return PlanEntry(*first, replace(proposal.plan, cost=learned), proposal.reason)
 
         entry = control.decide(decision)
         if entry is not None:

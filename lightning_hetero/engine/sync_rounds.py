@@ -76,14 +76,18 @@ class SyncRounds:
             raise RuntimeError("no training data was sharded yet; call shard() first.")
         held = plans.history.digest(), *data.sampler.drawn
         reached = gather_payloads(self.control, held, (self.timer, *payloads))
-        observations, workers, done = self.timer.matched, data.workers, Decision(None)
+        observations, workers, done, learning = self.timer.matched, data.workers, Decision(None), data.cost_learning
         self.observations = observations if observations.num_steps else self.observations
 
         def decision() -> Any:
             nonlocal done
             epoch, step = max(not_before, *reached)
             start = epoch, -(-step // self.accumulation) * self.accumulation  # a window has one plan
-            (done, predicted), entry = decide(observations), None
+            assert plans.history is not None
+            newest = plans.history.last.plan
+            planned = observations if learning is None else learning.observe(observations, newest)
+            (done, predicted), entry = decide(planned), None
+            done = done if learning is None else learning.carried_by(done, newest)
             if done.proposal is not None:
                 workers.check_user_split(done.proposal.plan)
                 entry = PlanEntry(*start, done.proposal.plan, done.proposal.reason)

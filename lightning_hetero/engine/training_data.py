@@ -13,13 +13,17 @@ from lightning_hetero.comm.agreement.workers import Workers
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.stream_steps import StreamRules
 from lightning_hetero.core.policies.base import Planner, moves_total
+from lightning_hetero.data.cost.division import CostDivision
+from lightning_hetero.data.division import Division
 from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.data.sampler import UnevenBatchSampler
 from lightning_hetero.data.step_share import StepSampler
 from lightning_hetero.data.streams.own import ClaimedStreamSampler, OwnStreamSampler
 from lightning_hetero.data.streams.sampler import StreamSampler, WholeStreamSampler
 from lightning_hetero.data.streams.source import SampleStream
+from lightning_hetero.engine.cost_learning import CostLearning
 from lightning_hetero.engine.plan_store import PlanStore
+from lightning_hetero.engine.sample_costs import SampleCosts
 from lightning_hetero.hardware import capacity, identity
 
 __all__ = ["TrainingData"]
@@ -40,6 +44,8 @@ class TrainingData:
         workers: workers of the run, ``None`` before data was sharded.
         batch_size: samples per rank on average: the loader's batch size.
         min_local: smallest batch that this rank can run.
+        costs: costs of the samples, if the settings ask for a division by cost.
+        cost_learning: what is learned of the cost of shares, ``None`` if batches are not divided by cost.
     """
 
     def __init__(self, config: HeteroConfig, control: ControlPlane, device: torch.device, local_rank: int) -> None:
@@ -51,6 +57,8 @@ class TrainingData:
         self._memory_bound: int | None = None
         self._taken: dict[str, Any] = {}
         self._shards: dict[str, Any] = {}
+        self.costs = SampleCosts(config, control)
+        self.cost_learning: CostLearning | None = None
 
     def require_samples(self, number: int) -> None:
         """Require at least ``number`` samples per batch on this rank."""
@@ -62,10 +70,18 @@ class TrainingData:
 
     def leave_whole(self) -> None:
         """Note that the training data is not sharded."""
-        self.sampler = None
+        self.sampler = self.cost_learning = None
 
     def shard(
-        self, stream: IndexStream, batch_size: int, *, drop_last: bool, planner: Planner | None, epoch: int
+        self,
+        stream: IndexStream,
+        batch_size: int,
+        *,
+        drop_last: bool,
+        planner: Planner | None,
+        epoch: int,
+        division: Division | None = None,
+        dataset: Any = None,
     ) -> UnevenBatchSampler:
         """Make this rank's sampler over a stream; a collective call. See :meth:`HeteroEngine.shard`."""
         if self.config.shard == "claim":
@@ -75,10 +91,12 @@ class TrainingData:
             )
         self.control.require_equal(
             "the training data",
-            f"{len(stream)} samples, order {stream.fingerprint():08x}, batch_size={batch_size}, drop_last={drop_last}",
+            f"{len(stream)} samples, order {stream.fingerprint():08x}, batch_size={batch_size}, drop_last={drop_last}"
+            + ("" if division is None else f", {type(division).__name__} {division.fingerprint():08x}"),
         )
         start = self._begin(batch_size, planner, epoch)
         assert self.workers is not None
+        division = self._by_cost(dataset, planner) if division is None else division
         sampler = self.sampler = UnevenBatchSampler(
             stream,
             partial(getattr, self.plans, "history"),  # called in every step, so not a Python function
@@ -86,6 +104,7 @@ class TrainingData:
             drop_last=drop_last,
             min_local=self.workers.min_local,
             start=start,
+            division=division,
         )
         return sampler
 
@@ -96,6 +115,12 @@ class TrainingData:
                 f"{type(planner).__name__} moves the total batch up to a share of the data, and the length of a stream "
                 "is not known. Leave max_total_batch_size and AdaptiveBatchCallback out, or use a map-style dataset."
             )
+        if self.config.cost_fn is not None:
+            raise ValueError(
+                f"cost_fn={self.config.cost_fn!r} divides batches whose samples are known by index, and the training "
+                "data is a stream. Leave cost_fn out, or use a map-style dataset."
+            )
+        self.cost_learning = None
         control, settings = self.control, (stream.shard, stream.drop_last)
         control.require_equal("shard and drop_last of the training data", settings)
         batch_size, lengths = self._measured(stream)
@@ -168,3 +193,22 @@ class TrainingData:
         total = sum(fixed) if fixed is not None else batch_size * self.control.world_size
         self.plans.begin(self.control, self.workers, config, total, planner, start)
         return start
+
+    def _by_cost(self, dataset: Any, planner: Planner | None) -> CostDivision | None:
+        """Return the division by cost that the settings ask for, ``None`` if there is none; a collective call."""
+        costs = self.costs.of(dataset)
+        if costs is None or self.workers is None:
+            self.cost_learning = None
+            return None
+        if moves_total(planner):
+            raise ValueError(
+                f"{type(planner).__name__} changes the total batch by the gradient noise scale, which compares shares "
+                "drawn at random; cost_fn gives workers samples by their cost. Leave one of them out."
+            )
+        workers = self.workers
+        division = CostDivision(
+            costs, self.costs.first_weights, min_local=workers.min_local, max_local=workers.max_local
+        )
+        self.control.require_equal("the costs of the samples (cost_fn)", f"{division.fingerprint():08x}")
+        self.cost_learning = CostLearning(division)
+        return division

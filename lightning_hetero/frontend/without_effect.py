@@ -21,7 +21,7 @@ ALONE = "there is one worker, who has nobody to share batches or exchange gradie
 """Reason and cure for settings that need several workers."""
 
 FOR_SEVERAL = (
-    *("policy", "weight_fn", "hysteresis", "change_cost", "balance_evaluation"),
+    *("policy", "weight_fn", "cost_fn", "hysteresis", "change_cost", "balance_evaluation"),
     *("compression", "hierarchy", "sparse_optimizer", "staleness", "transfer_priority"),
     *("max_total_batch_size", "min_total_batch_size", "lr_scaling", "noise_scale"),
 )
@@ -67,7 +67,10 @@ def given(config: HeteroConfig, names: Iterable[str]) -> tuple[str, ...]:
     """
     defaults = {field.name: field.default for field in fields(HeteroConfig)}
     values = {name: getattr(config, name) for name in names if getattr(config, name) != defaults[name]}
-    return tuple(name if name == "weight_fn" else f"{name}={_written(value)}" for name, value in values.items())
+    return tuple(
+        name if callable(value) and name in ("weight_fn", "cost_fn") else f"{name}={_written(value)}"
+        for name, value in values.items()
+    )
 
 
 def _written(value: object) -> str:

@@ -14,6 +14,7 @@ VALUES = {
     "min_local_batch_size": ("3", 3),
     "max_local_batch_sizes": ("[64, 32]", (64, 32)),
     "weight_fn": ("operator:itemgetter", __import__("operator").itemgetter),
+    "cost_fn": ("operator:itemgetter", __import__("operator").itemgetter),
     "replan": ("epoch", "epoch"),
     "hysteresis": ("1e-05", 1e-05),
     "change_cost": ("12.5", 12.5),

@@ -18,7 +18,7 @@ COUNT = len(StepObservations.FIELDS)
 def test_observations_go_through_an_array(buckets):
     values = np.random.default_rng(0).random((5, 3, COUNT + buckets))
     obs = StepObservations.from_array(values)
-    assert tuple(field.name for field in fields(obs)) == (*StepObservations.FIELDS, "bucket_ends")
+    assert tuple(field.name for field in fields(obs)) == (*StepObservations.FIELDS, "bucket_ends", "work")
     assert obs.num_steps == 5
     np.testing.assert_array_equal(np.stack([getattr(obs, name) for name in obs.FIELDS], axis=-1), values[:, :, :COUNT])
     np.testing.assert_array_equal(obs.bucket_ends, values[:, :, COUNT:])

@@ -253,6 +253,7 @@ SETTINGS = {
     "min_local_batch_size": 3,
     "max_local_batch_sizes": 64,
     "weight_fn": len,
+    "cost_fn": len,
     "replan": 7,
     "hysteresis": 0.1,
     "change_cost": 12.5,

@@ -47,6 +47,7 @@ class BatchMarks(NamedTuple):
         ends: when it was over; empty while it runs.
         processor: with a CPU quota, its CPU seconds; else empty.
         waits: spans outside its backward passes in which a sharded model waited for parameters; else empty.
+        work: features of its work, where its size does not say how much work it was.
     """
 
     size: int
@@ -58,6 +59,7 @@ class BatchMarks(NamedTuple):
     ends: list[Mark]
     processor: list[float]
     waits: list[Span]
+    work: tuple[float, ...] = ()
 
     @property
     def all_waits(self) -> list[Span]:

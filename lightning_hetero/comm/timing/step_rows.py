@@ -40,6 +40,7 @@ class StepRows:
     Attributes:
         pending: steps without a row so far.
         matched: steps of the newest sync round that all ranks have timed.
+        features: numbers that describe the work of a step, at the end of each row.
     """
 
     def __init__(self, clock: Clock, cores: float | None, settings: TimingSettings = SETTINGS) -> None:
@@ -48,6 +49,14 @@ class StepRows:
         self._rows: deque[Array] = deque(maxlen=settings.max_steps)
         self._taken: list[Array] = []
         self.matched = StepObservations.empty(1)
+        self.features = 0
+
+    def measure_work(self, features: int) -> None:
+        """Report ``features`` numbers of each step's work; rows of steps that had none are dropped."""
+        if features != self.features:
+            self.features = features
+            self.pending.clear()
+            self._rows.clear()
 
     def made(self) -> deque[Array]:
         """Return the rows since the last :meth:`take` whose marks the device has reached."""
@@ -60,7 +69,7 @@ class StepRows:
 
     def take(self, buckets: int) -> Array:
         """Return the rows since the last call, newest last: step number, fields, ends of ``buckets`` buckets."""
-        table = np.full((self.settings.max_steps, FIELDS + 1 + buckets), np.nan)
+        table = np.full((self.settings.max_steps, FIELDS + 1 + buckets + self.features), np.nan)
         taken = list(self.made())
         if taken:
             rows = np.stack([row[:ENDS] for row in taken])
@@ -68,7 +77,8 @@ class StepRows:
                 sustain(rows, self.cores)
             table[-len(rows) :, : FIELDS + 1] = rows[:, : FIELDS + 1]
             for place, row in zip(table[-len(rows) :, FIELDS + 1 :], taken, strict=True):
-                place[: len(row) - ENDS] = row[ENDS:]
+                ends = row[ENDS : len(row) - self.features]
+                place[: len(ends)], place[buckets:] = ends, row[len(row) - self.features :]
         self._taken = taken
         self._rows.clear()
         return table
@@ -76,7 +86,7 @@ class StepRows:
     def match(self, tables: Array) -> None:
         """Match the rows of all ranks, given as for :func:`match_rows`, and keep later rows for the next round."""
         self.put_back(max(common_steps(tables), default=0.0))
-        self.matched = match_rows(tables)
+        self.matched = match_rows(tables, self.features)
 
     def put_back(self, after: float) -> None:
         """Put rows of the last :meth:`take` back whose steps come after ``after``; the next one returns them again."""
@@ -85,7 +95,7 @@ class StepRows:
 
 
 def row_of(clock: Clock, step: StepMarks) -> Array:
-    """Return the row of a step: its number, the fields of its observation, CPU seconds, ends of its buckets.
+    """Return the row of a step: its number, the fields of its observation, CPU seconds, bucket ends, its mean work.
 
     Args:
         clock: clock of the marks, all of which must be ready.
@@ -124,7 +134,8 @@ def row_of(clock: Clock, step: StepMarks) -> Array:
         total(batch.fetched for batch in window if batch.fetched is not None) / n,
         max(optimizer, 0.0) / n,
     ]
-    return np.array([step.number, *fields, *processor_seconds(window), *done])
+    work = [sum(values) / n for values in zip(*(batch.work for batch in window), strict=True)]
+    return np.array([step.number, *fields, *processor_seconds(window), *done, *work])
 
 
 def processor_seconds(window: list[BatchMarks]) -> tuple[float, float]:
@@ -149,13 +160,15 @@ def common_steps(tables: Array) -> list[float]:
     return sorted(set.intersection(*({float(s) for s in t[:, 0] if not np.isnan(s)} for t in tables)))
 
 
-def match_rows(tables: Array) -> StepObservations:
+def match_rows(tables: Array, features: int = 0) -> StepObservations:
     """Return the observations of all ranks for the steps that every rank has reported.
 
     Args:
         tables: :meth:`~lightning_hetero.comm.timing.step_timer.StepTimer.take` of every rank, shape
-            ``(ranks, max_steps, 10 + buckets)``.
+            ``(ranks, max_steps, 10 + buckets + features)``.
+        features: numbers of a step's work.
     """
     steps = common_steps(tables)
     rows = [[t[np.flatnonzero(t[:, 0] == step)[0], 1:] for t in tables] for step in steps]
-    return StepObservations.from_array(np.array(rows).reshape(len(steps), len(tables), tables.shape[2] - 1))
+    values = np.array(rows).reshape(len(steps), len(tables), tables.shape[2] - 1)
+    return StepObservations.from_array(values, features)

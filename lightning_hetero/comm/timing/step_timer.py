@@ -78,13 +78,19 @@ class StepTimer:
         self._fetched = begin, self.clock.mark()
         return batch
 
-    def begin_step(self, size: int, *, regular: bool) -> None:
-        """Begin a micro-batch of ``size`` samples; if it is not ``regular`` (ragged tail), its step gives no row."""
+    def begin_step(self, size: int, *, regular: bool, work: tuple[float, ...] = ()) -> None:
+        """Begin a micro-batch of ``size`` samples; if it is not ``regular`` (ragged tail), its step gives no row.
+
+        Args:
+            size: samples of the batch, or those that the plan gives it if ``work`` says how much it is.
+            regular: whether the times of the step may be used.
+            work: features of the batch's work, as many as :meth:`measure_work` has announced.
+        """
         fetched, self._fetched, self._update = self._fetched, None, None
         if not self._window:
             self._began = time.perf_counter()
         start = self.clock.mark() if fetched is None else fetched[1]
-        self._batch = BatchMarks(size, fetched, start, [], [], [], [], [], [])
+        self._batch = BatchMarks(size, fetched, start, [], [], [], [], [], [], work)
         if self._processor_time is not None and self._processor_began is None:
             self._processor_began = self._processor_time()
         if size != self._warm_up.size:
@@ -228,6 +234,10 @@ class StepTimer:
 
     # sync rounds
 
+    def measure_work(self, features: int) -> None:
+        """Report ``features`` numbers of each step's work beside its times; the same on all ranks."""
+        self._rows.measure_work(features)
+
     @property
     def change_cost(self) -> float | None:
         """Seconds by which the first step with a new size takes longer than the next; ``None`` before two were seen."""
@@ -241,8 +251,8 @@ class StepTimer:
     def take(self) -> Array:
         """Return the rows since the last call, newest last: step number, fields, ends of the buckets.
 
-        The shape is ``(max_steps, 10 + buckets)``, where ``buckets`` is the largest number in a step so far, equal on
-        all ranks. Unused places are NaN.
+        The shape is ``(max_steps, 10 + buckets + features)``, where ``buckets`` is the largest number in a step so far
+        and ``features`` that of :meth:`measure_work`, both equal on all ranks. Unused places are NaN.
         """
         return self._rows.take(self.buckets)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+from lightning_hetero.core.batching.cost.weights import CostWeights
 from lightning_hetero.core.batching.integer_split import tail_sizes
 from lightning_hetero.core.validation import check_int, check_number, check_sizes
 
@@ -33,6 +34,7 @@ class BatchPlan:
         leave_out: ranks that only slow the job down: even their minimum takes longer than the others need for all.
         step_time_without: predicted seconds of one step without the ranks in ``leave_out``, ``None`` if there are none.
         step_time_error: standard error of ``step_time`` in seconds, ``>= 0``, ``None`` where it is not known.
+        cost: weights by which global batches are divided by cost; ``None`` for those of the data, if it is so divided.
 
     Raises:
         ValueError: if the sizes do not sum to the total, or a field is out of range.
@@ -51,6 +53,7 @@ class BatchPlan:
     leave_out: tuple[int, ...] = ()
     step_time_without: float | None = None
     step_time_error: float | None = None
+    cost: CostWeights | None = None
 
     def __post_init__(self) -> None:
         check_int("total_batch_size", self.total_batch_size, minimum=1)
@@ -83,7 +86,8 @@ class BatchPlan:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain Python values of all fields, fit for any checkpoint."""
-        return {
+        cost = {} if self.cost is None else {"cost": self.cost.state_dict()}
+        return cost | {
             "total_batch_size": self.total_batch_size,
             "local_batch_sizes": list(self.local_batch_sizes),
             "step_time": None if self.step_time is None else float(self.step_time),
@@ -97,6 +101,7 @@ class BatchPlan:
     def from_state_dict(cls, state: dict[str, Any]) -> "BatchPlan":
         """Return the plan that :meth:`state_dict` described."""
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in state.items()}
+        fields |= {k: CostWeights.from_state_dict(v) for k, v in state.items() if k == "cost"}
         return cls(**fields)
 
 
@@ -268,7 +273,8 @@ class PlanHistory:
 
     def digest(self) -> int:
         """Return a 48-bit fingerprint of what ranks must agree on: when each plan holds and its sizes."""
-        text = repr([(e.epoch, e.step, e.plan.local_batch_sizes) for e in self.entries])
+        costs = [(e.plan.cost,) if e.plan.cost else () for e in self.entries]
+        text = repr([(e.epoch, e.step, e.plan.local_batch_sizes, *c) for e, c in zip(self.entries, costs, strict=True)])
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
     def state_dict(self) -> dict[str, Any]:

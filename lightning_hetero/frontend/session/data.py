@@ -35,6 +35,7 @@ class SessionData:
         self._engine = engine
         self.stream: Stream | None = None
         self._batch_size, self._drop_last = 0, False
+        self._dataset: Any = None
         self.restored: dict[str, Any] | None = None
 
     @property
@@ -42,9 +43,9 @@ class SessionData:
         """Steps of its pass that the loaded state has done; 0 once a pass has begun."""
         return 0 if self.restored is None else int(self.restored["step"])
 
-    def give(self, stream: Stream, batch_size: int = 0, *, drop_last: bool = False) -> None:
+    def give(self, stream: Stream, batch_size: int = 0, *, drop_last: bool = False, dataset: Any = None) -> None:
         """Replace the data, and take the order of the loaded state if there is one."""
-        self.stream, self._batch_size, self._drop_last = stream, batch_size, drop_last
+        self.stream, self._batch_size, self._drop_last, self._dataset = stream, batch_size, drop_last, dataset
         self._restore_order()
 
     def shard(self, planner: Planner | None, epoch: int, step: int) -> None:
@@ -58,8 +59,15 @@ class SessionData:
         self._engine.resume_at(epoch, step)
         if isinstance(self.stream, SampleStream):
             self._engine.shard_stream(self.stream, planner=planner, epoch=epoch)
-        else:
-            self._engine.shard(self.stream, self._batch_size, drop_last=self._drop_last, planner=planner, epoch=epoch)
+            return
+        self._engine.shard(
+            self.stream,
+            self._batch_size,
+            drop_last=self._drop_last,
+            planner=planner,
+            epoch=epoch,
+            dataset=self._dataset,
+        )
 
     def load(self, state: dict[str, Any]) -> None:
         """Take the state that the first pass resumes from."""

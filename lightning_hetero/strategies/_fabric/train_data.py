@@ -91,12 +91,13 @@ class FabricDataMixin(FabricMixin):
     def _split(self, loader: DataLoader) -> DataLoader:
         session = self._running()
         if is_stream(loader):
-            given = session.shard(sample_stream(loader, self.config, default="mine"))
-            split: DataLoader = with_batches(loader, given)
+            own = session.shard(sample_stream(loader, self.config, default="mine"))
+            split: DataLoader = with_batches(loader, own)
             return split
         stream, batches = stream_of(loader), batches_of(loader)
         assert stream is not None
-        return with_batch_sampler(loader, session.shard(stream, batches.batch_size, drop_last=batches.drop_last))
+        given = session.shard(stream, batches.batch_size, drop_last=batches.drop_last, dataset=loader.dataset)
+        return with_batch_sampler(loader, given)
 
     @property
     def _evaluating(self) -> bool:

@@ -44,9 +44,9 @@ class HeteroDDPMixin(UnevenStepsMixin):
         min_local_batch_size: fewest samples of a worker; default 1, or 2 if the model has batch normalization.
         max_local_batch_sizes: most samples of a worker (memory), one number or one per worker.
         weight_fn: returns the items (tokens, pixels) that a batch's mean loss averages: ``weight_fn(batch) -> number``.
+        cost_fn: cost of a sample by which batches are divided: ``"auto"`` (tokens) or ``cost_fn(sample) -> float``.
         replan: ``"auto"``, ``"epoch"``, or a number of optimizer steps between two sync rounds.
-        hysteresis: least predicted gain, as a share of the step time, for which the plan changes, 0 to 1; by default
-            any significant gain above the cost of the change (3 % for the choice of stale gradients).
+        hysteresis: least gain, as a share of the step time, for which the plan changes; by default any significant one.
         change_cost: seconds that a change of the split costs (recompiling, autotuning); measured by default.
         balance_evaluation: split validation, test and predict data by speed, without repeating samples.
         probe_memory: find each worker's largest batch by trial before training (CUDA).
@@ -81,6 +81,7 @@ class HeteroDDPMixin(UnevenStepsMixin):
         min_local_batch_size: int | None = None,
         max_local_batch_sizes: int | Sequence[int] | None = None,
         weight_fn: Callable[[Any], Any] | None = None,
+        cost_fn: Callable[..., Any] | str | None = None,
         replan: str | int = "auto",
         hysteresis: float | None = None,
         change_cost: float | None = None,
@@ -106,6 +107,7 @@ class HeteroDDPMixin(UnevenStepsMixin):
             min_local_batch_size=min_local_batch_size,
             max_local_batch_sizes=max_local_batch_sizes,
             weight_fn=weight_fn,
+            cost_fn=cost_fn,
             replan=replan,
             hysteresis=hysteresis,
             change_cost=change_cost,

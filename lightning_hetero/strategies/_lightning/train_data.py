@@ -67,6 +67,7 @@ class TrainDataMixin(PolicyMixin):
             drop_last=batches.drop_last,
             planner=self._callback.planner,
             epoch=processed(self._trainer.fit_loop.epoch_progress),
+            dataset=loader.dataset,
         )
         return self._resumable(timed_loader(with_batch_sampler(loader, sampler), self.engine))
 

@@ -34,3 +34,10 @@ def test_no_common_step_is_no_observation(steps):
     assert observations.num_steps == 0
     assert observations.forward.shape == (0, 3)
     assert observations.bucket_ends.shape == (0, 3, 2)
+
+
+def test_the_work_of_a_step_stands_behind_its_buckets():
+    tables = np.stack([_table([4, 5]), _table([4, 5])])
+    observations = match_rows(tables, features=1)
+    np.testing.assert_array_equal(observations.bucket_ends, [[[89.0]] * 2, [[109.0]] * 2])
+    np.testing.assert_array_equal(observations.work, [[[90.0]] * 2, [[110.0]] * 2])

@@ -1,0 +1,3 @@
+"""Costs of the samples of a dataset, and the division of global batches by them."""
+
+__all__: list[str] = []
