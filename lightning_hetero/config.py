@@ -70,9 +70,15 @@ class HeteroConfig:
         shard: who has which training samples: ``"mine"`` if each rank's loader has data of its own, ``"whole"`` if all
             ranks' loaders have the same, or ``"claim"`` to let ranks claim the shards of a dataset one after another.
             ``None`` is what the front end does without us: under Accelerate ``"whole"``; under Lightning and Fabric
-            ``"mine"`` for an ``IterableDataset``.
+            ``"mine"`` for an ``IterableDataset``; other data that Lightning does not distribute is refused. A map-style
+            loader with ``"mine"`` is left as it is: losses are weighted, and no sample moves.
         transfer_priority: send all-reduces that a step waits for before stale ones; it takes effect where dense
             gradients on CPUs are stale. Off by default, because it has not shortened steps in our benchmarks.
+        batch_sampler: what a batch of your own batch sampler is: ``"per_rank"``, as under DDP, so that a step takes one
+            for each rank and splits their union, or ``"global"``, so that a step takes one and splits it.
+        slice_fn: returns rows of a batch, ``slice_fn(batch, start, stop)``, where the dataset yields whole batches
+            (``batch_size=None``); by default along the first dimension of all tensors.
+        concat_fn: puts parts of such batches together, ``concat_fn(parts)``; by default along the first dimension.
 
     Raises:
         TypeError: if a value has the wrong type.
@@ -106,6 +112,9 @@ class HeteroConfig:
     noise_scale: bool = False
     transfer_priority: bool = False
     shard: str | None = None
+    batch_sampler: str = "per_rank"
+    slice_fn: Callable[[Any, int, int], Any] | None = None
+    concat_fn: Callable[[list[Any]], Any] | None = None
 
     def __post_init__(self) -> None:
         if self.policy is not None:
@@ -114,11 +123,13 @@ class HeteroConfig:
         self._check_sparse_optimizer()
         check_choice("nonfinite", self.nonfinite, ("warn", "drop", "stop"))
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
-        if self.shard is not None:
-            check_choice("shard", self.shard, ("mine", "whole", "claim"))
         self._check_sizes()
-        if self.weight_fn is not None and not callable(self.weight_fn):
-            raise TypeError(f"weight_fn={self.weight_fn!r} is not callable; give a function of the batch, or None.")
+        for name in ("weight_fn", "slice_fn", "concat_fn"):
+            given = getattr(self, name)
+            if given is not None and not callable(given):
+                raise TypeError(f"{name}={given!r} is not callable; give a function of the batch, or None.")
+        check_choice("shard", self.shard, (None, "mine", "whole", "claim"))
+        check_choice("batch_sampler", self.batch_sampler, ("per_rank", "global"))
         if self.weight_fn is not None and self.loss_reduction == "sum":
             raise ValueError(
                 "weight_fn says what a mean loss is a mean of; with loss_reduction='sum' it has no meaning. Give one."

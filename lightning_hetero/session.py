@@ -107,8 +107,6 @@ class HeteroSession(TotalAccess):
         """Current pass over the data, and the number of its batches handed out so far."""
         return self._epoch, self._step
 
-    # data
-
     @property
     def stream(self) -> Stream | None:
         """Order of the samples, ``None`` before :meth:`shard`."""

@@ -449,10 +449,24 @@ def model_averaging():
 # data
 
 
+class Several(Model):
+    """A loss of the batches of two loaders."""
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch[0], batch_idx)
+        return self.loss(batch[0]) + self.loss(batch[1])
+
+
 @case("several train DataLoaders")
 def several_loaders():
     for strategy in (SPLIT, {"policy": "even"}):
-        refused("one DataLoader", data=[points(), points(7)], strategy=strategy)
+        epochs_of(run(model=Several(), data=[points(), points(7)], strategy=strategy))
+    three = {"world_size": 3, "strategy": "hetero_ddp"}
+    raised = run_ranks(
+        _job, 3, {"model": Several(), "data": [points(3, 1), points(7)], **three}, timeout=SECONDS, expect_errors=True
+    )
+    assert [rank for rank, *_ in raised] == [0, 1, 2]
+    assert all("Set drop_last=True" in message for *_, message in raised)
 
 
 class Stream(IterableDataset):
@@ -503,7 +517,11 @@ def iterable():
 
 @case("`batch_size=None`")
 def no_batch_size():
-    refused("Give it a batch_size", data=points(batch_size=None))
+    items = [(d.x[:], d.y[:], torch.arange(4 * i, 4 * i + len(d))) for i, d in enumerate(map(Points, (4, 4, 3)))]
+    results = run(data=DataLoader(items, batch_size=None))
+    epochs_of(results, batches=2)
+    strings = DataLoader([object() for _ in range(4)], batch_size=None, collate_fn=lambda item: item)
+    refused("rows of a batch of type object cannot be counted", ("TypeError",), data=strings)
 
 
 class Buckets(BatchSampler):
@@ -522,10 +540,11 @@ class OwnBatches:
 def own_batch_sampler():
     dataset = Points(N)
     buckets = DataLoader(dataset, batch_sampler=Buckets(RandomSampler(dataset), 2, drop_last=False))
-    refused("batch sampler of its own", data=buckets)
+    epochs_of(run(data=buckets))
     own = DataLoader(dataset, batch_sampler=OwnBatches())
-    refused("batch sampler of its own", data=own, use_distributed_sampler=False)
-    refused("BatchSampler", ("TypeError",), data=own)
+    epochs_of(run(data=own), n=4, batches=1)
+    refused("shard='whole'.*shard='mine'", data=own, use_distributed_sampler=False)
+    epochs_of(run(data=own, use_distributed_sampler=False, strategy={**SPLIT, "shard": "whole"}), n=4, batches=1)
     for result in run(data=own, use_distributed_sampler=False, strategy={"policy": "even"}):
         assert result["steps"] == 4
 
@@ -543,13 +562,22 @@ def own_distributed_sampler():
     epochs_of(results, epochs=1)
     first = [i for r in results for i in r["seen"][0][2]]
     assert first == list(DistributedSampler(Points(N), 1, 0, seed=3))[:4]
-    refused("not distributed", data=loader(OwnDistributed))
+    refused("shard='mine'", data=loader(OwnDistributed))
+    mine = run_ranks(_own, 2, timeout=SECONDS)
+    epochs_of(mine, n=N - 1, batches=3)
+
+
+def _own(rank):
+    sampler = OwnDistributed(Points(N - 1), num_replicas=2, rank=rank)
+    return _fit(rank, strategy={"shard": "mine"}, data=DataLoader(Points(N - 1), 2, sampler=sampler))
 
 
 @case("`use_distributed_sampler=False`")
 def no_distributed_sampler():
     for data in (points(shuffle=True), points(), points(sampler=WeightedRandomSampler([1.0] * N, N))):
-        refused("use_distributed_sampler", data=data, use_distributed_sampler=False)
+        refused("use_distributed_sampler.*shard='whole'", data=data, use_distributed_sampler=False)
+    whole = {**SPLIT, "shard": "whole"}
+    epochs_of(run(data=points(shuffle=True), use_distributed_sampler=False, strategy=whole))
     own = points(sampler=DistributedSampler(Points(N), 2, 0))
     epochs_of(run(data=own, use_distributed_sampler=False))
     alone = run(data=points(shuffle=True), use_distributed_sampler=False, world_size=1, strategy="hetero_ddp")

@@ -29,6 +29,7 @@ from lightning_hetero.data.streams.loaders import is_stream
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.model_setup import raise_minimum
 from lightning_hetero.frontend.restart_check import warn_of_stale_addresses
+from lightning_hetero.frontend.units.loaders import OWN_ONLY_IN_LIGHTNING, is_made_of_units, stand_in
 from lightning_hetero.frontend.without_effect import tell, tell_left
 from lightning_hetero.session import HeteroSession
 
@@ -142,15 +143,19 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
             ValueError: if it is to be split and cannot be.
         """
         known = getattr(data_loader, "_is_accelerate_prepared", False)
-        session = self.hetero_session
+        session, given = self.hetero_session, data_loader
         wanted = data_loader is self._chosen or (uneven is None and training_loader([data_loader]) is data_loader)
         wanted = wanted if uneven is None else uneven
         stream = is_stream(data_loader) and session is not None and session.engine.config.policy != "even"
-        each = wanted and stream and self._hetero_loader is None
-        with not_dispatched(self.dataloader_config) if each else nullcontext():
-            prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        first = wanted and self._hetero_loader is None
+        if not known and session is not None and first and is_made_of_units(given):
+            given = stand_in(given, self.num_processes)
+        with not_dispatched(self.dataloader_config) if first and stream else nullcontext():
+            prepared = super().prepare_data_loader(given, device_placement, slice_fn_for_dispatch)
         if known or session is None:
             return prepared
+        if wanted and session.engine.config.shard == "mine":
+            raise ValueError(f"{OWN_ONLY_IN_LIGHTNING}.")
         if wanted and self._hetero_loader is None:
             reason = unsupported_reason(
                 data_loader,
@@ -163,7 +168,7 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
                 if stream:
                     self._hetero_loader = uneven_stream(prepared, data_loader, session, ranks, split=split)
                 else:
-                    self._hetero_loader = uneven_loader(prepared, session, ranks, split=split)
+                    self._hetero_loader = uneven_loader(prepared, session, ranks, split=split, given=data_loader)
                 self._dataloaders[-1] = self._hetero_loader
                 return self._hetero_loader
             if uneven or session.engine.config.local_batch_sizes is not None:

@@ -10,8 +10,11 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from lightning_hetero.data import BroadcastStream
 from lightning_hetero.data.streams.loaders import LEFT_EVEN, is_stream, sample_stream, with_batches
+from lightning_hetero.data.units.orders import BroadcastUnits
+from lightning_hetero.data.units.sources import LoaderSet
 from lightning_hetero.frontend.loaders import evaluates, with_batch_sampler
 from lightning_hetero.frontend.loaders import unsupported_reason as reason_anywhere
+from lightning_hetero.frontend.units.loaders import is_made_of_units, ordered, unit_loader, unit_source, units_reason
 from lightning_hetero.session import HeteroSession
 
 __all__ = [
@@ -41,6 +44,8 @@ def training_loader(objects: Sequence[object]) -> DataLoader | None:
 
 
 def _shuffles(loader: DataLoader) -> bool:
+    if is_made_of_units(loader):
+        return not ordered(loader)
     sampler = None if is_stream(loader) else getattr(loader.batch_sampler, "sampler", None)
     return sampler is not None and not isinstance(sampler, SequentialSampler)
 
@@ -72,7 +77,8 @@ class HeteroDataLoader(DataLoaderShard):
     @property
     def total_batch_size(self) -> int:
         """Total batch size of the running plan."""
-        return int(self.base_dataloader.batch_sampler.batch_size)
+        plan = self.session.engine.plan
+        return 0 if plan is None else plan.total_batch_size
 
 
 def unsupported_reason(
@@ -88,11 +94,13 @@ def unsupported_reason(
         )
     if is_stream(loader):
         return LEFT_EVEN if policy == "even" else None
+    if isinstance(loader, DataLoader) and is_made_of_units(loader):
+        return units_reason(loader)
     return reason_anywhere(loader, world_size=1)
 
 
 def uneven_loader(
-    prepared: DataLoaderShard, session: HeteroSession, world_size: int, *, split: bool
+    prepared: DataLoaderShard, session: HeteroSession, world_size: int, *, split: bool, given: DataLoader
 ) -> HeteroDataLoader:
     """Return the loader that Accelerate has prepared, with the session's batches in place of its equal ones.
 
@@ -101,10 +109,13 @@ def uneven_loader(
         session: splits the data; a collective call.
         world_size: number of ranks.
         split: whether the loader's batch size is the total (``split_batches=True``) and not each rank's.
+        given: loader as the user gave it.
 
     Raises:
         ValueError: if a total batch cannot be shared by the ranks.
     """
+    if is_made_of_units(given):
+        return _from_session(prepared, _by_units(prepared.base_dataloader, given, session, split=split), session)
     inner: Any = prepared.base_dataloader.batch_sampler
     while hasattr(inner, "batch_sampler"):  # Accelerate's wrappers around the user's
         inner = inner.batch_sampler
@@ -113,7 +124,22 @@ def uneven_loader(
     stream = BroadcastStream(sampler, control.broadcast_object, rank)
     size = inner.batch_size // world_size if split else inner.batch_size
     batches = session.shard(stream, size, drop_last=inner.drop_last, dataset=prepared.dataset)
-    base = with_batch_sampler(prepared.base_dataloader, batches)
+    return _from_session(prepared, with_batch_sampler(prepared.base_dataloader, batches), session)
+
+
+def _by_units(base: DataLoader, given: DataLoader, session: HeteroSession, *, split: bool) -> DataLoader:
+    """Return a loader with the session's batches in place of those of the user's batch sampler or dataset."""
+    control, config = session.engine.control, session.engine.config
+    order = BroadcastUnits(given.batch_sampler, control.broadcast_object, control.rank) if given.batch_sampler else None
+    stream = None if order else BroadcastStream(given.sampler, control.broadcast_object, control.rank)  # type: ignore[arg-type]
+    batches = session.shard(
+        LoaderSet([unit_source(given, config, order, stream, for_all=split)]), dataset=given.dataset
+    )
+    loader: DataLoader = unit_loader(base, batches, lambda: session.engine.sampler, config, given)
+    return loader
+
+
+def _from_session(prepared: DataLoaderShard, base: DataLoader, session: HeteroSession) -> HeteroDataLoader:
     loader = HeteroDataLoader.__new__(HeteroDataLoader)
     loader.__dict__.update({**prepared.__dict__, "base_dataloader": base, "session": session})
     return loader

@@ -119,7 +119,8 @@ def names_function(name: str, text: str) -> bool:
         >>> names_function("lr_scaling", "mine:rule"), names_function("lr_scaling", "sqrt")
         (True, False)
     """
-    return name == "weight_fn" or (name in ("lr_scaling", "cost_fn") and ":" in text)
+    names = ("weight_fn", "slice_fn", "concat_fn")
+    return name in names or (name in ("lr_scaling", "cost_fn") and ":" in text)
 
 
 def parsed(name: str, text: str) -> Any:

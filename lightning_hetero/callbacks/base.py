@@ -122,7 +122,8 @@ class PolicyCallback(Callback):
         """Reconsider the plan before the loader of this epoch is iterated."""
         assert self._engine is not None
         self._engine.observer.interrupt()
-        if trainer.current_epoch > 0 and self._engine.sampler is not None:
+        split = self._engine.sampler is not None or self._engine.data.own is not None
+        if trainer.current_epoch > 0 and split:
             if self._engine.sync_due_at_epoch(self.planner):
                 self._exchange(trainer, (trainer.current_epoch, 0))
             _strategy(trainer).refresh_epoch_length()

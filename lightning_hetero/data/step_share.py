@@ -14,16 +14,22 @@ class StepShare(NamedTuple):
         planned: samples that the plan gives this rank, where its batch is not of that size; ``None`` where it is.
         work: features of this rank's work, such as its tokens, equally many on all ranks; ``()`` where the number of
             samples says how much work a batch is.
+        counted: samples of this rank that count, where ``sizes`` is ``()``.
 
     Example:
-        >>> StepShare((6, 2), True).sizes
-        (6, 2)
+        >>> StepShare((6, 2), True).own(1), StepShare((), True, counted=5).own(1)
+        (2, 5)
     """
 
     sizes: tuple[int, ...]
     regular: bool
     planned: int | None = None
     work: tuple[float, ...] = ()
+    counted: int = 0
+
+    def own(self, rank: int) -> int:
+        """Return the samples of this rank that count."""
+        return self.sizes[rank] if self.sizes else self.counted
 
 
 class StepSampler(Protocol):

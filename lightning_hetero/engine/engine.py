@@ -18,18 +18,13 @@ from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.metrics import plan_metrics
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision, PlanContext, Planner, Proposal, moves_total
-from lightning_hetero.data.division import Division
-from lightning_hetero.data.index_stream import IndexStream
-from lightning_hetero.data.sampler import UnevenBatchSampler
-from lightning_hetero.data.streams.sampler import StreamSampler
-from lightning_hetero.data.streams.source import SampleStream
-from lightning_hetero.engine.parts import EngineParts
+from lightning_hetero.engine.engine_data import EngineData
 from lightning_hetero.engine.sync_rounds import Decide
 
 __all__ = ["HeteroEngine"]
 
 
-class HeteroEngine(EngineParts):
+class HeteroEngine(EngineData):
     """Plan, shards, weights, observations and agreement of one rank.
 
     Args:
@@ -53,58 +48,6 @@ class HeteroEngine(EngineParts):
         [4, 4, 2]
     """
 
-    def shard(
-        self,
-        stream: IndexStream,
-        batch_size: int,
-        *,
-        drop_last: bool = False,
-        planner: Planner | None = None,
-        epoch: int = 0,
-        division: Division | None = None,
-        dataset: Any = None,
-    ) -> UnevenBatchSampler:
-        """Make this rank's sampler over a stream; a collective call.
-
-        Args:
-            stream: order of the samples, equal on all ranks.
-            batch_size: samples per rank on average, as under DDP: the total is ``batch_size * world_size``.
-            drop_last: whether the ragged last batch is dropped.
-            planner: planner that may know a plan from an earlier run.
-            epoch: next epoch, unless a resumed position is later.
-            division: divides each global batch, equal on all ranks; by default it is cut by the number of samples, or
-                by cost if the settings have a ``cost_fn``.
-            dataset: dataset of the samples; only ``cost_fn`` needs it.
-
-        Raises:
-            PlanMismatchError: if ranks differ in dataset, order, batch size, ``drop_last`` or division.
-            ValueError: if the bounds cannot give the total, or ``shard="claim"`` is set.
-        """
-        sampler = self.data.shard(
-            stream, batch_size, drop_last=drop_last, planner=planner, epoch=epoch, division=division, dataset=dataset
-        )
-        self.observer.measure_work(0 if sampler.division is None else sampler.division.features)
-        self.position = max(self.position, sampler.start)
-        return sampler
-
-    def shard_stream(self, stream: SampleStream, *, planner: Planner | None = None, epoch: int = 0) -> StreamSampler:
-        """Make this rank's sampler over a loader whose samples come as a stream; a collective call.
-
-        Args:
-            stream: loader of this rank, and who has which samples.
-            planner: planner that may know a plan from an earlier run.
-            epoch: next epoch, unless a resumed position is later.
-
-        Raises:
-            PlanMismatchError: if ranks differ in ``shard`` or ``drop_last``.
-            ValueError: if the planner moves the total, the bounds cannot give it, or a state saved inside an epoch
-                cannot be resumed by this run.
-        """
-        sampler = self.data.shard_stream(stream, planner=planner, epoch=epoch)
-        self.observer.measure_work(0)
-        self.position = max(self.position, sampler.start)
-        return sampler
-
     # one step
 
     def fetch(self, iterator: Iterator[Any]) -> Any:
@@ -117,26 +60,47 @@ class HeteroEngine(EngineParts):
         self.position = (epoch, step)
         if self.hook_state.backwards.stepped:
             self.hook_state.backwards.begin_batch()
-        weighted = data.sampler is not None or self.config.weight_fn is not None
+        weighted = data.sampler is not None or data.own is not None or self.config.weight_fn is not None
         if weighted != self.hook_state.weighted:
             self.hook_state.require_weighting(weighted)
         if data.sampler is None:
             self.observer.begin_step(0, regular=False)
-            self.weighting.begin(1, self.world_size, batch)
-            return None
-        sizes, regular, planned, work = data.sampler.step_at(epoch, step)
-        own = sizes[self.control.rank]
+            if data.own is None:
+                self.weighting.begin(1, self.world_size, batch)
+                return None
+            self.weighting.begin_counted(data.own.rows_at(epoch, step), batch)
+            return data.own.rows_at(epoch, step)
+        share = data.sampler.step_at(epoch, step)
+        own = share.own(self.control.rank)
         if self.noise is not None:
-            self.noise.begin_step(sizes)
-        size = own if planned is None else planned
-        self.observer.begin_step(max(size, data.sampler.min_local), regular=regular, work=work)
-        self.weighting.begin(own, sum(sizes), batch, sizes)
+            self.noise.begin_step(share.sizes or self._counted_noise())
+        size = own if share.planned is None or not share.work else share.planned
+        self.observer.begin_step(
+            max(size, data.sampler.min_local), regular=share.regular, work=share.work, planned=share.planned
+        )
+        if share.sizes:
+            self.weighting.begin(own, sum(share.sizes), batch, share.sizes)
+        else:
+            self.weighting.begin_counted(own, batch)
         return own
+
+    def _counted_noise(self) -> tuple[int, ...]:
+        """Refuse the noise scale where samples are counted, on all ranks.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "the noise scale is measured (GNSCallback, noise_scale=True), and each rank knows only the samples of its "
+            "own batch (batch_size=None). Leave the noise scale out, or give the DataLoader a batch_size."
+        )
 
     @property
     def own_size(self) -> int | None:
         """Samples of this rank in the running step; 0 if it runs with weight 0, ``None`` if data is not sharded."""
-        return None if self.sampler is None else self.sampler.sizes_at(*self.position)[self.rank]
+        if self.sampler is None:
+            return None if self.data.own is None else self.data.own.rows_at(*self.position)
+        return self.sampler.step_at(*self.position).own(self.rank)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Weight the loss, as does :class:`~lightning_hetero.comm.gradients.loss_weighting.LossWeighting`."""

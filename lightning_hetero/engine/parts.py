@@ -163,7 +163,9 @@ class EngineParts:
         The time of writing the checkpoint is kept out of the next step's time.
         """
         self.observer.interrupt()
-        stale = {"staleness": self.hook_state.stale_state()}
+        stale: dict[str, Any] = {"staleness": self.hook_state.stale_state()}
+        if self.data.own is not None:  # the number of a batch has a meaning for as many ranks
+            return {**stale, "own": self.world_size}
         if self.history is None or self.workers is None:
             return stale
         taken = {} if self.sampler is None else self.sampler.taken(self.position)
@@ -178,7 +180,7 @@ class EngineParts:
         self.hook_state.load_stale_state(state.get("staleness", {}))
         self.data.plans.load_state_dict(state)
         if "history" in state:
-            self.data.go_on_from(state.get("taken", {}))
+            self.data.streams.go_on_from(state.get("taken", {}))
 
     def resume_at(self, epoch: int, step: int) -> None:
         """Resume at this step; call it before the data is sharded."""

@@ -4,26 +4,28 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
-from lightning_hetero.comm.agreement.shared_counter import SharedCounter
 from lightning_hetero.comm.agreement.workers import Workers
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.batching.stream_steps import StreamRules
+from lightning_hetero.core.batching.plan import PlanHistory
 from lightning_hetero.core.policies.base import Planner, moves_total
 from lightning_hetero.data.cost.division import CostDivision
 from lightning_hetero.data.division import Division
 from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.data.sampler import UnevenBatchSampler
 from lightning_hetero.data.step_share import StepSampler
-from lightning_hetero.data.streams.own import ClaimedStreamSampler, OwnStreamSampler
-from lightning_hetero.data.streams.sampler import StreamSampler, WholeStreamSampler
+from lightning_hetero.data.streams.own import ClaimedStreamSampler
+from lightning_hetero.data.streams.sampler import StreamSampler
 from lightning_hetero.data.streams.source import SampleStream
+from lightning_hetero.data.units.own_shards import OwnShards, counted_rows
+from lightning_hetero.data.units.sampler import UnitSampler
+from lightning_hetero.data.units.sources import LoaderSet
 from lightning_hetero.engine.cost_learning import CostLearning
 from lightning_hetero.engine.plan_store import PlanStore
 from lightning_hetero.engine.sample_costs import SampleCosts
+from lightning_hetero.engine.stream_data import StreamData
 from lightning_hetero.hardware import capacity, identity
 
 __all__ = ["TrainingData"]
@@ -41,9 +43,11 @@ class TrainingData:
     Attributes:
         plans: plans of the run.
         sampler: sampler of the sharded data, ``None`` before there is any.
+        own: steps over data that each rank holds by itself, ``None`` if there is none.
         workers: workers of the run, ``None`` before data was sharded.
         batch_size: samples per rank on average: the loader's batch size.
         min_local: smallest batch that this rank can run.
+        streams: samplers over streams, and how far a state has read them.
         costs: costs of the samples, if the settings ask for a division by cost.
         cost_learning: what is learned of the cost of shares, ``None`` if batches are not divided by cost.
     """
@@ -52,11 +56,11 @@ class TrainingData:
         self.config, self.control, self.device, self.local_rank = config, control, device, local_rank
         self.plans = PlanStore(control.rank == 0 and control.world_size > 1)
         self.sampler: StepSampler | None = None
+        self.own: OwnShards | None = None
         self.workers: Workers | None = None
         self.batch_size, self.min_local = 0, config.min_local_batch_size or 1
         self._memory_bound: int | None = None
-        self._taken: dict[str, Any] = {}
-        self._shards: dict[str, Any] = {}
+        self.streams = StreamData(config, control)
         self.costs = SampleCosts(config, control)
         self.cost_learning: CostLearning | None = None
 
@@ -70,7 +74,14 @@ class TrainingData:
 
     def leave_whole(self) -> None:
         """Note that the training data is not sharded."""
+        self.sampler = self.own = self.cost_learning = None
+
+    def leave_own(self, length: Callable[[], int | None], epoch: int) -> OwnShards:
+        """Let every rank train on its own data; a collective call. See :meth:`HeteroEngine.leave_own`."""
         self.sampler = self.cost_learning = None
+        rows = counted_rows(self.config.weight_fn is not None)
+        self.own = OwnShards(self.control.gather_objects, length, rows, self.plans.start_of(epoch))
+        return self.own
 
     def shard(
         self,
@@ -94,93 +105,87 @@ class TrainingData:
             f"{len(stream)} samples, order {stream.fingerprint():08x}, batch_size={batch_size}, drop_last={drop_last}"
             + ("" if division is None else f", {type(division).__name__} {division.fingerprint():08x}"),
         )
-        start = self._begin(batch_size, planner, epoch)
+        self.batch_size = batch_size
+        start = self._begin(batch_size * self.control.world_size, planner, epoch)
         assert self.workers is not None
         division = self._by_cost(dataset, planner) if division is None else division
-        sampler = self.sampler = UnevenBatchSampler(
+        sampler = UnevenBatchSampler(
             stream,
-            partial(getattr, self.plans, "history"),  # called in every step, so not a Python function
+            self._history,
             self.control.rank,
             drop_last=drop_last,
             min_local=self.workers.min_local,
             start=start,
             division=division,
         )
+        self.sampler = sampler
         return sampler
 
     def shard_stream(self, stream: SampleStream, *, planner: Planner | None, epoch: int) -> StreamSampler:
         """Make this rank's sampler over a loader's stream; a collective call. See :meth:`HeteroEngine.shard_stream`."""
-        if moves_total(planner) or self.config.max_total_batch_size is not None:
-            raise ValueError(
-                f"{type(planner).__name__} moves the total batch up to a share of the data, and the length of a stream "
-                "is not known. Leave max_total_batch_size and AdaptiveBatchCallback out, or use a map-style dataset."
-            )
-        if self.config.cost_fn is not None:
-            raise ValueError(
-                f"cost_fn={self.config.cost_fn!r} divides batches whose samples are known by index, and the training "
-                "data is a stream. Leave cost_fn out, or use a map-style dataset."
-            )
+        self.streams.check(stream, planner)
         self.cost_learning = None
-        control, settings = self.control, (stream.shard, stream.drop_last)
-        control.require_equal("shard and drop_last of the training data", settings)
-        batch_size, lengths = self._measured(stream)
-        start = self._begin(batch_size, planner, epoch)
+        self.batch_size, known = self.streams.measured(stream)
+        start = self._begin(self.batch_size * self.control.world_size, planner, epoch)
         assert self.workers is not None
-        rules = StreamRules(self.workers.min_local, self.workers.max_local, stream.drop_last)
-        known = None if None in lengths else sum(lengths) if stream.shard == "mine" else lengths[0]
-        kind: Callable[..., StreamSampler] = OwnStreamSampler if stream.shard == "mine" else WholeStreamSampler
-        if stream.shard == "claim":
-            kind = partial(ClaimedStreamSampler, counter=SharedCounter.of_job(control.rank, control.world_size))
-        history = partial(getattr, self.plans, "history")
-        sampler = kind(stream, history, control, rules, start=start, num_samples=known)
-        sampler.resume_from({**self._taken, **self._shards})
+        sampler = self.streams.sampler(stream, self._history, self.workers, start, known)
         self.sampler = sampler
         return sampler
 
-    def _measured(self, stream: SampleStream) -> tuple[int, list[Any]]:
-        """Return the batch size of a stream, and its length on each rank; a collective call.
+    def shard_units(
+        self,
+        loaders: LoaderSet,
+        *,
+        planner: Planner | None,
+        epoch: int,
+        division: Division | None = None,
+        dataset: Any = None,
+    ) -> UnitSampler:
+        """Make this rank's samplers over loaders whose steps are made of units; a collective call.
 
         Raises:
-            RuntimeError: on every rank if the stream of one raises an error.
-            ValueError: if no rank has a sample.
+            ValueError: if the total batch is to move, which such steps do not allow, or ``cost_fn`` is set and samples
+                are not known one by one.
         """
-        try:
-            mine: Any = stream.batch_size, stream.num_samples()
-        except Exception as error:  # noqa: BLE001 - every rank has to raise one
-            mine = error
-        everyone = self.control.gather_objects(
-            f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else mine
-        )
-        if isinstance(mine, Exception):
-            raise mine
-        failed = [f"rank {rank}: {told}" for rank, told in enumerate(everyone) if isinstance(told, str)]
-        if failed:
-            raise RuntimeError(f"the data stream of another rank has raised an error ({'; '.join(failed)}).")
-        sizes = [size for size, _ in everyone]
-        if max(sizes) == 0:
+        if moves_total(planner) or self.config.max_total_batch_size is not None:
+            who = "max_total_batch_size" if planner is None else type(planner).__name__
             raise ValueError(
-                "no rank's loader has yielded a batch, so that its batch size is not known. Give the loader a "
-                "batch_size, or look why it is empty."
+                f"{who} moves the total batch, and here a step is made of whole batches of a batch sampler, of several "
+                "loaders or of a dataset of batches, which fix it. Leave it out, or give a single DataLoader with a "
+                "batch_size and, for the order, a sampler."
             )
-        return int(np.max(sizes)), [length for _, length in everyone]
-
-    def go_on_from(self, taken: dict[str, Any]) -> None:
-        """Resume a stream after what a state says its steps have taken; call it before the data is sharded."""
-        self._taken = dict(taken)
-
-    def add_shards(self, shards: dict[str, Any]) -> None:
-        """Add how far claimed shards were read, as :meth:`shards` has told; call it before the data is sharded."""
-        self._shards = dict(shards)
+        if self.config.cost_fn is not None and (loaders.joint or loaders.counted):
+            raise ValueError(
+                f"cost_fn={self.config.cost_fn!r} divides samples that are known by index, and the training data is "
+                "several loaders or a dataset of batches. Leave cost_fn out, or give a single DataLoader of samples."
+            )
+        self.cost_learning = None
+        divided = "" if division is None else f", {type(division).__name__} {division.fingerprint():08x}"
+        self.control.require_equal("the training data", loaders.describe() + divided)
+        world_size = self.control.world_size
+        own = loaders.total(world_size)  # draws an order, which may be collective
+        total = int(self.control.broadcast_object(own if self.control.rank == 0 else None))
+        self.batch_size = max(1, total // world_size)
+        start = self._begin(max(total, world_size), planner, epoch)
+        assert self.workers is not None
+        if division is None and self.config.cost_fn is not None:
+            division = self._by_cost(dataset, planner)
+        low, high = self.workers.min_local, self.workers.max_local
+        sampler = UnitSampler(
+            loaders, self._history, self.control.rank, min_local=low, max_local=high, start=start, division=division
+        )
+        self.sampler = sampler
+        return sampler
 
     def shards(self, position: tuple[int, int]) -> dict[str, Any]:
         """Return how far all ranks have read each claimed shard; empty and not collective if none are claimed."""
-        sampler = self.sampler
-        return sampler.shards(position) if isinstance(sampler, ClaimedStreamSampler) else {}
+        return self.sampler.shards(position) if isinstance(self.sampler, ClaimedStreamSampler) else {}
 
-    def _begin(self, batch_size: int, planner: Planner | None, epoch: int) -> tuple[int, int]:
-        """Meet the workers and adopt the plan to begin with; return the first position that is trained on."""
-        config, rank = self.config, self.control.rank
-        given, self.batch_size = config.max_local_batch_sizes, batch_size
+    def _begin(self, even_total: int, planner: Planner | None, epoch: int) -> tuple[int, int]:
+        """Meet the workers, and adopt the plan to begin with; return the first position that is trained on."""
+        self.own = None
+        config, given = self.config, self.config.max_local_batch_sizes
+        rank = self.control.rank
         own = given[rank] if isinstance(given, tuple) else given
         self.workers = Workers.gather(
             self.control,
@@ -190,7 +195,7 @@ class TrainingData:
             bounds=(own, self._memory_bound),  # type: ignore[arg-type]
         )
         start, fixed = self.plans.start_of(epoch), config.local_batch_sizes
-        total = sum(fixed) if fixed is not None else batch_size * self.control.world_size
+        total = sum(fixed) if fixed is not None else even_total
         self.plans.begin(self.control, self.workers, config, total, planner, start)
         return start
 
@@ -212,3 +217,7 @@ class TrainingData:
         self.control.require_equal("the costs of the samples (cost_fn)", f"{division.fingerprint():08x}")
         self.cost_learning = CostLearning(division)
         return division
+
+    @property
+    def _history(self) -> Callable[[], PlanHistory]:
+        return partial(getattr, self.plans, "history")  # called in every step, so not a Python function

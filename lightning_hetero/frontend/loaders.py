@@ -19,6 +19,8 @@ __all__ = [
     "batches_of",
     "evaluates",
     "iterated_by",
+    "length_of",
+    "not_distributed",
     "sample_count",
     "stream_of",
     "timed_loader",
@@ -32,7 +34,17 @@ NOT_MET = (
 )
 
 
-def unsupported_reason(loader: object, world_size: int) -> str | None:
+def not_distributed(name: str) -> str:
+    """Return why a loader is refused whose sampler nobody distributes over ranks."""
+    return (
+        f"the train DataLoader's {name} is not distributed, because of use_distributed_sampler=False: each rank would "
+        "go through all samples of a dataset that may be its own. Leave use_distributed_sampler at True, or give the "
+        "strategy one argument: shard='whole' if every rank's loader yields all data, to split it, or shard='mine' if "
+        "it yields the rank's own data, to weight losses and move nothing"
+    )
+
+
+def unsupported_reason(loader: object, world_size: int, shard: str | None = None) -> str | None:
     """Return why a loader cannot be split unevenly over ``world_size`` ranks, with advice; ``None`` if it can."""
     if not isinstance(loader, DataLoader):
         return f"the train loader is a {type(loader).__name__}, not a torch DataLoader. Return a DataLoader"
@@ -41,24 +53,14 @@ def unsupported_reason(loader: object, world_size: int) -> str | None:
             "the train dataset is an IterableDataset, whose samples cannot be assigned to ranks by index, so that "
             "equal numbers of steps cannot be promised. Use a map-style dataset"
         )
-    if loader.batch_sampler is None:
-        return "the train DataLoader has batch_size=None, so that samples cannot be counted. Give it a batch_size"
-    if type(loader.batch_sampler) is not BatchSampler:
-        return (
-            f"the train DataLoader has a batch sampler of its own ({type(loader.batch_sampler).__name__}), whose "
-            "batches would be lost. Give the DataLoader a batch_size and, for the order of the samples, a sampler"
-        )
     sampler = getattr(loader.batch_sampler, "sampler", None)
-    if world_size > 1 and not isinstance(sampler, DistributedSampler):
-        return (
-            f"the train DataLoader's sampler ({type(sampler).__name__}) is not distributed, because of "
-            "Trainer(use_distributed_sampler=False): each rank would go through all samples of a dataset that may be "
-            "its own. Leave use_distributed_sampler at True and give every rank the whole dataset"
-        )
+    if world_size > 1 and not isinstance(sampler, DistributedSampler) and shard is None:
+        return not_distributed(type(sampler).__name__)
     if isinstance(sampler, DistributedSampler) and stream_of(loader) is None:
         return (
             f"the train DataLoader has a distributed sampler of its own ({type(sampler).__name__}), whose order is not "
-            "known. Give the DataLoader a sampler that is not distributed; it is distributed for you"
+            "known. Give the DataLoader a sampler that is not distributed, which is distributed for you; or give the "
+            "strategy one argument, shard='mine', with which every rank trains on what its own loader yields"
         )
     return None
 
@@ -67,6 +69,19 @@ def sample_count(loader: DataLoader) -> int:
     """Return the number of samples of a loader over a map-style dataset."""
     dataset: Any = loader.dataset
     return len(dataset)
+
+
+def length_of(loader: object) -> int | None:
+    """Return the batches of a loader, ``None`` if it has no length.
+
+    Example:
+        >>> length_of([0, 1]), length_of(iter([0, 1]))
+        (2, None)
+    """
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def batches_of(loader: DataLoader) -> BatchSampler:

@@ -1,15 +1,17 @@
 """Checks of a strategy's keyword arguments, so that a misspelled one fails at construction, not in the training."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from typing import Any
 
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.config import FOR_OWN_LOOPS, HeteroConfig
 from lightning_hetero.core.validation import check_names
 
-__all__ = ["arguments_of", "check_arguments", "refuse_for_own_loops"]
+__all__ = ["arguments_of", "check_arguments", "check_communication", "refuse_for_own_loops"]
 
 GIVEN_BY_LIGHTNING = ("self", "module", "device_ids", "args", "kwargs")
 
@@ -48,3 +50,24 @@ def refuse_for_own_loops(strategy: object, given: Iterable[str]) -> None:
                 f"{type(strategy).__name__} has no argument {name}, which is for training loops of one's own. Under "
                 f"Lightning's Trainer, give Trainer(callbacks=[{FOR_OWN_LOOPS[name]}])."
             )
+
+
+def check_communication(config: HeteroConfig, given: Mapping[str, Any]) -> None:
+    """Check that Lightning's arguments on how gradients are sent agree with the settings.
+
+    Args:
+        config: settings.
+        given: arguments of Lightning's strategy.
+
+    Raises:
+        ValueError: if both say how gradients are sent, or models are to be averaged.
+    """
+    for name in ("compression", "hierarchy"):
+        if getattr(config, name) is not None and given.get("ddp_comm_hook") is not None:
+            raise ValueError(f"{name}= and ddp_comm_hook= both say how gradients are sent. Give one of them.")
+    averaged = given.get("model_averaging_period") is not None
+    if averaged or isinstance(given.get("ddp_comm_state"), PostLocalSGDState):
+        raise ValueError(
+            "model averaging (post-local SGD) averages models of all workers alike, which is wrong for unequal "
+            "batches. Leave model_averaging_period and PostLocalSGDState out."
+        )

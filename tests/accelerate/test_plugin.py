@@ -24,8 +24,11 @@ VALUES = {
     "max_total_batch_size": ("4096", 4096),
     "min_total_batch_size": ("64", 64),
     "lr_scaling": ("none", "none"),
+    "shard": ("whole", "whole"),
+    "batch_sampler": ("global", "global"),
+    "slice_fn": ("builtins:len", len),
+    "concat_fn": ("builtins:len", len),
     "noise_scale": ("true", True),
-    "shard": ("mine", "mine"),
     "compression": ("block_topk(density=0.03, value_dtype='int8')", BlockTopK(density=0.03, value_dtype="int8")),
 }
 BESIDE = {

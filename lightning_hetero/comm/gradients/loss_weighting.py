@@ -42,6 +42,7 @@ class LossWeighting:
         self.config, self.world_size, self.device = config, world_size, device
         self.trace = BatchTrace(check=self._check_arguments if world_size > 1 else None)
         self._newest: HandedOut | None = None
+        self._counted = False
 
     def hold_several(self) -> None:
         """Assign losses to batches by tracing, because the loop may hold several batches at once."""
@@ -65,6 +66,23 @@ class LossWeighting:
         else:
             weight, key = self.world_size * own / total, self._shares(sizes)
         self._hand_out(batch, HandedOut(weight, key, tuple(sizes)))
+
+    def begin_counted(self, own: int, batch: Any) -> None:
+        """Set the weight of a batch by its count, summed over ranks; for steps whose sizes no rank knows in advance.
+
+        Args:
+            own: samples of this rank that count; 0 for a batch that runs with weight 0.
+            batch: the batch that the loop gets.
+        """
+        self._counted = True
+        weight: float | _Counts = 1.0 if own else 0.0
+        if self.config.loss_reduction == "mean":
+            weight = _Counts(self._count(own, batch), self)
+        key = weight if isinstance(weight, _Counts) else object()  # nobody knows the weights of the other ranks
+        self._hand_out(batch, HandedOut(weight, key, (0,) * self.world_size))
+
+    def _count(self, own: int, batch: Any) -> Any:
+        return own if self.config.weight_fn is None or not own else self.config.weight_fn(batch)
 
     def _hand_out(self, batch: Any, handed: HandedOut) -> None:
         self._newest = handed
@@ -102,7 +120,7 @@ class LossWeighting:
     @property
     def waits(self) -> bool:
         """True if :meth:`scale` may have to wait for the counts of other ranks."""
-        if self.config.weight_fn is None:
+        if self.config.weight_fn is None and not self._counted:
             return False
         opened = self.trace.open if self.trace.several else (self._newest,)
         weights = [None if handed is None else handed.weight for handed in opened]

@@ -78,13 +78,14 @@ class StepTimer:
         self._fetched = begin, self.clock.mark()
         return batch
 
-    def begin_step(self, size: int, *, regular: bool, work: tuple[float, ...] = ()) -> None:
+    def begin_step(self, size: int, *, regular: bool, work: tuple[float, ...] = (), planned: int | None = None) -> None:
         """Begin a micro-batch of ``size`` samples; if it is not ``regular`` (ragged tail), its step gives no row.
 
         Args:
             size: samples of the batch, or those that the plan gives it if ``work`` says how much it is.
             regular: whether the times of the step may be used.
             work: features of the batch's work, as many as :meth:`measure_work` has announced.
+            planned: where sizes vary under one plan, the size that it gives, whose changes the device warms up to.
         """
         fetched, self._fetched, self._update = self._fetched, None, None
         if not self._window:
@@ -93,8 +94,9 @@ class StepTimer:
         self._batch = BatchMarks(size, fetched, start, [], [], [], [], [], [], work)
         if self._processor_time is not None and self._processor_began is None:
             self._processor_began = self._processor_time()
-        if size != self._warm_up.size:
-            self._warm_up.change_size(size)
+        settled = size if planned is None else planned
+        if settled != self._warm_up.size:
+            self._warm_up.change_size(settled)
         self._discard |= not regular
 
     def begin_backward(self) -> None:

@@ -1,10 +1,11 @@
 """Splits of a batch into whole samples: even, in proportion, and for the ragged last batch of an epoch."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-__all__ = ["even_sizes", "proportional_sizes", "tail_sizes"]
+__all__ = ["even_sizes", "joint_sizes", "proportional_sizes", "tail_sizes"]
 
 
 def even_sizes(total: int, workers: int) -> tuple[int, ...]:
@@ -124,3 +125,53 @@ def tail_sizes(remaining: int, sizes: Sequence[int], min_local: int = 1) -> tupl
             spare, shares[i] = spare - taken, shares[i] + taken
     shares[order[0]] += spare
     return tuple(shares)
+
+
+def joint_sizes(
+    totals: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    min_local: int = 1,
+    max_local: Sequence[int] | None = None,
+) -> tuple[tuple[int, ...], ...]:
+    """Split the batches of several loaders in one and the same proportion: ``b_ki = s_i B_k / g``, ``g = gcd(B_k)``.
+
+    Every worker then has the same share ``s_i / g`` of each batch, so that a loss that joins them has one exact weight.
+    The parts ``s_i`` follow the sizes of the plan, as closely as whole parts allow. A single batch has parts of one
+    sample. No worker gets fewer than ``min_local`` samples of a batch, except none of any.
+
+    Args:
+        totals: samples ``B_k`` of each batch of the step, ``>= 1``.
+        sizes: sizes of the plan, whose proportions count.
+        min_local: smallest batch that a worker can run.
+        max_local: most samples of each worker, all batches together; ``None`` for no limit.
+
+    Returns:
+        For each batch, one size per worker.
+
+    Raises:
+        ValueError: if the limits cannot hold the batches.
+
+    Example:
+        >>> joint_sizes([16, 8], (9, 3))
+        ((12, 4), (6, 2))
+        >>> joint_sizes([5], (30, 10, 10), min_local=2)
+        ((5, 0, 0),)
+    """
+    parts = math.gcd(*totals)
+    step, least = sum(totals) // parts, -(-min_local * parts // min(totals))
+    planned, most = sum(sizes), None if max_local is None else [limit // step for limit in max_local]
+    if most is not None and sum(most) < parts:
+        raise ValueError(
+            f"a step has {sum(totals)} samples, and the workers hold at most {list(max_local or ())}. Make the batches "
+            "smaller, or raise max_local_batch_sizes."
+        )
+    if parts == planned:
+        split = tuple(sizes)
+    elif parts < planned:
+        split = tail_sizes(parts, sizes, least)
+    else:
+        split = proportional_sizes(parts, sizes, min_local=[least if size else 0 for size in sizes])
+    if most is not None and any(part > limit for part, limit in zip(split, most, strict=True)):
+        split = proportional_sizes(parts, sizes, max_local=most)
+    return tuple(tuple(part * (total // parts) for part in split) for total in totals)

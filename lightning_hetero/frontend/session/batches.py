@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from lightning_hetero.data.broadcast_stream import BroadcastStream
 from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.data.streams.source import SampleStream
+from lightning_hetero.data.units.sources import LoaderSet
 from lightning_hetero.engine import HeteroEngine
 
 __all__ = ["CopiedSession", "Session", "SessionBatches"]
@@ -21,7 +22,7 @@ class Session(Protocol):
         """``True`` while a pass over the data runs."""
 
     @property
-    def stream(self) -> IndexStream | SampleStream | None:
+    def stream(self) -> IndexStream | SampleStream | LoaderSet | None:
         """Order of the samples."""
 
 
@@ -68,14 +69,15 @@ class SessionBatches:
             stream.draw_from(sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        assert self.session.engine.sampler is not None
+        sampler: Any = self.session.engine.sampler
+        assert sampler is not None
         if self.session.engine.world_size > 1 and not self.session.running:
             raise RuntimeError(
                 "the training data is split unevenly and was iterated by a loader that does not weight its batches, "
                 "such as one of accelerate.skip_first_batches(). Iterate the prepared loader, or use the accelerator's "
                 "own skip_first_batches()."
             )
-        return iter(self.session.engine.sampler)
+        return iter(sampler)
 
     def __len__(self) -> int:
         assert self.session.engine.sampler is not None

@@ -5,11 +5,12 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from lightning_hetero.core.policies.base import Planner
 from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.data.streams.source import SampleStream
+from lightning_hetero.data.units.sources import LoaderSet
 from lightning_hetero.engine import HeteroEngine
 
 __all__ = ["SavedStream", "SessionData", "Stream"]
 
-Stream: TypeAlias = IndexStream | SampleStream
+Stream: TypeAlias = IndexStream | SampleStream | LoaderSet
 """Training data: an order of samples that ranks share, or a loader's stream."""
 
 
@@ -55,19 +56,22 @@ class SessionData:
         if self.restored is not None:
             self._engine.data.plans.forget_running()
             self._engine.load_state_dict(self.restored["engine"])
-            self._engine.data.add_shards(self.restored.get("shards", {}))
+            self._engine.data.streams.add_shards(self.restored.get("shards", {}))
         self._engine.resume_at(epoch, step)
+        engine = self._engine
         if isinstance(self.stream, SampleStream):
-            self._engine.shard_stream(self.stream, planner=planner, epoch=epoch)
-            return
-        self._engine.shard(
-            self.stream,
-            self._batch_size,
-            drop_last=self._drop_last,
-            planner=planner,
-            epoch=epoch,
-            dataset=self._dataset,
-        )
+            engine.shard_stream(self.stream, planner=planner, epoch=epoch)
+        elif isinstance(self.stream, LoaderSet):
+            engine.shard_units(self.stream, planner=planner, epoch=epoch, dataset=self._dataset)
+        else:
+            engine.shard(
+                self.stream,
+                self._batch_size,
+                drop_last=self._drop_last,
+                planner=planner,
+                epoch=epoch,
+                dataset=self._dataset,
+            )
 
     def load(self, state: dict[str, Any]) -> None:
         """Take the state that the first pass resumes from."""

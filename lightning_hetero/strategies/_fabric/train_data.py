@@ -1,22 +1,33 @@
 """Choice of the training loader among those of a Fabric script, and its split by speed."""
 
 import copy
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.data.streams.loaders import LEFT_EVEN, is_stream, sample_stream, with_batches
+from lightning_hetero.data.units.sources import LoaderSet
 from lightning_hetero.frontend.loaders import (
     balanced_evaluation_loader,
     batches_of,
     evaluates,
     iterated_by,
+    not_distributed,
     stream_of,
     unsupported_reason,
     with_batch_sampler,
+)
+from lightning_hetero.frontend.units.loaders import (
+    OWN_ONLY_IN_LIGHTNING,
+    is_made_of_units,
+    ordered,
+    unit_loader,
+    unit_source,
+    units_reason,
 )
 from lightning_hetero.frontend.without_effect import tell_left
 from lightning_hetero.strategies._fabric.base import FabricMixin
@@ -31,6 +42,33 @@ class FabricDataMixin(FabricMixin):
     _train_loader: DataLoader | None = None
     _assumed = False
     _wanted_step: int | None = None
+    _to_distribute = False
+
+    @property
+    def distributed_sampler_kwargs(self) -> Any:
+        """Tell Fabric to leave samplers alone: it asks just before :meth:`process_dataloader`, which distributes them.
+
+        Fabric cannot distribute a batch sampler of the user, and would fail before it asks for anything else.
+        """
+        self._to_distribute = True
+        return None
+
+    def _distributed(self, loader: DataLoader) -> DataLoader:
+        """Return the loader with the sampler that Fabric's DDP would give it, if it asked to."""
+        asked, self._to_distribute = self._to_distribute, False
+        if not asked or isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler):
+            return loader
+        fabric = importlib.import_module(f"{self._namespace}.fabric").Fabric
+        update = importlib.import_module(f"{self._namespace}.utilities.data")._update_dataloader
+        sampler = fabric._get_distributed_sampler(loader, **super().distributed_sampler_kwargs)
+        distributed: DataLoader = update(loader, sampler)
+        return distributed
+
+    @property
+    def _namespace(self) -> str:
+        """``lightning.fabric`` or ``lightning_fabric``, whichever package the class extends."""
+        module = next(c.__module__ for c in type(self).__mro__ if c.__name__ == "DDPStrategy")
+        return module.rpartition(".strategies")[0]
 
     def process_dataloader(self, dataloader: DataLoader) -> DataLoader:
         """Split the training loader by speed; leave the others as they are.
@@ -39,14 +77,15 @@ class FabricDataMixin(FabricMixin):
             ValueError: if the training loader cannot be split unevenly and the policy asks for it.
         """
         dataloader = super().process_dataloader(dataloader)
+        by_units = is_made_of_units(dataloader) and self.session is not None and self._takes(dataloader)
+        asked = self._to_distribute
+        dataloader = dataloader if by_units else self._distributed(dataloader)
+        self._to_distribute = False
         if self._met() is None:
             return dataloader
         shuffles, taken = _shuffles(dataloader), self._train_loader is not None
         engine = self._running().engine
-        say, stream = engine.notices.say, is_stream(dataloader)
-        reason = unsupported_reason(dataloader, engine.world_size)
-        if stream:
-            reason = LEFT_EVEN if self.config.policy == "even" else None
+        say, reason = engine.notices.say, self._reason(dataloader, by_units, distributed=asked)
         if not shuffles and (taken or reason is not None):
             if not taken:
                 say(f"{reason}. It is left as it is, as the loader of an evaluation.", loses=True)
@@ -62,6 +101,28 @@ class FabricDataMixin(FabricMixin):
             raise ValueError(f"{reason}, or leave the policy and the sizes out to train as plain DDP does.")
         tell_left(engine, self._running().planner, f"{reason}. It is split evenly, as plain DDP does.")
         return self._announced(dataloader)
+
+    def _reason(self, loader: DataLoader, by_units: bool, *, distributed: bool) -> str | None:
+        """Return why a loader cannot be split, ``None`` if it can.
+
+        Args:
+            loader: the loader.
+            by_units: whether its steps are made of units.
+            distributed: whether Fabric was asked to distribute it.
+
+        Raises:
+            ValueError: if its samples cannot be weighted as the settings ask for.
+        """
+        world_size, shard = self._running().engine.world_size, self.config.shard
+        if is_stream(loader):
+            return LEFT_EVEN if self.config.policy == "even" else None
+        if shard == "mine" and (by_units or isinstance(loader, DataLoader)):
+            raise ValueError(f"{OWN_ONLY_IN_LIGHTNING}.")
+        if not by_units:
+            return unsupported_reason(loader, world_size, shard)
+        if world_size > 1 and not distributed and shard is None:
+            return not_distributed(type(loader).__name__)
+        return units_reason(loader)
 
     def _shard(self, loader: DataLoader, assumed: bool) -> DataLoader:
         """Split the training loader; if it is only ``assumed`` to be one, a loader that shuffles may replace it."""
@@ -94,10 +155,19 @@ class FabricDataMixin(FabricMixin):
             own = session.shard(sample_stream(loader, self.config, default="mine"))
             split: DataLoader = with_batches(loader, own)
             return split
+        if is_made_of_units(loader):
+            shared = session.shard(LoaderSet([unit_source(loader, self.config)]), dataset=loader.dataset)
+            split = unit_loader(loader, shared, lambda: session.engine.sampler, self.config)
+            return split  # noqa: RET504 - typed above
         stream, batches = stream_of(loader), batches_of(loader)
         assert stream is not None
         given = session.shard(stream, batches.batch_size, drop_last=batches.drop_last, dataset=loader.dataset)
         return with_batch_sampler(loader, given)
+
+    def _takes(self, loader: DataLoader) -> bool:
+        """Return whether this becomes the training loader."""
+        taken = self._train_loader is not None
+        return _shuffles(loader) and not (taken and not (self._assumed and self._running().position == (0, 0)))
 
     @property
     def _evaluating(self) -> bool:
@@ -127,6 +197,8 @@ def _shuffles(loader: object) -> bool:
     """Return whether a loader looks like a training loader: it shuffles, or has a sampler of the user."""
     if not isinstance(loader, DataLoader) or is_stream(loader):
         return False
+    if is_made_of_units(loader):
+        return not ordered(loader)
     sampler = getattr(loader.batch_sampler, "sampler", None)
     if type(sampler) is DistributedSampler:
         return bool(sampler.shuffle)

@@ -60,7 +60,7 @@ class CheckpointMixin(AloneMixin):
             return checkpoint
         forget_without_state(checkpoint, self.engine)
         take_residuals(checkpoint, self.engine)
-        self.engine.data.add_shards(checkpoint.get(SHARDS, {}))
+        self.engine.data.streams.add_shards(checkpoint.get(SHARDS, {}))
         self._resumption, self._loaded = resume_data(checkpoint, self.engine), describe(checkpoint)
         return checkpoint
 
@@ -106,5 +106,5 @@ def leave_out_loader(checkpoint: Mapping[str, Any], engine: HeteroEngine | None)
 
     With it, plain DDP could not resume from the checkpoint, because its loader takes no state.
     """
-    if engine is not None and engine.sampler is not None:
+    if engine is not None and (engine.sampler is not None or engine.data.own is not None):
         checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)

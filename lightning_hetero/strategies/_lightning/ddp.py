@@ -5,7 +5,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.config import HeteroConfig
@@ -15,7 +14,7 @@ from lightning_hetero.frontend.compression import lead_optimizers
 from lightning_hetero.frontend.log import show_log
 from lightning_hetero.frontend.model_setup import attach_module, loss_scaler
 from lightning_hetero.frontend.wrap_model import WrappedModel
-from lightning_hetero.strategies._arguments import check_arguments, refuse_for_own_loops
+from lightning_hetero.strategies._arguments import check_arguments, check_communication, refuse_for_own_loops
 from lightning_hetero.strategies._lightning.probes.memory import probe_module
 from lightning_hetero.strategies._lightning.staleness import attach_staleness
 from lightning_hetero.strategies._lightning.uneven_steps import UnevenStepsMixin
@@ -58,7 +57,11 @@ class HeteroDDPMixin(UnevenStepsMixin):
         staleness: 0 applies every gradient in its own step; 1 applies one step late those that steps would wait for.
         nonfinite: ``"warn"`` of a loss that is not finite, ``"drop"`` such gradients on all ranks, or ``"stop"``.
         transfer_priority: send the all-reduces that a step waits for before stale ones.
-        shard: whose samples an ``IterableDataset`` has: ``"mine"`` (default), ``"whole"`` (all ranks') or ``"claim"``.
+        shard: whose samples a loader has that nobody distributes, such as one over an ``IterableDataset``: ``"mine"``
+            (each rank's own), ``"whole"`` (all of them) or ``"claim"`` (shards of a stream are handed out).
+        batch_sampler: a batch of your own batch sampler is one rank's (``"per_rank"``) or all ranks' (``"global"``).
+        slice_fn: with ``batch_size=None``, returns rows of a batch: ``slice_fn(batch, start, stop)``.
+        concat_fn: with ``batch_size=None``, puts parts of batches together: ``concat_fn(parts)``.
         kwargs: arguments of Lightning's ``DDPStrategy``.
 
     Raises:
@@ -94,6 +97,9 @@ class HeteroDDPMixin(UnevenStepsMixin):
         nonfinite: str = "warn",
         transfer_priority: bool = False,
         shard: str | None = None,
+        batch_sampler: str = "per_rank",
+        slice_fn: Callable[[Any, int, int], Any] | None = None,
+        concat_fn: Callable[[list[Any]], Any] | None = None,
         **kwargs: Any,
     ) -> None:
         refuse_for_own_loops(self, kwargs)
@@ -120,17 +126,11 @@ class HeteroDDPMixin(UnevenStepsMixin):
             transfer_priority=transfer_priority,
             nonfinite=nonfinite,
             shard=shard,
+            batch_sampler=batch_sampler,
+            slice_fn=slice_fn,
+            concat_fn=concat_fn,
         )
-        for name, given in (("compression", compression), ("hierarchy", hierarchy)):
-            if given is not None and kwargs.get("ddp_comm_hook") is not None:
-                raise ValueError(f"{name}= and ddp_comm_hook= both say how gradients are sent. Give one of them.")
-        if kwargs.get("model_averaging_period") is not None or isinstance(
-            kwargs.get("ddp_comm_state"), PostLocalSGDState
-        ):
-            raise ValueError(
-                "model averaging (post-local SGD) averages models of all workers alike, which is wrong for unequal "
-                "batches. Leave model_averaging_period and PostLocalSGDState out."
-            )
+        check_communication(self.config, kwargs)
         super().__init__(**kwargs)
         self.engine: HeteroEngine | None = None
 

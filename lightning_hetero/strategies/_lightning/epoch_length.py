@@ -5,8 +5,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+    from lightning.pytorch.utilities import CombinedLoader
 
 __all__ = ["recount_batches"]
+
+
+def _batches(combined: "CombinedLoader", namespace: str) -> float:
+    """Return the steps of an epoch through one or several loaders."""
+    counts = list(combined.limits or ())
+    if len(counts) == 1:
+        return float(counts[0])
+    modes = importlib.import_module(f"{namespace}.utilities.combined_loader")._SUPPORTED_MODES
+    return float(modes[combined._mode]["fn"](counts))
 
 
 def recount_batches(trainer: "Trainer", namespace: str) -> None:
@@ -28,7 +38,7 @@ def recount_batches(trainer: "Trainer", namespace: str) -> None:
         connector._parse_num_batches(trainer.state.stage, len(loader), trainer.limit_train_batches)
         for loader in combined.flattened
     ]
-    loop.max_batches = batches = combined.limits[0]
+    loop.max_batches = batches = _batches(combined, namespace)
     if combined._iterator is not None:
         combined._iterator.limits = combined.limits
         assert loop._data_fetcher is not None

@@ -59,7 +59,7 @@ class Resumption:
 
     def begin(self, trainer: "Trainer", engine: HeteroEngine) -> None:
         """Make Lightning count the batches of the epoch as the data does; call it after its loops are restored."""
-        if engine.sampler is None or not (self.unknown or self.in_last_batch):
+        if (engine.sampler is None and engine.data.own is None) or not (self.unknown or self.in_last_batch):
             return
         if self.unknown and engine.rank == 0:
             log.warning(
@@ -93,7 +93,8 @@ def resume_data(checkpoint: Mapping[str, Any], engine: HeteroEngine) -> Resumpti
         return None
     epoch, behind = position
     batch = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    known = any("history" in state["engine"] for state in policy_states(checkpoint))
+    states = [state["engine"] for state in policy_states(checkpoint)]
+    known = any("history" in state or state.get("own") == engine.world_size for state in states)
     if behind and not known and not batch["is_last_batch"]:
         engine.resume_at(epoch, 0)
         return Resumption(epoch, behind, unknown=True)

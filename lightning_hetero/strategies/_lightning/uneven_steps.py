@@ -91,13 +91,8 @@ class UnevenStepsMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, Ending
         raise_minimum(engine, module)
 
     def on_train_start(self) -> None:
-        """Refuse several train loaders, now that all of them are known.
-
-        Raises:
-            MisconfigurationException: if there is more than one.
-        """
+        """Go on counting where a checkpoint ends, and log which settings do nothing."""
         super().on_train_start()
-        self._require_one_loader()
         self._go_on_counting()
         self._tell_settings()
 

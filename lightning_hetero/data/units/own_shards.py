@@ -1,0 +1,92 @@
+"""Steps over loaders that yield each rank's own data: how many there are, and which batches only keep pace.
+
+Every rank runs as many steps as the one with the most batches. A rank that has run out repeats its last batch with
+weight 0: it takes part in every average, and adds nothing to it. So no batch is lost, and none counts twice.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning_hetero.data.units.pieces import rows_of
+
+__all__ = ["OwnShards", "counted_rows"]
+
+
+class OwnShards:
+    """Steps of one rank over its own loader.
+
+    Args:
+        gather: returns a value of every rank, in their order; called by all of them.
+        length: returns the batches of the loader's coming epoch; ``None`` if it has no length.
+        rows: returns the samples of a batch.
+        start: ``(epoch, step)`` at which a run resumes.
+
+    Attributes:
+        steps: steps of an epoch, the same on every rank.
+
+    Raises:
+        ValueError: if a loader has no length or no batches.
+
+    Example:
+        >>> shards = OwnShards(lambda own: [own, 3], lambda: 2)
+        >>> [(len(batch), shards.rows_at(0, step)) for step, batch in enumerate(shards.batches(iter(["ab", "c"])))]
+        [(2, 1), (1, 1), (1, 0)]
+    """
+
+    def __init__(
+        self,
+        gather: Callable[[Any], list[Any]],
+        length: Callable[[], int | None],
+        rows: Callable[[Any], int] = lambda batch: 1,
+        start: tuple[int, int] = (0, 0),
+    ) -> None:
+        self._gather, self._length, self._count, self.start = gather, length, rows, start
+        self._rows: dict[tuple[int, int], int] = {}
+        self.epoch = start[0]
+        self.steps = 0
+        self.agree(self.epoch)
+
+    def agree(self, epoch: int) -> None:
+        """Agree on the steps of an epoch; collective.
+
+        Raises:
+            ValueError: if a rank's loader has no length or no batches; every rank raises it.
+        """
+        if epoch != self.epoch:
+            self._rows = {}
+        self.epoch = epoch
+        lengths = self._gather(self._length())
+        for rank, length in enumerate(lengths):
+            if not length:
+                what = "has no length (__len__)" if length is None else "has no batches"
+                raise ValueError(
+                    f"shard='mine': the train loader of rank {rank} {what}, so that ranks cannot agree on the number "
+                    "of steps. Give every rank at least one batch and a loader with a length."
+                )
+        self.steps = max(lengths)
+
+    def batches(self, given: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of an epoch: those of the loader, then its last one until all ranks are done."""
+        epoch, first, batch = self.epoch, self.start[1] if self.epoch == self.start[0] else 0, None
+        for step in range(self.steps):
+            following = next(given, _END)
+            batch = batch if following is _END else following
+            self._rows[epoch, step] = 0 if following is _END else self._count(batch)
+            if step >= first:
+                yield batch
+
+    def rows_at(self, epoch: int, step: int) -> int:
+        """Return the samples of this rank's batch at a step that count."""
+        return self._rows.get((epoch, step), 0)
+
+
+_END = object()
+
+
+def counted_rows(weighted: bool) -> Callable[[Any], int]:
+    """Return how the samples of a batch are counted.
+
+    Args:
+        weighted: whether the user's ``weight_fn`` counts, so that a batch only has to be told from a repeated one.
+    """
+    return (lambda batch: 1) if weighted else rows_of

@@ -1,0 +1,158 @@
+"""Steps made of units: the walk through loaders, pieces of batches, orders, and ranks with their own data."""
+
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.core.batching.integer_split import joint_sizes
+from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry, PlanHistory
+from lightning_hetero.data.division import Parts
+from lightning_hetero.data.units.orders import BroadcastUnits, SeededUnits
+from lightning_hetero.data.units.own_shards import OwnShards
+from lightning_hetero.data.units.pieces import PiecesDataset, concat_batches, pieces_of, rows_of, slice_batch
+from lightning_hetero.data.units.sampler import UnitSampler
+from lightning_hetero.data.units.sources import BatchSource, LoaderSet
+from lightning_hetero.data.units.walk import Lane, StepWalk
+
+Pair = namedtuple("Pair", "x y")
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    st.integers(1, 40),
+    st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(sum),
+)
+def test_joint_sizes_have_equal_shares_of_every_batch(multiples, unit, plan):
+    totals = [unit * k for k in multiples]
+    sizes = joint_sizes(totals, plan)
+    assert [sum(part) for part in sizes] == totals
+    for rank in range(len(plan)):
+        pairs = zip(sizes, totals, strict=True)
+        assert {part[rank] * totals[0] - sizes[0][rank] * total for part, total in pairs} == {0}
+        assert plan[rank] > 0 or sizes[0][rank] == 0
+
+
+def test_joint_sizes_keep_to_the_limits():
+    assert joint_sizes([16, 8], (20, 4), max_local=(18, 100)) == ((12, 4), (6, 2))
+    with pytest.raises(ValueError, match="raise max_local_batch_sizes"):
+        joint_sizes([16, 8], (20, 4), max_local=(6, 6))
+
+
+@pytest.mark.parametrize(("mode", "steps"), [("min_size", 2), ("max_size", 4), ("max_size_cycle", 4)])
+def test_a_walk_takes_what_the_modes_of_lightning_take(mode, steps):
+    walk = StepWalk([Lane(7, lambda ranks: 2), Lane(3, lambda ranks: 2)], mode)
+    assert len(walk) == steps
+    for lane, n in ((0, 7), (1, 3)):
+        takes = [take for step in range(steps) if (take := walk.of(lane, step)) is not None]
+        taken = [i for take in takes for i in range(take.first, take.first + take.number)]
+        expected = {"min_size": list(range(n))[: 2 * steps], "max_size": list(range(n))}
+        assert taken == expected.get(mode, list(range(n)) * (1 if lane == 0 else 2))
+
+
+def test_a_walk_without_a_full_batch_is_refused():
+    with pytest.raises(ValueError, match="set drop_last=False"):
+        StepWalk([Lane(3, lambda ranks: 4, True)])
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.lists(st.integers(0, 7), min_size=1, max_size=4))
+def test_every_row_of_the_items_goes_to_one_rank(rows, sizes):
+    if sum(sizes) == 0:
+        return
+    ends = np.cumsum(rows)
+    items = [torch.arange(end - n, end) for n, end in zip(rows, ends, strict=True)]
+    dataset = PiecesDataset(items, lambda item: item)
+    loaded = [dataset[pieces_of(range(len(items)), sizes, rank)] for rank in range(len(sizes))]
+    assert sorted(i for count, part in loaded for i in part[:count].tolist()) == list(range(ends[-1]))
+    assert all(len(part) >= 1 for _, part in loaded)
+    assert all(count == 0 for (count, _), size in zip(loaded, sizes, strict=True) if size == 0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x,
+        lambda x: [x, x.float()],
+        lambda x: (x, {"y": x}),
+        lambda x: Pair(x, x + 1),
+        lambda x: {"x": x, "names": [str(i) for i in x.tolist()], "kind": "train"},
+        lambda x: x.numpy(),
+    ],
+)
+def test_slices_put_together_are_the_batch(make):
+    batch = make(torch.arange(5))
+    assert rows_of(batch) == 5
+    joined = concat_batches([slice_batch(batch, 0, 2), slice_batch(batch, 2, 5)])
+    assert repr(joined) == repr(batch)
+    assert type(joined) is type(batch)
+
+
+def test_batches_that_cannot_be_cut_or_joined_say_what_to_give():
+    with pytest.raises(ValueError, match="Give slice_fn"):
+        slice_batch([torch.zeros(3), torch.zeros(2)], 0, 1)
+    with pytest.raises(TypeError, match="Give slice_fn"):
+        slice_batch([torch.zeros(3), object()], 0, 1)
+    with pytest.raises(ValueError, match="give concat_fn"):
+        concat_batches([torch.zeros(2, 3), torch.zeros(2, 4)])
+    with pytest.raises(TypeError, match="cannot be counted"):
+        rows_of(object())
+
+
+def test_orders_are_drawn_once_an_epoch_and_restore_the_generators():
+    class Draws:
+        def __iter__(self):
+            yield from torch.randperm(6).view(3, 2).tolist()
+
+    before = torch.get_rng_state()
+    first, second = SeededUnits(Draws(), seed=1), SeededUnits(Draws(), seed=1)
+    assert first.units(0) == second.units(0) != first.units(1)
+    assert torch.equal(before, torch.get_rng_state())
+    saved = BroadcastUnits(Draws())
+    drawn = saved.units(2)
+    other = BroadcastUnits(Draws())
+    other.load_state_dict(saved.state_dict(2), 2)
+    assert other.units(2) == drawn
+
+
+@pytest.mark.parametrize("batches", [[], [[]]])
+def test_a_batch_sampler_without_batches_is_refused(batches):
+    with pytest.raises(ValueError, match="at least one"):
+        SeededUnits(batches, seed=0).units(0)
+
+
+def test_an_error_of_rank_0_reaches_all_ranks():
+    class Fails:
+        def __iter__(self):
+            raise RuntimeError("no file")
+
+    seen = []
+    with pytest.raises(ValueError, match="RuntimeError: no file"):
+        BroadcastUnits(Fails(), lambda value: seen.append(value) or value).units(0)
+    assert seen == ["RuntimeError: no file"]
+
+
+class Odd:
+    """The last rank gets the odd samples."""
+
+    features = 1
+
+    def divide(self, samples, sizes, plan):
+        parts = [i for i in samples if i % 2 == 0], [i for i in samples if i % 2]
+        return Parts(parts, tuple((float(sum(part)),) for part in parts))
+
+
+def test_a_division_gives_out_the_samples_of_a_step():
+    history = PlanHistory((PlanEntry(0, 0, BatchPlan(4, (2, 2))),))
+    loaders = LoaderSet([BatchSource(SeededUnits([[0, 1, 3], [5, 2]], seed=0))])
+    samplers = [UnitSampler(loaders, lambda: history, rank, division=Odd()) for rank in (0, 1)]
+    assert [list(sampler) for sampler in samplers] == [[[0, 2]], [[1, 3, 5]]]
+    assert samplers[1].step_at(0, 0)[:4] == ((2, 3), True, 2, (9.0,))
+
+
+def test_own_data_without_length_or_batches_is_refused():
+    for length, words in ((None, "has no length"), (0, "has no batches")):
+        with pytest.raises(ValueError, match=f"rank 1 {words}"):
+            OwnShards(lambda own, length=length: [own, length], lambda: 2)

@@ -1,0 +1,137 @@
+"""Own batch samplers and datasets of batches in loops of one's own, Fabric's and Accelerate's."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_hetero import BatchPlan
+from tests.helpers import run_ranks
+from tests.loops import flat, network
+from tests.strategies.test_loaders import ENV, EXACT, LOADERS, N, every_sample_once
+
+SPLIT = {"local_batch_sizes": [6, 2]}
+
+
+def _steps(engine, session, loader, model, optimizer, backward, job, first=0):
+    """Two epochs; adopts a plan behind its second step, and saves there."""
+    seen = []
+    for epoch in range(first, 2):
+        for x, y, index in loader if epoch > first or "skipped" not in job else job["skipped"](loader):
+            step = session.position[1] - 1
+            seen.append((epoch, step, index[: engine.own_size].tolist() if engine.own_size else []))
+            backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if (epoch, step) == (0, 1) and job.get("plan"):
+                session.adopt(BatchPlan(8, job["plan"]))
+            if (epoch, step) == (0, 1) and "save" in job:
+                job["save"](epoch)
+    return {"seen": seen, "weights": flat(model), "plans": [e.plan.local_batch_sizes for e in engine.plan_history]}
+
+
+def _fabric(rank, world_size, kind, job):
+    from lightning.fabric import Fabric
+
+    from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy
+
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=HeteroDDPStrategy(**job["settings"]))
+    fabric.launch()
+    model = network()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+    loader = fabric.setup_dataloaders(LOADERS[kind]())
+    state = {"model": model, "optimizer": optimizer, "loader": loader}
+    if "path" in job:
+        job = {**job, "save": lambda epoch: fabric.save(job["path"], state)}
+    if "resume" in job:
+        fabric.load(job["resume"], state)
+    session = fabric.strategy.session
+    return _steps(session.engine, session, loader, model, optimizer, fabric.backward, job)
+
+
+def _accelerate(rank, world_size, kind, job):
+    from accelerate.utils import DataLoaderConfiguration, set_seed
+
+    from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
+
+    set_seed(3 if "resume" not in job else 4)
+    layout = DataLoaderConfiguration(split_batches=job.get("given", {}).get("split", False))
+    accelerator = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(**job["settings"]), dataloader_config=layout)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, LOADERS[kind]())
+    if "path" in job:
+        job = {**job, "save": lambda epoch: accelerator.save_state(job["path"])}
+    if "resume" in job:
+        accelerator.load_state(job["resume"])
+        job = {**job, "skipped": accelerator.skip_first_batches}
+    session = accelerator.hetero_session
+    return _steps(session.engine, session, loader, model, optimizer, accelerator.backward, job)
+
+
+LOOPS = {"fabric": _fabric, "accelerate": _accelerate}
+
+
+def run(loop, kind, world_size=2, **job):
+    return run_ranks(LOOPS[loop], world_size, world_size, kind, {"settings": SPLIT, **job}, env=ENV)
+
+
+def replayed(results):
+    """Weights of one process on the union of what all ranks saw in each step."""
+    from tests.helpers import Points
+
+    model, data = network(), Points(N)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for parts in zip(*(r["seen"] for r in results), strict=True):
+        indices = [i for _, _, own in parts for i in own]
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(data.x[indices]), data.y[indices]).backward()
+        optimizer.step()
+    return flat(model)
+
+
+every_loop = pytest.mark.parametrize("loop", LOOPS)
+every_kind = pytest.mark.parametrize("kind", LOADERS)
+
+
+@every_loop
+@every_kind
+def test_units_are_shared_by_the_plan_and_an_adopted_one_changes_the_next(loop, kind):
+    results = run(loop, kind, plan=(1, 7))
+    every_sample_once(results, 2)
+    for result in results:
+        np.testing.assert_allclose(result["weights"], replayed(results), **EXACT)
+    assert results[0]["plans"] == [(6, 2), (1, 7)]
+    first, second = ([len(e[2]) for e in r["seen"] if e[0] == 0] for r in results)
+    assert sum(first[:2]) > sum(second[:2])
+    assert sum(first[2:]) < sum(second[2:])
+
+
+@every_loop
+@every_kind
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_units_resume_inside_a_pass(tmp_path, loop, kind, ranks):
+    path = str(tmp_path / "state")
+    whole = run(loop, kind, path=path)
+    rest = run(loop, kind, ranks, resume=path, settings={"local_batch_sizes": [6, 2, 1][:ranks]})
+    done = sorted(i for r in whole for e, s, own in r["seen"] if (e, s) < (0, 2) for i in own)
+    later = sorted(i for r in rest for e, _, own in r["seen"] if e == 0 for i in own)
+    assert sorted(done + later) == list(range(N))
+    assert sorted(i for r in rest for e, _, own in r["seen"] if e == 1 for i in own) == list(range(N))
+    if ranks == 2:
+        assert [r["seen"][0] for r in rest] == [r["seen"][2] for r in whole]
+
+
+@every_loop
+def test_own_data_is_refused_where_it_would_be_split(loop):
+    job = {"settings": {"shard": "mine"}}
+    errors = run_ranks(LOOPS[loop], 2, 2, "batch sampler", job, env=ENV, expect_errors=True)
+    assert [rank for rank, *_ in errors] == [0, 1]
+    assert all("shard='mine'" in message and "policy='even'" in message for *_, message in errors)
+
+
+def test_split_batches_makes_a_batch_that_of_all_ranks():
+    results = run("accelerate", "batch sampler", given={"split": True})
+    every_sample_once(results, 2)
+    np.testing.assert_allclose(results[0]["weights"], replayed(results), **EXACT)
+    assert len(results[0]["seen"]) == 9 + 10
