@@ -154,7 +154,7 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
             prepared = super().prepare_data_loader(given, device_placement, slice_fn_for_dispatch)
         if known or session is None:
             return prepared
-        if wanted and session.engine.config.shard == "mine":
+        if wanted and not stream and session.engine.config.shard == "mine":
             raise ValueError(f"{OWN_ONLY_IN_LIGHTNING}.")
         if wanted and self._hetero_loader is None:
             reason = unsupported_reason(

@@ -10,13 +10,14 @@ if TYPE_CHECKING:
 __all__ = ["recount_batches"]
 
 
-def _batches(combined: "CombinedLoader", namespace: str) -> float:
-    """Return the steps of an epoch through one or several loaders."""
+def _batches(combined: "CombinedLoader", namespace: str) -> int | float:
+    """Return the steps of an epoch through one or several loaders; infinite ones are a float, as in Lightning."""
     counts = list(combined.limits or ())
     if len(counts) == 1:
-        return float(counts[0])
+        return counts[0]
     modes = importlib.import_module(f"{namespace}.utilities.combined_loader")._SUPPORTED_MODES
-    return float(modes[combined._mode]["fn"](counts))
+    steps: int | float = modes[combined._mode]["fn"](counts)
+    return steps
 
 
 def recount_batches(trainer: "Trainer", namespace: str) -> None:
