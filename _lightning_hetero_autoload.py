@@ -1,4 +1,4 @@
-"""Registration of the strategies' names with Lightning, before anything of lightning-hetero is imported.
+"""Registration of the strategies' names with Lightning, and of Accelerate's flag, before our package is imported.
 
 ``import torch`` calls :func:`boot` through the ``torch.backends`` entry point, and so does ``import lightning_hetero``.
 This module stands outside the package and imports nothing heavy: an entry point that imports Lightning would be a
@@ -6,6 +6,9 @@ circular import, and one that raises would break ``import torch``.
 
 A strategy is first registered as a lazy factory, right after the module that owns the registry is executed. The class
 replaces the factory when its own module is imported (``lightning_hetero.strategies._registration``).
+
+If ``ACCELERATE_USE_HETERO`` is set, the hook of ``lightning_hetero.accelerate.flag`` goes into Accelerate in the same
+way. Without it, nothing of Accelerate is touched.
 """
 
 import functools
@@ -13,6 +16,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -107,22 +111,37 @@ TARGETS: tuple[Target, ...] = (
 )
 
 
+FLAG = "ACCELERATE_USE_HETERO"
+ACCELERATOR = "accelerate.accelerator"
+
+
 def boot() -> None:
     """Enter every strategy of :data:`TARGETS` in its registry: now if that is loaded, else when it is imported.
 
-    Calling it again changes nothing. It never raises: errors are logged, and only the names are missing. Torch calls it
-    on ``import torch``, which any error would break for every program on the machine. So the handlers below are broad
-    where foreign code runs: finders, loaders, and registries of any version.
+    If the flag for Accelerate is set, its hook is installed likewise. Calling it again changes nothing. It never raises:
+    errors are logged, and only the names are missing. Torch calls it on ``import torch``, which any error would break
+    for every program on the machine. So the handlers below are broad where foreign code runs: finders, loaders, and
+    registries of any version.
     """
     try:
         if _FINDER not in sys.meta_path:
             sys.meta_path.insert(0, _FINDER)
     except Exception:  # other finders compare themselves with ours, and the list may be no list; see boot()
         log.warning("The import hook that registers the hetero strategies was not installed.", exc_info=True)
-    for name in {target.module for target in TARGETS}:
+    for name in _awaited():
         module = sys.modules.get(name)
         if module is not None:
             _enter_lazily(module)
+
+
+def _awaited() -> set[str]:
+    """Return the names of the modules after whose execution something is to be done."""
+    return {*(target.module for target in TARGETS), *([ACCELERATOR] if _flag_is_set() else ())}
+
+
+def _flag_is_set() -> bool:
+    """Return whether the flag is anything but off; an invalid value is an error when an accelerator is made."""
+    return os.environ.get(FLAG, "").strip().lower() not in ("", "false", "0", "no", "off")
 
 
 def enter(target: Target, registry: Any, strategy: Callable[..., Any]) -> None:
@@ -140,7 +159,7 @@ class RegistryFinder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Find a registry's module with the other finders and hook its execution; ``None`` for any other module."""
-        if not any(entry.module == fullname for entry in TARGETS):
+        if fullname not in _awaited():
             return None
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)
@@ -171,6 +190,8 @@ def _add_to_execution(spec: importlib.machinery.ModuleSpec) -> None:
 
 def _enter_lazily(module: ModuleType) -> None:
     """Enter the lazy factory of each strategy of this module's registries, unless the strategy is there already."""
+    if module.__name__ == ACCELERATOR:
+        _install_flag(module)
     for target in TARGETS:
         if target.module != module.__name__:
             continue
@@ -180,6 +201,14 @@ def _enter_lazily(module: ModuleType) -> None:
                 enter(target, registry, functools.partial(_construct, target.strategy))
         except Exception:  # the registry is Lightning's, of any version; see boot()
             log.warning("%r was not registered with %s.", target.name, module.__name__, exc_info=True)
+
+
+def _install_flag(module: ModuleType) -> None:
+    """Install the hook of Accelerate's flag."""
+    try:
+        importlib.import_module("lightning_hetero.accelerate.flag").install(module)
+    except Exception:  # Accelerate is of any version; see boot()
+        log.warning("%s is set, and has no effect: Accelerate could not be hooked.", FLAG, exc_info=True)
 
 
 def _construct(strategy: str, *args: Any, **kwargs: Any) -> Any:

@@ -74,8 +74,6 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
             warn_of_stale_addresses(os.environ)
         super().__init__(*args, **kwargs)
         self.hetero_plugin = hetero_plugin
-        self.hetero_session = None
-        self._hetero_loader = None
         self._chosen: torch.utils.data.DataLoader | None = None
         self._metrics: dict[str, float] = {}
         if hetero_plugin is None:
@@ -84,9 +82,9 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
         if self.distributed_type not in PLAIN or parallel is not None:
             raise ValueError(
                 f"distributed_type={self.distributed_type.value}, parallelism_config={parallel}: "
-                "unequal batches are for plain data parallelism on CPUs or GPUs. Leave the other plugin out, or use "
-                "Accelerator. For unequal batches of a sharded model (FSDP), use Lightning's "
-                "Trainer(strategy='hetero_fsdp')."
+                "unequal batches are for plain data parallelism on CPUs or GPUs. Leave the other plugin out, or turn "
+                "unequal batches off with ACCELERATE_USE_HETERO=false. For unequal batches of a sharded model (FSDP), "
+                "use Lightning's Trainer(strategy='hetero_fsdp')."
             )
         launched = os.environ.get("WORLD_SIZE", "1")
         if self.num_processes == 1 and launched not in ("", "1"):
@@ -95,8 +93,13 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
                 "train alone, all of them on the same samples. Without GPUs, set ACCELERATE_USE_CPU=true (or give "
                 "--cpu to lightning-hetero launch); if this process is meant to be alone, unset WORLD_SIZE."
             )
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin the session; a collective call."""
+        assert self.hetero_plugin is not None
         engine = HeteroEngine(
-            hetero_plugin,
+            self.hetero_plugin,
             rank=self.process_index,
             world_size=self.num_processes,
             device=self.device,

@@ -15,10 +15,10 @@ __all__ = ["SessionAccelerator"]
 class SessionAccelerator(PlanAccess, Accelerator):
     """An ``Accelerator`` whose training loop is a session; without a plugin it is a plain one."""
 
-    hetero_plugin: HeteroPlugin | None
-    hetero_session: HeteroSession | None
+    hetero_plugin: HeteroPlugin | None = None
+    hetero_session: HeteroSession | None = None
     ddp_handler: DistributedDataParallelKwargs | None
-    _hetero_loader: HeteroDataLoader | None
+    _hetero_loader: HeteroDataLoader | None = None
     _no_engine = "ACCELERATE_USE_HETERO=false: there are no plans. Set it to true, or give a HeteroPlugin."
 
     @property

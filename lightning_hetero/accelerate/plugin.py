@@ -100,6 +100,8 @@ def with_density(given: dict[str, Any]) -> dict[str, Any]:
 def switched_on(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether ``ACCELERATE_USE_HETERO`` leaves the plugin on; ``false``, ``0``, ``no`` and ``off`` turn it off.
 
+    An empty variable counts as one that is not set.
+
     Raises:
         ValueError: if the variable is neither true nor false.
 
@@ -107,7 +109,7 @@ def switched_on(environment: Mapping[str, str] = os.environ) -> bool:
         >>> switched_on({}), switched_on({"ACCELERATE_USE_HETERO": "false"})
         (True, False)
     """
-    text = environment.get(SWITCH, "true").strip().lower()
+    text = environment.get(SWITCH, "").strip().lower() or "true"
     check_choice(SWITCH, text, ("true", "1", "yes", "on", "false", "0", "no", "off"))
     return text in ("true", "1", "yes", "on")
 
