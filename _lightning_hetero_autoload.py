@@ -8,7 +8,7 @@ A strategy is first registered as a lazy factory, right after the module that ow
 replaces the factory when its own module is imported (``lightning_hetero.strategies._registration``).
 
 If ``ACCELERATE_USE_HETERO`` is set, the hook of ``lightning_hetero.accelerate.flag`` goes into Accelerate in the same
-way. Without it, nothing of Accelerate is touched.
+way, and that of ``lightning_hetero.transformers`` into Transformers. Without it, nothing of them is touched.
 """
 
 import functools
@@ -112,7 +112,7 @@ TARGETS: tuple[Target, ...] = (
 
 
 FLAG = "ACCELERATE_USE_HETERO"
-ACCELERATOR = "accelerate.accelerator"
+ACCELERATOR, TRAINER = "accelerate.accelerator", "transformers.trainer"
 
 
 def boot() -> None:
@@ -136,7 +136,7 @@ def boot() -> None:
 
 def _awaited() -> set[str]:
     """Return the names of the modules after whose execution something is to be done."""
-    return {*(target.module for target in TARGETS), *([ACCELERATOR] if _flag_is_set() else ())}
+    return {*(target.module for target in TARGETS), *((ACCELERATOR, TRAINER) if _flag_is_set() else ())}
 
 
 def _flag_is_set() -> bool:
@@ -190,7 +190,7 @@ def _add_to_execution(spec: importlib.machinery.ModuleSpec) -> None:
 
 def _enter_lazily(module: ModuleType) -> None:
     """Enter the lazy factory of each strategy of this module's registries, unless the strategy is there already."""
-    if module.__name__ == ACCELERATOR:
+    if module.__name__ in (ACCELERATOR, TRAINER):
         _install_flag(module)
     for target in TARGETS:
         if target.module != module.__name__:
@@ -204,11 +204,14 @@ def _enter_lazily(module: ModuleType) -> None:
 
 
 def _install_flag(module: ModuleType) -> None:
-    """Install the hook of Accelerate's flag."""
+    """Install the hook of the flag in Accelerate, or that in Transformers."""
     try:
-        importlib.import_module("lightning_hetero.accelerate.flag").install(module)
-    except Exception:  # Accelerate is of any version; see boot()
-        log.warning("%s is set, and has no effect: Accelerate could not be hooked.", FLAG, exc_info=True)
+        if module.__name__ == ACCELERATOR:
+            importlib.import_module("lightning_hetero.accelerate.flag").install(module)
+        else:
+            importlib.import_module("lightning_hetero.transformers").adapt()
+    except Exception:  # both are of any version; see boot()
+        log.warning("%s is set, and has no effect: %s could not be hooked.", FLAG, module.__name__, exc_info=True)
 
 
 def _construct(strategy: str, *args: Any, **kwargs: Any) -> Any:

@@ -454,3 +454,24 @@ def test_bucket_of_a_communication_hook():
 
 def test_out_of_memory_is_an_error_of_its_own():
     assert issubclass(torch.OutOfMemoryError, RuntimeError), used(PROBE, "to tell it from a user's error")
+
+
+FLAG = "accelerate/flag.py"
+
+
+def test_accelerate_defines_its_accelerator_where_the_flag_hooks_it():
+    """The hook replaces ``Accelerator.__init__``, the only thing of Accelerate that the flag touches."""
+    accelerate = pytest.importorskip("accelerate")
+    owner = importlib.import_module("accelerate.accelerator")
+    assert owner.Accelerator is accelerate.Accelerator, used(FLAG, "class, under both names")
+    assert owner.Accelerator.__module__ == "accelerate.accelerator", used(FLAG, "module, whose execution it awaits")
+    assert inspect.isfunction(vars(owner.Accelerator).get("__init__")), used(FLAG, "method, of the class itself")
+    assert "__slots__" not in vars(owner.Accelerator), used(FLAG, "class, whose instances may change theirs")
+
+
+def test_accelerate_keeps_the_state_by_which_a_further_accelerator_is_known():
+    state = pytest.importorskip("accelerate.state")
+    assert isinstance(state.AcceleratorState._shared_state, dict), used("accelerate/flag_accelerator.py", "state")
+    for name in ("_dataloaders", "_optimizers", "_models"):
+        source = inspect.getsource(importlib.import_module("accelerate.accelerator").Accelerator)
+        assert f"self.{name}" in source, used("accelerate/accelerator.py", f"attribute {name}")

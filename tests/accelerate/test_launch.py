@@ -119,6 +119,27 @@ def test_accelerate_launch_with_the_environment(scripts):
     assert result_of(run)["history"] == [[11, 5]]
 
 
+def test_the_flag_alone_makes_an_unchanged_script_uneven(scripts):
+    """By torchrun, ``accelerate launch`` and our launcher: the script is the one for plain Accelerate."""
+    plain = scripts[0]
+    one = result_of(execute(sys.executable, plain, 16))
+    sizes = {"ACCELERATE_HETERO_LOCAL_BATCH_SIZES": "13,3"}
+    launch = (BIN / "lightning-hetero", "launch", "--cpu", "--num_processes", 2, "--main_process_port", free_port())
+    started = BIN / "accelerate", "launch", "--multi_gpu", "--num_processes", 2, "--main_process_port", free_port()
+    runs = [
+        torchrun(plain, 8, ACCELERATE_USE_HETERO="true", **sizes),
+        execute(*started, plain, 8, ACCELERATE_USE_HETERO="true", **sizes),
+        execute(*launch, "--hetero_local_batch_sizes", "13,3", plain, 8),
+    ]
+    for run in runs:
+        two = result_of(run)
+        assert (two["processes"], two["history"]) == (2, [[13, 3]])
+        for a, b in zip(one["weights"], two["weights"], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12)
+    off = result_of(torchrun(plain, 8, ACCELERATE_USE_HETERO="false", **sizes))
+    assert off["history"] == []
+
+
 def test_launch_with_a_section_in_the_config_file(scripts, tmp_path):
     path = tmp_path / "config.yaml"
     base = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "num_processes": 2}
@@ -133,12 +154,7 @@ def test_accelerates_own_test_script_passes(tmp_path):
     and must equal one process.
     """
     script = tmp_path / "run.py"
-    script.write_text(
-        "import accelerate, accelerate.test_utils.scripts.test_script as script\n"
-        "from lightning_hetero.accelerate import HeteroAccelerator\n"
-        "script.Accelerator = accelerate.Accelerator = HeteroAccelerator\n"
-        "script.main()\n"
-    )
+    script.write_text("import accelerate.test_utils.scripts.test_script as script\nscript.main()\n")
     config = tmp_path / "config.yaml"
     base = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "num_processes": 2}
     config.write_text(yaml.safe_dump({**base, "use_cpu": True, "hetero_config": {"local_batch_sizes": [12, 4]}}))

@@ -1,10 +1,11 @@
-"""Accelerate's own tests of an ``Accelerator`` on two processes, with ``HeteroAccelerator`` in its place.
+"""Accelerate's own tests of an ``Accelerator`` on two processes, under the flag or with ``HeteroAccelerator``.
 
 They are run as they are installed; what they leave out on CPUs is called one by one.
 """
 
 import importlib
 import itertools
+import os
 
 import accelerate
 import pytest
@@ -13,12 +14,15 @@ from accelerate.state import GradientState
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from lightning_hetero.accelerate import HeteroAccelerator
+from lightning_hetero.accelerate import HeteroAccelerator, flag
 from tests.helpers import run_ranks
 
 
 def _ours(name):
-    """A script of Accelerate's, whose accelerators are ours."""
+    """A script of Accelerate's: its accelerators are uneven by the flag, or are ours in place of its own."""
+    if "ACCELERATE_USE_HETERO" in os.environ:
+        flag.install(accelerate.accelerator)
+        return importlib.import_module(f"accelerate.test_utils.scripts.{name}")
     accelerate.Accelerator = accelerate.accelerator.Accelerator = HeteroAccelerator
     script = importlib.import_module(f"accelerate.test_utils.scripts.{name}")
     script.Accelerator = HeteroAccelerator
@@ -34,8 +38,9 @@ def _sync(rank):
 
 
 def _ops(rank):
-    HeteroAccelerator(cpu=True)
-    _ours("test_ops").main()
+    script = _ours("test_ops")
+    accelerate.Accelerator(cpu=True)
+    script.main()
 
 
 def _loaders(rank):
@@ -59,6 +64,7 @@ def _hooks(rank):
         script.test_ddp_comm_hook(hook, wrapper, {})
 
 
+@pytest.mark.parametrize("flagged", [True, False])
 @pytest.mark.parametrize(
     ("part", "settings"),
     [
@@ -66,6 +72,7 @@ def _hooks(rank):
         *((_loaders, {}), (_loaders, {"LOCAL_BATCH_SIZES": "5,3"})),
     ],
 )
-def test_accelerates_own_scripts_pass(part, settings):
+def test_accelerates_own_scripts_pass(part, settings, flagged):
     variables = {f"ACCELERATE_HETERO_{name}": value for name, value in settings.items()}
-    run_ranks(part, 2, env={"ACCELERATE_USE_CPU": "true", **variables})
+    switch = {"ACCELERATE_USE_HETERO": "true"} if flagged else {}
+    run_ranks(part, 2, env={"ACCELERATE_USE_CPU": "true", **switch, **variables})
