@@ -47,6 +47,7 @@ bench: venv
 	$(BIN)/python benchmarks/solver.py
 	$(BIN)/python benchmarks/decide.py
 	$(BIN)/python benchmarks/closed_loop.py
+	$(BIN)/python benchmarks/lengths.py
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/adaptive.py

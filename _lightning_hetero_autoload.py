@@ -118,10 +118,10 @@ ACCELERATOR, TRAINER = "accelerate.accelerator", "transformers.trainer"
 def boot() -> None:
     """Enter every strategy of :data:`TARGETS` in its registry: now if that is loaded, else when it is imported.
 
-    If the flag for Accelerate is set, its hook is installed likewise. Calling it again changes nothing. It never raises:
-    errors are logged, and only the names are missing. Torch calls it on ``import torch``, which any error would break
-    for every program on the machine. So the handlers below are broad where foreign code runs: finders, loaders, and
-    registries of any version.
+    If the flag for Accelerate is set, its hook is installed likewise. Calling it again changes nothing. It never
+    raises: errors are logged, and only the names are missing. Torch calls it on ``import torch``, which any error
+    would break for every program on the machine. So the handlers below are broad where foreign code runs: finders,
+    loaders, and registries of any version.
     """
     try:
         if _FINDER not in sys.meta_path:

@@ -55,18 +55,23 @@ def install(module: ModuleType) -> None:
         if module.AcceleratorState._shared_state:
             log.warning(LATE)
     elif type(module) is ModuleType:
-        module.__class__ = _Executed
+        _turn(module, _Executed)
 
 
 def uninstall(module: ModuleType) -> None:
     """Remove the hook; without one, nothing changes. Accelerators that were made stay what they are."""
     if isinstance(module, _Executed):
-        module.__class__ = PLAIN_MODULE
+        _turn(module, PLAIN_MODULE)
         return
     accelerator: Any = module.Accelerator
     before = getattr(vars(accelerator)["__init__"], BEFORE, None)
     if before is not None:
         accelerator.__init__ = before
+
+
+def _turn(instance: object, cls: type) -> None:
+    """Make an object one of another class."""
+    object.__setattr__(instance, "__class__", cls)
 
 
 class _Executed(ModuleType):
@@ -75,7 +80,7 @@ class _Executed(ModuleType):
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
         if name == "Accelerator":
-            self.__class__ = PLAIN_MODULE
+            _turn(self, PLAIN_MODULE)
             _hook(value)
         return value
 
@@ -89,7 +94,7 @@ def _hook(accelerator: Any) -> None:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         hetero = _hetero_class(type(self)) if os.environ.get("ACCELERATE_USE_HETERO", "").strip() else None
         if hetero is not None:
-            self.__class__ = hetero
+            _turn(self, hetero)
         constructor = before if hetero is None else _flag_accelerator().__init__
         constructor(self, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""What an ``Accelerator`` becomes under the flag: a ``HeteroAccelerator`` that keeps out of the way where it can."""
+"""The class of accelerators under the flag: a ``HeteroAccelerator`` that keeps out of the way where it can."""
 
 from typing import Any
 
