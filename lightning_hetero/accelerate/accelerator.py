@@ -1,7 +1,7 @@
 """``HeteroAccelerator``: Accelerate's ``Accelerator`` with batches split by speed and losses weighted by the split."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,7 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare as ``Accelerator.prepare`` does; the training loader is split by speed."""
         if self._hetero_loader is None:
-            self._chosen = training_loader(args)
+            self._chosen = self._training_loader(args)
         try:
             prepared = super().prepare(*args, device_placement=device_placement)
         finally:
@@ -147,7 +147,9 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
         """
         known = getattr(data_loader, "_is_accelerate_prepared", False)
         session, given = self.hetero_session, data_loader
-        wanted = data_loader is self._chosen or (uneven is None and training_loader([data_loader]) is data_loader)
+        wanted = data_loader is self._chosen or (
+            uneven is None and self._training_loader([data_loader]) is data_loader
+        )
         wanted = wanted if uneven is None else uneven
         stream = is_stream(data_loader) and session is not None and session.engine.config.policy != "even"
         first = wanted and self._hetero_loader is None
@@ -180,13 +182,17 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
         elif wanted:
             text = "a second training loader is split evenly; only the first one is split by speed."
             session.engine.notices.say(text, loses=True)
-        elif self._hetero_loader is None and self._chosen is None:
+        elif self._hetero_loader is None and self._chosen is None and uneven is None:
             session.engine.notices.say(
                 "a loader that does not shuffle was prepared without an optimizer beside it: it is taken for an "
                 "evaluation's and left to Accelerate. To split it by speed: prepare_data_loader(loader, uneven=True)."
             )
         self._dataloaders[-1] = announced_loader(prepared, session, lambda: self._models)
         return self._dataloaders[-1]
+
+    def _training_loader(self, objects: Sequence[object]) -> torch.utils.data.DataLoader | None:
+        """Return the loader among these that is split by speed."""
+        return training_loader(objects)
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -40,12 +40,14 @@ class HandedOut:
         key: equal for batches whose losses have equal weights on all ranks.
         rows: samples of each rank.
         beside: for a batch of a loader that is not split, its iteration.
+        idle: whether a rank with share 0 runs it, so that it does not count.
     """
 
     weight: Any
     key: Hashable = None
     rows: tuple[int, ...] = ()
     beside: LoaderPass | None = None
+    idle: bool = False
     used: bool = False
     shapes: frozenset[tuple[int, ...]] = frozenset()
     storages: list[tuple["weakref.ref[torch.Tensor]", int]] = field(default_factory=list)
@@ -114,19 +116,24 @@ class BatchTrace:
         over = (beside, *(handed.beside for handed in self._open if handed.beside is not None and handed.beside.left))
         self._open = deque((handed for handed in self._open if handed.beside not in over), maxlen=MOST_OPEN)
 
-    def select(self, batch: Any) -> None:
-        """Assign all losses up to the next batch to this one.
+    def select(self, batch: Any) -> HandedOut:
+        """Assign all losses up to the next batch to this one, and return it.
 
         Raises:
             ValueError: if it is none of the batches that were not run backward yet, or may be several of them.
         """
-        found = self._matching(list(tensors_in(batch)))
-        if len({handed.key for handed in found}) != 1:
+        self._selected = self.find(batch)
+        if self._selected is None:
             raise ValueError(
                 "select() was given something that is not one of the batches handed out since the last backward pass, "
                 "or that looks like several of them. Give it a batch as the loader gave it."
             )
-        self._selected = found[-1]
+        return self._selected
+
+    def find(self, batch: Any) -> HandedOut | None:
+        """Return which of the batches handed out this one is; ``None`` if it is none of them, or may be several."""
+        found = self._matching(list(tensors_in(batch)))
+        return found[-1] if len({handed.key for handed in found}) == 1 else None
 
     # forward
 

@@ -43,10 +43,21 @@ class LossWeighting:
         self.trace = BatchTrace(check=self._check_arguments if world_size > 1 else None)
         self._newest: HandedOut | None = None
         self._counted = False
+        self._weight_fn = config.weight_fn
 
     def hold_several(self) -> None:
         """Assign losses to batches by tracing, because the loop may hold several batches at once."""
         self.trace.hold_several()
+
+    def count_with(self, count: Callable[[Any], Any]) -> None:
+        """Weight batches by these counts where the settings name none, and leave a model's global count to the loop.
+
+        Args:
+            count: like ``weight_fn``; ``None`` stands for the number of samples, on all ranks or on none.
+        """
+        if self.config.weight_fn is None and self.config.loss_reduction == "mean":
+            self._weight_fn = count
+        self.trace.check = None
 
     def begin(self, own: int, total: int, batch: Any, sizes: Sequence[int] = ()) -> None:
         """Set the weight of a batch of ``own`` out of ``total`` samples; a collective call with ``weight_fn``.
@@ -59,13 +70,13 @@ class LossWeighting:
         """
         weight: float | _Counts
         key: Hashable = None
-        if self.config.weight_fn is not None:
-            weight = key = _Counts(self.config.weight_fn(batch) if own else 0.0, self)
+        if self._weight_fn is not None:
+            weight = key = _Counts(self._count(own, batch), self)
         elif self.config.loss_reduction == "sum":
             weight, key = 1.0 if own else 0.0, tuple(size > 0 for size in sizes)
         else:
             weight, key = self.world_size * own / total, self._shares(sizes)
-        self._hand_out(batch, HandedOut(weight, key, tuple(sizes)))
+        self._hand_out(batch, HandedOut(weight, key, tuple(sizes), idle=not own))
 
     def begin_counted(self, own: int, batch: Any) -> None:
         """Set the weight of a batch by its count, summed over ranks; for steps whose sizes no rank knows in advance.
@@ -79,10 +90,11 @@ class LossWeighting:
         if self.config.loss_reduction == "mean":
             weight = _Counts(self._count(own, batch), self)
         key = weight if isinstance(weight, _Counts) else object()  # nobody knows the weights of the other ranks
-        self._hand_out(batch, HandedOut(weight, key, (0,) * self.world_size))
+        self._hand_out(batch, HandedOut(weight, key, (0,) * self.world_size, idle=not own))
 
     def _count(self, own: int, batch: Any) -> Any:
-        return own if self.config.weight_fn is None or not own else self.config.weight_fn(batch)
+        count = None if self._weight_fn is None or not own else self._weight_fn(batch)
+        return own if count is None else count
 
     def _hand_out(self, batch: Any, handed: HandedOut) -> None:
         self._newest = handed
@@ -120,7 +132,7 @@ class LossWeighting:
     @property
     def waits(self) -> bool:
         """True if :meth:`scale` may have to wait for the counts of other ranks."""
-        if self.config.weight_fn is None and not self._counted:
+        if self._weight_fn is None and not self._counted:
             return False
         opened = self.trace.open if self.trace.several else (self._newest,)
         weights = [None if handed is None else handed.weight for handed in opened]
@@ -131,6 +143,19 @@ class LossWeighting:
         self._newest = None
         self.trace.forget()
 
+    def counts(self, batch: Any) -> bool | None:
+        """Return whether a batch counts, which that of a rank with share 0 does not; ``None`` if it is none of ours."""
+        handed = self.trace.find(batch)
+        return None if handed is None or handed.beside is not None else not handed.idle
+
+    def select(self, batch: Any) -> float | torch.Tensor:
+        """Assign the losses up to the next batch to this one; return its weight, which other ranks may have to give.
+
+        Raises:
+            ValueError: if it is none of the batches handed out, or may be several of them.
+        """
+        return _number(self.trace.select(batch).weight)
+
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the weighted loss; the very same tensor if the weight is 1.
 
@@ -138,9 +163,9 @@ class LossWeighting:
             RuntimeError: if the loss may belong to batches of different weights.
         """
         handed = self.trace.of(loss) if self.trace.several else self._newest
-        weight = 1.0 if handed is None else handed.weight
-        if isinstance(weight, _Counts):
-            weight = weight.weight().to(loss.dtype)
+        weight = 1.0 if handed is None else _number(handed.weight)
+        if isinstance(weight, torch.Tensor):
+            weight = weight.to(loss.dtype)
         if isinstance(weight, float) and weight == 1.0:
             return loss
         return loss * weight
@@ -155,6 +180,12 @@ class LossWeighting:
             "(average_tokens_across_devices=True), set loss_reduction='sum'. If the model does not use it, as some "
             "with a head for classification, set model.accepts_loss_kwargs = False, so that Trainer leaves it out."
         )
+
+
+def _number(weight: Any) -> float | torch.Tensor:
+    """Return a weight as it multiplies a loss; of counts, once those of all ranks are there."""
+    number: float | torch.Tensor = weight.weight() if isinstance(weight, _Counts) else weight
+    return number
 
 
 class _Counts:

@@ -1,0 +1,91 @@
+"""The accelerator of a trainer: it is told which loader trains, and counts the labels that a loss is a mean of."""
+
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_hetero.accelerate import HeteroAccelerator
+
+__all__ = ["LabelCount", "TrainerAccelerator"]
+
+IGNORED = -100  # label of what is no target, for torch's losses and Transformers'
+
+
+class LabelCount:
+    """Count of the labels of a batch that are targets, as ``Trainer`` counts them for ``num_items_in_batch``.
+
+    Args:
+        trainer: knows whether its loss shifts the labels by one.
+
+    Example:
+        >>> count = LabelCount(LabelCount)  # anything whose losses shift nothing
+        >>> int(count({"labels": torch.tensor([[3, -100, 4]])})), count({"input_ids": torch.ones(2, 3)})
+        (2, None)
+    """
+
+    def __init__(self, trainer: object) -> None:
+        self._trainer = weakref.ref(trainer)
+
+    def __call__(self, batch: Any) -> torch.Tensor | None:
+        """Return the number of targets; ``None`` without labels, so that samples count."""
+        labels = batch.get("shift_labels", batch.get("labels")) if isinstance(batch, Mapping) else None
+        if not isinstance(labels, torch.Tensor):
+            return None
+        shifts = "shift_labels" not in batch and getattr(self._trainer(), "_loss_shifts_labels", False)
+        return (labels[..., 1:] if shifts else labels).ne(IGNORED).sum()
+
+
+class TrainerAccelerator(HeteroAccelerator):
+    """A :class:`HeteroAccelerator` that Transformers' trainers make.
+
+    Args:
+        trainer: the trainer, which weights its losses with :class:`LabelCount`.
+        kwargs: arguments of :class:`HeteroAccelerator`.
+    """
+
+    def __init__(self, *args: Any, trainer: object, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._trains: bool | None = None
+        if self.engine is not None:
+            self.engine.weighting.count_with(LabelCount(trainer))
+
+    # loaders
+
+    def announce(self, trains: bool | None) -> None:
+        """Say whether the loaders that are prepared from now on train; ``None`` if it is not known."""
+        self._trains = trains
+
+    def _training_loader(self, objects: Sequence[object]) -> DataLoader | None:
+        if self._trains is None:
+            return super()._training_loader(objects)
+        return next((obj for obj in objects if isinstance(obj, DataLoader)), None) if self._trains else None
+
+    def prepare_data_loader(self, data_loader: DataLoader, *args: Any, uneven: bool | None = None, **kwargs: Any) -> Any:
+        """Prepare a loader as :class:`HeteroAccelerator` does; one that evaluates is left to Accelerate."""
+        uneven = False if uneven is None and self._trains is False else uneven
+        return super().prepare_data_loader(data_loader, *args, uneven=uneven, **kwargs)
+
+    # checkpoints, which are the trainer's own
+
+    def save_beside(self, folder: str) -> None:
+        """Write the plans and what was learned into the folder of a checkpoint; a collective call."""
+        self._save_hetero([], [], folder)
+
+    def resume_from(self, folder: str) -> None:
+        """Go on from the plans of a checkpoint, if it has any; a collective call."""
+        loader = self._hetero_loader
+        if loader is None:
+            return
+        self._load_hetero([], folder)
+        if 0 < self._session().restored_step >= len(loader):
+            for _ in self.skip_first_batches(loader):  # its pass is over; Trainer begins the next one
+                pass
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics ``hetero/...`` since the last call."""
+        kept, self._metrics = self._metrics, {}
+        return kept

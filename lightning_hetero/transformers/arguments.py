@@ -1,0 +1,98 @@
+"""Settings of unequal workers among a trainer's arguments: ``--hetero_local_batch_sizes 2,2,2,15``."""
+
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any
+
+from transformers import TrainingArguments
+
+from lightning_hetero.accelerate.plugin import NAMES, HeteroPlugin, parsed, switched_on
+
+__all__ = ["HeteroTrainingArguments", "hetero_arguments", "plugin_of"]
+
+PREFIX = "hetero_"
+
+
+def _setting(name: str) -> Any:
+    return field(default=None, metadata={"help": f"Unequal workers: {name} of HeteroPlugin."})
+
+
+Settings = make_dataclass("Settings", [(PREFIX + name, str | None, _setting(name)) for name in NAMES])
+"""A field for each setting of :class:`HeteroPlugin`: the value itself, or its text as in an environment variable."""
+
+
+def hetero_arguments(cls: type) -> type:
+    """Return a class of training arguments with the settings of unequal workers as further fields.
+
+    Args:
+        cls: dataclass of arguments, such as ``TrainingArguments`` or TRL's ``SFTConfig``.
+
+    Returns:
+        A dataclass derived from it, or the class itself if it has the settings. ``HfArgumentParser`` gives it an
+        option for each: ``--hetero_policy``, ``--hetero_local_batch_sizes`` and so on.
+
+    Raises:
+        TypeError: if the class is not one of training arguments.
+
+    Example:
+        >>> hetero_arguments(TrainingArguments)(output_dir="out", hetero_policy="pid").hetero_policy
+        'pid'
+    """
+    if not (isinstance(cls, type) and issubclass(cls, TrainingArguments)):
+        raise TypeError(f"hetero_arguments({cls!r}): give TrainingArguments or a class derived from it.")
+    if issubclass(cls, Settings):
+        return cls
+    return dataclass(type(f"Hetero{cls.__name__}", (cls, Settings), {"__module__": __name__, "__doc__": cls.__doc__}))
+
+
+@dataclass
+class HeteroTrainingArguments(TrainingArguments, Settings):  # type: ignore[misc, valid-type]
+    """Transformers' ``TrainingArguments`` with the settings of unequal workers.
+
+    ``per_device_train_batch_size`` is the average over the workers. With ``hetero_local_batch_sizes``, these sizes go
+    before it.
+
+    Args:
+        hetero_settings: each setting of :class:`~lightning_hetero.accelerate.HeteroPlugin` with ``hetero_`` before its
+            name: the value, or its text as on a command line. One that is not given is read from the environment.
+        settings: all other arguments, those of ``TrainingArguments``.
+
+    Raises:
+        TypeError: when the trainer is made, if a setting has the wrong type.
+        ValueError: when the trainer is made, if a setting is out of range.
+
+    Example:
+        >>> HeteroTrainingArguments(output_dir="out", hetero_local_batch_sizes="24,12").hetero_local_batch_sizes
+        '24,12'
+    """
+
+
+def plugin_of(args: object, given: HeteroPlugin | None = None) -> HeteroPlugin | None:
+    """Return the plugin that the arguments of a trainer ask for; ``None`` if it is switched off.
+
+    Args:
+        args: arguments of the trainer.
+        given: plugin that is given beside them.
+
+    Raises:
+        TypeError: if a setting has the wrong type.
+        ValueError: if a value is out of range, or settings are given in both places.
+
+    Example:
+        >>> plugin_of(HeteroTrainingArguments(output_dir="out", hetero_local_batch_sizes="24,12")).local_batch_sizes
+        (24, 12)
+    """
+    names = [one.name for one in fields(Settings)]
+    settings = {name.removeprefix(PREFIX): getattr(args, name, None) for name in names}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    if given is not None and settings:
+        raise ValueError(
+            f"{PREFIX}{next(iter(settings))} among the arguments and a hetero_plugin both set the split. Give one."
+        )
+    if settings:
+        texts = {name: parsed(name, value) if isinstance(value, str) else value for name, value in settings.items()}
+        try:
+            return HeteroPlugin(**texts)
+        except (TypeError, ValueError) as error:
+            named = [f"--{PREFIX}{name} {settings[name]}" for name in settings if name in str(error)]
+            raise type(error)(f"{', '.join(named)}: {error}" if named else str(error)) from error
+    return given if given is not None or not switched_on() else HeteroPlugin()

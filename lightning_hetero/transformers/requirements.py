@@ -1,0 +1,50 @@
+"""What a trainer on unequal workers cannot do: each is refused by the name of its argument, with the way out."""
+
+from typing import Any
+
+from lightning_hetero.accelerate import HeteroPlugin
+
+__all__ = ["check_trainer"]
+
+PLAIN = "unequal batches are for plain data parallelism"
+
+
+def check_trainer(args: Any, model: Any, plugin: HeteroPlugin) -> None:
+    """Check that the arguments of a trainer go with unequal batches.
+
+    Args:
+        args: arguments of the trainer.
+        model: its model, ``None`` if it is made later.
+        plugin: settings of unequal workers.
+
+    Raises:
+        ValueError: if one does not; the message names it and says what to do.
+
+    Example:
+        >>> from lightning_hetero.transformers import HeteroTrainingArguments
+        >>> check_trainer(HeteroTrainingArguments(output_dir="out"), None, HeteroPlugin())
+    """
+    loaders = args.accelerator_config
+    away = "Leave it out, or set ACCELERATE_USE_HETERO=false for equal batches"
+    refused = {
+        f"deepspeed={args.deepspeed!r}: {PLAIN}. {away}": bool(args.deepspeed),
+        f"fsdp={args.fsdp!r}: {PLAIN}. {away}": bool(args.fsdp),
+        f"parallelism_config={args.parallelism_config}: {PLAIN}. {away}": args.parallelism_config is not None,
+        f"the model was loaded with tensor parallelism, and {PLAIN}. Load it without tp_plan": (
+            (getattr(model, "tp_size", None) or 1) > 1
+        ),
+        "accelerator_config dispatch_batches=True hands out equal slices of each batch. Leave it out": (
+            getattr(loaders, "dispatch_batches", None) is True
+        ),
+        "accelerator_config split_batches=True makes per_device_train_batch_size the total, while here it is the "
+        "average of the workers. Leave it out, and divide the total by the number of workers": (
+            getattr(loaders, "split_batches", None) is True
+        ),
+        f"max_total_batch_size={plugin.max_total_batch_size}: Trainer fixes the number of steps, and the learning "
+        "rates of all of them, before the first one, and a total that moves would change it. Leave it out": (
+            plugin.max_total_batch_size is not None
+        ),
+    }
+    for message, holds in refused.items():
+        if holds:
+            raise ValueError(f"{message}.")

@@ -1,0 +1,193 @@
+"""``HeteroTrainer``: Transformers' ``Trainer`` on unequal workers, with the gradients of one process.
+
+A loss may be divided by ``num_items_in_batch``, the targets of all ranks, or be a mean over this rank's batch, or have
+a part of each kind; its code does not say which. So ``compute_loss`` runs as in one process that has ``N`` targets, but
+is given ``N s``, where ``s`` is this rank's share of the micro-batch, and its result is weighted by ``W s``. DDP's mean
+over ``W`` ranks then has the weight 1 for what is divided by ``N`` and ``s`` for what is a mean.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import transformers.trainer as module
+
+from lightning_hetero.accelerate import HeteroPlugin
+from lightning_hetero.frontend.collectives import not_computing
+from lightning_hetero.transformers.accelerator import TrainerAccelerator
+from lightning_hetero.transformers.arguments import plugin_of
+from lightning_hetero.transformers.requirements import check_trainer
+
+__all__ = ["HeteroTrainer", "hetero_trainer"]
+
+
+class HeteroTrainer(module.Trainer):
+    """Transformers' ``Trainer`` on unequal workers.
+
+    The settings are fields of the arguments (:class:`~lightning_hetero.transformers.HeteroTrainingArguments`), or
+    variables of the environment; ``ACCELERATE_USE_HETERO=false`` without such fields makes this a plain ``Trainer``.
+    ``per_device_train_batch_size`` is the average over the workers.
+
+    Args:
+        args: arguments of ``Trainer``, all of them.
+
+    Raises:
+        TypeError: if a setting has the wrong type.
+        ValueError: if a setting is out of range, or the arguments ask for what cannot be uneven.
+
+    Example:
+        >>> issubclass(HeteroTrainer, module.Trainer)
+        True
+    """
+
+    hetero_plugin: ClassVar[HeteroPlugin | None] = None
+    """Settings of a class made by ``hetero_trainer(cls, hetero_plugin=...)``."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, one that splits batches by speed."""
+        plugin = plugin_of(self.args, self.hetero_plugin)
+        if plugin is None:
+            super().create_accelerator_and_postprocess()
+            return
+        check_trainer(self.args, self.model, plugin)
+        with _replaced("Accelerator", partial(TrainerAccelerator, trainer=self, hetero_plugin=plugin)):
+            super().create_accelerator_and_postprocess()
+
+    @property
+    def _hetero(self) -> TrainerAccelerator | None:
+        """The accelerator, if it splits batches over several ranks."""
+        accelerator = getattr(self, "accelerator", None)
+        split = isinstance(accelerator, TrainerAccelerator) and accelerator.engine is not None
+        return accelerator if split else None
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if self._hetero is None:
+            return super()._inner_training_loop(*args, **kwargs)
+        with _replaced("skip_first_batches", self._hetero.skip_first_batches):
+            return super()._inner_training_loop(*args, **kwargs)
+
+    # data
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        is_training: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if self._hetero is not None:
+            self._hetero.announce(is_training)
+        try:
+            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, **kwargs)
+        finally:
+            if self._hetero is not None:
+                self._hetero.announce(None)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the samples of an optimizer step, those of the plan."""
+        engine = None if self._hetero is None else self._hetero.engine
+        if engine is None or engine.plan is None:
+            return int(super().get_total_train_batch_size(args))
+        return int(engine.plan.total_batch_size * args.gradient_accumulation_steps)
+
+    # one step
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: Any) -> Any:
+        engine = None if self._hetero is None else self._hetero.engine
+        if engine is None or not batch_samples or engine.weighting.counts(batch_samples[0]) is None:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        with _as_one_process(self.args):
+            own = super()._get_num_items_in_batch(batch_samples, device)
+            if own is None:
+                return None
+            counted = [batch for batch in batch_samples if engine.weighting.counts(batch)]
+            if len(counted) < len(batch_samples):
+                own = super()._get_num_items_in_batch(counted, device) if counted else 0 * own
+        return self.accelerator.reduce(torch.as_tensor(own, device=device).clone(), "sum")
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Perform a training step as ``Trainer`` does, with this rank's share of the batch as the weight of its loss."""
+        engine = None if self._hetero is None else self._hetero.engine
+        if engine is None or engine.weighting.counts(inputs) is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        with not_computing(engine):
+            weight = torch.as_tensor(engine.weighting.select(inputs))
+        if num_items_in_batch is not None:
+            num_items_in_batch = _share_of(num_items_in_batch, weight / engine.world_size)
+        with _as_one_process(self.args):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        return loss * weight.to(loss)
+
+    # logs and checkpoints
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as ``Trainer`` does; logs of the training get the newest metrics ``hetero/...``."""
+        if self._hetero is not None and not {"loss", "train_loss"}.isdisjoint(logs):
+            logs.update(self._hetero.take_metrics())
+        super().log(logs, *args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self._hetero is not None:
+            self._hetero.save_beside(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self._hetero is not None and checkpoint is not None:
+            self._hetero.resume_from(checkpoint)
+
+
+def hetero_trainer(cls: type, hetero_plugin: HeteroPlugin | None = None) -> type:
+    """Return a trainer class for unequal workers, derived from any trainer class.
+
+    Args:
+        cls: ``Trainer`` or a class derived from it, such as TRL's ``SFTTrainer``.
+        hetero_plugin: settings of all its trainers; by default those of their arguments and the environment.
+
+    Raises:
+        TypeError: if the class is no trainer.
+
+    Example:
+        >>> hetero_trainer(module.Trainer).__name__
+        'HeteroTrainer'
+    """
+    if not (isinstance(cls, type) and issubclass(cls, module.Trainer)):
+        raise TypeError(f"hetero_trainer({cls!r}): give transformers.Trainer or a class derived from it.")
+    bases = (cls,) if issubclass(cls, HeteroTrainer) else (HeteroTrainer, cls)
+    if hetero_plugin is None and len(bases) == 1:
+        return cls
+    names = {"__module__": __name__, "__doc__": cls.__doc__, "hetero_plugin": hetero_plugin}
+    return type(f"Hetero{cls.__name__}", bases, names)
+
+
+def _share_of(items: Any, share: torch.Tensor) -> torch.Tensor:
+    """Return the share of a number of items, and all of them for a rank whose share, as its weight, is 0."""
+    items = torch.as_tensor(items)
+    kind = items.dtype if items.is_floating_point() else torch.get_default_dtype()
+    share = share.to(device=items.device, dtype=torch.float64)
+    return torch.where(share > 0, items * share, items).to(kind)
+
+
+@contextmanager
+def _replaced(name: str, value: Any) -> Iterator[None]:
+    """Replace a name in the module of ``Trainer`` for a while."""
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+@contextmanager
+def _as_one_process(args: Any) -> Iterator[None]:
+    """Let a trainer neither gather the number of items nor multiply the loss by the number of processes."""
+    given, args.average_tokens_across_devices = args.average_tokens_across_devices, False
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = given
