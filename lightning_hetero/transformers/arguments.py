@@ -12,11 +12,38 @@ __all__ = ["HeteroTrainingArguments", "hetero_arguments", "plugin_of"]
 PREFIX = "hetero_"
 
 
+class _Saved:
+    """What Transformers writes of arguments: into a checkpoint, and to the trackers as JSON."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the arguments as values for JSON, with functions by their names."""
+        given: dict[str, Any] = super().to_dict()  # type: ignore[misc]
+        hetero = {name: value for name, value in given.items() if name.startswith(PREFIX) and value is not None}
+        plain = (bool, int, float, str, list, tuple)
+        return given | {name: value if isinstance(value, plain) else str(value) for name, value in hetero.items()}
+
+    def __reduce__(self) -> Any:
+        """Pickle by the class that the settings were added to, since the class itself has no name in a module."""
+        base = next(cls for cls in type(self).__mro__ if not issubclass(cls, Settings | _Saved))
+        return _loaded, (base, dict(vars(self)))
+
+
+def _loaded(base: type, values: dict[str, Any]) -> Any:
+    arguments = hetero_arguments(base).__new__(hetero_arguments(base))
+    vars(arguments).update(values)
+    return arguments
+
+
 def _setting(name: str) -> Any:
     return field(default=None, metadata={"help": f"Unequal workers: {name} of HeteroPlugin."})
 
 
-Settings = make_dataclass("Settings", [(PREFIX + name, str | None, _setting(name)) for name in NAMES])
+Settings = make_dataclass(
+    "Settings",
+    [(PREFIX + name, str | None, _setting(name)) for name in NAMES],
+    bases=(_Saved,),
+    namespace={"__module__": __name__},
+)
 """A field for each setting of :class:`HeteroPlugin`: the value itself, or its text as in an environment variable."""
 
 
@@ -41,11 +68,13 @@ def hetero_arguments(cls: type) -> type:
         raise TypeError(f"hetero_arguments({cls!r}): give TrainingArguments or a class derived from it.")
     if issubclass(cls, Settings):
         return cls
-    return dataclass(type(f"Hetero{cls.__name__}", (cls, Settings), {"__module__": __name__, "__doc__": cls.__doc__}))
+    if cls is TrainingArguments:
+        return HeteroTrainingArguments
+    return dataclass(type(f"Hetero{cls.__name__}", (Settings, cls), {"__module__": __name__, "__doc__": cls.__doc__}))
 
 
 @dataclass
-class HeteroTrainingArguments(TrainingArguments, Settings):  # type: ignore[misc, valid-type]
+class HeteroTrainingArguments(Settings, TrainingArguments):  # type: ignore[misc, valid-type]
     """Transformers' ``TrainingArguments`` with the settings of unequal workers.
 
     ``per_device_train_batch_size`` is the average over the workers. With ``hetero_local_batch_sizes``, these sizes go
