@@ -1,6 +1,5 @@
 """The accelerator of a trainer: it is told which loader trains, and counts the labels that a loss is a mean of."""
 
-import os
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from lightning_hetero.accelerate import HeteroAccelerator
 
 __all__ = ["LabelCount", "TrainerAccelerator"]
 
+PREPARED = "_is_accelerate_prepared"
 IGNORED = -100  # label of what is no target, for torch's losses and Transformers'
 
 
@@ -68,6 +68,17 @@ class TrainerAccelerator(HeteroAccelerator):
         """Prepare a loader as :class:`HeteroAccelerator` does; one that evaluates is left to Accelerate."""
         uneven = False if uneven is None and self._trains is False else uneven
         return super().prepare_data_loader(data_loader, *args, uneven=uneven, **kwargs)
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """Prepare a model as :class:`HeteroAccelerator` does; one that has evaluated first is still to be wrapped.
+
+        Accelerate marks a model that it prepares for evaluation as prepared, and leaves it unwrapped in a training that
+        follows: each rank would train by itself.
+        """
+        prepared = super().prepare_model(model, device_placement, evaluation_mode)
+        if evaluation_mode and prepared is model:
+            vars(model).pop(PREPARED, None)
+        return prepared
 
     # checkpoints, which are the trainer's own
 

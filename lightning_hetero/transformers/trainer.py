@@ -122,6 +122,13 @@ class HeteroTrainer(module.Trainer):
             loss = super().training_step(model, inputs, num_items_in_batch)
         return loss * weight.to(loss)
 
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a batch as ``Trainer`` does in one process, with the mean over this rank's batch as its loss."""
+        if self._hetero is None:
+            return super().prediction_step(*args, **kwargs)
+        with _as_one_process(self.args):
+            return super().prediction_step(*args, **kwargs)
+
     # logs and checkpoints
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
