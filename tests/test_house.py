@@ -16,6 +16,7 @@ FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 # A package may import the packages on its right, never one on its left.
 LAYERS = (
     *("cli", "simulate"),
+    "transformers",
     *("accelerate", "strategies", "callbacks"),
     "session",
     "frontend",

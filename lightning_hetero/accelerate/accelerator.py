@@ -147,9 +147,7 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
         """
         known = getattr(data_loader, "_is_accelerate_prepared", False)
         session, given = self.hetero_session, data_loader
-        wanted = data_loader is self._chosen or (
-            uneven is None and self._training_loader([data_loader]) is data_loader
-        )
+        wanted = data_loader is self._chosen or (uneven is None and self._training_loader([data_loader]) is data_loader)
         wanted = wanted if uneven is None else uneven
         stream = is_stream(data_loader) and session is not None and session.engine.config.policy != "even"
         first = wanted and self._hetero_loader is None

@@ -1,7 +1,8 @@
 """The accelerator of a trainer: it is told which loader trains, and counts the labels that a loss is a mean of."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,19 +56,30 @@ class TrainerAccelerator(HeteroAccelerator):
 
     # loaders
 
-    def announce(self, trains: bool | None) -> None:
-        """Say whether the loaders that are prepared from now on train; ``None`` if it is not known."""
+    @contextmanager
+    def announced(self, trains: bool) -> Iterator[None]:
+        """Say for a while whether the loaders that are prepared train."""
         self._trains = trains
+        try:
+            yield
+        finally:
+            self._trains = None
 
     def _training_loader(self, objects: Sequence[object]) -> DataLoader | None:
         if self._trains is None:
             return super()._training_loader(objects)
         return next((obj for obj in objects if isinstance(obj, DataLoader)), None) if self._trains else None
 
-    def prepare_data_loader(self, data_loader: DataLoader, *args: Any, uneven: bool | None = None, **kwargs: Any) -> Any:
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+        uneven: bool | None = None,
+    ) -> Any:
         """Prepare a loader as :class:`HeteroAccelerator` does; one that evaluates is left to Accelerate."""
         uneven = False if uneven is None and self._trains is False else uneven
-        return super().prepare_data_loader(data_loader, *args, uneven=uneven, **kwargs)
+        return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch, uneven)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Prepare a model as :class:`HeteroAccelerator` does; one that has evaluated first is still to be wrapped.

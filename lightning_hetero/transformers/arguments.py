@@ -29,7 +29,8 @@ class _Saved:
 
 
 def _loaded(base: type, values: dict[str, Any]) -> Any:
-    arguments = hetero_arguments(base).__new__(hetero_arguments(base))
+    cls: Any = hetero_arguments(base)
+    arguments = cls.__new__(cls)
     vars(arguments).update(values)
     return arguments
 

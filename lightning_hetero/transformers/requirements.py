@@ -24,7 +24,7 @@ def check_trainer(args: Any, model: Any, plugin: HeteroPlugin) -> None:
         >>> from lightning_hetero.transformers import HeteroTrainingArguments
         >>> check_trainer(HeteroTrainingArguments(output_dir="out"), None, HeteroPlugin())
     """
-    loaders = args.accelerator_config
+    loaders, sizes = args.accelerator_config, plugin.local_batch_sizes
     away = "Leave it out, or set ACCELERATE_USE_HETERO=false for equal batches"
     refused = {
         f"deepspeed={args.deepspeed!r}: {PLAIN}. {away}": bool(args.deepspeed),
@@ -44,6 +44,8 @@ def check_trainer(args: Any, model: Any, plugin: HeteroPlugin) -> None:
         "rates of all of them, before the first one, and a total that moves would change it. Leave it out": (
             plugin.max_total_batch_size is not None
         ),
+        f"auto_find_batch_size=True lowers per_device_train_batch_size, and local_batch_sizes={sizes} fixes what each "
+        "worker gets. Give one of them": args.auto_find_batch_size and sizes is not None,
     }
     for message, holds in refused.items():
         if holds:

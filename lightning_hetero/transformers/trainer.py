@@ -7,7 +7,7 @@ over ``W`` ranks then has the weight 1 for what is divided by ``N`` and ``s`` fo
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ import torch
 import transformers.trainer as module
 
 from lightning_hetero.accelerate import HeteroPlugin
+from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.collectives import not_computing
 from lightning_hetero.transformers.accelerator import TrainerAccelerator
 from lightning_hetero.transformers.arguments import plugin_of
@@ -62,6 +63,10 @@ class HeteroTrainer(module.Trainer):
         split = isinstance(accelerator, TrainerAccelerator) and accelerator.engine is not None
         return accelerator if split else None
 
+    @property
+    def _engine(self) -> HeteroEngine | None:
+        return None if self._hetero is None else self._hetero.engine
+
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         if self._hetero is None:
             return super()._inner_training_loop(*args, **kwargs)
@@ -77,19 +82,15 @@ class HeteroTrainer(module.Trainer):
         batch_size: int,
         sampler_fn: Any = None,
         is_training: bool = False,
-        **kwargs: Any,
+        dataloader_key: str | None = None,
     ) -> Any:
-        if self._hetero is not None:
-            self._hetero.announce(is_training)
-        try:
-            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, **kwargs)
-        finally:
-            if self._hetero is not None:
-                self._hetero.announce(None)
+        trains = nullcontext() if self._hetero is None else self._hetero.announced(is_training)
+        with trains:
+            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the samples of an optimizer step, those of the plan."""
-        engine = None if self._hetero is None else self._hetero.engine
+        engine = self._engine
         if engine is None or engine.plan is None:
             return int(super().get_total_train_batch_size(args))
         return int(engine.plan.total_batch_size * args.gradient_accumulation_steps)
@@ -97,7 +98,7 @@ class HeteroTrainer(module.Trainer):
     # one step
 
     def _get_num_items_in_batch(self, batch_samples: list, device: Any) -> Any:
-        engine = None if self._hetero is None else self._hetero.engine
+        engine = self._engine
         if engine is None or not batch_samples or engine.weighting.counts(batch_samples[0]) is None:
             return super()._get_num_items_in_batch(batch_samples, device)
         with _as_one_process(self.args):
@@ -110,8 +111,8 @@ class HeteroTrainer(module.Trainer):
         return self.accelerator.reduce(torch.as_tensor(own, device=device).clone(), "sum")
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Perform a training step as ``Trainer`` does, with this rank's share of the batch as the weight of its loss."""
-        engine = None if self._hetero is None else self._hetero.engine
+        """Perform a training step as ``Trainer`` does; the loss is weighted by this rank's share of the batch."""
+        engine = self._engine
         if engine is None or engine.weighting.counts(inputs) is None:
             return super().training_step(model, inputs, num_items_in_batch)
         with not_computing(engine):
