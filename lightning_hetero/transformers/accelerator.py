@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_hetero.accelerate import HeteroAccelerator
+from lightning_hetero.frontend.collectives import not_computing
 
 __all__ = ["LabelCount", "TrainerAccelerator"]
 
@@ -91,6 +92,30 @@ class TrainerAccelerator(HeteroAccelerator):
         if evaluation_mode and prepared is model:
             vars(model).pop(PREPARED, None)
         return prepared
+
+    # batches
+
+    def counts(self, batch: Any) -> bool | None:
+        """Return whether a batch of the training counts, as that of a worker with share 0 does not.
+
+        ``None`` for a batch that is not split: of another loader, or one that no loader of ours has handed out.
+        """
+        engine = self.engine
+        handed = None if engine is None else engine.weighting.trace.find(batch)
+        return None if handed is None or handed.beside is not None else not handed.idle
+
+    def weight_of(self, batch: Any) -> torch.Tensor | None:
+        """Return the weight of the losses up to the next batch, those of this one; ``None`` if it is not split.
+
+        Raises:
+            ValueError: if it is none of the batches of the pass, nor was made of one.
+        """
+        engine = self._session().engine
+        handed = engine.weighting.trace.find(batch)
+        if (handed is None and not self._session().running) or (handed is not None and handed.beside is not None):
+            return None
+        with not_computing(engine):
+            return torch.as_tensor(engine.weighting.select(batch))
 
     # checkpoints, which are the trainer's own
 

@@ -16,7 +16,6 @@ import transformers.trainer as module
 
 from lightning_hetero.accelerate import HeteroPlugin
 from lightning_hetero.engine import HeteroEngine
-from lightning_hetero.frontend.collectives import not_computing
 from lightning_hetero.transformers.accelerator import TrainerAccelerator
 from lightning_hetero.transformers.arguments import plugin_of
 from lightning_hetero.transformers.requirements import check_trainer
@@ -98,27 +97,26 @@ class HeteroTrainer(module.Trainer):
     # one step
 
     def _get_num_items_in_batch(self, batch_samples: list, device: Any) -> Any:
-        engine = self._engine
-        if engine is None or not batch_samples or engine.weighting.counts(batch_samples[0]) is None:
+        hetero = self._hetero
+        if hetero is None or not batch_samples or hetero.counts(batch_samples[0]) is None:
             return super()._get_num_items_in_batch(batch_samples, device)
         with _as_one_process(self.args):
             own = super()._get_num_items_in_batch(batch_samples, device)
             if own is None:
                 return None
-            counted = [batch for batch in batch_samples if engine.weighting.counts(batch)]
+            counted = [batch for batch in batch_samples if hetero.counts(batch)]
             if len(counted) < len(batch_samples):
                 own = super()._get_num_items_in_batch(counted, device) if counted else 0 * own
-        return self.accelerator.reduce(torch.as_tensor(own, device=device).clone(), "sum")
+        return hetero.reduce(torch.as_tensor(own, device=device).clone(), "sum")
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Perform a training step as ``Trainer`` does; the loss is weighted by this rank's share of the batch."""
-        engine = self._engine
-        if engine is None or engine.weighting.counts(inputs) is None:
+        hetero = self._hetero
+        weight = None if hetero is None else hetero.weight_of(inputs)
+        if hetero is None or weight is None:
             return super().training_step(model, inputs, num_items_in_batch)
-        with not_computing(engine):
-            weight = torch.as_tensor(engine.weighting.select(inputs))
         if num_items_in_batch is not None:
-            num_items_in_batch = _share_of(num_items_in_batch, weight / engine.world_size)
+            num_items_in_batch = _share_of(num_items_in_batch, weight / hetero.num_processes)
         with _as_one_process(self.args):
             loss = super().training_step(model, inputs, num_items_in_batch)
         return loss * weight.to(loss)

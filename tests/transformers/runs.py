@@ -3,14 +3,15 @@
 import os
 import random
 import tempfile
+import warnings
 
 import torch
 import transformers
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import TrainingArguments
+from transformers import PrinterCallback, TrainingArguments
 
-from lightning_hetero.transformers import HeteroTrainer, hetero_arguments, hetero_trainer
+from lightning_hetero.transformers import hetero_arguments, hetero_trainer
 
 VOCABULARY = 40
 transformers.logging.set_verbosity_error()
@@ -62,11 +63,11 @@ def labelled(number=42):
     )
 
 
-def llama(**settings):
+def llama(longest=32, **settings):
     """A causal language model."""
     torch.manual_seed(0)
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    config = transformers.LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=32, **small, **settings)
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=longest, **small, **settings)
     return transformers.LlamaForCausalLM(config)
 
 
@@ -79,9 +80,10 @@ def bert(**settings):
     return transformers.BertForSequenceClassification(config)
 
 
-def arguments(rank, total, sizes, cls=TrainingArguments, **settings):
+def arguments(total, sizes, cls=TrainingArguments, **settings):
     """Arguments of a short run; in one process with the whole total batch."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = int(os.environ["WORLD_SIZE"])  # of a rank's own process
+    warnings.simplefilter("ignore")
     given = {
         "output_dir": settings.pop("output_dir", None) or tempfile.mkdtemp(),
         "use_cpu": True,
@@ -109,6 +111,7 @@ def arguments(rank, total, sizes, cls=TrainingArguments, **settings):
 
 def trained(trainer, **how):
     """What a run has logged, and its weights in the end."""
+    trainer.remove_callback(PrinterCallback)
     trainer.train(**how)
     history = trainer.state.log_history
     plans = getattr(trainer.accelerator, "plan_history", ())
@@ -129,4 +132,4 @@ def of(cls):
     return hetero_trainer(cls) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else cls
 
 
-__all__ = ["HeteroTrainer", "arguments", "bert", "labelled", "llama", "of", "padded", "texts", "trained"]
+__all__ = ["Rows", "arguments", "bert", "labelled", "llama", "of", "padded", "texts", "trained"]

@@ -122,18 +122,19 @@ class BatchTrace:
         Raises:
             ValueError: if it is none of the batches that were not run backward yet, or may be several of them.
         """
-        self._selected = self.find(batch)
-        if self._selected is None:
+        found = self._matching(list(tensors_in(batch)))
+        if len({handed.key for handed in found}) != 1:
             raise ValueError(
                 "select() was given something that is not one of the batches handed out since the last backward pass, "
                 "or that looks like several of them. Give it a batch as the loader gave it."
             )
+        self._selected = found[-1]
         return self._selected
 
     def find(self, batch: Any) -> HandedOut | None:
-        """Return which of the batches handed out this one is; ``None`` if it is none of them, or may be several."""
-        found = self._matching(list(tensors_in(batch)))
-        return found[-1] if len({handed.key for handed in found}) == 1 else None
+        """Return which of the batches handed out this is, by the memory of its tensors; ``None`` if it is none."""
+        addresses = {_address(tensor) for tensor in tensors_in(batch) if tensor.layout is torch.strided}
+        return next((handed for handed in self._open if handed.holds(addresses)), None)
 
     # forward
 

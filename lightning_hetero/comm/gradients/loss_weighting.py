@@ -143,11 +143,6 @@ class LossWeighting:
         self._newest = None
         self.trace.forget()
 
-    def counts(self, batch: Any) -> bool | None:
-        """Return whether a batch counts, which that of a rank with share 0 does not; ``None`` if it is none of ours."""
-        handed = self.trace.find(batch)
-        return None if handed is None or handed.beside is not None else not handed.idle
-
     def select(self, batch: Any) -> float | torch.Tensor:
         """Assign the losses up to the next batch to this one; return its weight, which other ranks may have to give.
 

@@ -1,0 +1,36 @@
+"""Run a script as ``ACCELERATE_USE_HETERO`` runs it: with Transformers adapted before the script imports anything.
+
+``python flagged.py script.py ...``; with ``OFFLINE=1``, tokenizers and models are tiny and random.
+"""
+
+import os
+import runpy
+import sys
+
+import torch
+import transformers.trainer  # noqa: F401 - the flag adapts it when it is imported
+from runs import llama
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from lightning_hetero.transformers import adapt
+
+
+def tokenizer(*args, **kwargs):
+    """Words by their letters."""
+    letters = {letter: number + 3 for number, letter in enumerate(" abcdefghijklmnopqrstuvwxyz.,")}
+    words = models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2, **letters}, unk_token="<unk>")
+    made = Tokenizer(words)
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if os.environ.get("ACCELERATE_USE_HETERO", "false") == "true":
+        adapt()
+    if os.environ.get("OFFLINE"):
+        AutoTokenizer.from_pretrained = tokenizer
+        AutoModelForCausalLM.from_pretrained = lambda *args, **kwargs: llama(longest=128)
+    script, sys.argv = sys.argv[1], sys.argv[1:]
+    runpy.run_path(script, run_name="__main__")

@@ -1,0 +1,289 @@
+"""A training by Trainer on unequal ranks: plans, logs, evaluation, checkpoints, and what is refused."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch.utils.data import IterableDataset
+
+from lightning_hetero.accelerate import HeteroPlugin
+from lightning_hetero.transformers import HeteroTrainer, HeteroTrainingArguments, hetero_trainer
+from lightning_hetero.transformers.requirements import check_trainer
+from tests.helpers import run_ranks
+from tests.transformers.runs import Rows, arguments, bert, labelled, llama, of, padded, texts, trained
+
+Trainer = transformers.Trainer
+
+
+def trainer_of(sizes=(2, 6), total=8, rows=42, **settings):
+    args = arguments(total, sizes, **settings)
+    return of(Trainer)(model=llama(), args=args, train_dataset=texts(rows), data_collator=padded)
+
+
+# decisions
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_decision_changes_the_next_batches(accumulation):
+    def run(rank):
+        trainer = trainer_of(None, 16, 480, gradient_accumulation_steps=accumulation, logging_steps=4)
+        seen = []
+
+        def slow(model, args, kwargs):
+            seen.append(len(kwargs["input_ids"]))
+            time.sleep((0.012 if rank else 0.004) * seen[-1])
+
+        trainer.model.register_forward_pre_hook(slow, with_kwargs=True)
+        return {**trained(trainer), "seen": seen, "total": trainer.get_total_train_batch_size(trainer.args)}
+
+    def single(rank):
+        return trained(trainer_of(None, 16, 480, gradient_accumulation_steps=accumulation, logging_steps=4))
+
+    first, second = run_ranks(run, 2)
+    one = run_ranks(single, 1)[0]
+    assert first["plans"][0] == (8, 8)
+    assert len(first["plans"]) > 1
+    assert first["plans"][-1][0] > 8
+    assert (first["seen"][-1], second["seen"][-1]) == first["plans"][-1]
+    assert [a + b for a, b in zip(first["seen"], second["seen"], strict=True)] == [16] * 30
+    assert first["steps"] == one["steps"]
+    assert abs(first["weights"] - one["weights"]).max() < 1e-6
+    assert first["total"] == 16 * accumulation
+    logged = [entry for entry in first["history"] if "hetero/step_time" in entry]
+    assert [entry["hetero/local_batch_size/rank0"] for entry in logged][-1] > 8
+    assert json.loads(json.dumps(logged)) == logged  # as in trainer_state.json
+
+
+# checkpoints
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folder with a checkpoint of each step of a run on two ranks, its result, and that of one process."""
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    settings = {"num_train_epochs": 2, "lr_scheduler_type": "linear", "gradient_accumulation_steps": 2}
+
+    def run(rank):
+        return trained(trainer_of(output_dir=folder, save_strategy="steps", save_steps=1, **settings))
+
+    def single(rank):
+        return trained(trainer_of(None, **settings))
+
+    return folder, run_ranks(run, 2)[0], run_ranks(single, 1)[0], settings
+
+
+@pytest.mark.parametrize("sizes", [(2, 6), (5, 3), (1, 2, 5), (8,)], ids=["same", "other", "three", "one"])
+def test_resumes_from_every_step(saved, sizes):
+    folder, through, one, settings = saved
+    assert through["steps"] == one["steps"] == 6
+    assert abs(through["weights"] - one["weights"]).max() < 1e-6
+
+    def run(rank):
+        results = []
+        for step in (1, 3, 4):  # in the middle of the first epoch, at its end, in the middle of the second
+            trainer = trainer_of(sizes if len(sizes) > 1 else None, **settings)
+            results.append(trained(trainer, resume_from_checkpoint=f"{folder}/checkpoint-{step}"))
+        return results
+
+    for resumed in run_ranks(run, len(sizes))[0]:
+        assert resumed["steps"] == 6
+        assert abs(resumed["weights"] - one["weights"]).max() < 1e-6
+        assert resumed["rates"] == one["rates"]
+        assert resumed["plans"][-1:] in ([sizes], [])
+
+
+def test_goes_on_with_what_was_learned(tmp_path):
+    def run(rank, resumed):
+        trainer = trainer_of(None, 16, 480, output_dir=str(tmp_path), save_strategy="steps", save_steps=24)
+        seen = []
+
+        def slow(model, args, kwargs):
+            seen.append(len(kwargs["input_ids"]))
+            time.sleep((0.012 if rank else 0.004) * seen[-1])
+
+        trainer.model.register_forward_pre_hook(slow, with_kwargs=True)
+        trained(trainer, resume_from_checkpoint=f"{tmp_path}/checkpoint-24" if resumed else None)
+        return seen
+
+    before, after = run_ranks(run, 2, False), run_ranks(run, 2, True)
+    assert before[0][23] > 8
+    assert after[0][0] == before[0][24]
+    assert len(after[0]) == 6
+
+
+def test_a_plain_checkpoint_is_resumed(tmp_path):
+    def plain(rank):
+        return trained(trainer_of(None, output_dir=str(tmp_path), save_strategy="steps", save_steps=2))
+
+    one = run_ranks(plain, 1)[0]
+
+    def run(rank):
+        return trained(trainer_of(), resume_from_checkpoint=f"{tmp_path}/checkpoint-2")
+
+    assert abs(run_ranks(run, 2)[0]["weights"] - one["weights"]).max() < 1e-6
+    assert not list(Path(tmp_path).rglob("hetero_state.pt"))
+
+
+# evaluation
+
+
+def test_evaluation_is_that_of_one_process(tmp_path):
+    def metrics(predicted):
+        chosen = predicted.predictions.argmax(-1)
+        return {"right": float((chosen == predicted.label_ids).mean()), "number": len(chosen)}
+
+    def run(rank):
+        often = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+        best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "per_device_eval_batch_size": 4}
+        args = arguments(8, (2, 6), output_dir=str(tmp_path), **often, **best)
+        trainer = of(Trainer)(
+            model=bert(), args=args, train_dataset=labelled(), eval_dataset=labelled(24), compute_metrics=metrics
+        )
+        before = trainer.evaluate()  # and only then train
+        result = trained(trainer)
+        predictions = trainer.predict(labelled(23))
+        keys = ("eval_loss", "eval_right", "eval_number")
+        evaluations = [[entry[key] for key in keys] for entry in result["history"] if "eval_loss" in entry]
+        return result, [before["eval_loss"], *map(tuple, evaluations)], predictions.predictions
+
+    one, two = run_ranks(run, 1)[0], run_ranks(run, 2)[0]
+    assert abs(one[0]["weights"] - two[0]["weights"]).max() < 1e-6  # of the best model
+    assert len(one[1]) > 3
+    for mine, theirs in zip(two[1], one[1], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)
+    assert two[2] == pytest.approx(one[2], abs=1e-6)
+    assert len(two[2]) == 23
+
+
+# arguments of Trainer
+
+
+def test_a_batch_size_is_found():
+    def run(rank):
+        trainer = trainer_of(None, 16, auto_find_batch_size=True)
+        calls = []
+
+        def fail_once(model, args, kwargs):
+            calls.append(1)
+            if len(calls) == 1:
+                raise RuntimeError("CUDA out of memory.")
+
+        trainer.model.register_forward_pre_hook(fail_once, with_kwargs=True)
+        return trained(trainer)
+
+    assert run_ranks(run, 2)[0]["plans"][-1] == (7, 7)
+
+
+def test_trains_twice_and_with_noise():
+    def run(rank):
+        trainer = trainer_of(neftune_noise_alpha=1.0)
+        trainer.train()
+        return trained(trainer)
+
+    result = run_ranks(run, 2)[0]
+    assert result["steps"] == 6
+    assert torch.isfinite(torch.tensor(result["losses"])).all()
+
+
+def test_callbacks_see_every_step():
+    class Steps(transformers.TrainerCallback):
+        def __init__(self):
+            self.seen = []
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.seen.append((state.global_step, round(state.epoch, 3)))
+            control.should_training_stop = state.global_step == 5
+
+    def run(rank):
+        steps = Steps()
+        trainer = trainer_of(num_train_epochs=2)
+        trainer.add_callback(steps)
+        trained(trainer)
+        return steps.seen
+
+    assert run_ranks(run, 2)[0] == run_ranks(run, 1)[0] == [(n, round(n / 6, 3)) for n in range(1, 6)]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(texts(64).rows)
+
+
+def test_what_is_not_split_trains_as_before():
+    """Loaders that the Trainer shards itself, or streams, are weighted as they were."""
+
+    def run(rank):
+        rows = Rows([{**row, "length": len(row["input_ids"])} for row in texts(40).rows])
+        args = arguments(8, None, train_sampling_strategy="batch_rebalance")
+        balanced = trained(of(Trainer)(model=llama(), args=args, train_dataset=rows, data_collator=padded))
+        args = arguments(8, None, max_steps=5)
+        streamed = trained(of(Trainer)(model=llama(), args=args, train_dataset=Stream(), data_collator=padded))
+        return balanced, streamed
+
+    for one, two in zip(run_ranks(run, 1)[0], run_ranks(run, 2)[0], strict=True):
+        assert two["steps"] == one["steps"] == 5
+        assert abs(two["weights"] - one["weights"]).max() < 1e-6
+
+
+def test_batches_that_come_from_elsewhere_are_refused():
+    class Copies(HeteroTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            wrong = {key: torch.cat([value, value[:1]]) for key, value in inputs.items()}
+            return super().training_step(model, wrong, num_items_in_batch)
+
+    def run(rank):
+        args = arguments(8, (2, 6), gradient_accumulation_steps=2)
+        trainer = Copies(model=llama(), args=args, train_dataset=texts(), data_collator=padded)
+        with pytest.raises(ValueError, match="not one of the batches handed out"):
+            trainer.train()
+        return True
+
+    assert run_ranks(run, 2) == [True, True]
+
+
+REFUSED = {
+    "fsdp": ({}, {"fsdp": True}),
+    "deepspeed": ({}, {"deepspeed": "config.json"}),
+    "parallelism_config": ({}, {"parallelism_config": object()}),
+    "dispatch_batches": ({"accelerator_config": {"dispatch_batches": True}}, {}),
+    "split_batches": ({"accelerator_config": {"split_batches": True}}, {}),
+    "max_total_batch_size": ({"hetero_max_total_batch_size": 64}, {}),
+    "auto_find_batch_size": ({"auto_find_batch_size": True, "hetero_local_batch_sizes": "1,2"}, {}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name):
+    given, later = REFUSED[name]
+
+    def run(rank):
+        args = HeteroTrainingArguments(output_dir="out", use_cpu=True, report_to=[], bf16=False, **given)
+        for key, value in later.items():
+            setattr(args, key, value)
+        with pytest.raises(ValueError, match=rf"{name}.*(Leave|Give)"):
+            HeteroTrainer(model=llama(), args=args, train_dataset=texts())
+        return True
+
+    assert all(run_ranks(run, 1))
+
+
+def test_tensor_parallel_models_are_refused():
+    args = HeteroTrainingArguments(output_dir="out", use_cpu=True, report_to=[], bf16=False)
+    model = type("Model", (), {"tp_size": 2})()
+    with pytest.raises(ValueError, match="tensor parallelism.*Load it without"):
+        check_trainer(args, model, HeteroPlugin())
+    check_trainer(args, None, HeteroPlugin())
+
+
+def test_switched_off_it_is_plain():
+    def run(rank):
+        trainer = hetero_trainer(Trainer)(
+            model=llama(), args=arguments(8, None), train_dataset=texts(), data_collator=padded
+        )
+        return type(trainer.accelerator).__module__, trained(trainer)["steps"]
+
+    found = run_ranks(run, 2, env={"ACCELERATE_USE_HETERO": "false"})
+    assert found == [("accelerate.accelerator", 6)] * 2
