@@ -1,6 +1,7 @@
 """Settings of unequal workers among a trainer's arguments: ``--hetero_local_batch_sizes 2,2,2,15``."""
 
 from dataclasses import dataclass, field, fields, make_dataclass
+from functools import cache
 from typing import Any
 
 from transformers import TrainingArguments
@@ -71,6 +72,11 @@ def hetero_arguments(cls: type) -> type:
         return cls
     if cls is TrainingArguments:
         return HeteroTrainingArguments
+    return _with_settings(cls)
+
+
+@cache
+def _with_settings(cls: type) -> type:
     return dataclass(type(f"Hetero{cls.__name__}", (Settings, cls), {"__module__": __name__, "__doc__": cls.__doc__}))
 
 
