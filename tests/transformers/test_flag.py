@@ -33,29 +33,17 @@ if args.process_index == 0:
     found = {"weights": result["weights"].tolist(), "plans": result["plans"], "losses": result["losses"]}
     print("RESULT", json.dumps(found), flush=True)
 """
-OPTIONS = [
-    "--use_cpu",
-    "--report_to",
-    "none",
-    "--num_train_epochs",
-    "1",
-    "--logging_steps",
-    "1",
-    "--optim",
-    "sgd",
-    "--learning_rate",
-    "0.1",
-]
-OPTIONS += [
-    "--lr_scheduler_type",
-    "constant",
-    "--save_strategy",
-    "no",
-    "--disable_tqdm",
-    "true",
-    "--max_grad_norm",
-    "1e9",
-]
+OPTIONS = {
+    "report_to": "none",
+    "num_train_epochs": 1,
+    "logging_steps": 1,
+    "optim": "sgd",
+    "learning_rate": 0.1,
+    "lr_scheduler_type": "constant",
+    "save_strategy": "no",
+    "disable_tqdm": "true",
+    "max_grad_norm": 1e9,
+}
 
 
 @pytest.fixture
@@ -154,7 +142,9 @@ def test_an_unchanged_script_is_launched(tmp_path):
     paths = {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)])}
     launch = [BIN / "lightning-hetero", "launch", "--cpu", "--num_processes", "2", "--main_process_port", free_port()]
     launch += ["--hetero_local_batch_sizes", "2,6"]
-    common = [FLAGGED, script, "--output_dir", tmp_path / "out", *OPTIONS, "--per_device_train_batch_size"]
+    options = [text for name, value in OPTIONS.items() for text in (f"--{name}", value)]
+    common = [FLAGGED, script, "--output_dir", tmp_path / "out", "--use_cpu", *options]
+    common += ["--per_device_train_batch_size"]
     code, output = execute(*launch, *common, 4, **paths)
     assert code == 0, output
     two = result_of(output)
