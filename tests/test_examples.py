@@ -27,6 +27,7 @@ SHOWN = {
     "mixed_devices": (FOLLOWS, 256),
     "fsdp": (FOLLOWS, 1024),
     "ray_train": (FOLLOWS, 256),
+    "transformers_sft": (FOLLOWS, 32),
     "custom_planner": (r"split (\d+)/(\d+) from epoch 0 step \d+: by samples per second, once", 256),
 }
 
@@ -36,6 +37,7 @@ BIN = Path(sys.executable).parent
 TORCHRUN = [BIN / "torchrun", "--standalone", "--nproc_per_node=2"]
 LAUNCHED = {
     "accelerate_loop": ([BIN / "lightning-hetero", "launch", "--config_file", EXAMPLES / "accelerate_loop.yaml"], []),
+    "transformers_sft": ([BIN / "lightning-hetero", "launch", "--cpu", "--num_processes", "2"], []),
     "cli": ([sys.executable], ["fit", "--config", EXAMPLES / "cli.yaml"]),
     "torchrun": (TORCHRUN, ["{tmp}/{number}"]),
     "mixed_devices": (TORCHRUN, []),

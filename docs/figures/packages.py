@@ -39,6 +39,7 @@ ROLES = {
     "session": "your own loop",
     "simulate": "stragglers, links",
     "strategies": "Lightning, Fabric, Ray",
+    "transformers": "Trainer and TRL",
     "comm.agreement": "sync rounds",
     "comm.collectives": "all-reduce, topology",
     "comm.compressors": "one file, one compressor",
@@ -67,7 +68,8 @@ WIDTH, GAP, BOX_HEIGHT, LEVEL = 820, 14, 38, 66  # of the picture, between boxes
 BENT = 8  # width that an arrow takes in a layer that it crosses
 COLORS = {"front": "#DCEBF7", "mechanism": "#FBE8CF", "parts": "#E3F1E4", "core": "#EFE4F3"}
 LAYERS = {
-    **dict.fromkeys(("cli", "simulate", "accelerate", "strategies", "callbacks", "session", "frontend"), "front"),
+    **dict.fromkeys(("cli", "simulate", "transformers", "accelerate"), "front"),
+    **dict.fromkeys(("strategies", "callbacks", "session", "frontend"), "front"),
     **dict.fromkeys(("engine", "elastic"), "mechanism"),
     "core": "core",
 }

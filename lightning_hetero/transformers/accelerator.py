@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from lightning_hetero.accelerate import HeteroAccelerator
 from lightning_hetero.frontend.collectives import not_computing
+from lightning_hetero.frontend.without_effect import tell_left
 
 __all__ = ["LabelCount", "TrainerAccelerator"]
 
@@ -37,8 +39,19 @@ class LabelCount:
         labels = batch.get("shift_labels", batch.get("labels")) if isinstance(batch, Mapping) else None
         if not isinstance(labels, torch.Tensor):
             return None
-        shifts = "shift_labels" not in batch and getattr(self._trainer(), "_loss_shifts_labels", False)
+        shifts = "shift_labels" not in batch and _shifts_labels(self._trainer())
         return (labels[..., 1:] if shifts else labels).ne(IGNORED).sum()
+
+
+def _shifts_labels(trainer: Any) -> bool:
+    """Return whether a trainer's loss compares each output with the next label, as losses of language models do."""
+    known = getattr(trainer, "_loss_shifts_labels", None)
+    if known is not None or not hasattr(trainer, "model"):
+        return bool(known)
+    model = trainer.model  # of a Transformers before 5.12, which counts all labels
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return LOSS_MAPPING.get(str(getattr(model, "loss_type", None))) is ForCausalLMLoss and not decodes
 
 
 class TrainerAccelerator(HeteroAccelerator):
@@ -65,6 +78,17 @@ class TrainerAccelerator(HeteroAccelerator):
             yield
         finally:
             self._trains = None
+
+    def leave_even(self, reason: str) -> None:
+        """Say that the training data is not split by speed.
+
+        Raises:
+            ValueError: if the settings fix the sizes.
+        """
+        session = self._session()
+        if session.engine.config.local_batch_sizes is not None:
+            raise ValueError(f"{reason}, or leave local_batch_sizes out.")
+        tell_left(session.engine, session.planner, f"{reason}.")
 
     def _training_loader(self, objects: Sequence[object]) -> DataLoader | None:
         if self._trains is None:

@@ -14,7 +14,7 @@ PREFIX = "hetero_"
 
 
 class _Saved:
-    """What Transformers writes of arguments: into a checkpoint, and to the trackers as JSON."""
+    """Arguments as Transformers writes them: into a checkpoint, and to the trackers as JSON."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments as values for JSON, with functions by their names."""
@@ -72,7 +72,8 @@ def hetero_arguments(cls: type) -> type:
         return cls
     if cls is TrainingArguments:
         return HeteroTrainingArguments
-    return _with_settings(cls)
+    made: type = _with_settings(cls)  # type: ignore[arg-type]  # a class is hashable, whatever its instances are
+    return made
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What a trainer on unequal workers cannot do: each is refused by the name of its argument, with the way out."""
+"""Check of the arguments of a trainer: what cannot be uneven is refused by its name, with the way out."""
 
 from typing import Any
 

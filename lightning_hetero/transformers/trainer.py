@@ -7,7 +7,7 @@ over ``W`` ranks then has the weight 1 for what is divided by ``N`` and ``s`` fo
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,6 +21,11 @@ from lightning_hetero.transformers.arguments import plugin_of
 from lightning_hetero.transformers.requirements import check_trainer
 
 __all__ = ["HeteroTrainer", "hetero_trainer"]
+
+REBALANCED = (
+    "train_sampling_strategy='batch_rebalance' gives every worker an equal share of the tokens by itself, so that "
+    "batches do not follow the speeds. Leave it out; cost_fn='auto' divides batches by tokens and speed"
+)
 
 
 class HeteroTrainer(module.Trainer):
@@ -83,9 +88,14 @@ class HeteroTrainer(module.Trainer):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> Any:
-        trains = nullcontext() if self._hetero is None else self._hetero.announced(is_training)
-        with trains:
-            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+        given = (dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+        if self._hetero is None:
+            return super()._get_dataloader(*given)
+        rebalanced = is_training and getattr(self.args, "train_sampling_strategy", None) == "batch_rebalance"
+        if rebalanced:
+            self._hetero.leave_even(REBALANCED)
+        with self._hetero.announced(is_training and not rebalanced):
+            return super()._get_dataloader(*given)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the samples of an optimizer step, those of the plan."""

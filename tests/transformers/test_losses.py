@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_hetero.transformers import HeteroTrainer, hetero_trainer
 from lightning_hetero.transformers.accelerator import LabelCount
+from lightning_hetero.transformers.trainer import _share_of
 from tests.helpers import run_ranks
 from tests.transformers.runs import Rows, arguments, bert, labelled, llama, of, padded, texts, trained
 
@@ -152,6 +153,10 @@ def test_labels_are_counted_as_the_loss_counts_them():
     )
     assert count(batch) == (losses != 0).sum() < batch["labels"].ne(-100).sum()
     assert count({**batch, "shift_labels": batch["labels"]}) == batch["labels"].ne(-100).sum()
+    earlier = type("Trainer", (), {"model": model})()  # of a Transformers that does not say what it shifts
+    assert LabelCount(earlier)(batch) == count(batch)
+    earlier.model = bert()
+    assert LabelCount(earlier)(batch) == batch["labels"].ne(-100).sum()
     assert count({"input_ids": batch["input_ids"]}) is None
     assert count({"labels": [{"boxes": 1}]}) is None
     assert count(batch["labels"]) is None
@@ -182,6 +187,12 @@ def test_without_the_number_of_processes_nothing_is_left_over():
         return args.average_tokens_across_devices
 
     assert run_ranks(run, 2) == [True, True]
+
+
+def test_a_share_of_the_items():
+    assert _share_of(torch.tensor(8), torch.tensor(0.25)).item() == 2.0
+    assert _share_of(8, torch.tensor(0.0)).item() == 8.0  # nothing is divided by 0
+    assert _share_of(torch.tensor(8.0, dtype=torch.float64), torch.tensor(0.25)).dtype == torch.float64
 
 
 def test_losses_are_finite(both):

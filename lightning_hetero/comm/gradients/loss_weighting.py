@@ -57,7 +57,7 @@ class LossWeighting:
         """
         if self.config.weight_fn is None and self.config.loss_reduction == "mean":
             self._weight_fn = count
-        self.trace.check = None
+        self.trace.check_nothing()
 
     def begin(self, own: int, total: int, batch: Any, sizes: Sequence[int] = ()) -> None:
         """Set the weight of a batch of ``own`` out of ``total`` samples; a collective call with ``weight_fn``.
