@@ -9,11 +9,11 @@ import sys
 
 import torch
 import transformers.trainer  # noqa: F401 - the flag adapts it when it is imported
-from runs import llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_hetero.transformers import adapt
+from tests.transformers.runs import llama
 
 
 def tokenizer(*args, **kwargs):

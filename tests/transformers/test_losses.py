@@ -103,12 +103,13 @@ RUNS = {
     "compiled": lambda: language_model(torch_compile=True, torch_compile_backend="eager"),
     "linear_schedule": lambda: language_model(num_train_epochs=2, lr_scheduler_type="linear", warmup_steps=2),
     "max_steps": lambda: language_model(max_steps=9, lr_scheduler_type="linear"),
-    "drop_last": lambda: language_model(dataloader_drop_last=True, **TWO),
+    "drop_last": lambda: language_model(dataloader_drop_last=True, torch_empty_cache_steps=2, **TWO),
     "loader_workers": lambda: language_model(dataloader_num_workers=1),
-    "in_sequence": lambda: language_model(train_sampling_strategy="sequential"),
+    "in_sequence": lambda: language_model(
+        train_sampling_strategy="sequential", include_num_input_tokens_seen="non_padding"
+    ),
     "grouped_by_length": lambda: language_model(data=lambda: texts(64), train_sampling_strategy="group_by_length"),
     "clipped_adam": lambda: language_model(optim="adamw_torch", learning_rate=1e-3, max_grad_norm=0.5, **TWO),
-    "empty_cache": lambda: language_model(torch_empty_cache_steps=2, include_num_input_tokens_seen="non_padding"),
 }
 
 
