@@ -208,10 +208,22 @@ def _install_flag(module: ModuleType) -> None:
     try:
         if module.__name__ == ACCELERATOR:
             importlib.import_module("lightning_hetero.accelerate.flag").install(module)
+        elif getattr(module.__spec__, "_initializing", False):
+            module.__class__ = _Executed
         else:
             importlib.import_module("lightning_hetero.transformers").adapt()
     except Exception:  # both are of any version; see boot()
         log.warning("%s is set, and has no effect: %s could not be hooked.", FLAG, module.__name__, exc_info=True)
+
+
+class _Executed(ModuleType):
+    """The module of ``Trainer`` while it is executed: it is hooked when ``Trainer`` is first taken from it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "Trainer":
+            self.__class__ = ModuleType  # type: ignore[assignment]
+            _install_flag(self)
+        return ModuleType.__getattribute__(self, name)
 
 
 def _construct(strategy: str, *args: Any, **kwargs: Any) -> Any:

@@ -64,6 +64,12 @@ def test_table_and_cases_name_the_same_rows():
     assert set(ROWS.values()) == set(STATUSES)
 
 
+def test_what_is_refused_shows_the_lines_to_change():
+    for feature, status, advice in TABLE[2:]:
+        if status == "refused":
+            assert re.search(r"\*\*\d lines?\*\*: .*`.+`", advice), f"{feature}: how many lines, and which?"
+
+
 class Model(Regressor):
     """Counts validations and test batches besides."""
 

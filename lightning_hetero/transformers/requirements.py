@@ -1,4 +1,4 @@
-"""Check of the arguments of a trainer: what cannot be uneven is refused by its name, with the way out."""
+"""Requirements on a trainer's arguments: what cannot be uneven is refused by its name, with the way out."""
 
 from typing import Any
 
@@ -40,6 +40,8 @@ def check_trainer(args: Any, model: Any, plugin: HeteroPlugin) -> None:
         "average of the workers. Leave it out, and divide the total by the number of workers": (
             getattr(loaders, "split_batches", None) is True
         ),
+        f"num_generations={getattr(args, 'num_generations', None)}: trainers that generate what they train on, as GRPO "
+        f"and RLOO, compare rewards over equal batches. {away}": getattr(args, "num_generations", None) is not None,
         f"max_total_batch_size={plugin.max_total_batch_size}: Trainer fixes the number of steps, and the learning "
         "rates of all of them, before the first one, and a total that moves would change it. Leave it out": (
             plugin.max_total_batch_size is not None

@@ -240,3 +240,13 @@ class TestOwnScripts:
         assert through == pytest.approx(single, rel=tolerance)
         assert resumed == pytest.approx(single, rel=tolerance)
         assert json.loads((tmp_path / "e.json").read_text())["eval_loss"] > 0
+
+
+def test_the_flag_adapts_a_script_that_imports_transformers_first():
+    """Transformers itself then imports torch, and with it our hook, while its module is not executed to its end."""
+    code = "from transformers import Trainer; print('RESULT', [base.__name__ for base in Trainer.__mro__])"
+    paths = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "ACCELERATE_USE_HETERO": "true"}
+    done = subprocess.run([sys.executable, "-c", code], env=paths, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "HeteroTrainer" in done.stdout
+    assert "has no effect" not in done.stdout + done.stderr
