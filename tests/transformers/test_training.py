@@ -1,6 +1,8 @@
 """A training by Trainer on unequal ranks: plans, logs, evaluation, checkpoints, and what is refused."""
 
+import io
 import json
+import logging
 import time
 from pathlib import Path
 
@@ -55,6 +57,16 @@ def test_a_decision_changes_the_next_batches(accumulation):
     logged = [entry for entry in first["history"] if "hetero/step_time" in entry]
     assert [entry["hetero/total_batch_size"] for entry in logged] == [16] * len(logged) != []
     assert json.loads(json.dumps(logged)) == logged  # as in trainer_state.json
+
+
+def test_given_sizes_are_the_total():
+    def run(rank):
+        trainer = trainer_of((2, 9), 8, max_steps=6)  # 8 is not their sum
+        return trained(trainer), trainer.get_total_train_batch_size(trainer.args)
+
+    result, total = run_ranks(run, 2)[0]
+    assert total == 11
+    assert result["epoch"] == pytest.approx(1.5)  # 42 samples in 4 steps
 
 
 # checkpoints
@@ -136,6 +148,8 @@ def test_evaluation_is_that_of_one_process(tmp_path):
         return {"right": float((chosen == predicted.label_ids).mean()), "number": len(chosen)}
 
     def run(rank):
+        told = io.StringIO()
+        logging.getLogger("lightning_hetero").addHandler(logging.StreamHandler(told))
         often = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
         best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "per_device_eval_batch_size": 4}
         args = arguments(8, (2, 6), output_dir=str(tmp_path), **often, **best)
@@ -147,6 +161,7 @@ def test_evaluation_is_that_of_one_process(tmp_path):
         predictions = trainer.predict(labelled(23))
         keys = ("eval_loss", "eval_right", "eval_number")
         evaluations = [[entry[key] for key in keys] for entry in result["history"] if "eval_loss" in entry]
+        assert "taken for an evaluation's" not in told.getvalue()  # Trainer has said so
         return result, [before["eval_loss"], *map(tuple, evaluations)], predictions.predictions
 
     one, two = run_ranks(run, 1)[0], run_ranks(run, 2)[0]

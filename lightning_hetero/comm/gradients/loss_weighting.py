@@ -173,7 +173,8 @@ class LossWeighting:
             f"the model was given {COUNTED}: a loss that is divided by it must not be weighted once more, as {given} "
             "does. If the model divides by it and all ranks count together, as transformers' Trainer does by default "
             "(average_tokens_across_devices=True), set loss_reduction='sum'. If the model does not use it, as some "
-            "with a head for classification, set model.accepts_loss_kwargs = False, so that Trainer leaves it out."
+            "with a head for classification, set model.accepts_loss_kwargs = False, so that Trainer leaves it out. "
+            "lightning_hetero.transformers.HeteroTrainer does all of this by itself."
         )
 
 

@@ -151,3 +151,30 @@ def test_a_loss_after_a_reset_belongs_to_no_batch():
     assert weighting.scale(loss) == 1.5
     weighting.reset()
     assert weighting.scale(loss) is loss
+
+
+def test_counts_of_a_front_end():
+    """Where the settings name none: ``None`` stands for samples, and a batch that is selected has its own weight."""
+    weighting = LossWeighting(HeteroConfig(), 1, CPU)
+    weighting.hold_several()
+    weighting.count_with(lambda batch: None if batch is other else len(batch))
+    batch, other = torch.ones(3, 2), torch.ones(5, 2)
+    weighting.begin(4, 4, batch)
+    weighting.begin(0, 4, other)
+    found = weighting.trace.find(batch)
+    assert found is not None
+    assert float(weighting.select(batch)) == 1.0
+    assert not found.idle
+    assert float(weighting.select(other)) == 0.0
+    assert weighting.trace.find(other).idle
+    assert weighting.trace.find(torch.ones(3, 2)) is None
+    assert weighting.trace.check is None
+
+
+def test_counts_of_a_front_end_go_behind_the_settings():
+    for config in (HeteroConfig(weight_fn=len), HeteroConfig(loss_reduction="sum")):
+        weighting = LossWeighting(config, 2, CPU)
+        weighting.count_with(lambda batch: 1 / 0)
+        assert weighting.trace.check is None
+    weighting.begin(3, 8, None, (3, 5))
+    assert float(weighting.scale(torch.tensor(2.0))) == 2.0
