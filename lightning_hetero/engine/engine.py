@@ -71,7 +71,7 @@ class HeteroEngine(EngineData):
             self.weighting.begin_counted(data.own.rows_at(epoch, step), batch)
             return data.own.rows_at(epoch, step)
         share = data.sampler.step_at(epoch, step)
-        own = share.own(self.control.rank)
+        own = share.sizes[self.control.rank] if share.sizes else share.counted
         if self.noise is not None:
             self.noise.begin_step(share.sizes or self._counted_noise())
         size = own if share.planned is None or not share.work else share.planned
