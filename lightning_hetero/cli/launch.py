@@ -29,6 +29,7 @@ from lightning_hetero.accelerate.plugin import (
 )
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.policies import NAMED
+from lightning_hetero.frontend.log import log
 
 __all__ = ["devices", "hetero_environment", "main", "read_config"]
 
@@ -62,6 +63,10 @@ HELP = {
 GROUP = "Unequal workers"
 OTHER_TRAININGS = ("tpu", "tpu_use_cluster", "use_deepspeed", "use_fsdp", "use_megatron_lm")
 """Accelerate's flags for other kinds of training, for which HeteroAccelerator raises its own error."""
+NO_ENTRY_POINT = (
+    "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1: torch does not call lightning-hetero, and Accelerator() stays a plain one "
+    "in a script that imports nothing of ours. Unset the variable, or begin the script with `import lightning_hetero`."
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,6 +86,8 @@ def main(argv: Sequence[str]) -> int:
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     os.environ.update(environment)
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        log.warning(NO_ENTRY_POINT)
     _start_cpu_workers(args, config)
     with _config_file(config) as path:
         args.config_file = path

@@ -1,9 +1,10 @@
 """Run one of Accelerate's example scripts as it is, on small local data and a tiny model; used by ``examples.py``.
 
-What the scripts would download comes from here: data sets, a tokenizer, models of random weights without dropout, a
-metric. Learning rates are constant, since warm-ups are counted in steps of one process. With ``REFERENCE=W`` the
-training loader's batch is ``W`` times as large: one process then takes the total batch of ``W`` processes. Loaders that
-shuffle get a generator, since one process and several draw the seed of theirs from different random numbers.
+What the scripts would download comes from here: data sets, pictures, a tokenizer, models of random weights without
+dropout, a metric, and stand-ins for the packages timm, torchvision and schedulefree. Learning rates are constant, since
+warm-ups are counted in steps of one process. With ``REFERENCE=W`` the training loader's batch is ``W`` times as large:
+one process then takes the total batch of ``W`` processes. Loaders that shuffle get a generator, since one process and
+several draw the seed of theirs from different random numbers.
 """
 
 import json
@@ -83,6 +84,70 @@ def _made(cls, config):
     return from_pretrained
 
 
+def _pictures():
+    """Stand-ins for torchvision's transforms and timm's models, and a folder of pictures."""
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    def to_tensor(picture):
+        return torch.from_numpy(np.asarray(picture, dtype=np.float64) / 255).permute(2, 0, 1)
+
+    class Network(torch.nn.Module):
+        def __init__(self, num_classes):
+            super().__init__()
+            self.body, self.head = torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(4, num_classes)
+            self.default_cfg = {"mean": (0.5, 0.5, 0.5), "std": (0.2, 0.2, 0.2)}
+
+        def get_classifier(self):
+            return self.head
+
+        def forward(self, x):
+            return self.head(self.body(x).tanh().mean((2, 3)))
+
+    vision, transforms, timm = (types.ModuleType(name) for name in ("torchvision", "torchvision.transforms", "timm"))
+    transforms.Compose = lambda steps: lambda x: [x := step(x) for step in steps][-1]
+    transforms.RandomResizedCrop = transforms.Resize = lambda *args, **kwargs: lambda picture: picture
+    transforms.ToTensor = lambda: to_tensor
+    timm.create_model = lambda *args, num_classes, **kwargs: _made(Network, num_classes)()
+    sys.modules.update({"torchvision": vision, "torchvision.transforms": transforms, "timm": timm})
+    folder = Path(os.environ["PICTURES"])
+    if not folder.exists():
+        folder.mkdir()
+        draw = np.random.default_rng(0)
+        for i in range(175):
+            label = i % 3
+            Image.fromarray((draw.integers(0, 128, (8, 8, 3)) + 40 * label).astype("uint8")).save(
+                folder / f"kind{label}_{i}.jpg"
+            )
+
+
+def _schedule_free():
+    """A stand-in for the package: AdamW with the two modes that its optimizers have."""
+    import accelerate.utils
+    import torch
+
+    class AdamWScheduleFree(torch.optim.AdamW):
+        def __init__(self, parameters, lr, warmup_steps):
+            super().__init__(parameters, lr=lr)
+
+        def train(self):
+            self.stepping = True
+
+        def eval(self):
+            self.stepping = False
+
+        def step(self, closure=None):
+            if not self.stepping:
+                raise RuntimeError("step() in evaluation mode")
+            return super().step(closure)
+
+    package = types.ModuleType("schedulefree")
+    package.AdamWScheduleFree = AdamWScheduleFree
+    sys.modules["schedulefree"] = package
+    accelerate.utils.is_schedulefree_available = lambda: True
+
+
 def _stub():
     import datasets
     import torch
@@ -106,6 +171,9 @@ def _stub():
         transformers.BertForSequenceClassification, bert
     )
     transformers.AutoModelForCausalLM.from_pretrained = _made(transformers.LlamaForCausalLM, llama)
+    torch.optim.lr_scheduler.OneCycleLR = lambda optimizer, **kwargs: transformers.get_constant_schedule(optimizer)
+    _schedule_free()
+    _pictures()
     constant = transformers.optimization.get_constant_schedule
     transformers.optimization.get_linear_schedule_with_warmup = lambda optimizer, *args, **kwargs: constant(optimizer)
     before, times = torch.utils.data.DataLoader.__init__, int(os.environ.get("REFERENCE", "1"))

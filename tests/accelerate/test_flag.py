@@ -17,6 +17,7 @@ from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DistributedType
 
 from lightning_hetero.accelerate import HeteroAccelerator, flag
+from lightning_hetero.core import BatchPlan
 from tests.helpers import collected, run_ranks
 
 SCRIPTS = Path(__file__).parent / "flag_scripts"
@@ -52,6 +53,8 @@ CASES = {
     "checkpointing": {},
     "tracking": {},
     "folds": {},
+    "denoiser": {},
+    "hooked": {},
     "largest_batch": {},
     "tokens": {"ACCELERATE_HETERO_LOSS_REDUCTION": "sum"},
 }
@@ -138,6 +141,45 @@ def test_an_invalid_flag_is_an_error_where_an_accelerator_is_made_and_not_before
     assert "ACCELERATE_USE_HETERO='perhaps'" in python(code, **{FLAG: "perhaps"})
 
 
+LATE = """
+import torch
+from accelerate import Accelerator
+plain = Accelerator(cpu=True)
+import lightning_hetero
+assert type(plain) is Accelerator
+print(type(Accelerator()).__name__)
+"""
+
+
+def test_without_the_entry_point_an_import_of_ours_installs_the_hook_and_tells_of_accelerators_before():
+    said = python(LATE, **ON, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert "FlagAccelerator" in said
+    assert "an Accelerator was made before lightning-hetero could see it" in said
+
+
+LAUNCHED = """
+import torch
+from accelerate import Accelerator, debug_launcher
+
+def train():
+    accelerator = Accelerator()
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(torch.arange(16.0), batch_size=4, shuffle=True)
+    loader = accelerator.prepare(model, optimizer, loader)[2]
+    print(accelerator.process_index, [len(batch) for batch in loader], flush=True)
+
+debug_launcher(train, num_processes=2)
+"""
+
+
+def test_a_launcher_of_functions_hands_the_flag_on():
+    sizes = {"ACCELERATE_HETERO_LOCAL_BATCH_SIZES": "6,2", "GLOO_SOCKET_IFNAME": "lo"}
+    said = python(LAUNCHED, **ON, **sizes)
+    assert "0 [6, 6]" in said
+    assert "1 [2, 2]" in said
+
+
 # what an accelerator becomes
 
 
@@ -158,12 +200,12 @@ def kinds(rank):
     loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
     loader = theirs.prepare(model, optimizer, loader)[2]
     sizes = [len(batch[0]) for batch in loader]
-    copy = pickle.loads(pickle.dumps(Accelerator()))
+    copy, others = (pickle.loads(pickle.dumps(one)) for one in (Accelerator(), theirs))
     return (
         [isinstance(one, HeteroAccelerator) and isinstance(one, Accelerator) for one in (first, second, theirs)],
         isinstance(theirs, Others) and theirs.extra == 4,
         sizes,
-        type(copy).__name__,
+        (type(copy).__name__, type(others) is type(theirs), others.extra),
         second.hetero_session is None,
     )
 
@@ -174,8 +216,44 @@ def test_accelerators_of_scripts_and_of_libraries_become_uneven():
         assert uneven == [True, True, True]
         assert theirs
         assert sizes == [(6, 2)[rank]] * 2
-        assert copied == "FlagAccelerator"
+        assert copied == ("FlagAccelerator", True, 4)
         assert postponed, "a further accelerator begins no session before something is prepared with it"
+
+
+def decided(rank):
+    flag.install(accelerate.accelerator)
+    accelerator = Accelerator()
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.ones(32, 1))
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    sizes = []
+    for step, (x,) in enumerate(loader):
+        sizes.append(len(x))
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+        if step == 1:
+            accelerator.adopt(BatchPlan((7, 1)))
+    return sizes
+
+
+def test_a_decision_changes_the_batches_that_follow():
+    sizes = run_ranks(decided, 2, env=ON)
+    assert sizes == [[4, 4, 7, 7], [4, 4, 1, 1]]
+
+
+def one_rank_alone(rank):
+    flag.install(accelerate.accelerator)
+    accelerator = Accelerator()
+    if rank == 0:
+        assert Accelerator().is_main_process
+    accelerator.wait_for_everyone()
+    return accelerator.gather(torch.ones(rank + 1)).sum().item()
+
+
+def test_one_rank_may_make_a_further_accelerator_by_itself():
+    assert run_ranks(one_rank_alone, 2, env=ON) == [3.0, 3.0]
 
 
 def alone(rank):

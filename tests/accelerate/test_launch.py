@@ -261,6 +261,17 @@ def test_config_asks_and_launch_reads_it(tmp_path, monkeypatch, capsys, started)
     assert os.environ["ACCELERATE_HETERO_POLICY"] == "even"
 
 
+def test_launch_says_when_torch_will_not_call_us(monkeypatch, caplog, started):
+    monkeypatch.setattr("lightning_hetero.frontend.log.log.propagate", True)
+    launch = ["launch", "--multi_gpu", "--num_processes", "2", "--cpu", "script.py"]
+    cli.main(launch)
+    assert "AUTOLOAD" not in caplog.text
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    cli.main(launch)
+    assert len(started) == 2
+    assert "Accelerator() stays a plain one" in caplog.text
+
+
 def test_config_of_several_machines_and_compression(tmp_path, monkeypatch, capsys, started):
     path = tmp_path / "config.yaml"
     machines = ("4", "3", "2", "2", "1", "", "10.0.0.7", "99999", "29511")
