@@ -88,6 +88,7 @@ def _pictures():
     """Stand-ins for torchvision's transforms and timm's models, and a folder of pictures."""
     import numpy as np
     import torch
+    import torchmetrics  # noqa: F401 - looks for the real torchvision, once
     from PIL import Image
 
     def to_tensor(picture):
@@ -173,7 +174,6 @@ def _stub():
     transformers.AutoModelForCausalLM.from_pretrained = _made(transformers.LlamaForCausalLM, llama)
     torch.optim.lr_scheduler.OneCycleLR = lambda optimizer, **kwargs: transformers.get_constant_schedule(optimizer)
     _schedule_free()
-    _pictures()
     constant = transformers.optimization.get_constant_schedule
     transformers.optimization.get_linear_schedule_with_warmup = lambda optimizer, *args, **kwargs: constant(optimizer)
     before, times = torch.utils.data.DataLoader.__init__, int(os.environ.get("REFERENCE", "1"))
@@ -192,6 +192,8 @@ if __name__ == "__main__":
     script, result = sys.argv[1], sys.argv[2]
     sys.argv = [script, *sys.argv[3:]]
     _stub()
+    if "cv" in Path(script).stem:
+        _pictures()
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")
     if os.environ.get("RANK", "0") == "0":

@@ -234,13 +234,13 @@ def decided(rank):
         accelerator.backward(model(x).mean())
         optimizer.step()
         if step == 1:
-            accelerator.adopt(BatchPlan((7, 1)))
+            accelerator.adopt(BatchPlan(8, (7, 1)))
     return sizes
 
 
 def test_a_decision_changes_the_batches_that_follow():
     sizes = run_ranks(decided, 2, env=ON)
-    assert sizes == [[4, 4, 7, 7], [4, 4, 1, 1]]
+    assert sizes == [[4, 4, 4, 7], [4, 4, 4, 1]], "Accelerate draws a batch ahead of the running one"
 
 
 def one_rank_alone(rank):
