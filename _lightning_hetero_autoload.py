@@ -211,7 +211,8 @@ def _install_flag(module: ModuleType) -> None:
         elif getattr(module.__spec__, "_initializing", False):
             module.__class__ = _Executed
         else:
-            importlib.import_module("lightning_hetero.transformers").adapt()
+            package = importlib.import_module("lightning_hetero.transformers")
+            getattr(package, "adapt", lambda: None)()  # while it is imported, it does so at its own end
     except Exception:  # both are of any version; see boot()
         log.warning("%s is set, and has no effect: %s could not be hooked.", FLAG, module.__name__, exc_info=True)
 

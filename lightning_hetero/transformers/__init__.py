@@ -9,7 +9,9 @@ if missing:
     )
 
 from lightning_hetero.transformers.arguments import HeteroTrainingArguments, hetero_arguments  # noqa: E402
-from lightning_hetero.transformers.flag import adapt, restore  # noqa: E402
+from lightning_hetero.transformers.flag import adapt, adapt_if_switched_on, restore  # noqa: E402
 from lightning_hetero.transformers.trainer import HeteroTrainer, hetero_trainer  # noqa: E402
 
 __all__ = ["HeteroTrainer", "HeteroTrainingArguments", "adapt", "hetero_arguments", "hetero_trainer", "restore"]
+
+adapt_if_switched_on()  # Transformers' Trainer may have been imported by this package first

@@ -1,13 +1,15 @@
 """Trainers by the switch alone: ``transformers.Trainer`` is replaced by one for unequal workers, and put back."""
 
+import os
 import sys
 from typing import Any
 
 import transformers.trainer as module
 
+from lightning_hetero.accelerate.plugin import SWITCH
 from lightning_hetero.transformers.trainer import HeteroTrainer
 
-__all__ = ["adapt", "restore"]
+__all__ = ["adapt", "adapt_if_switched_on", "restore"]
 
 LAZY = "transformers"  # keeps Trainer once it was asked for
 
@@ -28,6 +30,12 @@ def adapt() -> None:
     if not issubclass(original, HeteroTrainer):
         same = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
         _put(type(original.__name__, (HeteroTrainer,), same))
+
+
+def adapt_if_switched_on() -> None:
+    """Adapt if ``ACCELERATE_USE_HETERO`` is set and not false; a text that is neither is an error of the trainer."""
+    if os.environ.get(SWITCH, "").strip().lower() not in ("", "false", "0", "no", "off"):
+        adapt()
 
 
 def restore() -> None:

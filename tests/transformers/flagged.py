@@ -1,18 +1,12 @@
-"""Run a script as ``ACCELERATE_USE_HETERO`` runs it: with Transformers adapted before the script imports anything.
+"""Run one of Transformers' own scripts offline: its tokenizers and models are tiny and random."""
 
-``python flagged.py script.py ...``; with ``OFFLINE=1``, tokenizers and models are tiny and random.
-"""
-
-import os
 import runpy
 import sys
 
 import torch
-import transformers.trainer  # noqa: F401 - the flag adapts it when it is imported
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from lightning_hetero.transformers import adapt
 from tests.transformers.runs import llama
 
 
@@ -27,10 +21,7 @@ def tokenizer(*args, **kwargs):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if os.environ.get("ACCELERATE_USE_HETERO", "false") == "true":
-        adapt()
-    if os.environ.get("OFFLINE"):
-        AutoTokenizer.from_pretrained = tokenizer
-        AutoModelForCausalLM.from_pretrained = lambda *args, **kwargs: llama(longest=128)
+    AutoTokenizer.from_pretrained = tokenizer
+    AutoModelForCausalLM.from_pretrained = lambda *args, **kwargs: llama(longest=128)
     script, sys.argv = sys.argv[1], sys.argv[1:]
     runpy.run_path(script, run_name="__main__")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 import transformers.trainer as module
 
 import lightning_hetero.transformers
 from lightning_hetero.transformers import HeteroTrainer, adapt, restore
+from lightning_hetero.transformers.flag import adapt_if_switched_on
 from tests.accelerate.test_launch import BIN, execute
 from tests.helpers import free_port
 
@@ -52,12 +52,20 @@ def put_back():
     restore()
 
 
+def imported():
+    """The name as a script gets it."""
+    from transformers import Trainer
+
+    return Trainer
+
+
 def test_adapting_is_undone(put_back):
-    original = transformers.Trainer
+    original = imported()
     assert original is module.Trainer
     adapt()
-    mine = transformers.Trainer
-    assert mine is module.Trainer is not original
+    mine = imported()
+    assert mine is module.Trainer
+    assert mine is not original
     adapt()
     assert module.Trainer is mine
     assert issubclass(mine, HeteroTrainer)
@@ -65,12 +73,21 @@ def test_adapting_is_undone(put_back):
     names = ("__name__", "__qualname__", "__module__", "__doc__")
     assert [getattr(mine, name) for name in names] == [getattr(original, name) for name in names]
     assert inspect.signature(mine) == inspect.signature(original)
-    derived = type("Derived", (transformers.Trainer,), {})
+    derived = type("Derived", (mine,), {})
     assert lightning_hetero.transformers.hetero_trainer(derived) is derived
     restore()
-    assert transformers.Trainer is module.Trainer is original
+    assert imported() is module.Trainer is original
     restore()
     assert module.Trainer is original
+
+
+def test_the_switch_adapts_an_import_of_ours(put_back, monkeypatch):
+    """As when our package is what imports Transformers first."""
+    for text, adapted in (("", False), ("off", False), ("maybe", True), ("true", True)):
+        monkeypatch.setenv("ACCELERATE_USE_HETERO", text)
+        adapt_if_switched_on()
+        assert issubclass(module.Trainer, HeteroTrainer) == adapted
+        restore()
 
 
 def test_an_import_changes_nothing():
@@ -131,6 +148,28 @@ def test_canaries_of_the_source(where, text):
     assert text in source, f"lightning_hetero/transformers relies on this in transformers.Trainer.{where}: {text}"
 
 
+ORDERS = (
+    "from transformers import Trainer",  # which imports torch, and so the hook, in its own module
+    "import torch; from transformers import Seq2SeqTrainer as Trainer",
+    "from trl import SFTTrainer as Trainer",
+)
+
+
+@pytest.mark.parametrize("first", ORDERS)
+def test_the_switch_adapts_whatever_is_imported_first(first):
+    code = (
+        f"{first}\nimport sys\nmodule = sys.modules['transformers.trainer']\n"
+        "print([cls.__module__ for cls in Trainer.__mro__], type(module).__name__)"
+    )
+    for flag, adapted in (("true", True), ("", False))[: 1 + (first == ORDERS[0])]:
+        code_of_exit, output = execute(
+            sys.executable, "-W", "ignore", "-c", code, PYTHONPATH=str(HERE.parents[1]), ACCELERATE_USE_HETERO=flag
+        )
+        assert code_of_exit == 0, output
+        assert ("lightning_hetero.transformers.trainer" in output) == adapted, output
+        assert output.splitlines()[-1].endswith("] module"), output
+
+
 def result_of(output):
     return json.loads(next(line for line in output.splitlines() if line.startswith("RESULT")).removeprefix("RESULT"))
 
@@ -143,7 +182,7 @@ def test_an_unchanged_script_is_launched(tmp_path):
     launch = [BIN / "lightning-hetero", "launch", "--cpu", "--num_processes", "2", "--main_process_port", free_port()]
     launch += ["--hetero_local_batch_sizes", "2,6"]
     options = [text for name, value in OPTIONS.items() for text in (f"--{name}", value)]
-    common = [FLAGGED, script, "--output_dir", tmp_path / "out", "--use_cpu", *options]
+    common = [script, "--output_dir", tmp_path / "out", "--use_cpu", *options]
     common += ["--per_device_train_batch_size"]
     code, output = execute(*launch, *common, 4, **paths)
     assert code == 0, output
@@ -160,7 +199,7 @@ def test_an_unchanged_script_is_launched(tmp_path):
 def own(script, folder, *options, processes=2, flag="true", **environment):
     """Run a script of Transformers' own distributed tests on CPUs; it must succeed."""
     launch = [BIN / "torchrun", "--nnodes=1", f"--nproc_per_node={processes}", f"--master_port={free_port()}"]
-    paths = {"PYTHONPATH": str(HERE.parents[1]), "OFFLINE": "1"}
+    paths = {"PYTHONPATH": str(HERE.parents[1])}
     arguments = [FLAGGED, Path(SCRIPTS) / f"{script}.py", "--output_dir", folder, *options]
     code, output = execute(*launch, *arguments, **paths, ACCELERATE_USE_HETERO=flag, **environment)
     assert code == 0, output
