@@ -150,8 +150,7 @@ def test_canaries_of_the_source(where, text):
 
 ORDERS = (
     "from transformers import Trainer",  # which imports torch, and so the hook, in its own module
-    "import torch; from transformers import Seq2SeqTrainer as Trainer",
-    "from trl import SFTTrainer as Trainer",
+    "import torch; from trl import SFTTrainer as Trainer",
 )
 
 
