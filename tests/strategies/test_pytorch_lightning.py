@@ -40,7 +40,7 @@ def whole(parameter):
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
-def _fit(rank, strategy, world_size, batch_size, ckpt_path=None, folder=None, max_epochs=EPOCHS):
+def _fit(rank, strategy, world_size, batch_size, ckpt_path=None, folder=None, max_epochs=EPOCHS, **options):
     if isinstance(strategy, dict):
         from lightning_hetero.strategies.pytorch_lightning_ddp import HeteroDDPStrategy
 
@@ -54,6 +54,7 @@ def _fit(rank, strategy, world_size, batch_size, ckpt_path=None, folder=None, ma
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     )
     model = Module()
     loaders = DataLoader(Points(N), batch_size, shuffle=True), DataLoader(Points(8), 4)
@@ -95,8 +96,8 @@ def test_resumes_from_its_checkpoint(tmp_path, kind):
 
 
 def _bad(rank):
-    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="Give it a batch_size"):
-        _fit(rank, "hetero_ddp", 2, None)
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="shard='mine'"):
+        _fit(rank, "hetero_ddp", 2, 4, use_distributed_sampler=False)
 
 
 def test_errors_are_those_of_the_namespace():
