@@ -14,3 +14,4 @@ KERNELS = {
 collect_ignore = [
     f"lightning_hetero/{folder}" for needed, folders in KERNELS.items() if not find_spec(needed) for folder in folders
 ]
+collect_ignore.append("tests/accelerate/flag_scripts")  # scripts, which tests run

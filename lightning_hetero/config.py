@@ -36,10 +36,6 @@ class HeteroConfig:
         max_local_batch_sizes: most samples of a rank (memory), one number or one per rank.
         weight_fn: returns the number of items (tokens, pixels) that the mean loss of a batch averages over:
             ``weight_fn(batch) -> number``.
-        cost_fn: divides each global batch by the cost of its samples (tokens) in place of their number:
-            ``cost_fn(sample) -> float`` above 0, called once for each sample of the dataset, or ``cost_fn(index)`` if
-            its first argument is named ``index``. ``"auto"`` takes the lengths of token lists where they can be read
-            without loading samples; ``None`` divides by number.
         replan: interval of sync rounds, in which ranks reconsider the plan: ``"auto"`` (at each epoch, and within it as
             often as costs at most 0.5 % of the training time), ``"epoch"``, or a number of optimizer steps.
         hysteresis: least predicted gain, as a share of the step time, for which the plan changes, 0 to 1. By default
@@ -79,6 +75,11 @@ class HeteroConfig:
         slice_fn: returns rows of a batch, ``slice_fn(batch, start, stop)``, where the dataset yields whole batches
             (``batch_size=None``); by default along the first dimension of all tensors.
         concat_fn: puts parts of such batches together, ``concat_fn(parts)``; by default along the first dimension.
+        cost_fn: divides each global batch by the cost of its samples (tokens) in place of their number:
+            ``cost_fn(sample) -> float`` above 0, called once for each sample of the dataset, or ``cost_fn(index)`` if
+            its first argument is named ``index``. ``"tokens"`` takes the lengths of token lists where they can be read
+            without loading samples, and ``"auto"`` the same if ``weight_fn`` counts what the loss is a mean of and no
+            other setting needs numbers of samples; ``None`` divides by number.
 
     Raises:
         TypeError: if a value has the wrong type.
@@ -95,7 +96,6 @@ class HeteroConfig:
     min_local_batch_size: int | None = None
     max_local_batch_sizes: int | Sequence[int] | None = None
     weight_fn: Callable[[Any], Any] | None = None
-    cost_fn: Callable[..., Any] | str | None = None
     replan: str | int = "auto"
     hysteresis: float | None = None
     change_cost: float | None = None
@@ -115,6 +115,7 @@ class HeteroConfig:
     batch_sampler: str = "per_rank"
     slice_fn: Callable[[Any, int, int], Any] | None = None
     concat_fn: Callable[[list[Any]], Any] | None = None
+    cost_fn: Callable[..., Any] | str | None = "auto"
 
     def __post_init__(self) -> None:
         if self.policy is not None:
@@ -159,11 +160,12 @@ class HeteroConfig:
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False.")
 
     def _check_cost(self) -> None:
-        if self.cost_fn is None:
+        if self.cost_fn in (None, "auto"):
             return
-        if self.cost_fn != "auto" and not callable(self.cost_fn):
+        if self.cost_fn != "tokens" and not callable(self.cost_fn):
             raise TypeError(
-                f"cost_fn={self.cost_fn!r} must be a function of the sample (or of its index), 'auto', or None."
+                f"cost_fn={self.cost_fn!r} must be a function of the sample (or of its index), 'tokens', 'auto', or "
+                "None."
             )
         for name in ("max_total_batch_size", "noise_scale"):
             if getattr(self, name):

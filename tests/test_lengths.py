@@ -128,7 +128,7 @@ def _language_model(rank, settings, seconds=0.0, **kwargs):
 
 
 def test_padded_language_model_equals_one_process():
-    settings = {"cost_fn": "auto", "weight_fn": tokens, "local_batch_sizes": (8, 4)}
+    settings = {"cost_fn": "tokens", "weight_fn": tokens, "local_batch_sizes": (8, 4)}
     results = run_ranks(_language_model, 2, settings, env={"OMP_NUM_THREADS": "1"})
     every_sample_once(results)
     model, grads = language_model(), []
@@ -145,7 +145,7 @@ def test_padded_language_model_equals_one_process():
 
 
 def _learns(rank):
-    settings = {"cost_fn": "auto", "weight_fn": tokens, "replan": 10}
+    settings = {"weight_fn": tokens, "replan": 10}
     return _language_model(rank, settings, seconds=5e-5, max_epochs=6)
 
 
@@ -187,28 +187,64 @@ def test_a_cost_that_is_none_is_an_error_on_all_ranks(cost, message):
     assert all(message in str(one) for one in outcome), outcome
 
 
+VARIED = [{"input_ids": [1] * (1 + i)} for i in range(4)]
+
+
 @pytest.mark.parametrize(
-    ("dataset", "why"),
+    ("settings", "dataset", "why"),
     [
-        (list("abcd"), "cannot be read without loading"),
-        ([{"input_ids": [1, 2]}] * 4, "all samples have the same length"),
+        ({"cost_fn": "tokens"}, list("abcd"), "cannot be read without loading"),
+        ({"cost_fn": "tokens"}, [{"input_ids": [1, 2]}] * 4, "all samples have the same length"),
+        ({"weight_fn": tokens}, list("abcd"), "cannot be read without loading"),
+        ({}, VARIED, "it is not known whether the loss is a mean over tokens"),
+        ({"weight_fn": tokens, "local_batch_sizes": [3, 1]}, VARIED, "are numbers of samples"),
+        ({"weight_fn": tokens, "noise_scale": True}, VARIED, "shares that are drawn at random"),
     ],
 )
-def test_auto_says_why_it_divides_by_number(dataset, why):
-    (first, said), (second, nothing) = run_ranks(_engine, 2, {"cost_fn": "auto"}, dataset)
+def test_a_division_by_number_says_why(settings, dataset, why):
+    (first, said), (second, nothing) = run_ranks(_engine, 2, settings, dataset)
     assert not first
     assert not second
     assert any(why in line for line in said)
     assert nothing == []
 
 
+@pytest.mark.parametrize("settings", [{}, {"cost_fn": None, "weight_fn": tokens}])
+def test_a_division_by_number_that_nobody_asks_about_says_nothing(settings):
+    dataset = VARIED if "weight_fn" in settings else list("abcd")
+    (first, said), (second, _) = run_ranks(_engine, 2, settings, dataset)
+    assert not first
+    assert not second
+    assert not [line for line in said if "cost_fn" in line]
+
+
+def test_tokens_are_the_cost_where_they_are_the_weight():
+    (first, said), (second, _) = run_ranks(_engine, 2, {"weight_fn": tokens}, VARIED)
+    assert first
+    assert second
+    assert not [line for line in said if "cost_fn" in line]
+
+
+def _each_its_own(rank, settings):
+    return _engine(rank, settings, [{"input_ids": [1] * (1 + (i + rank) % 4)} for i in range(4)])
+
+
+def test_lengths_that_differ_between_ranks():
+    (first, said), (second, _) = run_ranks(_each_its_own, 2, {"weight_fn": tokens})
+    assert not first
+    assert not second
+    assert any("not the same on all ranks" in line for line in said)
+    outcome = run_ranks(_each_its_own, 2, {"cost_fn": "tokens"}, expect_errors=True)
+    assert all("the costs of the samples (cost_fn)" in str(one) for one in outcome)
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"cost_fn": "tokens"}, TypeError, "'auto'"),
+        ({"cost_fn": "words"}, TypeError, "'auto'"),
         ({"cost_fn": 3}, TypeError, "function of the sample"),
         ({"cost_fn": len, "noise_scale": True}, ValueError, "noise_scale=True"),
-        ({"cost_fn": "auto", "max_total_batch_size": 64}, ValueError, "max_total_batch_size=64"),
+        ({"cost_fn": "tokens", "max_total_batch_size": 64}, ValueError, "max_total_batch_size=64"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings, error, message):

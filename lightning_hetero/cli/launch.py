@@ -40,7 +40,7 @@ HELP = {
     "min_local_batch_size": "fewest samples of a worker",
     "max_local_batch_sizes": "most samples of a worker, one number or one per worker",
     "weight_fn": "module:function that counts what the mean loss of a batch is a mean of",
-    "cost_fn": "auto (lengths of token lists), or module:function that gives the cost of a sample",
+    "cost_fn": "auto, tokens (lengths of token lists), or module:function that gives the cost of a sample",
     "batch_sampler": "what a batch of your own batch sampler is: per_rank or global",
     "slice_fn": "module:function(batch, start, stop) that returns rows of a batch (batch_size=None)",
     "concat_fn": "module:function(parts) that puts parts of batches together (batch_size=None)",

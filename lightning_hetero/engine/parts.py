@@ -96,14 +96,15 @@ class EngineParts:
             estimate: returns the running estimate, equal on all ranks; by default there is none.
 
         Raises:
-            ValueError: if batches are divided by cost.
+            ValueError: if batches are to be divided by cost.
         """
-        if collector is not None and self.config.cost_fn is not None:
+        if collector is not None and self.config.cost_fn not in (None, "auto"):
             raise ValueError(
                 "the gradient noise scale compares shares that were drawn at random, and cost_fn gives workers samples "
                 "by their cost. Leave cost_fn or the noise scale (GNSCallback, AdaptiveBatchCallback) out."
             )
         self.noise, self.noise_scale = collector, estimate or (lambda: None)
+        self.data.costs.compare(collector is not None)
 
     # what others read
 

@@ -37,18 +37,13 @@ class StreamData:
         """Check that the settings go with a stream, and that ranks agree on it; a collective call.
 
         Raises:
-            ValueError: if the total batch is to move, or batches are to be divided by cost.
+            ValueError: if the total batch is to move.
             PlanMismatchError: if ranks differ.
         """
         if moves_total(planner) or self._config.max_total_batch_size is not None:
             raise ValueError(
                 f"{type(planner).__name__} moves the total batch up to a share of the data, and the length of a stream "
                 "is not known. Leave max_total_batch_size and AdaptiveBatchCallback out, or use a map-style dataset."
-            )
-        if self._config.cost_fn is not None:
-            raise ValueError(
-                f"cost_fn={self._config.cost_fn!r} divides batches whose samples are known by index, and the training "
-                "data is a stream. Leave cost_fn out, or use a map-style dataset."
             )
         self._control.require_equal("shard and drop_last of the training data", (stream.shard, stream.drop_last))
 

@@ -124,6 +124,7 @@ class TrainingData:
     def shard_stream(self, stream: SampleStream, *, planner: Planner | None, epoch: int) -> StreamSampler:
         """Make this rank's sampler over a loader's stream; a collective call. See :meth:`HeteroEngine.shard_stream`."""
         self.streams.check(stream, planner)
+        self.costs.refuse_unknown("a stream", "use a map-style dataset")
         self.cost_learning = None
         self.batch_size, known = self.streams.measured(stream)
         start = self._begin(self.batch_size * self.control.world_size, planner, epoch)
@@ -154,11 +155,9 @@ class TrainingData:
                 "loaders or of a dataset of batches, which fix it. Leave it out, or give a single DataLoader with a "
                 "batch_size and, for the order, a sampler."
             )
-        if self.config.cost_fn is not None and (loaders.joint or loaders.counted):
-            raise ValueError(
-                f"cost_fn={self.config.cost_fn!r} divides samples that are known by index, and the training data is "
-                "several loaders or a dataset of batches. Leave cost_fn out, or give a single DataLoader of samples."
-            )
+        known = not (loaders.joint or loaders.counted)
+        if not known:
+            self.costs.refuse_unknown("several loaders or a dataset of batches", "give a single DataLoader of samples")
         self.cost_learning = None
         divided = "" if division is None else f", {type(division).__name__} {division.fingerprint():08x}"
         self.control.require_equal("the training data", loaders.describe() + divided)
@@ -168,7 +167,7 @@ class TrainingData:
         self.batch_size = max(1, total // world_size)
         start = self._begin(max(total, world_size), planner, epoch)
         assert self.workers is not None
-        if division is None and self.config.cost_fn is not None:
+        if division is None and known:
             division = self._by_cost(dataset, planner)
         low, high = self.workers.min_local, self.workers.max_local
         sampler = UnitSampler(
@@ -201,20 +200,13 @@ class TrainingData:
 
     def _by_cost(self, dataset: Any, planner: Planner | None) -> CostDivision | None:
         """Return the division by cost that the settings ask for, ``None`` if there is none; a collective call."""
-        costs = self.costs.of(dataset)
-        if costs is None or self.workers is None:
+        costs, workers = self.costs.of(dataset, planner), self.workers
+        if costs is None or workers is None:
             self.cost_learning = None
             return None
-        if moves_total(planner):
-            raise ValueError(
-                f"{type(planner).__name__} changes the total batch by the gradient noise scale, which compares shares "
-                "drawn at random; cost_fn gives workers samples by their cost. Leave one of them out."
-            )
-        workers = self.workers
         division = CostDivision(
             costs, self.costs.first_weights, min_local=workers.min_local, max_local=workers.max_local
         )
-        self.control.require_equal("the costs of the samples (cost_fn)", f"{division.fingerprint():08x}")
         self.cost_learning = CostLearning(division)
         return division
 

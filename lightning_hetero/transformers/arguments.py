@@ -1,5 +1,6 @@
 """Settings of unequal workers among a trainer's arguments: ``--hetero_local_batch_sizes 2,2,2,15``."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache
 from typing import Any
@@ -128,8 +129,17 @@ def plugin_of(args: object, given: HeteroPlugin | None = None) -> HeteroPlugin |
     if settings:
         texts = {name: parsed(name, value) if isinstance(value, str) else value for name, value in settings.items()}
         try:
-            return HeteroPlugin(**texts)
+            return _plugin(texts)
         except (TypeError, ValueError) as error:
             named = [f"--{PREFIX}{name} {settings[name]}" for name in settings if name in str(error)]
             raise type(error)(f"{', '.join(named)}: {error}" if named else str(error)) from error
-    return given if given is not None or not switched_on() else HeteroPlugin()
+    return given if given is not None or not switched_on() else _plugin({})
+
+
+def _plugin(settings: Mapping[str, Any]) -> HeteroPlugin:
+    """Return the plugin; a trainer's losses are weighted by tokens, so that ``"auto"`` is ``"tokens"`` if it can be."""
+    plugin = HeteroPlugin(**settings)
+    needs_numbers = plugin.fixes_split or plugin.noise_scale or plugin.max_total_batch_size is not None
+    if plugin.cost_fn != "auto" or needs_numbers:
+        return plugin
+    return HeteroPlugin(**{**settings, "cost_fn": "tokens"})

@@ -24,7 +24,7 @@ __all__ = ["HeteroTrainer", "hetero_trainer"]
 
 REBALANCED = (
     "train_sampling_strategy='batch_rebalance' gives every worker an equal share of the tokens by itself, so that "
-    "batches do not follow the speeds. Leave it out; cost_fn='auto' divides batches by tokens and speed"
+    "batches do not follow the speeds. Leave it out; cost_fn='tokens' divides batches by tokens and speed"
 )
 
 

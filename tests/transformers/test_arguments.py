@@ -37,6 +37,22 @@ def test_values_and_texts(given):
     )
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"hetero_policy": "pid"}, "tokens"),
+        ({"hetero_cost_fn": "auto"}, "tokens"),
+        ({"hetero_cost_fn": "none"}, None),
+        ({"hetero_local_batch_sizes": "24,12"}, "auto"),
+        ({"hetero_local_batch_sizes": "24,12", "hetero_cost_fn": "tokens"}, "tokens"),
+        ({"hetero_noise_scale": "true"}, "auto"),
+        ({"hetero_max_total_batch_size": 64}, "auto"),
+    ],
+)
+def test_batches_are_divided_by_tokens_unless_a_setting_needs_numbers(settings, expected):
+    assert plugin_of(HeteroTrainingArguments(output_dir="out", **QUIET, **settings)).cost_fn == expected
+
+
 def test_the_environment_gives_what_arguments_leave_open(monkeypatch):
     monkeypatch.setenv("ACCELERATE_HETERO_POLICY", "pid")
     monkeypatch.setenv("ACCELERATE_HETERO_MIN_LOCAL_BATCH_SIZE", "3")

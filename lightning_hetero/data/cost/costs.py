@@ -44,34 +44,59 @@ def known_lengths(dataset: Any) -> Array | None:
         return _of_dicts(dataset)
     for name in ("lengths", "num_tokens"):
         given = getattr(dataset, name, None)
-        if given is not None and not callable(given) and hasattr(given, "__len__") and len(given) == len(dataset):
-            return np.asarray(given, dtype=np.float64)
+        if given is None or callable(given):
+            continue
+        try:
+            numbers = np.asarray(given, dtype=np.float64)
+        except (TypeError, ValueError):
+            continue
+        if numbers.shape == (len(dataset),) and np.isfinite(numbers).all():
+            return numbers
     return None
 
 
 def _of_columns(dataset: Any, names: Sequence[str]) -> Array | None:
     """Read a ``datasets.Dataset`` in its columnar form, so that no sample is decoded."""
     for name in (*LENGTH_COLUMNS, *TOKEN_COLUMNS):
-        if name in names:
-            break
-    else:
-        return None
+        found = _of_column(dataset, name) if name in names else None
+        if found is not None:
+            return found
+    return None
+
+
+def _of_column(dataset: Any, name: str) -> Array | None:
+    """Read one column: numbers, or the lengths of lists; ``None`` if it holds anything else."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     column = dataset.select_columns([name]).with_format("arrow")
     parts: list[Array] = []
     for start in range(0, len(dataset), ROWS_AT_ONCE):
-        for chunk in column[start : start + ROWS_AT_ONCE][name].chunks:
-            values = chunk if name in LENGTH_COLUMNS else chunk.value_lengths()
-            parts.append(values.to_numpy(zero_copy_only=False).astype(np.float64))
-    return np.concatenate(parts) if parts else None
+        values = column[start : start + ROWS_AT_ONCE][name]
+        kind = values.type
+        if name in TOKEN_COLUMNS and not (
+            pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+        ):
+            return None
+        if name in LENGTH_COLUMNS and not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+            return None
+        numbers = pc.list_value_length(values) if name in TOKEN_COLUMNS else values
+        parts.append(np.asarray(numbers.to_numpy(), dtype=np.float64))
+    found = np.concatenate(parts) if parts else np.zeros(0)
+    return found if len(found) and np.isfinite(found).all() else None
 
 
 def _of_dicts(samples: Sequence[Mapping[str, Any]]) -> Array | None:
-    for name in LENGTH_COLUMNS:
-        if name in samples[0]:
-            return np.array([float(sample[name]) for sample in samples])
-    for name in TOKEN_COLUMNS:
-        if hasattr(samples[0].get(name), "__len__"):
-            return np.array([float(len(sample[name])) for sample in samples])
+    for name in (*LENGTH_COLUMNS, *TOKEN_COLUMNS):
+        if name not in samples[0]:
+            continue
+        number: Callable[[Any], float] = float if name in LENGTH_COLUMNS else len
+        try:
+            found = np.array([float(number(sample[name])) for sample in samples])
+            if np.isfinite(found).all():
+                return found
+        except (KeyError, TypeError, ValueError):  # no length: a label for the whole sample, say
+            continue
     return None
 
 

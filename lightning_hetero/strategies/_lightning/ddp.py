@@ -43,7 +43,6 @@ class HeteroDDPMixin(UnevenStepsMixin):
         min_local_batch_size: fewest samples of a worker; default 1, or 2 if the model has batch normalization.
         max_local_batch_sizes: most samples of a worker (memory), one number or one per worker.
         weight_fn: returns the items (tokens, pixels) that a batch's mean loss averages: ``weight_fn(batch) -> number``.
-        cost_fn: cost of a sample by which batches are divided: ``"auto"`` (tokens) or ``cost_fn(sample) -> float``.
         replan: ``"auto"``, ``"epoch"``, or a number of optimizer steps between two sync rounds.
         hysteresis: least gain, as a share of the step time, for which the plan changes; by default any significant one.
         change_cost: seconds that a change of the split costs (recompiling, autotuning); measured by default.
@@ -62,6 +61,7 @@ class HeteroDDPMixin(UnevenStepsMixin):
         batch_sampler: a batch of your own batch sampler is one rank's (``"per_rank"``) or all ranks' (``"global"``).
         slice_fn: with ``batch_size=None``, returns rows of a batch: ``slice_fn(batch, start, stop)``.
         concat_fn: with ``batch_size=None``, puts parts of batches together: ``concat_fn(parts)``.
+        cost_fn: cost of a sample, which divides batches: ``"auto"``, ``"tokens"``, ``cost_fn(sample)`` or ``None``.
         kwargs: arguments of Lightning's ``DDPStrategy``.
 
     Raises:
@@ -84,7 +84,6 @@ class HeteroDDPMixin(UnevenStepsMixin):
         min_local_batch_size: int | None = None,
         max_local_batch_sizes: int | Sequence[int] | None = None,
         weight_fn: Callable[[Any], Any] | None = None,
-        cost_fn: Callable[..., Any] | str | None = None,
         replan: str | int = "auto",
         hysteresis: float | None = None,
         change_cost: float | None = None,
@@ -100,6 +99,7 @@ class HeteroDDPMixin(UnevenStepsMixin):
         batch_sampler: str = "per_rank",
         slice_fn: Callable[[Any, int, int], Any] | None = None,
         concat_fn: Callable[[list[Any]], Any] | None = None,
+        cost_fn: Callable[..., Any] | str | None = "auto",
         **kwargs: Any,
     ) -> None:
         refuse_for_own_loops(self, kwargs)
@@ -113,7 +113,6 @@ class HeteroDDPMixin(UnevenStepsMixin):
             min_local_batch_size=min_local_batch_size,
             max_local_batch_sizes=max_local_batch_sizes,
             weight_fn=weight_fn,
-            cost_fn=cost_fn,
             replan=replan,
             hysteresis=hysteresis,
             change_cost=change_cost,
@@ -129,6 +128,7 @@ class HeteroDDPMixin(UnevenStepsMixin):
             batch_sampler=batch_sampler,
             slice_fn=slice_fn,
             concat_fn=concat_fn,
+            cost_fn=cost_fn,
         )
         check_communication(self.config, kwargs)
         super().__init__(**kwargs)

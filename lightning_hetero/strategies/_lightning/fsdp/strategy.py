@@ -42,10 +42,8 @@ show_log()
 
 CONFIGURE_MODEL = "configure_model"
 """The hook without which Lightning refuses a module; the strategy gives one to a module that it has sharded."""
-MODEL_PARALLEL = (
-    *("data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint"),
-    *("process_group_backend", "timeout"),
-)
+SIZES = ("data_parallel_size", "tensor_parallel_size")
+MODEL_PARALLEL = (*SIZES, "save_distributed_checkpoint", "process_group_backend", "timeout")
 
 
 def _already_sharded() -> None:
@@ -79,6 +77,11 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         mp_policy: a ``MixedPrecisionPolicy`` of ``fully_shard``, in place of ``Trainer(precision=...)``.
         replicate_size: number of replicas of the sharded model (HSDP), which divides the number of workers: shards are
             gathered inside a replica, and gradients are summed over replicas as well. 1 is plain FSDP.
+        shard: whose samples a loader has that nobody distributes: ``"mine"``, ``"whole"`` or ``"claim"``.
+        batch_sampler: a batch of your own batch sampler is one rank's (``"per_rank"``) or all ranks' (``"global"``).
+        slice_fn: with ``batch_size=None``, returns rows of a batch: ``slice_fn(batch, start, stop)``.
+        concat_fn: with ``batch_size=None``, puts parts of batches together: ``concat_fn(parts)``.
+        cost_fn: cost of a sample, which divides batches: ``"auto"``, ``"tokens"``, ``cost_fn(sample)`` or ``None``.
         kwargs: arguments of Lightning's ``ModelParallelStrategy``: ``save_distributed_checkpoint``, ``timeout``,
             ``process_group_backend``.
 
@@ -119,6 +122,11 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         reshard_after_forward: bool | None = None,
         mp_policy: Any = None,
         replicate_size: int = 1,
+        shard: str | None = None,
+        batch_sampler: str = "per_rank",
+        slice_fn: Callable[[Any, int, int], Any] | None = None,
+        concat_fn: Callable[[list[Any]], Any] | None = None,
+        cost_fn: Callable[..., Any] | str | None = "auto",
         **kwargs: Any,
     ) -> None:
         refuse_for_own_loops(self, kwargs)
@@ -136,6 +144,11 @@ class HeteroFSDPMixin(UnevenStepsMixin):
             hysteresis=hysteresis,
             change_cost=change_cost,
             balance_evaluation=balance_evaluation,
+            shard=shard,
+            batch_sampler=batch_sampler,
+            slice_fn=slice_fn,
+            concat_fn=concat_fn,
+            cost_fn=cost_fn,
         )
         self.replicate_size = check_int("replicate_size", replicate_size, minimum=1)
         self.auto_wrap_policy = None if auto_wrap_policy is None else tuple(auto_wrap_policy)
@@ -225,8 +238,7 @@ class HeteroFSDPMixin(UnevenStepsMixin):
             shard_module(module, self.data_parallel_mesh, self.auto_wrap_policy, **given)
             vars(module)[CONFIGURE_MODEL] = _already_sharded
             return
-        without_effect = [*given, *(["auto_wrap_policy"] if self.auto_wrap_policy else [])]
-        if without_effect:
+        if without_effect := [*given, *(["auto_wrap_policy"] if self.auto_wrap_policy else [])]:
             engine.notices.say(
                 f"{', '.join(without_effect)}: without effect, because the model is sharded already, by "
                 "configure_model or an earlier run. Give these to fully_shard in configure_model."
