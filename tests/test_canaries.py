@@ -26,6 +26,7 @@ STRATEGY, LOADERS = "strategies/_lightning/ddp.py", "frontend/loaders.py"
 POLICY, PROBE, HOOK = "callbacks/base.py", "strategies/_lightning/probes/memory.py", "comm/gradients/ddp_hook.py"
 ELASTIC, RULES = "strategies/_lightning/elastic/steps.py", "strategies/_lightning/elastic/requirements.py"
 DATA, LENGTH = "strategies/_lightning/train_data.py", "strategies/_lightning/epoch_length.py"
+REQUESTS, FABRIC = "strategies/_lightning/loaders/requests.py", "strategies/_fabric/train_data.py"
 RESUME, MODEL = "strategies/_lightning/resumption.py", "frontend/model_setup.py"
 SIGNALS, SHARDED = "strategies/_lightning/signals.py", "strategies/_lightning/fsdp/strategy.py"
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -389,6 +390,52 @@ def test_progress_bars_show_what_get_metrics_returns(pl):
 
 
 # samplers and loaders
+
+
+def test_loaders_are_asked_for_and_prepared_by_methods_of_the_trainers_own_objects(pl):
+    """An attribute of each object takes the place of its method."""
+    message, asked = used(REQUESTS, "to see the train loaders before Lightning distributes them"), []
+
+    def replace(trainer):
+        source, connector = trainer.fit_loop._data_source, trainer._data_connector
+        request, prepare = source.dataloader, connector._prepare_dataloader
+
+        def requested():
+            asked.append("request")
+            return request()
+
+        def prepared(dataloader, shuffle, mode):
+            asked.append((type(dataloader).__name__, getattr(mode, "value", mode)))
+            return prepare(dataloader, shuffle, mode)
+
+        source.dataloader, connector._prepare_dataloader = requested, prepared
+
+    callback, _ = watch(pl, "setup", replace)
+    module = module_of(pl)
+    type(module).training_step = lambda self, batch, batch_idx: self.net(batch[0][0]).mean()
+    trainer = pl.Trainer(callbacks=[callback], accelerator="cpu", devices=1, max_epochs=1, **QUIET)
+    trainer.fit(module, [DataLoader(Points(8), 2), DataLoader(Points(4), 2)])
+    assert asked == ["request", ("DataLoader", "train"), ("DataLoader", "train")], message
+
+
+@pytest.mark.parametrize(
+    ("mode", "steps"), [("min_size", 2), ("max_size", 5), ("max_size_cycle", 5), ("sequential", 7)]
+)
+def test_steps_of_several_loaders(pl, mode, steps):
+    modes = submodule(pl, "utilities.combined_loader")._SUPPORTED_MODES
+    assert modes[mode]["fn"]([5, 2]) == steps, used(LENGTH, "in recount_batches()")
+
+
+def test_fabric_distributes_a_loader_by_two_functions(pl):
+    message = used(FABRIC, "to give a loader that is not split the sampler that Fabric would give it")
+    fabric = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}[pl.__name__]
+    sampler = importlib.import_module(fabric).Fabric._get_distributed_sampler(
+        DataLoader(Points(8), 2), num_replicas=2, rank=1
+    )
+    assert isinstance(sampler, DistributedSampler), message
+    assert list(sampler) == [1, 3, 5, 7], message
+    update = importlib.import_module(f"{fabric}.utilities.data")._update_dataloader
+    assert update(DataLoader(Points(8), 2), sampler).sampler is sampler, message
 
 
 def test_users_sampler_inside_lightnings_distributed_one(pl):

@@ -8,7 +8,7 @@ from torch import nn
 from lightning_hetero import BatchPlan
 from tests.helpers import run_ranks
 from tests.loops import flat, network
-from tests.strategies.test_loaders import ENV, EXACT, LOADERS, N, every_sample_once
+from tests.strategies.test_loaders import ENV, EXACT, LOADERS, N, cost_of, divided_by_cost, every_sample_once
 
 SPLIT = {"local_batch_sizes": [6, 2]}
 
@@ -105,6 +105,16 @@ def test_units_are_shared_by_the_plan_and_an_adopted_one_changes_the_next(loop, 
     first, second = ([len(e[2]) for e in r["seen"] if e[0] == 0] for r in results)
     assert sum(first[:2]) > sum(second[:2])
     assert sum(first[2:]) < sum(second[2:])
+
+
+@every_loop
+def test_units_are_divided_by_cost(loop):
+    results = run(loop, "batch sampler", settings={**SPLIT, "cost_fn": cost_of}, plan=(2, 6))
+    every_sample_once(results, 2)
+    for result in results:
+        np.testing.assert_allclose(result["weights"], replayed(results), **EXACT)
+    assert divided_by_cost(results, slice(2), 0.75)
+    assert divided_by_cost(results, slice(3, None), 0.25)
 
 
 @every_loop

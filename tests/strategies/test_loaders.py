@@ -112,6 +112,27 @@ def test_batches_of_an_own_sampler_are_shared_by_the_plan(workers):
             assert len(second[2]) < len(first[2])
 
 
+def cost_of(index):
+    return 1.0 + 9.0 * (index % 5 == 0)
+
+
+def divided_by_cost(results, steps, part):
+    """Whether rank 0 has this part of the cost of these steps, as near as samples allow, and not of the samples."""
+    seen = [[own for _, _, own in parts] for parts in zip(*(r["seen"] for r in results), strict=True)][steps]
+    costs = [[sum(map(cost_of, own)) for own in parts] for parts in seen]
+    near = all(abs(first - part * (first + second)) <= 5.0 for first, second in costs)
+    return near and any(abs(len(first) / len(first + second) - part) > 0.1 for first, second in seen)
+
+
+def test_batches_of_an_own_sampler_are_divided_by_cost():
+    """And a plan changes the shares."""
+    given = {"local_batch_sizes": [6, 2], "cost_fn": cost_of}
+    results = run(2, model=lambda: Planned({(0, 3): (2, 6)}), loader=own_batches, strategy=given)
+    check(results)
+    assert divided_by_cost(results, slice(4), 0.75)
+    assert divided_by_cost(results, slice(5, None), 0.25)
+
+
 class Batched(Dataset):
     """Yields whole batches of 3 to 7 rows of the points; with ``padded``, of different widths."""
 

@@ -37,8 +37,14 @@ class WithLengths(Costly):
         [{"num_tokens": len(tokens), "input_ids": [0]} for tokens in TOKENS],
         WithLengths(),
         Subset([{"input_ids": tokens} for tokens in [*TOKENS[::-1], [1] * 9]], [3, 2, 1, 0]),
+        datasets.Dataset.from_dict({"length": list("abcd"), "input_ids": TOKENS}),
+        datasets.Dataset.from_dict({"length": [3, None, 2, 4], "input_ids": TOKENS}),
+        [{"attention_mask": 1, "labels": torch.zeros(len(tokens))} for tokens in TOKENS],
     ],
-    ids=["input_ids", "length", "mask", "selected", "dicts", "num_tokens", "attribute", "subset"],
+    ids=[
+        *("input_ids", "length", "mask", "selected", "dicts", "num_tokens", "attribute", "subset"),
+        *("text", "null", "tensors"),
+    ],
 )
 def test_lengths_are_known(dataset):
     assert known_lengths(dataset).tolist() == LENGTHS
@@ -53,8 +59,19 @@ def test_lengths_are_known(dataset):
         datasets.Dataset.from_dict({"pixels": [[1.0]]}),
         [{"input": "text"}],
         [],
+        datasets.Dataset.from_dict({"pixel_values": [[1.0]], "labels": [3]}),
+        datasets.Dataset.from_dict({"input_ids": [[1], None]}),
+        datasets.Dataset.from_dict({"input_ids": []}),
+        [{"labels": torch.tensor(1)}, {"labels": torch.tensor(0)}],
+        [{"input_ids": [1]}, {"labels": [1]}],
+        [{"length": float("nan")}],
+        type("Odd", (Costly,), {"lengths": [[1], [2, 3], [4], [5]]})(),
+        type("Odd", (Costly,), {"lengths": property(lambda self: {"train": 3})})(),
     ],
-    ids=["costly", "tensors", "list", "columns", "dicts", "empty"],
+    ids=[
+        *("costly", "tensors", "list", "columns", "dicts", "empty"),
+        *("labels", "nulls", "no rows", "scalars", "mixed", "nan", "ragged", "mapping"),
+    ],
 )
 def test_lengths_are_unknown_and_nothing_is_loaded(dataset):
     assert known_lengths(dataset) is None
