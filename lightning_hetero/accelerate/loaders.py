@@ -14,7 +14,14 @@ from lightning_hetero.data.units.orders import BroadcastUnits
 from lightning_hetero.data.units.sources import LoaderSet
 from lightning_hetero.frontend.loaders import evaluates, with_batch_sampler
 from lightning_hetero.frontend.loaders import unsupported_reason as reason_anywhere
-from lightning_hetero.frontend.units.loaders import is_made_of_units, ordered, unit_loader, unit_source, units_reason
+from lightning_hetero.frontend.units.loaders import (
+    is_made_of_units,
+    ordered,
+    samples_of,
+    unit_loader,
+    unit_source,
+    units_reason,
+)
 from lightning_hetero.session import HeteroSession
 
 __all__ = [
@@ -130,7 +137,9 @@ def uneven_loader(
 def _by_units(base: DataLoader, given: DataLoader, session: HeteroSession, *, split: bool) -> DataLoader:
     """Return a loader with the session's batches in place of those of the user's batch sampler or dataset."""
     control, config = session.engine.control, session.engine.config
-    order = BroadcastUnits(given.batch_sampler, control.broadcast_object, control.rank) if given.batch_sampler else None
+    order = None
+    if given.batch_sampler:
+        order = BroadcastUnits(given.batch_sampler, control.broadcast_object, control.rank, samples_of(given))
     stream = None if order else BroadcastStream(given.sampler, control.broadcast_object, control.rank)  # type: ignore[arg-type]
     batches = session.shard(
         LoaderSet([unit_source(given, config, order, stream, for_all=split)]), dataset=given.dataset

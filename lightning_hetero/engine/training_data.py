@@ -161,6 +161,7 @@ class TrainingData:
         self.cost_learning = None
         divided = "" if division is None else f", {type(division).__name__} {division.fingerprint():08x}"
         self.control.require_equal("the training data", loaders.describe() + divided)
+        loaders.compare_by(self.control.require_equal)
         world_size = self.control.world_size
         own = loaders.total(world_size)  # draws an order, which may be collective
         total = int(self.control.broadcast_object(own if self.control.rank == 0 else None))

@@ -1,5 +1,6 @@
 """The accelerator of a trainer: it is told which loader trains, and counts the labels that a loss is a mean of."""
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from lightning_hetero.accelerate import HeteroAccelerator
@@ -39,19 +41,30 @@ class LabelCount:
         labels = batch.get("shift_labels", batch.get("labels")) if isinstance(batch, Mapping) else None
         if not isinstance(labels, torch.Tensor):
             return None
-        shifts = "shift_labels" not in batch and _shifts_labels(self._trainer())
+        shifts = "shift_labels" not in batch and labels.ndim > 1 and _shifts_labels(self._trainer())
         return (labels[..., 1:] if shifts else labels).ne(IGNORED).sum()
 
 
 def _shifts_labels(trainer: Any) -> bool:
-    """Return whether a trainer's loss compares each output with the next label, as losses of language models do."""
-    known = getattr(trainer, "_loss_shifts_labels", None)
-    if known is not None or not hasattr(trainer, "model"):
-        return bool(known)
-    model = trainer.model  # of a Transformers before 5.12, which counts all labels
+    """Return whether a trainer's loss compares each output with the next label, as losses of language models do.
+
+    A model whose ``loss_type`` Transformers does not know, such as ``GPT2LMHeadModel``, has the loss of a causal
+    language model as its ``loss_function``.
+    """
+    model: Any = getattr(trainer, "model", None)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return LOSS_MAPPING.get(str(getattr(model, "loss_type", None))) is ForCausalLMLoss and not decodes
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    kind = str(getattr(model, "loss_type", None))
+    if kind in LOSS_MAPPING:
+        return LOSS_MAPPING[kind] is ForCausalLMLoss
+    return isinstance(model, PreTrainedModel) and _calls(type(model).forward, "loss_function")
+
+
+def _calls(function: Any, name: str) -> bool:
+    """Return whether the code of a function, without its decorators, has an attribute of this name."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and name in code.co_names
 
 
 class TrainerAccelerator(HeteroAccelerator):

@@ -129,7 +129,8 @@ class HeteroTrainer(module.Trainer):
             num_items_in_batch = _share_of(num_items_in_batch, weight / hetero.num_processes)
         with _as_one_process(self.args):
             loss = super().training_step(model, inputs, num_items_in_batch)
-        return loss * weight.to(loss)
+        weight = weight.to(loss)
+        return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))  # a mean of nothing is not a number
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch as ``Trainer`` does in one process, with the mean over this rank's batch as its loss."""

@@ -389,6 +389,27 @@ def test_data_that_nobody_distributes_can_be_split_or_left():
         assert all("shard='whole'" in message and "shard='mine'" in message for *_, message in errors)
 
 
+class Drifting(Buckets):
+    """Another order, and another number of batches, on one rank from the second epoch on."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+
+    def set_epoch(self, epoch):
+        super().set_epoch(epoch + self.rank * (epoch > 0))
+
+
+def _drifts(rank, job):
+    return _fit(rank, 2, {**job, "loader": lambda: DataLoader(Points(N), batch_sampler=Drifting(rank))})
+
+
+def test_orders_that_drift_apart_are_refused_on_all_ranks():
+    errors = run_ranks(_drifts, 2, {"model": Planned}, env=ENV, expect_errors=True)
+    assert [rank for rank, *_ in errors] == [0, 1]
+    assert all("the batches of epoch 1 of Drifting" in message for *_, message in errors)
+
+
 def test_a_moving_total_is_refused_by_name():
     from lightning_hetero import AdaptiveBatchCallback
 

@@ -131,8 +131,8 @@ class Workers:
         if self.max_local is not None and sum(self.max_local) < total:
             raise ValueError(
                 f"a total batch of {total} samples does not fit: the workers hold at most {list(self.max_local)}, "
-                f"together {sum(self.max_local)}. Lower the DataLoader's batch_size to "
-                f"{sum(self.max_local) // self.world_size} and use accumulate_grad_batches for the rest."
+                f"together {sum(self.max_local)}. Let the DataLoader's batch_size, or your batch sampler, give "
+                f"batches of at most {sum(self.max_local) // self.world_size}, and accumulate gradients over several."
             )
         even = [1.0] * self.world_size
         return BatchPlan(total, proportional_sizes(total, even, min_local=self.min_local, max_local=self.max_local))

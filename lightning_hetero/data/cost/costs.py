@@ -43,15 +43,12 @@ def known_lengths(dataset: Any) -> Array | None:
     if isinstance(dataset, list | tuple) and dataset and isinstance(dataset[0], Mapping):
         return _of_dicts(dataset)
     for name in ("lengths", "num_tokens"):
-        given = getattr(dataset, name, None)
-        if given is None or callable(given):
-            continue
         try:
-            numbers = np.asarray(given, dtype=np.float64)
-        except (TypeError, ValueError):
+            numbers = np.asarray(getattr(dataset, name, None))
+        except Exception:  # noqa: BLE001 - something else has this name
             continue
-        if numbers.shape == (len(dataset),) and np.isfinite(numbers).all():
-            return numbers
+        if numbers.dtype.kind in "iuf" and numbers.shape == (len(dataset),) and np.isfinite(numbers).all():
+            return numbers.astype(np.float64)
     return None
 
 
@@ -90,14 +87,21 @@ def _of_dicts(samples: Sequence[Mapping[str, Any]]) -> Array | None:
     for name in (*LENGTH_COLUMNS, *TOKEN_COLUMNS):
         if name not in samples[0]:
             continue
-        number: Callable[[Any], float] = float if name in LENGTH_COLUMNS else len
+        number: Callable[[Any], float] = float if name in LENGTH_COLUMNS else _tokens
         try:
-            found = np.array([float(number(sample[name])) for sample in samples])
+            found = np.array([number(sample[name]) for sample in samples])
             if np.isfinite(found).all():
                 return found
-        except (KeyError, TypeError, ValueError):  # no length: a label for the whole sample, say
+        except Exception:  # noqa: BLE001 - no length: a label for the whole sample, say
             continue
     return None
+
+
+def _tokens(values: Any) -> float:
+    """Return the length of a list of tokens; a text, such as the name of a class, is none."""
+    if isinstance(values, str | bytes):
+        raise TypeError(f"{values!r} is no list of tokens.")
+    return float(len(values))
 
 
 def computed_costs(function: Callable[..., Any], dataset: Any, indices: Iterable[int], seed: int = 0) -> list[float]:

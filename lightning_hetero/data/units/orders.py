@@ -10,29 +10,38 @@ from lightning_hetero.data.index_stream import seeded
 
 __all__ = ["BroadcastUnits", "SeededUnits"]
 
-MOST_BATCHES = 2**24
-"""Batches of one epoch after which a batch sampler counts as one without an end."""
+MOST_INDICES = 2**20
+"""Indices of one epoch after which a batch sampler counts as one without an end, if the dataset is not larger."""
+MOST_PASSES = 8
+"""The same as a multiple of the dataset."""
 
 Units = Sequence[Sequence[Any]]
 """Batches of an epoch: the indices of each."""
 
 
-def drawn_units(batches: Iterable[Any]) -> Units:
+def drawn_units(batches: Iterable[Any], samples: int = 0) -> Units:
     """Return what a batch sampler yields in one pass: lists of indices; empty ones are left out.
+
+    Args:
+        batches: the batch sampler.
+        samples: samples of the dataset, 0 if that is not known.
 
     Raises:
         TypeError: if a batch is not a list of indices.
         ValueError: if there is no batch, or no end of them.
     """
     name, units = type(batches).__name__, []
+    number, most = 0, max(MOST_INDICES, MOST_PASSES * samples)
     for batch in batches:
         if isinstance(batch, str | bytes) or not isinstance(batch, Iterable):
             raise TypeError(f"the batch sampler {name} yielded {batch!r}; each batch has to be a list of indices.")
         units.append(list(batch))
-        if len(units) > MOST_BATCHES:
+        number += max(1, len(units[-1]))
+        if number > most:
             raise ValueError(
-                f"the batch sampler {name} has yielded {len(units)} batches without an end. An epoch is one pass over "
-                "it, drawn in advance: let it stop after an epoch's batches."
+                f"the batch sampler {name} has yielded {number} indices and not ended; the dataset has "
+                f"{samples or 'fewer'} samples. An epoch is one pass over it, drawn in advance, whatever max_steps or "
+                "limit_train_batches say: let it stop after the batches of an epoch (one line with itertools.islice)."
             )
     units = [unit for unit in units if unit]
     if not units:
@@ -49,6 +58,7 @@ class SeededUnits:
     Args:
         batches: any iterable of lists of indices.
         seed: base seed.
+        samples: samples of the dataset, 0 if that is not known.
 
     Raises:
         ValueError: if there are no batches.
@@ -59,8 +69,10 @@ class SeededUnits:
         [[0, 1], [2]]
     """
 
-    def __init__(self, batches: Iterable[Any], *, seed: int) -> None:
-        self.batches, self.seed = batches, seed
+    def __init__(self, batches: Iterable[Any], *, seed: int, samples: int = 0) -> None:
+        self.batches, self.seed, self._samples = batches, seed, samples
+        self._require_equal: Callable[[str, object], None] | None = None
+        self._compared = 0
         self._parts = [part for part in (batches, getattr(batches, "sampler", None)) if part is not None]
         generators = {id(g): g for part in self._parts if isinstance(g := getattr(part, "generator", None), _GENERATOR)}
         self._generators = [(generator, generator.initial_seed()) for generator in generators.values()]
@@ -75,7 +87,7 @@ class SeededUnits:
             for generator, first in self._generators:
                 generator.manual_seed(first + epoch)
             with seeded(self.seed + epoch):
-                drawn = drawn_units(self.batches)
+                drawn = drawn_units(self.batches, self._samples)
             self._drawn = {**{e: u for e, u in self._drawn.items() if abs(e - epoch) == 1}, epoch: drawn}
         return self._drawn[epoch]
 
@@ -83,9 +95,28 @@ class SeededUnits:
         """Return the batches of an epoch, as :meth:`units` does."""
         return self.units(epoch)
 
-    def fingerprint(self) -> int:
-        """Return a number equal on ranks whose batches are equal: a checksum of those of epoch 0."""
-        return zlib.crc32(repr(self.units(0)).encode())
+    def compare_by(self, require_equal: Callable[[str, object], None]) -> None:
+        """Compare the batches of later epochs as well, by a collective call that raises an error if ranks differ."""
+        self._require_equal = require_equal
+
+    def draw(self, epoch: int) -> None:
+        """Draw the batches of an epoch that begins; a collective call, as far as those of ranks are compared.
+
+        Raises:
+            PlanMismatchError: if ranks drew different batches.
+        """
+        if self._require_equal is not None and epoch > self._compared:
+            self._compared = epoch
+            self._require_equal(
+                f"the batches of epoch {epoch} of {type(self.batches).__name__}, a batch sampler whose order has to "
+                "depend on the epoch alone",
+                f"{len(self.units(epoch))} batches, order {self.fingerprint(epoch):08x}",
+            )
+        self.units(epoch)
+
+    def fingerprint(self, epoch: int = 0) -> int:
+        """Return a number equal on ranks whose batches of an epoch are equal: a checksum."""
+        return zlib.crc32(repr(self.units(epoch)).encode())
 
 
 _GENERATOR = torch.Generator
@@ -98,6 +129,7 @@ class BroadcastUnits:
         batches: any iterable of lists of indices.
         share: hands rank 0's value to all ranks; called by all of them.
         rank: this rank.
+        samples: samples of the dataset, 0 if that is not known.
 
     Example:
         >>> BroadcastUnits([[0, 1], [2]]).units(0)
@@ -105,9 +137,13 @@ class BroadcastUnits:
     """
 
     def __init__(
-        self, batches: Iterable[Any], share: Callable[[Any], Any] = lambda value: value, rank: int = 0
+        self,
+        batches: Iterable[Any],
+        share: Callable[[Any], Any] = lambda value: value,
+        rank: int = 0,
+        samples: int = 0,
     ) -> None:
-        self.batches, self.rank, self._share = batches, rank, share
+        self.batches, self.rank, self._share, self._samples = batches, rank, share, samples
         self._drawn: dict[int, Units] = {}
 
     def units(self, epoch: int) -> Units:
@@ -131,7 +167,7 @@ class BroadcastUnits:
                 for part in (self.batches, getattr(self.batches, "sampler", None)):
                     if hasattr(part, "set_epoch"):
                         part.set_epoch(epoch)  # type: ignore[union-attr]
-                drawn = drawn_units(self.batches)
+                drawn = drawn_units(self.batches, self._samples)
             except Exception as error:  # noqa: BLE001 - travels as a value, because every rank has to raise it
                 drawn = f"{type(error).__name__}: {error}"
         drawn = self._share(drawn)
@@ -139,6 +175,10 @@ class BroadcastUnits:
             raise ValueError(f"the batch sampler of rank 0 failed: {drawn}")
         units: Units = drawn
         return units
+
+    def draw(self, epoch: int) -> None:
+        """Draw the batches of a pass, as :meth:`units` does."""
+        self.units(epoch)
 
     def fingerprint(self) -> int:
         """Return a number equal on ranks with batch samplers of one class; their batches are equal in any case."""

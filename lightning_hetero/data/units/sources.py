@@ -20,6 +20,9 @@ class UnitOrder(Protocol):
     def known(self, epoch: int) -> Sequence[Sequence[Any]]:
         """Return batches as many as those of an epoch, as far as they are known."""
 
+    def draw(self, epoch: int) -> None:
+        """Draw the batches of an epoch that begins; may be collective."""
+
     def fingerprint(self) -> int:
         """Return a number equal on ranks whose batches are equal."""
 
@@ -116,7 +119,7 @@ class BatchSource:
 
     def draw(self, epoch: int) -> None:
         """Draw the batches of an epoch; may be collective."""
-        self.order.units(epoch)
+        self.order.draw(epoch)
 
     def per_rank(self) -> int:
         """Return the samples of one of its batches on average over the first epoch that was drawn."""
@@ -231,6 +234,12 @@ class LoaderSet:
     def fingerprint(self) -> int:
         """Return a number equal on ranks with equal data."""
         return zlib.crc32(self.describe().encode())
+
+    def compare_by(self, require_equal: Callable[[str, object], None]) -> None:
+        """Compare orders that each rank draws by itself at the beginning of each epoch; see :class:`SeededUnits`."""
+        for order in self._orders:
+            if hasattr(order, "compare_by"):
+                order.compare_by(require_equal)
 
     # state of orders that cannot be drawn again
 

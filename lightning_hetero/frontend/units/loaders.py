@@ -20,6 +20,7 @@ __all__ = [
     "OWN_ONLY_IN_LIGHTNING",
     "is_made_of_units",
     "ordered",
+    "samples_of",
     "stand_in",
     "unit_loader",
     "unit_source",
@@ -55,6 +56,19 @@ def ordered(loader: DataLoader) -> bool:
     """
     batches: Any = loader.batch_sampler
     return isinstance(loader.sampler if batches is None else getattr(batches, "sampler", None), SequentialSampler)
+
+
+def samples_of(loader: DataLoader) -> int:
+    """Return the samples of a loader's dataset; 0 if it does not say, as it need not with a batch sampler.
+
+    Example:
+        >>> samples_of(DataLoader([1, 2, 3]))
+        3
+    """
+    try:
+        return len(loader.dataset)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return 0
 
 
 def units_reason(loader: DataLoader) -> str | None:
@@ -108,7 +122,8 @@ def unit_source(
     seed = int(os.environ.get("PL_GLOBAL_SEED") or 0)
     if batches is not None and type(batches) is not BatchSampler:
         return BatchSource(
-            order or SeededUnits(batches, seed=seed), for_all=for_all or config.batch_sampler == "global"
+            order or SeededUnits(batches, seed=seed, samples=samples_of(loader)),
+            for_all=for_all or config.batch_sampler == "global",
         )
     stream = stream_of(loader) if stream is None else stream
     assert stream is not None

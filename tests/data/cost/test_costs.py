@@ -67,10 +67,16 @@ def test_lengths_are_known(dataset):
         [{"length": float("nan")}],
         type("Odd", (Costly,), {"lengths": [[1], [2, 3], [4], [5]]})(),
         type("Odd", (Costly,), {"lengths": property(lambda self: {"train": 3})})(),
+        type("Odd", (Costly,), {"lengths": property(lambda self: 1 / 0)})(),
+        type("Odd", (Costly,), {"lengths": np.array([1j, 2j, 3j, 4j])})(),
+        type("Odd", (Costly,), {"lengths": list("abcd")})(),
+        [{"labels": "cat"}, {"labels": "horse"}],
+        [{"length": 10**400}],
     ],
     ids=[
         *("costly", "tensors", "list", "columns", "dicts", "empty"),
         *("labels", "nulls", "no rows", "scalars", "mixed", "nan", "ragged", "mapping"),
+        *("raises", "complex", "words", "texts", "huge"),
     ],
 )
 def test_lengths_are_unknown_and_nothing_is_loaded(dataset):

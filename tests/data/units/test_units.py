@@ -42,6 +42,37 @@ def test_joint_sizes_keep_to_the_limits():
         joint_sizes([16, 8], (20, 4), max_local=(6, 6))
 
 
+def endless():
+    while True:
+        yield [0, 1]
+
+
+def test_a_batch_sampler_without_an_end_is_refused_after_a_while():
+    drawn = []
+
+    def counted():
+        for batch in endless():
+            drawn.append(1)
+            yield batch
+
+    for order in (SeededUnits(counted(), seed=0, samples=10), BroadcastUnits(counted(), samples=10)):
+        drawn.clear()
+        with pytest.raises(ValueError, match="not ended; the dataset has 10 samples"):
+            order.units(0)
+        assert len(drawn) <= 2**20 // 2 + 1
+    assert len(SeededUnits([[0] * 2**21], seed=0, samples=2**19).units(0)) == 1
+
+
+def test_the_orders_of_later_epochs_are_compared_once_each():
+    order, told = SeededUnits([[0, 1], [2]], seed=0), []
+    order.draw(1)
+    order.compare_by(lambda what, value: told.append((what, value)))
+    for epoch in (0, 1, 1, 2):
+        order.draw(epoch)
+    assert [what.split()[4] for what, _ in told] == ["1", "2"]
+    assert len({value for _, value in told}) == 1
+
+
 @pytest.mark.parametrize(("mode", "steps"), [("min_size", 2), ("max_size", 4), ("max_size_cycle", 4)])
 def test_a_walk_takes_what_the_modes_of_lightning_take(mode, steps):
     walk = StepWalk([Lane(7, lambda ranks: 2), Lane(3, lambda ranks: 2)], mode)

@@ -27,6 +27,8 @@ Array = npt.NDArray[np.float64]
 
 CLOSE = 1.002
 """Ratio of the bounds of the time at which the search ends."""
+BEST_ORDERS = 3
+"""Orders of the workers whose blocks are improved by moves and exchanges."""
 
 
 def cut(
@@ -55,11 +57,12 @@ def cut(
     """
     problem = CutProblem.of(costs, sizes, weights, low, high)
     if weights.pads:
-        found = min((_blocks(problem, order) for order in _orders(problem)), key=problem.longest)
+        blocks = sorted((_blocks(problem, order) for order in _orders(problem)), key=problem.longest)
+        found = min((improved(problem, one) for one in blocks[:BEST_ORDERS]), key=problem.longest)
     else:
-        found = _longest_first(problem)
+        found = improved(problem, _longest_first(problem))
     shares: list[list[int]] = [[] for _ in sizes]
-    for worker, share in zip(problem.workers, improved(problem, found), strict=True):
+    for worker, share in zip(problem.workers, found, strict=True):
         shares[worker] = sorted(problem.positions[i] for i in share)
     return shares
 
@@ -130,11 +133,13 @@ def _filled(problem: CutProblem, order: Sequence[int], time: float) -> list[list
     """Return blocks that all take ``time`` at most, ``None`` if there are none in this order."""
     summed, padding = problem.summed, problem.padding
     shares: list[list[int]] = [[] for _ in order]
-    start, needed = 0, sum(problem.low)
-    for k in order:
-        least, needed = problem.low[k], needed - problem.low[k]
+    begins = _latest_begins(problem, order, time)
+    if begins is None:
+        return None
+    start = 0
+    for k, latest in zip(order, begins, strict=True):
+        least, most = problem.low[k], min(latest, start + problem.high[k])
         limit = time * problem.span[k] - problem.fixed[k]
-        most = min(problem.number - needed, start + problem.high[k])
         if start + least > most:
             return None
         base = limit + summed[start]
@@ -149,6 +154,30 @@ def _filled(problem: CutProblem, order: Sequence[int], time: float) -> list[list
         shares[k] = [start, end]
         start = end
     return [list(range(*share)) for share in shares] if start == problem.number else None
+
+
+def _latest_begins(problem: CutProblem, order: Sequence[int], time: float) -> list[int] | None:
+    """Return the last place at which each worker's successor may begin, such that it can take its fewest samples.
+
+    The cheaper the samples with which a worker begins, the more it can take, so each leaves cheap ones to the next.
+    """
+    summed, padding = problem.summed, problem.padding
+    begins, last = [], problem.number
+    for k in reversed(order):
+        begins.append(last)
+        least = problem.low[k]
+        limit = time * problem.span[k] - problem.fixed[k]
+        places = range(last - least + 1)
+        if least:
+            last = bisect_right(
+                places,
+                limit,
+                key=lambda s, n=least: summed[s + n] - summed[s] + n * padding[s + n - 1],  # type: ignore[misc]
+            )
+            last -= 1
+        if last < 0:
+            return None
+    return begins[::-1]
 
 
 def _longest_first(problem: CutProblem) -> list[list[int]]:

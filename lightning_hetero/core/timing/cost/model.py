@@ -75,8 +75,11 @@ def fit_cost(work: Array, times: Array, sizes: Array) -> CostFit | None:
     """
     rows = np.flatnonzero(np.isfinite(times).all(axis=1) & np.isfinite(work).all(axis=(1, 2)))
     work, times, sizes = work[rows], times[rows], sizes[rows]
-    took_part: npt.NDArray[np.bool_] = np.asarray((work[:, :, 0] > 0).all(axis=0))
-    if len(times) < LEAST_STEPS or not took_part.any() or np.any(times.mean(axis=0) <= 0):
+    busy = work[:, :, 0] > 0
+    took_part: npt.NDArray[np.bool_] = np.asarray(2 * busy.sum(axis=0) > len(busy))
+    rows = np.flatnonzero(busy[:, took_part].all(axis=1))  # the ragged last batch may have too few samples for all
+    work, times, sizes = work[rows], times[rows], sizes[rows]
+    if len(times) < LEAST_STEPS or not took_part.any() or np.any(times[:, took_part].mean(axis=0) <= 0):
         return None
     fits = [_fit_features(work[:, took_part], times[:, took_part], chosen) for chosen in CANDIDATES]
     known = [fit for fit in fits if fit is not None]
@@ -98,7 +101,7 @@ def _fit_features(work: Array, times: Array, chosen: Sequence[int]) -> CostFit |
         return None
     features = features / scale
     relative = times / times.mean(axis=0)
-    kept = np.ones_like(times, dtype=bool)
+    kept = _typical(relative / np.maximum(features.mean(axis=2), 1e-12))
     for _ in range(2):
         found = _alternate(features, relative, kept)
         if found is None:
@@ -116,7 +119,14 @@ def _fit_features(work: Array, times: Array, chosen: Sequence[int]) -> CostFit |
     return CostFit(tuple(weights), tuple(fixed * mean), tuple(slope * mean), float(criterion))
 
 
-def _alternate(features: Array, times: Array, kept: Array) -> tuple[Array, Array, Array] | None:
+def _typical(rates: Array) -> npt.NDArray[np.bool_]:
+    """Return which times per work are near those of the same worker's other steps, so that a stall is not fitted."""
+    logs = np.log(np.maximum(rates, 1e-12))
+    away = np.abs(logs - np.median(logs, axis=0))
+    return np.asarray(away <= OUTLIER * 1.4826 * np.median(away, axis=0) + 1e-9)
+
+
+def _alternate(features: Array, times: Array, kept: npt.NDArray[np.bool_]) -> tuple[Array, Array, Array] | None:
     """Alternate between least squares for the speeds and for the weights; weights sum to 1."""
     count = features.shape[2]
     theta = np.full(count, 1.0 / count)
@@ -134,7 +144,7 @@ def _alternate(features: Array, times: Array, kept: Array) -> tuple[Array, Array
     return theta, fixed, slope
 
 
-def _lines(work: Array, times: Array, kept: Array) -> tuple[Array, Array]:
+def _lines(work: Array, times: Array, kept: npt.NDArray[np.bool_]) -> tuple[Array, Array]:
     """Return intercept and slope, both ``>= 0``, of each worker's times by its work."""
     weight = kept.astype(float)
     number = np.maximum(weight.sum(axis=0), 1.0)

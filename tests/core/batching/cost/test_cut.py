@@ -55,6 +55,15 @@ def test_cuts_are_near_the_optimum_of_small_batches(name):
     assert max(found) < 1 + 1e-9
 
 
+def test_a_worker_leaves_cheap_samples_to_the_next():
+    """Both long samples belong to the fast worker, and the slow ones need one of the others each."""
+    costs, sizes, weights = [0.001, 4.2, 0.0008, 0.04, 4.2, 0.04], [4, 1, 1], CostWeights(THETAS["padded"])
+    shares = cut(costs, sizes, weights)
+    assert sorted(shares[0]) == [1, 4]
+    best = optimum(costs, sizes, weights)
+    assert finish_times(costs, shares, sizes, weights).max() == pytest.approx(best)
+
+
 @st.composite
 def problems(draw):
     workers = draw(st.integers(1, 8))

@@ -55,6 +55,31 @@ def test_steps_that_took_far_longer_do_not_count():
     np.testing.assert_allclose(np.array(fit.slope) / fit.slope[0], SPEEDS, rtol=0.15)
 
 
+@pytest.mark.parametrize(("every", "factor"), [(30, 300), (60, 300), (30, 100), (10, 20)])
+def test_stalls_of_all_workers_do_not_count(every, factor):
+    for seed in range(12):
+        work = shares(60, seed)
+        times = times_of(work, (0, 0, 1, 0, 0), seed=seed)
+        times[seed % every :: every] *= factor
+        fit = fit_cost(work, times, np.tile(SIZES, (60, 1)))
+        np.testing.assert_allclose(np.array(fit.theta) / fit.theta[2], (0, 0, 1, 0, 0), atol=0.3)
+        np.testing.assert_allclose(np.array(fit.slope) / fit.slope[0], SPEEDS, rtol=0.2)
+
+
+def test_a_step_without_samples_does_not_count():
+    """The ragged last batch may have fewer samples than there are workers."""
+    work = shares(60, 2)
+    times = times_of(work, (0, 0, 1, 0, 0))
+    for worker in range(3):
+        work[10 * worker, worker], times[10 * worker, worker] = 0.0, 0.0
+    fit = fit_cost(work, times, np.tile(SIZES, (60, 1)))
+    np.testing.assert_allclose(np.array(fit.slope) / fit.slope[0], SPEEDS, rtol=0.15)
+    work[:, 1], times[:, 1] = 0.0, 0.0
+    fit = fit_cost(work, times, np.tile(SIZES, (60, 1)))
+    assert fit.fixed[1] == 0.0
+    np.testing.assert_allclose(fit.slope[2] / fit.slope[0], 4.0, rtol=0.15)
+
+
 def test_too_few_steps_teach_nothing():
     work = shares(LEAST_STEPS - 1, 0)
     assert fit_cost(work, times_of(work, (0, 1, 0, 0, 0)), np.tile(SIZES, (len(work), 1))) is None
