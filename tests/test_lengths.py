@@ -14,6 +14,7 @@ from lightning_hetero import BatchPlan
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.cost.weights import CostWeights
 from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.frontend.log import show_log
 from tests.helpers import collected, fit, run_ranks
 from tests.loops import FRONT_ENDS, LOSS_SETTINGS, SAMPLES, every_sample_once, global_batches, one_process
 
@@ -160,6 +161,7 @@ def test_what_rank_0_learns_of_costs_reaches_the_plans_of_all_ranks():
 
 def _engine(rank, settings, dataset):
     torch.distributed.init_process_group("gloo")
+    show_log()
     lines = collected()
     from lightning_hetero.data import PermutationStream
 

@@ -86,11 +86,11 @@ class TrainerAccelerator(HeteroAccelerator):
     @contextmanager
     def announced(self, trains: bool) -> Iterator[None]:
         """Say for a while whether the loaders that are prepared train."""
-        self._trains = trains
+        before, self._trains = self._trains, trains
         try:
             yield
         finally:
-            self._trains = None
+            self._trains = before
 
     def leave_even(self, reason: str) -> None:
         """Say that the training data is not split by speed.

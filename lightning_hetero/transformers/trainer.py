@@ -7,7 +7,7 @@ over ``W`` ranks then has the weight 1 for what is divided by ``N`` and ``s`` fo
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -74,8 +74,31 @@ class HeteroTrainer(module.Trainer):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         if self._hetero is None:
             return super()._inner_training_loop(*args, **kwargs)
-        with _replaced("skip_first_batches", self._hetero.skip_first_batches):
+        with _replaced("skip_first_batches", self._hetero.skip_first_batches), self._announced():
             return super()._inner_training_loop(*args, **kwargs)
+
+    @contextmanager
+    def _announced(self) -> Iterator[None]:
+        """Say for a while that what ``get_train_dataloader`` prepares trains, whoever has overridden it."""
+        own, hetero = vars(self).get("get_train_dataloader"), self._hetero
+        get_loader = self.get_train_dataloader
+
+        def get_train_dataloader() -> Any:
+            with nullcontext() if hetero is None else hetero.announced(True):
+                return get_loader()
+
+        vars(self)["get_train_dataloader"] = get_train_dataloader
+        try:
+            yield
+        finally:
+            del vars(self)["get_train_dataloader"]
+            if own is not None:
+                vars(self)["get_train_dataloader"] = own
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self._hetero is not None:  # since the last log, it has this rank's part of the losses
+            self._tr_loss = self._hetero.reduce(self._tr_loss, "mean")
+        return super()._finalize_training(*args, **kwargs)
 
     # data
 

@@ -118,6 +118,7 @@ def trained(trainer, **how):
     return {
         "losses": [one["loss"] for one in history if "loss" in one],
         "norms": [one["grad_norm"] for one in history if "grad_norm" in one],
+        "train_loss": [one["train_loss"] for one in history if "train_loss" in one],
         "rates": [one["learning_rate"] for one in history if "learning_rate" in one],
         "weights": torch.cat([p.detach().double().flatten() for p in trainer.model.parameters()]).numpy(),
         "steps": trainer.state.global_step,

@@ -119,6 +119,7 @@ OVERRIDDEN = {
     "_save_optimizer_and_scheduler": ["self", "output_dir"],
     "_load_optimizer_and_scheduler": ["self", "checkpoint"],
     "log": ["self", "logs", "start_time"],
+    "_finalize_training": ["self", "trial", "num_train_samples", "start_time"],
 }
 
 
@@ -133,6 +134,8 @@ def test_canaries(name):
     ("where", "text"),
     [
         ("create_accelerator_and_postprocess", "self.accelerator = Accelerator("),
+        ("_inner_training_loop", "self.get_train_dataloader()"),
+        ("_finalize_training", "self._total_loss_scalar += self._tr_loss.item()"),
         ("_run_epoch", "skip_first_batches(train_dataloader,"),
         ("_run_epoch", "self.training_step(model, inputs, num_items_in_batch)"),
         ("get_batch_samples", "self._get_num_items_in_batch(batch_samples, device)"),

@@ -132,6 +132,8 @@ RUNS = {
     "batches_without_a_label": lambda: language_model(
         model=token_classifier, data=sparse, logging_nan_inf_filter=False
     ),
+    "seldom_logged": lambda: language_model(logging_steps=4),
+    "never_logged": lambda: language_model(logging_strategy="no", **TWO),
     "token_classifier": lambda: language_model(model=token_classifier, **TWO),
     "both_kinds_in_one_loss": lambda: mixed(),
     "lora": lambda: language_model(model=lora, **TWO),
@@ -166,6 +168,7 @@ def test_equals_one_process(both, name):
     assert two["epoch"] == one["epoch"]
     assert two["rates"] == one["rates"]
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-6, abs=1e-6)
+    assert two["train_loss"] == pytest.approx(one["train_loss"], rel=1e-5)
     assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
     assert abs(two["weights"] - one["weights"]).max() < 1e-6
     assert two["plans"] == [(0, 8) if name == "a_rank_without_share" else (2, 6)]

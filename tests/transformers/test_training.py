@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero.accelerate import HeteroPlugin
 from lightning_hetero.transformers import HeteroTrainer, HeteroTrainingArguments, hetero_trainer
@@ -241,6 +241,25 @@ def test_what_is_not_split_trains_as_before():
     for one, two in zip(run_ranks(run, 1)[0], run_ranks(run, 2)[0], strict=True):
         assert two["steps"] == one["steps"] == 5
         assert abs(two["weights"] - one["weights"]).max() < 1e-6
+
+
+class InOrder(Trainer):
+    """Prepares a training loader of its own, in the order of the dataset, which looks like one that evaluates."""
+
+    def get_train_dataloader(self):
+        loader = DataLoader(self.train_dataset, self.args.train_batch_size, collate_fn=padded)
+        return self.accelerator.prepare(loader)
+
+
+def test_own_loaders_in_order_are_split():
+    def run(rank):
+        return trained(of(InOrder)(model=llama(), args=arguments(8, (2, 6)), train_dataset=texts()))
+
+    one, two = run_ranks(run, 1)[0], run_ranks(run, 2)[0]
+    assert two["plans"] == [(2, 6)]
+    assert two["steps"] == one["steps"]
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-6)
+    assert abs(two["weights"] - one["weights"]).max() < 1e-6
 
 
 def test_batches_that_come_from_elsewhere_are_refused():
