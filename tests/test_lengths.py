@@ -200,6 +200,8 @@ VARIED = [{"input_ids": [1] * (1 + i)} for i in range(4)]
         ({"weight_fn": tokens}, list("abcd"), "cannot be read without loading"),
         ({}, VARIED, "it is not known whether the loss is a mean over tokens"),
         ({"weight_fn": tokens, "local_batch_sizes": [3, 1]}, VARIED, "are numbers of samples"),
+        ({"weight_fn": tokens, "local_batch_sizes": [3, 1], "policy": "pid"}, VARIED, "are numbers of samples"),
+        ({"weight_fn": tokens, "policy": "even"}, VARIED, "policy='even' gives all workers equal numbers"),
         ({"weight_fn": tokens, "noise_scale": True}, VARIED, "shares that are drawn at random"),
     ],
 )
@@ -225,6 +227,27 @@ def test_tokens_are_the_cost_where_they_are_the_weight():
     assert first
     assert second
     assert not [line for line in said if "cost_fn" in line]
+
+
+def _grows(rank, settings):
+    """The same dataset object has more samples when it is split again."""
+    from lightning_hetero.data import PermutationStream
+
+    torch.distributed.init_process_group("gloo")
+    engine = HeteroEngine(HeteroConfig(**settings), rank=rank, world_size=2, device=torch.device("cpu"))
+    dataset, lengths = list(VARIED), []
+    for more in (0, 3):
+        dataset += [{"input_ids": [1] * 5}] * more
+        sampler = engine.shard(PermutationStream(4 + more, shuffle=False, seed=0), batch_size=2, dataset=dataset)
+        lengths.append(len(sampler.division.costs))
+    return lengths
+
+
+@pytest.mark.parametrize(
+    "settings", [{"weight_fn": tokens}, {"cost_fn": lambda sample: len(sample["input_ids"])}], ids=["auto", "function"]
+)
+def test_a_dataset_may_grow(settings):
+    assert run_ranks(_grows, 2, settings) == [[4, 7]] * 2
 
 
 def _each_its_own(rank, settings):

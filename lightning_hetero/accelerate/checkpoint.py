@@ -23,6 +23,16 @@ class CheckpointAccelerator(SessionAccelerator):
             return SkippedLoader(self._hetero_loader, num_batches)
         return super().skip_first_batches(dataloader, num_batches or 0)
 
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Load a state as ``Accelerator.load_state`` does; ranks that had no part in it accumulate with the others.
+
+        Accelerate keeps how many batches it has counted, which says when gradients are summed, in a file of each rank.
+        """
+        super().load_state(*args, **kwargs)
+        if self.engine is not None:
+            counted: int = self.step  # type: ignore[has-type]
+            self.step = self.engine.control.broadcast_object(counted)
+
     def _save_hetero(self, models: list[torch.nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         if self._hetero_loader is None:
             return

@@ -19,7 +19,7 @@ log = logging.getLogger("lightning_hetero")
 
 
 class SampleCosts:
-    """Costs of the dataset that was split last, so that another split of it computes nothing again.
+    """Costs of the dataset that was split last; another split of it calls no function of the user again.
 
     Args:
         config: settings, of which ``cost_fn`` is used, and those that leave ``"auto"`` at the number of samples.
@@ -95,8 +95,10 @@ class SampleCosts:
             reason = (
                 "it is not known whether the loss is a mean over tokens: if it is, give weight_fn=the number of tokens"
             )
-        elif config.fixes_split:
-            reason = f"local_batch_sizes={list(config.local_batch_sizes or ())} are numbers of samples"
+        elif config.policy == "even":
+            reason = "policy='even' gives all workers equal numbers of samples"
+        elif config.local_batch_sizes is not None:
+            reason = f"local_batch_sizes={list(config.local_batch_sizes)} are numbers of samples"
         elif self._compared or moves_total(planner):
             reason = "the gradient noise scale compares shares that are drawn at random"
         if reason is None:
@@ -110,9 +112,11 @@ class SampleCosts:
         return None
 
     def _of(self, dataset: Any) -> Array | None:
-        if dataset is not self._dataset or self._dataset is None:
-            self._dataset, self._costs = dataset, None
-            self._costs = self._computed(dataset) if callable(self._given) else self._known(dataset)
+        if not callable(self._given):
+            return self._known(dataset)  # anew, because a dataset may change between two epochs
+        same = dataset is self._dataset and self._costs is not None and len(self._costs) == len(dataset)
+        if not same:
+            self._dataset, self._costs = dataset, self._computed(dataset)
         return self._costs
 
     def _leave(self, reason: str) -> None:

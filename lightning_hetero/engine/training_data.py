@@ -1,5 +1,6 @@
 """Training data, split over ranks by the plans of a run."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,6 +30,12 @@ from lightning_hetero.engine.stream_data import StreamData
 from lightning_hetero.hardware import capacity, identity
 
 __all__ = ["TrainingData"]
+
+log = logging.getLogger("lightning_hetero")
+
+
+def _silent(text: str) -> None:
+    """Say nothing: rank 0 does."""
 
 
 class TrainingData:
@@ -80,7 +87,8 @@ class TrainingData:
         """Let every rank train on its own data; a collective call. See :meth:`HeteroEngine.leave_own`."""
         self.sampler = self.cost_learning = None
         rows = counted_rows(self.config.weight_fn is not None)
-        self.own = OwnShards(self.control.gather_objects, length, rows, self.plans.start_of(epoch))
+        warn = log.warning if self.control.rank == 0 else _silent
+        self.own = OwnShards(self.control.gather_objects, length, rows, self.plans.start_of(epoch), warn)
         return self.own
 
     def shard(

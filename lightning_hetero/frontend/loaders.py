@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.comm.timing.step_timer import TimedIterator
@@ -15,6 +15,7 @@ from lightning_hetero.engine import HeteroEngine
 
 __all__ = [
     "NOT_MET",
+    "as_given",
     "balanced_evaluation_loader",
     "batches_of",
     "evaluates",
@@ -103,15 +104,57 @@ def stream_of(loader: DataLoader) -> IndexStream | None:
     seed = int(getattr(sampler, "seed", None) or os.environ.get("PL_GLOBAL_SEED") or 0)
     inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)  # Lightning's wrapper of a user's sampler
     if isinstance(sampler, DistributedSampler) and inner is not None:
-        return SamplerStream(inner, seed=seed)
+        return SamplerStream(inner.given if isinstance(inner, _AsGiven) else inner, seed=seed)
     if type(sampler) is DistributedSampler:
         return PermutationStream(sample_count(loader), shuffle=sampler.shuffle, seed=seed)
     if isinstance(sampler, DistributedSampler):
         return None
-    if isinstance(sampler, RandomSampler | SequentialSampler) and getattr(sampler, "_num_samples", None) is None:
+    if _plain(sampler):
         shuffle = isinstance(sampler, RandomSampler)
         return PermutationStream(sample_count(loader), shuffle=shuffle, seed=seed)
     return SamplerStream(sampler, seed=seed)
+
+
+def _plain(sampler: Any) -> bool:
+    """Return whether a sampler goes through all samples once, in order or at random."""
+    number = getattr(sampler, "_num_samples", None)
+    once = number is None and not getattr(sampler, "replacement", False)
+    return type(sampler) in (RandomSampler, SequentialSampler) and once
+
+
+class _AsGiven(Sampler[int]):
+    """A sampler of the user under another class."""
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.given)
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+
+def as_given(loader: Any) -> Any:
+    """Return a loader whose sampler Lightning distributes rather than replaces.
+
+    Lightning takes a sampler of a class derived from torch's random or sequential one for that one, so that it forgets
+    replacement, a number of samples, and what a subclass does.
+
+    Example:
+        >>> loader = DataLoader([0, 1], sampler=RandomSampler([0, 1], replacement=True, num_samples=5))
+        >>> isinstance(as_given(loader).sampler, RandomSampler), len(as_given(loader).sampler)
+        (False, 5)
+    """
+    sampler: Any = getattr(loader, "sampler", None)
+    if not isinstance(loader, DataLoader) or not isinstance(sampler, RandomSampler | SequentialSampler):
+        return loader
+    if _plain(sampler):
+        return loader
+    batches, given = batches_of(loader), _AsGiven(sampler)
+    clone = with_batch_sampler(loader, BatchSampler(given, batches.batch_size, batches.drop_last))
+    object.__setattr__(clone, "sampler", given)
+    return clone
 
 
 def with_batch_sampler(loader: DataLoader, batch_sampler: Iterable[list[int]]) -> DataLoader:

@@ -13,6 +13,7 @@ from lightning_hetero.core.no_effect import NoEffect
 from lightning_hetero.core.policies.base import Planner
 from lightning_hetero.core.policies.proportional import ProportionalPlanner
 from lightning_hetero.core.policies.static import StaticPlanner
+from lightning_hetero.data.units.sampler import UnitSampler
 from lightning_hetero.engine import HeteroEngine
 
 __all__ = ["ALONE", "Run", "given", "tell", "tell_left", "without_effect"]
@@ -29,8 +30,10 @@ FOR_SEVERAL = (
 FOR_SPLIT = (
     *("min_local_batch_size", "max_local_batch_sizes", "replan", "probe_memory"),
     *("max_total_batch_size", "min_total_batch_size", "lr_scaling", "noise_scale"),
+    *("local_batch_sizes", "cost_fn", "change_cost", "batch_sampler", "slice_fn", "concat_fn"),
 )
 """Settings that need a training loader that is split."""
+FUNCTIONS = ("weight_fn", "cost_fn", "slice_fn", "concat_fn")
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class Run:
         scaled: whether a loss scaler skips steps that are not finite.
         batch_size: batch size of the training DataLoader, ``None`` if it is not split, or not known yet.
         split: whether the training loader is split.
+        own_batches: whether it has a batch sampler of the user; ``None`` if that is not known yet.
+        whole_batches: whether its dataset yields batches; ``None`` if that is not known yet.
     """
 
     world_size: int
@@ -56,6 +61,8 @@ class Run:
     scaled: bool = False
     batch_size: int | None = None
     split: bool = True
+    own_batches: bool | None = None
+    whole_batches: bool | None = None
 
 
 def given(config: HeteroConfig, names: Iterable[str]) -> tuple[str, ...]:
@@ -68,8 +75,7 @@ def given(config: HeteroConfig, names: Iterable[str]) -> tuple[str, ...]:
     defaults = {field.name: field.default for field in fields(HeteroConfig)}
     values = {name: getattr(config, name) for name in names if getattr(config, name) != defaults[name]}
     return tuple(
-        name if callable(value) and name in ("weight_fn", "cost_fn") else f"{name}={_written(value)}"
-        for name, value in values.items()
+        name if callable(value) and name in FUNCTIONS else f"{name}={_written(value)}" for name, value in values.items()
     )
 
 
@@ -104,7 +110,7 @@ def _of_one_worker(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
 
 
 def _of_policy(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
-    if run.world_size == 1:
+    if run.world_size == 1 or not run.split:
         return
     # hysteresis also applies to the rule of staleness
     unused = given(config, ["change_cost"] if config.staleness else ["hysteresis", "change_cost"])
@@ -124,7 +130,15 @@ def _of_loader(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
         yield NoEffect((f"the DataLoader's batch_size ({batch_size} per worker)",), reason, cure)
     if not run.split:
         reason, cure = "the training loader is left as it is", "Give one that can be split, or leave it out"
-        yield NoEffect(given(config, FOR_SPLIT), reason, cure, loses=config.max_local_batch_sizes is not None)
+        names = [*FOR_SPLIT, *(["policy"] if config.policy != "even" else [])]
+        names += [] if config.staleness else ["hysteresis"]  # which also applies to the rule of staleness
+        yield NoEffect(given(config, names), reason, cure, loses=config.max_local_batch_sizes is not None)
+    if run.own_batches is False:
+        reason = "the training loader has no batch sampler of your own"
+        yield NoEffect(given(config, ["batch_sampler"]), reason, "Leave it out")
+    if run.whole_batches is False:
+        reason = "the training loader makes its batches of single samples, which are divided as they are"
+        yield NoEffect(given(config, ["slice_fn", "concat_fn"]), reason, "Leave it out")
 
 
 def _of_devices(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
@@ -164,6 +178,8 @@ def tell(engine: HeteroEngine, planner: Planner | None, others: Iterable[NoEffec
         split: whether the training loader is split, as far as is known.
     """
     topology, names = engine.hook_state.topology, [] if engine.workers is None else engine.workers.identities
+    sampler = engine.sampler
+    units = sampler.stream if isinstance(sampler, UnitSampler) else None
     run = Run(
         engine.world_size,
         planner,
@@ -171,8 +187,10 @@ def tell(engine: HeteroEngine, planner: Planner | None, others: Iterable[NoEffec
         flat=topology is None or topology.flat,
         on_cpu=bool(names) and all("/cpu:" in name for name in names),
         scaled=engine.health.scaled,
-        batch_size=engine.data.batch_size or None,
+        batch_size=None if units is not None else engine.data.batch_size or None,
         split=split,
+        own_batches=None if sampler is None else units is not None and units.own_batches,
+        whole_batches=None if sampler is None else units is not None and units.counted,
     )
     engine.notices.tell([*without_effect(engine.config, run), *others])
 

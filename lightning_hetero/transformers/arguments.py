@@ -139,7 +139,8 @@ def plugin_of(args: object, given: HeteroPlugin | None = None) -> HeteroPlugin |
 def _plugin(settings: Mapping[str, Any]) -> HeteroPlugin:
     """Return the plugin; a trainer's losses are weighted by tokens, so that ``"auto"`` is ``"tokens"`` if it can be."""
     plugin = HeteroPlugin(**settings)
-    needs_numbers = plugin.fixes_split or plugin.noise_scale or plugin.max_total_batch_size is not None
+    fixed = plugin.local_batch_sizes is not None or plugin.policy == "even"
+    needs_numbers = fixed or plugin.noise_scale or plugin.max_total_batch_size is not None
     if plugin.cost_fn != "auto" or needs_numbers:
         return plugin
     return HeteroPlugin(**{**settings, "cost_fn": "tokens"})

@@ -420,6 +420,36 @@ def test_states_go_to_and_from_plain_accelerate(order, tmp_path):
         np.testing.assert_array_equal(*weights)
 
 
+def _accumulates(rank, folder, sizes):
+    """Save behind the third micro-batch of windows of two, or go on from there; when gradients were summed."""
+    accelerator = _accelerator(plugin={"local_batch_sizes": sizes}, gradient_accumulation_steps=2)
+    model = network()
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01), _loader())
+    resumed, summed = os.path.isdir(folder), []
+    if resumed:
+        accelerator.load_state(folder)
+    for i, (x, y, _) in enumerate(accelerator.skip_first_batches(loader) if resumed else loader, start=1):
+        with accelerator.accumulate(model):
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            summed.append(accelerator.sync_gradients)
+            optimizer.step()
+            optimizer.zero_grad()
+        if i == 3 and not resumed:
+            accelerator.save_state(folder)
+            break
+    return summed, flat(model)
+
+
+def test_ranks_that_join_sum_gradients_with_the_others(tmp_path):
+    """A rank without a part in the state does not know how many micro-batches were counted."""
+    folder = str(tmp_path / "state")
+    ranks(_accumulates, 2, folder, (7, 3))
+    outcome = ranks(_accumulates, 3, folder, (5, 3, 2))
+    assert [summed for summed, _ in outcome] == [[True, False, True, False, True]] * 3
+    for _, weights in outcome:
+        np.testing.assert_array_equal(weights, outcome[0][1])
+
+
 def test_a_broken_state_is_an_error_on_every_rank(tmp_path):
     folder = tmp_path / "state"
     ranks(_plain_state, 2, str(folder), "hetero")

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero import BatchPlan, HeteroDDPStrategy
-from tests.helpers import Points, Regressor, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, collected, run_ranks, trainer_of
 
 N = 46
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
@@ -387,6 +387,125 @@ def test_data_that_nobody_distributes_can_be_split_or_left():
         errors = run_ranks(_fit, 2, 2, {**job, "loader": loader}, env=ENV, expect_errors=True)
         assert [rank for rank, *_ in errors] == [0, 1]
         assert all("shard='whole'" in message and "shard='mine'" in message for *_, message in errors)
+
+
+class Halved(RandomSampler):
+    """A subclass that does what its parent does not."""
+
+    def __iter__(self):
+        return iter(list(super().__iter__())[: len(self)])
+
+    def __len__(self):
+        return len(self.data_source) // 2
+
+
+SIZED = {"local_batch_sizes": [6, 2]}
+SAMPLERS = {
+    "replacement": lambda data: RandomSampler(data, replacement=True, num_samples=33),
+    "replacement of all": lambda data: RandomSampler(data, replacement=True),
+    "number": lambda data: RandomSampler(data, num_samples=20),
+    "subclass": Halved,
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samplers_that_lightning_would_replace_are_obeyed(name):
+    data = Points(N)
+    sampler = SAMPLERS[name](data)
+    results = run(2, model=Planned, loader=lambda: DataLoader(data, 4, sampler=sampler), strategy=SIZED)
+    for result in results:
+        np.testing.assert_allclose(result["weights"], replayed(results), **EXACT)
+    taken = [i for r in results for e, _, own in r["seen"] if e == 0 for i in own]
+    assert len(taken) == len(sampler)
+    assert (len(set(taken)) < len(taken)) == name.startswith("replacement")
+
+
+@pytest.mark.parametrize("trainer", [{"reload_dataloaders_every_n_epochs": 1}, {}])
+def test_a_combined_loader_can_be_used_again(trainer):
+    results = run_ranks(_fit_again, 2, {"trainer": trainer}, env=ENV)
+    for result in results:
+        np.testing.assert_allclose(result["weights"], replayed_jointly(results), **EXACT)
+
+
+def _fit_again(rank, job):
+    """Two epochs of one fit, or of two fits of a model."""
+    model, combined = Joint(), loaders("min_size")()
+    for _ in range(1 if job["trainer"] else 2):
+        settings = {"max_epochs": 2, **job["trainer"]} if job["trainer"] else {"max_epochs": 1}
+        trainer = trainer_of(HeteroDDPStrategy(local_batch_sizes=[15, 5]), 2, **settings)
+        model.configure_optimizers = lambda: _kept(model)
+        trainer.fit(model, combined)
+    assert all(type(loader) is DataLoader for loader in combined.flattened)
+    return {"weights": model.flat(), "seen": model.seen}
+
+
+def _kept(model):
+    """The same optimizer in each fit."""
+    if not hasattr(model, "kept"):
+        model.kept = torch.optim.SGD(model.parameters(), lr=model.lr, momentum=model.momentum)
+    return model.kept
+
+
+def test_several_loaders_of_own_data_are_refused():
+    job = {"model": Joint, "loader": loaders("min_size"), "strategy": {"shard": "mine"}}
+    errors = run_ranks(_fit, 2, 2, job, env=ENV, expect_errors=True)
+    assert all("shard='mine' is for one torch DataLoader" in message for *_, message in errors)
+
+
+class Normed(Planned):
+    """Batch normalization, which a single row would fail."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5).double()
+
+    def forward(self, x):
+        return self.net(self.norm(x))
+
+
+def test_batches_that_the_dataset_yields_are_large_enough_for_batch_normalization():
+    loader = lambda: DataLoader(Batched(45), batch_size=None, shuffle=True)  # noqa: E731
+    results = run(2, model=Normed, loader=loader, strategy={"local_batch_sizes": [9, 2]})
+    every_sample_once(results, 2, n=45)
+    assert all(len(own) != 1 for r in results for _, _, own in r["seen"])
+
+
+def _says(rank, job):
+    lines = collected()
+    _fit(rank, 2, job)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        ({"loader": own_batches, "strategy": {"local_batch_sizes": [30, 10]}}, []),
+        (
+            {"loader": own_batches, "strategy": {"slice_fn": len, "concat_fn": len}},
+            ["slice_fn, concat_fn have no effect: the training loader makes its batches of single samples"],
+        ),
+        (
+            {"loader": datasets_of_batches, "strategy": {"batch_sampler": "global"}},
+            ["batch_sampler='global' has no effect: the training loader has no batch sampler of your own"],
+        ),
+        (
+            {
+                "loader": lambda: DataLoader(Points(N), 4),
+                "strategy": {"shard": "mine", "local_batch_sizes": [9, 1], "policy": "pid", "cost_fn": cost_of},
+            },
+            [
+                "local_batch_sizes=[9, 1], cost_fn, policy='pid' have no effect: the training loader is left as it is",
+                "shard='mine': ranks 0, 1 begin with the same batch",
+            ],
+        ),
+    ],
+)
+def test_what_has_no_effect_is_said(job, expected):
+    said = run_ranks(_says, 2, {"model": Planned, **job}, env=ENV)[0]
+    for text in expected:
+        assert any(text in line for line in said), said
+    if not expected:
+        assert not [line for line in said if "no effect" in line]
 
 
 class Drifting(Buckets):

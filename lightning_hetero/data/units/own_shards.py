@@ -4,22 +4,27 @@ Every rank runs as many steps as the one with the most batches. A rank that has 
 weight 0: it takes part in every average, and adds nothing to it. So no batch is lost, and none counts twice.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lightning_hetero.data.streams.fingerprint import fingerprint
 from lightning_hetero.data.units.pieces import rows_of
 
 __all__ = ["OwnShards", "counted_rows"]
 
+log = logging.getLogger("lightning_hetero")
+
 
 class OwnShards:
-    """Steps of one rank over its own loader.
+    """Steps of one rank over its own loader. Ranks whose first batches are the same are warned of.
 
     Args:
         gather: returns a value of every rank, in their order; called by all of them.
         length: returns the batches of the loader's coming epoch; ``None`` if it has no length.
         rows: returns the samples of a batch.
         start: ``(epoch, step)`` at which a run resumes.
+        warn: says what may be wrong with the data.
 
     Attributes:
         steps: steps of an epoch, the same on every rank.
@@ -39,9 +44,11 @@ class OwnShards:
         length: Callable[[], int | None],
         rows: Callable[[Any], int] = lambda batch: 1,
         start: tuple[int, int] = (0, 0),
+        warn: Callable[[str], None] = log.warning,
     ) -> None:
-        self._gather, self._length, self._count, self.start = gather, length, rows, start
+        self._gather, self._length, self._count, self.start, self._warn = gather, length, rows, start, warn
         self._rows: dict[tuple[int, int], int] = {}
+        self._compared = False
         self.epoch = start[0]
         self.steps = 0
         self.agree(self.epoch)
@@ -71,9 +78,23 @@ class OwnShards:
         for step in range(self.steps):
             following = next(given, _END)
             batch = batch if following is _END else following
+            if not self._compared:
+                self._compare(batch)
             self._rows[epoch, step] = 0 if following is _END else self._count(batch)
             if step >= first:
                 yield batch
+
+    def _compare(self, batch: Any) -> None:
+        """Warn if ranks begin with the same batch; a collective call."""
+        self._compared = True
+        begins = self._gather(fingerprint([batch]))
+        same = [rank for rank, crc in enumerate(begins) if begins.count(crc) > 1]
+        if same:
+            self._warn(
+                f"shard='mine': ranks {', '.join(map(str, same))} begin with the same batch: they seem to train on the "
+                "same samples, in the same order. Give each rank data of its own, or leave shard out (shard='whole' "
+                "with use_distributed_sampler=False) to have the data split."
+            )
 
     def rows_at(self, epoch: int, step: int) -> int:
         """Return the samples of this rank's batch at a step that count."""

@@ -2,31 +2,53 @@
 
 A step takes ``W`` items. On the line of these items, rank ``i`` has the interval from ``W c_i`` to ``W c_{i+1}``, where
 ``c`` are the cumulated shares of the plan. It loads the items that its interval touches. Of an item of ``n`` rows that
-is cut at the fraction ``f``, the rows up to ``floor(f n)`` lie before the cut, on both ranks alike.
+is cut at the fraction ``f``, the rows up to ``floor(f n)`` lie before the cut, on both ranks alike. Where that leaves a
+rank a part that is too small to run, the largest part of the item takes it, which these ranks also find alike.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 __all__ = ["Piece", "PieceRequest", "PiecesDataset", "concat_batches", "pieces_of", "rows_of", "slice_batch"]
 
 
 class Piece(NamedTuple):
-    """Part of an item, from ``floor(n start / parts)`` to ``floor(n stop / parts)`` of its ``n`` rows.
+    """Part of an item.
 
     Args:
         index: index of the item.
-        start: beginning, in parts.
-        stop: end, in parts.
-        parts: parts of the whole item.
+        cuts: where ranks' parts of the item begin and end, from 0 to the parts of the whole item.
+        place: which part.
     """
 
     index: Any
-    start: int
-    stop: int
-    parts: int
+    cuts: tuple[int, ...]
+    place: int
+
+    def rows(self, rows: int, min_local: int = 1) -> tuple[int, int]:
+        """Return the first row of the part and the one behind its last, for an item of ``rows`` rows.
+
+        Args:
+            rows: rows of the item.
+            min_local: smallest batch that a rank can run.
+
+        Example:
+            >>> [Piece(0, (0, 1, 4), place).rows(6) for place in (0, 1)]
+            [(0, 1), (1, 6)]
+            >>> [Piece(0, (0, 1, 4), place).rows(6, min_local=2) for place in (0, 1)]
+            [(0, 0), (0, 6)]
+        """
+        sizes = np.diff([rows * cut // self.cuts[-1] for cut in self.cuts])
+        small = sizes < min_local
+        largest = int(sizes.argmax())
+        small[largest] = False
+        sizes[largest] += sizes[small].sum()
+        sizes[small] = 0
+        start = int(sizes[: self.place].sum())
+        return start, start + int(sizes[self.place])
 
 
 class PieceRequest(NamedTuple):
@@ -54,15 +76,17 @@ def pieces_of(items: Sequence[Any], sizes: Sequence[int], rank: int, min_local: 
 
     Example:
         >>> pieces_of([7, 8], (3, 1), rank=0).pieces
-        (Piece(index=7, start=0, stop=4, parts=4), Piece(index=8, start=0, stop=2, parts=4))
+        (Piece(index=7, cuts=(0, 4), place=0), Piece(index=8, cuts=(0, 2, 4), place=0))
     """
-    parts, before = sum(sizes), sum(sizes[:rank])
-    begin, end = len(items) * before, len(items) * (before + sizes[rank])
+    parts, borders = sum(sizes), [len(items) * sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    begin, end = borders[rank : rank + 2]
     pieces = []
     for number in range(begin // parts, -(-end // parts)):
-        start, stop = max(begin - number * parts, 0), min(end - number * parts, parts)
-        if stop > start:
-            pieces.append(Piece(items[number], start, stop, parts))
+        first, last = number * parts, (number + 1) * parts
+        start = max(begin, first)
+        if min(end, last) > start:
+            cuts = sorted({first, last, *(border for border in borders if first < border < last)})
+            pieces.append(Piece(items[number], tuple(cut - first for cut in cuts), cuts.index(start)))
     return PieceRequest(tuple(pieces), items[min(begin // parts, len(items) - 1)], min_local)
 
 
@@ -94,17 +118,30 @@ class PiecesDataset:
         return self.collate(self.dataset[index])
 
     def __getitem__(self, request: PieceRequest) -> tuple[int, Any]:
+        """Return how many rows of the rank's batch count, and the batch.
+
+        Raises:
+            ValueError: if its items have too few rows for a batch that the rank can run.
+        """
         parts, count = [], 0
         for piece in request.pieces:
             item = self.item(piece.index)
             rows = rows_of(item)
-            start, stop = rows * piece.start // piece.parts, rows * piece.stop // piece.parts
+            start, stop = piece.rows(rows, request.min_local)
             if stop > start:
                 parts.append(item if stop - start == rows else self.slice_fn(item, start, stop))
                 count += stop - start
+        if 0 < count < request.min_local:
+            raise ValueError(
+                f"this rank has {count} rows in a step, of batches {[piece.index for piece in request.pieces]} of the "
+                f"dataset, and can run no fewer than min_local_batch_size={request.min_local}, which is 2 unless given "
+                "if the model has batch normalisation. Let the dataset yield batches of more rows."
+            )
         if not parts:
             item = self.item(request.spare)
-            parts = [self.slice_fn(item, 0, min(request.min_local, rows_of(item)))]
+            rows = max(1, rows_of(item))
+            once = self.slice_fn(item, 0, min(request.min_local, rows))
+            parts = [once] * -(-request.min_local // rows)  # rows of weight 0 may be there twice
         return count, parts[0] if len(parts) == 1 else self.concat_fn(parts)
 
 
@@ -113,7 +150,7 @@ def _is_namedtuple(batch: Any) -> bool:
 
 
 def rows_of(batch: Any) -> int:
-    """Return the first dimension of the first tensor of a batch, or the length of a list of other things.
+    """Return the first dimension of the first tensor of a batch, or the length of a list or object of other things.
 
     Raises:
         TypeError: if it has neither.
@@ -123,10 +160,12 @@ def rows_of(batch: Any) -> int:
         3
     """
     found = _rows(batch)
+    if found is None and hasattr(batch, "__len__") and not isinstance(batch, str | bytes | Mapping | tuple):
+        found = len(batch)
     if found is None:
         raise TypeError(
             f"the rows of a batch of type {type(batch).__name__} cannot be counted. Let the batch have a tensor whose "
-            "first dimension is that of the samples."
+            "first dimension is that of the samples, or a length (__len__)."
         )
     return found
 

@@ -211,6 +211,11 @@ class LoaderSet:
         return len(self.sources) > 1
 
     @property
+    def own_batches(self) -> bool:
+        """True if a loader has a batch sampler of the user."""
+        return any(isinstance(source, BatchSource) for source in self.sources)
+
+    @property
     def counted(self) -> bool:
         """True if each rank knows the samples of its own batch only."""
         return self.sources[0].counted

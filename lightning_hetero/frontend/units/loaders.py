@@ -9,12 +9,14 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.batching.plan import NO_LIMIT
 from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.data.units.orders import SeededUnits
 from lightning_hetero.data.units.pieces import PiecesDataset, rows_of
 from lightning_hetero.data.units.sampler import UnitSampler
 from lightning_hetero.data.units.sources import BatchSource, ItemSource, SampleSource, Source, UnitOrder
 from lightning_hetero.frontend.loaders import batches_of, iterated_by, stream_of, with_batch_sampler
+from lightning_hetero.frontend.log import log
 
 __all__ = [
     "OWN_ONLY_IN_LIGHTNING",
@@ -165,8 +167,16 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _noted(counted: Iterator[Any], steps: UnitSampler) -> Iterator[Any]:
-    """Yield batches, and note how many of the rows of each count."""
-    epoch = steps.epoch
+    """Yield batches, and note how many of the rows of each count; warn if they are more than the rank is to have."""
+    epoch, warned = steps.epoch, False
+    most = NO_LIMIT if steps.max_local is None else steps.max_local[steps.rank]
     for step, (rows, batch) in enumerate(counted, start=steps.first_step(epoch)):
+        if rows > most and not warned:
+            log.warning(
+                "rank %d has %d rows of the batches that the dataset yields, and max_local_batch_sizes gives it %d: "
+                "shares are given out before rows are known. Let the dataset yield batches of equal numbers of rows.",
+                *(steps.rank, rows, most),
+            )
+            warned = True
         steps.note_rows(epoch, step, int(rows))
         yield batch

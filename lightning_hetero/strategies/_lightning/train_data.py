@@ -122,7 +122,9 @@ class TrainDataMixin(PolicyMixin):
     def _leave_own(self, dataloader: object) -> object:
         """Let this rank train on its own loader; its losses are weighted, and ranks agree on the number of steps."""
         assert self.engine is not None
-        if not isinstance(dataloader, DataLoader) or (self._requests is not None and self._requests.combined):
+        if not isinstance(dataloader, DataLoader) or (
+            self._requests is not None and self._requests.combined is not None
+        ):
             raise self._misconfiguration(
                 "shard='mine' is for one torch DataLoader on each rank. Combine the datasets in one DataLoader, or "
                 "leave shard out."

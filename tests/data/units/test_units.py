@@ -102,6 +102,62 @@ def test_every_row_of_the_items_goes_to_one_rank(rows, sizes):
     assert all(count == 0 for (count, _), size in zip(loaded, sizes, strict=True) if size == 0)
 
 
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    st.lists(st.integers(0, 7), min_size=1, max_size=4),
+    st.integers(2, 4),
+)
+def test_no_rank_has_a_part_that_is_too_small_to_run(rows, sizes, least):
+    """Each row goes to one rank, or a rank says that the items are too short for it."""
+    if sum(sizes) == 0:
+        return
+    ends = np.cumsum(rows)
+    items = [torch.arange(end - n, end) for n, end in zip(rows, ends, strict=True)]
+    dataset, loaded = PiecesDataset(items, lambda item: item), []
+    for rank in range(len(sizes)):
+        request = pieces_of(range(len(items)), sizes, rank, least)
+        own = sum(np.diff(piece.rows(rows[piece.index], least))[0] for piece in request.pieces)
+        if 0 < own < least:
+            with pytest.raises(ValueError, match="can run no fewer than min_local_batch_size"):
+                dataset[request]
+            assert min(rows) < least
+            return
+        count, part = dataset[request]
+        assert count == 0 or count >= least
+        assert len(part) >= least
+        loaded += part[:count].tolist()
+    assert sorted(loaded) == list(range(ends[-1]))
+
+
+def test_items_of_the_plans_size_keep_to_the_plan():
+    items = [torch.arange(first, first + 8) for first in (0, 8, 16)]
+    dataset = PiecesDataset(items, lambda item: item)
+    for sizes in ((12, 9, 3), (4, 8, 12), (2, 20, 2), (0, 22, 2)):
+        counts = [dataset[pieces_of(range(3), sizes, rank, 2)][0] for rank in range(3)]
+        assert counts == list(sizes)
+
+
+class Table:
+    """A batch of a class of its own."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+
+def test_a_class_of_its_own_needs_a_length_and_two_functions():
+    dataset = PiecesDataset(
+        [Table(list("abcd")), Table(list("ef"))],
+        lambda item: item,
+        lambda table, start, stop: Table(table.rows[start:stop]),
+        lambda tables: Table([row for table in tables for row in table.rows]),
+    )
+    loaded = [dataset[pieces_of(range(2), (3, 1), rank)] for rank in (0, 1)]
+    assert [(count, "".join(table.rows)) for count, table in loaded] == [(5, "abcde"), (1, "f")]
+
+
 @pytest.mark.parametrize(
     "make",
     [

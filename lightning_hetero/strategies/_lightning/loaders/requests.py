@@ -5,10 +5,12 @@ for that: it cannot with a batch sampler of the user, and a loader without a bat
 how many train loaders there are only after all of them were processed.
 """
 
+import copy
 import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning_hetero.frontend.loaders import as_given
 from lightning_hetero.frontend.units.loaders import is_made_of_units
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ class LoaderRequests:
 
     def _requested(self) -> Any:
         given = self._request()
+        if isinstance(given, self._loader_class):
+            given = copy.copy(given)  # Lightning writes the loaders that were split into it: the user's stays whole
         combined = given if isinstance(given, self._loader_class) else self._loader_class(given, "max_size_cycle")
         self.combined = combined if len(combined.flattened) > 1 else None
         return given if self.combined is None else combined
@@ -50,7 +54,7 @@ class LoaderRequests:
     def _prepared(self, dataloader: Any, shuffle: bool, mode: Any) -> Any:
         if mode == "train" and (self.combined is not None or is_made_of_units(dataloader) or self._leaves()):
             return dataloader
-        return self._prepare(dataloader, shuffle, mode)
+        return self._prepare(as_given(dataloader) if mode == "train" else dataloader, shuffle, mode)
 
     def number_of(self, dataloader: object) -> int:
         """Return which of several loaders this is."""
