@@ -100,17 +100,20 @@ class EngineData(EngineParts):
         self.position = max(self.position, sampler.start)
         return sampler
 
-    def leave_own(self, length: Callable[[], int | None], *, epoch: int = 0) -> OwnShards:
+    def leave_own(
+        self, length: Callable[[], int | None], *, epoch: int = 0, rows: Callable[[Any], int] | None = None
+    ) -> OwnShards:
         """Let every rank train on its own data, weighted by the samples of each batch; a collective call.
 
         Args:
             length: returns the batches of this rank's coming epoch, ``None`` if that is not known.
             epoch: next epoch, unless a resumed position is later.
+            rows: returns the samples of each batch, called once for each; by default its rows.
 
         Raises:
             ValueError: if ranks cannot agree on the number of steps.
         """
-        own = self.data.leave_own(length, epoch)
+        own = self.data.leave_own(length, epoch, rows)
         self.notices.say(
             "shard='mine': every rank trains on what its own loader yields. Losses are weighted by the samples of each "
             "batch; the split does not move, because samples cannot go to another rank.",

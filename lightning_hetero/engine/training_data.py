@@ -83,10 +83,13 @@ class TrainingData:
         """Note that the training data is not sharded."""
         self.sampler = self.own = self.cost_learning = None
 
-    def leave_own(self, length: Callable[[], int | None], epoch: int) -> OwnShards:
+    def leave_own(
+        self, length: Callable[[], int | None], epoch: int, rows: Callable[[Any], int] | None = None
+    ) -> OwnShards:
         """Let every rank train on its own data; a collective call. See :meth:`HeteroEngine.leave_own`."""
         self.sampler = self.cost_learning = None
-        rows = counted_rows(self.config.weight_fn is not None)
+        weighted = self.config.weight_fn is not None
+        rows = counted_rows(weighted) if rows is None or weighted else rows
         warn = log.warning if self.control.rank == 0 else _silent
         self.own = OwnShards(self.control.gather_objects, length, rows, self.plans.start_of(epoch), warn)
         return self.own

@@ -350,6 +350,45 @@ def test_own_data_resumes_inside_an_epoch(tmp_path):
         np.testing.assert_array_equal(part["weights"], full["weights"])
 
 
+class Transposed(Planned):
+    """Gets batches whose first dimension is not that of the samples."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step([part.movedim(-1, 0) for part in batch], batch_idx)
+
+
+def transposed(samples):
+    return [part.movedim(0, -1) for part in torch.utils.data.default_collate(samples)]
+
+
+def _fit_transposed(rank, job):
+    """Rank 0 has three times as many samples in a batch."""
+    own = torch.utils.data.Subset(Points(N), range(33) if rank == 0 else range(33, N))
+    loader = lambda: DataLoader(own, 9 if rank == 0 else 3, collate_fn=transposed, shuffle=True)  # noqa: E731
+    return _fit(rank, 2, {**job, "loader": loader})
+
+
+def test_own_data_is_weighted_by_samples_whatever_the_shape_of_a_batch():
+    results = run_ranks(_fit_transposed, 2, {"model": Transposed, "strategy": {"shard": "mine"}}, env=ENV)
+    for result in results:
+        np.testing.assert_allclose(result["weights"], replayed(results), **EXACT)
+
+
+def test_own_data_in_random_order_resumes_inside_an_epoch(tmp_path):
+    path = str(tmp_path / "saved.ckpt")
+    job = {"strategy": {"shard": "mine"}}
+    whole = run_ranks(_fit_transposed, 2, {**job, "model": lambda: Saving({(1, 1): path})}, env=ENV)
+    rest = run_ranks(_fit_transposed, 2, {**job, "model": Transposed, "resume": path}, env=ENV)
+    for full, part in zip(whole, rest, strict=True):
+        assert part["seen"] == [entry for entry in full["seen"] if entry[:2] > (1, 1)]
+        np.testing.assert_allclose(part["weights"], full["weights"], **EXACT)
+
+
+class Saving(Transposed):
+    def __init__(self, save):
+        super().__init__(save=save)
+
+
 class Growing(Buckets):
     """More batches on one rank, and more in later epochs."""
 

@@ -5,13 +5,15 @@ weight 0: it takes part in every average, and adds nothing to it. So no batch is
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning_hetero.data.streams.fingerprint import fingerprint
-from lightning_hetero.data.units.pieces import rows_of
+from lightning_hetero.data.units.orders import SeededUnits
+from lightning_hetero.data.units.rows import rows_of
 
-__all__ = ["OwnShards", "counted_rows"]
+__all__ = ["OwnBatches", "OwnShards", "counted_rows"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -99,6 +101,37 @@ class OwnShards:
     def rows_at(self, epoch: int, step: int) -> int:
         """Return the samples of this rank's batch at a step that count."""
         return self._rows.get((epoch, step), 0)
+
+
+class OwnBatches:
+    """Batch sampler of a rank's own loader, drawn an epoch at a time, so that its batches' samples are known.
+
+    Args:
+        order: batches of each epoch, which depend on the epoch alone.
+        epoch: returns the running epoch.
+
+    Example:
+        >>> from lightning_hetero.data.units.orders import SeededUnits
+        >>> batches = OwnBatches(SeededUnits([[0, 1], [2]], seed=0), lambda: 0)
+        >>> list(batches), [batches.rows_of_next() for _ in range(2)]
+        ([[0, 1], [2]], [2, 1])
+    """
+
+    def __init__(self, order: SeededUnits, epoch: Callable[[], int]) -> None:
+        self._order, self._epoch = order, epoch
+        self._rows: deque[int] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        units = self._order.units(self._epoch())
+        self._rows = deque(map(len, units))
+        return iter(units)
+
+    def __len__(self) -> int:
+        return len(self._order.units(self._epoch()))
+
+    def rows_of_next(self) -> int:
+        """Return the samples of the next batch; each is asked for once, in order."""
+        return self._rows.popleft()
 
 
 _END = object()

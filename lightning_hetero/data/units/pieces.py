@@ -6,13 +6,14 @@ is cut at the fraction ``f``, the rows up to ``floor(f n)`` lie before the cut, 
 rank a part that is too small to run, the largest part of the item takes it, which these ranks also find alike.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-__all__ = ["Piece", "PieceRequest", "PiecesDataset", "concat_batches", "pieces_of", "rows_of", "slice_batch"]
+from lightning_hetero.data.units.rows import concat_batches, require_rows, rows_by, rows_of, slice_batch
+
+__all__ = ["Piece", "PieceRequest", "PiecesDataset", "pieces_of"]
 
 
 class Piece(NamedTuple):
@@ -109,6 +110,7 @@ class PiecesDataset:
     ) -> None:
         self.dataset, self.collate = dataset, collate
         self.slice_fn, self.concat_fn = slice_fn or slice_batch, concat_fn or concat_batches
+        self._by_function = slice_fn is not None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -116,6 +118,19 @@ class PiecesDataset:
     def item(self, index: Any) -> Any:
         """Return a whole item as the loader would give it."""
         return self.collate(self.dataset[index])
+
+    def rows(self, item: Any) -> int:
+        """Return the rows of an item.
+
+        Raises:
+            TypeError: if they cannot be counted.
+            ValueError: if its tensors have different numbers of rows, and no function cuts them.
+        """
+        if self._by_function:
+            return rows_by(item, self.slice_fn)
+        rows = rows_of(item)
+        require_rows(item, rows)
+        return rows
 
     def __getitem__(self, request: PieceRequest) -> tuple[int, Any]:
         """Return how many rows of the rank's batch count, and the batch.
@@ -126,7 +141,7 @@ class PiecesDataset:
         parts, count = [], 0
         for piece in request.pieces:
             item = self.item(piece.index)
-            rows = rows_of(item)
+            rows = self.rows(item)
             start, stop = piece.rows(rows, request.min_local)
             if stop > start:
                 parts.append(item if stop - start == rows else self.slice_fn(item, start, stop))
@@ -139,124 +154,7 @@ class PiecesDataset:
             )
         if not parts:
             item = self.item(request.spare)
-            rows = max(1, rows_of(item))
+            rows = max(1, self.rows(item))
             once = self.slice_fn(item, 0, min(request.min_local, rows))
             parts = [once] * -(-request.min_local // rows)  # rows of weight 0 may be there twice
         return count, parts[0] if len(parts) == 1 else self.concat_fn(parts)
-
-
-def _is_namedtuple(batch: Any) -> bool:
-    return isinstance(batch, tuple) and hasattr(batch, "_fields")
-
-
-def rows_of(batch: Any) -> int:
-    """Return the first dimension of the first tensor of a batch, or the length of a list or object of other things.
-
-    Raises:
-        TypeError: if it has neither.
-
-    Example:
-        >>> rows_of({"x": torch.zeros(3, 2)})
-        3
-    """
-    found = _rows(batch)
-    if found is None and hasattr(batch, "__len__") and not isinstance(batch, str | bytes | Mapping | tuple):
-        found = len(batch)
-    if found is None:
-        raise TypeError(
-            f"the rows of a batch of type {type(batch).__name__} cannot be counted. Let the batch have a tensor whose "
-            "first dimension is that of the samples, or a length (__len__)."
-        )
-    return found
-
-
-def _rows(batch: Any) -> int | None:
-    if isinstance(batch, torch.Tensor) or hasattr(batch, "__array__"):
-        return len(batch) if batch.ndim else None
-    if isinstance(batch, Mapping):
-        return next((rows for value in batch.values() if (rows := _rows(value)) is not None), None)
-    if isinstance(batch, list | tuple):
-        inner = next((rows for value in batch if (rows := _rows(value)) is not None), None)
-        return len(batch) if inner is None and batch and not isinstance(batch, tuple) else inner
-    return None
-
-
-def slice_batch(batch: Any, start: int, stop: int) -> Any:
-    """Return rows of a batch: of tensors, and of the mappings, lists, tuples and named tuples that hold them.
-
-    Raises:
-        TypeError: if a part of the batch cannot be sliced.
-        ValueError: if a part has another number of rows.
-
-    Example:
-        >>> slice_batch({"x": torch.arange(4), "name": "train"}, 1, 3)
-        {'x': tensor([1, 2]), 'name': 'train'}
-    """
-    return _sliced(batch, start, stop, rows_of(batch))
-
-
-def _sliced(batch: Any, start: int, stop: int, rows: int) -> Any:
-    if isinstance(batch, torch.Tensor) or hasattr(batch, "__array__"):
-        if batch.ndim and len(batch) != rows:
-            raise ValueError(
-                f"a batch has parts of {rows} and {len(batch)} rows, so that it cannot be cut along the first "
-                "dimension. Give slice_fn, a function slice_fn(batch, start, stop)."
-            )
-        return batch[start:stop] if batch.ndim else batch
-    if isinstance(batch, Mapping):
-        return _like(batch, {key: _sliced(value, start, stop, rows) for key, value in batch.items()})
-    if isinstance(batch, list | tuple):
-        if _rows(batch) is None or (isinstance(batch, list) and all(_rows(value) is None for value in batch)):
-            return batch[start:stop] if len(batch) == rows else batch
-        parts = [_sliced(value, start, stop, rows) for value in batch]
-        return type(batch)(*parts) if _is_namedtuple(batch) else type(batch)(parts)
-    if batch is None or isinstance(batch, str | bytes | int | float | bool):
-        return batch
-    raise TypeError(
-        f"a batch holds a {type(batch).__name__}, which cannot be cut along the first dimension. Give slice_fn, a "
-        "function slice_fn(batch, start, stop), and concat_fn, a function concat_fn(parts)."
-    )
-
-
-def _like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """Return the values in a mapping of the batch's class, such as transformers' ``BatchEncoding``."""
-    return values if type(batch) is dict else type(batch)(values)  # type: ignore[call-arg]
-
-
-def concat_batches(parts: list[Any]) -> Any:
-    """Put parts of batches together along the first dimension.
-
-    Raises:
-        ValueError: if their other dimensions differ, as those of batches padded to different lengths.
-        TypeError: if they cannot be put together.
-
-    Example:
-        >>> concat_batches([[torch.zeros(2, 3)], [torch.zeros(1, 3)]])[0].shape
-        torch.Size([3, 3])
-    """
-    first = parts[0]
-    if isinstance(first, torch.Tensor):
-        if first.ndim == 0:
-            return first
-        if len({part.shape[1:] for part in parts}) > 1:
-            raise ValueError(
-                f"rows of two batches with shapes {' and '.join(str(tuple(part.shape)) for part in parts)} make up "
-                "one rank's batch, and cannot be put together without padding. Pad all batches of the dataset to one "
-                "length, or give concat_fn, a function concat_fn(parts) that pads."
-            )
-        return torch.cat(parts)
-    if hasattr(first, "__array__"):
-        return torch.cat([torch.as_tensor(part) for part in parts]).numpy() if first.ndim else first
-    if isinstance(first, Mapping):
-        return _like(first, {key: concat_batches([part[key] for part in parts]) for key in first})
-    if isinstance(first, list) and all(_rows(value) is None for value in first):
-        return [value for part in parts for value in part]
-    if isinstance(first, list | tuple):
-        joined = [concat_batches(list(values)) for values in zip(*parts, strict=True)]
-        return type(first)(*joined) if _is_namedtuple(first) else type(first)(joined)
-    if first is None or isinstance(first, str | bytes | int | float | bool):
-        return first
-    raise TypeError(
-        f"parts of batches that hold a {type(first).__name__} cannot be put together. Give concat_fn, a function "
-        "concat_fn(parts)."
-    )

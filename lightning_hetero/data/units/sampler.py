@@ -182,7 +182,7 @@ class UnitSampler:
             takes = walk.at(step)
             samples = tuple(self.stream.sources[take.lane].samples(epoch, take) for take in takes)
             totals = [len(part) for part in samples]
-            if self.stream.joint:
+            if len(takes) > 1:
                 _check_divisor(totals, plan.world_size)
             sizes = joint_sizes(totals, plan.local_batch_sizes, min_local=self.min_local, max_local=self.max_local)
             regular = all(take.full for take in takes) and len(takes) == len(walk.at(0))

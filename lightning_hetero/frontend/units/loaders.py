@@ -12,7 +12,7 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import NO_LIMIT
 from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.data.units.orders import SeededUnits
-from lightning_hetero.data.units.pieces import PiecesDataset, rows_of
+from lightning_hetero.data.units.pieces import PiecesDataset
 from lightning_hetero.data.units.sampler import UnitSampler
 from lightning_hetero.data.units.sources import BatchSource, ItemSource, SampleSource, Source, UnitOrder
 from lightning_hetero.frontend.loaders import batches_of, iterated_by, stream_of, with_batch_sampler
@@ -26,6 +26,7 @@ __all__ = [
     "stand_in",
     "unit_loader",
     "unit_source",
+    "units_of",
     "units_reason",
 ]
 
@@ -103,6 +104,12 @@ def stand_in(loader: DataLoader, world_size: int) -> DataLoader:
     return with_batch_sampler(loader, BatchSampler(SequentialSampler(range(world_size)), world_size, drop_last=False))
 
 
+def units_of(loader: DataLoader) -> SeededUnits:
+    """Return the batches of a loader's batch sampler, drawn an epoch at a time on every rank alike."""
+    batches: Any = loader.batch_sampler
+    return SeededUnits(batches, seed=int(os.environ.get("PL_GLOBAL_SEED") or 0), samples=samples_of(loader))
+
+
 def unit_source(
     loader: DataLoader,
     config: HeteroConfig,
@@ -121,10 +128,9 @@ def unit_source(
         for_all: whether a batch is that of all ranks whatever the settings say (``split_batches=True``).
     """
     batches: Any = loader.batch_sampler
-    seed = int(os.environ.get("PL_GLOBAL_SEED") or 0)
     if batches is not None and type(batches) is not BatchSampler:
         return BatchSource(
-            order or SeededUnits(batches, seed=seed, samples=samples_of(loader)),
+            order or units_of(loader),
             for_all=for_all or config.batch_sampler == "global",
         )
     stream = stream_of(loader) if stream is None else stream
@@ -133,7 +139,7 @@ def unit_source(
         plain = batches_of(loader)
         return SampleSource(stream, plain.batch_size, drop_last=plain.drop_last)
     pieces = _pieces(loader, config)
-    return ItemSource(stream, lambda index: rows_of(pieces.item(index)))
+    return ItemSource(stream, lambda index: pieces.rows(pieces.item(index)))
 
 
 def _pieces(loader: DataLoader, config: HeteroConfig) -> PiecesDataset:

@@ -11,6 +11,7 @@ from lightning_hetero.core.batching.plan import NO_LIMIT
 from lightning_hetero.data.step_share import StepSampler
 from lightning_hetero.data.streams.loaders import LEFT_EVEN, is_stream, sample_stream, with_batches
 from lightning_hetero.data.streams.sampler import StreamSampler
+from lightning_hetero.data.units.own_shards import OwnBatches
 from lightning_hetero.data.units.sampler import UnitSampler
 from lightning_hetero.data.units.sources import LoaderSet
 from lightning_hetero.engine import HeteroEngine
@@ -27,7 +28,7 @@ from lightning_hetero.frontend.loaders import (
     with_batch_sampler,
 )
 from lightning_hetero.frontend.log import log
-from lightning_hetero.frontend.units.loaders import is_made_of_units, unit_loader, unit_source, units_reason
+from lightning_hetero.frontend.units.loaders import is_made_of_units, unit_loader, unit_source, units_of, units_reason
 from lightning_hetero.strategies._lightning.epoch_length import recount_batches
 from lightning_hetero.strategies._lightning.loaders.requests import LoaderRequests
 from lightning_hetero.strategies._lightning.policy import PolicyMixin
@@ -130,10 +131,14 @@ class TrainDataMixin(PolicyMixin):
                 "leave shard out."
             )
         epoch = processed(self._trainer.fit_loop.epoch_progress)
-        own = self.engine.leave_own(lambda: length_of(dataloader), epoch=epoch)
-        clone: Any = iterated_by(
-            copy.copy(dataloader), lambda open_loader: own.batches(open_loader()), length=lambda: own.steps
-        )
+        data = self.engine.data
+        own_loader, rows, counted = copy.copy(dataloader), None, dataloader
+        if dataloader.batch_sampler is not None:
+            batches = OwnBatches(units_of(dataloader), lambda: epoch if data.own is None else data.own.epoch)
+            own_loader, counted = with_batch_sampler(dataloader, batches), batches  # type: ignore[assignment]
+            rows = lambda batch: batches.rows_of_next()  # noqa: E731
+        own = self.engine.leave_own(lambda: length_of(counted), epoch=epoch, rows=rows)
+        clone: Any = iterated_by(own_loader, lambda open_loader: own.batches(open_loader()), length=lambda: own.steps)
         clone.state_dict = lambda: {"step": processed(self._trainer.fit_loop.epoch_loop.batch_progress)}
         clone.load_state_dict = lambda state: None
         return clone

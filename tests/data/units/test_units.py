@@ -1,6 +1,6 @@
 """Steps made of units: the walk through loaders, pieces of batches, orders, and ranks with their own data."""
 
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 
 import numpy as np
 import pytest
@@ -13,7 +13,8 @@ from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry, PlanHistor
 from lightning_hetero.data.division import Parts
 from lightning_hetero.data.units.orders import BroadcastUnits, SeededUnits
 from lightning_hetero.data.units.own_shards import OwnShards
-from lightning_hetero.data.units.pieces import PiecesDataset, concat_batches, pieces_of, rows_of, slice_batch
+from lightning_hetero.data.units.pieces import PiecesDataset, pieces_of
+from lightning_hetero.data.units.rows import concat_batches, rows_by, rows_of, slice_batch
 from lightning_hetero.data.units.sampler import UnitSampler
 from lightning_hetero.data.units.sources import BatchSource, LoaderSet
 from lightning_hetero.data.units.walk import Lane, StepWalk
@@ -175,6 +176,51 @@ def test_slices_put_together_are_the_batch(make):
     joined = concat_batches([slice_batch(batch, 0, 2), slice_batch(batch, 2, 5)])
     assert repr(joined) == repr(batch)
     assert type(joined) is type(batch)
+
+
+CONSTANT = {"classes": ["a", "b", "c"], "size": (224, 224), "sets": defaultdict(list, {"k": 1})}
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize(
+    "value", [str, float, lambda i: torch.tensor(i), lambda i: {"box": torch.zeros(i + 1)}], ids="sfbm"
+)
+def test_values_of_the_rows_are_cut_and_joined_and_constants_stay(kind, value):
+    batch = {"x": torch.arange(5), "values": kind(value(i) for i in range(5)), **CONSTANT}
+    parts = [slice_batch(batch, 0, 1), slice_batch(batch, 1, 4), slice_batch(batch, 4, 5)]
+    assert [len(part["values"]) for part in parts] == [1, 3, 1]
+    assert repr(concat_batches(parts)) == repr(batch)
+    whole = concat_batches([batch, batch])
+    assert [len(whole[key]) for key in ("x", "values", "classes", "size")] == [10, 10, 3, 2]
+
+
+IMAGES = [torch.full((channels, 2, 2), float(i)) for i, channels in enumerate((3, 1, 3, 3, 1))]
+
+
+@pytest.mark.parametrize("images", [IMAGES, IMAGES[:1], IMAGES[1:2], [image[:1] for image in IMAGES]])
+def test_a_function_that_cuts_tells_how_the_rows_are_counted(images):
+    assert rows_by(images, lambda batch, start, stop: batch[start:stop]) == len(images)
+    pair = [torch.zeros(len(images), 4), torch.zeros(len(images))]
+    assert rows_by(pair, lambda batch, start, stop: [part[start:stop] for part in batch]) == len(images)
+    with pytest.raises(TypeError, match=r"of slice_fn\(batch, 0, 1\), neither"):
+        rows_by({"x": IMAGES[0]}, lambda batch, start, stop: batch)
+
+
+def test_lists_of_samples_are_trained_on_once_with_functions_that_cut_and_join():
+    items = [IMAGES[:3], IMAGES[3:]]
+    dataset = PiecesDataset(items, list, lambda batch, start, stop: batch[start:stop], lambda parts: sum(parts, []))
+    loaded = [dataset[pieces_of(range(2), (3, 2), rank)] for rank in (0, 1)]
+    assert [int(image[0, 0, 0]) for count, part in loaded for image in part[:count]] == list(range(5))
+    with pytest.raises(ValueError, match="Give slice_fn"):
+        PiecesDataset(items, list)[pieces_of(range(2), (3, 2), 0)]
+
+
+def test_a_step_with_one_loader_left_needs_no_common_divisor():
+    loaders = LoaderSet([BatchSource(SeededUnits([[i] for i in range(n)], seed=0)) for n in (7, 3)], "max_size")
+    history = PlanHistory((PlanEntry(0, 0, BatchPlan(6, (2, 2, 2))),))
+    sampler = UnitSampler(loaders, lambda: history, rank=0)
+    sizes = [sampler.sizes_at(0, step) for step in range(len(sampler))]
+    assert [sum(step) for step in sizes] == [6, 3, 1]
 
 
 def test_batches_that_cannot_be_cut_or_joined_say_what_to_give():
