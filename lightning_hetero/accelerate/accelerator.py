@@ -151,21 +151,22 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
         wanted = wanted if uneven is None else uneven
         stream = is_stream(data_loader) and session is not None and session.engine.config.policy != "even"
         first = wanted and self._hetero_loader is None
-        if not known and session is not None and first and is_made_of_units(given):
-            given = stand_in(given, self.num_processes)
-        with not_dispatched(self.dataloader_config) if first and stream else nullcontext():
-            prepared = super().prepare_data_loader(given, device_placement, slice_fn_for_dispatch)
-        if known or session is None:
-            return prepared
-        if wanted and not stream and session.engine.config.shard == "mine":
-            raise ValueError(f"{OWN_ONLY_IN_LIGHTNING}.")
-        if wanted and self._hetero_loader is None:
+        reason = None
+        if not known and session is not None and first:
             reason = unsupported_reason(
                 data_loader,
                 dispatch=self.dispatch_batches,
                 stateful=self.use_stateful_dataloader,
                 policy=session.engine.config.policy,
             )
+            given = stand_in(given, self.num_processes) if reason is None and is_made_of_units(given) else given
+        with not_dispatched(self.dataloader_config) if first and stream else nullcontext():
+            prepared = super().prepare_data_loader(given, device_placement, slice_fn_for_dispatch)
+        if known or session is None:
+            return prepared
+        if wanted and not stream and session.engine.config.shard == "mine":
+            raise ValueError(f"{OWN_ONLY_IN_LIGHTNING}.")
+        if first:
             if reason is None:
                 ranks, split = self.num_processes, self.split_batches
                 if stream:

@@ -29,6 +29,14 @@ class CheckpointAccelerator(SessionAccelerator):
         Accelerate keeps how many batches it has counted, which says when gradients are summed, in a file of each rank.
         """
         super().load_state(*args, **kwargs)
+        folder = next(iter(args), kwargs.get("input_dir"))
+        if self.engine is None and folder is not None and os.path.isfile(os.path.join(folder, STATE_FILE)):
+            log.warning(
+                "%s is a state of several workers, and one plain worker cannot go on inside their epoch: "
+                "skip_first_batches skips nothing by itself, and the order of samples is another one. Begin the next "
+                "epoch, use HeteroAccelerator in the script, or resume with several workers.",
+                folder,
+            )
         if self.engine is not None:
             counted: int = self.step  # type: ignore[has-type]
             self.step = self.engine.control.broadcast_object(counted)

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.data import BroadcastStream
 from lightning_hetero.data.streams.loaders import LEFT_EVEN, is_stream, sample_stream, with_batches
 from lightning_hetero.data.units.orders import BroadcastUnits
 from lightning_hetero.data.units.sources import LoaderSet
-from lightning_hetero.frontend.loaders import evaluates, with_batch_sampler
+from lightning_hetero.frontend.loaders import evaluates, stream_of, with_batch_sampler
 from lightning_hetero.frontend.loaders import unsupported_reason as reason_anywhere
 from lightning_hetero.frontend.units.loaders import (
     is_made_of_units,
@@ -128,7 +129,8 @@ def uneven_loader(
         inner = inner.batch_sampler
     sampler = prepared.get_sampler() or inner.sampler
     control, rank = session.engine.control, session.engine.rank
-    stream = BroadcastStream(sampler, control.broadcast_object, rank)
+    known = stream_of(given) if isinstance(getattr(given.batch_sampler, "sampler", None), DistributedSampler) else None
+    stream = known or BroadcastStream(sampler, control.broadcast_object, rank)
     size = inner.batch_size // world_size if split else inner.batch_size
     batches = session.shard(stream, size, drop_last=inner.drop_last, dataset=prepared.dataset)
     return _from_session(prepared, with_batch_sampler(prepared.base_dataloader, batches), session)
@@ -138,7 +140,7 @@ def _by_units(base: DataLoader, given: DataLoader, session: HeteroSession, *, sp
     """Return a loader with the session's batches in place of those of the user's batch sampler or dataset."""
     control, config = session.engine.control, session.engine.config
     order = None
-    if given.batch_sampler:
+    if given.batch_sampler is not None:
         order = BroadcastUnits(given.batch_sampler, control.broadcast_object, control.rank, samples_of(given))
     stream = None if order else BroadcastStream(given.sampler, control.broadcast_object, control.rank)  # type: ignore[arg-type]
     batches = session.shard(

@@ -27,6 +27,7 @@ __all__ = [
     "timed_loader",
     "unsupported_reason",
     "with_batch_sampler",
+    "with_batch_size",
 ]
 
 NOT_MET = (
@@ -135,6 +136,24 @@ class _AsGiven(Sampler[int]):
         return len(self.given)
 
 
+def with_batch_size(loader: Any) -> Any:
+    """Return a loader that was given torch's own ``BatchSampler`` as one that was given its sampler and batch size.
+
+    Example:
+        >>> loader = DataLoader([0, 1], batch_sampler=BatchSampler(SequentialSampler([0, 1]), 2, drop_last=False))
+        >>> loader.batch_size, with_batch_size(loader).batch_size
+        (None, 2)
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    if not isinstance(loader, DataLoader) or loader.batch_size is not None or type(batches) is not BatchSampler:
+        return loader
+    clone = copy.copy(loader)
+    for name, value in {"sampler": batches.sampler, "batch_size": batches.batch_size, "_iterator": None}.items():
+        object.__setattr__(clone, name, value)
+    object.__setattr__(clone, "drop_last", batches.drop_last)
+    return clone
+
+
 def as_given(loader: Any) -> Any:
     """Return a loader whose sampler Lightning distributes rather than replaces.
 
@@ -146,6 +165,7 @@ def as_given(loader: Any) -> Any:
         >>> isinstance(as_given(loader).sampler, RandomSampler), len(as_given(loader).sampler)
         (False, 5)
     """
+    loader = with_batch_size(loader)
     sampler: Any = getattr(loader, "sampler", None)
     if not isinstance(loader, DataLoader) or not isinstance(sampler, RandomSampler | SequentialSampler):
         return loader

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero import BatchPlan
-from tests.helpers import run_ranks
+from tests.helpers import Points, run_ranks
 from tests.loops import flat, network
-from tests.strategies.test_loaders import ENV, EXACT, LOADERS, N, cost_of, divided_by_cost, every_sample_once
+from tests.strategies.test_loaders import ENV, EXACT, LOADERS, Batched, N, cost_of, divided_by_cost, every_sample_once
 
 SPLIT = {"local_batch_sizes": [6, 2]}
 
@@ -39,7 +41,7 @@ def _fabric(rank, world_size, kind, job):
     fabric.launch()
     model = network()
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
-    loader = fabric.setup_dataloaders(LOADERS[kind]())
+    loader = fabric.setup_dataloaders(job.get("made", LOADERS.get(kind))())
     state = {"model": model, "optimizer": optimizer, "loader": loader}
     if "path" in job:
         job = {**job, "save": lambda epoch: fabric.save(job["path"], state)}
@@ -59,7 +61,7 @@ def _accelerate(rank, world_size, kind, job):
     accelerator = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(**job["settings"]), dataloader_config=layout)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, LOADERS[kind]())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, job.get("made", LOADERS.get(kind))())
     if "path" in job:
         job = {**job, "save": lambda epoch: accelerator.save_state(job["path"])}
     if "resume" in job:
@@ -115,6 +117,84 @@ def test_units_are_divided_by_cost(loop):
         np.testing.assert_allclose(result["weights"], replayed(results), **EXACT)
     assert divided_by_cost(results, slice(2), 0.75)
     assert divided_by_cost(results, slice(3, None), 0.25)
+
+
+class Neighbours(BatchSampler):
+    """Batches of neighbours in random order: a subclass over a sampler in order."""
+
+    def __init__(self, data):
+        super().__init__(SequentialSampler(data), 4, False)
+
+    def __iter__(self):
+        batches = list(super().__iter__())
+        return iter([batches[i] for i in torch.randperm(len(batches)).tolist()])
+
+
+def _over(make):
+    data = Points(N)
+    return DataLoader(data, batch_sampler=make(data))
+
+
+OTHERS = {
+    "in order, batch_size=None": lambda: DataLoader(Batched(), batch_size=None),
+    "subclass": lambda: _over(Neighbours),
+    "torch's": lambda: _over(lambda data: BatchSampler(RandomSampler(data), 4, False)),
+    "torch's in order": lambda: _over(lambda data: BatchSampler(SequentialSampler(data), 4, False)),
+    "distributed": lambda: _over(lambda data: BatchSampler(_distributed_over(data), 4, False)),
+    "distributed sampler": lambda: DataLoader(data := Points(N), 4, sampler=_distributed_over(data)),
+}
+
+
+def _distributed_over(data):
+    return DistributedSampler(data, num_replicas=2, rank=torch.distributed.get_rank(), seed=3)
+
+
+@every_loop
+@pytest.mark.parametrize("kind", OTHERS)
+def test_loaders_of_other_kinds_are_split(loop, kind):
+    results = run_ranks(LOOPS[loop], 2, 2, kind, {"settings": SPLIT, "made": OTHERS[kind]}, env=ENV)
+    every_sample_once(results, 2)
+    for result in results:
+        np.testing.assert_allclose(result["weights"], replayed(results), **EXACT)
+    assert results[0]["plans"] == [(6, 2)]
+    first, second = (sum(len(own) for _, _, own in r["seen"]) for r in results)
+    assert first > 2 * second
+
+
+def _dispatches(rank):
+    from accelerate.utils import DataLoaderConfiguration
+
+    from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
+
+    seen = {}
+    layout = DataLoaderConfiguration(dispatch_batches=True, split_batches=False)
+    for name, config, batches in (("dispatched", layout, None), ("distributed", None, _Halves)):
+        accelerator = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(), dataloader_config=config)
+        data = Points(48)
+        own = Neighbours(data) if batches is None else batches(data)
+        loader = DataLoader(data, batch_sampler=own, shuffle=False)
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        seen[name] = [i for _, _, index in loader for i in index.tolist()]
+        accelerator.free_memory()
+    return seen
+
+
+class _Halves(BatchSampler):
+    """A subclass over a sampler that splits its data over ranks."""
+
+    def __init__(self, data):
+        super().__init__(_distributed_over(data), 4, False)
+
+    def __iter__(self):
+        return super().__iter__()
+
+
+def test_loaders_that_are_left_to_accelerate_yield_their_own_batches():
+    results = run_ranks(_dispatches, 2, env=ENV)
+    assert sorted(results[0]["dispatched"] + results[1]["dispatched"]) == list(range(48))
+    assert len(results[0]["distributed"]) > 10
 
 
 @every_loop

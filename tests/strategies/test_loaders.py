@@ -439,6 +439,16 @@ class Halved(RandomSampler):
 
 
 SIZED = {"local_batch_sizes": [6, 2]}
+
+
+def test_torchs_own_batch_sampler_is_that_of_a_plain_loader():
+    def loader():
+        data = Points(N)
+        return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 4, False))
+
+    check(run(2, model=lambda: Planned({(0, 1): (1, 7)}), loader=loader, strategy=SIZED))
+
+
 SAMPLERS = {
     "replacement": lambda data: RandomSampler(data, replacement=True, num_samples=33),
     "replacement of all": lambda data: RandomSampler(data, replacement=True),

@@ -57,8 +57,7 @@ def ordered(loader: DataLoader) -> bool:
         >>> ordered(DataLoader(range(4), batch_size=None)), ordered(DataLoader(range(4), batch_sampler=[[0]]))
         (True, False)
     """
-    batches: Any = loader.batch_sampler
-    return isinstance(loader.sampler if batches is None else getattr(batches, "sampler", None), SequentialSampler)
+    return loader.batch_sampler is None and isinstance(loader.sampler, SequentialSampler)
 
 
 def samples_of(loader: DataLoader) -> int:

@@ -12,6 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_hetero.data.streams.loaders import LEFT_EVEN, is_stream, sample_stream, with_batches
 from lightning_hetero.data.units.sources import LoaderSet
 from lightning_hetero.frontend.loaders import (
+    as_given,
     balanced_evaluation_loader,
     batches_of,
     evaluates,
@@ -20,6 +21,7 @@ from lightning_hetero.frontend.loaders import (
     stream_of,
     unsupported_reason,
     with_batch_sampler,
+    with_batch_size,
 )
 from lightning_hetero.frontend.units.loaders import (
     OWN_ONLY_IN_LIGHTNING,
@@ -77,9 +79,13 @@ class FabricDataMixin(FabricMixin):
             ValueError: if the training loader cannot be split unevenly and the policy asks for it.
         """
         dataloader = super().process_dataloader(dataloader)
-        by_units = is_made_of_units(dataloader) and self.session is not None and self._takes(dataloader)
+        dataloader = with_batch_size(dataloader)
+        takes = self.session is not None and self._takes(dataloader)
+        by_units = takes and is_made_of_units(dataloader)
         asked = self._to_distribute
-        dataloader = dataloader if by_units else self._distributed(dataloader)
+        given = as_given(dataloader) if takes and not by_units else dataloader
+        even = dataloader if by_units and _shuffles(dataloader) else self._distributed(given)
+        dataloader = dataloader if by_units else even
         self._to_distribute = False
         if self._met() is None:
             return dataloader
@@ -91,12 +97,12 @@ class FabricDataMixin(FabricMixin):
                 say(f"{reason}. It is left as it is, as the loader of an evaluation.", loses=True)
             elif self._assumed:
                 say("a further loader that does not shuffle is taken for an evaluation's and left even.")
-            return self._even(dataloader)
+            return self._even(even)
         if taken and not (self._assumed and self._running().position == (0, 0)):
             say("a second training loader is split evenly; only the first one is split by speed.", loses=True)
             return self._announced(dataloader)
         if reason is None:
-            return self._shard(dataloader, assumed=not shuffles)
+            return self._shard(dataloader, None if shuffles else even)
         if self.config.policy not in (None, "even") or self.config.local_batch_sizes is not None:
             raise ValueError(f"{reason}, or leave the policy and the sizes out to train as plain DDP does.")
         tell_left(engine, self._running().planner, f"{reason}. It is split evenly, as plain DDP does.")
@@ -124,16 +130,16 @@ class FabricDataMixin(FabricMixin):
             return not_distributed(type(loader).__name__)
         return units_reason(loader)
 
-    def _shard(self, loader: DataLoader, assumed: bool) -> DataLoader:
-        """Split the training loader; if it is only ``assumed`` to be one, a loader that shuffles may replace it."""
-        session = self._running()
+    def _shard(self, loader: DataLoader, in_even: DataLoader | None) -> DataLoader:
+        """Split the training loader; one that is only assumed to be one is also given in even shares."""
+        session, assumed = self._running(), in_even is not None
         if assumed:
             session.engine.notices.say(
                 "the first loader is taken for the training loader and split by speed, since none shuffles so far. A "
                 "pass over it with gradients off, or with all models in eval(), is an evaluation and even."
             )
         clone: Any = self._split(loader)
-        even = self._even(loader) if assumed else None
+        even = None if in_even is None else self._even(in_even)
 
         def replaced() -> bool:
             return even is not None and self._train_loader is not clone
@@ -166,8 +172,9 @@ class FabricDataMixin(FabricMixin):
 
     def _takes(self, loader: DataLoader) -> bool:
         """Return whether this becomes the training loader."""
-        taken = self._train_loader is not None
-        return _shuffles(loader) and not (taken and not (self._assumed and self._running().position == (0, 0)))
+        if self._train_loader is None:
+            return isinstance(loader, DataLoader)
+        return _shuffles(loader) and self._assumed and self._running().position == (0, 0)
 
     @property
     def _evaluating(self) -> bool:
