@@ -61,7 +61,8 @@ class SampleStream:
                     f"open_shard(index); got {type(loader).__name__} over {type(self.dataset).__name__}. Give such a "
                     "dataset, or set shard='mine' or 'whole'."
                 )
-            self._raw = _replaced(self._raw, dataset=ClaimedShards(self.dataset))
+            # workers that stay would go on with the claims of the pass before
+            self._raw = _replaced(self._raw, dataset=ClaimedShards(self.dataset), persistent_workers=False)
 
     @staticmethod
     def _drawn_singly(loader: DataLoader) -> DataLoader:
