@@ -4,8 +4,9 @@ Weighting gradient buckets instead is wrong as soon as an operation inside the m
 normalization, gathered contrastive losses) and for micro-batches of different sizes in one accumulation window.
 """
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -94,6 +95,8 @@ class LossWeighting:
 
     def _count(self, own: int, batch: Any) -> Any:
         count = None if self._weight_fn is None or not own else self._weight_fn(batch)
+        if own and self._weight_fn is not None and self._weight_fn is self.config.weight_fn:
+            _check_count(count)
         return own if count is None else count
 
     def _hand_out(self, batch: Any, handed: HandedOut) -> None:
@@ -176,6 +179,23 @@ class LossWeighting:
             "with a head for classification, set model.accepts_loss_kwargs = False, so that Trainer leaves it out. "
             "lightning_hetero.transformers.HeteroTrainer does all of this by itself."
         )
+
+
+def _check_count(count: Any) -> None:
+    """Check what ``weight_fn`` returned, as far as that needs no device.
+
+    Raises:
+        TypeError: if it is no number.
+        ValueError: if it is negative or not finite.
+    """
+    tensor = isinstance(count, torch.Tensor)
+    if (tensor and count.numel() != 1) or not (tensor or isinstance(count, SupportsFloat)):
+        raise TypeError(
+            f"weight_fn returned {count!r}. It has to return the number of items (tokens, pixels) that the mean loss of "
+            "the batch averages over: a number, or a tensor with one element."
+        )
+    if not tensor and not 0 <= float(count) < math.inf:
+        raise ValueError(f"weight_fn returned {count!r}. The number of items has to be finite and at least 0.")
 
 
 def _number(weight: Any) -> float | torch.Tensor:

@@ -101,6 +101,23 @@ def test_rank_without_a_share_is_not_counted():
     assert run_ranks(_counts, 2, [[10], [30]], (2, 0)) == [[2.0], [0.0]]
 
 
+@pytest.mark.parametrize(
+    ("count", "error"),
+    [
+        (None, TypeError),
+        ("3", TypeError),
+        (torch.ones(2), TypeError),
+        ([3], TypeError),
+        (-1, ValueError),
+        (float("nan"), ValueError),
+    ],
+)
+def test_a_count_that_is_none_is_refused_by_name(count, error):
+    weighting = LossWeighting(HeteroConfig(weight_fn=lambda batch: count), world_size=1, device=torch.device("cpu"))
+    with pytest.raises(error, match="weight_fn returned"):
+        weighting.begin(own=3, total=8, batch=None)
+
+
 def test_a_batch_in_which_nothing_counts_adds_nothing():
     """The mean over its tokens is nan; torch's own losses have a gradient of 0 there."""
     weighting = LossWeighting(HeteroConfig(weight_fn=lambda batch: (batch != -100).sum()), 1, CPU)
