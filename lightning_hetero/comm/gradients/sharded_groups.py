@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_hetero.comm.gradients.averager import DDPMean
@@ -35,13 +36,16 @@ class ShardedGroups:
     Args:
         module: model whose sub-modules ``fully_shard`` has sharded.
         hook: state of the gradients, which knows whether the loss of the running backward pass was weighted.
+        maximum: starts an in-place maximum of a host tensor over all ranks, and returns its work.
     """
 
-    def __init__(self, module: nn.Module, hook: HookState) -> None:
-        self._hook = hook
+    def __init__(self, module: nn.Module, hook: HookState, maximum: Callable[[torch.Tensor], Any]) -> None:
+        self._hook, self._maximum = hook, maximum
         self._reduced = self._holds = False
         hook.use(ReduceScatterMean(hook.world_size))
         self._groups = groups_of(module)
+        self._have: set[Any] = set()
+        self._filled: dict[Any, bool] = {}
         for group in self._groups:
             self._watch(group)
 
@@ -54,13 +58,50 @@ class ShardedGroups:
 
         @functools.wraps(reduce)
         def post_backward(*unused: Any) -> None:
-            if group.reduce_grads:
+            if group.reduce_grads and self._fill(group):
                 self._hook.begin_reduction(num_bytes)
                 self._reduced = True
             with timer.waiting():
                 reduce(*unused)
 
         setattr(group, REDUCES, post_backward)
+
+    def _fill(self, group: Any) -> bool:
+        """Give zeros to parameters of a group without a gradient, if another parameter of it has one on this rank.
+
+        A group sends the gradients that a rank has in one message, without names. If ranks had gradients of different
+        parameters, one parameter would get the gradient of another.
+
+        Returns:
+            Whether a parameter of the group has a gradient, so that the group reduces.
+        """
+        have, without = _have_gradients(group)
+        if not have:
+            return False
+        self._have.update(have)
+        for param in without if self._hook.world_size > 1 else ():
+            self._filled.setdefault(param, param.sharded_param.grad is None)
+            param.unsharded_param.grad = torch.zeros_like(param.unsharded_param)
+            if any(other.unsharded_accumulated_grad is not None for other in have):
+                param.to_accumulated_grad_if_needed()  # to the dtype that the others wait in for this reduction
+        return True
+
+    def _empty(self) -> None:
+        """Take the zeros away again from parameters that had a gradient on no rank; a collective call.
+
+        The optimizer would otherwise decay them, and move them by their momentum, which one process does not do.
+        """
+        have, filled = self._have, self._filled
+        self._have, self._filled = set(), {}
+        if self._hook.world_size == 1:
+            return
+        params = [param for group in self._groups for param in group.fsdp_params]
+        used = torch.tensor([param in have for param in params], dtype=torch.uint8)
+        with self._hook.observer.excluded():
+            self._maximum(used).wait()
+        for param, anywhere in zip(params, used.tolist(), strict=True):
+            if not anywhere and filled.get(param):
+                param.sharded_param.grad = None
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         timer = self._hook.observer
@@ -83,10 +124,18 @@ class ShardedGroups:
         self._holds = holds
 
     def after_backward(self) -> None:
-        """Count the step, if the backward pass was its last one and gradients were reduced."""
+        """Count the step, if the backward pass was its last one and gradients were reduced; a collective call."""
+        self._empty()
         reduced, self._reduced = self._reduced, False
         if reduced and not self._holds:
             self._hook.observer.reduced()
+
+
+def _have_gradients(group: Any) -> tuple[list[Any], list[Any]]:
+    """Return the trained parameters of a group with and without a gradient on this rank."""
+    trained = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param") and p.unsharded_param.requires_grad]
+    have = [p for p in trained if p.unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None]
+    return have, [p for p in trained if p not in have]
 
 
 def groups_of(module: nn.Module) -> list[Any]:

@@ -1,6 +1,7 @@
 """Parameter groups of FSDP2: the names of torch that the marks rest on, and what lies between the marks."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ COLLECTIVES = {  # names of functions, since torch 2.13 and before
     "all-reduce": ("all_reduce",),
 }
 USED = "lightning_hetero/comm/gradients/sharded_groups.py uses this {} of torch's FSDP2"
+MAXIMUM = partial(dist.all_reduce, op=dist.ReduceOp.MAX, async_op=True)
 
 
 class Timer:
@@ -37,6 +39,9 @@ class Timer:
             yield
         finally:
             self.depth -= 1
+
+    def excluded(self):
+        return nullcontext()
 
     def reduced(self):
         self.passes += 1
@@ -83,7 +88,7 @@ def _collectives(rank, shape):
     with one_group(2, shape) as mesh:
         timer = Timer()
         hook, net = HookState(timer, 2), _sharded(mesh)
-        groups = ShardedGroups(net, hook)
+        groups = ShardedGroups(net, hook, MAXIMUM)
         calls = _listening(timer)
         with hook.backward():
             net(torch.ones(3, 4)).sum().backward()
@@ -107,7 +112,7 @@ def _passes(rank):
     with one_group(2) as mesh:
         timer = Timer()
         hook, net = HookState(timer, 2), _sharded(mesh)
-        groups = ShardedGroups(net, hook)
+        groups = ShardedGroups(net, hook, MAXIMUM)
 
         def step(sync=True, holds=False):
             net.set_requires_gradient_sync(sync)
@@ -130,7 +135,7 @@ def test_the_last_backward_pass_of_a_step_counts():
 def _direct(rank, weighted, released):
     with one_group(2) as mesh:
         hook, net = HookState(Timer(), 2, weighted=weighted), _sharded(mesh)
-        groups = ShardedGroups(net, hook)
+        groups = ShardedGroups(net, hook, MAXIMUM)
         if released:
             groups.release()
         net(torch.ones(3, 4)).sum().backward()
@@ -152,7 +157,7 @@ def _again(rank):
         net, spans = _sharded(mesh), []
         for _ in range(3):
             timer = Timer()
-            ShardedGroups(net, HookState(timer, 2))
+            ShardedGroups(net, HookState(timer, 2), MAXIMUM)
             net(torch.ones(3, 4)).sum().backward()
             spans.append(timer.spans)
         return spans
@@ -166,7 +171,7 @@ def test_marks_of_a_later_run_replace_those_of_an_earlier_one():
 def test_a_model_that_is_not_sharded_has_no_groups():
     assert groups_of(network()) == []
     hook = HookState(Timer(), 1)
-    ShardedGroups(network(), hook)
+    ShardedGroups(network(), hook, MAXIMUM)
     assert isinstance(hook.averager, ReduceScatterMean)
     assert hook.averager.shards
 

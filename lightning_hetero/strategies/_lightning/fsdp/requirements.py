@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -12,7 +13,14 @@ from lightning_hetero.callbacks.adaptive_batch import AdaptiveBatchCallback
 from lightning_hetero.comm.gradients.sharded_groups import groups_of
 from lightning_hetero.probe_job import VARIABLE
 
-__all__ = ["refuse_arguments", "unsupported_callback", "unsupported_sharding", "unsupported_trainer"]
+__all__ = [
+    "check_ranks",
+    "refuse_arguments",
+    "unsupported_callback",
+    "unsupported_sharding",
+    "unsupported_trainer",
+    "unsupported_training",
+]
 
 _DDP = "Leave it out, or use strategy='hetero_ddp' if the model fits on every worker"
 REFUSED = {
@@ -75,6 +83,21 @@ def refuse_arguments(strategy: str, given: Mapping[str, Any]) -> dict[str, Any]:
             "ModelParallelStrategy with equal batches."
         )
     return {name: value for name, value in given.items() if name not in (*REFUSED, "nonfinite")}
+
+
+def check_ranks(world: int, replicate_size: int, data_parallel_size: int | str) -> None:
+    """Check that so many ranks can hold the replicas of a model.
+
+    Raises:
+        ValueError: if their number is no multiple of the replicas, or not ``data_parallel_size``.
+    """
+    if world % replicate_size:
+        raise ValueError(f"replicate_size={replicate_size} does not divide {world} workers. Give a number that does.")
+    if data_parallel_size not in ("auto", world):
+        raise ValueError(
+            f"data_parallel_size={data_parallel_size} is not the number of workers, {world}. Leave it out; "
+            "replicate_size says how many replicas of the model they have."
+        )
 
 
 def unsupported_callback(callbacks: Iterable[Any]) -> str | None:
@@ -145,5 +168,23 @@ def unsupported_sharding(module: nn.Module, world_size: int) -> str | None:
             return (
                 f"set_gradient_divide_factor({group.gradient_divide_factor}) replaces the mean over ranks, which the "
                 "weights of the losses rest on. Leave it out"
+            )
+    return None
+
+
+def unsupported_training(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> str | None:
+    """Return why an optimizer would train a parameter on each rank apart, with advice; ``None`` if none does.
+
+    Optimizers hold shards, also while the module holds gathered parameters. What has no shard was frozen at the start
+    of the run, or was not there.
+    """
+    for parameter in (p for one in optimizers for group in one.param_groups for p in group["params"]):
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            name = next((name for name, p in module.named_parameters() if p is parameter), "of an optimizer")
+            return (
+                f"the parameter {name} is trained from now on, and it is not sharded, so that no gradient of other "
+                "ranks would reach it. Let fully_shard have it before the training: create it in __init__, as a part "
+                "of an nn.Module that uses it in forward, and freeze it after that. Or use strategy='hetero_ddp' if "
+                "the model fits on every worker"
             )
     return None

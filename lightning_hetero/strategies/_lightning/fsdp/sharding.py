@@ -14,7 +14,7 @@ try:
 except ImportError as error:  # torch 2.5
     raise ImportError("strategy='hetero_fsdp' shards models by FSDP2 (fully_shard), from torch 2.6 on.") from error
 
-__all__ = ["blocks_of", "is_sharded", "networks_of", "shard_module", "spread_from_first"]
+__all__ = ["blocks_of", "is_sharded", "networks_of", "shard_module", "spread_from_first", "stand_in"]
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -25,7 +25,8 @@ def is_sharded(module: nn.Module) -> bool:
 def networks_of(module: nn.Module) -> dict[str, nn.Module]:
     """Return the networks of a module by name: its children that have parameters and a forward pass.
 
-    Of a container without a forward pass, such as ``nn.ModuleList``, the members are networks.
+    Of an ``nn.ModuleList`` or ``nn.ModuleDict``, which have no forward pass, the members are networks. Nor has an
+    ``nn.ParameterList`` or ``nn.ParameterDict``, so it is none.
 
     Raises:
         ValueError: if a parameter is outside of all networks, or shared by two of them.
@@ -59,7 +60,7 @@ def _networks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _networks(child, f"{prefix}{name}.")
-        elif next(child.parameters(), None) is not None:
+        elif not isinstance(child, nn.ParameterList | nn.ParameterDict) and any(True for _ in child.parameters()):
             yield f"{prefix}{name}", child
 
 
@@ -124,7 +125,8 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, kinds: Collection[type[nn.
         module: whose networks are sharded.
         mesh: ranks of the shards; with two dimensions, the first holds replicas.
         kinds: classes of the blocks, ``None`` for the default of :func:`blocks_of`.
-        how: arguments of ``fully_shard``.
+        how: arguments of ``fully_shard``. By default, networks free their gathered parameters after each forward pass
+            too. Otherwise, what is done to parameters after one without backward is lost, such as an optimizer's step.
 
     Raises:
         ValueError: if a parameter is outside of all networks or shared by two of them, or no block is of these classes.
@@ -136,6 +138,16 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, kinds: Collection[type[nn.
             f"auto_wrap_policy={{{names}}}: the model has no module of these classes. Give the class of its blocks, or "
             "leave it out."
         )
+    how.setdefault("reshard_after_forward", True)
     for network in networks:
         for part in (*blocks_of(network, kinds), network):
             fully_shard(part, mesh=mesh, **how)
+
+
+def stand_in(module: nn.Module) -> None:
+    """Give a module that the strategy has sharded the hook ``configure_model``, without which Lightning refuses it."""
+    vars(module)["configure_model"] = _already_sharded
+
+
+def _already_sharded() -> None:
+    """Do nothing, in place of a hook that shards the module."""

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -24,12 +25,14 @@ from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.log import show_log
 from lightning_hetero.strategies._arguments import refuse_for_own_loops
 from lightning_hetero.strategies._lightning.fsdp.requirements import (
+    check_ranks,
     refuse_arguments,
     unsupported_callback,
     unsupported_sharding,
     unsupported_trainer,
+    unsupported_training,
 )
-from lightning_hetero.strategies._lightning.fsdp.sharding import is_sharded, shard_module, spread_from_first
+from lightning_hetero.strategies._lightning.fsdp.sharding import is_sharded, shard_module, spread_from_first, stand_in
 from lightning_hetero.strategies._lightning.uneven_steps import UnevenStepsMixin
 from lightning_hetero.strategies._registration import register
 
@@ -40,14 +43,8 @@ __all__ = ["HeteroFSDPMixin"]
 
 show_log()
 
-CONFIGURE_MODEL = "configure_model"
-"""The hook without which Lightning refuses a module; the strategy gives one to a module that it has sharded."""
 SIZES = ("data_parallel_size", "tensor_parallel_size")
 MODEL_PARALLEL = (*SIZES, "save_distributed_checkpoint", "process_group_backend", "timeout")
-
-
-def _already_sharded() -> None:
-    """Stand in for ``configure_model`` of a module that the strategy has sharded; Lightning wants to see one."""
 
 
 class HeteroFSDPMixin(UnevenStepsMixin):
@@ -73,7 +70,8 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         auto_wrap_policy: classes of the blocks that the strategy shards, such as ``{GPT2Block}``. By default, members
             of ``nn.ModuleList`` and ``nn.Sequential`` that consist of several modules.
         reshard_after_forward: whether parameters are freed between the forward and the backward pass, as in
-            ``fully_shard``: ``True`` needs less memory, ``False`` gathers them once a step instead of twice.
+            ``fully_shard``: ``True`` (default) needs less memory, ``False`` gathers them once a step instead of twice,
+            and loses what is done to parameters after a forward pass without backward.
         mp_policy: a ``MixedPrecisionPolicy`` of ``fully_shard``, in place of ``Trainer(precision=...)``.
         replicate_size: number of replicas of the sharded model (HSDP), which divides the number of workers: shards are
             gathered inside a replica, and gradients are summed over replicas as well. 1 is plain FSDP.
@@ -188,19 +186,11 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         """Join the process group, and lay out the ranks: all of them share one model, or ``replicate_size`` replicas.
 
         Raises:
-            ValueError: if the number of ranks is no multiple of the replicas.
+            ValueError: if the number of ranks is no multiple of the replicas, or not ``data_parallel_size``.
         """
         self.set_world_ranks()
         world = self.world_size
-        if world % self.replicate_size:
-            raise ValueError(
-                f"replicate_size={self.replicate_size} does not divide {world} workers. Give a number that does."
-            )
-        if self._data_parallel_size not in ("auto", world):
-            raise ValueError(
-                f"data_parallel_size={self._data_parallel_size} is not the number of workers, {world}. Leave it out; "
-                "replicate_size says how many replicas of the model they have."
-            )
+        check_ranks(world, self.replicate_size, self._data_parallel_size)
         self._data_parallel_size, self._tensor_parallel_size = world, 1
         super().setup_environment()
         if self.replicate_size > 1:
@@ -215,19 +205,19 @@ class HeteroFSDPMixin(UnevenStepsMixin):
             MisconfigurationException: if gradients of a parameter would not be averaged over all ranks.
             ValueError: if the module cannot be sharded by default, or its forward pass changes weights.
         """
-        assert self.engine is not None
-        module = self._pl_module
-        self.engine.control.require_equal("the kind of device that a sharded model is on", self.root_device.type)
-        self._check_module(self.engine)
-        if self.engine.world_size > 1:
+        module, engine = self._pl_module, self.engine
+        assert engine is not None
+        engine.control.require_equal("the kind of device that a sharded model is on", self.root_device.type)
+        self._check_module(engine)
+        if engine.world_size > 1:
             check_rescaled(module)
-        self._shard_by_default(self.engine, module)
+        self._shard_by_default(engine, module)
         reason = unsupported_sharding(module, self.world_size)
         if reason is not None:
             raise self._misconfiguration(f"strategy='hetero_fsdp': {reason}.")
         self._stop_watching_groups()
-        self._sharded = self.engine.models[module] = ShardedGroups(module, self.engine.hook_state)
-        self.engine.health.begin()
+        self._sharded = engine.models[module] = ShardedGroups(module, engine.hook_state, engine.control.maximum_later())
+        engine.health.begin()
         super().setup(trainer)
 
     def _shard_by_default(self, engine: HeteroEngine, module: "LightningModule") -> None:
@@ -236,7 +226,7 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         if not is_sharded(module):
             spread_from_first(module, self.root_device)
             shard_module(module, self.data_parallel_mesh, self.auto_wrap_policy, **given)
-            vars(module)[CONFIGURE_MODEL] = _already_sharded
+            stand_in(module)
             return
         if without_effect := [*given, *(["auto_wrap_policy"] if self.auto_wrap_policy else [])]:
             engine.notices.say(
@@ -250,6 +240,17 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         super().on_train_start()
 
     # one step
+
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Weight the loss and run backward, if all trained parameters are sharded.
+
+        Raises:
+            MisconfigurationException: if one that is not was unfrozen or added in the run.
+        """
+        reason = unsupported_training(self._pl_module, self.optimizers)
+        if reason is not None:
+            raise self._misconfiguration(f"strategy='hetero_fsdp': {reason}.")
+        return super().backward(closure_loss, *args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
