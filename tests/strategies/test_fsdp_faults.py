@@ -3,11 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroFSDPStrategy
 from lightning_hetero.strategies._lightning.fsdp.sharding import networks_of
-from tests.helpers import Points, Regressor, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
 
 D = torch.float64
 
@@ -195,3 +196,43 @@ def test_parameters_in_a_container_without_forward_are_refused_by_name(container
     model.weights = container([torch.ones(2)])
     with pytest.raises(ValueError, match=r"the parameter weights\.0 belongs to the LightningModule itself"):
         networks_of(model)
+
+
+class Looks(Sharded):
+    """Its own sharding leaves the outermost module gathered after an evaluation."""
+
+    def configure_model(self):
+        if not isinstance(self.net, FSDPModule):
+            fully_shard(self.net, mesh=self.trainer.strategy.data_parallel_mesh)
+
+    def test_step(self, batch, batch_idx):
+        self.log("t", self.loss(batch), sync_dist=True)
+
+    validation_step = test_step
+
+
+def _calls(rank, model, calls):
+    module, data = model(), DataLoader(Points(16), 4)
+    trainer = trainer_of(HeteroFSDPStrategy(), 2, max_epochs=1)
+    for call in calls:
+        getattr(trainer, call)(module, data)
+
+
+@pytest.mark.parametrize("model", [Looks, type("Default", (Looks,), {"configure_model": Sharded.configure_model})])
+@pytest.mark.parametrize("calls", [("fit", "test"), ("validate", "fit"), ("test", "test")], ids="-".join)
+def test_a_trainer_may_evaluate_before_and_after(model, calls):
+    run_ranks(_calls, 2, model, calls)
+
+
+def _deeper(rank):
+    """Rank 1 has a layer more than rank 0."""
+    model = Sharded()
+    if rank == 1:
+        model.more = nn.Linear(3, 3, dtype=torch.float64)
+    fit(rank, HeteroFSDPStrategy(), 2, 4, model=model)
+
+
+def test_models_that_differ_between_ranks_are_refused():
+    errors = run_ranks(_deeper, 2, expect_errors=True)
+    assert [rank for rank, *_ in errors] == [0, 1]
+    assert all("the model and how it is sharded" in message for *_, message in errors)

@@ -191,8 +191,8 @@ def _check_count(count: Any) -> None:
     tensor = isinstance(count, torch.Tensor)
     if (tensor and count.numel() != 1) or not (tensor or isinstance(count, SupportsFloat)):
         raise TypeError(
-            f"weight_fn returned {count!r}. It has to return the number of items (tokens, pixels) that the mean loss of "
-            "the batch averages over: a number, or a tensor with one element."
+            f"weight_fn returned {count!r}. It has to return the number of items (tokens, pixels) that the mean loss "
+            "of the batch averages over: a number, or a tensor with one element."
         )
     if not tensor and not 0 <= float(count) < math.inf:
         raise ValueError(f"weight_fn returned {count!r}. The number of items has to be finite and at least 0.")

@@ -81,7 +81,8 @@ class ShardedGroups:
         self._have.update(have)
         for param in without if self._hook.world_size > 1 else ():
             self._filled.setdefault(param, param.sharded_param.grad is None)
-            param.unsharded_param.grad = torch.zeros_like(param.unsharded_param)
+            p = param.unsharded_param
+            p.grad = torch.zeros_like(p)
             if any(other.unsharded_accumulated_grad is not None for other in have):
                 param.to_accumulated_grad_if_needed()  # to the dtype that the others wait in for this reduction
         return True
@@ -101,7 +102,8 @@ class ShardedGroups:
             self._maximum(used).wait()
         for param, anywhere in zip(params, used.tolist(), strict=True):
             if not anywhere and filled.get(param):
-                param.sharded_param.grad = None
+                p = param.sharded_param
+                p.grad = None
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         timer = self._hook.observer

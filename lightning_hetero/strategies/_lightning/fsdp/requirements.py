@@ -1,10 +1,12 @@
 """Arguments, callbacks and ways to shard a model that ``hetero_fsdp`` refuses by name, with what to do instead."""
 
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_hetero.callbacks import GNSCallback, LookAheadCallback
@@ -15,11 +17,14 @@ from lightning_hetero.probe_job import VARIABLE
 
 __all__ = [
     "check_ranks",
+    "layout",
     "refuse_arguments",
+    "shard_settings",
     "unsupported_callback",
     "unsupported_sharding",
     "unsupported_trainer",
     "unsupported_training",
+    "wrapped_classes",
 ]
 
 _DDP = "Leave it out, or use strategy='hetero_ddp' if the model fits on every worker"
@@ -83,6 +88,47 @@ def refuse_arguments(strategy: str, given: Mapping[str, Any]) -> dict[str, Any]:
             "ModelParallelStrategy with equal batches."
         )
     return {name: value for name, value in given.items() if name not in (*REFUSED, "nonfinite")}
+
+
+def wrapped_classes(given: Any) -> tuple[type[nn.Module], ...] | None:
+    """Return the classes of the blocks that ``auto_wrap_policy`` gives.
+
+    Raises:
+        TypeError: if they are no classes of modules.
+    """
+    if given is None:
+        return None
+    kinds = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str | type) else (given,)
+    if isinstance(given, type) or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
+        raise TypeError(
+            f"auto_wrap_policy={given!r} must be a set of classes of modules, such as {{Block}}; functions belong to "
+            "FSDP1."
+        )
+    return kinds
+
+
+def shard_settings(reshard_after_forward: Any, mp_policy: Any) -> dict[str, Any]:
+    """Return the arguments of ``fully_shard`` by name.
+
+    Raises:
+        TypeError: if one has the wrong type.
+    """
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool | int):
+        raise TypeError(f"reshard_after_forward={reshard_after_forward!r} must be True, False, a number, or None.")
+    if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(
+            f"mp_policy={mp_policy!r} must be a torch.distributed.fsdp.MixedPrecisionPolicy, such as "
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
+        )
+    return {"reshard_after_forward": reshard_after_forward, "mp_policy": mp_policy}
+
+
+def layout(module: nn.Module, kinds: Iterable[type] | None, given: Mapping[str, Any]) -> str:
+    """Return what has to be equal on all ranks before a module is sharded, as a short text."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    shapes = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in tensors]
+    names = sorted(kind.__name__ for kind in kinds or ())
+    return f"{len(shapes)} tensors, checksum {zlib.crc32(repr(shapes).encode()):08x}, {names=}, {dict(given)}"
 
 
 def check_ranks(world: int, replicate_size: int, data_parallel_size: int | str) -> None:

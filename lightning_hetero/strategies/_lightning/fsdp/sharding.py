@@ -14,12 +14,19 @@ try:
 except ImportError as error:  # torch 2.5
     raise ImportError("strategy='hetero_fsdp' shards models by FSDP2 (fully_shard), from torch 2.6 on.") from error
 
-__all__ = ["blocks_of", "is_sharded", "networks_of", "shard_module", "spread_from_first", "stand_in"]
+__all__ = ["blocks_of", "free_gathered", "is_sharded", "networks_of", "shard_module", "spread_from_first", "stand_in"]
 
 
 def is_sharded(module: nn.Module) -> bool:
     """Return whether the module or one of its sub-modules is sharded by FSDP2."""
     return any(isinstance(part, FSDPModule) for part in module.modules())
+
+
+def free_gathered(module: nn.Module) -> None:
+    """Free the parameters that an evaluation has left gathered, so that the module has its shards again."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def networks_of(module: nn.Module) -> dict[str, nn.Module]:

@@ -24,15 +24,14 @@ from lightning_hetero.core.validation import check_int, check_names
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.log import show_log
 from lightning_hetero.strategies._arguments import refuse_for_own_loops
-from lightning_hetero.strategies._lightning.fsdp.requirements import (
-    check_ranks,
-    refuse_arguments,
-    unsupported_callback,
-    unsupported_sharding,
-    unsupported_trainer,
-    unsupported_training,
+from lightning_hetero.strategies._lightning.fsdp import requirements
+from lightning_hetero.strategies._lightning.fsdp.sharding import (
+    free_gathered,
+    is_sharded,
+    shard_module,
+    spread_from_first,
+    stand_in,
 )
-from lightning_hetero.strategies._lightning.fsdp.sharding import is_sharded, shard_module, spread_from_first, stand_in
 from lightning_hetero.strategies._lightning.uneven_steps import UnevenStepsMixin
 from lightning_hetero.strategies._registration import register
 
@@ -128,7 +127,7 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         **kwargs: Any,
     ) -> None:
         refuse_for_own_loops(self, kwargs)
-        kwargs = refuse_arguments(type(self).__name__, kwargs)
+        kwargs = requirements.refuse_arguments(type(self).__name__, kwargs)
         own = list(inspect.signature(HeteroFSDPMixin.__init__).parameters)[1:-1]
         check_names(type(self).__name__, kwargs, [*own, *MODEL_PARALLEL])
         self.config = HeteroConfig(
@@ -149,10 +148,8 @@ class HeteroFSDPMixin(UnevenStepsMixin):
             cost_fn=cost_fn,
         )
         self.replicate_size = check_int("replicate_size", replicate_size, minimum=1)
-        self.auto_wrap_policy = None if auto_wrap_policy is None else tuple(auto_wrap_policy)
-        if not all(isinstance(kind, type) for kind in self.auto_wrap_policy or ()):
-            raise TypeError(f"auto_wrap_policy={auto_wrap_policy!r} must hold classes of modules, such as {{Block}}.")
-        self.shard_settings = {"reshard_after_forward": reshard_after_forward, "mp_policy": mp_policy}
+        self.auto_wrap_policy = requirements.wrapped_classes(auto_wrap_policy)
+        self.shard_settings = requirements.shard_settings(reshard_after_forward, mp_policy)
         super().__init__(**kwargs)
         self.engine: HeteroEngine | None = None
         self._sharded: ShardedGroups | None = None
@@ -176,8 +173,8 @@ class HeteroFSDPMixin(UnevenStepsMixin):
 
     def _attach_policy(self) -> None:
         if self._trainer_if_any is not None:
-            reason = unsupported_callback(callbacks_of(self._trainer))
-            reason = reason or unsupported_trainer(self, os.environ)
+            reason = requirements.unsupported_callback(callbacks_of(self._trainer))
+            reason = reason or requirements.unsupported_trainer(self, os.environ)
             if reason is not None:
                 raise self._misconfiguration(f"strategy='hetero_fsdp': {reason}.")
         super()._attach_policy()
@@ -190,7 +187,7 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         """
         self.set_world_ranks()
         world = self.world_size
-        check_ranks(world, self.replicate_size, self._data_parallel_size)
+        requirements.check_ranks(world, self.replicate_size, self._data_parallel_size)
         self._data_parallel_size, self._tensor_parallel_size = world, 1
         super().setup_environment()
         if self.replicate_size > 1:
@@ -212,7 +209,8 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         if engine.world_size > 1:
             check_rescaled(module)
         self._shard_by_default(engine, module)
-        reason = unsupported_sharding(module, self.world_size)
+        free_gathered(module)
+        reason = requirements.unsupported_sharding(module, self.world_size)
         if reason is not None:
             raise self._misconfiguration(f"strategy='hetero_fsdp': {reason}.")
         self._stop_watching_groups()
@@ -224,6 +222,9 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         """Shard the module, unless ``configure_model`` or an earlier run did."""
         given = {name: value for name, value in self.shard_settings.items() if value is not None}
         if not is_sharded(module):
+            engine.control.require_equal(
+                "the model and how it is sharded", requirements.layout(module, self.auto_wrap_policy, given)
+            )
             spread_from_first(module, self.root_device)
             shard_module(module, self.data_parallel_mesh, self.auto_wrap_policy, **given)
             stand_in(module)
@@ -235,7 +236,7 @@ class HeteroFSDPMixin(UnevenStepsMixin):
             )
 
     def on_train_start(self) -> None:
-        """Check that all ranks resume from the same checkpoint, and refuse several train loaders."""
+        """Check that all ranks resume from the same checkpoint."""
         self._require_one_checkpoint()
         super().on_train_start()
 
@@ -247,7 +248,7 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         Raises:
             MisconfigurationException: if one that is not was unfrozen or added in the run.
         """
-        reason = unsupported_training(self._pl_module, self.optimizers)
+        reason = requirements.unsupported_training(self._pl_module, self.optimizers)
         if reason is not None:
             raise self._misconfiguration(f"strategy='hetero_fsdp': {reason}.")
         return super().backward(closure_loss, *args, **kwargs)
