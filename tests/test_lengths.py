@@ -250,6 +250,41 @@ def test_a_dataset_may_grow(settings):
     assert run_ranks(_grows, 2, settings) == [[4, 7]] * 2
 
 
+def _moving(rank, settings):
+    from lightning_hetero.core import GoodputPlanner
+    from lightning_hetero.data import PermutationStream
+
+    torch.distributed.init_process_group("gloo")
+    engine = HeteroEngine(HeteroConfig(**settings), rank=rank, world_size=2, device=torch.device("cpu"))
+    planner = GoodputPlanner(max_total_batch_size=8)
+    stream = PermutationStream(4, shuffle=False, seed=0)
+    return engine.shard(stream, batch_size=2, dataset=list(VARIED), planner=planner).division is None
+
+
+def test_a_total_that_moves_needs_shares_drawn_at_random():
+    assert run_ranks(_moving, 2, {"weight_fn": tokens}) == [True, True]
+    errors = run_ranks(_moving, 2, {"cost_fn": "tokens"}, expect_errors=True)
+    assert [rank for rank, *_ in errors] == [0, 1]
+    assert all("GoodputPlanner changes the total batch" in message for *_, message in errors)
+
+
+def _calls(rank):
+    from lightning_hetero.data import PermutationStream
+
+    torch.distributed.init_process_group("gloo")
+    called = []
+    cost = lambda index: (called.append(index), 1.0 + index)[1]  # noqa: E731
+    engine = HeteroEngine(HeteroConfig(cost_fn=cost), rank=rank, world_size=2, device=torch.device("cpu"))
+    for dataset in (list("abcd"), list("abcd")):
+        for _ in range(2):
+            engine.shard(PermutationStream(4, shuffle=False, seed=0), batch_size=2, dataset=dataset)
+    return called
+
+
+def test_a_function_is_called_once_for_each_sample_of_a_dataset():
+    assert run_ranks(_calls, 2) == [[0, 2] * 2, [1, 3] * 2]
+
+
 def _each_its_own(rank, settings):
     return _engine(rank, settings, [{"input_ids": [1] * (1 + (i + rank) % 4)} for i in range(4)])
 

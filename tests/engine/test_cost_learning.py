@@ -52,6 +52,39 @@ def test_a_plan_of_the_planner_carries_the_weights():
     assert learning.carried_by(Decision(None, own), PLAN).proposal == own
 
 
+def test_weights_that_are_learned_anew_go_before_those_of_the_running_plan():
+    learning = CostLearning(DIVISION)
+    learning.observe(seen(40), PLAN)
+    old = replace(PLAN, cost=CostWeights.of("samples"))
+    proposed = Proposal(BatchPlan(12, (9, 3)), "faster")
+    assert learning.carried_by(Decision(None, proposed), old).proposal.plan.cost.theta == learning.fit.theta
+
+
+def test_fixed_work_is_learned_where_a_plan_has_none():
+    """Weights of a plan that was resumed, or given, say nothing of what a step costs whatever its share."""
+    learning = CostLearning(DIVISION)
+    learning.observe(seen(40), PLAN)
+    known = replace(PLAN, cost=replace(learning.carried_by(Decision(None), PLAN).proposal.plan.cost, fixed=()))
+    plan = learning.carried_by(Decision(None), known).proposal.plan
+    assert min(plan.cost.fixed) > 0.5
+
+
+def test_a_fit_stays_where_new_steps_teach_nothing():
+    learning = CostLearning(DIVISION)
+    learning.observe(seen(40), PLAN)
+    fit = learning.fit
+    broken = seen(300)
+    learning.observe(replace(broken, forward=broken.forward * np.nan), PLAN)
+    assert learning.fit == fit
+
+
+def test_times_are_reduced_with_the_weights_of_the_plan_until_there_is_a_fit():
+    raw = seen(6)  # too few for a fit
+    by_plan = CostLearning(DIVISION).observe(raw, replace(PLAN, cost=CostWeights.of("padded_cost")))
+    by_first = CostLearning(DIVISION).observe(raw, PLAN)
+    assert by_plan.compute.std() < 0.6 * by_first.compute.std()
+
+
 def test_nothing_is_proposed_before_there_is_a_fit():
     learning = CostLearning(DIVISION)
     learning.observe(seen(3), PLAN)

@@ -62,6 +62,25 @@ def test_memory_and_smallest_batches_are_kept():
         assert 14 <= len(second) <= 18
 
 
+@pytest.mark.parametrize("first", ["cost", "padded_cost"])
+@pytest.mark.parametrize("least", [1, 4, 8])
+def test_a_share_of_one_dear_sample_has_the_fewest_samples_that_a_rank_can_run(first, least):
+    costs = np.array([100.0, *[1.0] * 15])
+    division = CostDivision(costs, CostWeights.of(first), min_local=least)
+    sizes = sorted(map(len, division.divide(range(16), (8, 8), BatchPlan(16, (8, 8))).indices))
+    assert sizes == [least, 16 - least]
+
+
+def test_what_ranks_compare_has_the_first_weights_and_the_bounds():
+    others = [
+        CostDivision(COSTS, CostWeights.of("padded_cost")),
+        CostDivision(COSTS, CostWeights.of("cost"), min_local=2),
+        CostDivision(COSTS, CostWeights.of("cost"), max_local=(40, 40)),
+        CostDivision(COSTS, CostWeights.of("cost")),
+    ]
+    assert len({division.fingerprint() for division in others}) == 4
+
+
 def test_weights_of_the_plan_divide_from_its_first_step_on():
     padded = CostWeights.of("padded_cost")
     entries = PlanEntry(0, 0, BatchPlan(32, (16, 16))), PlanEntry(0, 2, BatchPlan(32, (16, 16), cost=padded))

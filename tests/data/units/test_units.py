@@ -43,6 +43,41 @@ def test_joint_sizes_keep_to_the_limits():
         joint_sizes([16, 8], (20, 4), max_local=(6, 6))
 
 
+class Passes:
+    """A batch sampler whose sampler and generator know the epoch."""
+
+    def __init__(self):
+        self.generator, self.sampler, self.epoch = torch.Generator(), self, None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(torch.randperm(8, generator=self.generator).reshape(4, 2).tolist())
+
+
+class Outer:
+    def __init__(self):
+        self.sampler = Passes()
+
+    def __iter__(self):
+        return iter(self.sampler)
+
+
+@pytest.mark.parametrize("make", [Passes, Outer])
+def test_orders_depend_on_the_epoch_alone(make):
+    order, again = SeededUnits(make(), seed=0), SeededUnits(make(), seed=0)
+    first, second = order.units(0), order.units(1)
+    assert first != second
+    assert [again.units(1), again.units(0)] == [second, first]
+    assert order.batches.sampler.epoch == 1
+
+
+def test_ranks_compare_the_samples_and_not_only_their_number():
+    first, other = (SeededUnits(batches, seed=0) for batches in ([[0, 1], [2]], [[1, 0], [2]]))
+    assert first.fingerprint() != other.fingerprint()
+
+
 def endless():
     while True:
         yield [0, 1]

@@ -80,6 +80,24 @@ def test_a_step_without_samples_does_not_count():
     np.testing.assert_allclose(fit.slope[2] / fit.slope[0], 4.0, rtol=0.15)
 
 
+def test_times_that_are_not_known_do_not_count():
+    work = shares(60, 3)
+    times = times_of(work, (0, 0, 1, 0, 0))
+    times[5, 0], times[9, 2] = np.nan, np.inf
+    fit = fit_cost(work, times, np.tile(SIZES, (60, 1)))
+    np.testing.assert_allclose(np.array(fit.slope) / fit.slope[0], SPEEDS, rtol=0.15)
+
+
+def test_reduced_times_stay_above_0():
+    """Also of a share with many times the planned work, whose time was short for another reason."""
+    work, theta = shares(40, 1), np.array([0.0, 1.0, 0.0, 0.0, 0.0])
+    raw = observed(work, theta)
+    work[7] *= 50
+    reduced = reduced_to_plan(replace(raw, work=work), theta)
+    for name in ("forward", "backward", "step_time"):
+        assert getattr(reduced, name).min() > 0
+
+
 def test_too_few_steps_teach_nothing():
     work = shares(LEAST_STEPS - 1, 0)
     assert fit_cost(work, times_of(work, (0, 1, 0, 0, 0)), np.tile(SIZES, (len(work), 1))) is None
