@@ -91,16 +91,16 @@ class SampleCosts:
     def _unless_by_number(self, dataset: Any, planner: Planner | None) -> Array | None:
         """Return the lengths of samples, unless the settings need numbers of samples: the rule of ``"auto"``."""
         config, reason = self._config, None
-        if config.weight_fn is None:
-            reason = (
-                "it is not known whether the loss is a mean over tokens: if it is, give weight_fn=the number of tokens"
-            )
-        elif config.policy == "even":
+        if config.policy == "even":
             reason = "policy='even' gives all workers equal numbers of samples"
         elif config.local_batch_sizes is not None:
             reason = f"local_batch_sizes={list(config.local_batch_sizes)} are numbers of samples"
         elif self._compared or moves_total(planner):
             reason = "the gradient noise scale compares shares that are drawn at random"
+        elif config.weight_fn is None:
+            reason = (
+                "it is not known whether the loss is a mean over tokens: if it is, give weight_fn=the number of tokens"
+            )
         if reason is None:
             costs = self._of(dataset)
             if len(set(self._control.gather_objects(_fingerprint(costs)))) == 1:

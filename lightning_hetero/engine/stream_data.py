@@ -45,7 +45,11 @@ class StreamData:
                 f"{type(planner).__name__} moves the total batch up to a share of the data, and the length of a stream "
                 "is not known. Leave max_total_batch_size and AdaptiveBatchCallback out, or use a map-style dataset."
             )
-        self._control.require_equal("shard and drop_last of the training data", (stream.shard, stream.drop_last))
+        self._control.require_equal(
+            "shard, drop_last, batch_size, num_workers (with shard='whole') and num_shards (with shard='claim') of the "
+            "training data",
+            stream.described(),
+        )
 
     def measured(self, stream: SampleStream) -> tuple[int, int | None]:
         """Return the batch size of a stream, and its samples if that is known; a collective call.

@@ -6,6 +6,7 @@ or the data of the run.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.link.clusters import Clusters
@@ -13,7 +14,9 @@ from lightning_hetero.core.no_effect import NoEffect
 from lightning_hetero.core.policies.base import Planner
 from lightning_hetero.core.policies.proportional import ProportionalPlanner
 from lightning_hetero.core.policies.static import StaticPlanner
+from lightning_hetero.data.streams.source import SampleStream
 from lightning_hetero.data.units.sampler import UnitSampler
+from lightning_hetero.data.units.sources import LoaderSet
 from lightning_hetero.engine import HeteroEngine
 
 __all__ = ["ALONE", "Run", "given", "tell", "tell_left", "without_effect"]
@@ -190,9 +193,15 @@ def tell(engine: HeteroEngine, planner: Planner | None, others: Iterable[NoEffec
         batch_size=None if units is not None else engine.data.batch_size or None,
         split=split,
         own_batches=None if sampler is None else units is not None and units.own_batches,
-        whole_batches=None if sampler is None else units is not None and units.counted,
+        whole_batches=None if sampler is None else _yields_batches(sampler, units),
     )
     engine.notices.tell([*without_effect(engine.config, run), *others])
+
+
+def _yields_batches(sampler: Any, units: LoaderSet | None) -> bool:
+    """Return whether a loader's batches are cut along their rows."""
+    stream = getattr(sampler, "stream", None)
+    return units.counted if units is not None else isinstance(stream, SampleStream) and not stream.single
 
 
 def tell_left(engine: HeteroEngine, planner: Planner | None, text: str) -> None:

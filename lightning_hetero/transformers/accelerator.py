@@ -13,6 +13,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from lightning_hetero.accelerate import HeteroAccelerator
 from lightning_hetero.frontend.collectives import not_computing
+from lightning_hetero.frontend.loaders import length_of
 from lightning_hetero.frontend.without_effect import tell_left
 
 __all__ = ["LabelCount", "TrainerAccelerator"]
@@ -166,7 +167,8 @@ class TrainerAccelerator(HeteroAccelerator):
         if loader is None:
             return
         self._load_hetero([], folder)
-        if 0 < self._session().restored_step >= len(loader):
+        length = length_of(loader)  # a stream tells none
+        if length is not None and 0 < self._session().restored_step >= length:
             for _ in self.skip_first_batches(loader):  # its pass is over; Trainer begins the next one
                 pass
 

@@ -53,6 +53,23 @@ class Manual(Regressor):
         optimizer.step()
 
 
+class InClosure(Manual):
+    """The form in which Lightning shows a closure."""
+
+    def training_step(self, batch, batch_idx):
+        Regressor.training_step(self, batch, batch_idx)
+        optimizer = self.optimizers()
+
+        def closure():
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            self.on_before_optimizer_step(optimizer)
+            return loss
+
+        optimizer.step(closure=closure)
+
+
 class TwoOptimizers(Manual):
     def training_step(self, batch, batch_idx):
         Regressor.training_step(self, batch, batch_idx)
@@ -118,13 +135,14 @@ class AcrossOne(Regressor):
     ("model", "reference", "strategy"),
     [
         (Manual, Manual, {}),
+        (InClosure, InClosure, {}),
         (TwoOptimizers, TwoOptimizers, {}),
         (Unused, Unused, {"find_unused_parameters": True}),
         (Regressor, Regressor, {"static_graph": True}),
         (Regressor, Regressor, {"gradient_as_bucket_view": True}),
         (AcrossRanks, AcrossOne, {}),
     ],
-    ids=["manual", "two-optimizers", "unused", "static-graph", "bucket-view", "cross-rank"],
+    ids=["manual", "closure", "two-optimizers", "unused", "static-graph", "bucket-view", "cross-rank"],
 )
 def test_module_kinds(model, reference, strategy):
     expected = run_ranks(_unused_reference, 1)[0] if model is Unused else one_process(10, model=reference())

@@ -178,6 +178,30 @@ def test_gradients_are_those_of_one_process_and_a_plan_changes_the_next_batches(
     assert first <= (2 if shard == "mine" else 2) + 8
 
 
+class Longer(Numbered):
+    """A stream that has more samples in its second epoch."""
+
+    def __init__(self, rank):
+        super().__init__(thirds(rank))
+        self.passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        yield from (self.points[i] for i in self.indices[: len(self.indices) if self.passes > 1 else 12])
+
+
+@pytest.mark.parametrize("shard", ["mine", "whole"])
+def test_a_plan_may_change_where_the_end_of_a_stream_without_a_length_is_near(shard):
+    """And the next pass may be longer."""
+    plans = {(0, step): (2, 6) if step % 2 else (5, 3) for step in range(10)}
+    settings = {"local_batch_sizes": SPLIT, "shard": shard}
+    data = same if shard == "whole" else Longer
+    results = run("lightning", data, settings=settings, max_epochs=2, plans=plans)
+    assert taken(results, 1) == EVERYTHING
+    assert len(taken(results, 0)) == (73 if shard == "whole" else 24)
+    check_equal(results)
+
+
 def test_defaults_are_those_of_the_front_ends():
     for front_end, data in (("lightning", own), ("fabric", own), ("accelerate", same)):
         results = run(front_end, data)

@@ -2,10 +2,14 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 
 import numpy as np
 
 __all__ = ["even_sizes", "joint_sizes", "proportional_sizes", "tail_sizes"]
+
+MOST_LEFT_OUT = 3
+"""Workers that are left out of a small batch at most in the search for sizes within all bounds."""
 
 
 def even_sizes(total: int, workers: int) -> tuple[int, ...]:
@@ -127,6 +131,27 @@ def tail_sizes(remaining: int, sizes: Sequence[int], min_local: int = 1) -> tupl
     return tuple(shares)
 
 
+def _bounded_sizes(total: int, sizes: Sequence[int], least: int, most: Sequence[int]) -> tuple[int, ...]:
+    """Split in proportion within upper bounds; each size is 0 or at least ``least``, if that is possible at all.
+
+    Workers with the smallest shares run nothing, as many of them as it takes.
+    """
+    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], -most[i], i))
+    able = [i for i in order if most[i] >= least]
+    for number in range(len(able), 0, -1):
+        for chosen in combinations(able, number):  # those with large shares first
+            if number * least <= total <= sum(most[i] for i in chosen):
+                weights = [max(float(sizes[i]), 1e-9) for i in chosen]
+                found = proportional_sizes(
+                    total, weights, min_local=[least] * number, max_local=[most[i] for i in chosen]
+                )
+                split = dict(zip(chosen, found, strict=True))
+                return tuple(split.get(i, 0) for i in range(len(sizes)))
+        if number < len(able) - MOST_LEFT_OUT:
+            break
+    return proportional_sizes(total, sizes, max_local=most)
+
+
 def joint_sizes(
     totals: Sequence[int],
     sizes: Sequence[int],
@@ -173,5 +198,5 @@ def joint_sizes(
     else:
         split = proportional_sizes(parts, sizes, min_local=[least if size else 0 for size in sizes])
     if most is not None and any(part > limit for part, limit in zip(split, most, strict=True)):
-        split = proportional_sizes(parts, sizes, max_local=most)
+        split = _bounded_sizes(parts, sizes, least, most)
     return tuple(tuple(part * (total // parts) for part in split) for total in totals)

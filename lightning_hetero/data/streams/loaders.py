@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero.config import HeteroConfig
+from lightning_hetero.data.rows import BatchRows
 from lightning_hetero.data.streams.source import SampleStream
 
 __all__ = ["LEFT_EVEN", "is_stream", "sample_stream", "with_batches"]
@@ -39,7 +40,8 @@ def sample_stream(loader: Any, config: HeteroConfig, *, default: str, world_size
     Raises:
         ValueError: if the stream cannot be shared in that way.
     """
-    return SampleStream(loader, config.shard or default, divided_by=world_size)
+    rows = BatchRows(config.slice_fn, config.concat_fn)
+    return SampleStream(loader, config.shard or default, divided_by=world_size, rows=rows)
 
 
 def with_batches(loader: Any, batches: Any) -> Any:

@@ -203,19 +203,23 @@ class WholeStreamSampler(StreamSampler):
         drawing.fill(COMPARED)
         self._require_same(drawing)
         buffer = drawing.buffer
+        drawing.fill(sum(self._planned(epoch, step)))
+        told = self._tell_rest(drawing)
         while True:
             plan = self._planned(epoch, step)
             total = sum(plan)
             drawing.fill(total)
-            if drawing.error is not None:
-                raise drawing.error
+            self._require_same_rest(told(), drawing)
             here = min(total, len(buffer))
             if here < (total if self.rules.drop_last else 1):
                 return
             sizes = plan if here == total else tail_sizes(here, plan, self.rules.min_local)
             self._note(epoch, step, sizes, (behind,) * len(sizes))
             self.drawn = (epoch, step + 1)
-            yield buffer.batch(self._share(buffer, sizes))
+            batch = buffer.batch(self._share(buffer, sizes))
+            drawing.fill(total)
+            told = self._tell_rest(drawing)
+            yield batch
             step, behind = step + 1, behind + here
 
     def _share(self, buffer: Any, sizes: tuple[int, ...]) -> list[Any]:
@@ -226,6 +230,36 @@ class WholeStreamSampler(StreamSampler):
         mine = buffer.take(own)
         buffer.take(sum(sizes[self.rank + 1 :]))
         return mine if own else stand_in
+
+    def _tell_rest(self, drawing: Drawing) -> Callable[[], Array]:
+        """Begin to tell the others how many samples are left of a stream that has ended, -1 of one that goes on.
+
+        The message is in flight while the step before is trained on, so that no step waits for it.
+        """
+        rest = len(drawing.buffer) if drawing.ended else -1
+        return self._peers.gather_later(np.array([math.nan if drawing.error is not None else rest]))
+
+    def _require_same_rest(self, told: Array, drawing: Drawing) -> None:
+        """Check that the streams of all ranks go on, or end, alike.
+
+        Raises:
+            ValueError: on every rank if they do not.
+            RuntimeError: if the stream of another rank has raised an error; on that rank itself, what it has raised.
+        """
+        rests = told[:, 0]
+        if drawing.error is not None:
+            raise drawing.error
+        if np.isnan(rests).any():
+            ranks = ", ".join(map(str, np.flatnonzero(np.isnan(rests))))
+            raise RuntimeError(f"the data stream of rank {ranks} has raised an error, so this rank ends as well.")
+        if len(set(rests.tolist())) > 1:
+            said = ", ".join(
+                f"rank {rank}: {'more' if rest < 0 else int(rest)}" for rank, rest in enumerate(rests.tolist())
+            )
+            raise ValueError(
+                "shard='whole' says that all ranks read the same stream, and the samples that are left of it differ "
+                f"({said}). Let the stream yield the same samples on every rank, or set shard='mine'."
+            )
 
     def _require_same(self, drawing: Drawing) -> None:
         """Check that the streams of all ranks begin alike; a collective call.

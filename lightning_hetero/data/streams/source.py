@@ -2,12 +2,14 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_hetero.data.streams.buffers import RowBuffer, SampleBuffer, StreamBuffer, row_count
+from lightning_hetero.data.rows import BatchRows
+from lightning_hetero.data.streams.buffers import RowBuffer, SampleBuffer, StreamBuffer
 from lightning_hetero.data.streams.claims import ClaimedShards, claimable
 
 __all__ = ["SHARDS", "Drawing", "SampleStream"]
@@ -32,6 +34,7 @@ class SampleStream:
         shard: ``"mine"`` if ranks' streams are different, ``"whole"`` if all ranks read the same one, ``"claim"`` if
             the dataset has shards that ranks claim one after another.
         divided_by: ranks among which a batch of the loader is meant to be split; 1 if each gets one.
+        rows: how the rows of batches that the loader makes itself are counted, cut and joined.
 
     Raises:
         ValueError: if ``shard`` is none of these, or ``"claim"`` and the dataset has no shards or no single samples.
@@ -46,10 +49,13 @@ class SampleStream:
         ([[0, 1], [2, 3], [4]], 2)
     """
 
-    def __init__(self, loader: Any, shard: str, *, divided_by: int = 1) -> None:
+    def __init__(self, loader: Any, shard: str, *, divided_by: int = 1, rows: BatchRows | None = None) -> None:
         if shard not in SHARDS:
             raise ValueError(f"shard={shard!r} is not one of {', '.join(map(repr, SHARDS))}. Give one of these.")
         self.loader, self.shard, self._divided_by = loader, shard, divided_by
+        self._rows = rows or BatchRows()
+        self._kept: Iterator[Any] | None = None
+        self._size: int | None = None
         self.dataset = getattr(loader, "dataset", None)
         self._single = isinstance(loader, DataLoader) and loader.batch_sampler is not None
         self._raw = self._drawn_singly(loader) if self._single else loader
@@ -61,7 +67,13 @@ class SampleStream:
                     f"open_shard(index); got {type(loader).__name__} over {type(self.dataset).__name__}. Give such a "
                     "dataset, or set shard='mine' or 'whole'."
                 )
-            self._raw = _replaced(self._raw, dataset=ClaimedShards(self.dataset))
+            if getattr(self.dataset, "_distributed", None) is not None:
+                raise ValueError(
+                    "shard='claim' hands out the shards of one stream, and split_dataset_by_node has given this rank "
+                    "a part of them. Leave split_dataset_by_node out, or set shard='mine'."
+                )
+            # workers that stay would go on with the claims of the pass before
+            self._raw = _replaced(self._raw, dataset=ClaimedShards(self.dataset), persistent_workers=False)
 
     @staticmethod
     def _drawn_singly(loader: DataLoader) -> DataLoader:
@@ -70,14 +82,29 @@ class SampleStream:
             loader, batch_sampler=batches, drop_last=False, collate_fn=_same, pin_memory=False, _iterator=None
         )
 
+    def described(self) -> tuple[Any, ...]:
+        """Return what has to be equal on all ranks: whose samples these are, and how the loader draws them."""
+        workers = getattr(self.loader, "num_workers", None) if self.shard == "whole" else None
+        shards = self.dataset.num_shards if self.shard == "claim" else None  # type: ignore[union-attr]
+        return self.shard, self.drop_last, getattr(self.loader, "batch_size", None), workers, shards
+
     @property
     def batch_size(self) -> int:
         """Samples of a batch of the loader; where it yields batches of its own, the rows of the first one."""
         size = getattr(self.loader, "batch_size", None)
         if isinstance(size, int) and size > 0:
             return max(1, size // self._divided_by)
-        first = next(iter(self._raw), None)
-        return 0 if first is None else max(1, row_count(first) // self._divided_by)
+        if self._size is None:
+            batches = self.open(0)
+            first = list(islice(batches, 1))
+            self._kept = chain(first, batches)  # for the first pass: not every stream begins twice
+            self._size = max(1, self._rows.count(first[0]) // self._divided_by) if first else 0
+        return self._size
+
+    @property
+    def single(self) -> bool:
+        """True if single samples are drawn, and not batches that the loader makes itself."""
+        return self._single
 
     @property
     def drop_last(self) -> bool:
@@ -108,6 +135,9 @@ class SampleStream:
 
     def open(self, epoch: int) -> Iterator[Any]:
         """Begin a pass; yield lists of samples, or batches where the loader makes them itself."""
+        kept, self._kept = self._kept, None
+        if kept is not None and epoch == 0:
+            return kept
         set_epoch = getattr(self.dataset, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
@@ -115,7 +145,7 @@ class SampleStream:
 
     def buffer(self) -> StreamBuffer:
         """Return an empty buffer for what :meth:`open` yields."""
-        return SampleBuffer(self._collated) if self._single else RowBuffer()
+        return SampleBuffer(self._collated) if self._single else RowBuffer(self._rows)
 
     def _collated(self, samples: list[Any]) -> Any:
         given = ClaimedShards.samples_of(samples) if self.shard == "claim" else samples

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lightning_hetero.data.rows import rows_of
 from lightning_hetero.data.streams.fingerprint import fingerprint
 from lightning_hetero.data.units.orders import SeededUnits
-from lightning_hetero.data.units.rows import rows_of
 
 __all__ = ["OwnBatches", "OwnShards", "counted_rows"]
 

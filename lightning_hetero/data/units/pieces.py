@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_hetero.data.units.rows import concat_batches, require_rows, rows_by, rows_of, slice_batch
+from lightning_hetero.data.rows import BatchRows
 
 __all__ = ["Piece", "PieceRequest", "PiecesDataset", "pieces_of"]
 
@@ -97,20 +97,11 @@ class PiecesDataset:
     Args:
         dataset: yields batches.
         collate: what the loader does with each item.
-        slice_fn: returns rows of a batch: ``slice_fn(batch, start, stop)``.
-        concat_fn: puts parts of batches together: ``concat_fn(parts)``.
+        rows: how rows are counted, cut and joined.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        collate: Callable[[Any], Any],
-        slice_fn: Callable[[Any, int, int], Any] | None = None,
-        concat_fn: Callable[[list[Any]], Any] | None = None,
-    ) -> None:
-        self.dataset, self.collate = dataset, collate
-        self.slice_fn, self.concat_fn = slice_fn or slice_batch, concat_fn or concat_batches
-        self._by_function = slice_fn is not None
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], rows: BatchRows) -> None:
+        self.dataset, self.collate, self.rows = dataset, collate, rows
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -118,19 +109,6 @@ class PiecesDataset:
     def item(self, index: Any) -> Any:
         """Return a whole item as the loader would give it."""
         return self.collate(self.dataset[index])
-
-    def rows(self, item: Any) -> int:
-        """Return the rows of an item.
-
-        Raises:
-            TypeError: if they cannot be counted.
-            ValueError: if its tensors have different numbers of rows, and no function cuts them.
-        """
-        if self._by_function:
-            return rows_by(item, self.slice_fn)
-        rows = rows_of(item)
-        require_rows(item, rows)
-        return rows
 
     def __getitem__(self, request: PieceRequest) -> tuple[int, Any]:
         """Return how many rows of the rank's batch count, and the batch.
@@ -141,10 +119,10 @@ class PiecesDataset:
         parts, count = [], 0
         for piece in request.pieces:
             item = self.item(piece.index)
-            rows = self.rows(item)
+            rows = self.rows.count(item)
             start, stop = piece.rows(rows, request.min_local)
             if stop > start:
-                parts.append(item if stop - start == rows else self.slice_fn(item, start, stop))
+                parts.append(item if stop - start == rows else self.rows.cut(item, start, stop))
                 count += stop - start
         if 0 < count < request.min_local:
             raise ValueError(
@@ -154,7 +132,7 @@ class PiecesDataset:
             )
         if not parts:
             item = self.item(request.spare)
-            rows = max(1, self.rows(item))
-            once = self.slice_fn(item, 0, min(request.min_local, rows))
+            rows = max(1, self.rows.count(item))
+            once = self.rows.cut(item, 0, min(request.min_local, rows))
             parts = [once] * -(-request.min_local // rows)  # rows of weight 0 may be there twice
-        return count, parts[0] if len(parts) == 1 else self.concat_fn(parts)
+        return count, self.rows.join(parts)

@@ -11,6 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import NO_LIMIT
 from lightning_hetero.data.index_stream import IndexStream
+from lightning_hetero.data.rows import BatchRows
 from lightning_hetero.data.units.orders import SeededUnits
 from lightning_hetero.data.units.pieces import PiecesDataset
 from lightning_hetero.data.units.sampler import UnitSampler
@@ -138,11 +139,11 @@ def unit_source(
         plain = batches_of(loader)
         return SampleSource(stream, plain.batch_size, drop_last=plain.drop_last)
     pieces = _pieces(loader, config)
-    return ItemSource(stream, lambda index: pieces.rows(pieces.item(index)))
+    return ItemSource(stream, lambda index: pieces.rows.count(pieces.item(index)))
 
 
 def _pieces(loader: DataLoader, config: HeteroConfig) -> PiecesDataset:
-    return PiecesDataset(loader.dataset, loader.collate_fn, config.slice_fn, config.concat_fn)
+    return PiecesDataset(loader.dataset, loader.collate_fn, BatchRows(config.slice_fn, config.concat_fn))
 
 
 def unit_loader(

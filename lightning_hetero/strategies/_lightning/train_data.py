@@ -7,7 +7,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero.callbacks._lightning import processed
 from lightning_hetero.comm.timing.step_timer import TimedIterator
-from lightning_hetero.core.batching.plan import NO_LIMIT
 from lightning_hetero.data.step_share import StepSampler
 from lightning_hetero.data.streams.loaders import LEFT_EVEN, is_stream, sample_stream, with_batches
 from lightning_hetero.data.streams.sampler import StreamSampler
@@ -187,7 +186,7 @@ class TrainDataMixin(PolicyMixin):
         own, sampler = self.engine.data.own, self.engine.sampler
         if own is not None:
             own.agree(self._trainer.current_epoch)
-        elif sampler is None or sampler.num_batches(self._trainer.current_epoch) >= NO_LIMIT:
+        elif sampler is None or length_of(sampler) is None:  # a stream without a length, also where its end is near
             return
         recount_batches(self._trainer, self._namespace)
 

@@ -27,6 +27,17 @@ if TYPE_CHECKING:
 __all__ = ["UnevenStepsMixin"]
 
 
+def _followed_by(closure: Callable[[], Any], check: Callable[[], None]) -> Callable[[], Any]:
+    """Return a closure that also checks."""
+
+    def checked() -> Any:
+        result = closure()
+        check()
+        return result
+
+    return checked
+
+
 class UnevenStepsMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMixin, WholeFilesMixin, PlanAccess):
     """A strategy whose ranks train on unequal batches in each step, with the gradients of a single process.
 
@@ -136,7 +147,7 @@ class UnevenStepsMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, Ending
         assert self.engine is not None
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
-            self.engine.check_backward()
+            closure = _followed_by(closure, self.engine.check_backward)  # the closure may hold the backward pass
         self.engine.observer.begin_update()
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.engine.observer.end_update()

@@ -252,6 +252,35 @@ def test_streams_that_are_called_whole_and_differ_are_refused():
         passed("whole", [Numbered(range(30)), Numbered(range(1, 31))], [plans((0, 0, (5, 3)))])
 
 
+@pytest.mark.parametrize("length", [30, 33, 37, 40])
+def test_whole_streams_that_end_at_different_samples_are_refused(length):
+    with pytest.raises(ValueError, match="samples that are left of it differ"):
+        passed("whole", [Numbered(range(73)), Numbered(range(length))], [plans((0, 0, (5, 3)))])
+
+
+def test_a_whole_stream_that_fails_later_is_an_error_on_all_ranks():
+    for streams in ([Numbered(range(73)), Numbered(range(73), fails_at=40)], [Numbered(range(73), fails_at=40)] * 2):
+        with pytest.raises((OSError, RuntimeError), match="the archive ends here|stream of rank 1 has raised"):
+            passed("whole", streams, [plans((0, 0, (5, 3)))])
+
+
+def test_workers_that_stay_claim_shards_in_each_pass(tmp_path):
+    loader = DataLoader(Sharded([9, 4, 17]), 4, num_workers=1, persistent_workers=True)
+    stream, counter = SampleStream(loader, "claim"), SharedCounter(dist.FileStore(str(tmp_path / "store"), 1), "run")
+
+    def run(peers):
+        sampler = ClaimedStreamSampler(
+            stream, lambda: plans((0, 0, (4,)), (1, 0, (4,))), peers, StreamRules(), counter=counter
+        )
+        seen = []
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            seen.append(sorted(i for batch in sampler for i in batch[2].tolist()))
+        return seen
+
+    assert on_threads(1, run) == [[list(range(30))] * 2]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_shards_are_claimed_once_and_fast_ranks_read_more(ranks):
     lengths = [9, 0, 4, 17, 8, 1, 20, 14]

@@ -1,5 +1,7 @@
 """Steps made of units: the walk through loaders, pieces of batches, orders, and ranks with their own data."""
 
+import itertools
+import random
 from collections import defaultdict, namedtuple
 
 import numpy as np
@@ -11,10 +13,10 @@ from hypothesis import strategies as st
 from lightning_hetero.core.batching.integer_split import joint_sizes
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry, PlanHistory
 from lightning_hetero.data.division import Parts
+from lightning_hetero.data.rows import BatchRows, concat_batches, rows_by, rows_of, slice_batch
 from lightning_hetero.data.units.orders import BroadcastUnits, SeededUnits
 from lightning_hetero.data.units.own_shards import OwnShards
 from lightning_hetero.data.units.pieces import PiecesDataset, pieces_of
-from lightning_hetero.data.units.rows import concat_batches, rows_by, rows_of, slice_batch
 from lightning_hetero.data.units.sampler import UnitSampler
 from lightning_hetero.data.units.sources import BatchSource, LoaderSet
 from lightning_hetero.data.units.walk import Lane, StepWalk
@@ -78,6 +80,21 @@ def test_ranks_compare_the_samples_and_not_only_their_number():
     assert first.fingerprint() != other.fingerprint()
 
 
+def test_all_bounds_are_kept_where_that_is_possible():
+    draw = random.Random(2)
+    for _ in range(2000):
+        ranks, least = draw.randint(1, 4), draw.randint(1, 3)
+        most = [draw.randint(least, 9) for _ in range(ranks)]
+        plan = [draw.randint(least, limit) for limit in most]
+        total = draw.randint(1, sum(most))
+        (sizes,) = joint_sizes([total], plan, min_local=least, max_local=most)
+        assert sum(sizes) == total
+        choices = [[0, *range(least, limit + 1)] for limit in most]
+        possible = any(sum(choice) == total for choice in itertools.product(*choices))
+        kept = all(size in allowed for size, allowed in zip(sizes, choices, strict=True))
+        assert kept or not possible, (total, plan, least, most, sizes)
+
+
 def endless():
     while True:
         yield [0, 1]
@@ -131,7 +148,7 @@ def test_every_row_of_the_items_goes_to_one_rank(rows, sizes):
         return
     ends = np.cumsum(rows)
     items = [torch.arange(end - n, end) for n, end in zip(rows, ends, strict=True)]
-    dataset = PiecesDataset(items, lambda item: item)
+    dataset = PiecesDataset(items, lambda item: item, BatchRows())
     loaded = [dataset[pieces_of(range(len(items)), sizes, rank)] for rank in range(len(sizes))]
     assert sorted(i for count, part in loaded for i in part[:count].tolist()) == list(range(ends[-1]))
     assert all(len(part) >= 1 for _, part in loaded)
@@ -149,7 +166,7 @@ def test_no_rank_has_a_part_that_is_too_small_to_run(rows, sizes, least):
         return
     ends = np.cumsum(rows)
     items = [torch.arange(end - n, end) for n, end in zip(rows, ends, strict=True)]
-    dataset, loaded = PiecesDataset(items, lambda item: item), []
+    dataset, loaded = PiecesDataset(items, lambda item: item, BatchRows()), []
     for rank in range(len(sizes)):
         request = pieces_of(range(len(items)), sizes, rank, least)
         own = sum(np.diff(piece.rows(rows[piece.index], least))[0] for piece in request.pieces)
@@ -167,7 +184,7 @@ def test_no_rank_has_a_part_that_is_too_small_to_run(rows, sizes, least):
 
 def test_items_of_the_plans_size_keep_to_the_plan():
     items = [torch.arange(first, first + 8) for first in (0, 8, 16)]
-    dataset = PiecesDataset(items, lambda item: item)
+    dataset = PiecesDataset(items, lambda item: item, BatchRows())
     for sizes in ((12, 9, 3), (4, 8, 12), (2, 20, 2), (0, 22, 2)):
         counts = [dataset[pieces_of(range(3), sizes, rank, 2)][0] for rank in range(3)]
         assert counts == list(sizes)
@@ -187,8 +204,10 @@ def test_a_class_of_its_own_needs_a_length_and_two_functions():
     dataset = PiecesDataset(
         [Table(list("abcd")), Table(list("ef"))],
         lambda item: item,
-        lambda table, start, stop: Table(table.rows[start:stop]),
-        lambda tables: Table([row for table in tables for row in table.rows]),
+        BatchRows(
+            lambda table, start, stop: Table(table.rows[start:stop]),
+            lambda tables: Table([row for table in tables for row in table.rows]),
+        ),
     )
     loaded = [dataset[pieces_of(range(2), (3, 1), rank)] for rank in (0, 1)]
     assert [(count, "".join(table.rows)) for count, table in loaded] == [(5, "abcde"), (1, "f")]
@@ -243,11 +262,13 @@ def test_a_function_that_cuts_tells_how_the_rows_are_counted(images):
 
 def test_lists_of_samples_are_trained_on_once_with_functions_that_cut_and_join():
     items = [IMAGES[:3], IMAGES[3:]]
-    dataset = PiecesDataset(items, list, lambda batch, start, stop: batch[start:stop], lambda parts: sum(parts, []))
+    dataset = PiecesDataset(
+        items, list, BatchRows(lambda batch, start, stop: batch[start:stop], lambda parts: sum(parts, []))
+    )
     loaded = [dataset[pieces_of(range(2), (3, 2), rank)] for rank in (0, 1)]
     assert [int(image[0, 0, 0]) for count, part in loaded for image in part[:count]] == list(range(5))
     with pytest.raises(ValueError, match="Give slice_fn"):
-        PiecesDataset(items, list)[pieces_of(range(2), (3, 2), 0)]
+        PiecesDataset(items, list, BatchRows())[pieces_of(range(2), (3, 2), 0)]
 
 
 def test_a_step_with_one_loader_left_needs_no_common_divisor():

@@ -1,4 +1,4 @@
-"""Rows of batches that a dataset yields whole: counted, cut, and put together along the first dimension."""
+"""Rows of batches that a dataset or a loader yields whole: counted, cut, and put together along the first dimension."""
 
 import copy
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -6,7 +6,52 @@ from typing import Any
 
 import torch
 
-__all__ = ["concat_batches", "require_rows", "rows_by", "rows_of", "slice_batch"]
+__all__ = ["BatchRows", "concat_batches", "require_rows", "rows_by", "rows_of", "slice_batch"]
+
+
+class BatchRows:
+    """Counting, cutting and joining of the rows of batches: along the first dimension, or by functions of the user.
+
+    Args:
+        slice_fn: returns rows of a batch: ``slice_fn(batch, start, stop)``.
+        concat_fn: puts parts of batches together: ``concat_fn(parts)``.
+
+    Example:
+        >>> rows = BatchRows()
+        >>> batch = {"x": torch.arange(3), "text": ["a", "b", "c"]}
+        >>> rows.count(batch), rows.join([rows.cut(batch, 2, 3), rows.cut(batch, 0, 1)])["text"]
+        (3, ['c', 'a'])
+    """
+
+    def __init__(
+        self,
+        slice_fn: Callable[[Any, int, int], Any] | None = None,
+        concat_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self._slice_fn, self._concat_fn = slice_fn, concat_fn
+
+    def count(self, batch: Any) -> int:
+        """Return the rows of a batch.
+
+        Raises:
+            TypeError: if they cannot be counted.
+            ValueError: if its tensors have different numbers of rows, and no function cuts them.
+        """
+        if self._slice_fn is not None:
+            return rows_by(batch, self._slice_fn)
+        rows = rows_of(batch)
+        require_rows(batch, rows)
+        return rows
+
+    def cut(self, batch: Any, start: int, stop: int) -> Any:
+        """Return the rows from ``start`` to ``stop - 1``."""
+        return slice_batch(batch, start, stop) if self._slice_fn is None else self._slice_fn(batch, start, stop)
+
+    def join(self, parts: list[Any]) -> Any:
+        """Put parts of batches together."""
+        if len(parts) == 1:
+            return parts[0]
+        return concat_batches(parts) if self._concat_fn is None else self._concat_fn(parts)
 
 
 def rows_of(batch: Any) -> int:
@@ -24,7 +69,8 @@ def rows_of(batch: Any) -> int:
     if found is None:
         raise TypeError(
             f"the rows of a batch of type {type(batch).__name__} cannot be counted. Let the batch have a tensor whose "
-            "first dimension is that of the samples, or a length (__len__)."
+            "first dimension is that of the samples, or a length (__len__), or let a DataLoader with a batch_size make "
+            "batches of single samples."
         )
     return found
 
@@ -55,7 +101,7 @@ def rows_by(batch: Any, slice_fn: Callable[[Any, int, int], Any]) -> int:
 
 
 def _length(batch: Any) -> int | None:
-    sized = hasattr(batch, "__len__") and not isinstance(batch, str | bytes | Mapping)
+    sized = hasattr(batch, "__len__") and not _is_tensor(batch) and not isinstance(batch, str | bytes | Mapping)
     return len(batch) if sized and not _is_namedtuple(batch) else None
 
 
