@@ -227,6 +227,20 @@ class Stream(IterableDataset):
         return iter(texts(64).rows)
 
 
+def test_a_training_on_a_stream_resumes(tmp_path):
+    def run(rank, part):
+        settings = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path / "run")}
+        args = arguments(8, (2, 6), **{**settings, **({"save_strategy": "no"} if part == "rest" else {})})
+        trainer = of(Trainer)(model=llama(), args=args, train_dataset=Stream(), data_collator=padded)
+        how = {"resume_from_checkpoint": str(tmp_path / "run" / "checkpoint-2")} if part == "rest" else {}
+        return trained(trainer, **how)
+
+    whole, rest = (run_ranks(run, 2, part)[0] for part in ("whole", "rest"))
+    assert rest["steps"] == whole["steps"] == 5
+    assert rest["losses"][-3:] == pytest.approx(whole["losses"][-3:], rel=1e-6)
+    assert abs(rest["weights"] - whole["weights"]).max() < 1e-6
+
+
 def test_what_is_not_split_trains_as_before():
     """Loaders that the Trainer shards itself, or streams, are weighted as they were."""
 
