@@ -317,7 +317,7 @@ class Stream(IterableDataset):
     [
         ("direct backward", "loss.backward() was called directly"),
         ("batch norm", "has a size below min_local_batch_size=2"),
-        ("rows", "cannot be cut into batches of other sizes"),
+        ("rows", "the rows of a batch of type int cannot be counted"),
     ],
 )
 def test_what_cannot_be_right_is_refused_on_every_rank(what, message):

@@ -191,7 +191,7 @@ def _refused(rank, what):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("rows", "cannot be cut into batches of other sizes"),
+        ("rows", "the rows of a batch of type int cannot be counted"),
         ("probe", "probe_memory=True tries out a LightningModule"),
         ("direct backward", "backward"),
         ("batch norm", "has a size below min_local_batch_size=2"),

@@ -106,7 +106,7 @@ def test_first_plan(kwargs, arguments, expected):
     ("kwargs", "arguments", "says"),
     [
         ({"min_local": 4}, {"total": 7}, "7 samples cannot give each of 2 workers at least 4"),
-        ({"max_local": (2, 3)}, {"total": 8}, r"at most \[2, 3\], together 5.*batch_size to 2"),
+        ({"max_local": (2, 3)}, {"total": 8}, r"at most \[2, 3\], together 5.*batches of at most 2"),
         ({"min_local": 2}, {"total": 5, "local_batch_sizes": [4, 1]}, "below min_local_batch_size=2"),
         ({"max_local": (5, 5)}, {"total": 8, "local_batch_sizes": [6, 2]}, "do not fit"),
         ({"max_local": (5, 5)}, {"total": 8, "planner": Fixed(7, 1)}, "do not fit"),
