@@ -176,8 +176,8 @@ debug_launcher(train, num_processes=2)
 def test_a_launcher_of_functions_hands_the_flag_on():
     sizes = {"ACCELERATE_HETERO_LOCAL_BATCH_SIZES": "6,2", "GLOO_SOCKET_IFNAME": "lo"}
     said = python(LAUNCHED, **ON, **sizes)
-    assert "0 [6, 6]" in said
-    assert "1 [2, 2]" in said
+    assert "[6, 6]" in said  # ranks may write into each other's lines
+    assert "[2, 2]" in said
 
 
 # what an accelerator becomes

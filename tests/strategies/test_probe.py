@@ -404,7 +404,11 @@ def test_bounds_hold_before_anything_is_known():
 @pytest.mark.parametrize(
     ("bounds", "planner", "says"),
     [
-        ((3, 8), None, r"12 samples does not fit: the workers hold at most \[3, 8\], together 11.*batch_size to 5"),
+        (
+            (3, 8),
+            None,
+            r"12 samples does not fit: the workers hold at most \[3, 8\], together 11.*batches of at most 5",
+        ),
         ((3, 8), greedy(), r"total.*12.*|12.*11"),
         ((9, 8), greedily(Exceeds), r"\[11, 1\] do not fit 2 workers.*at most \[9, 8\]"),
     ],
