@@ -240,44 +240,45 @@ class WholeStreamSampler(StreamSampler):
         return self._peers.gather_later(np.array([math.nan if drawing.error is not None else rest]))
 
     def _require_same_rest(self, told: Array, drawing: Drawing) -> None:
-        """Check that the streams of all ranks go on, or end, alike.
-
-        Raises:
-            ValueError: on every rank if they do not.
-            RuntimeError: if the stream of another rank has raised an error; on that rank itself, what it has raised.
-        """
-        rests = told[:, 0]
-        if drawing.error is not None:
-            raise drawing.error
-        if np.isnan(rests).any():
-            ranks = ", ".join(map(str, np.flatnonzero(np.isnan(rests))))
-            raise RuntimeError(f"the data stream of rank {ranks} has raised an error, so this rank ends as well.")
-        if len(set(rests.tolist())) > 1:
-            said = ", ".join(
-                f"rank {rank}: {'more' if rest < 0 else int(rest)}" for rank, rest in enumerate(rests.tolist())
-            )
-            raise ValueError(
-                "shard='whole' says that all ranks read the same stream, and the samples that are left of it differ "
-                f"({said}). Let the stream yield the same samples on every rank, or set shard='mine'."
-            )
+        """Check that the streams of all ranks go on, or end, alike; see :meth:`_require_equal` for what it raises."""
+        self._require_equal(
+            told,
+            drawing,
+            "the samples that are left of it differ",
+            lambda rest: "more" if rest < 0 else str(int(rest)),
+            "Let the stream yield the same samples on every rank",
+        )
 
     def _require_same(self, drawing: Drawing) -> None:
-        """Check that the streams of all ranks begin alike; a collective call.
-
-        Raises:
-            ValueError: on every rank if they do not.
-        """
+        """Check that the streams of all ranks begin alike; a collective call that raises as :meth:`_require_equal`."""
         failed = drawing.error is not None
         mine = math.nan if failed else float(fingerprint(drawing.buffer.peek(COMPARED)))
-        everyone = self._peers.gather(np.array([mine]))[:, 0]
+        self._require_equal(
+            self._peers.gather(np.array([mine])),
+            drawing,
+            "their first samples differ",
+            lambda crc: f"{int(crc):08x}",
+            "Seed the stream alike on every rank",
+        )
+
+    def _require_equal(
+        self, told: Array, drawing: Drawing, what: str, shown: Callable[[float], str], cure: str
+    ) -> None:
+        """Check that all ranks have told the same of their streams; ``nan`` is that of one that has raised an error.
+
+        Raises:
+            ValueError: on every rank if they have not.
+            RuntimeError: if the stream of another rank has raised an error; on that rank itself, what it has raised.
+        """
+        values = told[:, 0]
         if drawing.error is not None:
             raise drawing.error
-        if np.isnan(everyone).any():
-            ranks = ", ".join(map(str, np.flatnonzero(np.isnan(everyone))))
+        if np.isnan(values).any():
+            ranks = ", ".join(map(str, np.flatnonzero(np.isnan(values))))
             raise RuntimeError(f"the data stream of rank {ranks} has raised an error, so this rank ends as well.")
-        if len(set(everyone.tolist())) > 1:
+        if len(set(values.tolist())) > 1:
+            said = ", ".join(f"rank {rank}: {shown(value)}" for rank, value in enumerate(values.tolist()))
             raise ValueError(
-                "shard='whole' says that all ranks read the same stream, and their first samples differ "
-                f"({', '.join(f'rank {rank}: {int(crc):08x}' for rank, crc in enumerate(everyone))}). Seed the stream "
-                "alike on every rank, or set shard='mine' if each rank has data of its own."
+                f"shard='whole' says that all ranks read the same stream, and {what} ({said}). {cure}, or set "
+                "shard='mine' if each rank has data of its own."
             )
