@@ -73,6 +73,9 @@ def test_orders_depend_on_the_epoch_alone(make):
     assert first != second
     assert [again.units(1), again.units(0)] == [second, first]
     assert order.batches.sampler.epoch == 1
+    handed_out = BroadcastUnits(make())
+    handed_out.draw(3)
+    assert handed_out.batches.sampler.epoch == 3
 
 
 def test_ranks_compare_the_samples_and_not_only_their_number():
