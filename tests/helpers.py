@@ -74,7 +74,8 @@ def _child(connection, fn, args, rank, world_size, port, env, filters):
     except BaseException as error:  # noqa: BLE001 - everything goes to the test
         result = ("error", (type(error).__name__, str(error), traceback.format_exc()))
     connection.send(result)
-    connection.close()
+    if result[0] == "ok":  # a peer may still be opening a group through the store, which rank 0 holds
+        connection.poll(None)
     os._exit(0)
 
 
@@ -102,6 +103,19 @@ def _context(start):
     return get_context(start)
 
 
+def _end(processes, pipes, patience):
+    """Let the ranks go, and kill those that have not gone within ``patience`` seconds."""
+    for pipe in pipes:
+        with suppress(OSError):
+            pipe.send("all are done")
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGCONT)
+            process.join(patience)
+            process.kill()
+        process.join()
+
+
 def run_ranks(fn, world_size, *args, timeout=90.0, env=None, expect_errors=False, start="fork"):
     """``fn(rank, *args)`` on every rank at once; the list of results.
 
@@ -119,7 +133,7 @@ def run_ranks(fn, world_size, *args, timeout=90.0, env=None, expect_errors=False
     port = free_port()
     pipes, processes = [], []
     for rank in range(world_size):
-        ours, theirs = context.Pipe(duplex=False)
+        ours, theirs = context.Pipe()
         given = (theirs, fn, args, rank, world_size, port, env or {}, filters)
         process = context.Process(target=_child, args=given, daemon=False)
         process.start()
@@ -144,12 +158,7 @@ def run_ranks(fn, world_size, *args, timeout=90.0, env=None, expect_errors=False
                 except EOFError:
                     results[rank] = ("error", ("Died", f"rank {rank} died without a word", ""))
     finally:
-        for process in processes:
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGCONT)
-                process.join(0.2 if any(r is None for r in results) else 10)
-                process.kill()
-            process.join()
+        _end(processes, pipes, 0.2 if any(r is None for r in results) else 10)
     errors = [(rank, *value[:2]) for rank, (kind, value) in enumerate(results) if kind == "error"]
     if expect_errors:
         return errors

@@ -2,10 +2,12 @@
 
 import os
 import sys
+import time
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.helpers import RankError, run_ranks
 
@@ -34,3 +36,18 @@ def test_a_gpu_in_the_process_that_forks_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError, match="spawn"):
         run_ranks(_began, 1, os.getpid())
+
+
+def _reads_late(rank):
+    """Rank 0, which holds the store, is done before rank 1 opens its last group."""
+    dist.init_process_group("gloo")
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store.set("left", "behind")
+        return "behind"
+    time.sleep(0.5)
+    return store.get("left").decode()
+
+
+def test_the_store_lasts_until_all_ranks_are_done():
+    assert run_ranks(_reads_late, 2) == ["behind"] * 2
