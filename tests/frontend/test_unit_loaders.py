@@ -8,9 +8,11 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero import BatchPlan
+from lightning_hetero.frontend.units.loaders import is_made_of_units, units_reason
 from tests.helpers import Points, run_ranks
 from tests.loops import flat, network
 from tests.strategies.test_loaders import ENV, EXACT, LOADERS, Batched, N, cost_of, divided_by_cost, every_sample_once
+from tests.streams import Numbered
 
 SPLIT = {"local_batch_sizes": [6, 2]}
 
@@ -225,3 +227,24 @@ def test_split_batches_makes_a_batch_that_of_all_ranks():
     every_sample_once(results, 2)
     np.testing.assert_allclose(results[0]["weights"], replayed(results), **EXACT)
     assert len(results[0]["seen"]) == 9 + 10
+
+
+class Split:
+    """A batch sampler that splits its batches over ranks by itself, of no class of torch's."""
+
+    def __init__(self, ranks):
+        self.num_replicas = ranks
+
+    def __iter__(self):
+        return iter([[0, 1], [2, 3]])
+
+
+@pytest.mark.parametrize(("ranks", "refused"), [(2, True), (1, False), ("all", False)])
+def test_batch_samplers_that_split_by_themselves_are_told_by_what_they_say(ranks, refused):
+    reason = units_reason(DataLoader(Points(4), batch_sampler=Split(ranks)))
+    assert (reason is not None and "Split splits its data over ranks" in reason) is refused
+
+
+def test_a_stream_is_not_made_of_units():
+    assert not is_made_of_units(DataLoader(Numbered(range(4)), batch_size=None))
+    assert is_made_of_units(DataLoader(Points(4), batch_size=None))

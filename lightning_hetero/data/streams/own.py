@@ -120,7 +120,7 @@ class OwnStreamSampler(StreamSampler):
         drawing = run.drawing
         spare = len(drawing.buffer) - run.assigned
         begins = fingerprint(drawing.buffer.peek(COMPARED)) if run.stand_in is None else 0
-        told = [spare, drawing.ended and drawing.error is None, drawing.error is not None, begins]
+        told = [spare, drawing.ended, drawing.error is not None, begins]
         return plans, self._peers.gather_later(np.array(told, dtype=float))
 
     def _agreed(self, run: _Pass, plans: list[tuple[int, ...]], told: Array, first: bool) -> StreamBlock:
@@ -201,11 +201,11 @@ class OwnStreamSampler(StreamSampler):
     def taken(self, position: tuple[int, int]) -> dict[str, Any]:
         """Return the samples that each rank has taken before a position, and before the next one."""
         epoch, step = position
-        before = {s: list(self._steps[epoch, s].before) for s in (step, step + 1) if (epoch, s) in self._steps}
+        before = {}
         last = self._steps.get((epoch, step))
         if last is not None:
-            sizes = last.share.sizes
-            before[step + 1] = [int(a + b) for a, b in zip(last.before, sizes, strict=True)]
+            behind = [int(a + b) for a, b in zip(last.before, last.share.sizes, strict=True)]
+            before = {step: list(last.before), step + 1: behind}
         return {**super().taken(position), "taken": before}
 
 

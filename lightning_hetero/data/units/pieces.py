@@ -88,7 +88,7 @@ def pieces_of(items: Sequence[Any], sizes: Sequence[int], rank: int, min_local: 
         if min(end, last) > start:
             cuts = sorted({first, last, *(border for border in borders if first < border < last)})
             pieces.append(Piece(items[number], tuple(cut - first for cut in cuts), cuts.index(start)))
-    return PieceRequest(tuple(pieces), items[min(begin // parts, len(items) - 1)], min_local)
+    return PieceRequest(tuple(pieces), items[0], min_local)
 
 
 class PiecesDataset:

@@ -58,3 +58,22 @@ def test_datasets_that_can_be_claimed():
 def test_a_pass_has_to_begin():
     with pytest.raises(RuntimeError, match="call begin"):
         next(iter(ClaimedShards(Sharded([1]))))
+
+
+def test_shards_are_shuffled_anew_in_each_epoch():
+    """As those of ``datasets`` are, whose order follows from their epoch."""
+
+    class Part(list):
+        def set_epoch(self, epoch):
+            self[:] = [f"epoch {epoch}"]
+
+    class Shuffled:
+        num_shards = 1
+
+        def shard(self, num_shards, index):
+            return Part()
+
+    shards = ClaimedShards(Shuffled())
+    for epoch in (0, 2):
+        shards.begin(Counting(), "key", epoch, [(0, 0)])
+        assert [one.sample for one in shards] == [f"epoch {epoch}"]

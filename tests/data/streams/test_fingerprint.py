@@ -20,6 +20,7 @@ class Thing:
         (np.arange(3), np.arange(1, 4)),
         (np.array(["a", None], dtype=object), np.array(["b", None], dtype=object)),
         ({"text": "a"}, {"text": "b"}),
+        ({"text": "a"}, {"name": "a"}),
         (("a", 1), ("a", 2)),
         (b"ab", b"ac"),
         (None, True),

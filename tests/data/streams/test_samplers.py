@@ -358,3 +358,88 @@ def test_samples_are_drawn_as_steps_take_them():
     sampler = OwnStreamSampler(stream, lambda: plans((0, 0, (2,))), ThreadPeers(Board(1), 0), StreamRules())
     counts = [len(drawn) for _ in itertools.islice(sampler, 20)]
     assert all(after - before <= 2 for before, after in itertools.pairwise(counts[BLOCK:]))
+
+
+def test_a_rank_that_runs_out_of_shards_keeps_what_it_has_finished():
+    """What it runs with weight 0 afterwards is not trained on again."""
+    everything = passed("claim", [Sharded([2, 9])] * 2, [plans((0, 0, (1, 3)))])
+    for stop in range(1, len(everything[0]["seen"])):
+        first = passed("claim", [Sharded([2, 9])] * 2, [plans((0, 0, (1, 3)))], steps=stop)
+        state = {**first[0]["state"], **first[0]["shards"]}
+        rest = passed("claim", [Sharded([2, 9])] * 2, [plans((0, 0, (1, 3)))], start=(0, stop), state=state)
+        assert sorted(i for r in first + rest for _, _, own in r["seen"] for i in own) == list(range(11))
+
+
+def test_shards_of_one_epoch_are_not_finished_in_the_next():
+    first = passed("claim", [Sharded([5, 4, 9])] * 2, [plans((0, 0, (2, 2)))], epochs=2, steps=3)
+    assert {i for r in first for epoch, _, own in r["seen"] if epoch == 0 for i in own}
+    told = first[0]["shards"]["shards"][3]
+    trained = {i for r in first for epoch, _, own in r["seen"] if epoch == 1 for i in own}
+    counts = {0: range(5), 1: range(5, 9), 2: range(9, 18)}
+    known = {i for shard, done in told.items() for i in list(counts[shard])[: None if done < 0 else done]}
+    assert known == trained
+
+
+@pytest.mark.parametrize("kind", ["mine", "whole"])
+def test_bounds_of_a_rank_leave_the_length_open(kind):
+    stream, peers = SampleStream(DataLoader(Numbered(range(20)), 3), kind), ThreadPeers(Board(1), 0)
+    sampler = KINDS[kind](stream, lambda: plans((0, 0, (4,))), peers, StreamRules(2), num_samples=40)
+    assert sampler.num_batches(0) == NO_LIMIT
+
+
+def test_the_last_global_batch_of_a_whole_stream_leaves_no_rank_too_few_to_run():
+    results = passed("whole", [Numbered(range(15))] * 2, [plans((0, 0, (8, 4)))], rules=StreamRules(2))
+    assert [sizes for _, sizes, _ in results[0]["seen"]] == [(8, 4), (3, 0)]
+
+
+def test_a_step_of_other_sizes_than_the_plans_is_not_timed():
+    def run(peers):
+        stream = SampleStream(DataLoader(Numbered(range(45)), 3), "whole")
+        sampler = WholeStreamSampler(stream, lambda: plans((0, 0, (4, 2))), peers, StreamRules())
+        return [sampler.step_at(0, step).regular for step, _ in enumerate(sampler)]
+
+    assert on_threads(2, run) == [[False, False, *[True] * 5, False]] * 2
+
+
+def test_a_pass_that_begins_anew_does_not_know_its_end():
+    stream = SampleStream(DataLoader(Numbered(range(20)), 3), "whole")
+    sampler = WholeStreamSampler(stream, lambda: plans((0, 0, (4,))), ThreadPeers(Board(1), 0), StreamRules())
+    assert len(list(sampler)) == 5 == sampler.num_batches(0)
+    next(iter(sampler))
+    assert sampler.num_batches(0) == NO_LIMIT
+
+
+def test_an_earlier_epoch_than_that_of_the_state_begins_at_its_start():
+    stream, peers = SampleStream(DataLoader(Numbered(range(20)), 3), "whole"), ThreadPeers(Board(1), 0)
+    sampler = WholeStreamSampler(stream, lambda: plans((0, 0, (4,))), peers, StreamRules(), start=(1, 3))
+    assert len(list(sampler)) == 2
+    sampler.set_epoch(0)
+    assert len(list(sampler)) == 5
+
+
+def test_another_kind_of_share_may_begin_between_epochs():
+    stream, peers = SampleStream(DataLoader(Numbered(range(20)), 3), "whole"), ThreadPeers(Board(1), 0)
+    sampler = WholeStreamSampler(stream, lambda: plans((0, 0, (4,))), peers, StreamRules(), start=(1, 0))
+    sampler.resume_from({"shard": "mine", "epoch": 1})
+    sampler = WholeStreamSampler(stream, lambda: plans((0, 0, (4,))), peers, StreamRules(), start=(1, 2))
+    with pytest.raises(ValueError, match="Resume with shard='mine'"):
+        sampler.resume_from({"shard": "mine", "epoch": 1})
+
+
+def test_a_rank_without_a_share_runs_the_smallest_batch():
+    """More of it would be computed for nothing."""
+    history = [plans((0, 0, (4, 4)), (0, 3, (8, 0)))]
+
+    def run(peers):
+        loader = DataLoader(Numbered(range(40 * peers.rank, 40 * peers.rank + 40)), 4)
+        sampler = OwnStreamSampler(SampleStream(loader, "mine"), lambda: history[0], peers, StreamRules(2))
+        return [len(indices(batch)) for batch in itertools.islice(sampler, 5)]
+
+    assert on_threads(2, run)[1] == [4, 4, 4, 2, 2]
+
+
+def test_ranks_without_samples_are_not_named_as_reading_the_same(monkeypatch):
+    said = []
+    monkeypatch.setattr(own.log, "warning", lambda text, *args: said.append(text % args))
+    passed("mine", [Numbered([]), Numbered(range(9)), Numbered([]), Numbered(range(9))], [plans((0, 0, (2, 2, 2, 2)))])
+    assert "ranks 1, 3 begin" in said[0]

@@ -56,6 +56,14 @@ def test_a_stream_has_no_length_but_its_dataset_may_have_one():
         len(stream)
 
 
+def test_batches_that_a_dataset_makes_are_not_counted_as_samples():
+    class Counted(Batches):
+        def __len__(self):
+            return 3
+
+    assert SampleStream(DataLoader(Counted(range(9)), None), "mine").num_samples() is None
+
+
 def test_an_empty_loader_of_batches_has_no_batch_size():
     assert SampleStream(Loader([]), "mine").batch_size == 0
 

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from lightning_hetero.core.batching.integer_split import joint_sizes
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry, PlanHistory
+from lightning_hetero.data import PermutationStream
 from lightning_hetero.data.division import Parts
 from lightning_hetero.data.rows import BatchRows, concat_batches, rows_by, rows_of, slice_batch
 from lightning_hetero.data.units.orders import BroadcastUnits, SeededUnits
-from lightning_hetero.data.units.own_shards import OwnShards
+from lightning_hetero.data.units.own_shards import OwnShards, counted_rows
 from lightning_hetero.data.units.pieces import PiecesDataset, pieces_of
 from lightning_hetero.data.units.sampler import UnitSampler
-from lightning_hetero.data.units.sources import BatchSource, LoaderSet
+from lightning_hetero.data.units.sources import BatchSource, ItemSource, LoaderSet, SampleSource
 from lightning_hetero.data.units.walk import Lane, StepWalk
 
 Pair = namedtuple("Pair", "x y")
@@ -348,3 +349,121 @@ def test_own_data_without_length_or_batches_is_refused():
     for length, words in ((None, "has no length"), (0, "has no batches")):
         with pytest.raises(ValueError, match=f"rank 1 {words}"):
             OwnShards(lambda own, length=length: [own, length], lambda: 2)
+
+
+def plans(*entries):
+    return PlanHistory(tuple(PlanEntry(epoch, step, BatchPlan(sum(sizes), sizes)) for epoch, step, sizes in entries))
+
+
+def in_order(samples, per_rank, drop_last=False):
+    return SampleSource(PermutationStream(samples, shuffle=False, seed=0), per_rank, drop_last=drop_last)
+
+
+def listed(*batches):
+    return BatchSource(SeededUnits([list(batch) for batch in batches], seed=0))
+
+
+def test_several_loaders_are_divided_in_one_proportion_and_not_by_cost():
+    history = plans((0, 0, (2, 2)))
+    both = UnitSampler(LoaderSet([in_order(8, 2), in_order(4, 1)]), lambda: history, 0, division=Odd())
+    assert both.division is None
+    assert list(both.members[0]) == [[0, 1], [4, 5]]
+    items = LoaderSet([ItemSource(PermutationStream(4, shuffle=False, seed=0), lambda index: 4)])
+    assert UnitSampler(items, lambda: history, 0, division=Odd()).division is None
+
+
+def test_the_step_drawn_last_is_that_of_the_loader_that_is_ahead():
+    history = plans((0, 0, (2, 2)))
+    steps = UnitSampler(LoaderSet([in_order(16, 2), in_order(8, 1)]), lambda: history, 0)
+    ahead, behind = map(iter, steps.members)
+    assert [next(ahead) for _ in range(3)]
+    assert steps.drawn == (0, 3)
+    assert next(behind) == [0]
+    assert steps.drawn == (0, 3)
+    assert list(ahead)
+    assert steps.drawn == (1, 0)
+
+
+def test_steps_that_are_not_full_are_not_timed():
+    history = plans((0, 0, (2, 2)))
+    steps = UnitSampler(LoaderSet([in_order(10, 2), in_order(4, 1)], "max_size"), lambda: history, 0)
+    assert [steps.step_at(0, step).regular for step in range(3)] == [True, True, False]
+    alone = UnitSampler(LoaderSet([in_order(10, 2)]), lambda: history, 0)
+    assert [alone.step_at(0, step).regular for step in range(4)] == [True, True, False, False]
+    both = UnitSampler(LoaderSet([in_order(12, 2), in_order(4, 1)], "max_size"), lambda: history, 0)
+    assert [both.step_at(0, step).regular for step in range(3)] == [True, True, False]  # full, of one loader
+
+
+def test_a_plan_that_changes_counts_for_steps_that_were_looked_at():
+    history = [plans((0, 0, (2, 2)))]
+    steps = UnitSampler(LoaderSet([listed([0, 1, 2, 3], [4, 5, 6, 7])]), lambda: history[0], 0)
+    assert steps.sizes_at(0, 0) == (4, 4)
+    history[0] = plans((0, 0, (3, 1)))
+    assert steps.sizes_at(0, 0) == (6, 2)
+    assert list(steps) == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_more_ranks_from_a_step_on_take_more_units_of_each():
+    history = [plans((0, 0, (2, 2)))]
+    steps = UnitSampler(LoaderSet([listed(*([i] for i in range(12)))]), lambda: history[0], 0)
+    assert len(steps) == 6
+    history[0] = plans((0, 0, (2, 2)), (0, 3, (2, 1, 1)))
+    assert len(steps) == 5
+    assert [sum(steps.sizes_at(0, step)) for step in range(5)] == [2, 2, 2, 3, 3]
+
+
+def test_a_rank_without_a_share_runs_the_smallest_batch():
+    history = plans((0, 0, (4, 0)))
+    steps = UnitSampler(LoaderSet([in_order(8, 2)]), lambda: history, 1, min_local=2)
+    assert list(steps) == [[0, 1], [4, 5]]
+
+
+def test_a_rank_has_no_more_than_its_bound():
+    history = plans((0, 0, (7, 1)))
+    steps = UnitSampler(LoaderSet([in_order(8, 4)]), lambda: history, 0, max_local=(5, 5))
+    assert steps.sizes_at(0, 0) == (5, 3)
+
+
+def test_a_loader_that_is_cycled_ends_each_of_its_passes():
+    """As any loader does, so that ``CombinedLoader`` knows that it has been used up."""
+    history = plans((0, 0, (2, 2)))
+    steps = UnitSampler(LoaderSet([in_order(12, 2), in_order(4, 2)], "max_size_cycle"), lambda: history, 0)
+    assert [list(steps.members[1]) for _ in range(3)] == [[[0, 1]]] * 3
+
+
+def test_batches_count_by_their_mean():
+    source = listed([0], [1, 2, 3], [4, 5, 6, 7, 8])
+    assert source.per_rank() == 3
+    assert len(LoaderSet([source])) == 9
+    assert LoaderSet([source]).total(2) == 6
+    source.restore(5)
+    assert source.per_rank() == 5
+
+
+def test_samples_of_an_epoch_are_drawn_when_they_are_asked_for():
+    source = SampleSource(PermutationStream(6, shuffle=True, seed=0), 2)
+    whole = StepWalk([source.lane(0)]).at(0)[0]._replace(number=6)
+    orders = [source.samples(epoch, whole) for epoch in (0, 1, 0)]
+    assert orders[0] == orders[2] != orders[1]
+    assert sorted(orders[0]) == list(range(6))
+
+
+def test_an_order_is_drawn_once_in_each_of_two_epochs():
+    class Counted(Passes):
+        drawn = 0
+
+        def __iter__(self):
+            self.drawn += 1
+            return super().__iter__()
+
+    order = SeededUnits(Counted(), seed=0)
+    for epoch in (0, 1, 0, 1):
+        order.units(epoch)
+    assert order.batches.drawn == 2
+
+
+def test_batches_that_the_user_weights_need_not_be_counted():
+    assert counted_rows(True)(object()) == 1
+    assert counted_rows(False)([[1, 2], [3, 4]]) == 2
+    with pytest.raises(TypeError, match="cannot be counted"):
+        counted_rows(False)(object())
