@@ -10,6 +10,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     LearningRateFinder,
@@ -33,8 +34,8 @@ from lightning_hetero import (
 )
 from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.probe_job import VARIABLE
-from lightning_hetero.strategies._lightning.fsdp.requirements import unsupported_trainer
-from lightning_hetero.strategies._lightning.fsdp.sharding import blocks_of, networks_of
+from lightning_hetero.strategies._lightning.fsdp.requirements import unsupported_sharding, unsupported_trainer
+from lightning_hetero.strategies._lightning.fsdp.sharding import blocks_of, networks_of, spread_from_first
 from tests.helpers import Points, Regressor, collected, covered, fit, run_ranks, trainer_of
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
@@ -453,7 +454,7 @@ def test_a_resumed_run_begins_with_what_was_learned(tmp_path):
     assert first == learned
 
 
-def _raises(rank, folder):
+def _raises(rank, folder, ranks):
     class Raises(Sharded):
         def training_step(self, batch, batch_idx):
             if batch_idx == 2:
@@ -461,16 +462,21 @@ def _raises(rank, folder):
             return super().training_step(batch, batch_idx)
 
     lines = [OnExceptionCheckpoint(folder)]
-    fit(rank, HeteroFSDPStrategy(), 2, 8, model=Raises(), callbacks=lines, enable_checkpointing=True)
+    fit(rank, HeteroFSDPStrategy(), ranks, 8, model=Raises(), callbacks=lines, enable_checkpointing=True)
 
 
 def test_a_rank_alone_saves_no_shards_and_waits_for_nobody(tmp_path):
-    errors = run_ranks(_raises, 2, tmp_path, expect_errors=True, timeout=60)
+    errors = run_ranks(_raises, 2, tmp_path, 2, expect_errors=True, timeout=60)
     assert [rank for rank, *_ in errors] == [0, 1]
     for _, kind, message in errors:
         assert kind == "RuntimeError"
         assert "this rank has only its shards" in message
     assert not list(tmp_path.iterdir())
+
+
+def test_one_rank_that_is_all_saves_at_an_exception(tmp_path):
+    assert run_ranks(_raises, 1, tmp_path, 1, expect_errors=True)[0][1:] == ("ArithmeticError", "of rank 0")
+    assert [file.name for file in tmp_path.iterdir()] == ["on_exception.ckpt"]
 
 
 # what is refused
@@ -644,13 +650,28 @@ def _refused_in_a_probe(rank):
 def test_networks_are_the_children_that_have_parameters():
     model = Sharded()
     model.loss_fn, model.heads = nn.MSELoss(), nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 2)])
-    assert list(networks_of(model)) == ["net", "heads.0", "heads.1"]
+    model.more = nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.ModuleList([nn.Linear(1, 1)])})
+    assert list(networks_of(model)) == ["net", "heads.0", "heads.1", "more.a", "more.b.0"]
 
 
 def test_frozen_parameters_may_stand_alone():
     model = Own()
     model.scale.requires_grad_(False)
     assert list(networks_of(model)) == ["net"]
+    model.table = nn.Embedding(3, 2, sparse=True).requires_grad_(False)
+    model.net.requires_grad_(False)
+    assert unsupported_sharding(model, 2) is None
+    model.table.requires_grad_(True)
+    assert "table has sparse gradients" in unsupported_sharding(model, 2)
+    model.table = nn.EmbeddingBag(3, 2, sparse=True)
+    assert "table has sparse gradients" in unsupported_sharding(model, 2)
+
+
+def test_parameters_without_values_are_left_to_lightning(monkeypatch):
+    spread = []
+    monkeypatch.setattr(dist, "broadcast", lambda value, source: spread.append((value.tolist(), source)))
+    spread_from_first(nn.ModuleList([nn.Linear(2, 2, device="meta"), nn.PReLU()]), torch.device("cpu"))
+    assert spread == [([0.25], 0)]
 
 
 def test_blocks_are_layers_of_several_modules_and_inner_ones_come_first():
@@ -665,19 +686,28 @@ def test_a_block_whose_parameter_is_used_elsewhere_is_gathered_with_the_network(
     body = Body()
     body.blocks[1].up.weight = body.blocks[0].up.weight
     assert blocks_of(body) == [body.blocks[2]]
+    body.blocks[1] = body.blocks[0]  # one block that is run twice
+    assert blocks_of(body) == [body.blocks[2]]
+
+
+def test_lists_in_a_list_are_no_blocks():
+    body = Body()
+    body.blocks = nn.ModuleList([nn.ModuleList([Block()]), nn.ModuleDict({"a": Block()})])
+    assert blocks_of(body) == [body.blocks[0][0]]
 
 
 def _says(rank):
     lines = collected()
     logging.getLogger("lightning_hetero").setLevel(logging.INFO)
-    fit(rank, HeteroFSDPStrategy(reshard_after_forward=False), 2, 8, model=ShardsItself(), max_epochs=1)
+    strategy = HeteroFSDPStrategy(reshard_after_forward=False, auto_wrap_policy={Block})
+    fit(rank, strategy, 2, 8, model=ShardsItself(), max_epochs=1)
     return [line for line in lines if "without effect" in line]
 
 
 def test_settings_of_the_default_sharding_say_when_the_model_shards_itself():
     first, other = run_ranks(_says, 2)
     assert len(first) == 1
-    assert re.match("reshard_after_forward: without effect.*fully_shard in configure_model", first[0])
+    assert re.match("reshard_after_forward, auto_wrap_policy: without effect.*fully_shard in configure_mod", first[0])
     assert other == []
 
 
