@@ -115,6 +115,8 @@ class Health:
             return "Such gradients are left out on all ranks"
         if self.mode == "stop":
             return "Training ends with such a gradient, because of nonfinite='stop'"
+        if self._hook.averager.shards:  # no rank sees a whole gradient
+            return "Sharded gradients cannot be left out; Trainer(detect_anomaly=True) finds what made it"
         return "nonfinite='drop' leaves such gradients out on all ranks, nonfinite='stop' ends the training"
 
     # gradients

@@ -230,7 +230,7 @@ def test_what_an_earlier_training_has_left_is_not_told_of_the_next(said):
 )
 def test_what_follows_from_a_bad_loss_is_said(said, mode, scaled, inner, follows):
     both = Both(lambda: [nn.Linear(1, 1)], mode, scaled=scaled)
-    both.hook.averager = SimpleNamespace(skips_nonfinite=inner is not None)
+    both.hook.averager = SimpleNamespace(skips_nonfinite=inner is not None, shards=False)
     both.health[0].see(torch.tensor(NAN), (0, 0))
     both.health[0].finish()
     assert follows in said[0]
