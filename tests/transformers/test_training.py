@@ -25,14 +25,26 @@ def trainer_of(sizes=(2, 6), total=8, rows=42, **settings):
     return of(Trainer)(model=llama(), args=args, train_dataset=texts(rows), data_collator=padded)
 
 
+class Stream(IterableDataset):
+    def __init__(self, rows=64):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(texts(self.rows).rows)
+
+
 # decisions
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_decision_changes_the_next_batches(accumulation):
+@pytest.mark.parametrize(("data", "accumulation"), [(texts, 1), (texts, 2), (Stream, 1)])
+def test_a_decision_changes_the_next_batches(data, accumulation):
+    def made():
+        settings = {"max_steps": 30} if data is Stream else {}
+        args = arguments(16, None, gradient_accumulation_steps=accumulation, logging_steps=4, **settings)
+        return of(Trainer)(model=llama(), args=args, train_dataset=data(480), data_collator=padded)
+
     def run(rank):
-        trainer = trainer_of(None, 16, 480, gradient_accumulation_steps=accumulation, logging_steps=4)
-        seen = []
+        trainer, seen = made(), []
 
         def slow(model, args, kwargs):
             seen.append(len(kwargs["input_ids"]))
@@ -42,7 +54,7 @@ def test_a_decision_changes_the_next_batches(accumulation):
         return {**trained(trainer), "seen": seen, "total": trainer.get_total_train_batch_size(trainer.args)}
 
     def single(rank):
-        return trained(trainer_of(None, 16, 480, gradient_accumulation_steps=accumulation, logging_steps=4))
+        return trained(made())
 
     first, second = run_ranks(run, 2)
     one = run_ranks(single, 1)[0]
@@ -220,11 +232,6 @@ def test_callbacks_see_every_step():
         return steps.seen
 
     assert run_ranks(run, 2)[0] == run_ranks(run, 1)[0] == [(n, round(n / 6, 3)) for n in range(1, 6)]
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(texts(64).rows)
 
 
 def test_a_training_on_a_stream_resumes(tmp_path):
