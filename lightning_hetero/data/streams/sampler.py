@@ -1,4 +1,4 @@
-"""Batches of one rank from a stream that all ranks read alike: each keeps its share, and nothing is exchanged."""
+"""Batches of one rank from a stream that all ranks read alike: each keeps its share of every batch."""
 
 import math
 from collections import OrderedDict
