@@ -216,6 +216,7 @@ def _plain_torch(rank):
             optimizer.zero_grad()
     result = {"seen": seen, "weights": flat(model)}
     session.close()
+    del model  # or it would free the default group, by its reducer
     torch.distributed.destroy_process_group()
     return result
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_hetero.comm.agreement.group_lifetime import free_group_last
 from lightning_hetero.comm.gradients.ddp_hook import gradient_hook
 from lightning_hetero.comm.gradients.requirements import check_rescaled, check_sparse_gradients
 from lightning_hetero.engine import HeteroEngine
@@ -68,6 +69,7 @@ class WrappedModel:
             check_rescaled(model.module)
         check_sparse_gradients(model.module, self.engine.config, self.engine.hook_state.averager.user_hook)
         model.register_comm_hook(self.engine.hook_state, gradient_hook)
+        free_group_last(model)
         self._parameters = list(model.module.parameters())
         self._flags = self._flags_now()
         self._known = self._in_optimizers()

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Owner", "ended", "go_on", "leave", "leave_ended", "on_end", "run"]
+__all__ = ["Owner", "ended", "free_group_last", "go_on", "leave", "leave_ended", "on_end", "run"]
 
 Closer = Callable[[], Any]
 
@@ -78,3 +79,18 @@ def leave(group: Any) -> None:
             if "nccl" in dist.get_backend_config(group):  # destroying it would abort running collectives
                 torch.cuda.synchronize()
             dist.destroy_process_group(group)
+
+
+def free_group_last(model: DistributedDataParallel) -> None:
+    """Keep the process group of a DDP model until its reducer is gone, also if the default group is destroyed before.
+
+    A reducer that frees the last reference to a group holds the interpreter's lock while it waits for gloo's threads.
+    One of them may still hold the last sum, and need the lock to free it: the process would never end. A reference of
+    Python's gives the lock away.
+    """
+    for part in (model.reducer, model.logger):  # the logger has the reducer, too; both call back when they are gone
+        weakref.finalize(part, _forget, model.process_group).atexit = False
+
+
+def _forget(group: Any) -> None:
+    """Free the reference to a group."""

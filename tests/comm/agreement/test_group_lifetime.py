@@ -11,11 +11,12 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
-from lightning_hetero.comm.agreement.group_lifetime import ended, go_on, leave_ended
+from lightning_hetero.comm.agreement.group_lifetime import ended, free_group_last, go_on, leave_ended
 from lightning_hetero.comm.collectives.topology import Topology
 from tests.helpers import Points, Regressor, run_ranks, trainer_of
 
@@ -71,6 +72,38 @@ def test_groups_of_a_training_that_goes_on_are_not_left():
     leave_ended()
     leave_ended()
     assert (over.calls, goes_on.calls) == (["close"], ["open"])
+
+
+def _freed(rank, front):
+    """In which order the parts of a model are freed that outlives the default group."""
+    freed, net = [], torch.nn.Linear(2, 2)
+    if front == "accelerate":
+        from lightning_hetero.accelerate import HeteroAccelerator
+
+        accelerator = HeteroAccelerator(cpu=True)
+        model, loader = accelerator.prepare(net, DataLoader(torch.ones(8, 2), 2))
+        for x in loader:
+            accelerator.backward(model(x).sum())
+        accelerator.free_memory()
+    else:
+        dist.init_process_group("gloo")
+        model = DistributedDataParallel(net)
+        free_group_last(model)
+        model(torch.ones(1, 2)).sum().backward()
+    for name in ("reducer", "logger", "process_group"):
+        weakref.finalize(getattr(model, name), freed.append, name)
+    dist.destroy_process_group()
+    del model
+    gc.collect()
+    return freed
+
+
+@pytest.mark.parametrize("front", ["by hand", "accelerate"])
+def test_a_model_keeps_its_group_until_its_reducer_is_gone(front):
+    """A reducer that frees the group would hold the interpreter's lock and wait for a thread that needs it."""
+    for freed in run_ranks(_freed, 2, front):
+        assert set(freed[:2]) == {"reducer", "logger"}
+        assert freed[2:] == ["process_group"]
 
 
 def lightning(rank, world_size, settings, again=False, fails=False):
