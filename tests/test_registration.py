@@ -48,19 +48,45 @@ print(json.dumps([type(strategy).__module__, pairs, flags, [made is type(strateg
 """
 
 
+# Makes `hetero_elastic` by each alias; prints its class's module and the start methods.
+MAKE_ELASTIC = """
+import json
+from {namespace}.strategies import StrategyRegistry
+made = {{key: StrategyRegistry.get(key) for key in StrategyRegistry if key.startswith("hetero_elastic")}}
+print(json.dumps([{{key: strategy._start_method for key, strategy in made.items()}},
+                  sorted({{type(strategy).__module__ for strategy in made.values()}})]))
+"""
+
+# Makes `hetero_fsdp`, with the strategies that its name begins; prints its class's module and base.
+MAKE_FSDP = """
+import json
+from {namespace}.strategies import ModelParallelStrategy, StrategyRegistry
+names = [key for key in StrategyRegistry if key.startswith("hetero_fsdp")]
+made = StrategyRegistry.get("hetero_fsdp")
+print(json.dumps([names, type(made).__module__, isinstance(made, ModelParallelStrategy)]))
+"""
+
+
 def run(code, cwd, autoload=True, **env):
-    """Run ``code`` in a fresh interpreter, away from the checkout; return what it printed last."""
+    """Run ``code`` in a fresh interpreter, away from the checkout; return what it printed."""
     env = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(autoload)), **env}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=cwd, env=env, timeout=120, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1] if done.stdout else ""
+    return done.stdout.strip()
 
 
-@namespaces
-def test_aliases_are_those_of_ddp_with_no_import(namespace, tmp_path):
-    ddp, hetero = json.loads(run(DUMP_ALIASES.format(namespace=namespace), tmp_path))
+@pytest.fixture(scope="module", params=NAMESPACES)
+def printed(request, tmp_path_factory):
+    """A namespace of Lightning, and what a process that imports nothing of ours finds and makes there."""
+    parts = (DUMP_ALIASES, MAKE_STRATEGIES, MAKE_ELASTIC, MAKE_FSDP)
+    code = "".join(part.format(namespace=request.param) for part in parts)
+    return request.param, list(map(json.loads, run(code, tmp_path_factory.mktemp("away")).splitlines()))
+
+
+def test_aliases_are_those_of_ddp_with_no_import(printed):
+    ddp, hetero = printed[1][0]
     assert len(hetero) == 12
     assert hetero == ddp
 
@@ -75,9 +101,8 @@ def test_one_import_is_enough_without_autoload(namespace, first, tmp_path):
     assert hetero == ddp
 
 
-@namespaces
-def test_every_alias_makes_the_strategy_of_its_namespace(namespace, tmp_path):
-    module, start_methods, flags, registered = json.loads(run(MAKE_STRATEGIES.format(namespace=namespace), tmp_path))
+def test_every_alias_makes_the_strategy_of_its_namespace(printed):
+    namespace, (_, (module, start_methods, flags, registered), *_) = printed
     assert module == NAMESPACES[namespace]
     assert len(start_methods) == 12
     assert all(ours == theirs for theirs, ours in start_methods)
@@ -85,37 +110,15 @@ def test_every_alias_makes_the_strategy_of_its_namespace(namespace, tmp_path):
     assert registered == [True] * 12, "the class takes the place of the lazy factory under all names"
 
 
-# Makes `hetero_elastic` by each alias; prints its class's module and the start methods.
-MAKE_ELASTIC = """
-import json
-from {namespace}.strategies import StrategyRegistry
-made = {{key: StrategyRegistry.get(key) for key in StrategyRegistry if key.startswith("hetero_elastic")}}
-print(json.dumps([{{key: strategy._start_method for key, strategy in made.items()}},
-                  sorted({{type(strategy).__module__ for strategy in made.values()}})]))
-"""
-
-
-@namespaces
-def test_elastic_averaging_has_its_names(namespace, tmp_path):
-    made, modules = json.loads(run(MAKE_ELASTIC.format(namespace=namespace), tmp_path))
+def test_elastic_averaging_has_its_names(printed):
+    namespace, (_, _, (made, modules), _) = printed
     methods = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
     assert made == {f"hetero_elastic{suffix}": method for suffix, method in methods.items()}
     assert modules == [NAMESPACES[namespace].replace("_ddp", "_elastic")]
 
 
-# Makes `hetero_fsdp`, with the strategies that its name begins; prints its class's module and base.
-MAKE_FSDP = """
-import json
-from {namespace}.strategies import ModelParallelStrategy, StrategyRegistry
-names = [key for key in StrategyRegistry if key.startswith("hetero_fsdp")]
-made = StrategyRegistry.get("hetero_fsdp")
-print(json.dumps([names, type(made).__module__, isinstance(made, ModelParallelStrategy)]))
-"""
-
-
-@namespaces
-def test_sharded_models_have_their_name(namespace, tmp_path):
-    names, module, derived = json.loads(run(MAKE_FSDP.format(namespace=namespace), tmp_path))
+def test_sharded_models_have_their_name(printed):
+    namespace, (*_, (names, module, derived)) = printed
     assert names == ["hetero_fsdp"], "subprocesses only, as with ModelParallelStrategy"
     assert (module, derived) == (NAMESPACES[namespace].replace("_ddp", "_fsdp"), True)
 

@@ -41,7 +41,7 @@ LONG = [
     *((density, "momentum", FEW_STEPS) for density in (0.02, 0.3, 0.5)),
     (0.2, "nesterov, later", FEW_STEPS),
     (0.2, "momentum", 200),
-    (0.2, "adamw", 200),
+    (0.2, "adamw", 60),
 ]
 """Density, optimizer and steps of trainings on a GPU and without one."""
 

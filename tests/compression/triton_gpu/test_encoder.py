@@ -28,16 +28,43 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
 
-@pytest.mark.parametrize("room", ["comm/compressors", "compression/triton_gpu", "optim/sparse"])
-def test_kernels_compute_what_the_reference_does(room):
-    """In a process of its own: Triton asks for its interpreter before the kernels are imported."""
-    file = str(ROOT / "tests" / room / "interpreted.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", file]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
+ROOMS = ("comm/compressors", "compression/triton_gpu", "optim/sparse")
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory):
+    """Kernels in Triton's interpreter, a process for each room, all at once: it is asked for before they are imported.
+
+    Returns:
+        Function that waits for a room; it returns the exit status and what was printed.
+    """
+    environment, folder = (
+        {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        tmp_path_factory.mktemp("out"),
+    )
+    processes = {}
+    for number, room in enumerate(ROOMS):
+        file = str(ROOT / "tests" / room / "interpreted.py")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", file]
+        with (folder / str(number)).open("w") as out:
+            processes[room] = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
+
+    def wait(room):
+        status = processes[room].wait(280)
+        return status, (folder / str(ROOMS.index(room))).read_text()
+
+    yield wait
+    for process in processes.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_kernels_compute_what_the_reference_does(interpreted, room):
+    status, printed = interpreted(room)
+    assert status == 0, printed[-5000:]
+    assert " passed" in printed
+    assert "skipped" not in printed
 
 
 @pytest.mark.gpu
