@@ -1,6 +1,7 @@
 """The accelerator of a trainer: it is told which loader trains, and counts the labels that a loss is a mean of."""
 
 import inspect
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,9 +13,13 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from lightning_hetero.accelerate import HeteroAccelerator
+from lightning_hetero.accelerate.plugin import SWITCH
+from lightning_hetero.comm.agreement.notices import Notices
+from lightning_hetero.core.no_effect import NoEffect
 from lightning_hetero.frontend.collectives import not_computing
 from lightning_hetero.frontend.loaders import length_of
-from lightning_hetero.frontend.without_effect import tell_left
+from lightning_hetero.frontend.without_effect import ALONE, tell_left
+from lightning_hetero.transformers.arguments import by_tokens
 
 __all__ = ["LabelCount", "TrainerAccelerator"]
 
@@ -81,6 +86,15 @@ class TrainerAccelerator(HeteroAccelerator):
         self._trains: bool | None = None
         if self.engine is not None:
             self.engine.weighting.count_with(LabelCount(trainer))
+
+    def _begin(self) -> None:
+        assert self.hetero_plugin is not None
+        if self.num_processes == 1:
+            switch = f"{SWITCH}={os.environ[SWITCH]}" if SWITCH in os.environ else "HeteroTrainer"
+            Notices(True).tell([NoEffect((switch,), *ALONE)])
+        else:
+            self.hetero_plugin = by_tokens(self.hetero_plugin)
+        super()._begin()
 
     # loaders
 

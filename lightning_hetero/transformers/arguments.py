@@ -1,6 +1,5 @@
 """Settings of unequal workers among a trainer's arguments: ``--hetero_local_batch_sizes 2,2,2,15``."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache
 from typing import Any
@@ -9,7 +8,7 @@ from transformers import TrainingArguments
 
 from lightning_hetero.accelerate.plugin import NAMES, HeteroPlugin, parsed, switched_on
 
-__all__ = ["HeteroTrainingArguments", "hetero_arguments", "plugin_of"]
+__all__ = ["HeteroTrainingArguments", "by_tokens", "hetero_arguments", "plugin_of"]
 
 PREFIX = "hetero_"
 
@@ -129,18 +128,25 @@ def plugin_of(args: object, given: HeteroPlugin | None = None) -> HeteroPlugin |
     if settings:
         texts = {name: parsed(name, value) if isinstance(value, str) else value for name, value in settings.items()}
         try:
-            return _plugin(texts)
+            return HeteroPlugin(**texts)
         except (TypeError, ValueError) as error:
             named = [f"--{PREFIX}{name} {settings[name]}" for name in settings if name in str(error)]
             raise type(error)(f"{', '.join(named)}: {error}" if named else str(error)) from error
-    return given if given is not None or not switched_on() else _plugin({})
+    return given if given is not None or not switched_on() else HeteroPlugin()
 
 
-def _plugin(settings: Mapping[str, Any]) -> HeteroPlugin:
-    """Return the plugin; a trainer's losses are weighted by tokens, so that ``"auto"`` is ``"tokens"`` if it can be."""
-    plugin = HeteroPlugin(**settings)
+def by_tokens(plugin: HeteroPlugin) -> HeteroPlugin:
+    """Return a plugin whose ``cost_fn="auto"`` is ``"tokens"``, since a trainer's losses are weighted by tokens.
+
+    It stays as it is if a setting needs numbers of samples.
+
+    Example:
+        >>> by_tokens(HeteroPlugin()).cost_fn, by_tokens(HeteroPlugin(local_batch_sizes=[3, 1])).cost_fn
+        ('tokens', 'auto')
+    """
     fixed = plugin.local_batch_sizes is not None or plugin.policy == "even"
     needs_numbers = fixed or plugin.noise_scale or plugin.max_total_batch_size is not None
     if plugin.cost_fn != "auto" or needs_numbers:
         return plugin
-    return HeteroPlugin(**{**settings, "cost_fn": "tokens"})
+    given = {one.name: getattr(plugin, one.name) for one in fields(plugin) if getattr(plugin, one.name) != one.default}
+    return HeteroPlugin(**{**given, "cost_fn": "tokens"})

@@ -10,7 +10,7 @@ from transformers import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArg
 from lightning_hetero.accelerate import HeteroPlugin
 from lightning_hetero.accelerate.plugin import NAMES
 from lightning_hetero.transformers import HeteroTrainingArguments, hetero_arguments, hetero_trainer
-from lightning_hetero.transformers.arguments import plugin_of
+from lightning_hetero.transformers.arguments import by_tokens, plugin_of
 
 QUIET = {"use_cpu": True, "report_to": [], "bf16": False}
 
@@ -50,7 +50,9 @@ def test_values_and_texts(given):
     ],
 )
 def test_batches_are_divided_by_tokens_unless_a_setting_needs_numbers(settings, expected):
-    assert plugin_of(HeteroTrainingArguments(output_dir="out", **QUIET, **settings)).cost_fn == expected
+    plugin = plugin_of(HeteroTrainingArguments(output_dir="out", **QUIET, **settings))
+    assert by_tokens(plugin).cost_fn == expected
+    assert by_tokens(by_tokens(plugin)) == by_tokens(plugin)
 
 
 def test_the_environment_gives_what_arguments_leave_open(monkeypatch):

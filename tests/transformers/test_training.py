@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_hetero.accelerate import HeteroPlugin
 from lightning_hetero.transformers import HeteroTrainer, HeteroTrainingArguments, hetero_trainer
 from lightning_hetero.transformers.requirements import check_trainer
-from tests.helpers import run_ranks
+from tests.helpers import collected, run_ranks
 from tests.transformers.runs import Rows, arguments, bert, labelled, llama, of, padded, texts, trained
 
 Trainer = transformers.Trainer
@@ -342,3 +342,19 @@ def test_switched_off_it_is_plain():
 
     found = run_ranks(run, 2, env={"ACCELERATE_USE_HETERO": "false"})
     assert found == [("accelerate.accelerator", 6)] * 2
+
+
+@pytest.mark.parametrize("env", [{"ACCELERATE_USE_HETERO": "true"}, {}], ids=["switched", "explicit"])
+def test_one_process_is_told_that_the_switch_does_nothing(env):
+    """And not a setting that nobody gave."""
+
+    def run(rank):
+        lines = collected()
+        logging.getLogger("lightning_hetero").setLevel(logging.INFO)
+        args = arguments(8, None)
+        trained(hetero_trainer(Trainer)(model=llama(), args=args, train_dataset=texts(), data_collator=padded))
+        return [line for line in lines if "has no effect" in line]
+
+    (line,) = run_ranks(run, 1, env=env)[0]
+    assert line.startswith("ACCELERATE_USE_HETERO=true has no effect" if env else "HeteroTrainer has no effect")
+    assert "there is one worker" in line
