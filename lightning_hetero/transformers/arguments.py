@@ -1,5 +1,6 @@
 """Settings of unequal workers among a trainer's arguments: ``--hetero_local_batch_sizes 2,2,2,15``."""
 
+from copy import copy
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache
 from typing import Any
@@ -148,5 +149,6 @@ def by_tokens(plugin: HeteroPlugin) -> HeteroPlugin:
     needs_numbers = fixed or plugin.noise_scale or plugin.max_total_batch_size is not None
     if plugin.cost_fn != "auto" or needs_numbers:
         return plugin
-    given = {one.name: getattr(plugin, one.name) for one in fields(plugin) if getattr(plugin, one.name) != one.default}
-    return HeteroPlugin(**{**given, "cost_fn": "tokens"})
+    changed = copy(plugin)  # a new one would read the environment again, and undo arguments that are at their defaults
+    object.__setattr__(changed, "cost_fn", "tokens")
+    return changed

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from dataclasses import fields
 
 import pytest
 import transformers
@@ -53,6 +54,17 @@ def test_batches_are_divided_by_tokens_unless_a_setting_needs_numbers(settings, 
     plugin = plugin_of(HeteroTrainingArguments(output_dir="out", **QUIET, **settings))
     assert by_tokens(plugin).cost_fn == expected
     assert by_tokens(by_tokens(plugin)) == by_tokens(plugin)
+
+
+def test_tokens_leave_every_other_setting_as_it_was_given(monkeypatch):
+    """Also an argument that is at its default where a variable says something else."""
+    monkeypatch.setenv("ACCELERATE_HETERO_REPLAN", "epoch")
+    monkeypatch.setenv("ACCELERATE_HETERO_DENSITY", "0.05")
+    plugin = plugin_of(HeteroTrainingArguments(output_dir="out", **QUIET, hetero_replan="auto"))
+    divided = by_tokens(plugin)
+    assert (plugin.cost_fn, divided.cost_fn, divided.replan) == ("auto", "tokens", "auto")
+    others = [one.name for one in fields(plugin) if one.name != "cost_fn"]
+    assert [getattr(divided, name) for name in others] == [getattr(plugin, name) for name in others]
 
 
 def test_the_environment_gives_what_arguments_leave_open(monkeypatch):

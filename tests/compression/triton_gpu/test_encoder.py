@@ -38,11 +38,8 @@ def interpreted(tmp_path_factory):
     Returns:
         Function that waits for a room; it returns the exit status and what was printed.
     """
-    environment, folder = (
-        {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        tmp_path_factory.mktemp("out"),
-    )
-    processes = {}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    folder, processes = tmp_path_factory.mktemp("printed"), {}
     for number, room in enumerate(ROOMS):
         file = str(ROOT / "tests" / room / "interpreted.py")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", file]
