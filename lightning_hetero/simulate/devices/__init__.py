@@ -1,0 +1,1 @@
+"""Devices of exactly known speed: their profiles, and their emulation on a CPU that waits."""
