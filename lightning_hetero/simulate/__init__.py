@@ -1,7 +1,37 @@
-"""Emulation of unequal hardware on one machine, for demonstrations and tests; training does not need it."""
+"""Emulated and simulated hardware: devices of exactly known speed, stragglers, slow links; training does not need it.
 
-from lightning_hetero.simulate.devices.device_profile import DeviceProfile
-from lightning_hetero.simulate.thin_link import ThinLink
-from lightning_hetero.simulate.throttle import Throttle
+The names below are imported on first use: a simulation needs no trainer.
+"""
 
-__all__ = ["DeviceProfile", "ThinLink", "Throttle"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
+    from lightning_hetero.simulate.devices.device_profile import DeviceProfile as DeviceProfile
+    from lightning_hetero.simulate.devices.emulated_device import EmulatedDevice as EmulatedDevice
+    from lightning_hetero.simulate.devices.lightning_callback import EmulatedDeviceCallback as EmulatedDeviceCallback
+    from lightning_hetero.simulate.thin_link import ThinLink as ThinLink
+    from lightning_hetero.simulate.throttle import Throttle as Throttle
+
+_EXPORTS = {
+    "DeviceProfile": "lightning_hetero.simulate.devices.device_profile",
+    "EmulatedDevice": "lightning_hetero.simulate.devices.emulated_device",
+    "EmulatedDeviceCallback": "lightning_hetero.simulate.devices.lightning_callback",
+    "ThinLink": "lightning_hetero.simulate.thin_link",
+    "Throttle": "lightning_hetero.simulate.throttle",
+}
+"""Module of each public name."""
+
+__all__ = [*_EXPORTS]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
