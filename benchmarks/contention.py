@@ -170,12 +170,12 @@ def main():
         with Cluster([Node(share, 1000) for share in SHARES]) as cluster:
             if args.only != "prediction":
                 rows = medians([balance(cluster) for _ in range(args.rounds)], "strategy")
-                write_table(rows, HERE / "results" / "balance.json", f"balance, {args.rounds} rounds, medians")
+                write_table(rows, HERE / "results" / "contention.json", f"contention, {args.rounds} rounds, medians")
             if args.only != "balance":
                 rows = medians([prediction(cluster) for _ in range(args.rounds)], "total")
                 errors = [row["error_%"] for row in rows if row["used"] == "predicted"]
                 title = f"prediction over 10x: median {np.median(errors):.1f} %, largest {max(errors):.1f} %"
-                write_table(rows, HERE / "results" / "prediction.json", title)
+                write_table(rows, HERE / "results" / "contention_prediction.json", title)
     except ClusterError as error:
         raise SystemExit(str(error)) from None
 
