@@ -6,7 +6,7 @@ its true step time; what the host adds to it is measured and stands beside it.
 
     python benchmarks/balance.py [--only CLUSTER ...] [--seeds 5] [--part balance|prediction]
 
-writes ``results/balance.json`` and ``results/prediction.json``. It needs no root.
+writes ``results/balance.json`` (``balance_runs.json`` has every run) and ``results/prediction.json``. It needs no root.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from _emulated import Job, context_of, expected_time, first_within, learned, optimum, run, slowest, true_time
-from hardware import write_table
+from hardware import write_record, write_table
 
 from lightning_hetero import BatchPlan
 from lightning_hetero.core.batching.integer_split import even_sizes, proportional_sizes
@@ -100,6 +100,7 @@ def row_of(name: str, policy: str, job: Job, results: list[dict[str, Any]]) -> d
         "host_ms": 1e3 * (measured - device),
         "over_even": even / expected,
         "prediction_error_%": None if predicted is None else 100 * abs(predicted / (measured - device + expected) - 1),
+        "plans": [[step, list(sizes)] for step, sizes, *_ in plans],
     }
 
 
@@ -124,7 +125,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         middle = {key: _median([row[key] for row in of]) for key in of[0] if isinstance(of[0][key], int | float)}
         out.append(
             {
-                **of[0],
+                **{key: value for key, value in of[0].items() if key != "plans"},
                 **middle,
                 "seed": len(of),
                 "least_share_%": min(row["share_of_optimum_%"] for row in of),
@@ -181,12 +182,13 @@ def prediction(name: str, seed: int, *, stretch: int = 24, cycles: int = 2) -> l
     return rows
 
 
-def write(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+def write(rows: list[dict[str, Any]], path: Path, title: str, *, show: bool = True) -> None:
     """Write rows in place of those of the same clusters, and keep the others."""
     new = {row["cluster"] for row in rows}
     kept = json.loads(path.read_text())["rows"] if path.exists() else []
     every = [row for row in kept if row["cluster"] not in new] + rows
-    write_table(sorted(every, key=lambda row: list(CLUSTERS).index(row["cluster"])), path, title)
+    every = sorted(every, key=lambda row: list(CLUSTERS).index(row["cluster"]))
+    (write_table if show else write_record)(every, path, title)
 
 
 def main() -> None:
@@ -197,6 +199,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.part != "prediction":
         rows = [row for name in args.only for row in balance(name, args.seeds)]
+        write(rows, RESULTS / "balance_runs.json", f"emulated devices, {JITTER:.0%} jitter, every run", show=False)
         write(summary(rows), RESULTS / "balance.json", f"emulated devices, {JITTER:.0%} jitter, medians of seeds")
     if args.part != "balance":
         rows = [row for name in args.only for seed in range(2) for row in prediction(name, seed)]

@@ -1,6 +1,7 @@
 """In a Trainer, each worker is as fast as its device, and the split follows."""
 
 import time
+from itertools import pairwise
 
 import lightning as L
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy
-from lightning_hetero.simulate import DeviceProfile, EmulatedDeviceCallback
+from lightning_hetero.simulate import DeviceProfile, EmulatedDeviceCallback, ThinLink
 from tests.helpers import Points, RankError, Regressor, run_ranks, trainer_of
 
 FAST = DeviceProfile(q=0.0005, s=0.001, k=0.0005, m=0.001, name="fast")
@@ -134,3 +135,22 @@ def test_an_error_leaves_no_hook():
         trainer_of("auto", 1, callbacks=[callback]).fit(model, DataLoader(Points(16, dtype=torch.float32), 8))
     assert not any(parameter._backward_hooks for parameter in model.parameters())
     assert isinstance(callback, L.Callback)
+
+
+def _thin(rank):
+    """Seconds of each step of a device behind a thin link."""
+    ends = []
+    model = Plain(dtype=torch.float32)
+    model.on_train_batch_end = lambda *_: ends.append(time.perf_counter())
+    bytes_of_gradient = 4 * sum(parameter.numel() for parameter in model.parameters())
+    device = DeviceProfile(q=0.0, s=0.05, k=0.0, m=0.05)
+    trainer = trainer_of("hetero_ddp", 2, callbacks=[EmulatedDeviceCallback(device)], max_epochs=1)
+    with ThinLink(bytes_of_gradient / 0.2, world_size=2):  # the all-reduce of two workers sends each byte once
+        trainer.fit(model, DataLoader(Points(64, dtype=torch.float32), 4))
+    return [after - before for before, after in pairwise(ends)]
+
+
+def test_a_thin_link_comes_on_top():
+    for seconds in run_ranks(_thin, 2):
+        assert len(seconds) == 7
+        assert min(seconds) >= 0.1 + 0.2 - 0.01  # one bucket, which is ready when the backward pass ends
