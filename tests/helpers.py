@@ -23,10 +23,14 @@ from torch.utils.data import DataLoader, Dataset
 
 
 def free_port():
-    """A port below those that the kernel gives to connections, a rank's own attempts to reach this one among them."""
-    ports = random.SystemRandom()
+    """A port below those that the kernel gives to connections, a rank's own attempts to reach this one among them.
+
+    Processes that run tests beside each other have ports of their own.
+    """
+    ports, processes = random.SystemRandom(), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    first = 20_000 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = ports.randrange(20_000, 32_000)
+        port = ports.randrange(first, 32_000, processes)
         with socket.socket() as s, suppress(OSError):
             s.bind(("127.0.0.1", port))
             return port

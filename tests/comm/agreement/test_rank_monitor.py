@@ -14,6 +14,8 @@ import torch.distributed as dist
 from lightning_hetero.comm.agreement import rank_monitor as monitor
 from tests.helpers import Points, Regressor, covered, fit, run_ranks
 
+pytestmark = pytest.mark.alone
+
 N, AT = 80, 4
 WALL = 45.0
 
