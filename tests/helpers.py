@@ -4,6 +4,7 @@ import faulthandler
 import logging
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -34,6 +35,11 @@ def free_port():
         with socket.socket() as s, suppress(OSError):
             s.bind(("127.0.0.1", port))
             return port
+
+
+def without_address(value):
+    """A value as text for the name of a test: processes that share the tests must find the same names."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 class RankError(AssertionError):
