@@ -1,6 +1,7 @@
 """Run a function on several ranks in processes of their own with a wall limit, and small models to train there."""
 
 import faulthandler
+import gc
 import logging
 import os
 import random
@@ -62,6 +63,7 @@ def _forget_accelerate():
 
 def _child(connection, fn, args, rank, world_size, port, env, filters):
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
+    gc.freeze()  # trainers collect garbage when they end: not among all that the parent has imported
     torch.set_num_threads(1)
     for action, message, category, module, line in reversed(filters):
         patterns = [getattr(pattern, "pattern", pattern) or "" for pattern in (message, module)]
