@@ -8,11 +8,13 @@ from typing import Any
 from lightning_hetero.comm.agreement.sync_schedule import SyncSchedule
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry, PlanHistory
-from lightning_hetero.core.policies.base import PlanContext, Planner
+from lightning_hetero.core.policies.base import PlanContext, Planner, load_planner
 from lightning_hetero.core.policies.round_decision import decide_round
 from lightning_hetero.core.validation import check_number
+from lightning_hetero.simulate.cluster.noise_trajectory import NoiseTrajectory
 from lightning_hetero.simulate.cluster.result import Recorder, RoundRecord
 from lightning_hetero.simulate.cluster.state import ClusterState
+from lightning_hetero.simulate.cluster.step_events import StepTimes
 from lightning_hetero.simulate.cluster.virtual_timer import VirtualTimer
 
 __all__ = ["VirtualRounds", "typical_round_seconds"]
@@ -41,6 +43,8 @@ class VirtualRounds:
         change_cost: seconds of a change, ``None`` for what the first worker measures.
         round_seconds: seconds of a round, or a function of the processor time of its decision.
         ahead: steps that still run under the old plan after a decision.
+        noise: gradient noise, ``None`` if it is not measured.
+        seed: of the errors of its measurement.
 
     Attributes:
         planner: planner that has seen all rounds so far.
@@ -58,6 +62,8 @@ class VirtualRounds:
         change_cost: float | None,
         round_seconds: float | Callable[[float], float] | None,
         ahead: int,
+        noise: NoiseTrajectory | None = None,
+        seed: int = 0,
     ) -> None:
         if round_seconds is not None and not callable(round_seconds):
             check_number("round_seconds", round_seconds, low=0.0)
@@ -65,6 +71,9 @@ class VirtualRounds:
         self.planner, self._record, self._seconds, self._ahead = planner, record, round_seconds, ahead
         self.schedule, self.timer = SyncSchedule(replan), VirtualTimer(1)
         self._history: PlanHistory | None = None
+        self._noise, self._samples = noise, 0
+        if noise is not None:
+            noise.begin(seed)
 
     def begin(self, cluster: ClusterState, total: int, step: int = 0) -> None:
         """Begin a run, or go on with other workers as one that was started anew from its checkpoint."""
@@ -73,6 +82,14 @@ class VirtualRounds:
         proposal = cluster.workers.initial_plan(self._config, total, self.planner, None)
         if proposal is not None:
             self._append(PlanEntry(0, step, proposal.plan, proposal.reason))
+
+    def restart(self, cluster: ClusterState, step: int) -> None:
+        """Go on with other workers, with what a checkpoint keeps."""
+        assert self._history is not None
+        if self.planner is not None:
+            self.planner = load_planner(self.planner, self.planner.state_dict())
+        total, self._history = self._history.at(0, step).plan.total_batch_size, None
+        self.begin(cluster, total, step)
 
     def _append(self, entry: PlanEntry) -> None:
         kept = () if self._history is None else self._history.entries[-1 - self._ahead :]
@@ -102,6 +119,14 @@ class VirtualRounds:
 
     # rounds
 
+    def see(self, times: StepTimes) -> None:
+        """Measure some steps."""
+        self.timer.see(times)
+        total, steps = int(times.planned.sum()), len(times.a)
+        if self._noise is not None:
+            self._noise.see(total, steps, self._samples)
+        self._samples += total * steps
+
     def due(self, step: int) -> bool:
         """Return whether a round follows after so many steps."""
         return self.schedule.due(step)
@@ -115,6 +140,8 @@ class VirtualRounds:
         """Run a sync round after so many steps; return its seconds."""
         assert self._history is not None
         observations, running, upcoming = self.timer.take(), self.plan_at(step - 1), self._history.last.plan
+        if self._noise is not None:
+            known["noise"] = self._noise.estimate()
         context = partial(self.context, cluster, step, upcoming, **known)
         begin = time.process_time()
         decision, (predicted, error) = decide_round(self.planner, observations, running, upcoming, context)

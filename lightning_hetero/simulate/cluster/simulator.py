@@ -11,9 +11,11 @@ from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.policies import POLICIES
 from lightning_hetero.core.policies.base import Planner, check_planner
 from lightning_hetero.core.policies.goodput import GoodputPlanner
-from lightning_hetero.core.validation import check_choice, check_int
+from lightning_hetero.core.validation import check_choice, check_int, check_number
+from lightning_hetero.simulate.cluster.changes import Join, WorkerChange, checked_changes
 from lightning_hetero.simulate.cluster.factors import FactorStream, ProfileFactors
 from lightning_hetero.simulate.cluster.link_profile import LinkProfile
+from lightning_hetero.simulate.cluster.noise_trajectory import NoiseTrajectory
 from lightning_hetero.simulate.cluster.optimum import best_split
 from lightning_hetero.simulate.cluster.result import Recorder, SimulationResult
 from lightning_hetero.simulate.cluster.rounds import VirtualRounds
@@ -46,6 +48,12 @@ class ClusterSimulator:
         change_cost: seconds that a change of the plan costs; by default what the first worker measures.
         round_seconds: seconds of a sync round up to its decision, a number or a function of the processor time that
             the decision took; by default what is typical for the number of workers (``benchmarks/scaling.py``).
+        noise_scale: gradient noise scale in samples by the samples so far, a function or a
+            :class:`~lightning_hetero.simulate.cluster.noise_trajectory.NoiseTrajectory`, for planners that move the
+            total; ``None`` if it is not measured.
+        events: workers that join or leave, each by a restart from a checkpoint
+            (:mod:`lightning_hetero.simulate.cluster.changes`); slowdowns are in the profiles.
+        restart_seconds: seconds of such a restart.
         ahead: steps whose batches are drawn already when a plan is decided on, which run under the old one.
         factors: source of the factors on all times, in place of the profiles' jitter and slowdowns.
 
@@ -79,6 +87,9 @@ class ClusterSimulator:
         hysteresis: float | None = None,
         change_cost: float | None = None,
         round_seconds: float | Callable[[float], float] | None = None,
+        noise_scale: Callable[[float], float] | NoiseTrajectory | None = None,
+        events: Sequence[WorkerChange] = (),
+        restart_seconds: float = 0.0,
         ahead: int = 0,
         factors: FactorStream | None = None,
     ) -> None:
@@ -93,7 +104,9 @@ class ClusterSimulator:
         cluster = ClusterState(devices, names, link, min_local, tuple(map(float, capacities)))
         if factors is None:
             factors = ProfileFactors(devices, [seed + i for i in range(len(devices))], link.jitter, seed)
-        self._record = Recorder()
+        self._record, self._seed = Recorder(), seed
+        self._events = checked_changes(names, events)
+        self._restart = check_number("restart_seconds", restart_seconds, low=0.0)
         self._steps = StepRunner(cluster, factors, self._record)
         self._rounds = VirtualRounds(
             checked_policy(policy, check_int("total_batch_size", total_batch_size, minimum=1)),
@@ -103,6 +116,8 @@ class ClusterSimulator:
             change_cost=change_cost,
             round_seconds=round_seconds,
             ahead=check_int("ahead", ahead, minimum=0),
+            noise=None if noise_scale is None else NoiseTrajectory.of(noise_scale),
+            seed=seed,
         )
         self._rounds.begin(cluster, total_batch_size)
 
@@ -146,11 +161,27 @@ class ClusterSimulator:
         """
         end = self.step + check_int("steps", steps, minimum=0)
         while self.step < end:
+            self._happen()
             until = min(end, self._rounds.stretch_ends(self.step), self.step + self._steps.most)
-            self._rounds.timer.see(self._steps.run(self.plan, until - self.step))
+            until = min([until, *(event.step for event in self._events)])
+            self._rounds.see(self._steps.run(self.plan, until - self.step))
             if self._rounds.due(self.step):
                 self._steps.wait(self._rounds.run(self.step, self.cluster))
         return self.result
+
+    def _happen(self) -> None:
+        """Let the workers join and leave whose step has come."""
+        due = [event for event in self._events if event.step <= self.step]
+        if not due:
+            return
+        there = dict(zip(self.cluster.names, self.cluster.devices, strict=True))
+        for event in due:
+            if isinstance(event, Join):
+                there[event.identity] = event.device
+            else:
+                del there[event.name]
+        self._events = self._events[len(due) :]
+        self.change_workers(list(there.values()), list(there), restart_seconds=self._restart)
 
     def optimum(self, total_batch_size: int | None = None) -> tuple[float, npt.NDArray[np.int64]]:
         """Return the least seconds of a step without jitter at the newest speeds, and a split that takes them.
@@ -172,6 +203,22 @@ class ClusterSimulator:
             link: factor on the seconds of all-reduces, above 0.
         """
         self._steps.slow_down(factors, link)
+
+    def change_workers(
+        self, devices: Sequence[DeviceProfile], names: Sequence[str], *, restart_seconds: float = 0.0
+    ) -> None:
+        """Go on with other workers, as a run that is started anew from its checkpoint.
+
+        Args:
+            devices: profiles of all workers from now on.
+            names: hardware identity of each: a worker of a former name goes on with its random numbers, and the planner
+                goes on with what it knows of it.
+            restart_seconds: seconds that the restart takes.
+        """
+        devices = checked_devices(devices)
+        self._steps.change_workers(devices, checked_names(devices, names), self._seed)
+        self._steps.wait(check_number("restart_seconds", restart_seconds, low=0.0))
+        self._rounds.restart(self.cluster, self.step)
 
     def adopt(self, plan: BatchPlan, reason: str = "given") -> PlanEntry:
         """Make a plan that of the next steps, as an engine's ``adopt`` does."""

@@ -11,6 +11,7 @@ from lightning_hetero.simulate.cluster.optimum import CostLines, best_split
 from lightning_hetero.simulate.cluster.result import Recorder, Stretch
 from lightning_hetero.simulate.cluster.state import ClusterState
 from lightning_hetero.simulate.cluster.step_events import StepTimes, bucket_times
+from lightning_hetero.simulate.devices.device_profile import DeviceProfile
 
 __all__ = ["StepRunner"]
 
@@ -38,11 +39,22 @@ class StepRunner:
         self.cluster, self.count, self.clock = cluster, 0, 0.0
         self._undisturbed, self._factors, self._record = cluster, factors, record
         self._slow = np.ones(cluster.size)  # slowdown of the newest step
+        self._seeds = cluster.size  # so many were given out
         self._known: tuple[tuple[object, ...], tuple[float, float]] | None = None  # of the newest split
 
     def slow_down(self, factors: float | Sequence[float] | Array, link: float) -> None:
         """Make workers and link slower than the profiles say."""
         self.cluster = self._undisturbed.slowed(factors, link)
+
+    def change_workers(self, devices: Sequence[DeviceProfile], names: tuple[str, ...], seed: int) -> None:
+        """Go on with other workers; those of a former name go on with their random numbers."""
+        before = {name: i for i, name in enumerate(self.cluster.names)}
+        stay = {before[name]: i for i, name in enumerate(names) if name in before}
+        self._factors.change(stay, devices, [seed + self._seeds + i for i in range(len(devices))])
+        self._seeds += len(devices)
+        link, least = self._undisturbed.link, self._undisturbed.min_local
+        self.cluster = self._undisturbed = ClusterState(tuple(devices), names, link, least)
+        self._slow = np.ones(self.cluster.size)
 
     def wait(self, seconds: float) -> None:
         """Let the clock go on."""
@@ -60,7 +72,8 @@ class StepRunner:
     def run(self, plan: BatchPlan, steps: int) -> StepTimes:
         """Run steps at one split, at most :attr:`most` of them; return their times."""
         cluster, factors = self.cluster, self._factors.take(steps)
-        sizes = np.maximum(np.asarray(plan.local_batch_sizes, dtype=float), cluster.min_local)
+        planned = np.asarray(plan.local_batch_sizes, dtype=float)
+        sizes = np.maximum(planned, cluster.min_local)
         q, s, k, m = cluster.coefficients
         a, p = (q * sizes + s) * factors.devices[:, :, 0], (k * sizes + m) * factors.devices[:, :, 1]
         shares = cluster.link.ready_shares
@@ -70,7 +83,7 @@ class StepRunner:
             link = cluster.link.seconds(cluster.size) * factors.link[:, None]
             done = bucket_times(a, p, shares, link)
             begins = self.clock + np.cumsum(done[:, -1]) - done[:, -1]
-        times = StepTimes(sizes, a, p, shares, done, factors.first)
+        times = StepTimes(sizes, a, p, shares, done, factors.first, planned)
         exact, optimum = self._without_jitter(plan, sizes, factors, begins)
         clock = begins + times.seconds
         idle = times.idle.astype(np.float32)
