@@ -13,14 +13,14 @@ from lightning_hetero.core.policies.base import Planner, check_planner
 from lightning_hetero.core.policies.goodput import GoodputPlanner
 from lightning_hetero.core.validation import check_choice, check_int, check_number
 from lightning_hetero.simulate.cluster.changes import Join, WorkerChange, checked_changes
-from lightning_hetero.simulate.cluster.factors import FactorStream, ProfileFactors
-from lightning_hetero.simulate.cluster.link_profile import LinkProfile
-from lightning_hetero.simulate.cluster.noise_trajectory import NoiseTrajectory
-from lightning_hetero.simulate.cluster.optimum import best_split
+from lightning_hetero.simulate.cluster.control.noise_trajectory import NoiseTrajectory
+from lightning_hetero.simulate.cluster.control.rounds import VirtualRounds
 from lightning_hetero.simulate.cluster.result import Recorder, SimulationResult
-from lightning_hetero.simulate.cluster.rounds import VirtualRounds
-from lightning_hetero.simulate.cluster.state import ClusterState
-from lightning_hetero.simulate.cluster.steps import StepRunner
+from lightning_hetero.simulate.cluster.truth.factors import FactorStream, ProfileFactors
+from lightning_hetero.simulate.cluster.truth.link_profile import LinkProfile
+from lightning_hetero.simulate.cluster.truth.optimum import best_split
+from lightning_hetero.simulate.cluster.truth.state import ClusterState
+from lightning_hetero.simulate.cluster.truth.steps import StepRunner
 from lightning_hetero.simulate.devices.device_profile import DeviceProfile
 
 __all__ = ["ClusterSimulator"]
@@ -49,7 +49,7 @@ class ClusterSimulator:
         round_seconds: seconds of a sync round up to its decision, a number or a function of the processor time that
             the decision took; by default what is typical for the number of workers (``benchmarks/scaling.py``).
         noise_scale: gradient noise scale in samples by the samples so far, a function or a
-            :class:`~lightning_hetero.simulate.cluster.noise_trajectory.NoiseTrajectory`, for planners that move the
+            :class:`~lightning_hetero.simulate.NoiseTrajectory`, for planners that move the
             total; ``None`` if it is not measured.
         events: workers that join or leave, each by a restart from a checkpoint
             (:mod:`lightning_hetero.simulate.cluster.changes`); slowdowns are in the profiles.

@@ -11,11 +11,11 @@ from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry, PlanHistor
 from lightning_hetero.core.policies.base import PlanContext, Planner, load_planner
 from lightning_hetero.core.policies.round_decision import decide_round
 from lightning_hetero.core.validation import check_number
-from lightning_hetero.simulate.cluster.noise_trajectory import NoiseTrajectory
+from lightning_hetero.simulate.cluster.control.noise_trajectory import NoiseTrajectory
+from lightning_hetero.simulate.cluster.control.virtual_timer import StepMeasurements, VirtualTimer
 from lightning_hetero.simulate.cluster.result import Recorder, RoundRecord
-from lightning_hetero.simulate.cluster.state import ClusterState
-from lightning_hetero.simulate.cluster.step_events import StepTimes
-from lightning_hetero.simulate.cluster.virtual_timer import VirtualTimer
+from lightning_hetero.simulate.cluster.truth.state import ClusterState
+from lightning_hetero.simulate.cluster.truth.step_events import StepTimes
 
 __all__ = ["VirtualRounds", "typical_round_seconds"]
 
@@ -45,6 +45,7 @@ class VirtualRounds:
         ahead: steps that still run under the old plan after a decision.
         noise: gradient noise, ``None`` if it is not measured.
         seed: of the errors of its measurement.
+        timer: reports measurements in place of a :class:`VirtualTimer`.
 
     Attributes:
         planner: planner that has seen all rounds so far.
@@ -58,18 +59,20 @@ class VirtualRounds:
         record: Recorder,
         *,
         replan: str | int,
-        hysteresis: float | None,
-        change_cost: float | None,
-        round_seconds: float | Callable[[float], float] | None,
-        ahead: int,
+        hysteresis: float | None = None,
+        change_cost: float | None = None,
+        round_seconds: float | Callable[[float], float] | None = None,
+        ahead: int = 0,
         noise: NoiseTrajectory | None = None,
         seed: int = 0,
+        timer: StepMeasurements | None = None,
     ) -> None:
         if round_seconds is not None and not callable(round_seconds):
             check_number("round_seconds", round_seconds, low=0.0)
         self._config = HeteroConfig(replan=replan, hysteresis=hysteresis, change_cost=change_cost)
         self.planner, self._record, self._seconds, self._ahead = planner, record, round_seconds, ahead
-        self.schedule, self.timer = SyncSchedule(replan), VirtualTimer(1)
+        self.schedule, self._given = SyncSchedule(replan), timer
+        self.timer: StepMeasurements = VirtualTimer(1) if timer is None else timer
         self._history: PlanHistory | None = None
         self._noise, self._samples = noise, 0
         if noise is not None:
@@ -77,7 +80,8 @@ class VirtualRounds:
 
     def begin(self, cluster: ClusterState, total: int, step: int = 0) -> None:
         """Begin a run, or go on with other workers as one that was started anew from its checkpoint."""
-        self.timer, self.schedule = VirtualTimer(cluster.size), SyncSchedule(self._config.replan)
+        self.timer = VirtualTimer(cluster.size) if self._given is None else self._given
+        self.schedule = SyncSchedule(self._config.replan)
         self.schedule.done(step, self.schedule.next + step)
         proposal = cluster.workers.initial_plan(self._config, total, self.planner, None)
         if proposal is not None:
@@ -102,6 +106,12 @@ class VirtualRounds:
         """Return the plan of a step."""
         assert self._history is not None
         return self._history.at(0, step).plan
+
+    @property
+    def newest(self) -> BatchPlan:
+        """The newest plan, which may hold only from a later step on."""
+        assert self._history is not None
+        return self._history.last.plan
 
     def stretch_ends(self, step: int) -> int:
         """Return the step before which the plan stays and no round is due."""

@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.batching.plan import BatchPlan
-from lightning_hetero.simulate.cluster.factors import Factors, FactorStream
-from lightning_hetero.simulate.cluster.optimum import CostLines, best_split
 from lightning_hetero.simulate.cluster.result import Recorder, Stretch
-from lightning_hetero.simulate.cluster.state import ClusterState
-from lightning_hetero.simulate.cluster.step_events import StepTimes, bucket_times
+from lightning_hetero.simulate.cluster.truth.factors import Factors, FactorStream
+from lightning_hetero.simulate.cluster.truth.optimum import CostLines, best_split
+from lightning_hetero.simulate.cluster.truth.state import ClusterState
+from lightning_hetero.simulate.cluster.truth.step_events import StepTimes, bucket_times
 from lightning_hetero.simulate.devices.device_profile import DeviceProfile
 
 __all__ = ["StepRunner"]
