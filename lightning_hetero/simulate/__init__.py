@@ -2,6 +2,7 @@
 
 from lightning_hetero.simulate.cluster.changes import Join, Leave
 from lightning_hetero.simulate.cluster.control.noise_trajectory import NoiseTrajectory
+from lightning_hetero.simulate.cluster.elastic import ElasticSimulator
 from lightning_hetero.simulate.cluster.result import SimulationResult
 from lightning_hetero.simulate.cluster.simulator import ClusterSimulator
 from lightning_hetero.simulate.cluster.truth.link_profile import LinkProfile
@@ -12,6 +13,7 @@ from lightning_hetero.simulate.throttle import Throttle
 __all__ = [
     "ClusterSimulator",
     "DeviceProfile",
+    "ElasticSimulator",
     "Join",
     "Leave",
     "LinkProfile",
