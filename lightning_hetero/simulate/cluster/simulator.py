@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
+from lightning_hetero.core.compression.settings import BlockTopK
 from lightning_hetero.core.policies import POLICIES
 from lightning_hetero.core.policies.base import Planner, check_planner
 from lightning_hetero.core.policies.goodput import GoodputPlanner
@@ -18,6 +19,7 @@ from lightning_hetero.simulate.cluster.control.rounds import VirtualRounds
 from lightning_hetero.simulate.cluster.result import Recorder, SimulationResult
 from lightning_hetero.simulate.cluster.truth.factors import FactorStream, ProfileFactors
 from lightning_hetero.simulate.cluster.truth.link_profile import LinkProfile
+from lightning_hetero.simulate.cluster.truth.messages import MessageExchange
 from lightning_hetero.simulate.cluster.truth.optimum import best_split
 from lightning_hetero.simulate.cluster.truth.state import ClusterState
 from lightning_hetero.simulate.cluster.truth.steps import StepRunner
@@ -51,6 +53,8 @@ class ClusterSimulator:
         noise_scale: gradient noise scale in samples by the samples so far, a function or a
             :class:`~lightning_hetero.simulate.NoiseTrajectory`, for planners that move the
             total; ``None`` if it is not measured.
+        compression: block top-k settings, for gradients sent as one message per worker; ``None`` for dense sums.
+        staleness: 1 if a planner may let messages travel while the next step computes.
         events: workers that join or leave, each by a restart from a checkpoint
             (:mod:`lightning_hetero.simulate.cluster.changes`); slowdowns are in the profiles.
         restart_seconds: seconds of such a restart.
@@ -88,6 +92,8 @@ class ClusterSimulator:
         change_cost: float | None = None,
         round_seconds: float | Callable[[float], float] | None = None,
         noise_scale: Callable[[float], float] | NoiseTrajectory | None = None,
+        compression: BlockTopK | None = None,
+        staleness: int = 0,
         events: Sequence[WorkerChange] = (),
         restart_seconds: float = 0.0,
         ahead: int = 0,
@@ -107,7 +113,8 @@ class ClusterSimulator:
         self._record, self._seed = Recorder(), seed
         self._events = checked_changes(names, events)
         self._restart = check_number("restart_seconds", restart_seconds, low=0.0)
-        self._steps = StepRunner(cluster, factors, self._record)
+        messages = None if compression is None else exchange_of(compression, staleness, cluster)
+        self._steps = StepRunner(cluster, factors, self._record, messages)
         self._rounds = VirtualRounds(
             checked_policy(policy, check_int("total_batch_size", total_batch_size, minimum=1)),
             self._record,
@@ -166,7 +173,7 @@ class ClusterSimulator:
             until = min([until, *(event.step for event in self._events)])
             self._rounds.see(self._steps.run(self.plan, until - self.step))
             if self._rounds.due(self.step):
-                self._steps.wait(self._rounds.run(self.step, self.cluster))
+                self._steps.wait(self._rounds.run(self.step, self.cluster, self._steps.messages))
         return self.result
 
     def _happen(self) -> None:
@@ -215,6 +222,8 @@ class ClusterSimulator:
                 goes on with what it knows of it.
             restart_seconds: seconds that the restart takes.
         """
+        if self._steps.messages is not None:
+            raise ValueError("workers that join or leave are not simulated with compression; leave one of them out.")
         devices = checked_devices(devices)
         self._steps.change_workers(devices, checked_names(devices, names), self._seed)
         self._steps.wait(check_number("restart_seconds", restart_seconds, low=0.0))
@@ -223,6 +232,16 @@ class ClusterSimulator:
     def adopt(self, plan: BatchPlan, reason: str = "given") -> PlanEntry:
         """Make a plan that of the next steps, as an engine's ``adopt`` does."""
         return self._rounds.adopt(plan, reason, self.step, self.cluster)
+
+
+def exchange_of(compression: Any, staleness: int, cluster: ClusterState) -> MessageExchange:
+    """Return the exchange of compressed gradients."""
+    if not isinstance(compression, BlockTopK):
+        raise TypeError(f"compression={compression!r} must be BlockTopK settings, such as BlockTopK(density=0.01).")
+    if cluster.size < 2:
+        raise ValueError("compression needs two workers at least: one sends nothing. Leave it out.")
+    stale = bool(check_choice("staleness", staleness, (0, 1)))
+    return MessageExchange(compression, cluster.link, cluster.size, may_be_stale=stale)
 
 
 def checked_devices(devices: Any) -> tuple[DeviceProfile, ...]:

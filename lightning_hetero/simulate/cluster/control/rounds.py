@@ -14,6 +14,7 @@ from lightning_hetero.core.validation import check_number
 from lightning_hetero.simulate.cluster.control.noise_trajectory import NoiseTrajectory
 from lightning_hetero.simulate.cluster.control.virtual_timer import StepMeasurements, VirtualTimer
 from lightning_hetero.simulate.cluster.result import Recorder, RoundRecord
+from lightning_hetero.simulate.cluster.truth.messages import MessageExchange
 from lightning_hetero.simulate.cluster.truth.state import ClusterState
 from lightning_hetero.simulate.cluster.truth.step_events import StepTimes
 
@@ -146,12 +147,14 @@ class VirtualRounds:
         known |= {"change_cost": self.timer.change_cost, "elapsed": step - self.schedule.last}
         return cluster.workers.context(self._config, plan.total_batch_size, **known)
 
-    def run(self, step: int, cluster: ClusterState, **known: Any) -> float:
+    def run(self, step: int, cluster: ClusterState, messages: MessageExchange | None = None, **known: Any) -> float:
         """Run a sync round after so many steps; return its seconds."""
         assert self._history is not None
         observations, running, upcoming = self.timer.take(), self.plan_at(step - 1), self._history.last.plan
         if self._noise is not None:
             known["noise"] = self._noise.estimate()
+        if messages is not None:
+            known["link"] = messages.see()
         context = partial(self.context, cluster, step, upcoming, **known)
         begin = time.process_time()
         decision, (predicted, error) = decide_round(self.planner, observations, running, upcoming, context)
@@ -162,6 +165,8 @@ class VirtualRounds:
         following = self.schedule.after(step, observations, seconds, decision, ahead=self._ahead)
         self.schedule.done(step, following)
         self.planner = decision.planner
+        if messages is not None:
+            messages.apply(decision.density, decision.stale)
         self._record.add(RoundRecord(step, predicted, error, decision.kept, following, seconds, taken))
         return seconds
 
