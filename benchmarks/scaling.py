@@ -69,7 +69,7 @@ def row_of(workers: int) -> dict[str, Any]:
         tables[:, -rows:, 1 + i] = getattr(seen, name)[-rows:].T
     tables[:, -rows:, 1 + FIELDS :] = seen.bucket_ends[-rows:].transpose(1, 0, 2)
     before = planner.log[-2].decision.planner if len(planner.log) > 1 else PerfModelPlanner()
-    decide = taken(lambda: before.planner.decide(seen, last.current, last.context), 3 if workers < 10_000 else 1)
+    decide = taken(lambda: before.decide(seen, last.current, last.context), 3 if workers < 10_000 else 1)
     match = taken(lambda: match_rows(tables), 1)
     entry = PlanEntry(0, STEPS, result.plans[-1].plan, result.plans[-1].reason)
     message = pickle.dumps(entry)

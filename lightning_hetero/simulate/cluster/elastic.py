@@ -10,7 +10,7 @@ from lightning_hetero.data.mega_batch import MegaBatch
 from lightning_hetero.elastic.config import ElasticConfig
 from lightning_hetero.elastic.epoch_layout import EpochLayout
 from lightning_hetero.elastic.merging.merge_record import MergeRecord
-from lightning_hetero.simulate.cluster.truth.link_profile import LinkProfile
+from lightning_hetero.simulate.cluster.link_profile import LinkProfile
 from lightning_hetero.simulate.devices.device_profile import DeviceProfile
 
 __all__ = ["ElasticResult", "ElasticSimulator"]

@@ -16,9 +16,9 @@ from lightning_hetero.core.validation import check_choice, check_int, check_numb
 from lightning_hetero.simulate.cluster.changes import Join, WorkerChange, checked_changes
 from lightning_hetero.simulate.cluster.control.noise_trajectory import NoiseTrajectory
 from lightning_hetero.simulate.cluster.control.rounds import VirtualRounds
+from lightning_hetero.simulate.cluster.link_profile import LinkProfile
 from lightning_hetero.simulate.cluster.result import Recorder, SimulationResult
 from lightning_hetero.simulate.cluster.truth.factors import FactorStream, ProfileFactors
-from lightning_hetero.simulate.cluster.truth.link_profile import LinkProfile
 from lightning_hetero.simulate.cluster.truth.messages import MessageExchange
 from lightning_hetero.simulate.cluster.truth.optimum import best_split
 from lightning_hetero.simulate.cluster.truth.state import ClusterState

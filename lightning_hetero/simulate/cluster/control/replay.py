@@ -8,8 +8,8 @@ from lightning_hetero.core.batching.plan import NO_LIMIT, BatchPlan, PlanEntry
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision, PlanContext, Planner, Proposal, load_planner
 from lightning_hetero.simulate.cluster.control.rounds import VirtualRounds
+from lightning_hetero.simulate.cluster.link_profile import LinkProfile
 from lightning_hetero.simulate.cluster.result import Recorder
-from lightning_hetero.simulate.cluster.truth.link_profile import LinkProfile
 from lightning_hetero.simulate.cluster.truth.state import ClusterState
 from lightning_hetero.simulate.devices.device_profile import DeviceProfile
 

@@ -12,7 +12,7 @@ from lightning_hetero.core.compression.settings import BlockTopK
 from lightning_hetero.core.link.bandwidth import LinkEstimate
 from lightning_hetero.core.link.message_link import MessageLink
 from lightning_hetero.core.link.message_times import MessageTimes
-from lightning_hetero.simulate.cluster.truth.link_profile import LinkProfile
+from lightning_hetero.simulate.cluster.link_profile import LinkProfile
 
 __all__ = ["MessageExchange"]
 
