@@ -166,6 +166,11 @@ class ClusterSimulator:
         Raises:
             ValueError: if the number is negative.
         """
+        self.advance(steps)
+        return self.result
+
+    def advance(self, steps: int) -> None:
+        """Run some more steps, as :meth:`run` does, without making a result of all of them."""
         end = self.step + check_int("steps", steps, minimum=0)
         while self.step < end:
             self._happen()
@@ -174,7 +179,6 @@ class ClusterSimulator:
             self._rounds.see(self._steps.run(self.plan, until - self.step))
             if self._rounds.due(self.step):
                 self._steps.wait(self._rounds.run(self.step, self.cluster, self._steps.messages))
-        return self.result
 
     def _happen(self) -> None:
         """Let the workers join and leave whose step has come."""
@@ -199,6 +203,15 @@ class ClusterSimulator:
         total = self.plan.total_batch_size if total_batch_size is None else total_batch_size
         cluster = self.cluster
         return best_split(self._steps.lines(), total, cluster.low, cluster.high)
+
+    def time(self, plan: BatchPlan) -> float:
+        """Return the seconds of a step of a plan without jitter at the newest speeds."""
+        sizes = np.maximum(plan.local_batch_sizes, self.cluster.min_local)
+        return float(self._steps.lines().seconds(sizes).max())
+
+    def coefficients(self) -> Array:
+        """Return ``q``, ``s``, ``k`` and ``m`` of all workers without jitter at the newest speeds, a row each."""
+        return self._steps.coefficients()
 
     # what changes
 

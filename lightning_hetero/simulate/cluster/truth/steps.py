@@ -71,6 +71,10 @@ class StepRunner:
         """Return the step time that each worker asks for, at the speeds of the newest step."""
         return self.cluster.lines(self._slow, self.clock)
 
+    def coefficients(self) -> Array:
+        """Return the rows ``q``, ``s``, ``k`` and ``m`` of all workers at the speeds of the newest step."""
+        return np.asarray(self.cluster.coefficients * self._slow)
+
     @property
     def most(self) -> int:
         """Steps that may be simulated at a time."""
