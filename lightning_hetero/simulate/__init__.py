@@ -7,6 +7,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
+    from lightning_hetero.simulate.cluster.changes import Join as Join
+    from lightning_hetero.simulate.cluster.changes import Leave as Leave
+    from lightning_hetero.simulate.cluster.control.noise_trajectory import NoiseTrajectory as NoiseTrajectory
+    from lightning_hetero.simulate.cluster.elastic import ElasticSimulator as ElasticSimulator
     from lightning_hetero.simulate.cluster.link_profile import LinkProfile as LinkProfile
     from lightning_hetero.simulate.cluster.result import SimulationResult as SimulationResult
     from lightning_hetero.simulate.cluster.simulator import ClusterSimulator as ClusterSimulator
@@ -17,6 +21,10 @@ if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
     from lightning_hetero.simulate.throttle import Throttle as Throttle
 
 _EXPORTS = {
+    "Join": "lightning_hetero.simulate.cluster.changes",
+    "Leave": "lightning_hetero.simulate.cluster.changes",
+    "ElasticSimulator": "lightning_hetero.simulate.cluster.elastic",
+    "NoiseTrajectory": "lightning_hetero.simulate.cluster.control.noise_trajectory",
     "LinkProfile": "lightning_hetero.simulate.cluster.link_profile",
     "SimulationResult": "lightning_hetero.simulate.cluster.result",
     "ClusterSimulator": "lightning_hetero.simulate.cluster.simulator",
