@@ -12,6 +12,7 @@ COMMANDS = {
     "config": ("configure", "accelerate", "ask for the settings and write an Accelerate config file with them"),
     "launch": ("launch", "accelerate", "start a script as `accelerate launch` does, with a `hetero_config`"),
     "plan": ("plan", "demo", "say how fast a cluster would train, and what a worker, the link or a price changes"),
+    "profile": ("profile", "demo", "time this device for a script, so that `plan` can be asked about it"),
     "profile-convergence": (
         "profile_convergence",
         "demo",
