@@ -18,6 +18,7 @@ COMMANDS = {
         "demo",
         "measure what compression, stale gradients and batch sizes cost in loss",
     ),
+    "simulate": ("simulate", "demo", "simulate how the split of a cluster develops over the steps of a training"),
 }
 """Name of each subcommand -> module here with ``main(argv) -> exit code``, extra that it needs, and what it does."""
 

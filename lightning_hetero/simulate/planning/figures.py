@@ -19,6 +19,7 @@ from lightning_hetero.simulate.planning.without_one import optimal_step_time, st
 
 __all__ = [
     "alone_samples_per_second",
+    "checked_total",
     "epoch_of",
     "even_step_time",
     "expected_step",
@@ -50,7 +51,7 @@ def plan_cluster(cluster: Cluster, total_batch_size: int | None = None, samples:
         >>> answer.local_batch_sizes, round(answer.step_time, 4), round(answer.speedup_over_even, 2)
         ((30, 10), 0.1064, 1.85)
     """
-    total = _checked_total(cluster, total_batch_size)
+    total = checked_total(cluster, total_batch_size)
     model, limits = cluster.model(), cluster.limits(total)
     plan = solve_optperf(model, total, max_local=limits)
     sizes, step_time = np.array(plan.local_batch_sizes), float(plan.step_time or 0.0)
@@ -88,7 +89,12 @@ def plan_cluster(cluster: Cluster, total_batch_size: int | None = None, samples:
     )
 
 
-def _checked_total(cluster: Cluster, given: int | None) -> int:
+def checked_total(cluster: Cluster, given: int | None) -> int:
+    """Return the total that is given, or else the cluster's.
+
+    Raises:
+        ValueError: if there is none, or it does not fit the workers.
+    """
     total, count = given or cluster.total_batch_size, len(cluster.workers)
     if total is None:
         raise ValueError("the total batch size is not known. Give it: --total-batch 256, or total_batch_size: 256.")
