@@ -82,12 +82,13 @@ def read_cluster(text: str, given: Given | None = None) -> Cluster:
         (6, 100, 102400000)
     """
     given = given or Given()
-    if text.endswith(FILES) or Path(text).is_file():
+    if Path(text).is_file() or (text.endswith(FILES) and "," not in text and _counted(text)[1] == text):
         cluster = _of_file(read_document(text), given)
     else:
-        names = cluster_devices(text) if text in published_clusters() else [text]
-        workers = tuple(worker for name in names for worker in named_workers(name, given))
-        cluster = Cluster(workers, name=text, workload=given.workload, jitter=given.jitter or 0.0)
+        listed = ",".join(cluster_devices(text)) if text in published_clusters() else text
+        workers, recorded = _listed(listed, given)
+        link, samples = _learned(Link(), recorded)
+        cluster = Cluster(tuple(workers), link, None, samples, text, given.workload, given.jitter or 0.0)
     return _completed(cluster, given)
 
 
@@ -101,16 +102,31 @@ def named_workers(text: str, given: Given) -> list[Worker]:
         >>> [worker.name for worker in named_workers("2xT4,12 cores", Given(workload="bert-squad"))]
         ['T4', 'T4', '12 cores']
     """
+    return _listed(text, given)[0]
+
+
+def _listed(text: str, given: Given) -> tuple[list[Worker], list[Cluster]]:
+    """Return the workers of a list of devices, and the recorded files among them."""
     found: list[Worker] = []
+    recorded: list[Cluster] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         count, name = _counted(part)
         if name.endswith(FILES):
-            found += list(_recorded(read_document(name)).workers) * count
+            recorded.append(_recorded(read_document(name)))
+            found += list(recorded[-1].workers) * count
             continue
         found += [_published(name, given)] * count
     if not found:
         raise ValueError(f"{text!r} names no worker; give devices such as 4xA100,T4, a cluster's name, or a file.")
-    return found
+    return found, recorded
+
+
+def _learned(link: Link, recorded: Sequence[Cluster]) -> tuple[Link, int | None]:
+    """Return the link with what recorded files of devices say of the model, and the samples of an epoch."""
+    for cluster in recorded:
+        if cluster.link.gradient_bytes is not None:
+            return replace(link, gradient_bytes=cluster.link.gradient_bytes, gamma=cluster.link.gamma), cluster.samples
+    return link, None
 
 
 def parse_prices(texts: Sequence[str]) -> dict[str, float]:
@@ -175,15 +191,17 @@ def _of_file(entry: Entry, given: Given) -> Cluster:
     jitter = fields["jitter"].parsed(parse_number) if "jitter" in fields else None
     prices = _prices(fields["price"]) if "price" in fields else {}
     inner = replace(given, workload=workload, jitter=jitter if given.jitter is None else given.jitter)
-    workers = [worker for each in fields["workers"].elements() for worker in _workers(each, inner)]
+    recorded: list[Cluster] = []
+    workers = [worker for each in fields["workers"].elements() for worker in _workers(each, inner, recorded)]
     if not workers:
         raise fields["workers"].error("the list is empty; give one worker at least.")
     bytes_ = fields["model"].parsed(parse_model) if "model" in fields else None
-    link = _link(fields["link"], len(workers)) if "link" in fields else Link()
+    learned, samples = _learned(Link(), recorded)
+    link = _link(fields["link"], len(workers), learned) if "link" in fields else learned
     whole = {name: fields[name].parsed(parse_count) for name in ("total_batch_size", "samples") if name in fields}
     name = fields["name"].text() if "name" in fields else Path(entry.file).stem
-    link = replace(link, gradient_bytes=bytes_)
-    totals = whole.get("total_batch_size"), whole.get("samples")
+    link = link if bytes_ is None else replace(link, gradient_bytes=bytes_)
+    totals = whole.get("total_batch_size"), whole.get("samples", samples)
     return Cluster(tuple(workers), link, *totals, name, workload, inner.jitter or 0.0).priced(prices)
 
 
@@ -191,18 +209,25 @@ def _recorded(entry: Entry) -> Cluster:
     return of_planner_state(entry) if is_planner_state(entry) else of_record(entry)
 
 
-def _workers(entry: Entry, given: Given) -> list[Worker]:
-    """Return the workers of one element of the list."""
+def _workers(entry: Entry, given: Given, recorded: list[Cluster]) -> list[Worker]:
+    """Return the workers of one element of the list; note what is read of recorded files."""
+
+    def listed(text: str) -> list[Worker]:
+        workers, files = _listed(text, given)
+        recorded.extend(files)
+        return workers
+
     if not entry.is_mapping:
-        return entry.parsed(lambda text: named_workers(text, given))
+        return entry.parsed(listed)
     keys = entry.keys()
     if "profile" in keys:
         fields = entry.fields(PROFILE_KEYS, ("profile",))
         path = Path(entry.file).parent / fields["profile"].text()
-        found = list(_recorded(read_document(path)).workers)
+        recorded.append(_recorded(read_document(path)))
+        found = list(recorded[-1].workers)
     elif "device" in keys:
         fields = entry.fields(DEVICE_KEYS, ("device",))
-        found = fields["device"].parsed(lambda text: named_workers(text, given))
+        found = fields["device"].parsed(listed)
     else:
         fields = entry.fields(TIMES_KEYS, ("q", "s", "k", "m"))
         return [_times(entry)] * (fields["count"].parsed(parse_count) if "count" in fields else 1)
@@ -230,18 +255,20 @@ def _prices(entry: Entry) -> dict[str, float]:
     return {name: value.parsed(parse_number) for name, value in entry.fields(entry.keys()).items()}
 
 
-def _link(entry: Entry, workers: int) -> Link:
+def _link(entry: Entry, workers: int, learned: Link) -> Link:
     if not entry.is_mapping:
-        return Link(rate=entry.parsed(parse_rate))
+        return replace(learned, rate=entry.parsed(parse_rate))
     fields = entry.fields(LINK_KEYS)
     measured = {name: fields[name].parsed(parse_seconds) for name in ("t_o", "t_u") if name in fields}
     if measured and "rate" in fields:
         raise fields["rate"].error("the link has measured times (t_o, t_u) as well; give them or the rate.")
+    gamma = fields["gamma"].parsed(lambda text: parse_number(text, high=1.0)) if "gamma" in fields else learned.gamma
     return Link(
+        learned.gradient_bytes,
         rate=fields["rate"].parsed(parse_rate) if "rate" in fields else Link().rate,
         latency=fields["latency"].parsed(parse_seconds) if "latency" in fields else 0.0,
         buckets=fields["buckets"].parsed(parse_count) if "buckets" in fields else Link().buckets,
-        gamma=fields["gamma"].parsed(lambda text: parse_number(text, high=1.0)) if "gamma" in fields else Link().gamma,
+        gamma=gamma,
         measured_on=workers if measured else 0,
         **measured,
     )

@@ -11,7 +11,8 @@ NUMBER = r"(?P<number>\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)"
 PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 RATES = {f"{p}{unit}": factor / bits for unit, bits in (("bit", 8), ("B", 1)) for p, factor in PREFIXES.items()}
 RATES |= {f"{prefix}bps": factor / 8 for prefix, factor in PREFIXES.items()}
-SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+SECONDS = {"s": 1.0, "ms": 1e3, "us": 1e6}
+"""Units in a second: dividing keeps ``50us`` the number that ``5e-05`` is."""
 COUNTS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 BYTES = {f"{prefix}B": factor for prefix, factor in PREFIXES.items()}
 
@@ -42,7 +43,9 @@ def parse_seconds(text: object) -> float:
         >>> parse_seconds("50us"), parse_seconds("1.5ms")
         (5e-05, 0.0015)
     """
-    return _with_unit("time", str(text).strip(), text, SECONDS, "50us, 1.5ms or 2s")
+    units = dict.fromkeys(SECONDS, 1.0)
+    value = _with_unit("time", str(text).strip(), text, units, "50us, 1.5ms or 2s")
+    return value / SECONDS[re.sub(r"[^a-z]", "", re.sub(r"[eE][+-]?\d+", "", str(text)))]
 
 
 def parse_bytes(text: object) -> float:

@@ -1,4 +1,4 @@
-"""Figures of a plan against another transcription of the equations, which tries all integer splits of small clusters."""
+"""Figures of a plan against another transcription of the equations, which tries all splits of small clusters."""
 
 import math
 
@@ -51,6 +51,8 @@ def seconds(workers, sizes, link, rate):
 def best(workers, total, link, rate):
     """Least of the times of all splits with a sample at least for each worker that fit into memory."""
     most = np.array([min(w.memory or total, total) for w in workers])
+    if len(workers) == 1:
+        return seconds(workers, [total], link, rate) if most[0] >= total else math.inf
     grid = np.indices((total,) * (len(workers) - 1)).reshape(len(workers) - 1, -1) + 1
     sizes = np.vstack([grid, total - grid.sum(axis=0)])
     sizes = sizes[:, (sizes >= 1).all(axis=0) & (sizes <= most[:, None]).all(axis=0)]
