@@ -1,9 +1,11 @@
 """``lightning-hetero plan`` and ``simulate`` as a user types them: tables, JSON, pictures, errors, and their speed."""
 
 import json
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -161,3 +163,21 @@ def test_ten_thousand_workers_take_twenty_seconds(run, tmp_path):
     begin = time.process_time()
     assert run("plan", str(file))[0] == 0
     assert time.process_time() - begin < 20
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+SHOWN = re.findall(r"^```console\n\$ lightning-hetero (.+)\n((?s:.*?))^```$", PAGE, re.M)
+SLIP = "workload: resnet50-imagenet\nworkers:\n  - 2 x A100\n  - 4 x RTX600\n"
+
+
+@pytest.mark.parametrize(("command", "shown"), SHOWN, ids=[command for command, _ in SHOWN])
+def test_the_page_shows_what_the_command_writes(run, command, shown, tmp_path, monkeypatch):
+    (tmp_path / "cluster.yaml").write_text(re.search(r"^```yaml\n(.*?)^```$", PAGE, re.M | re.S)[1])
+    (tmp_path / "slip.yaml").write_text(SLIP)
+    monkeypatch.chdir(tmp_path)
+    _, text, errors = run(*command.split())
+    assert (text or errors) == shown
+
+
+def test_the_page_shows_commands():
+    assert len(SHOWN) == 5

@@ -7,7 +7,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
+    from lightning_hetero.simulate.planning.answer import Epoch as Epoch
+    from lightning_hetero.simulate.planning.answer import LinkAnswer as LinkAnswer
     from lightning_hetero.simulate.planning.answer import PlanAnswer as PlanAnswer
+    from lightning_hetero.simulate.planning.answer import WorkerAnswer as WorkerAnswer
     from lightning_hetero.simulate.planning.cluster import Cluster as Cluster
     from lightning_hetero.simulate.planning.cluster import Link as Link
     from lightning_hetero.simulate.planning.cluster import Worker as Worker
@@ -20,11 +23,14 @@ if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
 
 _EXPORTS = {
     "Cluster": "cluster",
+    "Epoch": "answer",
     "Given": "cluster_file",
     "LearnedAnswer": "learned",
     "Link": "cluster",
+    "LinkAnswer": "answer",
     "PlanAnswer": "answer",
     "Worker": "cluster",
+    "WorkerAnswer": "answer",
     "plan_cluster": "figures",
     "read_cluster": "cluster_file",
     "record": "recorded",

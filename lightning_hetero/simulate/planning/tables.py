@@ -113,6 +113,9 @@ def _over_even(answer: PlanAnswer) -> str:
 def _leave_out(answer: PlanAnswer) -> str:
     if answer.leave_out is None or answer.gain_without_it is None:
         return "" if len(answer.workers) == 1 else "nobody: the others cannot hold the total batch"
+    fastest = max(answer.workers, key=lambda worker: worker.alone)
+    if fastest.alone > answer.samples_per_second:
+        return f"all but a {fastest.name}: alone it trains {fastest.alone:.4g} samples/s"
     name = answer.workers[answer.leave_out].name
     if answer.gain_without_it < LEAST_GAIN:
         lost = max(-answer.gain_without_it, 0.0)
