@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import lightning as L
 import torch
-from _dynamic_batching import AsPrinted
+from _dynamic_batching_rule import AsPrinted
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch import nn

@@ -6,6 +6,7 @@ python benchmarks/papers/dynamic_batching.py emulated    # Lightning and gloo on
 
 import argparse
 import json
+import math
 import os
 import random
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
+import torch
+from _closed_loop import Loop, Noise, Truth
+from _dynamic_batching import LEVELS, WORKLOADS, Measured, bound, link_of, policies, server, simulate, trajectory
+from _dynamic_batching_rule import AsPrinted
 from hardware import write_table
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import nn
 
 from lightning_hetero.core.batching.integer_split import proportional_sizes
-from lightning_hetero.simulate import DeviceProfile
+from lightning_hetero.core.policies.base import Planner
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
+from lightning_hetero.core.policies.proportional import ProportionalPlanner
+from lightning_hetero.simulate import ClusterSimulator, DeviceProfile
+from lightning_hetero.simulate.devices.catalog import device_profile
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results"
@@ -170,14 +183,354 @@ def emulated(args: argparse.Namespace) -> None:
     save(rows, "emulated", "Three emulated servers of 3, 5 and 12 cores under Lightning and gloo")
 
 
+# simulations
+
+
+def medians(rows: Sequence[Measured], name: str) -> float:
+    """Median of a figure over the seeds."""
+    return float(np.median([getattr(row, name) for row in rows]))
+
+
+def level_row(model: str, level: int, rate: float, serial: float, seeds: int, steps: int) -> dict[str, Any]:
+    """Time of every policy at an H-level, as a gain over equal sizes on the same cluster."""
+    cores, total = LEVELS[level], WORKLOADS[model][1] * 3
+    devices = [server(count, model, serial, JITTER) for count in cores]
+    link = link_of(model, rate)
+    found = {
+        name: [
+            simulate(devices, total, planner, steps=steps, seed=seed, link=link, capacities=cores, every=every)
+            for seed in range(seeds)
+        ]
+        for name, (planner, every) in policies(cores).items()
+    }
+    even = medians(found["even"], "seconds")
+    row = {
+        "model": model,
+        "level": level,
+        "cores": "/".join(map(str, cores)),
+        "gbit": rate / 1e9,
+        "serial_%": 100 * serial,
+        "even_ms": 1e3 * total * even,
+        "bound": bound([1 / (device.q + device.k) for device in devices]),
+    }
+    row |= {name: even / medians(rows, "seconds") for name, rows in found.items() if name != "even"}
+    best = ClusterSimulator([server(count, model, serial) for count in cores], total, link=link, policy=None)
+    row["optimum"] = best.run(1).seconds[0] / best.optimum()[0]
+    return row | {"printed_total": medians(found["printed"], "total") / total}
+
+
+def levels(args: argparse.Namespace) -> None:
+    cases = [(model, level) for model in WORKLOADS for level in LEVELS]
+    links = [(math.inf, 0.0), (math.inf, 0.03), (10e9, 0.0)]
+    rows = [level_row(*case, *link, args.seeds, args.steps) for case in cases for link in links]
+    save(rows, "levels", "Gain over equal batches on three servers with 39 cores in all, simulated")
+
+
+CONTROL_STEPS = 900
+AWAY = {300: 2.0, 600: 1.0}
+"""Half of the largest server is taken away, and given back (steps)."""
+
+
+def control_row(
+    kind: str, planner: Planner, every: int | None, jitter: float, seeds: int, away: bool
+) -> dict[str, Any]:
+    """Changes, steps to balance and loss of a controller on the servers of Fig. 3."""
+    devices = [server(count, "ResNet-50", SERIAL, jitter) for count in CORES]
+    if away:
+        devices[2] = replace(devices[2], slowdown=AWAY)
+    total = 3 * WORKLOADS["ResNet-50"][1]
+    runs = [simulate(devices, total, planner, steps=CONTROL_STEPS, seed=seed, every=every) for seed in range(seeds)]
+    return {
+        "kind": kind,
+        "every": every or "auto",
+        "jitter_%": 100 * jitter,
+        "away": away,
+        "dead_band": getattr(planner, "dead_band", None),
+        "decay": getattr(planner, "decay", None),
+        "changes": medians(runs, "changes"),
+        "steps_to_5%": medians(runs, "near"),
+        "total": medians(runs, "total") / total,
+        "us_per_sample": 1e6 * medians(runs, "seconds"),
+        "late_us_per_sample": 1e6 * medians(runs, "steady"),
+        "optimum_us_per_sample": 1e6 * best_seconds(devices, total, away) / total,
+    }
+
+
+def best_seconds(devices: list[DeviceProfile], total: int, away: bool) -> float:
+    """Mean over the steps of the least seconds, by an oracle that knows all speeds."""
+    usual = optimum(devices, total)
+    if not away:
+        return usual
+    slower = replace(devices[2], q=2 * devices[2].q, s=2 * devices[2].s, k=2 * devices[2].k, m=2 * devices[2].m)
+    return (2 * usual + optimum([*devices[:2], slower], total)) / 3
+
+
+def control(args: argparse.Namespace) -> None:
+    rows = []
+    for jitter, away in ((0.0, False), (0.01, False), (0.03, False), (0.08, False), (0.03, True)):
+        for band in (0.0, 0.05, 0.1, 0.2):
+            for every in (1, 16):
+                for kind, extra in (("as printed", {}), ("as printed, total kept", {"keeps_total": True})):
+                    planner = AsPrinted(dead_band=band, **extra)
+                    rows.append(control_row(kind, planner, every, jitter, args.seeds, away))
+            pid = ProportionalPlanner(start="equal", dead_band=band)
+            rows.append(control_row("pid", pid, None, jitter, args.seeds, away))
+        rows.append(control_row("perf_model", PerfModelPlanner(), None, jitter, args.seeds, away))
+        rows.append(control_row("even", AsPrinted(dead_band=math.inf), None, jitter, args.seeds, away))
+        opened = AsPrinted(dead_band=math.inf, start=tuple(map(float, CORES)))
+        rows.append(control_row("static", opened, None, jitter, args.seeds, away))
+    save(rows, "control", "Controllers on three servers of 3, 5 and 12 cores, from equal batches, simulated")
+
+
+# what the splits of fast and slow devices gain
+
+
+MIXED = {
+    # name: devices, and in proportion to what the open loop splits
+    "P100 + 48 cores": (("P100", "48 cores"), (0.813, 0.187)),
+    "T4 + P4": (("T4", "T4", "P4", "P4"), (65.0, 65.0, 5.5, 5.5)),
+}
+"""Open loop by FLOP/s: the paper's 0.813 : 0.187; half precision by data sheet (of the P4, float32)."""
+RATIOS = {"P100 + 48 cores": (2.0, 4.35, 7.0, 10.0), "T4 + P4": (1.47, 3.0, 8.0, 11.8)}
+
+
+def mixed_row(cluster: str, ratio: float, model: str, rate: float, seeds: int, steps: int) -> dict[str, Any]:
+    """Gains over equal batches where the fast device is truly faster by a ratio."""
+    names, peaks = MIXED[cluster]
+    workload, batch = WORKLOADS[model]
+    total = batch * len(names)
+    fast = device_profile(names[0], workload, JITTER)
+    slow = replace(fast, q=ratio * fast.q, k=ratio * fast.k, name=names[-1])
+    devices = [fast if name == names[0] else slow for name in names]
+    link = link_of(model, rate)
+    found = {
+        name: [
+            simulate(devices, total, planner, steps=steps, seed=seed, link=link, capacities=peaks, every=every)
+            for seed in range(seeds)
+        ]
+        for name, (planner, every) in policies(peaks).items()
+    }
+    even = medians(found["even"], "seconds")
+    row = {"cluster": cluster, "model": model, "ratio": ratio, "gbit": rate / 1e9, "even_ms": 1e3 * total * even}
+    row["bound"] = (ratio + 1) / 2
+    row |= {name: even / medians(rows, "seconds") for name, rows in found.items() if name != "even"}
+    exact = ClusterSimulator([replace(one, jitter=0.0) for one in devices], total, link=link, policy=None)
+    row["optimum"] = exact.run(1).seconds[0] / exact.optimum()[0]
+    row["printed_total"] = medians(found["printed"], "total") / total
+    return row
+
+
+def mixed(args: argparse.Namespace) -> None:
+    rows = [
+        mixed_row(cluster, ratio, model, math.inf, args.seeds, args.steps)
+        for cluster in MIXED
+        for model in ("ResNet-50", "MNIST CNN")
+        for ratio in RATIOS[cluster]
+    ]
+    save(rows, "mixed", "Gain over equal batches on mixed devices, simulated")
+
+
+# throughput against batch size
+
+
+@dataclass(frozen=True)
+class Knee(Truth):
+    """Cluster whose worker 2 is slower per sample by a factor above a size, as where memory runs out (D Fig. 5)."""
+
+    knee: float = 90.0
+    factor: float = 1.6
+
+    def _bent(self, sizes: Any) -> "Truth":
+        slow = np.ones(self.workers)
+        slow[2] = self.factor if np.asarray(sizes, float)[2] > self.knee else 1.0
+        return Truth(self.q * slow, self.s, self.k * slow, self.m, self.gamma, self.t_o, self.t_u, self.buckets)
+
+    def time(self, sizes: Any) -> float:
+        return self._bent(sizes).time(sizes)
+
+    def run(self, sizes: Any, steps: int, noise: Noise) -> Any:
+        return self._bent(sizes).run(sizes, steps, noise)
+
+    def best(self, total: int) -> tuple[float, Any]:
+        """Try every size of worker 2 and balance the others."""
+        rest, found = Truth(self.q[:2], self.s[:2], self.k[:2], self.m[:2]), []
+        for size in range(1, total - 1):
+            _, others = rest.best(total - size)
+            sizes = np.append(others, size)
+            found.append((self.time(sizes), tuple(sizes)))
+        least, sizes = min(found)
+        return least, np.array(sizes)
+
+
+def knee_row(kind: str, planner: Planner | None, jitter: float, seeds: int) -> dict[str, Any]:
+    """Loss of a controller where more samples lower a worker's throughput."""
+    devices = [server(count, "ResNet-50", SERIAL) for count in CORES]
+    parts = {name: np.array([getattr(one, name) for one in devices]) for name in ("q", "s", "k", "m")}
+    truth, total = Knee(**parts), 3 * WORKLOADS["ResNet-50"][1]
+    late, changes, sizes = [], [], []
+    for seed in range(seeds):
+        loop = Loop(planner, truth, total, Noise(jitter, seed=seed), cost=2e-3)
+        loop.go(CONTROL_STEPS)
+        per_sample = [one * total / max(sum(loop.plan.local_batch_sizes), 1) for one in loop.exact[-300:]]
+        late.append(100 * truth.optimum(total) / np.mean(per_sample))
+        changes.append(len(loop.changes))
+        sizes.append(loop.plan.local_batch_sizes)
+    row = {"kind": kind, "jitter_%": 100 * jitter, "late_share_of_optimum_%": float(np.median(late))}
+    return row | {"changes": float(np.median(changes)), "sizes": "/".join(map(str, sizes[0]))}
+
+
+class MnistCnn(nn.Module):
+    """Two convolutions and two linear layers, as the paper's network for MNIST."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            *(nn.Conv2d(1, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+            *(nn.Linear(64 * 49, 1024), nn.ReLU(), nn.Linear(1024, 10)),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def throughput_rows(seconds: float) -> Rows:
+    """Images per second of training on this processor against the batch size."""
+    torch.set_num_threads(1)
+    model, rows = MnistCnn(), []
+    optimizer = torch.optim.Adam(model.parameters(), 1e-4)
+    for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048):
+        x, y, times = torch.randn(size, 1, 28, 28), torch.zeros(size, dtype=torch.long), []
+        while sum(times) < seconds or len(times) < 4:
+            begin = time.perf_counter()
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            times.append(time.perf_counter() - begin)
+        middle = float(np.median(times[1:]))
+        rows.append({"kind": "measured", "batch": size, "step_ms": 1e3 * middle, "images_s": size / middle})
+    sizes, taken = [np.array([row[name] for row in rows]) for name in ("batch", "step_ms")]
+    weights = 1 / taken
+    slope, fixed = np.polyfit(sizes, taken, 1, w=weights)
+    for row in rows:
+        row["error_of_line_%"] = 100 * ((slope * row["batch"] + fixed) / row["step_ms"] - 1)
+    return rows
+
+
+def curve(args: argparse.Namespace) -> None:
+    rows = throughput_rows(args.seconds)
+    for jitter in (0.0, 0.03):
+        for kind, planner in (
+            ("even", None),
+            ("as printed, total kept", AsPrinted(keeps_total=True)),
+            ("as printed, total kept, no bound", AsPrinted(keeps_total=True, learns_bounds=False)),
+            ("pid", ProportionalPlanner(start="equal")),
+            ("perf_model", PerfModelPlanner()),
+        ):
+            rows.append(knee_row(kind, planner, jitter, args.seeds))
+    save(rows, "curve", "Throughput against batch size, measured; controllers where it falls, simulated")
+
+
+# time to accuracy
+
+
+SGD_RATES, ADAM_RATES = (0.02, 0.05, 0.1, 0.2), (1e-3, 3e-3, 1e-2)
+TARGET, DIGITS_BATCH, MOST_STEPS = 0.97, 32, 800
+
+
+def steps_to_target(totals: np.ndarray, optimizer: str, rate: float, seed: int) -> float:
+    """Steps of training on the digits until the test accuracy is reached; infinite if it is not.
+
+    The weighted mean of the workers' gradients is the gradient of the whole batch, however it is divided. So one
+    process takes the same steps as all of them, at the totals that a run had.
+    """
+    x, y = load_digits(return_X_y=True)
+    parts = train_test_split(x / 16.0, y, test_size=357, random_state=seed, stratify=y)
+    x, x_test, y, y_test = [
+        torch.tensor(part, dtype=torch.float32 if i < 2 else torch.long) for i, part in enumerate(parts)
+    ]
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    kinds = {"adam": lambda p: torch.optim.Adam(p, rate), "sgd": lambda p: torch.optim.SGD(p, rate, momentum=0.9)}
+    stepper, order = kinds[optimizer](model.parameters()), torch.randperm(len(x))
+    for step, total in enumerate(totals.tolist(), 1):
+        while len(order) < total:
+            order = torch.cat([order, torch.randperm(len(x))])
+        batch, order = order[:total], order[total:]
+        stepper.zero_grad()
+        nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+        stepper.step()
+        if step % 5 == 0:
+            with torch.no_grad():
+                if (model(x_test).argmax(dim=1) == y_test).float().mean() >= TARGET:
+                    return step
+    return math.inf
+
+
+def accuracy_rows(level: int, optimizer: str, rates: Sequence[float], seeds: int) -> Rows:
+    """Seconds until the accuracy for every policy, each at the learning rate that is best for it."""
+    cores, total = LEVELS[level], 3 * DIGITS_BATCH
+    devices = [server(count, "MNIST CNN", SERIAL, JITTER) for count in cores]
+    rows, known = [], {}
+    for name, (planner, every) in policies(cores).items():
+        found = {}
+        for rate in rates:
+            seconds, steps = [], []
+            for seed in range(seeds):
+                totals, clock = trajectory(
+                    devices, total, planner, steps=MOST_STEPS, seed=seed, capacities=cores, every=every
+                )
+                key = (totals.tobytes(), rate, seed)
+                if key not in known:
+                    known[key] = steps_to_target(totals, optimizer, rate, seed)
+                steps.append(known[key])
+                seconds.append(clock[int(known[key]) - 1] if math.isfinite(known[key]) else math.inf)
+            found[rate] = float(np.median(seconds)), float(np.median(steps)), totals[-1] / total
+        best = min(found, key=lambda rate: found[rate])
+        row = {"level": level, "policy": name, "optimizer": optimizer, "rate": best, "seconds": found[best][0]}
+        row |= {"steps": found[best][1], "total": found[best][2], "seconds_at_fixed_rate": found[rates[0]][0]}
+        rows.append(row)
+    for row in rows:
+        row["gain"] = rows[0]["seconds"] / row["seconds"]
+    return rows
+
+
+def accuracy(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    rows = []
+    for level in (2, 6, 10):
+        for optimizer, rates in (("adam", ADAM_RATES), ("sgd", SGD_RATES)):
+            rows += accuracy_rows(level, optimizer, rates, args.seeds)
+    totals = np.full(MOST_STEPS, 3 * DIGITS_BATCH)
+    for rate in SGD_RATES:
+        whole, third = (
+            float(np.median([steps_to_target(totals, "sgd", one, seed) for seed in range(args.seeds)]))
+            for one in (rate, rate / 3)
+        )
+        rows.append({"policy": "eq. 3", "optimizer": "sgd", "rate": rate, "steps": whole, "steps_with_1/K": third})
+    save(rows, "accuracy", "Time to 97 % on scikit-learn's digits, gradients computed, clock simulated")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("emulated", help="Lightning and gloo on emulated devices")
-    command.add_argument("--seeds", type=int, default=3)
-    command.add_argument("--steps", type=int, default=160)
-    command.add_argument("--kinds", default=",".join(KINDS))
-    command.set_defaults(run=emulated)
+    for run, seeds, steps in (
+        (levels, 3, 1000),
+        (control, 3, 0),
+        (mixed, 3, 1000),
+        (curve, 3, 0),
+        (accuracy, 5, 0),
+        (emulated, 3, 160),
+    ):
+        command = commands.add_parser(run.__name__)
+        command.add_argument("--seeds", type=int, default=seeds)
+        if steps:
+            command.add_argument("--steps", type=int, default=steps)
+        if run is emulated:
+            command.add_argument("--kinds", default=",".join(KINDS))
+        if run is curve:
+            command.add_argument("--seconds", type=float, default=3.0, help="of each batch size")
+        command.set_defaults(run=run)
     args = parser.parse_args()
     args.run(args)
 
