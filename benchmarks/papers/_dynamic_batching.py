@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 from _dynamic_batching_rule import AsPrinted
-from lightning_hetero.simulate.cluster.result import SimulationResult
 
 from lightning_hetero.core.policies.base import Planner
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.policies.proportional import ProportionalPlanner
 from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, LinkProfile
+from lightning_hetero.simulate.cluster.result import SimulationResult
 from lightning_hetero.simulate.devices.catalog import device_profile, workload_named
 
 LEVELS: dict[int, tuple[int, ...]] = {
