@@ -268,7 +268,7 @@ def best_seconds(devices: list[DeviceProfile], total: int, away: bool) -> float:
 def control(args: argparse.Namespace) -> None:
     rows = []
     for jitter, away in ((0.0, False), (0.01, False), (0.03, False), (0.08, False), (0.03, True)):
-        for band in (0.0, 0.05, 0.1, 0.2):
+        for band in (0.0, 0.05, 0.1):
             for every in (1, 16):
                 for kind, extra in (("as printed", {}), ("as printed, total kept", {"keeps_total": True})):
                     planner = AsPrinted(dead_band=band, **extra)
