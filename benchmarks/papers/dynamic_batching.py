@@ -191,6 +191,10 @@ def medians(rows: Sequence[Measured], name: str) -> float:
     return float(np.median([getattr(row, name) for row in rows]))
 
 
+LEARNING = ("pid", "perf_model")
+"""Policies that begin with equal batches, whose gain in the last third is a row's ``late``."""
+
+
 def level_row(model: str, level: int, rate: float, serial: float, seeds: int, steps: int) -> dict[str, Any]:
     """Time of every policy at an H-level, as a gain over equal sizes on the same cluster."""
     cores, total = LEVELS[level], WORKLOADS[model][1] * 3
@@ -214,6 +218,7 @@ def level_row(model: str, level: int, rate: float, serial: float, seeds: int, st
         "bound": bound([1 / (device.q + device.k) for device in devices]),
     }
     row |= {name: even / medians(rows, "seconds") for name, rows in found.items() if name != "even"}
+    row |= {f"{name} late": medians(found["even"], "steady") / medians(found[name], "steady") for name in LEARNING}
     best = ClusterSimulator([server(count, model, serial) for count in cores], total, link=link, policy=None)
     row["optimum"] = best.run(1).seconds[0] / best.optimum()[0]
     return row | {"printed_total": medians(found["printed"], "total") / total}
@@ -314,6 +319,7 @@ def mixed_row(cluster: str, ratio: float, model: str, rate: float, seeds: int, s
     row = {"cluster": cluster, "model": model, "ratio": ratio, "gbit": rate / 1e9, "even_ms": 1e3 * total * even}
     row["bound"] = (ratio + 1) / 2
     row |= {name: even / medians(rows, "seconds") for name, rows in found.items() if name != "even"}
+    row |= {f"{name} late": medians(found["even"], "steady") / medians(found[name], "steady") for name in LEARNING}
     exact = ClusterSimulator([replace(one, jitter=0.0) for one in devices], total, link=link, policy=None)
     row["optimum"] = exact.run(1).seconds[0] / exact.optimum()[0]
     row["printed_total"] = medians(found["printed"], "total") / total
