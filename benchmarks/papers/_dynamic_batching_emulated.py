@@ -85,7 +85,7 @@ def strategy_of(kind, dead_band, sizes):
     if kind == "pid":
         return HeteroDDPStrategy(**options), [DynamicBatchPIDCallback(dead_band=dead_band, start="equal")]
     if kind == "pid open loop":
-        return HeteroDDPStrategy(local_batch_sizes=sizes, **options), [DynamicBatchPIDCallback(dead_band=dead_band)]
+        return HeteroDDPStrategy(policy="pid", local_batch_sizes=sizes, **options), []
     if kind == "as printed":
         return HeteroDDPStrategy(replan=4, **options), [PolicyCallback(AsPrinted(dead_band=dead_band))]
     return HeteroDDPStrategy(**options), [PerfModelCallback()]

@@ -1,6 +1,6 @@
 """What the paper on dynamic batching reports, checked: sub-commands that each write one result.
 
-python benchmarks/papers/dynamic_batching.py emulated    # Lightning and gloo on emulated devices; about 12 minutes
+python benchmarks/papers/dynamic_batching.py emulated    # Lightning and gloo on emulated devices; about 6 minutes
 
 """
 
@@ -527,7 +527,7 @@ def main() -> None:
         (mixed, 3, 500),
         (curve, 3, 0),
         (accuracy, 6, 0),
-        (emulated, 3, 160),
+        (emulated, 3, 120),
     ):
         command = commands.add_parser(run.__name__)
         command.add_argument("--seeds", type=int, default=seeds)
