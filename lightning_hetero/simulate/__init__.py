@@ -17,12 +17,12 @@ if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
     from lightning_hetero.simulate.throttle import Throttle as Throttle
 
 _EXPORTS = {
+    "LinkProfile": "lightning_hetero.simulate.cluster.link_profile",
+    "SimulationResult": "lightning_hetero.simulate.cluster.result",
     "ClusterSimulator": "lightning_hetero.simulate.cluster.simulator",
     "DeviceProfile": "lightning_hetero.simulate.devices.device_profile",
     "EmulatedDevice": "lightning_hetero.simulate.devices.emulated_device",
     "EmulatedDeviceCallback": "lightning_hetero.simulate.devices.lightning_callback",
-    "LinkProfile": "lightning_hetero.simulate.cluster.link_profile",
-    "SimulationResult": "lightning_hetero.simulate.cluster.result",
     "ThinLink": "lightning_hetero.simulate.thin_link",
     "Throttle": "lightning_hetero.simulate.throttle",
 }
