@@ -181,7 +181,7 @@ def lasting_bounds(data: Any) -> str:
 
 def availability(data: Any) -> str:
     where = {"away": True, "jitter_%": 3.0}
-    kept = best_controlled(data, "as printed, total kept", **where)
+    kept, free = (best_controlled(data, f"as printed, total kept{end}", **where) for end in ("", ", no bounds"))
     texts = [
         f"{name} {late(row):.3f}"
         for name, row in (
@@ -189,6 +189,7 @@ def availability(data: Any) -> str:
             ("static by cores", controlled(data, "static", away=True)),
             ("as printed, best of six settings", best_controlled(data, "as printed", **where)),
             ("the same with its total kept", kept),
+            ("and without learned bounds", free),
             ("ours", controlled(data, "pid", away=True)),
             ("ours, best of three dead bands", best_controlled(data, "pid", **where)),
             ("time model", controlled(data, "perf_model", away=True)),

@@ -225,12 +225,18 @@ def level_row(model: str, level: int, rate: float, serial: float, seeds: int, st
 
 
 def levels(args: argparse.Namespace) -> None:
-    cases = [(model, level) for model in WORKLOADS for level in LEVELS]
-    links = [(math.inf, 0.0), (math.inf, 0.03), (10e9, 0.0)]
-    rows = [level_row(*case, *link, args.seeds, args.steps) for case in cases for link in links]
+    cases = [(model, level, math.inf, 0.0) for model in WORKLOADS for level in LEVELS]
+    cases += [("ResNet-50", level, math.inf, SERIAL) for level in (2, 6, 10)]
+    cases += [(model, level, 10e9, 0.0) for model in ("ResNet-50", "MNIST CNN") for level in (2, 10)]
+    rows = [level_row(*case, args.seeds, args.steps) for case in cases]
     save(rows, "levels", "Gain over equal batches on three servers with 39 cores in all, simulated")
 
 
+AS_PRINTED: tuple[tuple[str, dict[str, bool]], ...] = (
+    ("as printed", {}),
+    ("as printed, total kept", {"keeps_total": True}),
+    ("as printed, total kept, no bounds", {"keeps_total": True, "learns_bounds": False}),
+)
 CONTROL_STEPS = 900
 AWAY = {300: 2.0, 600: 1.0}
 """Half of the largest server is taken away, and given back (steps)."""
@@ -275,7 +281,7 @@ def control(args: argparse.Namespace) -> None:
     for jitter, away in ((0.0, False), (0.01, False), (0.03, False), (0.08, False), (0.03, True)):
         for band in (0.0, 0.05, 0.1):
             for every in (1, 16):
-                for kind, extra in (("as printed", {}), ("as printed, total kept", {"keeps_total": True})):
+                for kind, extra in AS_PRINTED[: 3 if away else 2]:
                     planner = AsPrinted(dead_band=band, **extra)
                     rows.append(control_row(kind, planner, every, jitter, args.seeds, away))
             pid = ProportionalPlanner(start="equal", dead_band=band)
@@ -475,25 +481,31 @@ def steps_to_target(totals: np.ndarray, optimizer: str, rate: float, seed: int) 
     return math.inf
 
 
-def accuracy_rows(level: int, optimizer: str, rates: Sequence[float], seeds: int) -> Rows:
-    """Seconds until the accuracy for every policy, each at the learning rate that is best for it."""
+def accuracy_rows(level: int, optimizer: str, rates: Sequence[float], seeds: int, known: dict[Any, float]) -> Rows:
+    """Seconds until the accuracy for every policy, each at the learning rate that is best for it.
+
+    Args:
+        level: H-level.
+        optimizer: ``"adam"`` or ``"sgd"``.
+        rates: learning rates to try.
+        seeds: number of seeds.
+        known: steps of trainings so far; policies that keep the total share theirs.
+    """
     cores, total = LEVELS[level], 3 * DIGITS_BATCH
     devices = [server(count, "MNIST CNN", SERIAL, JITTER) for count in cores]
-    rows, known = [], {}
+    rows = []
     for name, (planner, every) in policies(cores).items():
-        found = {}
+        options = {"steps": MOST_STEPS, "capacities": cores, "every": every}
+        runs, found = [trajectory(devices, total, planner, seed=seed, **options) for seed in range(seeds)], {}
         for rate in rates:
             seconds, steps = [], []
-            for seed in range(seeds):
-                totals, clock = trajectory(
-                    devices, total, planner, steps=MOST_STEPS, seed=seed, capacities=cores, every=every
-                )
+            for seed, (totals, clock) in enumerate(runs):
                 key = (totals.tobytes(), rate, seed)
                 if key not in known:
                     known[key] = steps_to_target(totals, optimizer, rate, seed)
                 steps.append(known[key])
                 seconds.append(clock[int(known[key]) - 1] if math.isfinite(known[key]) else math.inf)
-            found[rate] = float(np.median(seconds)), float(np.median(steps)), totals[-1] / total
+            found[rate] = float(np.median(seconds)), float(np.median(steps)), runs[-1][0][-1] / total
         best = min(found, key=lambda rate: found[rate])
         row = {"level": level, "policy": name, "optimizer": optimizer, "rate": best, "seconds": found[best][0]}
         row |= {"steps": found[best][1], "total": found[best][2], "seconds_at_fixed_rate": found[rates[0]][0]}
@@ -505,9 +517,9 @@ def accuracy_rows(level: int, optimizer: str, rates: Sequence[float], seeds: int
 
 def accuracy(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    rows = []
+    rows, known = [], {}
     for level in (2, 6, 10):
-        rows += accuracy_rows(level, "adam", ADAM_RATES, args.seeds)
+        rows += accuracy_rows(level, "adam", ADAM_RATES, args.seeds, known)
     totals = np.full(MOST_STEPS, 3 * DIGITS_BATCH)
     for rate in SGD_RATES:
         whole, third = (
