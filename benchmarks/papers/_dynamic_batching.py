@@ -44,6 +44,8 @@ WORKLOADS: dict[str, tuple[str, int]] = {
 }
 """Published workload and samples per worker of each model; the paper gives no batch sizes."""
 
+NEVER = 1_000_000
+"""Interval of decisions that no run reaches, in steps."""
 LINEAR_WORK = 0.028
 """Share of linear regression's fixed time that its samples take on 13 cores: what gains the reported 15 % at most."""
 
@@ -149,10 +151,13 @@ def trajectory(
 
 
 def policies(cores: Sequence[float]) -> dict[str, tuple[Planner | None, int | None]]:
-    """Planner of each policy, and its interval of decisions: those of the paper decide after every step, for free."""
+    """Planner of each policy, and its interval of decisions.
+
+    The paper's decides after every step, for free. Those that decide nothing have no sync rounds to wait for.
+    """
     return {
-        "even": (None, None),
-        "static": (StaticPlanner(), None),
+        "even": (None, NEVER),
+        "static": (StaticPlanner(), NEVER),
         "printed": (AsPrinted(), 1),
         "printed open": (AsPrinted(start=tuple(map(float, cores))), 1),
         "pid": (ProportionalPlanner(start="equal"), None),

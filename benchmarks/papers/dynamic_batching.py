@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import numpy as np
 import torch
 from _closed_loop import Loop, Noise, Truth
-from _dynamic_batching import LEVELS, WORKLOADS, Measured, bound, link_of, policies, server, simulate, trajectory
+from _dynamic_batching import LEVELS, NEVER, WORKLOADS, Measured, bound, link_of, policies, server, simulate, trajectory
 from _dynamic_batching_rule import AsPrinted
 from hardware import write_table
 from sklearn.datasets import load_digits
@@ -253,7 +253,7 @@ def control_row(
     runs = [simulate(devices, total, planner, steps=CONTROL_STEPS, seed=seed, every=every) for seed in range(seeds)]
     return {
         "kind": kind,
-        "every": every or "auto",
+        "every": {None: "auto", NEVER: "never"}.get(every, every),
         "jitter_%": 100 * jitter,
         "away": away,
         "dead_band": getattr(planner, "dead_band", None),
@@ -287,9 +287,9 @@ def control(args: argparse.Namespace) -> None:
             pid = ProportionalPlanner(start="equal", dead_band=band)
             rows.append(control_row("pid", pid, None, jitter, args.seeds, away))
         rows.append(control_row("perf_model", PerfModelPlanner(), None, jitter, args.seeds, away))
-        rows.append(control_row("even", AsPrinted(dead_band=math.inf), None, jitter, args.seeds, away))
+        rows.append(control_row("even", AsPrinted(dead_band=math.inf), NEVER, jitter, args.seeds, away))
         opened = AsPrinted(dead_band=math.inf, start=tuple(map(float, CORES)))
-        rows.append(control_row("static", opened, None, jitter, args.seeds, away))
+        rows.append(control_row("static", opened, NEVER, jitter, args.seeds, away))
     save(rows, "control", "Controllers on three servers of 3, 5 and 12 cores, from equal batches, simulated")
 
 
