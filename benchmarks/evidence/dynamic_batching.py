@@ -522,8 +522,8 @@ ROWS: list[Row] = [
         time_to_accuracy,
         note="scikit-learn's digits to 97 %, Adam at the best of three rates for each policy and total, medians of six "
         "seeds; gradients are computed, the clock is simulated (MNIST CNN, 3 % serial work). Policies that keep the "
-        "total take the same steps, about 130, the first of them at equal batches. As printed, the total moves, and with it "
-        "the number of steps.",
+        "total take the same steps, about 130, the first of them at equal batches. As printed, the total moves, and "
+        "with it the number of steps.",
         **ACCURACY,
     ),
     Row(
