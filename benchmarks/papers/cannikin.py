@@ -269,7 +269,7 @@ def _off(loop: Loop, totals: Sequence[int], measured: Sequence[float]) -> float:
 
 def prediction(quick: bool, jobs: int) -> list[Row]:
     """Sec. 5.3: error of predicted OptPerf, with and without inverse-variance weighting."""
-    rows, seeds = [], range(1 if quick else 3)
+    rows, seeds = [], range(1 if quick else 2)
     delays = (0.0, 0.3) if quick else (0.0, 0.1, 0.3, 1.0)
     for workload, delay in itertools.product(WORKLOADS, delays):
         settings = [(25.0, "same")] if quick else SETTINGS
@@ -306,9 +306,6 @@ def overhead(quick: bool, jobs: int) -> list[Row]:
         model, windows = model_of(truth), [(total, 1) for total in candidate_totals(max(job.initial, 16), job.largest)]
         row["candidates"] = len(windows)
         row["all candidates, ms"] = _ms(lambda m=model, w=windows: SolvedTotals.solve(m, w, (1,) * 16, None))
-        row["Algorithm 1, all candidates, ms"] = _ms(
-            lambda m=model, w=windows: [algorithm_1(m, total) for total, _ in w], 3
-        )
         planner, first = systems(job, truth)["ours"]
         record = train(job, truth, planner, first, 0)
         decision = (record.overhead - EXCHANGE * record.looks) / record.looks
@@ -345,7 +342,7 @@ def training_one(case: tuple[str, float, str, str, int]) -> dict[str, Any]:
 
 def training(quick: bool, jobs: int) -> list[Row]:
     """Fig. 7 and 8: time of whole trainings on cluster B; Fig. 5 and 6: total and split while they run."""
-    seeds, rows = range(1 if quick else 3), []  # one of LB-BSP, which does not see the noise scale
+    seeds, rows = range(1 if quick else 2), []  # one of LB-BSP, which does not see the noise scale
     for workload, (gbit, fixed_times) in itertools.product(WORKLOADS, SETTINGS[1:2] if quick else SETTINGS):
         job, truth = WORKLOADS[workload], cluster("B", workload, gbit, fixed_times)
         names = list(systems(job, truth))
