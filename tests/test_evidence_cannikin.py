@@ -116,7 +116,7 @@ def test_predictions_hold_and_plain_averages_do_not():
 def test_printed_weights_are_worse_than_pooled_ones():
     for row in benchmark.noise_scale(True, 1):
         for name in ("trace", "signal"):
-            assert row["pooled"][name] <= 1.001 * min(row["cannikin"][name], row["mean"][name])
+            assert row["pooled"][name] <= 1.02 * min(row["cannikin"][name], row["mean"][name])
 
 
 # trainings

@@ -229,7 +229,7 @@ def unweighted(data: Data) -> str:
         parts.append(f"{percent(delay)}: {worst[0]}, {worst[1]}, {worst[2]} (medians up to {typical})")
     plain = max(row["plain averages, most"] for row in data["rows"] if row["workload"] != "NeuMF")
     return (
-        "Worst error with the overlap ratio averaged plainly, averaged by inverse variance, and ours, by the mean delay "
+        "Worst error with the overlap ratio averaged plainly, by inverse variance, and by our estimate, for the mean delay "
         f"of one worker's first bucket as a share of its backward pass: {'; '.join(parts)}. If link times, too, are "
         f"averaged over workers that wait: up to {percent(plain)}."
     )
@@ -537,8 +537,8 @@ ROWS: list[Row] = [
         result="cannikin_prediction.json",
         note=(
             "Against the mean time of the exact optimum under 3 % jitter. After 80 steps at two totals, over a tenfold "
-            "range around the first; the paper's fit has two splits of one total. Seen at few sizes, a worker whose time "
-            "is mostly fixed cannot be told from a slow one: NeuMF is the worst for both."
+            "range around the first; the paper's fit has two splits of one total. Seen at few sizes, a worker whose "
+            "time is mostly fixed cannot be told from a slow one: NeuMF is the worst for both."
         ),
     ),
     Row(
@@ -551,9 +551,9 @@ ROWS: list[Row] = [
         result="cannikin_prediction.json",
         note=(
             "Weighting never hurts, but the overlap ratio alone does not make 21 % here: computing bounds cluster A at "
-            "most totals. Averaged link times do, which the paper avoids by the minimum over workers. Delays as long as "
-            "the backward pass mislead our estimate in single runs, where the paper's is not. The paper does not say how "
-            "large its scatter was. NeuMF is left out: most of its time is fixed."
+            "most totals. Averaged link times do, which the paper avoids by the minimum over workers. Delays as long "
+            "as the backward pass mislead our estimate in single runs, and not the paper's. The paper does not say "
+            "how large its scatter was. NeuMF is left out: most of its time is fixed."
         ),
     ),
     Row(
