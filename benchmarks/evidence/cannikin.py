@@ -73,25 +73,23 @@ def saved(data: Data, system: str, workloads: Sequence[str] = WORKLOADS) -> list
 
 def headline(data: Data) -> str:
     return (
-        f"Against DDP at the initial total {span(saved(data, 'DDP at B_0'))} less time, at its best fixed total "
+        f"Against DDP at the initial total {span(saved(data, 'DDP at B_0'), 1)} less time, at its best fixed total "
         f"{span(saved(data, 'DDP at its best total'))}; against AdaptDL in its strongest form "
         f"{span(saved(data, 'AdaptDL'))}."
     )
 
 
+TUNED = ("DDP at its best total", "AdaptDL", "LB-BSP at its best total")
+
+
 def by_workload(data: Data) -> str:
-    parts = []
-    for name in WORKLOADS:
-        shares = [
-            span(saved(data, system, [name]))
-            for system in ("DDP at its best total", "AdaptDL", "LB-BSP at its best total")
-        ]
-        parts.append(f"{name} {', '.join(shares)}")
-    worst = span([row["seconds"]["ours"] / row["seconds"]["all known"] - 1 for row in rows_of(data, kind="training")])
+    parts = [f"{name} {', '.join(span(saved(data, system, [name])) for system in TUNED)}" for name in WORKLOADS]
+    known = [row["seconds"]["ours"] / row["seconds"]["all known"] - 1 for row in rows_of(data, kind="training")]
     return (
-        f"Saved against DDP, AdaptDL and LB-BSP, the fixed totals and LB-BSP's step tuned: {'; '.join(parts)}. At the "
-        f"initial total, {span(saved(data, 'DDP at B_0'))} against DDP and {span(saved(data, 'LB-BSP at B_0'))} "
-        f"against LB-BSP. Ours takes {worst} longer than if all speeds were known from the start."
+        f"Saved against DDP, AdaptDL and LB-BSP, their fixed totals and LB-BSP's step tuned: {'; '.join(parts)}. With "
+        f"the initial total kept, {span(saved(data, 'DDP at B_0'), 1)} against DDP and "
+        f"{span(saved(data, 'LB-BSP at B_0'), 1)} against LB-BSP. Beside a system that knows all times from the start, "
+        f"ours takes {span(known)} longer."
     )
 
 
@@ -108,8 +106,14 @@ def course(data: Data) -> str:
 
 
 def larger(data: Data) -> str:
-    found = [row["larger"] for row in rows_of(data, kind="training", workload="ResNet-18")]
-    return f"At {span(found)} of 20 moments of the training, our total is at least AdaptDL's."
+    of = {row["workload"]: [] for row in rows_of(data, kind="training")}
+    for row in rows_of(data, kind="training"):
+        of[row["workload"]].append(row["larger"])
+    others = [x for name, shares in of.items() if name != "ResNet-18" for x in shares]
+    return (
+        f"Our total is at least AdaptDL's at {span(of['ResNet-18'])} of 20 moments of the training; of the other "
+        f"workloads, at {span(others)}."
+    )
 
 
 def two_workloads(data: Data) -> str:
@@ -404,11 +408,14 @@ ROWS: list[Row] = [
         where="Fig. 6 (a)",
         reported="CIFAR-10: in most epochs a larger total than AdaptDL's.",
         how="simulated",
-        verdict="holds",
+        verdict="holds in part",
         ours=larger,
         command=f"{SCRIPT} training",
         result="cannikin_training.json",
-        note="Moments at equal progress; a training whose total is at its upper limit with both counts as equal.",
+        note=(
+            "Moments at equal progress; both at their upper limit counts. The faster the link and the shorter the "
+            "fixed times, the less a larger total gains, with balance as without."
+        ),
     ),
     Row(
         where="Fig. 6 (b, c)",
