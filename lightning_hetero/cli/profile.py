@@ -26,7 +26,7 @@ __all__ = ["fitted", "main"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Time a script's steps and write the device's profile.
+    """Measure the times of a script's steps and write the device's profile.
 
     Args:
         argv: options, the script, and the script's arguments.
