@@ -7,6 +7,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
+    from lightning_hetero.simulate.cluster.changes import Join as Join
+    from lightning_hetero.simulate.cluster.changes import Leave as Leave
+    from lightning_hetero.simulate.cluster.control.noise_trajectory import NoiseTrajectory as NoiseTrajectory
+    from lightning_hetero.simulate.cluster.elastic import ElasticSimulator as ElasticSimulator
     from lightning_hetero.simulate.cluster.link_profile import LinkProfile as LinkProfile
     from lightning_hetero.simulate.cluster.result import SimulationResult as SimulationResult
     from lightning_hetero.simulate.cluster.simulator import ClusterSimulator as ClusterSimulator
@@ -40,14 +44,18 @@ _EXPORTS = {
     "Cluster": "lightning_hetero.simulate.planning.cluster",
     "ClusterSimulator": "lightning_hetero.simulate.cluster.simulator",
     "DeviceProfile": "lightning_hetero.simulate.devices.device_profile",
+    "ElasticSimulator": "lightning_hetero.simulate.cluster.elastic",
     "EmulatedDevice": "lightning_hetero.simulate.devices.emulated_device",
     "EmulatedDeviceCallback": "lightning_hetero.simulate.devices.lightning_callback",
     "Epoch": "lightning_hetero.simulate.planning.answer",
     "Given": "lightning_hetero.simulate.planning.cluster_file",
+    "Join": "lightning_hetero.simulate.cluster.changes",
     "LearnedAnswer": "lightning_hetero.simulate.planning.learned",
+    "Leave": "lightning_hetero.simulate.cluster.changes",
     "Link": "lightning_hetero.simulate.planning.cluster",
     "LinkAnswer": "lightning_hetero.simulate.planning.answer",
     "LinkProfile": "lightning_hetero.simulate.cluster.link_profile",
+    "NoiseTrajectory": "lightning_hetero.simulate.cluster.control.noise_trajectory",
     "PlanAnswer": "lightning_hetero.simulate.planning.answer",
     "PublishedDevice": "lightning_hetero.simulate.devices.catalog",
     "PublishedWorkload": "lightning_hetero.simulate.devices.catalog",
