@@ -31,18 +31,20 @@ from hardware import write_record, write_table
 RESULTS = Path(__file__).parents[1] / "results"
 
 
-def kept_rows(path, models):
-    """Rows of an earlier run for other models."""
-    return [row for row in json.loads(path.read_text())["rows"] if row["model"] not in models] if path.exists() else []
+def kept_rows(path, model, kinds):
+    """Rows of an earlier run for other models and kinds."""
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return [row for row in rows if row["model"] != model or row["kind"] not in kinds]
 
 
 def speed(args, kinds, name, title):
     """Measure models one by one; rows of other models in the file stay."""
     path = args.out / name
-    rows = kept_rows(path, args.models)
+    order, names = list(_stella_speed.WORKLOADS), list(_stella_speed.KINDS)
     for model in args.models:
-        rows += _stella_speed.measure(model, args.kinds or kinds)
-        rows.sort(key=lambda row: list(_stella_speed.WORKLOADS).index(row["model"]))
+        chosen = args.kinds or kinds[model]
+        rows = kept_rows(path, model, chosen) + _stella_speed.measure(model, chosen)
+        rows.sort(key=lambda row: (order.index(row["model"]), names.index(row["kind"])))
         write_table([{k: v for k, v in row.items() if k != "trace"} for row in rows], path, title)
         write_record(rows, path, title)
 
@@ -71,10 +73,20 @@ def main():
     elif args.what == "ablations":
         args.models = args.models or ["ViT-B"]
         title = "StellaTrain: steps on two emulated nodes with parts left out"
-        speed(args, tuple(_stella_speed.ABLATIONS), "stellatrain_ablations.json", title)
+        speed(
+            args,
+            dict.fromkeys(_stella_speed.WORKLOADS, list(_stella_speed.ABLATIONS)),
+            "stellatrain_ablations.json",
+            title,
+        )
     elif args.what == "task":
         args.models = ["digits"]
-        speed(args, tuple(_stella_speed.TASKS), "stellatrain_task.json", "StellaTrain: time to a loss of the digits")
+        speed(
+            args,
+            {"digits": list(_stella_speed.TASKS)},
+            "stellatrain_task.json",
+            "StellaTrain: time to a loss of the digits",
+        )
     elif args.what == "convergence":
         convergence(args)
     elif args.what == "costs":
