@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
-
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 VARIABLES = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -96,9 +94,8 @@ def test_models_need_more_than_the_wan_carries(bench):
     assert min(row["mbit"] for row in tables.needed_rates()) > 10 * tables.WAN_MBIT
 
 
-def test_a_slower_link_takes_less_or_larger_batches(bench):
-    profile = ConvergenceProfile(16, 512, 1.0, ((0.0, 64, 0.0), (0.9, 64, 0.2), (0.99, 64, 0.4), (0.99, 256, 0.8)))
-    rows = sys.modules["_stella_tables"].choices(profile)
+def test_less_is_sent_over_a_slower_link(bench):
+    rows = sys.modules["_stella_tables"].choices()
     sent = [row["density"] / row["total"] for row in rows]
     assert sent == sorted(sent)
 
@@ -172,7 +169,16 @@ def phase_record(speed, seconds, losses=()):
             now += duration
             ends.append(now)
         same = [0.0] * len(ends)
-        steps.append({"ends": ends, "spent": same, "update": same, "host": same, "density": [None] * len(ends)})
+        steps.append(
+            {
+                "ends": ends,
+                "spent": same,
+                "update": same,
+                "host": same,
+                "density": [None] * len(ends),
+                "split": [None] * len(ends),
+            }
+        )
     return {"begins": begins, "steps": steps, "losses": list(losses)}
 
 

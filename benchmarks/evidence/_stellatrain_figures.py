@@ -29,8 +29,8 @@ def between(values, form="{:.1f}"):
 
 
 def listed(result, text):
-    """Return a text for each model in turn, joined; ``text`` is a function of the model's name."""
-    present = {row["model"] for row in result["rows"]}
+    """Return a text for each model with a controller, joined; ``text`` is a function of the model's name."""
+    present = {row["model"] for row in result["rows"] if row["kind"].startswith("controller")}
     return "; ".join(f"{model}: {text(model)}" for model in MODELS if model in present)
 
 
@@ -98,7 +98,7 @@ def utilization(result):
     return (
         "With dense sums at 1 Gbit/s the devices compute for "
         f"{between([100 * r['device_ms'] / r['step_ms'] for r in rows])}"
-        " % of a step (four models)."
+        f" % of a step ({', '.join(row['model'] for row in rows)})."
     )
 
 
@@ -275,12 +275,15 @@ def figure_13b(result):
 
 
 def probes(result):
-    row = one(result, what="surrogate")
+    row, profile = one(result, what="surrogate"), one(result, what="profile")["points"][3]
+    high = sum(rate > 0.97 for rate, *_ in profile)
     return (
         f"After 30 probes, the extra loss of {row['kind'].split(', ')[1]} at random "
         "settings is predicted with a median error of "
         f"{row['error']:.3f} (correlation {row['correlation']:.2f}; {row['error_of_the_mean']:.3f} if the mean of the "
-        f"probes is the prediction; true values from {row['least']:.2f} to {row['most']:.2f})."
+        f"probes is the prediction; true values from {row['least']:.2f} to "
+        f"{row['most']:.2f}). {high} of the probes have "
+        "more than 97 % compression."
     )
 
 

@@ -7,7 +7,7 @@
 ``task``        time to a loss of a small task whose steps compute and send as those of ViT-B (needs root, 8 minutes)
 ``convergence`` samples to that loss by selection, staleness, batch and density, and the profile of Alg. 1 (6 minutes)
 ``costs``       processor time of compression and optimizer steps at the sizes of the four models (4 minutes)
-``tables``      what follows from the paper's tables, and from the results of ``speed`` and ``convergence``
+``tables``      what follows from the paper's tables, and from the results of ``speed``
 ==============  =====================================================================================================
 
     python benchmarks/papers/stellatrain.py speed --models ViT-B
