@@ -125,7 +125,9 @@ def samples_at_best(result, kind):
 
 def dense_seconds(result, link, kind="ddp"):
     """Return seconds to the target of sums that do not depend on the link: steps times the time of a step."""
-    steps = samples_at_best(result, "powersgd" if kind == "powersgd" else "dense")
+    steps = samples_at_best(result, "dense")
+    if kind == "powersgd":
+        steps = samples_at_best(result, "powersgd")
     return steps * one(result, link=link, kind=f"{kind}, steps")["step_ms"] / 1e3
 
 

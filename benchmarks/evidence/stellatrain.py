@@ -248,8 +248,10 @@ ROWS = [
         "does not hold",
         found.figure_14b,
         **TASK,
-        note="As above. Every fixed density fits the link most of the time, and the controller begins with 10 % and an even "
-        "split, and learns within the 60 to 90 steps that the task takes.",
+        note=(
+            f"{SMALL_TASK} Fixed densities of 5 % and less fit the link nearly always; the controller begins with 10 % "
+            "and an even split, and learns within the 60 to 90 steps that the task takes."
+        ),
     ),
     Row(
         "Fig. 14 (c)",
