@@ -53,29 +53,31 @@ def compared(result, link, kind):
 # iteration speed
 
 
+def measured(result):
+    """Return the names of the models that a result has, in the order of the paper."""
+    present = {row["model"] for row in result["rows"]}
+    return ", ".join(model for model in MODELS if model in present)
+
+
 def figure_11a(result):
     parts = [
         f"{link} Mbit/s: {between(compared(result, link, 'ddp'), '{:.0f}')} times over DDP, "
-        f"{between(compared(result, link, 'dense'), '{:.0f}')} over DDP split by speed, "
         f"{between(compared(result, link, 'powersgd'))} over PowerSGD, "
         f"{between(compared(result, link, f'top-k {share} %'), '{:.2f}')} over the same compression without staleness"
         for link, share in LINKS.items()
     ]
-    return "; ".join(parts) + "."
+    return f"{measured(result)}: {'; '.join(parts)}."
 
 
 def figure_8b(result):
-    over = {kind: compared(result, "trace", kind) for kind in ("fp16", "powersgd", "top-k 5 %", "top-k 1 %")}
-    return (
-        "Steps are shorter than with "
-        + ", ".join(
-            f"{name} by {between(values, '{:.2f}')} times"
-            for name, values in zip(
-                ("fp16", "PowerSGD", "synchronous top-k of 5 %", "synchronous top-k of 1 %"), over.values(), strict=True
-            )
-        )
-        + "."
-    )
+    names = {
+        "fp16": "fp16",
+        "powersgd": "PowerSGD",
+        "top-k 5 %": "synchronous top-k of 5 %",
+        "top-k 1 %": "synchronous top-k of 1 %",
+    }
+    others = [f"{name} {between(compared(result, 'trace', kind), '{:.2f}')}" for kind, name in names.items()]
+    return f"{measured(result)}, length of a step over ours: {', '.join(others)}."
 
 
 def figure_8c(result):
@@ -103,14 +105,11 @@ def utilization(result):
 
 
 def language(result):
-    steps = {kind: one(result, model="GPT-2", link="1000", kind=kind) for kind in ("ddp", DENSE)}
-    ours = our_step(result, "GPT-2", "1000")
-    samples = steps[DENSE]["samples_per_s"] * steps[DENSE]["step_ms"] / ours
+    row = one(result, what="language")
     return (
-        f"{steps['ddp']['step_ms'] / ours:.1f} times as fast as DDP, "
-        f"{steps[DENSE]['step_ms'] / ours:.1f} times as fast "
-        f"as DDP split by speed; {100 * (samples / 17.8 - 1):+.0f} % over the node with two RTX 4090 alone, where all "
-        "devices without a network would give +33 %."
+        f"{row['over_ddp']:.1f} times as fast as DDP, {row['over_dense']:.1f} times as fast as DDP split by speed; "
+        f"{100 * row['over_one_node'] - 100:+.0f} % against two RTX 4090 alone, where the four GPUs without a network "
+        "would give +33 %."
     )
 
 
@@ -125,9 +124,7 @@ def samples_at_best(result, kind):
 
 def dense_seconds(result, link, kind="ddp"):
     """Return seconds to the target of sums that do not depend on the link: steps times the time of a step."""
-    steps = samples_at_best(result, "dense")
-    if kind == "powersgd":
-        steps = samples_at_best(result, "powersgd")
+    steps = samples_at_best(result, kind if kind == "powersgd" else "dense")
     return steps * one(result, link=link, kind=f"{kind}, steps")["step_ms"] / 1e3
 
 
