@@ -177,14 +177,15 @@ TASKS = {
 }
 for _rate in (0.05, 0.1):
     TASKS[f"dense, rate {_rate}"] = ({"rate": _rate}, [(FREE, STEPS)])
-    TASKS[f"powersgd, rate {_rate}"] = ({"compression": "powersgd(start=2)", "rate": _rate}, [(FREE, STEPS)])
     for _link, _density in ((1000, 0.1), (500, 0.05), (100, 0.01)):
-        for _late, _settings in (("", {}), (", late", LATE)):
-            _kind = f"top-k {100 * _density:g} %{_late}, {_link}, rate {_rate}"
-            TASKS[_kind] = (top_k(_density, **_settings, rate=_rate), [(_link, STEPS)])
-    for _link in (1000, 500, 100, TRACE):
-        _settings = top_k(0.1, **LATE, callbacks=[TTACallback], rate=_rate)
-        TASKS[f"controller, late, {_link}, rate {_rate}"] = (_settings, [(_link, STEPS)])
+        _kind = f"top-k {100 * _density:g} %, late, {_link}, rate {_rate}"
+        TASKS[_kind] = (top_k(_density, **LATE, rate=_rate), [(_link, STEPS)])
+        if _rate == 0.05:
+            TASKS[f"top-k {100 * _density:g} %, {_link}, rate {_rate}"] = (top_k(_density), [(_link, STEPS)])
+for _link in (1000, 500, 100, TRACE):
+    _settings = top_k(0.1, **LATE, callbacks=[TTACallback])
+    TASKS[f"controller, late, {_link}, rate 0.05"] = (_settings, [(_link, STEPS)])
+TASKS["powersgd, rate 0.05"] = ({"compression": "powersgd(start=2)"}, [(FREE, STEPS)])
 for _density in (0.1, 0.05, 0.01):
     TASKS[f"top-k {100 * _density:g} %, late, trace, rate 0.05"] = (top_k(_density, **LATE), [(TRACE, STEPS)])
 for _link in (100, TRACE):
