@@ -23,6 +23,8 @@ from lightning_hetero.elastic.optimizers import outer_momentum
 
 LEARNING_STEPS = 20
 """Steps at even batches until the split is balanced (8 to 27 on emulated devices)."""
+HOPELESS = 2.0
+"""A training in search of a rate ends if its precision after an epoch is not so many times that of its start."""
 
 
 class Device:
@@ -87,7 +89,9 @@ def replay(spec, epochs, stop_at=None, quick=False):
     points = [(0, 0.0, 0, precision(run.module, test))]
     for _ in run.train(epochs):
         points.append((run.samples, run.seconds, run.exchanges, precision(run.module, test)))
-        if math.isnan(points[-1][3]) or (stop_at is not None and points[-1][3] >= stop_at):
+        samples, *_, found = points[-1]
+        hopeless = math.isnan(found) or (samples >= len(train) and found < HOPELESS * points[0][3])
+        if stop_at is not None and (hopeless or found >= stop_at):
             break
     return {**spec, "points": points, "merges": run.merges}
 
