@@ -1,183 +1,209 @@
-"""Balanced against equal batches on three emulated nodes with 1.0, 0.5 and 0.3 of a core (needs root).
+"""Splits that a run finds on devices of exactly known speed, through Lightning and gloo, against the exact optimum.
 
-Each round: DDP, PerfModel and PID train one after the other; then one more run interleaves, in short stretches, the
-even split, the splits that the policies arrived at, and fixed splits around them. The fastest of all these is the exact
-optimum. Ratios are taken within that interleaved run, where all splits see the same machine. What the time model of a
-policy's own run says of each worker, at its split and at the optimum, stands beside them: it tells whose time is wrong.
+Each worker is a process that waits exactly as long as its device would compute (``lightning_hetero.simulate``). So the
+optimum is known without a measurement, and workers do not fight for the cores of this machine. What a split is worth is
+its true step time; what the host adds to it is measured and stands beside it.
 
-A second table compares predicted with measured step times over a 10x range of total batches: the planner learns from
-every other total and predicts the ones between.
+    python benchmarks/balance.py [--only CLUSTER ...] [--seeds 5] [--part balance|prediction]
+
+writes ``results/balance.json`` (``balance_runs.json`` has every run) and ``results/prediction.json``. It needs no root.
 """
 
 import argparse
 import json
-import sys
-import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from cluster import Cluster, ClusterError, Node
-from hardware import write_table
+from _emulated import Job, context_of, expected_time, first_within, learned, optimum, run, slowest, true_time
+from hardware import write_record, write_table
 
-from lightning_hetero import BatchPlan, ClusterTimeModel
-from lightning_hetero.core import StepObservations
-from lightning_hetero.core.policies.base import PlanContext
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner
-from lightning_hetero.core.timing.winsorized_mean import winsorized_mean
+from lightning_hetero import BatchPlan
+from lightning_hetero.core.batching.integer_split import even_sizes, proportional_sizes
+from lightning_hetero.simulate import DeviceProfile
+from lightning_hetero.simulate.devices.catalog import cluster_profiles
 
-HERE = Path(__file__).parent
-SHARES = (1.0, 0.5, 0.3)
-BATCH = 64
-TOTAL = BATCH * len(SHARES)
-# A step has to be long against the 4 ms in which a CPU quota is handed out (a node that idles for most of a period runs
-# the rest of it at full speed, whatever its share), and its activations small enough for the caches that nodes share.
-MODEL = ("--width", "96", "--size", "12")
+RESULTS = Path(__file__).parent / "results"
+JITTER = 0.03
+STEPS = {"ddp": 40, "fixed": 40, "static": 40, "perf_model": 150, "pid": 150, "lb_bsp": 300}
 
 
-def run(cluster, kind, steps, *, script=None):
-    """One training run on the cluster; what rank 0 wrote."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        command = [sys.executable, str(HERE / "_workload.py"), "--kind", kind, "--steps", str(steps), "--out", str(out)]
-        command += ["--batch", str(BATCH), "--script", json.dumps(script or {}), *MODEL]
-        if script:
-            command += ["--samples", str((steps + 60) * max(sum(sizes) for sizes in script.values()))]
-        results = cluster.run(command, timeout=400, echo=False)
-        if any(result.returncode for result in results):
-            raise SystemExit("\n".join(result.stdout[-2000:] + result.stderr[-3000:] for result in results))
-        return json.loads(out.read_text())
+def device(rate: float, outside: float = 4.0, inside: float = 6.0, backward: float = 0.62) -> DeviceProfile:
+    """A device of some samples per second, with fixed milliseconds outside of and in the backward pass."""
+    each = 1.0 / rate
+    return DeviceProfile(
+        (1 - backward) * each, outside / 1e3, backward * each, inside / 1e3, jitter=JITTER, name=f"{rate:g}/s"
+    )
 
 
-def times_of_splits(cluster, splits, *, cycles, stretch=8):
-    """Mean step time of each fixed split, all in one run that goes round them again and again."""
-    order = [split for _ in range(cycles) for split in splits]
-    script = {i * stretch: list(split) for i, split in enumerate(order)}
-    seconds = np.array(run(cluster, "script", stretch * len(order), script=script)["seconds"])
-    found = {split: [] for split in splits}
-    for i, split in enumerate(order):
-        found[split] += seconds[i * stretch + 3 : (i + 1) * stretch].tolist()
-    return {split: winsorized_mean(np.array(values)) for split, values in found.items()}
+def cluster(name: str) -> tuple[DeviceProfile, ...]:
+    """A cluster of Cannikin that trains ResNet-50 on ImageNet."""
+    return tuple(replace(p, jitter=JITTER, memory=None) for p in cluster_profiles(name, "resnet50-imagenet"))
 
 
-def settled(seconds):
-    """Mean of the second half."""
-    return winsorized_mean(np.array(seconds[len(seconds) // 2 :]))
+CLUSTERS: dict[str, tuple[tuple[DeviceProfile, ...], int, tuple[float, ...]]] = {
+    "A": (cluster("A"), 96, (27.8, 19.2, 5.3)),
+    "B": (cluster("B"), 16 * 64, (19.5,) * 4 + (15.7,) * 4 + (16.3,) * 8),
+    "C": (cluster("C"), 16 * 24, (16.3,) * 16),
+    "fixed costs": (
+        (device(500), device(350, outside=20.0), device(330, inside=25.0), device(60)),
+        128,
+        (4.0, 3.0, 3.0, 1.0),
+    ),
+    "25:1": ((device(1000), device(40)), 64, (4.0, 1.0)),
+    "equal": ((device(300),) * 4, 128, (1.0,) * 4),
+}
+"""Profiles, total batch size, and rated speed of each device (peak TFLOP/s of float32) for the static split."""
 
 
-def steps_until_near(history, optimum, time_of_split, tolerance=0.05):
-    """First step from which on every split is within 5 % of the optimum, by the run's own fitted model."""
-    reached = 0
-    for index, (_, _, sizes, _, _) in enumerate(history):
-        if time_of_split(sizes) > (1 + tolerance) * time_of_split(optimum):
-            reached = history[index + 1][1] if index + 1 < len(history) else float("nan")
-    return reached
+def sizes_of(policy: str, name: str) -> tuple[int, ...] | None:
+    """The split of policies that never change it."""
+    profiles, total, rated = CLUSTERS[name]
+    if policy == "static":
+        return tuple(proportional_sizes(total, rated))
+    return optimum(profiles, total)[1] if policy == "fixed" else None
 
 
-def observed(data):
-    """Observations of a run as arrays; rows are per step and rank."""
-    return StepObservations(**{name: np.array(values) for name, values in data["observations"].items()})
+def jobs_of(name: str, seeds: int) -> list[Job]:
+    """Trainings on a cluster: policies that learn with several seeds, splits that are given once."""
+    profiles, total, _ = CLUSTERS[name]
+    jobs = []
+    for policy, steps in STEPS.items():
+        given = sizes_of(policy, name)
+        kind = "fixed" if given else policy
+        for seed in range(seeds if policy in ("perf_model", "pid") else 1):
+            jobs.append((policy, Job(kind, profiles, total, steps, seed, given)))
+    return jobs
 
 
-def neighbours(split, step):
-    """The split itself and those that move ``step`` samples between two workers."""
-    n = len(split)
-    moves = [(i, j) for i in range(n) for j in range(n) if i != j]
-    moved = [tuple(b - step * (k == i) + step * (k == j) for k, b in enumerate(split)) for i, j in moves]
-    return [tuple(split), *(m for m in moved if min(m) > 0)]
+def row_of(name: str, policy: str, job: Job, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """What one training found."""
+    profiles, total, _ = CLUSTERS[name]
+    first = results[0]
+    plans = first["plans"] or [(0, even_sizes(total, len(profiles)), None, "ddp")]
+    _, sizes, predicted, _ = plans[-1]
+    late = slice(min(max(job.steps // 2, plans[-1][0] + 2), job.steps - 10), None)
+    device, measured = float(np.mean(slowest(results)[late])), float(np.mean(first["seconds"][late]))
+    expected, even = expected_time(profiles, sizes), expected_time(profiles, even_sizes(total, len(profiles)))
+    return {
+        "cluster": name,
+        "policy": policy,
+        "seed": job.seed,
+        "split": "/".join(map(str, sizes)),
+        "share_of_optimum_%": 100 * optimum(profiles, total)[0] / true_time(profiles, sizes),
+        "steps_to_5%": first_within(plans, profiles, total, 0.05),
+        "steps_to_1%": first_within(plans, profiles, total, 0.01),
+        "changes": len(plans) - 1,
+        "device_ms": 1e3 * device,
+        "measured_ms": 1e3 * measured,
+        "host_ms": 1e3 * (measured - device),
+        "over_even": even / expected,
+        "prediction_error_%": None if predicted is None else 100 * abs(predicted / (measured - device + expected) - 1),
+        "plans": [[step, list(sizes)] for step, sizes, *_ in plans],
+    }
 
 
-def balance(cluster):
-    """One round; rows of DDP, the optimum and the policies."""
-    even = (BATCH,) * len(SHARES)
-    runs = {kind: run(cluster, kind, 40 if kind == "ddp" else 100) for kind in ("ddp", "perf_model", "pid")}
-    arrived = {kind: tuple(runs[kind]["history"][-1][2]) for kind in ("perf_model", "pid")}
-    times = times_of_splits(cluster, neighbours(arrived["perf_model"], 10), cycles=3)
-    center = min(times, key=times.get)
-    compared = dict.fromkeys([even, *arrived.values(), center, *neighbours(center, 5)])
-    times = times_of_splits(cluster, list(compared), cycles=4)
-    optimum = min(times, key=times.get)
-    rows = []
-    for name, split in (("ddp", even), ("exact optimum", optimum), *arrived.items()):
-        row = {"strategy": name, "split": "/".join(map(str, split)), "step_ms": times[split] * 1e3}
-        row["over_even"] = times[even] / times[split]
-        row["share_of_optimum_%"] = 100 * times[optimum] / times[split]
-        if name in runs:
-            row["own_run_ms"] = settled(runs[name]["seconds"]) * 1e3
-            row["own_run_over_ddp"] = settled(runs["ddp"]["seconds"]) * 1e3 / row["own_run_ms"]
-        if name in arrived:
-            model = ClusterTimeModel.fit(observed(runs[name]))
-            for column, at in (("its_workers_ms", split), ("its_workers_at_optimum_ms", optimum)):
-                row[column] = "/".join(f"{1e3 * seconds:.0f}" for seconds in model.finish_times(at))
-            row["plans"] = len(runs[name]["history"])
-            row["steps_to_5%"] = steps_until_near(runs[name]["history"], optimum, model.step_time)
-        rows.append(row)
+def balance(name: str, seeds: int) -> list[dict[str, Any]]:
+    """All trainings on one cluster."""
+    rows: list[dict[str, Any]] = []
+    jobs = jobs_of(name, seeds)
+
+    def report(job: Job, results: list[dict[str, Any]]) -> None:
+        rows.append(row_of(name, jobs[len(rows)][0], job, results))
+        print(json.dumps(rows[-1]), flush=True)
+
+    run([job for _, job in jobs], report)
     return rows
 
 
-def context_of(total):
-    """What the planner is told of a step of ``total`` samples."""
-    return PlanContext(int(total), tuple(map(str, range(len(SHARES)))), (1,) * len(SHARES))
-
-
-def prediction(cluster, *, cycles=3, stretch=24):
-    """Relative error of predicted mean step times at totals that the model has not seen, over a 10x range.
-
-    Means, because under a quota single steps are bursts and waits, of which a median is either the one or the other.
-    """
-    totals = [36, 54, 81, 120, 180, 260, 360]
-    split_of = {t: (t - round(t * 0.28) - round(t * 0.17), round(t * 0.28), round(t * 0.17)) for t in totals}
-    order = totals * cycles
-    script = {i * stretch: list(split_of[t]) for i, t in enumerate(order)}
-    done = run(cluster, "script", stretch * len(order), script=script)
-    rows, seconds = observed(done), np.array(done["seconds"])
-    measured = {t: [] for t in totals}
-    for i, t in enumerate(order):
-        measured[t] += seconds[i * stretch + 3 : (i + 1) * stretch].tolist()
-    measured = {t: winsorized_mean(np.array(values)) for t, values in measured.items()}
-    planner, learned, fields = PerfModelPlanner(), totals[::2], StepObservations.FIELDS
-    ran = rows.local_batch_sizes.sum(axis=1)
-    for window in np.split(np.arange(len(ran)), np.flatnonzero(np.diff(ran)) + 1):
-        if ran[window[0]] in learned:
-            seen = StepObservations(*(getattr(rows, name)[window] for name in fields))
-            planner = planner.observe(seen, context_of(ran[window[0]]))
-    table = []
-    for t in totals:
-        predicted = planner.predict(BatchPlan(t, split_of[t]), context_of(t))
-        used = "learned from" if t in learned else "predicted"
-        row = {"total": t, "used": used, "measured_ms": measured[t] * 1e3, "predicted_ms": predicted * 1e3}
-        table.append({**row, "error_%": 100 * abs(predicted - measured[t]) / measured[t]})
-    return table
-
-
-def medians(rounds, key):
-    """Rows of all rounds in one, with the median of each number."""
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per cluster and policy: medians over seeds, and the worst of them."""
     out = []
-    for rows in zip(*rounds, strict=True):
-        merged = dict(rows[-1])
-        for name, value in rows[0].items():
-            if isinstance(value, int | float) and name != key:
-                merged[name] = float(np.nanmedian([row[name] for row in rows]))
-        out.append(merged)
+    for cluster, policy in dict.fromkeys((row["cluster"], row["policy"]) for row in rows):
+        of = [row for row in rows if (row["cluster"], row["policy"]) == (cluster, policy)]
+        middle = {key: _median([row[key] for row in of]) for key in of[0] if isinstance(of[0][key], int | float)}
+        out.append(
+            {
+                **{key: value for key, value in of[0].items() if key != "plans"},
+                **middle,
+                "seed": len(of),
+                "least_share_%": min(row["share_of_optimum_%"] for row in of),
+                "most_steps_to_5%": _most([row["steps_to_5%"] for row in of]),
+                "most_steps_to_1%": _most([row["steps_to_1%"] for row in of]),
+                "most_changes": max(row["changes"] for row in of),
+            }
+        )
     return out
 
 
-def main():
+def _median(values: list[Any]) -> float | None:
+    return None if None in values else float(np.median(values))
+
+
+def _most(values: list[Any]) -> Any:
+    return None if None in values else max(values)
+
+
+def prediction(name: str, seed: int, *, stretch: int = 24, cycles: int = 2) -> list[dict[str, Any]]:
+    """Predicted against true step times over a 10x range of totals; every other total is learned from."""
+    profiles, _, _ = CLUSTERS[name]
+    n = len(profiles)
+    speeds = [1 / (p.q + p.k) for p in profiles]
+    totals = [int(n * t) for t in np.geomspace(10, 100, 7)]
+    splits = {total: tuple(proportional_sizes(total, speeds)) for total in totals}
+    order = totals * cycles
+    script = {i * stretch: splits[total] for i, total in enumerate(order)}
+    rows: list[dict[str, Any]] = []
+
+    def report(job: Job, results: list[dict[str, Any]]) -> None:
+        first = results[0]
+        planner = learned(first["rows"], totals[::2], n)
+        for total in totals:
+            starts = [i * stretch for i, t in enumerate(order) if t == total]
+            measured = np.mean([second for at in starts for second in first["seconds"][at + 3 : at + stretch]])
+            true = expected_time(profiles, splits[total])
+            predicted = planner.predict(BatchPlan(total, splits[total]), context_of(total, n))
+            rows.append(
+                {
+                    "cluster": name,
+                    "seed": seed,
+                    "total": total,
+                    "used": "learned from" if total in totals[::2] else "predicted",
+                    "device_ms": 1e3 * true,
+                    "measured_ms": 1e3 * measured,
+                    "predicted_ms": 1e3 * predicted,
+                    "error_%": 100 * abs(predicted / measured - 1),
+                    "error_of_device_%": 100 * abs(predicted / true - 1),
+                }
+            )
+
+    run([Job("script", profiles, max(totals), stretch * len(order), seed, script=script)], report)
+    return rows
+
+
+def write(rows: list[dict[str, Any]], path: Path, title: str, *, show: bool = True) -> None:
+    """Write rows in place of those of the same clusters, and keep the others."""
+    new = {row["cluster"] for row in rows}
+    kept = json.loads(path.read_text())["rows"] if path.exists() else []
+    every = [row for row in kept if row["cluster"] not in new] + rows
+    every = sorted(every, key=lambda row: list(CLUSTERS).index(row["cluster"]))
+    (write_table if show else write_record)(every, path, title)
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", choices=("balance", "prediction"))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--only", nargs="*", choices=list(CLUSTERS), default=list(CLUSTERS))
+    parser.add_argument("--part", choices=("balance", "prediction"))
     args = parser.parse_args()
-    try:
-        with Cluster([Node(share, 1000) for share in SHARES]) as cluster:
-            if args.only != "prediction":
-                rows = medians([balance(cluster) for _ in range(args.rounds)], "strategy")
-                write_table(rows, HERE / "results" / "balance.json", f"balance, {args.rounds} rounds, medians")
-            if args.only != "balance":
-                rows = medians([prediction(cluster) for _ in range(args.rounds)], "total")
-                errors = [row["error_%"] for row in rows if row["used"] == "predicted"]
-                title = f"prediction over 10x: median {np.median(errors):.1f} %, largest {max(errors):.1f} %"
-                write_table(rows, HERE / "results" / "prediction.json", title)
-    except ClusterError as error:
-        raise SystemExit(str(error)) from None
+    if args.part != "prediction":
+        rows = [row for name in args.only for row in balance(name, args.seeds)]
+        write(rows, RESULTS / "balance_runs.json", f"emulated devices, {JITTER:.0%} jitter, every run", show=False)
+        write(summary(rows), RESULTS / "balance.json", f"emulated devices, {JITTER:.0%} jitter, medians of seeds")
+    if args.part != "balance":
+        rows = [row for name in args.only for seed in range(2) for row in prediction(name, seed)]
+        write(rows, RESULTS / "prediction.json", f"prediction over 10x, emulated devices, {JITTER:.0%} jitter")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,21 @@ VERDICTS = ("holds", "holds in part", "does not hold", "open")
 
 
 @dataclass(frozen=True)
+class Paper:
+    """A paper.
+
+    Args:
+        letter: that equations are cited by.
+        name: short name.
+        citation: authors, title, place and year.
+    """
+
+    letter: str
+    name: str
+    citation: str
+
+
+@dataclass(frozen=True)
 class Row:
     """One headline, figure or table of a paper's evaluation.
 

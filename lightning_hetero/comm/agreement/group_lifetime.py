@@ -75,7 +75,7 @@ def run(closers: list[Closer]) -> None:
 def leave(group: Any) -> None:
     """Leave a process group, unless it was destroyed together with the default group."""
     if dist.is_initialized():
-        with suppress(ValueError):  # the group belonged to a default group that was destroyed meanwhile
+        with suppress(ValueError, TypeError):  # the group went with a default group; torch's error for that varies
             if "nccl" in dist.get_backend_config(group):  # destroying it would abort running collectives
                 torch.cuda.synchronize()
             dist.destroy_process_group(group)

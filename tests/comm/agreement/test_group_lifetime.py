@@ -222,3 +222,17 @@ def test_a_training_that_has_ended_can_go_on_and_agree_on_something():
     assert first == (5, 2, 6, True, [9.0, 9.0])
     assert second == (4, 2, 5, True, [9.0, 9.0])
     assert third == (3, 2, 4, True, [9.0, 9.0])
+
+
+def _destroyed(rank):
+    """Train again after the default group was destroyed, as a script does that makes one of its own."""
+    for attempt in range(2):
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + attempt)
+        loader = DataLoader(Points(48, dtype=torch.float32), 4, shuffle=True)
+        trainer_of(HeteroDDPStrategy(), 2, max_epochs=1).fit(Regressor(dtype=torch.float32), loader)
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def test_a_training_begins_after_the_default_group_was_destroyed():
+    run_ranks(_destroyed, 2)

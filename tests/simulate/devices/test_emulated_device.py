@@ -1,0 +1,284 @@
+"""A module takes exactly the time of a device, on a clock that only moves when somebody sleeps or computes."""
+
+import time
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_hetero.simulate import DeviceProfile, EmulatedDevice
+from lightning_hetero.simulate.devices.emulated_device import HostClock, first_dimension
+from tests.helpers import run_ranks
+
+PROFILE = DeviceProfile(q=0.001, s=0.01, k=0.002, m=0.02)
+
+
+class Clock:
+    """Time that passes only by sleeping, and by what a test says that the host takes."""
+
+    def __init__(self):
+        self.seconds, self.asleep = 0.0, 0.0
+
+    def sleep(self, seconds):
+        assert seconds > 0.0
+        self.seconds += seconds
+        self.asleep += seconds
+
+    def host(self):
+        return HostClock(lambda: self.seconds, self.sleep)
+
+
+def emulated(profile=PROFILE, **given):
+    clock = Clock()
+    return EmulatedDevice(profile, host=clock.host(), **given), clock
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 10), nn.Tanh(), nn.Linear(10, 2))
+
+
+def test_a_step_takes_the_time_of_the_profile():
+    device, clock = emulated()
+    with device.attach(net := model()):
+        out = net(torch.zeros(8, 4))
+        assert clock.seconds == pytest.approx(0.018)
+        out.sum().backward()
+        assert clock.seconds == pytest.approx(0.018 + 0.036)
+    assert [(one.kind, one.batch_size) for one in device.times] == [("forward", 8), ("backward", 8)]
+    assert [one.device for one in device.times] == pytest.approx([0.018, 0.036])
+    assert [one.host for one in device.times] == pytest.approx([0.0, 0.0])
+
+
+def test_gradients_become_ready_by_the_elements_of_their_parameters():
+    device, clock = emulated()
+    ready = {}
+    with device.attach(net := model()):
+        for name, parameter in net.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: ready.update({name: clock.seconds}))
+        net(torch.zeros(8, 4)).sum().backward()
+    of = [ready[name] for name in ("2.bias", "2.weight", "0.bias", "0.weight")]
+    assert sorted(of) == [*sorted(of[:2]), *sorted(of[2:])]
+    assert max(of[:2]) == pytest.approx(0.018 + 0.036 * 22 / 72)
+    assert max(of) == pytest.approx(0.018 + 0.036)
+
+
+def test_what_the_host_computes_is_a_part_of_the_device_time():
+    device, clock = emulated()
+    net = model()
+    net[1].register_forward_hook(lambda *_: clock.__dict__.update(seconds=clock.seconds + 0.005))
+    with device.attach(net):
+        net(torch.zeros(8, 4))
+    assert clock.seconds == pytest.approx(0.018)
+    assert clock.asleep == pytest.approx(0.013)
+
+
+def test_what_the_host_takes_beyond_it_is_reported():
+    device, clock = emulated()
+    net = model()
+    net[1].register_forward_hook(lambda *_: clock.__dict__.update(seconds=clock.seconds + 0.5))
+    with device.attach(net):
+        net(torch.zeros(8, 4))
+    (forward,) = device.times
+    assert forward.host == pytest.approx(0.5 - 0.018)
+    assert forward.taken == pytest.approx(0.5)
+
+
+def test_jitter_is_that_of_the_profile():
+    profile = DeviceProfile(0.001, 0.01, 0.002, 0.02, jitter=0.2, slowdown={1: 2.0})
+    device, _ = emulated(profile, seed=5)
+    with device.attach(net := model()):
+        for _ in range(4):
+            net(torch.zeros(8, 4)).sum().backward()
+    factors = profile.times(5)
+    expected = [seconds for _ in range(4) for a, p in [next(factors)] for seconds in (0.018 * a, 0.036 * p)]
+    assert [one.device for one in device.times] == pytest.approx(expected)
+
+
+def test_evaluation_takes_the_forward_pass_and_no_jitter():
+    device, clock = emulated(DeviceProfile(0.001, 0.01, 0.002, 0.02, jitter=0.5, slowdown={1: 3.0}))
+    with device.attach(net := model()), torch.no_grad():
+        net(torch.zeros(8, 4))
+        assert clock.seconds == pytest.approx(0.018)
+        with torch.enable_grad():
+            net(torch.zeros(8, 4)).sum().backward()
+        before = clock.seconds
+        net(torch.zeros(8, 4))
+    assert clock.seconds - before == pytest.approx(3 * 0.018)
+    assert device.passes == 1
+
+
+def test_memory_is_a_bound_for_one_batch():
+    device, _ = emulated(DeviceProfile(0.001, 0.01, 0.002, 0.02, memory=8, name="small"))
+    with device.attach(net := model()):
+        with pytest.raises(torch.OutOfMemoryError, match="small holds 8 samples and got 9"):
+            net(torch.zeros(9, 4))
+        net(torch.zeros(8, 4)).sum().backward()
+    assert device.passes == 1
+
+
+def test_two_forward_passes_and_one_backward_pass():
+    device, clock = emulated()
+    with device.attach(net := model()):
+        (net(torch.zeros(8, 4)) + net(torch.ones(8, 4))).sum().backward()
+    assert clock.seconds == pytest.approx(2 * 0.018 + 2 * 0.036)
+    assert device.times[-1].batch_size == 16
+
+
+def test_a_second_backward_pass_takes_nothing():
+    device, clock = emulated()
+    with device.attach(net := model()):
+        loss = net(torch.zeros(8, 4)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert clock.seconds == pytest.approx(0.018 + 0.036)
+
+
+def test_unused_and_frozen_parameters_leave_the_time_whole():
+    device, clock = emulated()
+    net = model()
+    net.unused = nn.Parameter(torch.zeros(100))
+    net[0].requires_grad_(False)
+    net.forward = lambda x: net[2](net[1](net[0](x)))
+    with device.attach(net):
+        net(torch.zeros(8, 4)).sum().backward()
+    assert clock.seconds == pytest.approx(0.018 + 0.036)
+
+
+def test_a_loss_of_the_parameters_alone_takes_the_backward_pass():
+    device, clock = emulated()
+    with device.attach(net := model()):
+        net(torch.zeros(8, 4))
+        sum(p.square().sum() for p in net.parameters()).backward()
+    assert clock.seconds == pytest.approx(0.018 + 0.036)
+
+
+class RefusedError(RuntimeError):
+    """Error of a pass."""
+
+
+def refuse(*_):
+    raise RefusedError
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_after_one_that_failed_takes_its_time(where):
+    device, clock = emulated()
+    net = model()
+    with device.attach(net):
+        failing = net[1].register_forward_hook(refuse) if where == "forward" else net[0].weight.register_hook(refuse)
+        with pytest.raises(RefusedError):
+            net(torch.zeros(8, 4)).sum().backward()
+        failing.remove()
+        before = clock.seconds
+        net(torch.zeros(8, 4)).sum().backward()
+    assert clock.seconds - before == pytest.approx(0.018 + 0.036)
+
+
+def test_gradients_are_those_without_a_device():
+    plain, paced = model(), model()
+    x = torch.randn(8, 4)
+    plain(x).square().sum().backward()
+    with emulated()[0].attach(paced):
+        paced(x).square().sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), paced.parameters(), strict=True))
+
+
+def test_nothing_is_left_after_it():
+    device, clock = emulated()
+    net = model()
+    with device.attach(net):
+        pass
+    net(torch.zeros(8, 4)).sum().backward()
+    assert clock.seconds == 0.0
+    assert not net._forward_hooks
+    assert not net._forward_pre_hooks
+    device.attach(net)
+    with pytest.raises(RuntimeError, match="attached to a model already"):
+        device.attach(net)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "size"),
+    [
+        ((torch.zeros(3, 5),), 3),
+        (({"a": 1, "ids": torch.zeros(4, 5)},), 4),
+        ((torch.tensor(1.0), [torch.zeros(6)]), 6),
+    ],
+)
+def test_the_batch_size_is_the_first_dimension(inputs, size):
+    assert first_dimension(*inputs) == size
+
+
+def test_a_batch_without_tensors_needs_a_function():
+    device, clock = emulated()
+    net = nn.Linear(4, 1)
+    net.forward = lambda texts: nn.functional.linear(torch.zeros(len(texts), 4), net.weight)
+    with device.attach(net), pytest.raises(ValueError, match="Give batch_size="):
+        net(["a", "b"])
+    device.detach()
+    with device.attach(net, batch_size=len):
+        net(["a", "b"])
+    assert clock.seconds == pytest.approx(0.012)
+
+
+@pytest.mark.parametrize("wrong", [{"profile": 3}, {"seed": -1}, {"keep": 0}])
+def test_bad_input_is_refused_when_it_is_made(wrong):
+    with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
+        EmulatedDevice(**{"profile": PROFILE, **wrong})
+
+
+def test_waiting_uses_no_processor_time():
+    device = EmulatedDevice(DeviceProfile(0.0, 0.5, 0.0, 0.5))
+    with device.attach(net := model()):
+        began = time.process_time()
+        net(torch.zeros(8, 4)).sum().backward()
+        assert time.process_time() - began < 0.5
+    assert sum(one.taken for one in device.times) >= 1.0
+
+
+def test_fabric_and_accelerate_train_at_its_speed():
+    accelerate = pytest.importorskip("accelerate")
+    fabric, accelerator = Fabric(accelerator="cpu", devices=1), accelerate.Accelerator(cpu=True)
+    for prepare, backward in ((fabric.setup, fabric.backward), (accelerator.prepare, accelerator.backward)):
+        device, clock = emulated()
+        net = model()
+        device.attach(net)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        wrapped, optimizer = prepare(net, optimizer)
+        for step in range(1, 4):
+            backward(wrapped(torch.zeros(8, 4)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            assert clock.seconds == pytest.approx(step * 0.054)
+
+
+def _buckets(rank):
+    """When each bucket of a DDP model is ready."""
+    torch.distributed.init_process_group("gloo")
+    device, clock = emulated()
+    net = nn.Sequential(*[nn.Linear(100, 100, bias=False) for _ in range(6)])
+    device.attach(net)
+    wrapped, ready = DistributedDataParallel(net, bucket_cap_mb=0.05), []
+
+    def hook(state, bucket):
+        ready.append(clock.seconds)
+        return torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
+
+    wrapped.register_comm_hook(None, hook)
+    for _ in range(3):
+        begin = clock.seconds
+        ready.clear()
+        wrapped(torch.zeros(8, 100)).sum().backward()
+        end = clock.seconds
+    torch.distributed.destroy_process_group()
+    return [(moment - begin - 0.018) / 0.036 for moment in ready], end - begin
+
+
+def test_ddp_gets_its_buckets_one_after_the_other():
+    for shares, seconds in run_ranks(_buckets, 2):
+        assert shares == pytest.approx([i / len(shares) for i in range(1, len(shares) + 1)])
+        assert len(shares) > 2
+        assert seconds == pytest.approx(0.054)
