@@ -20,8 +20,9 @@ from lightning_hetero.data import AMAZON_670K, DELICIOUS_200K, synthetic_multila
 from lightning_hetero.simulate import DeviceProfile
 
 SHAPES = {"amazon": AMAZON_670K, "delicious": DELICIOUS_200K}
-SCALE = {"amazon": 0.05, "delicious": 0.01}
+SCALE = {"amazon": 0.025, "delicious": 0.005}
 SAMPLES = {"amazon": 16000, "delicious": 8000}
+CLASSES = {"amazon": 250, "delicious": 500}
 CLUSTERS = {"paper": (1.0, 1.107, 1.213, 1.32), "unequal": (1.0, 2.0, 10 / 3)}
 """Times of the workers over the first one's: 32 % from the fastest to the slowest (Fig. 1), and more than that."""
 BATCH, MEGA_BATCH, HIDDEN = 64, 2000, 64
@@ -78,7 +79,7 @@ def profiles(cluster, workers=None):
 @cache
 def data(shape, quick=False):
     """Training and test set: non-zeros and labels of the real set's samples, and a part of its columns."""
-    sizes = {"classes": 500, "train": SAMPLES[shape], "test": 2000}
+    sizes = {"classes": CLASSES[shape], "train": SAMPLES[shape], "test": 1000}
     sizes = {"classes": 60, "train": 1500, "test": 200} if quick else sizes
     return synthetic_multilabel(replace(SHAPES[shape].scaled(SCALE[shape]), **sizes))
 
