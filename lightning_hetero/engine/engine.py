@@ -18,6 +18,7 @@ from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.metrics import plan_metrics
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision, PlanContext, Planner, Proposal, moves_total
+from lightning_hetero.core.policies.round_decision import decide_round
 from lightning_hetero.engine.engine_data import EngineData
 from lightning_hetero.engine.sync_rounds import Decide
 
@@ -171,16 +172,14 @@ class HeteroEngine(EngineData):
         """
 
         def decide(observations: StepObservations) -> tuple[Decision, tuple[float | None, float | None]]:
-            current, begins = self.plan, not_before[1] == 0 and not self.rounds.keeps_window
-            if planner is None or current is None or not (observations.num_steps or (begins and moves_total(planner))):
-                kept = None if planner is None else "too few observations: no timed step"
-                return Decision(planner, kept=kept), (None, None)
-            upcoming = self.history.last.plan if self.history is not None else current
-            context = self._context(upcoming, noise=self.noise_scale(), epoch_begins=begins)
-            outcome = planner.decide(observations, upcoming, context)
-            decision = Decision.of(outcome, planner, upcoming.total_batch_size)
-            predicted = (decision.planner or planner).predict(current, self._context(current))
-            return decision, (predicted, decision.error if upcoming == current else None)
+            begins = not_before[1] == 0 and not self.rounds.keeps_window
+            upcoming = self.plan if self.history is None else self.history.last.plan
+
+            def context() -> PlanContext:
+                assert upcoming is not None
+                return self._context(upcoming, noise=self.noise_scale(), epoch_begins=begins)
+
+            return decide_round(planner, observations, self.plan, upcoming, context)
 
         done = self._run_sync_round(decide, not_before)
         self.rounds.diagnosis.observe(

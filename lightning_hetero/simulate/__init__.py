@@ -7,6 +7,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
+    from lightning_hetero.simulate.cluster.link_profile import LinkProfile as LinkProfile
+    from lightning_hetero.simulate.cluster.result import SimulationResult as SimulationResult
+    from lightning_hetero.simulate.cluster.simulator import ClusterSimulator as ClusterSimulator
     from lightning_hetero.simulate.devices.device_profile import DeviceProfile as DeviceProfile
     from lightning_hetero.simulate.devices.emulated_device import EmulatedDevice as EmulatedDevice
     from lightning_hetero.simulate.devices.lightning_callback import EmulatedDeviceCallback as EmulatedDeviceCallback
@@ -14,6 +17,9 @@ if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
     from lightning_hetero.simulate.throttle import Throttle as Throttle
 
 _EXPORTS = {
+    "LinkProfile": "lightning_hetero.simulate.cluster.link_profile",
+    "SimulationResult": "lightning_hetero.simulate.cluster.result",
+    "ClusterSimulator": "lightning_hetero.simulate.cluster.simulator",
     "DeviceProfile": "lightning_hetero.simulate.devices.device_profile",
     "EmulatedDevice": "lightning_hetero.simulate.devices.emulated_device",
     "EmulatedDeviceCallback": "lightning_hetero.simulate.devices.lightning_callback",

@@ -1,0 +1,144 @@
+"""Streams of the factors on all times of a step, those that each device's profile and seed give, for all at once."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_hetero.simulate.devices.device_profile import DeviceProfile
+
+__all__ = ["FactorStream", "Factors", "ProfileFactors"]
+
+Array = npt.NDArray[np.float64]
+
+BLOCK = 64
+"""Passes that are drawn at a time."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Factors on the times of some steps.
+
+    Args:
+        slow: of each worker's speed, without jitter, shape ``(steps, workers)``: the optimum follows these.
+        devices: on ``a`` and ``P`` of each worker, ``slow`` included, shape ``(steps, workers, 2)``.
+        link: on the seconds of the all-reduces, shape ``(steps,)``.
+        first: on the measured time until the first bucket, shape ``(steps, workers)``; ``None`` if it is exact.
+    """
+
+    slow: Array
+    devices: Array
+    link: Array
+    first: Array | None = None
+
+
+class FactorStream(Protocol):
+    """Source of the factors of a run."""
+
+    def take(self, steps: int) -> Factors:
+        """Return the factors of the next steps."""
+
+
+class ProfileFactors:
+    """Factors of device profiles: the same numbers as their :meth:`~DeviceProfile.times` with the same seeds.
+
+    Args:
+        devices: profiles.
+        seeds: seed of each device.
+        link_jitter: relative standard deviation of the link's factor.
+        link_seed: seed of the link.
+
+    Example:
+        >>> device = DeviceProfile(0.001, 0, 0.002, 0, jitter=0.1)
+        >>> factors = ProfileFactors([device], [5]).take(1).devices[0, 0]
+        >>> factors.tolist() == list(next(device.times(5)))
+        True
+    """
+
+    def __init__(
+        self, devices: Sequence[DeviceProfile], seeds: Sequence[int], link_jitter: float = 0.0, link_seed: int = 0
+    ) -> None:
+        self._streams = [_DeviceStream(device, seed) for device, seed in zip(devices, seeds, strict=True)]
+        self._link_jitter, self._link = link_jitter, np.random.default_rng([link_seed, 2])
+
+    def take(self, steps: int) -> Factors:
+        """Return the factors of the next steps."""
+        slow, devices = np.ones((steps, len(self._streams))), np.ones((steps, len(self._streams), 2))
+        for i, stream in enumerate(self._streams):
+            if not stream.constant:
+                slow[:, i], devices[:, i] = stream.take(steps)
+        link = np.ones(steps)
+        if self._link_jitter:
+            link = _log_normal(self._link.standard_normal(steps), self._link_jitter)
+        return Factors(slow, devices, link)
+
+    def change(self, streams: Mapping[int, int], devices: Sequence[DeviceProfile], seeds: Sequence[int]) -> None:
+        """Go on with other devices.
+
+        Args:
+            streams: place of each device that stays, by its former one.
+            devices: profiles of all devices from now on.
+            seeds: seeds of those that are new.
+        """
+        kept = {there: self._streams[before] for before, there in streams.items()}
+        pairs = enumerate(zip(devices, seeds, strict=True))
+        self._streams = [kept[i] if i in kept else _DeviceStream(device, seed) for i, (device, seed) in pairs]
+
+
+class _DeviceStream:
+    """Factors of one device, drawn in blocks."""
+
+    def __init__(self, profile: DeviceProfile, seed: int) -> None:
+        self.profile, self.constant = profile, not (profile.jitter or profile.round_jitter or profile.slowdown)
+        if not self.constant:
+            self._single, self._shared = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1])
+        self._passage, self._rounds, self._drawn = 0, np.ones(0), np.ones((0, 2))
+
+    def take(self, steps: int) -> tuple[Array, Array]:
+        """Return the slowdown, and both factors, of the next passes."""
+        slow, passages = _slowdowns(self.profile, self._passage, steps), self._passage + np.arange(steps)
+        of_round = slow
+        if self.profile.round_jitter:
+            of_round = slow * self._of_rounds(passages // self.profile.round_passes)
+        self._passage += steps
+        return slow, of_round[:, None] * self._singles(steps)
+
+    def _singles(self, steps: int) -> Array:
+        if not self.profile.jitter:
+            return np.ones((steps, 2))
+        missing = steps - len(self._drawn)
+        if missing > 0:
+            z = self._single.standard_normal((-(-missing // BLOCK) * BLOCK, 2))
+            self._drawn = np.concatenate([self._drawn, _log_normal(z, self.profile.jitter)])
+        taken, self._drawn = self._drawn[:steps], self._drawn[steps:]
+        return taken
+
+    def _of_rounds(self, rounds: npt.NDArray[np.int64]) -> Array:
+        missing = int(rounds[-1]) + 1 - len(self._rounds)
+        if missing > 0:
+            more = _log_normal(self._shared.standard_normal(missing), self.profile.round_jitter)
+            self._rounds = np.concatenate([self._rounds, more])
+        return self._rounds[rounds]
+
+
+def _log_normal(z: Array, deviation: float) -> Array:
+    """Return log-normal factors of mean 1 and this relative standard deviation from standard normal numbers."""
+    variance = np.log1p(deviation**2)
+    return np.asarray(np.exp(z * np.sqrt(variance) - 0.5 * variance))
+
+
+def _slowdowns(profile: DeviceProfile, first: int, steps: int) -> Array:
+    """Return :meth:`DeviceProfile.slowdown_at` of the passes from ``first`` on."""
+    if not profile.slowdown:
+        return np.ones(steps)
+    trace = {0: 1.0, **dict(profile.slowdown)}
+    at, factors = np.array(list(trace)), np.array(list(trace.values()))
+    passages = first + np.arange(steps)
+    last = np.searchsorted(at, passages, side="right") - 1
+    if not profile.gradual:
+        return np.asarray(factors[last])
+    following = np.minimum(last + 1, len(at) - 1)
+    part = (passages - at[last]) / np.maximum(at[following] - at[last], 1)
+    return np.asarray(factors[last] + part * (factors[following] - factors[last]))

@@ -1,0 +1,213 @@
+"""Simulator of a data-parallel training on unequal workers: real planners and schedule, simulated steps."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
+from lightning_hetero.core.policies import POLICIES
+from lightning_hetero.core.policies.base import Planner, check_planner
+from lightning_hetero.core.policies.goodput import GoodputPlanner
+from lightning_hetero.core.validation import check_choice, check_int
+from lightning_hetero.simulate.cluster.factors import FactorStream, ProfileFactors
+from lightning_hetero.simulate.cluster.link_profile import LinkProfile
+from lightning_hetero.simulate.cluster.optimum import best_split
+from lightning_hetero.simulate.cluster.result import Recorder, SimulationResult
+from lightning_hetero.simulate.cluster.rounds import VirtualRounds
+from lightning_hetero.simulate.cluster.state import ClusterState
+from lightning_hetero.simulate.cluster.steps import StepRunner
+from lightning_hetero.simulate.devices.device_profile import DeviceProfile
+
+__all__ = ["ClusterSimulator"]
+
+Array = npt.NDArray[np.float64]
+
+
+class ClusterSimulator:
+    """Training on a cluster of exactly known speed, without a process: steps by their events, decisions by the package.
+
+    Every step is simulated bucket by bucket, and timed as a run's timers would time it. The planner, the schedule of
+    sync rounds, and the path from a decision to the next plan are those of a run. The clock is virtual.
+
+    Args:
+        devices: profile of each worker; two to ten thousand of them take milliseconds to a tenth of a second per step.
+        total_batch_size: ``B`` to begin with, ``>= 1``.
+        link: link of the workers; by default gradients take no time.
+        policy: name in :data:`~lightning_hetero.core.policies.POLICIES` that needs no settings, or a planner.
+        seed: of all random numbers: device ``i`` has ``seed + i``, as an emulated one has.
+        min_local: fewest samples of each worker, ``>= 1``.
+        names: hardware identity of each worker; by default its profile's name and its place.
+        capacities: peak FLOP/s of each worker, for policies that begin with them.
+        replan: interval of sync rounds: ``"auto"``, or a number of steps.
+        hysteresis: least predicted gain for which a plan changes.
+        change_cost: seconds that a change of the plan costs; by default what the first worker measures.
+        round_seconds: seconds of a sync round up to its decision, a number or a function of the processor time that
+            the decision took; by default what is typical for the number of workers (``benchmarks/scaling.py``).
+        ahead: steps whose batches are drawn already when a plan is decided on, which run under the old one.
+        factors: source of the factors on all times, in place of the profiles' jitter and slowdowns.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if an argument is out of range, or no split fits the workers.
+
+    Example:
+        >>> fast = DeviceProfile(q=0.001, s=0.01, k=0.002, m=0.01)
+        >>> slow = DeviceProfile(q=0.004, s=0.01, k=0.008, m=0.01)
+        >>> simulator = ClusterSimulator([fast, slow], 100, link=LinkProfile(gradient_bytes=1e6, rate=1e9))
+        >>> result = simulator.run(40)
+        >>> [entry.plan.local_batch_sizes for entry in result.plans]
+        [(50, 50), (79, 21), (80, 20)]
+        >>> round(result.share_since(20), 3), simulator.optimum()[1].tolist()
+        (1.0, [80, 20])
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[DeviceProfile],
+        total_batch_size: int,
+        *,
+        link: LinkProfile | None = None,
+        policy: str | Planner | None = "perf_model",
+        seed: int = 0,
+        min_local: int = 1,
+        names: Sequence[str] | None = None,
+        capacities: Sequence[float] = (),
+        replan: str | int = "auto",
+        hysteresis: float | None = None,
+        change_cost: float | None = None,
+        round_seconds: float | Callable[[float], float] | None = None,
+        ahead: int = 0,
+        factors: FactorStream | None = None,
+    ) -> None:
+        devices, link = checked_devices(devices), LinkProfile() if link is None else link
+        if not isinstance(link, LinkProfile):
+            raise TypeError(f"link={link!r} must be a LinkProfile, such as LinkProfile(gradient_bytes=1e8, rate=1e9).")
+        check_int("seed", seed, minimum=0)
+        check_int("min_local", min_local, minimum=1)
+        names = checked_names(devices, names)
+        if len(capacities) not in (0, len(devices)):
+            raise ValueError(f"capacities has {len(capacities)} entries for {len(devices)} devices; give one for each.")
+        cluster = ClusterState(devices, names, link, min_local, tuple(map(float, capacities)))
+        if factors is None:
+            factors = ProfileFactors(devices, [seed + i for i in range(len(devices))], link.jitter, seed)
+        self._record = Recorder()
+        self._steps = StepRunner(cluster, factors, self._record)
+        self._rounds = VirtualRounds(
+            checked_policy(policy, check_int("total_batch_size", total_batch_size, minimum=1)),
+            self._record,
+            replan=replan,
+            hysteresis=hysteresis,
+            change_cost=change_cost,
+            round_seconds=round_seconds,
+            ahead=check_int("ahead", ahead, minimum=0),
+        )
+        self._rounds.begin(cluster, total_batch_size)
+
+    # what runs
+
+    @property
+    def cluster(self) -> ClusterState:
+        """The workers and their link."""
+        return self._steps.cluster
+
+    @property
+    def plan(self) -> BatchPlan:
+        """Plan of the next step."""
+        return self._rounds.plan_at(self.step)
+
+    @property
+    def planner(self) -> Planner | None:
+        """Planner that has seen all rounds so far."""
+        return self._rounds.planner
+
+    @property
+    def step(self) -> int:
+        """Steps that have run."""
+        return self._steps.count
+
+    @property
+    def clock(self) -> float:
+        """Second of the virtual clock."""
+        return self._steps.clock
+
+    @property
+    def result(self) -> SimulationResult:
+        """Everything so far."""
+        return self._record.result()
+
+    def run(self, steps: int) -> SimulationResult:
+        """Run some more steps; return the result of all steps so far.
+
+        Raises:
+            ValueError: if the number is negative.
+        """
+        end = self.step + check_int("steps", steps, minimum=0)
+        while self.step < end:
+            until = min(end, self._rounds.stretch_ends(self.step), self.step + self._steps.most)
+            self._rounds.timer.see(self._steps.run(self.plan, until - self.step))
+            if self._rounds.due(self.step):
+                self._steps.wait(self._rounds.run(self.step, self.cluster))
+        return self.result
+
+    def optimum(self, total_batch_size: int | None = None) -> tuple[float, npt.NDArray[np.int64]]:
+        """Return the least seconds of a step without jitter at the newest speeds, and a split that takes them.
+
+        Args:
+            total_batch_size: samples of the step; by default those of the next one.
+        """
+        total = self.plan.total_batch_size if total_batch_size is None else total_batch_size
+        cluster = self.cluster
+        return best_split(self._steps.lines(), total, cluster.low, cluster.high)
+
+    # what changes
+
+    def slow_down(self, factors: float | Sequence[float] | Array, *, link: float = 1.0) -> None:
+        """Make each worker, and the link, slower from the next step on than the profiles say; 1 takes it back.
+
+        Args:
+            factors: on all times of each worker, or one for all, above 0.
+            link: factor on the seconds of all-reduces, above 0.
+        """
+        self._steps.slow_down(factors, link)
+
+    def adopt(self, plan: BatchPlan, reason: str = "given") -> PlanEntry:
+        """Make a plan that of the next steps, as an engine's ``adopt`` does."""
+        return self._rounds.adopt(plan, reason, self.step, self.cluster)
+
+
+def checked_devices(devices: Any) -> tuple[DeviceProfile, ...]:
+    """Return the profiles of at least one device."""
+    found = tuple(devices) if isinstance(devices, Sequence) and not isinstance(devices, str) else ()
+    if not found or not all(isinstance(device, DeviceProfile) for device in found):
+        raise TypeError(f"devices={devices!r} must be a list of one DeviceProfile per worker, such as [fast, slow].")
+    return found
+
+
+def checked_names(devices: Sequence[DeviceProfile], names: Sequence[str] | None) -> tuple[str, ...]:
+    """Return one name for each device, all of them different."""
+    if names is None:
+        return tuple(f"{device.name or 'device'} {i}" for i, device in enumerate(devices))
+    if len(set(names)) != len(devices) or len(names) != len(devices):
+        raise ValueError(f"names={list(names)!r} must be {len(devices)} different strings, one for each device.")
+    return tuple(names)
+
+
+def checked_policy(policy: Any, total: int) -> Planner | None:
+    """Return the planner of a policy, as a run begins with it."""
+    if isinstance(policy, str):
+        check_choice("policy", policy, tuple(POLICIES))
+        entry = POLICIES[policy]
+        if entry.needs:
+            raise ValueError(
+                f"policy={policy!r} needs {', '.join(entry.needs)}; give its planner instead, such as "
+                "policy=GoodputPlanner(max_total_batch_size=4096)."
+            )
+        planner = entry.factory()
+    else:
+        planner = None if policy is None else check_planner(policy)
+    if isinstance(planner, GoodputPlanner) and planner.initial_total is None:
+        planner = replace(planner, initial_total=total)
+    return planner

@@ -1,0 +1,52 @@
+"""Decision of a round: what is asked of the planner, and what is said of the running plan."""
+
+import numpy as np
+import pytest
+
+from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.policies.base import Decision, PlanContext
+from lightning_hetero.core.policies.round_decision import decide_round
+from lightning_hetero.core.policies.static import StaticPlanner
+
+OLD, NEW = BatchPlan(4, (2, 2)), BatchPlan(8, (6, 2))
+SEEN = StepObservations(*[np.ones((3, 2))] * 7)
+
+
+class Sure(StaticPlanner):
+    """A step takes as many seconds as its plan has samples, give or take one."""
+
+    def __init__(self, moves=False):
+        self.moves_total = moves
+
+    def decide(self, observations, current, context):
+        return Decision(self, kept=f"{observations.num_steps} of {current.total_batch_size}", error=1.0)
+
+    def predict(self, plan, context):
+        assert (context.total_batch_size, context.noise) == (plan.total_batch_size, None)
+        return float(plan.total_batch_size)
+
+
+def context(**more):
+    return lambda: PlanContext(8, ("a", "b"), (1, 1), **more)
+
+
+def test_the_planner_decides_on_the_upcoming_plan_and_predicts_the_running_one():
+    decision, predicted = decide_round(Sure(), SEEN, OLD, NEW, context())
+    assert (decision.kept, predicted) == ("3 of 8", (4.0, None))
+    assert decide_round(Sure(), SEEN, NEW, NEW, context())[1] == (8.0, 1.0)
+
+
+def test_no_planner_or_no_plan_has_nothing_to_decide():
+    assert decide_round(None, SEEN, OLD, OLD, None) == (Decision(None), (None, None))
+    planner = Sure()
+    assert decide_round(planner, SEEN, None, None, None)[0].planner is planner
+
+
+@pytest.mark.parametrize(
+    ("moves", "begins", "asked"),
+    [(False, False, False), (False, True, False), (True, False, False), (True, True, True)],
+)
+def test_without_observations_only_a_new_epoch_asks_a_planner_that_moves_the_total(moves, begins, asked):
+    decision, _ = decide_round(Sure(moves), StepObservations.empty(2), OLD, OLD, context(epoch_begins=begins))
+    assert decision.kept == ("0 of 4" if asked else "too few observations: no timed step")
