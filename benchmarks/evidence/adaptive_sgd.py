@@ -138,13 +138,11 @@ def shape(name):
     """Figure of one line of Table I."""
 
     def found(record):
-        paper, full, trained = (
-            one(record, shape=name, made=made) for made in ("Table I", "full scale", "as trained on")
-        )
+        paper, tenth, trained = (one(record, shape=name, made=made) for made in ("Table I", "a tenth", "as trained on"))
         return (
-            f"At full scale: {full['features']:,} features, {full['classes']:,} classes, {full['train']:,} + "
-            f"{full['test']:,} samples, {full['features_per_sample']:.1f} features (paper "
-            f"{paper['features_per_sample']}) and {full['classes_per_sample']:.1f} classes a sample (paper "
+            f"At a tenth: {tenth['features']:,} features, {tenth['classes']:,} classes, {tenth['train']:,} + "
+            f"{tenth['test']:,} samples, {tenth['features_per_sample']:.1f} features (paper "
+            f"{paper['features_per_sample']}) and {tenth['classes_per_sample']:.1f} classes a sample (paper "
             f"{paper['classes_per_sample']}). Trained on: {trained['features']:,} features (1/"
             f"{paper['features'] / trained['features']:.0f}), {trained['classes']} classes, {trained['train']:,} "
             f"samples; the non-zeros of a batch of 64 vary by {trained['batch_spread_%']:.0f} %."
