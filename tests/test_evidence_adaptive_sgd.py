@@ -14,11 +14,11 @@ ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 
 
-def loaded(path):
+def loaded(path, name):
     """A module of the benchmarks, which find each other beside themselves."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -29,7 +29,7 @@ def bench():
     threads, before = torch.get_num_threads(), list(sys.path)
     sys.path.insert(0, str(BENCHMARKS / "papers"))
     try:
-        yield loaded(BENCHMARKS / "papers" / "adaptive_sgd.py")
+        yield loaded(BENCHMARKS / "papers" / "adaptive_sgd.py", "adaptive_sgd")
     finally:
         torch.set_num_threads(threads)
         sys.path[:] = before
@@ -38,10 +38,9 @@ def bench():
 @pytest.fixture(scope="module")
 def evidence():
     before = list(sys.path)
-    sys.path[:0] = [str(BENCHMARKS / "evidence")]
+    sys.path.insert(0, str(BENCHMARKS / "evidence"))
     try:
-        loaded(BENCHMARKS / "evidence" / "row.py")
-        yield loaded(BENCHMARKS / "evidence" / "adaptive_sgd.py")
+        yield loaded(BENCHMARKS / "evidence" / "adaptive_sgd.py", "evidence_of_adaptive_sgd")
     finally:
         sys.path[:] = before
 
@@ -120,13 +119,11 @@ def test_trainings_that_are_done_are_not_repeated(bench, tmp_path):
 
 
 def test_the_best_rate_of_each_method_is_inside_the_grid():
-    """Those of averaged gradients and of the package's default rule, with the optimizer that is best for them."""
     rows = json.loads((BENCHMARKS / "results" / "adaptive_sgd_time.json").read_text())["rows"]
-    best = {
-        row["method"]: row for row in rows if row["best"] and (row["shape"], row["cluster"]) == ("amazon", "unequal")
-    }
-    assert all(best[method]["inside"] for method in ("ddp", "hetero_ddp", "adaptive", "elastic"))
-    assert all(row["seeds"] >= 3 for row in rows)
+    best = [row for row in rows if row["best"]]
+    assert all(row["inside"] and row["seeds"] >= 3 for row in best)
+    headline = {row["method"] for row in best if (row["shape"], row["cluster"]) == ("amazon", "unequal")}
+    assert headline >= {"ddp", "hetero_ddp", "adaptive", "elastic", "crossbow", "mean"}
 
 
 def test_every_row_has_a_figure_from_its_result_and_is_placed_once(evidence):

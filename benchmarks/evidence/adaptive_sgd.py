@@ -58,7 +58,7 @@ def headline(record):
 
 def same_rate(record):
     """Plain SGD at one rate for all methods, the one with the highest precision of any."""
-    rows = [row for row in of(record, optimizer="SGD", **PAPERS) if row["seeds"] > 0]
+    rows = [row for row in of(record, optimizer="SGD", **HEADLINE) if row["seeds"] > 0]
     rate = max(rows, key=lambda row: row["precision"])["lr"]
     found = sorted(((row["precision"], row["method"]) for row in rows if row["lr"] == rate), reverse=True)
     return f"At the rate {rate:g}, precision in 2 epochs: {', '.join(f'{m} {p:.2f}' for p, m in found)}."
@@ -66,7 +66,7 @@ def same_rate(record):
 
 def efficiencies(record):
     """Epochs and speed apart."""
-    rows = of(record, tuned="best", **PAPERS)
+    rows = of(record, **PAPERS)
     said = [
         f"{r['method']} {r['epochs_to_target']:.2f} epochs at {r['samples_per_s_1']:.0f} samples/s"
         for r in rows
@@ -78,7 +78,7 @@ def efficiencies(record):
 def highest(record):
     """Highest precision of each method."""
     parts = []
-    for place, rows in groupby(of(record, tuned="best"), key=lambda row: (row["shape"], row["cluster"])):
+    for place, rows in groupby(record["rows"], key=lambda row: (row["shape"], row["cluster"])):
         best = sorted(((row["best"], row["method"]) for row in rows), reverse=True)
         parts.append(f"{' on '.join(place)}: {', '.join(f'{method} {found:.3f}' for found, method in best)}")
     return f"Best precision in 4 epochs, each method at its best rate: {'; '.join(parts)}."
@@ -127,10 +127,7 @@ def sizes(record):
 
 def perturbed(record):
     """Share of merges with perturbed weights."""
-    parts = [
-        f"{row['shape']} on {row['cluster']} {row['perturbed_%']:.0f} %"
-        for row in of(record, method="adaptive", tuned="best")
-    ]
+    parts = [f"{row['shape']} on {row['cluster']} {row['perturbed_%']:.0f} %" for row in of(record, method="adaptive")]
     return f"Share of merges that are perturbed: {', '.join(parts)}."
 
 

@@ -44,13 +44,13 @@ TARGET, EPOCHS = {"amazon": 0.85, "delicious": 0.5}, {"amazon": 2, "delicious": 
 EXCHANGES = (0.0, 1.0, 3.0)
 """Times of an exchange over that of the fastest device's largest batch; the middle one is the headline's."""
 CELLS = [("amazon", "unequal"), ("amazon", "paper"), ("delicious", "paper")]
-"""Shapes of data and clusters of the grid; only the first has momentum SGD too."""
+"""Shapes of data and clusters of the grid; the first has all methods and optimizers."""
 REPLAYED = [name for name in METHODS if name != "hetero_ddp"]  # which computes what ddp does
 OF_PAPER = ("adaptive", "elastic, even", "crossbow, every batch", "ddp")
 """The paper's own four methods; its SLIDE is a program for CPUs."""
 METHODS_AT = {
     ("amazon", "unequal"): REPLAYED,
-    ("amazon", "paper"): (*OF_PAPER, "adaptive, as printed", "elastic"),
+    ("amazon", "paper"): (*OF_PAPER, "elastic"),
     ("delicious", "paper"): OF_PAPER,
 }
 FINALISTS = {("amazon", "unequal"): 2, ("amazon", "paper"): 1, ("delicious", "paper"): 1}
@@ -161,7 +161,7 @@ def _equals(record):
 def grid_records(runs, shape, cluster):
     """Trainings of a grid: the first seed of each rate, and all seeds of the best rates of each optimizer."""
     settings = {"epochs": EPOCHS[shape], "stop_at": TARGET[shape]}
-    optimizers = [o for o in RATES if o != "momentum" or (shape, cluster) == CELLS[0]]
+    optimizers = RATES if (shape, cluster) == CELLS[0] else ("Adam",)  # which is the best of all methods there
     cells = [(m, o, lr) for m in METHODS_AT[shape, cluster] for o in optimizers for lr in RATES[o] if _fits(m, o)]
     first = runs.of([spec(shape, cluster, *cell, SEEDS[0]) for cell in cells], **settings)
     groups = defaultdict(list)
@@ -245,40 +245,31 @@ def _cell_rank(cell):
 
 def grid(args):
     """Time to the target, tuned: `adaptive_sgd_grid.json` has all cells, `adaptive_sgd_time.json` the best ones."""
-    runs = Runs(args.runs, "grid", args.minutes)
-    cells = cells_of([record for where in CELLS for record in grid_records(runs, *where)])
+    runs, cells = Runs(args.runs, "grid", args.minutes), []
     about = f"seconds to a precision of {TARGET} in {EPOCHS} epochs; an exchange takes 0, 1, 3 times a batch"
-    write_table(cells, RESULTS / "adaptive_sgd_grid.json", f"grid: {about}")
-    write_table(best_of(cells), RESULTS / "adaptive_sgd_time.json", f"best rates by the median of 3 seeds: {about}")
+    for where in CELLS:
+        cells += cells_of(grid_records(runs, *where))
+        write_table(cells, RESULTS / "adaptive_sgd_grid.json", f"grid: {about}")
+        write_table(best_of(cells), RESULTS / "adaptive_sgd_time.json", f"best rates by the median of 3 seeds: {about}")
 
 
 # the best cells, trained on
 
 LONG = 4
 """Epochs of the curves."""
-CURVES = [
-    (("amazon", "paper"), "best", 3),
-    (("amazon", "unequal"), "best", 1),
-    (("amazon", "paper"), "SGD", 1),
-    (("delicious", "paper"), "best", 1),
-]
-"""What is trained on: shape and cluster, by which the rates are the best (any optimizer, or SGD), and seeds."""
+CURVE_SEEDS = 1
 
 
-def chosen(where, kind):
-    """Best cells of `adaptive_sgd_time.json` at a place: of each method, or of each method with one optimizer."""
-    rows = [row for row in _result("time") if _where(row) == where]
-    return [row for row in rows if (row["best"] if kind == "best" else row["optimizer"] == kind)]
+def chosen(where):
+    """Best cell of each method at a place, from `adaptive_sgd_time.json`."""
+    rows = json.loads((RESULTS / "adaptive_sgd_time.json").read_text())["rows"]
+    return [row for row in rows if _where(row) == where and row["best"]]
 
 
-def _result(name):
-    return json.loads((RESULTS / f"adaptive_sgd_{name}.json").read_text())["rows"]
-
-
-def curve_row(tuned, where, records, target):
+def curve_row(where, records, target):
     """Precision after each epoch, speed, and what the merges did: medians over seeds."""
     first, size = records[0], len(data(where[0])[0])
-    row = {"shape": where[0], "cluster": where[1], "tuned": tuned, "method": first["method"]}
+    row = {"shape": where[0], "cluster": where[1], "method": first["method"]}
     row |= {"optimizer": first["optimizer"], "lr": first["lr"], "seeds": len(records)}
     ends = [size * epoch for epoch in range(1, LONG + 1)]
     at = [[next(p for p in r["points"] if p[0] >= end * 0.999) for end in ends] for r in records]
@@ -301,22 +292,26 @@ def curve_row(tuned, where, records, target):
 def curves(args):
     """Precision by epoch and speed (`adaptive_sgd_curves.json`), sizes and updates (`adaptive_sgd_merges.json`)."""
     runs, rows, evolution = Runs(args.runs, "curves", args.minutes), [], []
-    for where, tuned, seeds in CURVES:
-        cells = [cell for cell in chosen(where, tuned) if cell["method"] not in ("hetero_ddp", "mean")]
-        specs = [spec(*where, c["method"], c["optimizer"], c["lr"], s) for c in cells for s in SEEDS[:seeds]]
+    for where in CELLS:
+        cells = [cell for cell in chosen(where) if cell["method"] not in ("hetero_ddp", "mean")]
+        specs = [spec(*where, c["method"], c["optimizer"], c["lr"], s) for c in cells for s in SEEDS[:CURVE_SEEDS]]
         groups = defaultdict(list)
         for record in with_equals(runs.of(specs, epochs=LONG)):
             groups[record["method"]].append(record)
-        rows += [curve_row(tuned, where, groups[method], TARGET[where[0]]) for method in METHODS if method in groups]
-        evolution += [r for name in groups for r in evolution_of(tuned, where, groups[name][0])]
+        rows += [
+            curve_row(where, groups[method], TARGET[where[0]])
+            for method in METHODS
+            if method in groups and method != "mean"
+        ]
+        evolution += [r for name in groups for r in evolution_of(where, groups[name][0])]
     about = f"{LONG} epochs at the best rates, medians of the seeds; an exchange takes 0, 1, 3 times a batch"
     write_table(rows, RESULTS / "adaptive_sgd_curves.json", f"precision by epoch and speed: {about}")
     write_table(evolution, RESULTS / "adaptive_sgd_merges.json", "batch sizes and perturbation by mega-batch, seed 0")
 
 
-def evolution_of(tuned, where, record):
+def evolution_of(where, record):
     """A row for each merge of the adaptive rules."""
-    if not record["method"].startswith("adaptive") or (record["method"] == "adaptive" and tuned == "SGD"):
+    if not record["method"].startswith("adaptive"):
         return []
     rows = []
     for index, (sizes, updates, perturbed, idle) in enumerate(record["merges"]):
@@ -389,7 +384,7 @@ def confirm(args):
     path = args.runs / "confirm.json"
     done = {_key(record): record for record in (json.loads(path.read_text()) if path.exists() else [])}
     rows = []
-    for cell in (c for c in chosen(where, "best") if c["method"] in CONFIRMED):
+    for cell in (c for c in chosen(where) if c["method"] in CONFIRMED):
         specs = [spec(*where, cell["method"], cell["optimizer"], cell["lr"], seed) for seed in SEEDS]
         replays = replays_of(specs, runs, where[0])
         due = [(one, again) for one, again in zip(specs, replays, strict=True) if _key(one) not in done]
