@@ -555,7 +555,10 @@ def test_elastic_averaging_in_its_page_is_that_of_the_benchmark():
     for name, *cells in shown:
         (method,) = {method for text, method in ELASTIC.items() if text == name or (text in name and "`" not in text)}
         for best, (rate, seconds, samples) in zip(places, (cells[:3], cells[3:]), strict=True):
-            row = best[method]
+            row = best.get(method)
+            if row is None:
+                assert not (rate or seconds or samples)
+                continue
             same_rate(rate, row)
             for cell, value in ((seconds, row["seconds_1"]), (samples, row["samples"])):
                 assert (cell == "never") == (value is None)
