@@ -28,8 +28,16 @@ $(STAMP): pyproject.toml constraints.txt
 demo: venv
 	$(BIN)/python examples/demo.py
 
+# Two tests at a time, and then by themselves those that measure time or use a GPU; all run, whatever fails.
+SERIAL := alone or gpu
+
+# Tests start hundreds of processes, each of which would else compile the package again.
+test: export PYTHONDONTWRITEBYTECODE =
 test: venv
-	$(BIN)/python -m pytest
+	@two=0; one=0; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not ($(SERIAL))" || two=$$?; \
+	$(BIN)/python -m pytest -m "$(SERIAL)" || one=$$?; \
+	exit $$((two ? two : one))
 
 # Proves the GPU paths on this machine, offline and from the source tree; with the tested versions if `make venv` made
 # them, else with those of PYTHON. Without a GPU it runs what needs none.

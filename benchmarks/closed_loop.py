@@ -18,11 +18,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
-from _closed_loop import CLUSTERS, NOISES, POLICIES, Loop, Noise, first_within, job, totals
 from _closed_total import Ramp, training
+from _clusters import CLUSTERS, NOISES, POLICIES, Noise, job, simulator, totals
 from hardware import write_record
 
+from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.policies.base import PlanContext
 from lightning_hetero.core.policies.goodput import GoodputPlanner
+from lightning_hetero.simulate import ClusterSimulator, SimulationResult
 
 FORMER = "perf_model before"
 """Policy of the rows of the record that no code here can make any more."""
@@ -50,26 +53,32 @@ def path_of(kind: str, workers: int, one: int, rng: np.random.Generator) -> Iter
             yield np.exp(x)
 
 
-def measure(loop: Loop, since: int) -> dict[str, float]:
+def measure(result: SimulationResult, since: int) -> dict[str, float]:
     """Figures of the steps since one of them."""
-    seconds, best = np.array(loop.exact[since:]), np.array(loop.best[since:])
-    tail, lost = -max(len(seconds) // 4, 1), seconds / best - 1.0
+    seconds, best = result.exact[since:], result.optimum[since:]
+    tail = -max(len(seconds) // 4, 1)
     return {
         "share": float(best[tail:].sum() / seconds[tail:].sum()),
-        "mean share": float(best.sum() / seconds.sum()),
+        "mean share": result.share_since(since),
         "begin": float(best[0] / seconds[0]),
-        "to 5 %": first_within(lost, 0.05),
-        "to 1 %": first_within(lost, 0.01),
-        "for good 5 %": first_within(lost, 0.05, for_good=True),
-        "for good 1 %": first_within(lost, 0.01, for_good=True),
-        "changes": sum(step >= since for step in loop.changes),
+        "to 5 %": result.first_within(0.05, since=since),
+        "to 1 %": result.first_within(0.01, since=since),
+        "for good 5 %": result.first_within(0.05, since=since, for_good=True),
+        "for good 1 %": result.first_within(0.01, since=since, for_good=True),
+        "changes": changes(result, since),
     }
+
+
+def changes(result: SimulationResult, since: int) -> int:
+    """Changes of the plan since a step, those by a restart left out."""
+    decided = {round_.step for round_ in result.rounds}
+    return sum(entry.step >= since and entry.step in decided for entry in result.plans)
 
 
 def adaptive(case: dict[str, Any]) -> dict[str, Any]:
     """A short training whose total follows the gradient noise, on workers that may move."""
     plan, one = training(CLUSTERS[case["cluster"]], case["workload"]), SHARED[case["cluster"]]
-    workers = plan.truth.workers
+    workers = plan.cluster.workers
     path = [*path_of("walk", workers, one, np.random.default_rng(case["seed"]))]
 
     def movement(progress: float, step: int) -> np.ndarray:
@@ -84,17 +93,23 @@ def adaptive(case: dict[str, Any]) -> dict[str, Any]:
 
 def prediction(case: dict[str, Any]) -> dict[str, Any]:
     """Steps at totals of a tenfold range around the one that was learned at, against what was predicted of them."""
-    truth, noise = job(CLUSTERS[case["cluster"]], case["workload"]), Noise(**NOISES[case["noise"]], seed=case["seed"])
-    total = totals(truth)[case["regime"]]
-    loop = Loop(POLICIES["perf_model"](), truth, total, noise)
-    loop.go(150)
-    loop.plan = loop.planned(2 * total)  # as a run whose total moves: a second one was seen
-    loop.go(60)
+    cluster, noise = job(CLUSTERS[case["cluster"]], case["workload"]), Noise(**NOISES[case["noise"]], seed=case["seed"])
+    total = totals(cluster)[case["regime"]]
+    run = simulator(POLICIES["perf_model"](), cluster, total, noise)
+
+    def planned(number: int) -> BatchPlan:
+        """The optimum of what was learned, for another total, with its predicted time and the error of that."""
+        return run.planner.initial(PlanContext(number, run.cluster.names, (1,) * cluster.workers)).plan
+
+    run.advance(150)
+    run.adopt(planned(2 * total))  # as a run whose total moves: a second one was seen
+    run.advance(60)
     off, inside = [], []
     for factor in np.geomspace(10**-0.5, 10**0.5, 9):
-        plan = loop.planned(max(int(total * factor), truth.workers))
-        _, seconds = truth.run(plan.local_batch_sizes, 64, noise)
-        measured = float(seconds.mean())
+        plan = planned(max(int(total * factor), cluster.workers))
+        fixed = simulator(None, cluster, plan.total_batch_size, noise)
+        fixed.adopt(plan)
+        measured = float(fixed.run(64).seconds.mean())
         off.append(abs(plan.step_time / measured - 1.0))
         inside.append(abs(plan.step_time - measured) <= 2.0 * plan.step_time_error)
     return {**case, "off": float(np.median(off)), "worst off": float(np.max(off)), "inside": float(np.mean(inside))}
@@ -108,68 +123,72 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     if case["kind"].split()[0] in SPECIAL:
         return SPECIAL[case["kind"].split()[0]](case)
     known, kind = isinstance(case["cluster"], str), case["kind"]
-    truth = job(CLUSTERS[case["cluster"]] if known else case["cluster"], case["workload"])
-    total = case["total"] or totals(truth).get(case["regime"])
+    cluster = job(CLUSTERS[case["cluster"]] if known else case["cluster"], case["workload"])
+    total = case["total"] or totals(cluster).get(case["regime"])
     if total is None:
         return {**case, "skipped": True}
-    loop = Loop(POLICIES[case["policy"]](), truth, total, Noise(**NOISES[case["noise"]], seed=case["seed"]))
-    found = MOVEMENTS[kind.split()[0]](loop, kind, SHARED[case["cluster"]] if known else 0, case["seed"])
-    decision = {"decision ms": 1e3 * float(np.median(loop.costs))} if loop.costs else {}
-    return {**case, "total": total, **found, **decision}
+    noise = Noise(**NOISES[case["noise"]], seed=case["seed"])
+    simulated = simulator(POLICIES[case["policy"]](), cluster, total, noise)
+    found = MOVEMENTS[kind.split()[0]](simulated, kind, SHARED[case["cluster"]] if known else 0, case["seed"])
+    costs = [round_.decision_seconds for round_ in simulated.result.rounds]
+    return {**case, "total": total, **found, **({"decision ms": 1e3 * float(np.median(costs))} if costs else {})}
 
 
-def steady(loop: Loop, kind: str, one: int, seed: int) -> dict[str, float]:
+def steady(simulated: ClusterSimulator, kind: str, one: int, seed: int) -> dict[str, float]:
     """Nothing moves."""
-    return measure(loop.go(STEADY), 0)
+    return measure(simulated.run(STEADY), 0)
 
 
-def jump(loop: Loop, kind: str, one: int, seed: int) -> dict[str, float]:
+def jump(simulated: ClusterSimulator, kind: str, one: int, seed: int) -> dict[str, float]:
     """One worker, or the link, is slower by a factor all of a sudden, and later itself again."""
-    loop.go(200 + 3 * seed)  # the change falls anywhere between two sync rounds
-    truth, (what, factor) = loop.truth, kind.split()
-    on = np.arange(truth.workers) == one
-    slower = truth.slowed(np.where(on, float(factor), 1.0)) if what == "jump" else truth.slowed(1.0, float(factor))
-    found = {}
-    for name, now in (("", slower), ("back ", truth)):
-        loop.truth, since = now, loop.step
-        found |= {name + key: value for key, value in measure(loop.go(300), since).items()}
+    simulated.advance(200 + 3 * seed)  # the change falls anywhere between two sync rounds
+    (what, factor), found = kind.split(), {}
+    on = np.arange(simulated.cluster.size) == one
+    slower = (np.where(on, float(factor), 1.0), 1.0) if what == "jump" else (1.0, float(factor))
+    for name, (workers, link) in (("", slower), ("back ", (1.0, 1.0))):
+        since = simulated.step
+        simulated.slow_down(workers, link=link)
+        found |= {name + key: value for key, value in measure(simulated.run(300), since).items()}
     return found
 
 
-def leaves(loop: Loop, kind: str, one: int, seed: int) -> dict[str, float]:
+def leaves(simulated: ClusterSimulator, kind: str, one: int, seed: int) -> dict[str, float]:
     """One worker leaves, and comes back."""
-    if loop.planner is None:
+    if simulated.planner is None:
         return {}
-    truth, everybody, found = loop.go(200).truth, list(range(loop.truth.workers)), {}
-    for name, who in (("", everybody[1:]), ("back ", everybody)):
-        since = loop.step
-        loop.change_workers(truth.part(who), [f"device {i}" for i in who])
-        found |= {name + key: value for key, value in measure(loop.go(300), since).items()}
+    simulated.advance(200)
+    devices, names, found = simulated.cluster.devices, simulated.cluster.names, {}
+    for name, first in (("", 1), ("back ", 0)):
+        since = simulated.step
+        simulated.change_workers(devices[first:], names[first:])
+        found |= {name + key: value for key, value in measure(simulated.run(300), since).items()}
     return found
 
 
-def joins(loop: Loop, kind: str, one: int, seed: int) -> dict[str, float]:
+def joins(simulated: ClusterSimulator, kind: str, one: int, seed: int) -> dict[str, float]:
     """A worker joins of which nothing is known."""
-    if loop.planner is None:
+    if simulated.planner is None:
         return {}
-    truth, everybody = loop.truth, list(range(loop.truth.workers))
-    names = tuple(f"device {i}" for i in everybody)
-    loop = Loop(loop.planner, truth.part(everybody[1:]), loop.total, loop.noise, names=names[1:]).go(200)
-    since = loop.step
-    loop.change_workers(truth, names)
-    return measure(loop.go(300), since)
+    devices, names = simulated.cluster.devices, simulated.cluster.names
+    simulated.change_workers(devices[1:], names[1:])
+    simulated.advance(200)
+    since = simulated.step
+    simulated.change_workers(devices, names)
+    return measure(simulated.run(300), since)
 
 
-def moving(loop: Loop, kind: str, one: int, seed: int) -> dict[str, float]:
+def moving(simulated: ClusterSimulator, kind: str, one: int, seed: int) -> dict[str, float]:
     """Speeds ramp, walk or swing, and are then what they were."""
-    truth, since = loop.truth, loop.go(WARM).step
-    for factors in path_of(kind, truth.workers, one, np.random.default_rng(seed)):
-        loop.truth = truth.slowed(factors)
-        loop.go(BLOCK)
-    shares = np.array(loop.best[since:]) / np.array(loop.exact[since:])
-    changes = sum(step >= since for step in loop.changes)
-    loop.truth, since = truth, loop.step
-    return {"moving share": float(shares.mean()), "moving changes": changes, **measure(loop.go(STEADY), since)}
+    simulated.advance(WARM)
+    since = simulated.step
+    for factors in path_of(kind, simulated.cluster.size, one, np.random.default_rng(seed)):
+        simulated.slow_down(factors)
+        simulated.advance(BLOCK)
+    result = simulated.result
+    shares, changed = result.optimum[since:] / result.exact[since:], changes(result, since)
+    simulated.slow_down(1.0)
+    since = simulated.step
+    return {"moving share": float(shares.mean()), "moving changes": changed, **measure(simulated.run(STEADY), since)}
 
 
 MOVEMENTS = {

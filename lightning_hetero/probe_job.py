@@ -1,4 +1,4 @@
-"""Order of one probe training by ``lightning-hetero profile-convergence``, and the answer of the script.
+"""Order of one probe training by ``lightning-hetero profile-convergence`` or ``profile``, and the script's answer.
 
 The order is JSON in the environment variable :data:`VARIABLE`, the answer a file of JSON that rank 0 writes. The script
 may be started by anything that hands the variable to all ranks.
@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from lightning_hetero.core.validation import check_choice, check_int, check_number
+from lightning_hetero.core.validation import check_choice, check_int, check_number, check_sizes
 
-__all__ = ["VARIABLE", "ProbeOrder", "ProbeReport"]
+__all__ = ["VARIABLE", "DeviceReport", "ProbeOrder", "ProbeReport"]
 
 VARIABLE = "LIGHTNING_HETERO_PROBE"
 
@@ -28,6 +28,8 @@ class ProbeOrder:
         total: total batch size, ``None`` for the script's own.
         rate: compression rate, 0 to 1: one minus the density; 0 sends everything.
         staleness: whether gradients are stale, 0 or 1.
+        steps: steps to time at each of several batch sizes on one worker, ``>= 0``; 0 measures no times.
+        sizes: these sizes, in order; none for a range around the script's own.
         host: name of the host of the process that gave the order.
         pid: number of that process.
 
@@ -46,6 +48,8 @@ class ProbeOrder:
     total: int | None = None
     rate: float = 0.0
     staleness: int = 0
+    steps: int = 0
+    sizes: tuple[int, ...] = ()
     host: str = ""
     pid: int = 0
 
@@ -55,6 +59,8 @@ class ProbeOrder:
             check_int("total", self.total, minimum=1)
         check_number("rate", self.rate, low=0.0, high=1.0)
         check_choice("staleness", self.staleness, (0, 1))
+        check_int("steps", self.steps, minimum=0)
+        object.__setattr__(self, "sizes", check_sizes("sizes", self.sizes, minimum=1) if self.sizes else ())
 
     def to_json(self) -> str:
         """Return the order as the value of the variable."""
@@ -112,7 +118,7 @@ class ProbeOrder:
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"{VARIABLE}={text[:400]!r} is no order for a probe training ({error}). Unset it; it is set by "
-                "`lightning-hetero profile-convergence` only."
+                "`lightning-hetero profile-convergence` and `profile` only."
             ) from error
 
 
@@ -154,9 +160,7 @@ class ProbeReport:
 
     def write(self, path: str | Path) -> None:
         """Write the answer, whole or not at all."""
-        part = Path(f"{path}.part")
-        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        part.replace(path)
+        _write(path, asdict(self))
 
     @classmethod
     def read(cls, path: str | Path) -> "ProbeReport":
@@ -166,3 +170,50 @@ class ProbeReport:
             FileNotFoundError: if nobody answered.
         """
         return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """Answer of a script that timed its worker at several batch sizes.
+
+    Args:
+        name: of the device.
+        rows: of each timed step its size, and the seconds outside of the backward pass, in it, and until its first
+            bucket was ready.
+        memory: most samples that fit, ``None`` if that was not found out.
+        parameters: number of parameters that are trained.
+        gradient_bytes: bytes of their gradients.
+        total: the script's own batch size.
+        dataset: samples of an epoch.
+
+    Example:
+        >>> DeviceReport("gpu", [[8, 0.01, 0.02, 0.002]], None, 10, 40, 8, 1000).rows[0][0]
+        8
+    """
+
+    name: str
+    rows: list[list[float]]
+    memory: int | None
+    parameters: int
+    gradient_bytes: int
+    total: int
+    dataset: int
+
+    def write(self, path: str | Path) -> None:
+        """Write the answer, whole or not at all."""
+        _write(path, asdict(self))
+
+    @classmethod
+    def read(cls, path: str | Path) -> "DeviceReport":
+        """Read the answer in a file.
+
+        Raises:
+            FileNotFoundError: if nobody answered.
+        """
+        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+def _write(path: str | Path, values: Mapping[str, object]) -> None:
+    part = Path(f"{path}.part")
+    part.write_text(json.dumps(values), encoding="utf-8")
+    part.replace(path)

@@ -1,9 +1,11 @@
 """Run a function on several ranks in processes of their own with a wall limit, and small models to train there."""
 
 import faulthandler
+import gc
 import logging
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -23,13 +25,22 @@ from torch.utils.data import DataLoader, Dataset
 
 
 def free_port():
-    """A port below those that the kernel gives to connections, a rank's own attempts to reach this one among them."""
-    ports = random.SystemRandom()
+    """A port below those that the kernel gives to connections, a rank's own attempts to reach this one among them.
+
+    Processes that run tests beside each other have ports of their own.
+    """
+    ports, processes = random.SystemRandom(), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    first = 20_000 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = ports.randrange(20_000, 32_000)
+        port = ports.randrange(first, 32_000, processes)
         with socket.socket() as s, suppress(OSError):
             s.bind(("127.0.0.1", port))
             return port
+
+
+def without_address(value):
+    """A value as text for the name of a test: processes that share the tests must find the same names."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 class RankError(AssertionError):
@@ -52,6 +63,7 @@ def _forget_accelerate():
 
 def _child(connection, fn, args, rank, world_size, port, env, filters):
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
+    gc.freeze()  # trainers collect garbage when they end: not among all that the parent has imported
     torch.set_num_threads(1)
     for action, message, category, module, line in reversed(filters):
         patterns = [getattr(pattern, "pattern", pattern) or "" for pattern in (message, module)]

@@ -4,16 +4,19 @@ No process, no clock: a decision is charged a fixed time, so that the same looks
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from lightning_hetero.comm.agreement.sync_schedule import SyncSchedule
+from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import _closed_loop as loops
+import _clusters as clusters
 import closed_loop as benchmark
 
 DECISION = 0.003
@@ -22,13 +25,7 @@ DECISION = 0.003
 
 @pytest.fixture(autouse=True)
 def _charged(monkeypatch):
-    post_init = loops.Loop.__post_init__
-
-    def charged(self):
-        self.cost = DECISION
-        post_init(self)
-
-    monkeypatch.setattr(loops.Loop, "__post_init__", charged)
+    monkeypatch.setattr(benchmark, "simulator", partial(clusters.simulator, cost=DECISION))
 
 
 def run(kind, cluster, noise="2 %", regime="compute", policy="perf_model", seed=0, **more):
@@ -86,14 +83,14 @@ def test_a_hundred_workers_that_move_are_followed_as_well(kind):
 
 
 def test_looks_come_twice_as_often_while_speeds_walk(monkeypatch):
-    seen, after = [], loops.SyncSchedule.after
+    seen, after = [], SyncSchedule.after
 
-    def noted(self, step, observations, cost, decision):
-        following = after(self, step, observations, cost, decision)
+    def noted(self, step, observations, cost, decision, *, ahead=0):
+        following = after(self, step, observations, cost, decision, ahead=ahead)
         seen.append((step, decision.moving, following - step - (decision.proposal is not None)))
         return following
 
-    monkeypatch.setattr(loops.SyncSchedule, "after", noted)
+    monkeypatch.setattr(SyncSchedule, "after", noted)
     run("walk", "C")
     steady = [(moving, steps) for step, moving, steps in seen if step < benchmark.WARM]
     assert {moving for moving, _ in steady} == {False}
@@ -128,22 +125,22 @@ def test_no_worse_than_control_without_a_model(kind):
 
 
 def test_the_decision_changes_what_runs_next():
-    truth = loops.job(loops.CLUSTERS["A"])
-    loop = loops.Loop(PerfModelPlanner(), truth, 336, loops.Noise(0.02))
-    before = loop.plan.local_batch_sizes
-    loop.go(60)
-    assert loop.plan.local_batch_sizes != before
-    assert loop.exact[-1] < 0.6 * loop.exact[0]
+    cluster = clusters.job(clusters.CLUSTERS["A"])
+    simulated = clusters.simulator(PerfModelPlanner(), cluster, 336, clusters.Noise(0.02), cost=DECISION)
+    before = simulated.plan.local_batch_sizes
+    exact = simulated.run(60).exact
+    assert simulated.plan.local_batch_sizes != before
+    assert exact[-1] < 0.6 * exact[0]
 
 
 def test_truth_is_bounded_by_its_own_optimum():
     rng = np.random.default_rng(0)
     for name in ("A", "C"):
-        truth = loops.job(loops.CLUSTERS[name])
-        for total in loops.totals(truth).values():
-            best = truth.optimum(total)
+        cluster = clusters.job(clusters.CLUSTERS[name])
+        for total in clusters.totals(cluster).values():
+            simulated, best = clusters.simulator(None, cluster, total, clusters.Noise(0.0)), cluster.optimum(total)
             for _ in range(20):
-                shares = rng.dirichlet(np.ones(truth.workers))
-                sizes = np.maximum(np.floor(shares * total), 1)
+                shares = rng.dirichlet(np.ones(cluster.workers))
+                sizes = np.maximum(np.floor(shares * total), 1).astype(int)
                 sizes[int(np.argmax(sizes))] += total - sizes.sum()
-                assert truth.time(sizes) >= best * (1 - 1e-9)
+                assert simulated.time(BatchPlan(total, tuple(sizes.tolist()))) >= best * (1 - 1e-9)

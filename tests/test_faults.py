@@ -170,6 +170,7 @@ def test_error_on_one_rank_ends_all_of_them(rank, where):
     assert set(errors) == {0, 1}
 
 
+@pytest.mark.alone
 def test_rank_that_stays_away_from_an_agreement_is_given_up_after_the_timeout_of_the_strategy():
     """It is frozen for much longer than the four seconds that the user allows."""
     errors = {rank: message for rank, _, message in run(Freeze(1, 0, 9), "exchange", timeout=4, expect_errors=True)}
@@ -204,6 +205,7 @@ class SlowToLoad(Dataset):
         return self.points[i]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("policy", ["perf_model", "pid"])
 def test_plan_moves_away_from_a_slow_loader(policy):
     """Loading is part of a worker's time per sample; the last plans leave little to the slow one."""
@@ -418,6 +420,7 @@ def _loses(rank, what):
     )
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("what", ["plan", "next look"])
 def test_a_decision_that_one_rank_has_lost_is_an_error_on_all(what):
     errors = run_ranks(_loses, 2, what, timeout=WALL, expect_errors=True)

@@ -150,6 +150,7 @@ def _learns(rank):
     return _language_model(rank, settings, seconds=5e-5, max_epochs=6)
 
 
+@pytest.mark.alone
 def test_what_rank_0_learns_of_costs_reaches_the_plans_of_all_ranks():
     """A step takes as long as its padded tokens, and twice as long on rank 1."""
     results = run_ranks(_learns, 2, env={"OMP_NUM_THREADS": "1"})

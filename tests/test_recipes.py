@@ -115,7 +115,11 @@ def copied(folder, *more):
         copy(ROOT / name, folder / name)
 
 
-@pytest.mark.parametrize("what", OWN_TESTS)
+# mypy is fast with what it has found out about other packages in tests/test_house.py.
+LAST = {"a front end": pytest.mark.alone}
+
+
+@pytest.mark.parametrize("what", [pytest.param(what, marks=LAST.get(what, ())) for what in OWN_TESTS])
 def test_the_repositorys_own_tests_pass_with_it(what, tmp_path):
     checked = what == "a front end"
     known = [".mypy_cache"] if checked and (ROOT / ".mypy_cache").is_dir() else []  # types of other packages stay

@@ -11,11 +11,14 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = {
     "config": ("configure", "accelerate", "ask for the settings and write an Accelerate config file with them"),
     "launch": ("launch", "accelerate", "start a script as `accelerate launch` does, with a `hetero_config`"),
+    "plan": ("plan", "demo", "say how fast a cluster would train, and what a worker, the link or a price changes"),
+    "profile": ("profile", "demo", "time this device for a script, so that `plan` can be asked about it"),
     "profile-convergence": (
         "profile_convergence",
         "demo",
         "measure what compression, stale gradients and batch sizes cost in loss",
     ),
+    "simulate": ("simulate", "demo", "simulate how the split of a cluster develops over the steps of a training"),
 }
 """Name of each subcommand -> module here with ``main(argv) -> exit code``, extra that it needs, and what it does."""
 

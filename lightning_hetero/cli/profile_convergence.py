@@ -5,50 +5,26 @@ Each probe is the script itself, started as usual; its strategy obeys an order i
 """
 
 import argparse
-import contextlib
 import math
-import os
 import shlex
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
+from lightning_hetero.cli._script_run import ProbeError, ScriptRun, seconds_option, whole_option
 from lightning_hetero.core.compression.bayesian_search import profile_convergence
 from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
-from lightning_hetero.probe_job import VARIABLE, ProbeOrder, ProbeReport
+from lightning_hetero.probe_job import ProbeOrder, ProbeReport
 
-__all__ = ["ProbeError", "ScriptProbes", "main", "ranges"]
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """Limits of the script's runs.
-
-    Args:
-        shown_lines: lines of a failed script's output to show.
-        min_steps: fewest batches of a probe training; with fewer, neither compression nor staleness has an effect.
-        end_s: seconds that a script has to end before it is killed; torchrun needs 30 to end its workers.
-    """
-
-    shown_lines: int = 30
-    min_steps: int = 8
-    end_s: float = 40.0
+__all__ = ["ScriptProbes", "main", "ranges"]
 
 
-SETTINGS = RunSettings()
-
-
-class ProbeError(RuntimeError):
-    """Error of a probe training that ended without an answer."""
+MIN_STEPS = 8
+"""Fewest batches of a probe training; with fewer, neither compression nor staleness has an effect."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -120,7 +96,7 @@ def ranges(
         least = script.world_size * script.min_local
         samples = -(-script.dataset // 2) if samples is None else samples
         low = max(least, script.total // 4) if low is None else low
-        high = min(4 * script.total, samples // SETTINGS.min_steps) if high is None else high
+        high = min(4 * script.total, samples // MIN_STEPS) if high is None else high
         if low < least:
             raise ValueError(
                 f"--min-total {low} cannot give each of {script.world_size} workers at least {script.min_local} "
@@ -128,7 +104,7 @@ def ranges(
             )
     if samples is None or low is None or high is None:
         raise ValueError("without the script's answer all of --samples, --min-total and --max-total are needed.")
-    steps = SETTINGS.min_steps
+    steps = MIN_STEPS
     if high * steps > samples or high < low:
         raise ValueError(
             f"probe trainings of {samples} samples with total batches from {low} to {high} are too short: each needs "
@@ -158,7 +134,7 @@ class ScriptProbes:
         timeout: float = 3600.0,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self.command, self.samples, self.seed, self.timeout = list(command), samples, seed, timeout
+        self.run, self.samples = ScriptRun(command, seed=seed, timeout=timeout), samples
         self.count, self._say = 0, say or _say
 
     def take(self, samples: int) -> None:
@@ -191,54 +167,15 @@ class ScriptProbes:
         return loss
 
     def _run(self, *, samples: int, total: int | None = None, rate: float = 0.0, staleness: int = 0) -> ProbeReport:
-        with tempfile.TemporaryDirectory(prefix="lightning-hetero-probe-") as folder:
-            answer = Path(folder, "answer.json")
-            order = ProbeOrder(str(answer), samples, total, rate, staleness)
-            with open(Path(folder, "output"), "w+", encoding="utf-8", errors="replace") as output:
-                code = self._execute(order, output)
-                output.seek(0)
-                tail = "\n".join(output.read().splitlines()[-SETTINGS.shown_lines :])
-            if code == 0 and answer.is_file():
-                return ProbeReport.read(answer)
-        what = {
-            None: f"was not done within {self.timeout:g} s; raise --timeout, or lower --samples",
-            0: "ended without an answer; does its Trainer fit with strategy='hetero_ddp'?",
-        }.get(code, f"ended with exit code {code}")
-        raise ProbeError(
+        what = (
             f"the probe training with compression rate {rate:.3f}, total batch {total or 'of the script'}, "
-            f"staleness={staleness} and {samples} samples {what}\n$ {shlex.join(self.command)}\n{tail}"
+            f"staleness={staleness} and {samples} samples"
         )
 
-    def _execute(self, order: ProbeOrder, output: IO[str]) -> int | None:
-        """Run the script and return its exit code, ``None`` if it took too long; none of its processes is left."""
-        process = subprocess.Popen(
-            self.command,
-            env={**os.environ, VARIABLE: order.announce(), "PL_GLOBAL_SEED": str(self.seed)},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            return process.wait(self.timeout)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            _end_group(process)
+        def order(answer: str) -> ProbeOrder:
+            return ProbeOrder(answer, samples, total, rate, staleness)
 
-
-def _end_group(process: "subprocess.Popen[bytes]") -> None:
-    """Give the other workers time to end, and kill those that do not."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + SETTINGS.end_s
-    with contextlib.suppress(ProcessLookupError):
-        while time.monotonic() < deadline:
-            process.poll()
-            os.killpg(process.pid, 0)
-            time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        return self.run.ask(order, ProbeReport.read, what, "raise --timeout, or lower --samples")
 
 
 def _range(profile: ConvergenceProfile) -> str:
@@ -251,29 +188,6 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def _whole(minimum: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = minimum - 1
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"{text} is out of range; give an integer >= {minimum}")
-        return value
-
-    return number
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text} is out of range; give seconds above 0")
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-hetero profile-convergence",
@@ -281,12 +195,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--output", type=Path, default=Path("convergence.json"), metavar="FILE", help="profile to write")
-    add("--probes", type=_whole(1), default=30, metavar="N", help="trainings besides the first (default 30)")
-    add("--samples", type=_whole(1), metavar="N", help="samples of a training (default: half an epoch)")
-    add("--min-total", type=_whole(1), metavar="N", help="least total batch (default: a quarter of the script's)")
-    add("--max-total", type=_whole(1), metavar="N", help="greatest total batch (default: 4 times the script's)")
-    add("--seed", type=_whole(0), default=0, metavar="N", help="of the choice of probes and the order of samples")
-    add("--timeout", type=_seconds, default=3600.0, metavar="SECONDS", help="longest probe (default 3600)")
+    add("--probes", type=whole_option(1), default=30, metavar="N", help="trainings besides the first (default 30)")
+    add("--samples", type=whole_option(1), metavar="N", help="samples of a training (default: half an epoch)")
+    add("--min-total", type=whole_option(1), metavar="N", help="least total batch (default: a quarter of the script's)")
+    add("--max-total", type=whole_option(1), metavar="N", help="greatest total batch (default: 4 times the script's)")
+    add("--seed", type=whole_option(0), default=0, metavar="N", help="of the choice of probes and the order of samples")
+    add("--timeout", type=seconds_option, default=3600.0, metavar="SECONDS", help="longest probe (default 3600)")
     add(
         "--launcher",
         type=shlex.split,

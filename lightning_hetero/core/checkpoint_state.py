@@ -4,8 +4,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 __all__ = ["CheckpointStateError", "check_tensors", "reading_state"]
 
 
@@ -55,8 +53,11 @@ def check_tensors(name: str, values: Any) -> None:
         TypeError: if it does not.
 
     Example:
+        >>> import torch
         >>> check_tensors("sums", {"weight": torch.zeros(2)})
     """
+    import torch  # planners' states are read by this module, too, and hold none
+
     if not isinstance(values, Mapping):
         raise TypeError(f"{name} is a {type(values).__name__}, not a dict of tensors")
     for key, value in values.items():

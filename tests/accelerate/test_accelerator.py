@@ -388,6 +388,7 @@ def _slow(rank, policy):
     return sizes
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("policy", ["perf_model", "pid"])
 def test_the_split_follows_the_faster_process(policy):
     first, second = ranks(_slow, 2, policy)

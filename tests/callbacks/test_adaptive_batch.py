@@ -35,6 +35,8 @@ from tests.core.policies.test_goodput import context, seen
 from tests.core.policies.test_goodput import planner as learned
 from tests.helpers import Points, RankError, Regressor, covered, fit, run_ranks
 
+pytestmark = pytest.mark.alone
+
 N, BATCH, LR = 240, 4, 0.02
 SPEEDS = (0.0002, 0.0008)  # seconds of a sample, of each rank
 FIXED = 0.004  # seconds of a step

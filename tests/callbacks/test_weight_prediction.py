@@ -279,6 +279,7 @@ def test_looking_ahead_leaves_little_of_what_a_delay_costs():
     assert mean["sparse, late, ahead"][0] < 0.6 * mean["sparse, late"][0], mean
 
 
+@pytest.mark.alone
 def test_the_controller_loses_nothing_against_dense_sums_on_a_link_that_fluctuates():
     """Loss of all samples after the same steps, 200 to 300: that of a single step goes up and down by a tenth."""
     results = run_ranks(_digits, 2, 300, ["sync", "controller"])

@@ -168,6 +168,7 @@ def test_the_command_starts_a_killed_worker_again(start, tmp_path):
     assert workers_of(tmp_path) == []
 
 
+@pytest.mark.alone
 def test_a_machine_leaves_and_another_comes(start, tmp_path):
     """Two machines, one is switched off, the other goes on alone, a third joins."""
     (tmp_path / "slow").touch()
@@ -179,20 +180,20 @@ def test_a_machine_leaves_and_another_comes(start, tmp_path):
         runs = attempts(tmp_path)
         return len(runs) > after and runs[-1][0]["world"] == world and len(runs[-1][1]) >= 4 * world
 
-    first = start(*arguments, epochs=20)
+    first = start(*arguments, epochs=12)
     time.sleep(1)
-    second = start(*arguments, epochs=20)
+    second = start(*arguments, epochs=12)
     wait_for(lambda: reached(2), tmp_path, 100)
     kill_group(second)
     before = len(attempts(tmp_path))
     wait_for(lambda: reached(1, before), tmp_path, 100)
-    third = start(*arguments, epochs=20)
+    third = start(*arguments, epochs=12)
     before = len(attempts(tmp_path))
     wait_for(lambda: reached(2, before), tmp_path, 100)
     (tmp_path / "slow").unlink()
     wait_for(lambda: first.poll() is not None and third.poll() is not None, tmp_path, 100)
     assert (first.returncode, third.returncode) == (0, 0), logs(tmp_path)
-    check_samples(tmp_path, 20)
+    check_samples(tmp_path, 12)
     worlds = [head["world"] for head, _ in attempts(tmp_path)]
     assert attempts(tmp_path)[-1][0]["known"], "time models are known after restarts"
     assert worlds[-1] == 2

@@ -399,6 +399,7 @@ def one_process(results, count):
     return flat(model)
 
 
+@pytest.mark.alone
 @every_count
 @every_loop
 def test_a_decision_changes_the_next_total_and_the_rate(loop, count, moved):
@@ -421,6 +422,7 @@ def test_a_decision_changes_the_next_total_and_the_rate(loop, count, moved):
     assert [result["gain"] for result in results] == [1.5, 1.5]
 
 
+@pytest.mark.alone
 @every_count
 @every_loop
 def test_every_sample_once_an_epoch_and_the_weights_of_one_process(loop, count, moved):
@@ -433,6 +435,7 @@ def test_every_sample_once_an_epoch_and_the_weights_of_one_process(loop, count, 
     np.testing.assert_allclose(results[0]["weights"], one_process(results, count), rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.alone
 @every_loop
 def test_metrics_and_candidates(loop, moved):
     results, folder = moved(loop)
@@ -469,6 +472,7 @@ def test_the_noise_scale_is_reported_when_it_has_changed():
     assert [bool(metrics) for metrics in (*shown, adaptation.follow(None, None)[1])] == [True, False, True]
 
 
+@pytest.mark.alone
 @every_loop
 def test_resume_in_the_middle_of_an_epoch_goes_on_with_total_and_rate(loop, moved):
     whole, folder = moved(loop)

@@ -41,6 +41,7 @@ def test_a_check_that_does_not_go_well_says_why(tmp_path, monkeypatch, how, expe
     assert result.figures == ({"two": 2} if how == "misses" else {})
 
 
+@pytest.mark.alone
 def test_a_check_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "GRACE", 0.5)
     result = outcome(tmp_path, monkeypatch, "hangs", limit=8.0)

@@ -16,6 +16,7 @@ import pytest
 from lightning_hetero.simulate import Throttle
 
 pytestmark = [
+    pytest.mark.alone,
     pytest.mark.timeout(60),
     pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs POSIX signals"),
 ]

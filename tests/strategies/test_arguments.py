@@ -22,7 +22,7 @@ from lightning_hetero import (
 )
 from lightning_hetero.config import FOR_OWN_LOOPS, HeteroConfig
 from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as HeteroFabricStrategy
-from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of, without_address
 
 
 class Wrapped(nn.Module):
@@ -106,7 +106,7 @@ def test_ddp_is_built_on_the_stream_that_computes(monkeypatch, kind):
         ({"model_averaging_period": 2}, ValueError, "post-local SGD"),
         ({"ddp_comm_state": PostLocalSGDState(None, None, 1)}, ValueError, "post-local SGD"),
     ],
-    ids=str,
+    ids=without_address,
 )
 def test_constructor_refuses(arguments, error, says):
     with pytest.raises(error, match=says):
@@ -220,7 +220,7 @@ def _setup(rank, strategy, ranks, kwargs):
         ),
         ("ddp", {"callbacks": [PerfModelCallback()]}, "MisconfigurationException", "Trainer.strategy='hetero_ddp'"),
     ],
-    ids=str,
+    ids=without_address,
 )
 def test_setup_refuses_on_every_rank(strategy, kwargs, error, says):
     import re

@@ -82,6 +82,7 @@ def _heavy(rank):
     return fit(rank, {"replan": 8}, 2, 16, model=model, dataset=Points(32 * 40, 64, torch.float32), max_epochs=1)
 
 
+@pytest.mark.alone
 def test_what_is_measured_of_processes_that_compute_finds_the_slower_one():
     """Rank 1 computes four times as much for each sample; a machine that is busy with something else slows both."""
     results = run_ranks(_heavy, 2)

@@ -691,6 +691,7 @@ def _measured(rank):
         return link.measure({"p": p}, ControlPlane(rank, 2), Topology(rank, ((0,), (1,))), parse_compression("auto"))
 
 
+@pytest.mark.alone
 def test_what_auto_knows_is_measured():
     one, other = run_ranks(_measured, 2)
     assert one == other

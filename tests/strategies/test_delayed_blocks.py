@@ -245,6 +245,7 @@ def _thin(rank, folder):
         return _run(rank, (6, 2), None, kwargs)
 
 
+@pytest.mark.alone
 def test_ranks_delay_messages_that_a_thin_link_would_make_them_wait_for(tmp_path):
     """A message of 264 bytes takes 29 ms of a link of 9 kB/s; a step computes for 60 ms."""
     results = run_ranks(_thin, 2, str(tmp_path))
@@ -288,6 +289,7 @@ def _auto(rank, rate):
     return done["grads"], [line for line in lines if line.startswith("compression='auto'")]
 
 
+@pytest.mark.alone
 def test_auto_chooses_when_steps_were_timed_and_the_next_message_is_as_chosen():
     """With gradients that may come late as without: dense sums until then."""
     (ours, lines), (other, _) = run_ranks(_auto, 2, 1e6)

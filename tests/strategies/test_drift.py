@@ -4,6 +4,7 @@ import random
 import time
 
 import numpy as np
+import pytest
 import torch
 
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
@@ -59,6 +60,7 @@ def least():
     return min(seconds((i, j, TOTAL - i - j)) for i in range(1, TOTAL) for j in range(1, TOTAL - i))
 
 
+@pytest.mark.alone
 def test_after_a_swing_of_speeds_the_split_is_near_the_optimum_and_what_a_simulation_decides():
     """By the known times of the devices; no clock is asked here.
 

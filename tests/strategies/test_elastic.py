@@ -100,6 +100,7 @@ class Busy(Regressor):
             self.throttle.stop()
 
 
+@pytest.mark.alone
 def test_a_throttled_process_takes_fewer_batches():
     """The same with a process that is really slowed down; the margins are wide because the machine is shared."""
     results = elastic(2, 2, {"mega_batch_batches": 120}, model=Busy, dataset=Points(240), max_epochs=1)
@@ -180,6 +181,7 @@ def test_the_end_of_the_process_that_holds_the_store_is_told():
     )
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("how", ["killed", "raises", "stuck"])
 def test_a_worker_that_ends_is_named_and_the_rest_is_done_first(how):
     """The others finish the mega-batch without it, then end with an error that names it; nobody waits for ever."""
@@ -261,6 +263,7 @@ def _stands_still(rank):
             os.kill(callback.pid, signal.SIGKILL)
 
 
+@pytest.mark.alone
 def test_nobody_waits_without_bound_for_a_store_that_stands_still():
     errors = {rank: (kind, message) for rank, kind, message in run_ranks(_stands_still, 2, expect_errors=True)}
     assert errors[1][0] == "ElasticWorkerError"

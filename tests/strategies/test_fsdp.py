@@ -302,6 +302,7 @@ def slowest(sizes, speeds):
     return max(size * per_sample for size, per_sample in zip(sizes, speeds, strict=True))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("speeds", "settings", "kwargs"),
     [
@@ -335,12 +336,14 @@ def _splits(total, speeds):
             yield sizes.tolist()
 
 
+@pytest.mark.alone
 def test_timing_without_marks_finds_all_ranks_equally_fast():
     """What the marks are there for: the times of a whole step tell nothing of a rank's own speed."""
     results = run_ranks(_learns, 2, SPEEDS, {}, {}, False)
     assert all(abs(size - 16) <= 3 for plan in results[0][1] for size in plan), results[0][1]
 
 
+@pytest.mark.alone
 def test_memory_bounds_the_split():
     results = run_ranks(_learns, 2, SPEEDS, {"max_local_batch_sizes": [18, 32]}, {}, True)
     assert results[0][1][-1] == (18, 14)

@@ -172,6 +172,7 @@ def test_an_adopted_plan_changes_the_next_batches(kind):
     assert sum(first[1:-1]) > 3 * sum(second[1:-1])
 
 
+@pytest.mark.alone
 @every_kind
 def test_a_decision_changes_the_next_batches(kind):
     """The default policy, with a rank that takes longer for each sample."""

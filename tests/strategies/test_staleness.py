@@ -336,6 +336,7 @@ def _thin(rank, folder):
         return _run(rank, {**SPLIT, "replan": 8, "staleness": 1}, kwargs)
 
 
+@pytest.mark.alone
 def test_ranks_delay_what_a_thin_link_would_make_them_wait_for(tmp_path):
     """96 kB of gradients on a link of 1.6 MB/s take 60 ms of a step that computes for 80 ms."""
     results = run_ranks(_thin, 2, str(tmp_path))

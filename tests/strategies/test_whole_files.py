@@ -71,6 +71,7 @@ def test_a_file_is_whole_at_every_moment(strategy, elsewhere):
     assert torch.load(path, weights_only=True)["weights"].shape == (4_000_000,)
 
 
+@pytest.mark.alone
 def test_with_lightnings_own_plugin_it_is_not(elsewhere):
     """Else the test above would tell nothing."""
     assert len(sizes_seen(DDPStrategy, elsewhere / "last.ckpt", 5.0)) > 1

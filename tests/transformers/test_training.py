@@ -36,6 +36,7 @@ class Stream(IterableDataset):
 # decisions
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("data", "accumulation"), [(texts, 1), (texts, 2), (Stream, 1)])
 def test_a_decision_changes_the_next_batches(data, accumulation):
     def made():
@@ -119,6 +120,7 @@ def test_resumes_from_every_step(saved, sizes):
         assert resumed["plans"][-1:] in ([sizes], [])
 
 
+@pytest.mark.alone
 def test_goes_on_with_what_was_learned(tmp_path):
     def run(rank, resumed):
         trainer = trainer_of(None, 16, 480, output_dir=str(tmp_path), save_strategy="steps", save_steps=24)

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.integer_split import proportional_sizes
 from lightning_hetero.core.batching.plan import NO_LIMIT, BatchPlan
 from lightning_hetero.core.policies.base import PlanContext, Planner, Proposal, check_proposal
+
+if TYPE_CHECKING:
+    from lightning_hetero.comm.agreement.control_plane import ControlPlane
 
 __all__ = ["Workers"]
 
@@ -31,7 +33,7 @@ class Workers:
 
     @classmethod
     def gather(
-        cls, control: ControlPlane, name: str, capacity: float, *, min_local: int, bounds: Sequence[int | None]
+        cls, control: "ControlPlane", name: str, capacity: float, *, min_local: int, bounds: Sequence[int | None]
     ) -> "Workers":
         """Exchange worker information between all ranks; collective. The smallest of this rank's ``bounds`` applies."""
         bound = min((b for b in bounds if b is not None), default=NO_LIMIT)

@@ -49,6 +49,8 @@ class Stretch:
         optimum: least seconds of each step without jitter, over all splits.
         clock: when each step ended.
         idle: share of each step for which each worker computed nothing, shape ``(steps, workers)``.
+        density: share of the gradient that was sent.
+        stale: whether it was applied one step late.
     """
 
     names: tuple[str, ...]
@@ -58,6 +60,8 @@ class Stretch:
     optimum: Array
     clock: Array
     idle: npt.NDArray[np.float32]
+    density: float = 1.0
+    stale: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,19 @@ class SimulationResult:
     def idle(self) -> npt.NDArray[np.float32]:
         """Share of each step for which each worker computed nothing; NaN while it did not take part."""
         return self._by_worker([s.idle for s in self.stretches], np.float32(np.nan))
+
+    @property
+    def densities(self) -> Array:
+        """Share of the gradient that each step sent."""
+        return self._by_step([stretch.density for stretch in self.stretches])
+
+    @property
+    def stale(self) -> npt.NDArray[np.bool_]:
+        """True for each step whose gradients were applied one step late."""
+        return self._by_step([stretch.stale for stretch in self.stretches])
+
+    def _by_step(self, values: list[Any]) -> Any:
+        return np.repeat(values, [len(stretch.seconds) for stretch in self.stretches])
 
     def _by_worker(self, parts: list[Any], absent: Any) -> Any:
         found = np.full((self.steps, len(self.names)), absent)

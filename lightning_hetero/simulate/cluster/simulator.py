@@ -8,17 +8,21 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
+from lightning_hetero.core.compression.settings import BlockTopK
 from lightning_hetero.core.policies import POLICIES
 from lightning_hetero.core.policies.base import Planner, check_planner
 from lightning_hetero.core.policies.goodput import GoodputPlanner
-from lightning_hetero.core.validation import check_choice, check_int
-from lightning_hetero.simulate.cluster.factors import FactorStream, ProfileFactors
+from lightning_hetero.core.validation import check_choice, check_int, check_number
+from lightning_hetero.simulate.cluster.changes import Join, WorkerChange, checked_changes
+from lightning_hetero.simulate.cluster.control.noise_trajectory import NoiseTrajectory
+from lightning_hetero.simulate.cluster.control.rounds import VirtualRounds
 from lightning_hetero.simulate.cluster.link_profile import LinkProfile
-from lightning_hetero.simulate.cluster.optimum import best_split
 from lightning_hetero.simulate.cluster.result import Recorder, SimulationResult
-from lightning_hetero.simulate.cluster.rounds import VirtualRounds
-from lightning_hetero.simulate.cluster.state import ClusterState
-from lightning_hetero.simulate.cluster.steps import StepRunner
+from lightning_hetero.simulate.cluster.truth.factors import FactorStream, ProfileFactors
+from lightning_hetero.simulate.cluster.truth.messages import MessageExchange
+from lightning_hetero.simulate.cluster.truth.optimum import best_split
+from lightning_hetero.simulate.cluster.truth.state import ClusterState
+from lightning_hetero.simulate.cluster.truth.steps import StepRunner
 from lightning_hetero.simulate.devices.device_profile import DeviceProfile
 
 __all__ = ["ClusterSimulator"]
@@ -46,6 +50,14 @@ class ClusterSimulator:
         change_cost: seconds that a change of the plan costs; by default what the first worker measures.
         round_seconds: seconds of a sync round up to its decision, a number or a function of the processor time that
             the decision took; by default what is typical for the number of workers (``benchmarks/scaling.py``).
+        noise_scale: gradient noise scale in samples by the samples so far, a function or a
+            :class:`~lightning_hetero.simulate.NoiseTrajectory`, for planners that move the
+            total; ``None`` if it is not measured.
+        compression: block top-k settings, for gradients sent as one message per worker; ``None`` for dense sums.
+        staleness: 1 if a planner may let messages travel while the next step computes.
+        events: workers that join or leave, each by a restart from a checkpoint
+            (:mod:`lightning_hetero.simulate.cluster.changes`); slowdowns are in the profiles.
+        restart_seconds: seconds of such a restart.
         ahead: steps whose batches are drawn already when a plan is decided on, which run under the old one.
         factors: source of the factors on all times, in place of the profiles' jitter and slowdowns.
 
@@ -79,6 +91,11 @@ class ClusterSimulator:
         hysteresis: float | None = None,
         change_cost: float | None = None,
         round_seconds: float | Callable[[float], float] | None = None,
+        noise_scale: Callable[[float], float] | NoiseTrajectory | None = None,
+        compression: BlockTopK | None = None,
+        staleness: int = 0,
+        events: Sequence[WorkerChange] = (),
+        restart_seconds: float = 0.0,
         ahead: int = 0,
         factors: FactorStream | None = None,
     ) -> None:
@@ -93,8 +110,11 @@ class ClusterSimulator:
         cluster = ClusterState(devices, names, link, min_local, tuple(map(float, capacities)))
         if factors is None:
             factors = ProfileFactors(devices, [seed + i for i in range(len(devices))], link.jitter, seed)
-        self._record = Recorder()
-        self._steps = StepRunner(cluster, factors, self._record)
+        self._record, self._seed = Recorder(), seed
+        self._events = checked_changes(names, events)
+        self._restart = check_number("restart_seconds", restart_seconds, low=0.0)
+        messages = None if compression is None else exchange_of(compression, staleness, cluster)
+        self._steps = StepRunner(cluster, factors, self._record, messages)
         self._rounds = VirtualRounds(
             checked_policy(policy, check_int("total_batch_size", total_batch_size, minimum=1)),
             self._record,
@@ -103,6 +123,8 @@ class ClusterSimulator:
             change_cost=change_cost,
             round_seconds=round_seconds,
             ahead=check_int("ahead", ahead, minimum=0),
+            noise=None if noise_scale is None else NoiseTrajectory.of(noise_scale),
+            seed=seed,
         )
         self._rounds.begin(cluster, total_batch_size)
 
@@ -144,13 +166,33 @@ class ClusterSimulator:
         Raises:
             ValueError: if the number is negative.
         """
+        self.advance(steps)
+        return self.result
+
+    def advance(self, steps: int) -> None:
+        """Run some more steps, as :meth:`run` does, without making a result of all of them."""
         end = self.step + check_int("steps", steps, minimum=0)
         while self.step < end:
+            self._happen()
             until = min(end, self._rounds.stretch_ends(self.step), self.step + self._steps.most)
-            self._rounds.timer.see(self._steps.run(self.plan, until - self.step))
+            until = min([until, *(event.step for event in self._events)])
+            self._rounds.see(self._steps.run(self.plan, until - self.step))
             if self._rounds.due(self.step):
-                self._steps.wait(self._rounds.run(self.step, self.cluster))
-        return self.result
+                self._steps.wait(self._rounds.run(self.step, self.cluster, self._steps.messages))
+
+    def _happen(self) -> None:
+        """Let the workers join and leave whose step has come."""
+        due = [event for event in self._events if event.step <= self.step]
+        if not due:
+            return
+        there = dict(zip(self.cluster.names, self.cluster.devices, strict=True))
+        for event in due:
+            if isinstance(event, Join):
+                there[event.identity] = event.device
+            else:
+                del there[event.name]
+        self._events = self._events[len(due) :]
+        self.change_workers(list(there.values()), list(there), restart_seconds=self._restart)
 
     def optimum(self, total_batch_size: int | None = None) -> tuple[float, npt.NDArray[np.int64]]:
         """Return the least seconds of a step without jitter at the newest speeds, and a split that takes them.
@@ -161,6 +203,15 @@ class ClusterSimulator:
         total = self.plan.total_batch_size if total_batch_size is None else total_batch_size
         cluster = self.cluster
         return best_split(self._steps.lines(), total, cluster.low, cluster.high)
+
+    def time(self, plan: BatchPlan) -> float:
+        """Return the seconds of a step of a plan without jitter at the newest speeds."""
+        sizes = np.maximum(plan.local_batch_sizes, self.cluster.min_local)
+        return float(self._steps.lines().seconds(sizes).max())
+
+    def coefficients(self) -> Array:
+        """Return ``q``, ``s``, ``k`` and ``m`` of all workers without jitter at the newest speeds, a row each."""
+        return self._steps.coefficients()
 
     # what changes
 
@@ -173,9 +224,37 @@ class ClusterSimulator:
         """
         self._steps.slow_down(factors, link)
 
+    def change_workers(
+        self, devices: Sequence[DeviceProfile], names: Sequence[str], *, restart_seconds: float = 0.0
+    ) -> None:
+        """Go on with other workers, as a run that is started anew from its checkpoint.
+
+        Args:
+            devices: profiles of all workers from now on.
+            names: hardware identity of each: a worker of a former name goes on with its random numbers, and the planner
+                goes on with what it knows of it.
+            restart_seconds: seconds that the restart takes.
+        """
+        if self._steps.messages is not None:
+            raise ValueError("workers that join or leave are not simulated with compression; leave one of them out.")
+        devices = checked_devices(devices)
+        self._steps.change_workers(devices, checked_names(devices, names), self._seed)
+        self._steps.wait(check_number("restart_seconds", restart_seconds, low=0.0))
+        self._rounds.restart(self.cluster, self.step)
+
     def adopt(self, plan: BatchPlan, reason: str = "given") -> PlanEntry:
         """Make a plan that of the next steps, as an engine's ``adopt`` does."""
         return self._rounds.adopt(plan, reason, self.step, self.cluster)
+
+
+def exchange_of(compression: Any, staleness: int, cluster: ClusterState) -> MessageExchange:
+    """Return the exchange of compressed gradients."""
+    if not isinstance(compression, BlockTopK):
+        raise TypeError(f"compression={compression!r} must be BlockTopK settings, such as BlockTopK(density=0.01).")
+    if cluster.size < 2:
+        raise ValueError("compression needs two workers at least: one sends nothing. Leave it out.")
+    stale = bool(check_choice("staleness", staleness, (0, 1)))
+    return MessageExchange(compression, cluster.link, cluster.size, may_be_stale=stale)
 
 
 def checked_devices(devices: Any) -> tuple[DeviceProfile, ...]:

@@ -9,7 +9,8 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.without_effect import tell
 from lightning_hetero.strategies._lightning.base import LightningMixin
-from lightning_hetero.strategies._lightning.probes.convergence import ConvergenceProbe, begin_probe
+from lightning_hetero.strategies._lightning.probes.begin import begin_probe
+from lightning_hetero.strategies._lightning.probes.convergence import ConvergenceProbe
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback

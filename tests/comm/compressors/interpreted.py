@@ -40,8 +40,8 @@ FEW_STEPS = int(os.environ.get("MIXED_STEPS", "14"))  # 200 for all take three m
 LONG = [
     *((density, "momentum", FEW_STEPS) for density in (0.02, 0.3, 0.5)),
     (0.2, "nesterov, later", FEW_STEPS),
-    (0.2, "momentum", 200),
-    (0.2, "adamw", 60),
+    (0.2, "momentum", 60),
+    (0.2, "adamw", 30),
 ]
 """Density, optimizer and steps of trainings on a GPU and without one."""
 

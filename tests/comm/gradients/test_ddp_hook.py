@@ -20,7 +20,7 @@ from lightning_hetero.comm.timing.clock import HostClock
 from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.optim import AdamPreconditioner
-from tests.helpers import run_ranks
+from tests.helpers import run_ranks, without_address
 
 STEPS, WIDTH = 3, 600  # wider than the megabyte of DDP's first bucket
 TINY = 1e-4  # MB: one bucket for each parameter that does not fit into the first
@@ -63,7 +63,7 @@ def _gradients(rank, hook, ours, cap):
 
 
 @pytest.mark.parametrize("cap", [25, TINY])
-@pytest.mark.parametrize("hook", [None, fp16_compress_hook, bf16_compress_hook], ids=str)
+@pytest.mark.parametrize("hook", [None, fp16_compress_hook, bf16_compress_hook], ids=without_address)
 def test_average_is_that_of_ddp_with_the_same_hook(hook, cap):
     """To the last bit, also with three ranks, by whose number a division rounds otherwise than a multiplication."""
     ranks = 3 if hook is None else 2
@@ -101,7 +101,7 @@ def _norms(rank, cap, hook):
     return np.array(rows, dtype=float)
 
 
-@pytest.mark.parametrize(("cap", "hook"), [(25, None), (TINY, None), (TINY, bf16_compress_hook)], ids=str)
+@pytest.mark.parametrize(("cap", "hook"), [(25, None), (TINY, None), (TINY, bf16_compress_hook)], ids=without_address)
 def test_squared_norms_are_those_of_the_gradients(cap, hook):
     """Before averaging of this rank's own gradient, after it of the one that the optimizer sees."""
     for rows in run_ranks(_norms, 2, cap, hook):

@@ -89,6 +89,7 @@ def _traced(rank, running):
     return np.stack(given), staleness.trace()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("running", [True, False], ids=["priority", "none"])
 def test_the_order_of_transfers_follows_the_plan_on_all_ranks(running):
     results = run_ranks(_traced, 2, running)

@@ -5,19 +5,15 @@ outlive the probe or stop it is off: checkpoints, logs, validation, early stoppi
 """
 
 import importlib
-import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_hetero.callbacks import GNSCallback, LookAheadCallback, PolicyCallback
-from lightning_hetero.callbacks._lightning import Callback, LightningModule, Trainer, callbacks_of, replace_callbacks
-from lightning_hetero.config import HeteroConfig
+from lightning_hetero.callbacks import GNSCallback, PolicyCallback
+from lightning_hetero.callbacks._lightning import LightningModule, Trainer, callbacks_of, replace_callbacks
 from lightning_hetero.core.batching.integer_split import even_sizes
 from lightning_hetero.core.batching.plan import BatchPlan
-from lightning_hetero.core.compression.settings import BlockTopK
 from lightning_hetero.core.policies.base import PlanContext, Proposal
 from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.frontend.model_setup import loss_scaler
@@ -25,67 +21,15 @@ from lightning_hetero.probe_job import VARIABLE, ProbeOrder, ProbeReport
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies._lightning.ddp import HeteroDDPMixin
-    from lightning_hetero.strategies._lightning.policy import PolicyMixin
 
-__all__ = ["ConvergenceProbe", "begin_probe"]
-
-
-def begin_probe(strategy: "PolicyMixin") -> HeteroConfig:
-    """Prepare the strategy for the probe training that the environment orders, if it orders one.
-
-    Returns:
-        The settings of the probe training; without an order, those of the strategy.
-
-    Raises:
-        MisconfigurationException: if the script cannot be probed.
-        ValueError: if the order cannot be read.
-    """
-    order, trainer = ProbeOrder.from_environment(os.environ), strategy._trainer
-    if order is None or strategy._probes:
-        return strategy.config
-    left_over = order.why_left_over(answers=getattr(rank_zero_only, "rank", 0) == 0)
-    if left_over is not None:
-        raise strategy._misconfiguration(
-            f"the environment variable {VARIABLE} orders a probe training in place of this one, but is left over from "
-            f"`lightning-hetero profile-convergence`: {left_over}. Unset it to train: unset {VARIABLE}"
-        )
-    if strategy._start_method != "popen":
-        raise strategy._misconfiguration(
-            f"{VARIABLE} is set, and a probe training ends its process, which {strategy._start_method!r} would wait "
-            "for. Profile with strategy='hetero_ddp'."
-        )
-    config, sizes = strategy.config, strategy.config.local_batch_sizes
-    total = sum(sizes) if order.total is None and sizes else order.total
-    loggers = importlib.import_module(f"{strategy._namespace}.loggers.logger")
-    trainer.loggers = [loggers.DummyLogger() for _ in trainer.loggers]
-    trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
-    given = callbacks_of(trainer)
-    kept = [callback for callback in given if not isinstance(callback, PolicyCallback | GNSCallback)]
-    replace_callbacks(trainer, [ConvergenceProbe(order, total), *_ahead(given), *kept])
-    topk = config.compression if isinstance(config.compression, BlockTopK) else BlockTopK()
-    return replace(
-        config,
-        policy=None,
-        local_batch_sizes=None,
-        balance_evaluation=False,
-        probe_memory=False,
-        compression=replace(topk, density=1.0 - order.rate) if order.rate > 0 else None,
-        sparse_optimizer=config.sparse_optimizer if order.rate > 0 else False,
-        staleness=order.staleness,
-    )
+__all__ = ["ConvergenceProbe", "strategy_of"]
 
 
-def _strategy(trainer: Trainer) -> "HeteroDDPMixin":
+def strategy_of(trainer: Trainer) -> "HeteroDDPMixin":
+    """Return the strategy of a trainer, typed as ours."""
     strategy: Any = trainer.strategy
     found: HeteroDDPMixin = strategy
     return found
-
-
-def _ahead(callbacks: list[Callback]) -> list[Callback]:
-    """Return the look-ahead callbacks of the policies, so that stale gradients cost what they will cost with them."""
-    policies = [callback for callback in callbacks if isinstance(callback, PolicyCallback)]
-    brought = [callback for policy in policies for callback in policy.companions(callbacks)]
-    return [callback for callback in brought if isinstance(callback, LookAheadCallback)]
 
 
 @dataclass(frozen=True)
@@ -122,7 +66,7 @@ class ConvergenceProbe(PolicyCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the callbacks that save or stop, including those of the module."""
         super().setup(trainer, pl_module, stage)
-        callbacks = importlib.import_module(f"{_strategy(trainer)._namespace}.callbacks")
+        callbacks = importlib.import_module(f"{strategy_of(trainer)._namespace}.callbacks")
         stopping = (callbacks.Checkpoint, callbacks.EarlyStopping, GNSCallback)
         replace_callbacks(trainer, [one for one in callbacks_of(trainer) if not isinstance(one, stopping)])
 
@@ -132,7 +76,7 @@ class ConvergenceProbe(PolicyCallback):
         Raises:
             MisconfigurationException: always.
         """
-        raise _strategy(trainer)._misconfiguration(
+        raise strategy_of(trainer)._misconfiguration(
             f"{VARIABLE} is set: a probe training begins with a new model, and this script loads a checkpoint. Leave "
             "ckpt_path out where the variable is set, or move the checkpoint away while profiling."
         )
@@ -146,7 +90,7 @@ class ConvergenceProbe(PolicyCallback):
         super().on_train_start(trainer, pl_module)
         assert self._engine is not None
         if self._engine.world_size == 1:
-            raise _strategy(trainer)._misconfiguration(
+            raise strategy_of(trainer)._misconfiguration(
                 "a probe training with one worker sends no gradients, so that compression would cost nothing. Profile "
                 "with two workers at least; they may share a CPU."
             )
@@ -186,7 +130,7 @@ class ConvergenceProbe(PolicyCallback):
 
     def _end(self, trainer: Trainer) -> None:
         """Answer, and end the script's process with success, on all ranks at the same batch."""
-        engine, strategy = self._engine, _strategy(trainer)
+        engine, strategy = self._engine, strategy_of(trainer)
         assert engine is not None
         assert engine.sampler is not None
         assert engine.plan is not None

@@ -8,12 +8,15 @@ from typing import Any
 from lightning_hetero.comm.agreement.sync_schedule import SyncSchedule
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry, PlanHistory
-from lightning_hetero.core.policies.base import PlanContext, Planner
+from lightning_hetero.core.policies.base import PlanContext, Planner, load_planner
 from lightning_hetero.core.policies.round_decision import decide_round
 from lightning_hetero.core.validation import check_number
+from lightning_hetero.simulate.cluster.control.noise_trajectory import NoiseTrajectory
+from lightning_hetero.simulate.cluster.control.virtual_timer import StepMeasurements, VirtualTimer
 from lightning_hetero.simulate.cluster.result import Recorder, RoundRecord
-from lightning_hetero.simulate.cluster.state import ClusterState
-from lightning_hetero.simulate.cluster.virtual_timer import VirtualTimer
+from lightning_hetero.simulate.cluster.truth.messages import MessageExchange
+from lightning_hetero.simulate.cluster.truth.state import ClusterState
+from lightning_hetero.simulate.cluster.truth.step_events import StepTimes
 
 __all__ = ["VirtualRounds", "typical_round_seconds"]
 
@@ -41,6 +44,9 @@ class VirtualRounds:
         change_cost: seconds of a change, ``None`` for what the first worker measures.
         round_seconds: seconds of a round, or a function of the processor time of its decision.
         ahead: steps that still run under the old plan after a decision.
+        noise: gradient noise, ``None`` if it is not measured.
+        seed: of the errors of its measurement.
+        timer: reports measurements in place of a :class:`VirtualTimer`.
 
     Attributes:
         planner: planner that has seen all rounds so far.
@@ -54,25 +60,41 @@ class VirtualRounds:
         record: Recorder,
         *,
         replan: str | int,
-        hysteresis: float | None,
-        change_cost: float | None,
-        round_seconds: float | Callable[[float], float] | None,
-        ahead: int,
+        hysteresis: float | None = None,
+        change_cost: float | None = None,
+        round_seconds: float | Callable[[float], float] | None = None,
+        ahead: int = 0,
+        noise: NoiseTrajectory | None = None,
+        seed: int = 0,
+        timer: StepMeasurements | None = None,
     ) -> None:
         if round_seconds is not None and not callable(round_seconds):
             check_number("round_seconds", round_seconds, low=0.0)
         self._config = HeteroConfig(replan=replan, hysteresis=hysteresis, change_cost=change_cost)
         self.planner, self._record, self._seconds, self._ahead = planner, record, round_seconds, ahead
-        self.schedule, self.timer = SyncSchedule(replan), VirtualTimer(1)
+        self.schedule, self._given = SyncSchedule(replan), timer
+        self.timer: StepMeasurements = VirtualTimer(1) if timer is None else timer
         self._history: PlanHistory | None = None
+        self._noise, self._samples = noise, 0
+        if noise is not None:
+            noise.begin(seed)
 
     def begin(self, cluster: ClusterState, total: int, step: int = 0) -> None:
         """Begin a run, or go on with other workers as one that was started anew from its checkpoint."""
-        self.timer, self.schedule = VirtualTimer(cluster.size), SyncSchedule(self._config.replan)
+        self.timer = VirtualTimer(cluster.size) if self._given is None else self._given
+        self.schedule = SyncSchedule(self._config.replan)
         self.schedule.done(step, self.schedule.next + step)
         proposal = cluster.workers.initial_plan(self._config, total, self.planner, None)
         if proposal is not None:
             self._append(PlanEntry(0, step, proposal.plan, proposal.reason))
+
+    def restart(self, cluster: ClusterState, step: int) -> None:
+        """Go on with other workers, with what a checkpoint keeps."""
+        assert self._history is not None
+        if self.planner is not None:
+            self.planner = load_planner(self.planner, self.planner.state_dict())
+        total, self._history = self._history.at(0, step).plan.total_batch_size, None
+        self.begin(cluster, total, step)
 
     def _append(self, entry: PlanEntry) -> None:
         kept = () if self._history is None else self._history.entries[-1 - self._ahead :]
@@ -85,6 +107,12 @@ class VirtualRounds:
         """Return the plan of a step."""
         assert self._history is not None
         return self._history.at(0, step).plan
+
+    @property
+    def newest(self) -> BatchPlan:
+        """The newest plan, which may hold only from a later step on."""
+        assert self._history is not None
+        return self._history.last.plan
 
     def stretch_ends(self, step: int) -> int:
         """Return the step before which the plan stays and no round is due."""
@@ -102,6 +130,14 @@ class VirtualRounds:
 
     # rounds
 
+    def see(self, times: StepTimes) -> None:
+        """Measure some steps."""
+        self.timer.see(times)
+        total, steps = int(times.planned.sum()), len(times.a)
+        if self._noise is not None:
+            self._noise.see(total, steps, self._samples)
+        self._samples += total * steps
+
     def due(self, step: int) -> bool:
         """Return whether a round follows after so many steps."""
         return self.schedule.due(step)
@@ -111,10 +147,14 @@ class VirtualRounds:
         known |= {"change_cost": self.timer.change_cost, "elapsed": step - self.schedule.last}
         return cluster.workers.context(self._config, plan.total_batch_size, **known)
 
-    def run(self, step: int, cluster: ClusterState, **known: Any) -> float:
+    def run(self, step: int, cluster: ClusterState, messages: MessageExchange | None = None, **known: Any) -> float:
         """Run a sync round after so many steps; return its seconds."""
         assert self._history is not None
         observations, running, upcoming = self.timer.take(), self.plan_at(step - 1), self._history.last.plan
+        if self._noise is not None:
+            known["noise"] = self._noise.estimate()
+        if messages is not None:
+            known["link"] = messages.see()
         context = partial(self.context, cluster, step, upcoming, **known)
         begin = time.process_time()
         decision, (predicted, error) = decide_round(self.planner, observations, running, upcoming, context)
@@ -125,6 +165,8 @@ class VirtualRounds:
         following = self.schedule.after(step, observations, seconds, decision, ahead=self._ahead)
         self.schedule.done(step, following)
         self.planner = decision.planner
+        if messages is not None:
+            messages.apply(decision.density, decision.stale)
         self._record.add(RoundRecord(step, predicted, error, decision.kept, following, seconds, taken))
         return seconds
 

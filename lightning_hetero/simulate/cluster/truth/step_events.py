@@ -47,6 +47,7 @@ class StepTimes:
         shares: share of the backward pass after which each bucket is ready.
         done: when each bucket was averaged, shape ``(steps, buckets)``.
         first: factor on the measured time until the first bucket, ``None`` for an exact measurement.
+        planned: samples of each worker that count; a worker with none runs its minimum with weight 0. By default all.
     """
 
     sizes: Array
@@ -55,6 +56,11 @@ class StepTimes:
     shares: Array
     done: Array
     first: Array | None = None
+    planned: Array = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.planned is None:
+            object.__setattr__(self, "planned", self.sizes)
 
     @property
     def seconds(self) -> Array:

@@ -6,11 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.batching.plan import BatchPlan
-from lightning_hetero.simulate.cluster.factors import Factors, FactorStream
-from lightning_hetero.simulate.cluster.optimum import CostLines, best_split
 from lightning_hetero.simulate.cluster.result import Recorder, Stretch
-from lightning_hetero.simulate.cluster.state import ClusterState
-from lightning_hetero.simulate.cluster.step_events import StepTimes, bucket_times
+from lightning_hetero.simulate.cluster.truth.factors import Factors, FactorStream
+from lightning_hetero.simulate.cluster.truth.messages import MessageExchange
+from lightning_hetero.simulate.cluster.truth.optimum import CostLines, best_split
+from lightning_hetero.simulate.cluster.truth.state import ClusterState
+from lightning_hetero.simulate.cluster.truth.step_events import StepTimes, bucket_times
+from lightning_hetero.simulate.devices.device_profile import DeviceProfile
 
 __all__ = ["StepRunner"]
 
@@ -27,6 +29,7 @@ class StepRunner:
         cluster: workers and their link.
         factors: source of the factors on all times.
         record: takes note of the steps.
+        messages: exchange of compressed gradients, ``None`` for dense sums.
 
     Attributes:
         cluster: workers and their link now.
@@ -34,15 +37,31 @@ class StepRunner:
         clock: second at which the newest step ended.
     """
 
-    def __init__(self, cluster: ClusterState, factors: FactorStream, record: Recorder) -> None:
+    def __init__(
+        self, cluster: ClusterState, factors: FactorStream, record: Recorder, messages: MessageExchange | None = None
+    ) -> None:
         self.cluster, self.count, self.clock = cluster, 0, 0.0
         self._undisturbed, self._factors, self._record = cluster, factors, record
+        self.messages = messages
         self._slow = np.ones(cluster.size)  # slowdown of the newest step
+        self._seeds = cluster.size  # so many were given out
         self._known: tuple[tuple[object, ...], tuple[float, float]] | None = None  # of the newest split
 
     def slow_down(self, factors: float | Sequence[float] | Array, link: float) -> None:
         """Make workers and link slower than the profiles say."""
         self.cluster = self._undisturbed.slowed(factors, link)
+        if self.messages is not None:
+            self.messages.change_link(self.cluster.link)
+
+    def change_workers(self, devices: Sequence[DeviceProfile], names: tuple[str, ...], seed: int) -> None:
+        """Go on with other workers; those of a former name go on with their random numbers."""
+        before = {name: i for i, name in enumerate(self.cluster.names)}
+        stay = {before[name]: i for i, name in enumerate(names) if name in before}
+        self._factors.change(stay, devices, [seed + self._seeds + i for i in range(len(devices))])
+        self._seeds += len(devices)
+        link, least = self._undisturbed.link, self._undisturbed.min_local
+        self.cluster = self._undisturbed = ClusterState(tuple(devices), names, link, least)
+        self._slow = np.ones(self.cluster.size)
 
     def wait(self, seconds: float) -> None:
         """Let the clock go on."""
@@ -52,31 +71,57 @@ class StepRunner:
         """Return the step time that each worker asks for, at the speeds of the newest step."""
         return self.cluster.lines(self._slow, self.clock)
 
+    def coefficients(self) -> Array:
+        """Return the rows ``q``, ``s``, ``k`` and ``m`` of all workers at the speeds of the newest step."""
+        return np.asarray(self.cluster.coefficients * self._slow)
+
     @property
     def most(self) -> int:
         """Steps that may be simulated at a time."""
-        return max(MOST_NUMBERS // self.cluster.size, 1)
+        most = max(MOST_NUMBERS // self.cluster.size, 1)
+        dense = 0 if self.messages is None else self.messages.settings.warmup_steps - self.count
+        return min(most, dense) if dense > 0 else most
 
     def run(self, plan: BatchPlan, steps: int) -> StepTimes:
         """Run steps at one split, at most :attr:`most` of them; return their times."""
         cluster, factors = self.cluster, self._factors.take(steps)
-        sizes = np.maximum(np.asarray(plan.local_batch_sizes, dtype=float), cluster.min_local)
+        planned = np.asarray(plan.local_batch_sizes, dtype=float)
+        sizes = np.maximum(planned, cluster.min_local)
         q, s, k, m = cluster.coefficients
         a, p = (q * sizes + s) * factors.devices[:, :, 0], (k * sizes + m) * factors.devices[:, :, 1]
-        shares = cluster.link.ready_shares
-        if cluster.link.trace:
+        shares, first = cluster.link.ready_shares, factors.first
+        messages = self._messages
+        if messages is not None:  # one, that leaves when all gradients are there
+            ends, begins = messages.run(a + p, factors.link, self.clock)
+            done, first = ends[:, None], shares[0] * (np.ones_like(a) if first is None else first)
+            shares = np.ones(1)
+        elif cluster.link.trace:
             done, begins = self._along_trace(a, p, factors.link)
         else:
             link = cluster.link.seconds(cluster.size) * factors.link[:, None]
             done = bucket_times(a, p, shares, link)
             begins = self.clock + np.cumsum(done[:, -1]) - done[:, -1]
-        times = StepTimes(sizes, a, p, shares, done, factors.first)
+        times = StepTimes(sizes, a, p, shares, done, first, planned)
         exact, optimum = self._without_jitter(plan, sizes, factors, begins)
         clock = begins + times.seconds
         idle = times.idle.astype(np.float32)
-        self._record.add(Stretch(cluster.names, plan.local_batch_sizes, times.seconds, exact, optimum, clock, idle))
+        self._record.add(
+            Stretch(cluster.names, plan.local_batch_sizes, times.seconds, exact, optimum, clock, idle, *self._sending)
+        )
         self.count, self.clock = self.count + steps, float(clock[-1])
         return times
+
+    @property
+    def _messages(self) -> MessageExchange | None:
+        """Exchange of the next step, ``None`` if it is dense."""
+        messages = self.messages
+        return None if messages is None or self.count < messages.settings.warmup_steps else messages
+
+    @property
+    def _sending(self) -> tuple[float, bool]:
+        """Density of the next step, and whether it is stale."""
+        messages = self._messages
+        return (1.0, False) if messages is None else (messages.density, messages.stale)
 
     def _along_trace(self, a: Array, p: Array, factors: Array) -> tuple[Array, Array]:
         """Return when each bucket is averaged, and when each step begins, where the rate of the link moves."""
@@ -107,9 +152,17 @@ class StepRunner:
         return exact, best
 
     def _of_split(self, plan: BatchPlan, sizes: Array, rate: float, at: float) -> tuple[float, float]:
-        key = (self._slow.tobytes(), plan.local_batch_sizes, id(self.cluster), rate)
+        messages = self._messages
+        sent = () if messages is None else (messages.density, messages.stale)
+        key = (self._slow.tobytes(), plan.local_batch_sizes, id(self.cluster), rate, sent)
         if self._known is None or self._known[0] != key:
-            cluster, lines = self.cluster, self.cluster.lines(self._slow, at)
-            least, _ = best_split(lines, int(max(plan.total_batch_size, cluster.low.sum())), cluster.low, cluster.high)
-            self._known = key, (float(lines.seconds(sizes).max()), least)
+            cluster, total = self.cluster, int(max(plan.total_batch_size, self.cluster.low.sum()))
+            lines, waits = cluster.lines(self._slow, at), 0.0
+            if messages is not None:
+                takes = messages.seconds(at)
+                waits = takes if messages.stale else 0.0
+                seconds = np.array([0.0 if messages.stale else takes])
+                lines = CostLines.of(cluster.coefficients * self._slow, np.ones(1), seconds)
+            least, _ = best_split(lines, total, cluster.low, cluster.high)
+            self._known = key, (max(float(lines.seconds(sizes).max()), waits), max(least, waits))
         return self._known[1]

@@ -40,6 +40,15 @@ class FactorStream(Protocol):
     def take(self, steps: int) -> Factors:
         """Return the factors of the next steps."""
 
+    def change(self, stay: Mapping[int, int], devices: Sequence[DeviceProfile], seeds: Sequence[int]) -> None:
+        """Go on with other devices.
+
+        Args:
+            stay: place of each device that stays, by its former one.
+            devices: profiles of all devices from now on.
+            seeds: seed of each of them if it is new.
+        """
+
 
 class ProfileFactors:
     """Factors of device profiles: the same numbers as their :meth:`~DeviceProfile.times` with the same seeds.
@@ -74,15 +83,9 @@ class ProfileFactors:
             link = _log_normal(self._link.standard_normal(steps), self._link_jitter)
         return Factors(slow, devices, link)
 
-    def change(self, streams: Mapping[int, int], devices: Sequence[DeviceProfile], seeds: Sequence[int]) -> None:
-        """Go on with other devices.
-
-        Args:
-            streams: place of each device that stays, by its former one.
-            devices: profiles of all devices from now on.
-            seeds: seeds of those that are new.
-        """
-        kept = {there: self._streams[before] for before, there in streams.items()}
+    def change(self, stay: Mapping[int, int], devices: Sequence[DeviceProfile], seeds: Sequence[int]) -> None:
+        """Go on with other devices; arguments as for :meth:`FactorStream.change`."""
+        kept = {there: self._streams[before] for before, there in stay.items()}
         pairs = enumerate(zip(devices, seeds, strict=True))
         self._streams = [kept[i] if i in kept else _DeviceStream(device, seed) for i, (device, seed) in pairs]
 

@@ -1,6 +1,7 @@
 """Rows of measurements that the timers of a run would report of simulated steps."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -8,11 +9,25 @@ import numpy.typing as npt
 from lightning_hetero.comm.timing.settings import SETTINGS, TimingSettings
 from lightning_hetero.comm.timing.warm_up import WarmUp
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.simulate.cluster.step_events import StepTimes
+from lightning_hetero.simulate.cluster.truth.step_events import StepTimes
 
-__all__ = ["VirtualTimer"]
+__all__ = ["StepMeasurements", "VirtualTimer"]
 
 Array = npt.NDArray[np.float64]
+
+
+class StepMeasurements(Protocol):
+    """Source of what a sync round knows of the steps before it."""
+
+    @property
+    def change_cost(self) -> float | None:
+        """Cost of a change of size as rank 0 measures it."""
+
+    def see(self, times: StepTimes) -> None:
+        """Take note of some steps."""
+
+    def take(self) -> StepObservations:
+        """Return the rows since the last call."""
 
 
 class VirtualTimer:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_hetero.simulate.cluster.step_events import StepTimes, bucket_times
+from lightning_hetero.simulate.cluster.truth.step_events import StepTimes, bucket_times
 
 
 def transcribed(a, p, shares, seconds):

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from lightning_hetero.comm.agreement.workers import Workers
 from lightning_hetero.core.batching.plan import NO_LIMIT
 from lightning_hetero.simulate.cluster.link_profile import LinkProfile
-from lightning_hetero.simulate.cluster.optimum import CostLines
+from lightning_hetero.simulate.cluster.truth.optimum import CostLines
 from lightning_hetero.simulate.devices.device_profile import DeviceProfile
 
 __all__ = ["ClusterState"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_hetero.simulate import DeviceProfile
-from lightning_hetero.simulate.cluster.factors import ProfileFactors
+from lightning_hetero.simulate.cluster.truth.factors import ProfileFactors
 
 PROFILES = [
     DeviceProfile(1, 0, 1, 0),

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
-from lightning_hetero.simulate.cluster.optimum import CostLines, best_split
-from lightning_hetero.simulate.cluster.step_events import bucket_times
+from lightning_hetero.simulate.cluster.truth.optimum import CostLines, best_split
+from lightning_hetero.simulate.cluster.truth.step_events import bucket_times
 
 
 def splits(total, low, high):

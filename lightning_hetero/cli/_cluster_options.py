@@ -1,0 +1,130 @@
+"""Options that ``plan`` and ``simulate`` share: the cluster, and what goes before what its file says."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from lightning_hetero.simulate.devices.catalog import published_clusters, published_devices, workload_named, workloads
+from lightning_hetero.simulate.planning.cluster import Cluster
+from lightning_hetero.simulate.planning.cluster_file import (
+    Given,
+    named_workers,
+    parse_model,
+    parse_prices,
+    read_cluster,
+)
+from lightning_hetero.simulate.planning.picture import check_picture
+from lightning_hetero.simulate.planning.tables import table
+from lightning_hetero.simulate.planning.units import parse_count, parse_number, parse_rate, parse_seconds
+
+__all__ = ["add_cluster_options", "changed", "cluster_of", "given_of", "list_published", "option", "write_json"]
+
+T = TypeVar("T")
+
+
+def option(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Return a parser whose error argparse shows with the option's name."""
+
+    def _parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except (TypeError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return _parsed
+
+
+def add_cluster_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add = parser.add_argument
+    what = "a YAML or recorded file, a published cluster ('B'), or devices ('4xA100,8xRTX6000')"
+    add("cluster", nargs="?", metavar="CLUSTER", help=what)
+    add("--total-batch", type=option(parse_count), metavar="N", help="samples of a step")
+    add("--workload", type=option(lambda name: workload_named(name).name), metavar="NAME", help="what devices train")
+    add("--model", type=option(parse_model), metavar="params=124M", help="size of the gradients, or bytes=248MB")
+    add("--link", type=option(parse_rate), metavar="100Mbit", help="rate that each worker can send; inf for no limit")
+    add("--latency", type=option(parse_seconds), metavar="1ms", help="time of each bucket beside its bytes (default 0)")
+    add("--jitter", type=option(parse_number), metavar="X", help="relative deviation of the times of named devices")
+    add("--add", action="append", default=[], metavar="2xT4", help="workers to add; may be repeated")
+    add("--drop", action="append", default=[], metavar="2xT4", help="workers to leave out; may be repeated")
+    prices = "price of an hour, of a device or of all"
+    add("--price", action="append", default=[], metavar="A100=4.10", help=f"{prices}; may be repeated")
+    add("--samples", type=option(parse_count), metavar="N", help="samples of an epoch")
+    add("--json", action="store_true", help="write JSON instead of a table")
+    picture = "draw it, too (.png, .svg, .pdf); needs Matplotlib"
+    add("--picture", type=option(check_picture), metavar="FILE", help=picture)
+    add("--list", action="store_true", help="list the devices, workloads and clusters of the papers, and end")
+
+
+def given_of(options: argparse.Namespace) -> Given:
+    """Return what the options say of the cluster.
+
+    Raises:
+        ValueError: if a price is none.
+    """
+    return Given(
+        workload=options.workload,
+        gradient_bytes=options.model,
+        rate=options.link,
+        latency=options.latency,
+        jitter=options.jitter,
+        prices=parse_prices(options.price),
+        total_batch_size=options.total_batch,
+        samples=options.samples,
+    )
+
+
+def cluster_of(options: argparse.Namespace) -> Cluster:
+    """Return the cluster before ``--add`` and ``--drop``.
+
+    Raises:
+        ValueError: if it is not given, or something is wrong with it.
+    """
+    if options.cluster is None:
+        raise ValueError("which cluster? Give a file, a published cluster ('B'), or devices ('4xA100,8xRTX6000').")
+    return read_cluster(options.cluster, given_of(options))
+
+
+def changed(cluster: Cluster, options: argparse.Namespace) -> Cluster:
+    """Return the cluster after ``--drop`` and ``--add``; the same one if there are none.
+
+    Raises:
+        ValueError: if a worker is unknown.
+    """
+    if options.drop:
+        cluster = cluster.dropped([name for text in options.drop for name in text.split(",")])
+    if options.add:
+        given = replace(given_of(options), workload=cluster.workload, jitter=cluster.jitter)
+        more = [worker for text in options.add for worker in named_workers(text, given)]
+        cluster = cluster.added(more).priced(given.prices or {})
+    return cluster
+
+
+def write_json(value: Any) -> None:
+    """Write plain values to the terminal."""
+    json.dump(value, sys.stdout, indent=2)
+    sys.stdout.write("\n")
+
+
+def list_published() -> None:
+    """Write the devices, workloads and clusters of the papers to the terminal."""
+    devices = [
+        (name, f"{d.tflops:.3g}", f"{d.memory_gb:g}", "-" if d.price_per_hour is None else f"{d.price_per_hour:g}")
+        for name, d in published_devices().items()
+    ]
+    known = [
+        (name, w.model, f"{w.parameters:.3g}", str(w.total_batch_size or "-"), str(w.samples or "-"))
+        for name, w in workloads().items()
+    ]
+    parts: Sequence[Sequence[str]] = (
+        ["devices ('core' is written '12 cores', a share 'A100@50%'; sources in published.json)"],
+        table(devices, ("device", "TFLOP/s", "GB", "an hour")),
+        [""],
+        table(known, ("workload", "model", "parameters", "total", "samples")),
+        [""],
+        [f"{name:15}{what}" for name, what in published_clusters().items()],
+    )
+    sys.stdout.write("\n".join(line for part in parts for line in part) + "\n")

@@ -1,0 +1,139 @@
+"""Runs of a user's script that obeys an order in its environment (:mod:`lightning_hetero.probe_job`), and answers."""
+
+import argparse
+import contextlib
+import math
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TypeVar
+
+from lightning_hetero.probe_job import VARIABLE, ProbeOrder
+
+__all__ = ["ProbeError", "ScriptRun", "seconds_option", "whole_option"]
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Limits of the script's runs.
+
+    Args:
+        shown_lines: lines of a failed script's output to show.
+        end_s: seconds that a script has to end before it is killed; torchrun needs 30 to end its workers.
+    """
+
+    shown_lines: int = 30
+    end_s: float = 40.0
+
+
+SETTINGS = RunSettings()
+
+
+class ProbeError(RuntimeError):
+    """Error of a probe training that ended without an answer."""
+
+
+class ScriptRun:
+    """Starter of a script with orders, one run at a time.
+
+    Args:
+        command: command that starts the script.
+        seed: seed of the samples' order, for scripts that do not set one.
+        timeout: seconds after which a run has failed.
+    """
+
+    def __init__(self, command: Sequence[str], *, seed: int = 0, timeout: float = 3600.0) -> None:
+        self.command, self.seed, self.timeout = list(command), seed, timeout
+
+    def ask(
+        self, order: Callable[[str], ProbeOrder], read: Callable[[Path], Answer], what: str, too_long: str
+    ) -> Answer:
+        """Run the script with an order and return its answer.
+
+        Args:
+            order: order whose answer goes to a path.
+            read: reads the answer.
+            what: subject of the error.
+            too_long: advice for a run that takes too long.
+
+        Raises:
+            ProbeError: if the script fails, or does not answer.
+        """
+        with tempfile.TemporaryDirectory(prefix="lightning-hetero-probe-") as folder:
+            answer = Path(folder, "answer.json")
+            with open(Path(folder, "output"), "w+", encoding="utf-8", errors="replace") as output:
+                code = self._execute(order(str(answer)), output)
+                output.seek(0)
+                tail = "\n".join(output.read().splitlines()[-SETTINGS.shown_lines :])
+            if code == 0 and answer.is_file():
+                return read(answer)
+        why = {
+            None: f"was not done within {self.timeout:g} s; {too_long}",
+            0: "ended without an answer; does its Trainer fit with strategy='hetero_ddp'?",
+        }.get(code, f"ended with exit code {code}")
+        raise ProbeError(f"{what} {why}\n$ {shlex.join(self.command)}\n{tail}")
+
+    def _execute(self, order: ProbeOrder, output: IO[str]) -> int | None:
+        """Run the script and return its exit code, ``None`` if it took too long; none of its processes is left."""
+        process = subprocess.Popen(
+            self.command,
+            env={**os.environ, VARIABLE: order.announce(), "PL_GLOBAL_SEED": str(self.seed)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(self.timeout)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _end_group(process)
+
+
+def _end_group(process: "subprocess.Popen[bytes]") -> None:
+    """Give the other workers time to end, and kill those that do not."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + SETTINGS.end_s
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def whole_option(minimum: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers from ``minimum`` on."""
+
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{text} is out of range; give an integer >= {minimum}")
+        return value
+
+    return number
+
+
+def seconds_option(text: str) -> float:
+    """Return seconds above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text} is out of range; give seconds above 0")
+    return value

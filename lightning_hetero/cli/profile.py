@@ -1,0 +1,142 @@
+"""``lightning-hetero profile``: times of this machine's device for a script's batches, as ``plan`` reads them.
+
+The script itself is started, on one worker; its strategy obeys an order in the environment
+(:mod:`lightning_hetero.probe_job`) and times a few steps at each of several batch sizes.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lightning_hetero.cli._cluster_options import option
+from lightning_hetero.cli._script_run import ProbeError, ScriptRun, seconds_option, whole_option
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.timing.step_time import ClusterTimeModel
+from lightning_hetero.probe_job import DeviceReport, ProbeOrder
+from lightning_hetero.simulate.planning.cluster import Cluster, Link, Worker
+from lightning_hetero.simulate.planning.recorded import record
+from lightning_hetero.simulate.planning.units import format_seconds, parse_count, parse_number
+
+__all__ = ["fitted", "main"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Time a script's steps and write the device's profile.
+
+    Args:
+        argv: options, the script, and the script's arguments.
+
+    Returns:
+        0 if the profile is written, 1 if the script fails, 2 for wrong arguments.
+    """
+    options = _parser().parse_args(list(argv))
+    if not options.script.is_file():
+        sys.stderr.write(f"lightning-hetero profile: there is no script {options.script}.\n")
+        return 2
+    run = ScriptRun([*options.launcher, str(options.script), *options.arguments], timeout=options.timeout)
+    try:
+        report = run.ask(
+            lambda answer: ProbeOrder(answer, steps=options.steps, sizes=options.sizes),
+            DeviceReport.read,
+            "the training that times this device",
+            "raise --timeout, or lower --steps",
+        )
+        cluster = fitted(report, options.name, options.price)
+    except (ProbeError, ValueError) as error:
+        sys.stderr.write(f"lightning-hetero profile: {error}\n")
+        return 1
+    options.output.write_text(json.dumps(record(cluster), indent=2) + "\n", encoding="utf-8")
+    sys.stdout.write(_text(report, cluster, options.output))
+    return 0
+
+
+def fitted(report: DeviceReport, name: str | None = None, price: float | None = None) -> Cluster:
+    """Return a cluster of one worker whose time model is fitted to the timed steps (C eq. 3).
+
+    The jitter is the relative deviation of single steps from the model, the error that of the model's prediction in
+    the middle of the sizes.
+
+    Args:
+        report: the timed steps.
+        name: of the device; as the script reports it by default.
+        price: of an hour.
+
+    Raises:
+        ValueError: if fewer than two sizes were timed.
+
+    Example:
+        >>> rows = [[b, 0.001 * b + 0.01, 0.002 * b + 0.02, 0.0] for b in (8, 16, 32)]
+        >>> worker = fitted(DeviceReport("gpu", rows, None, 10, 40, 16, 100)).workers[0]
+        >>> worker.q, worker.s, worker.k, worker.m, worker.jitter
+        (0.001, 0.01, 0.002, 0.02, 0.0)
+    """
+    rows = np.array(report.rows, dtype=float).reshape(len(report.rows), 4)
+    sizes, outside, backward, first = (rows[:, i : i + 1] for i in range(4))
+    if len(np.unique(sizes)) < 2:
+        raise ValueError("fewer than two batch sizes were timed, so that fixed and variable time cannot be told apart.")
+    zeros = np.zeros_like(sizes)
+    model = ClusterTimeModel.fit(StepObservations(sizes, outside, backward, first, zeros, zeros, zeros))
+    q, s, k, m = (float(f"{value:.9g}") for value in model.array[0].tolist())
+    found = np.concatenate([outside / (q * sizes + s), backward / np.maximum(k * sizes + m, 1e-12)])
+    jitter = _typical_deviation(found - np.median(found))
+    worker = Worker(
+        name or report.name,
+        q,
+        s,
+        k,
+        m,
+        memory=report.memory,
+        error=float(f"{jitter * np.sqrt(2.0 / len(rows)):.3g}"),
+        jitter=float(f"{jitter:.3g}"),
+        price=price,
+    )
+    link = Link(float(report.gradient_bytes), gamma=float(np.clip(model.gamma, 0.0, 1.0)))
+    return Cluster((worker,), link, report.total, report.dataset)
+
+
+def _typical_deviation(values: np.ndarray) -> float:
+    """Return the standard deviation that the middle half of the values suggests; single long steps do not count."""
+    value = 1.4826 * float(np.median(np.abs(values)))
+    return value if value > 1e-9 else 0.0
+
+
+def _text(report: DeviceReport, cluster: Cluster, output: Path) -> str:
+    worker, sizes = cluster.workers[0], sorted({int(row[0]) for row in report.rows})
+    lines = [
+        f"{worker.name}: {len(report.rows)} steps at batch sizes {', '.join(map(str, sizes))}",
+        f"outside of the backward pass  {format_seconds(worker.q)} a sample and {format_seconds(worker.s)}",
+        f"backward pass                 {format_seconds(worker.k)} a sample and {format_seconds(worker.m)}",
+        f"jitter of a step              {worker.jitter:.1%}",
+        f"gradients                     {report.gradient_bytes / 1e6:.4g} MB ({report.parameters} parameters)",
+        f"wrote {output}; plan with it: lightning-hetero plan 4x{output} --link 1Gbit",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(parse_count(part) for part in text.split(","))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-hetero profile",
+        description="Time a few steps of a script at several batch sizes on one device; writes the device's profile.",
+    )
+    add = parser.add_argument
+    add("--output", type=Path, default=Path("device.json"), metavar="FILE", help="profile to write (device.json)")
+    add("--name", help="name of the device in plans (default: as torch names it)")
+    add("--steps", type=whole_option(2), default=12, metavar="N", help="steps to time at each size (default 12)")
+    sizes = "batch sizes in order (default: a quarter to twice the script's own, up and down)"
+    add("--sizes", type=option(_sizes), default=(), metavar="8,16,32", help=sizes)
+    add("--price", type=option(parse_number), metavar="X", help="price of an hour of this device, for the cost")
+    add("--timeout", type=seconds_option, default=1800.0, metavar="SECONDS", help="longest run (default 1800)")
+    starts = "what starts the script (default: this Python)"
+    add("--launcher", type=shlex.split, default=[sys.executable], metavar="COMMAND", help=starts)
+    add("script", type=Path, help="script that trains with strategy='hetero_ddp' on one device")
+    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    return parser

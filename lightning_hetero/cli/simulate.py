@@ -1,0 +1,63 @@
+"""``lightning-hetero simulate``: what a policy does on a cluster over time, by the discrete-event simulator."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from lightning_hetero.cli._cluster_options import (
+    add_cluster_options,
+    changed,
+    cluster_of,
+    list_published,
+    option,
+    write_json,
+)
+from lightning_hetero.core.policies import NAMED
+from lightning_hetero.core.validation import check_choice
+from lightning_hetero.simulate.planning.learned import learned_text, simulate_cluster
+from lightning_hetero.simulate.planning.picture import draw_split
+from lightning_hetero.simulate.planning.units import parse_count
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Simulate a cluster, after ``--add`` and ``--drop``."""
+    options = _parser().parse_args(list(argv))
+    if options.list:
+        list_published()
+        return 0
+    try:
+        cluster = changed(cluster_of(options), options)
+        answer = simulate_cluster(cluster, steps=options.steps, policy=options.policy, seed=options.seed)
+    except (TypeError, ValueError) as error:
+        sys.stderr.write(f"lightning-hetero simulate: {error}\n")
+        return 2
+    if options.json:
+        write_json(answer.to_dict())
+    else:
+        sys.stdout.write(learned_text(answer, cluster.name))
+    if options.picture:
+        result = answer.result
+        shares = result.optimum / result.exact
+        draw_split(range(result.steps), result.sizes, shares, answer.names, options.picture, cluster.name)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-hetero simulate",
+        description="Simulate a training on a cluster: the split over time, and how close to the optimum it comes.",
+    )
+    add_cluster_options(parser)
+    add, names = parser.add_argument, tuple(NAMED)
+    add("--steps", type=option(parse_count), default=200, metavar="N", help="steps to simulate (default 200)")
+    policies = f"who splits the batch: {', '.join(names)} (default perf_model)"
+    known = option(lambda text: str(check_choice("policy", text, names)))
+    add("--policy", type=known, default="perf_model", metavar="NAME", help=policies)
+    add("--seed", type=option(_seed), default=0, metavar="N", help="of the jitter (default 0)")
+    return parser
+
+
+def _seed(text: str) -> int:
+    return 0 if text == "0" else parse_count(text)

@@ -1,0 +1,91 @@
+"""Workers that join and leave a simulated training, each by a restart from its checkpoint."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_hetero.core.validation import check_int
+from lightning_hetero.simulate.devices.device_profile import DeviceProfile
+
+__all__ = ["Join", "Leave", "WorkerChange", "checked_changes"]
+
+
+@dataclass(frozen=True)
+class Join:
+    """A device that joins.
+
+    Args:
+        step: from which step on, ``>= 0``.
+        device: its profile.
+        name: its hardware identity; by default the profile's name and the step.
+
+    Example:
+        >>> Join(100, DeviceProfile(0.001, 0, 0.002, 0, name="A100")).identity
+        'A100 of step 100'
+    """
+
+    step: int
+    device: DeviceProfile
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        check_int("step", self.step, minimum=0)
+        if not isinstance(self.device, DeviceProfile):
+            raise TypeError(f"device={self.device!r} of a Join must be a DeviceProfile.")
+
+    @property
+    def identity(self) -> str:
+        """Hardware identity of the device."""
+        return self.name or f"{self.device.name or 'device'} of step {self.step}"
+
+
+@dataclass(frozen=True)
+class Leave:
+    """A worker that leaves.
+
+    Args:
+        step: from which step on, ``>= 0``.
+        name: its hardware identity.
+
+    Example:
+        >>> Leave(100, "device 0").name
+        'device 0'
+    """
+
+    step: int
+    name: str
+
+    def __post_init__(self) -> None:
+        check_int("step", self.step, minimum=0)
+
+
+WorkerChange = Join | Leave
+
+
+def checked_changes(names: Sequence[str], changes: Sequence[WorkerChange]) -> tuple[WorkerChange, ...]:
+    """Return the changes in order, after a check that each can happen.
+
+    Raises:
+        TypeError: if one is neither a :class:`Join` nor a :class:`Leave`.
+        ValueError: if a worker joins twice, leaves that is not there, or none would be left.
+
+    Example:
+        >>> [change.step for change in checked_changes(["a", "b"], [Leave(9, "b"), Leave(3, "a")][:1])]
+        [9]
+    """
+    for change in changes:
+        if not isinstance(change, Join | Leave):
+            raise TypeError(f"events={list(changes)!r} must be Join and Leave objects, such as Leave(100, 'device 0').")
+    ordered = tuple(sorted(changes, key=lambda change: change.step))
+    there = list(names)
+    for change in ordered:
+        if isinstance(change, Join):
+            if change.identity in there:
+                raise ValueError(f"{change.identity!r} joins at step {change.step} and is there already; name it anew.")
+            there.append(change.identity)
+        elif change.name not in there:
+            raise ValueError(f"{change.name!r} leaves at step {change.step}; there are only {', '.join(there)}.")
+        else:
+            there.remove(change.name)
+            if not there:
+                raise ValueError(f"nobody is left when {change.name!r} leaves at step {change.step}; keep one worker.")
+    return ordered

@@ -1,0 +1,3 @@
+"""Simulated devices and link: what steps truly take, and the exact optimum."""
+
+__all__: list[str] = []

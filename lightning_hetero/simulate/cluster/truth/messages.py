@@ -1,0 +1,116 @@
+"""Compressed messages of simulated steps: their bytes by density, their times on the link, and what timers see."""
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_hetero.comm.timing.settings import SETTINGS
+from lightning_hetero.compression.wire_format import message_size
+from lightning_hetero.core.compression.objective import DensityChoice
+from lightning_hetero.core.compression.settings import BlockTopK
+from lightning_hetero.core.link.bandwidth import LinkEstimate
+from lightning_hetero.core.link.message_link import MessageLink
+from lightning_hetero.core.link.message_times import MessageTimes
+from lightning_hetero.simulate.cluster.link_profile import LinkProfile
+
+__all__ = ["MessageExchange"]
+
+Array = npt.NDArray[np.float64]
+
+
+class MessageExchange:
+    """Exchange of one message per worker and step, by all-gather, in place of the all-reduce.
+
+    A message leaves when the last worker has its gradients and the messages before have arrived. Synchronous messages
+    end the step; stale ones of a step are waited for at the end of the next one.
+
+    Args:
+        settings: of the compression; ``dense_every`` has to be ``None``.
+        link: that messages cross; a worker sends its message to all others.
+        workers: number of workers.
+        may_be_stale: whether a planner may make messages stale.
+
+    Attributes:
+        density: share of the blocks that is sent.
+        stale: whether messages travel while the next step computes.
+
+    Example:
+        >>> exchange = MessageExchange(BlockTopK(density=0.1), LinkProfile(gradient_bytes=4e6, rate=1e6), workers=2)
+        >>> ends, begins = exchange.run(np.ones((2, 2)), np.ones(2), clock=0.0)
+        >>> ends.round(2).tolist(), begins.round(2).tolist()
+        ([1.11, 1.11], [0.0, 1.11])
+    """
+
+    def __init__(self, settings: BlockTopK, link: LinkProfile, workers: int, *, may_be_stale: bool = False) -> None:
+        if settings.dense_every is not None:
+            raise ValueError(f"dense_every={settings.dense_every} is not simulated; leave it out.")
+        self.settings, self.link, self.density, self.stale = settings, link, settings.density, False
+        self.workers, self._may_be_stale, self._sent = workers, may_be_stale, 0
+        blocks = max(-(-int(link.gradient_bytes / 4) // settings.block), 1)
+        self._size = message_size(blocks, settings.block, settings.value_dtype, workers)
+        self._times = MessageTimes((LinkEstimate(),) * workers, link.latency)
+        self._seen: deque[float] = deque(maxlen=SETTINGS.max_steps)  # seconds of the messages since the last round
+        self._starts, self._arrival = np.zeros(workers), -np.inf  # of the next step, on the clock
+
+    @property
+    def bytes_now(self) -> float:
+        """Bytes that each worker sends in a step."""
+        return self._size.bytes(self.density)
+
+    def change_link(self, link: LinkProfile) -> None:
+        """Send over another link from now on."""
+        self.link = link
+
+    def seconds(self, at: float) -> float:
+        """Return the seconds of a step's messages at the rate of a second of the clock."""
+        return self.link.latency + self.bytes_now / self.link.rate_at(at)
+
+    def run(self, compute: Array, factors: Array, clock: float) -> tuple[Array, Array]:
+        """Return the seconds of some steps, and when each begins.
+
+        Args:
+            compute: seconds that each worker computes in each step, shape ``(steps, workers)``.
+            factors: on the seconds of messages, shape ``(steps,)``.
+            clock: when the first step begins at the earliest.
+        """
+        seconds, begins, num_bytes = np.empty(len(compute)), np.empty(len(compute)), self.bytes_now
+        self._starts = np.maximum(self._starts, clock)
+        for t, own in enumerate(compute):
+            ready = self._starts + own
+            last, leaves = float(ready.max()), max(float(ready.max()), self._arrival)
+            before = self._arrival
+            takes = self.link.latency * factors[t] + self.link.transfer(num_bytes * factors[t], leaves)
+            self._arrival = leaves + takes
+            self._seen.append(self._arrival - last)
+            self._starts = np.maximum(ready, before if self.stale else self._arrival)
+            end = float(self._starts.max())
+            seconds[t], begins[t], clock = end - clock, clock, end
+        self._sent += len(compute)
+        return seconds, begins
+
+    def see(self) -> MessageLink:
+        """End a sync round: return the link as planners see it, after the messages since the last one."""
+        seen, num_bytes = list(self._seen), self.bytes_now
+        self._seen.clear()
+        took = float(np.median(seen)) if seen else None
+        if took is not None:
+            self._times = self._times.observe(num_bytes, np.full(self.workers, took))
+        times, error = self._times, self._times.latency_error or 0.0
+        return MessageLink(
+            self.density,
+            self._size,
+            times.links,
+            took,
+            self.stale,
+            times.latency,
+            error,
+            self._may_be_stale,
+            self._sent,
+        )
+
+    def apply(self, choice: DensityChoice | None, stale: bool | None) -> None:
+        """Send as a planner has decided from the next step on."""
+        if choice is not None:
+            self.density = choice.density
+            self.stale = self.stale if stale is None or not self._may_be_stale else bool(stale)

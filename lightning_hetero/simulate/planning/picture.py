@@ -1,0 +1,102 @@
+"""Picture of a plan, or of what a simulated planner does over time; needs Matplotlib."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_hetero.simulate.planning.answer import PlanAnswer
+from lightning_hetero.simulate.planning.tables import worker_groups
+from lightning_hetero.simulate.planning.units import format_seconds
+
+__all__ = ["FORMATS", "check_picture", "draw_plan", "draw_split"]
+
+FORMATS = (".png", ".svg", ".pdf")
+MOST_BARS = 40
+
+
+def check_picture(path: str) -> str:
+    """Return the path of a picture if its ending names a format.
+
+    Raises:
+        ValueError: if it does not.
+
+    Example:
+        >>> check_picture("plan.svg")
+        'plan.svg'
+    """
+    if Path(path).suffix not in FORMATS:
+        raise ValueError(f"{path!r} does not end in {', '.join(FORMATS)}, of which one chooses the format.")
+    return path
+
+
+def draw_plan(answer: PlanAnswer, path: str, title: str = "") -> None:
+    """Draw a bar for each kind of worker: the time that it computes and that it idles, and its samples.
+
+    Raises:
+        ModuleNotFoundError: if there is no Matplotlib.
+    """
+    groups = worker_groups(answer.workers)[:MOST_BARS]
+    figure, axes = _figure(max(1.2 + 0.32 * len(groups), 2.2))
+    names = [group[0].name if len(group) == 1 else f"{len(group)} x {group[0].name}" for group in groups]
+    compute = np.array([np.mean([worker.compute_time for worker in group]) for group in groups])
+    places = np.arange(len(groups))
+    axes.barh(places, 1e3 * compute, color="#3b6ea5", label="computes")
+    idle = 1e3 * (answer.step_time - compute)
+    axes.barh(places, idle, left=1e3 * compute, color="#d9d9d9", label="waits or exchanges gradients")
+    for place, group in enumerate(groups):
+        axes.text(0, place, f" {group[0].local_batch_size} samples", va="center", color="white", fontsize=8)
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms in a step")
+    speed = f"{answer.samples_per_second:.4g} samples/s, {format_seconds(answer.step_time)} a step"
+    axes.set_title(f"{title}: {speed}" if title else speed, fontsize=10)
+    axes.legend(
+        fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0.0, -0.28 * 2.2 / figure.get_figheight()), ncols=2
+    )
+    _save(figure, path)
+
+
+def draw_split(steps: Sequence[int], sizes: Any, shares: Any, names: Sequence[str], path: str, title: str = "") -> None:
+    """Draw the local batch sizes over steps, and the share of the optimum that each step reaches.
+
+    Args:
+        steps: number of each step.
+        sizes: samples of each worker in each step, shape ``(steps, workers)``.
+        shares: share of the speed of the optimum in each step.
+        names: names of the workers.
+        path: of the picture.
+        title: above it.
+
+    Raises:
+        ModuleNotFoundError: if there is no Matplotlib.
+    """
+    figure, axes = _figure(4.4, rows=2)
+    drawn = np.unique(np.asarray(sizes), axis=1, return_index=True)[1][:MOST_BARS]
+    for worker in sorted(drawn.tolist()):
+        axes[0].plot(steps, np.asarray(sizes)[:, worker], drawstyle="steps-post", label=names[worker], linewidth=1.2)
+    axes[0].set_ylabel("samples")
+    if len(drawn) <= 8:
+        axes[0].legend(fontsize=8, frameon=False)
+    axes[0].set_title(title, fontsize=10)
+    axes[1].plot(steps, np.asarray(shares), color="#3b6ea5", linewidth=1.2)
+    axes[1].axhline(1.0, color="#999999", linewidth=0.8)
+    axes[1].set_ylabel("share of the optimum")
+    axes[1].set_xlabel("step")
+    axes[1].set_ylim(0, 1.05)
+    _save(figure, path)
+
+
+def _figure(height: float, rows: int = 1) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, height), layout="tight")
+    return figure, figure.subplots(rows, sharex=rows > 1)
+
+
+def _save(figure: Any, path: str) -> None:
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "lightning-hetero"}):  # the same picture is the same file
+        figure.savefig(path, dpi=130, metadata={"Date": None} if path.endswith(".svg") else None)

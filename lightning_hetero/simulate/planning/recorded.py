@@ -1,0 +1,130 @@
+"""Recorded time models in a file: those of a run, or of one device that ``lightning-hetero profile`` measured.
+
+Version 1 of the format is::
+
+    {"version": 1,
+     "workers": [{"name": "a", "q": 0.001, "s": 0.01, "k": 0.002, "m": 0.02, "memory": 96, "error": 0.01, ...}],
+     "gamma": 0.12, "t_o": 0.03, "t_u": 0.01, "total_batch_size": 256, "gradient_bytes": 102400000}
+
+``memory``, ``error``, ``jitter`` and ``price`` of a worker, the total and the bytes may be missing or ``null``. ``t_o``
+and ``t_u`` are those of as many workers as there are, or of ``measured_on``. The state of a
+:class:`~lightning_hetero.core.policies.perf_model.PerfModelPlanner` is read, too.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_hetero.simulate.planning.cluster import Cluster, Link, Worker
+from lightning_hetero.simulate.planning.document import Entry
+from lightning_hetero.simulate.planning.units import parse_count, parse_number
+
+__all__ = ["VERSION", "WORKER_KEYS", "is_planner_state", "of_planner_state", "of_record", "record", "worker_of"]
+
+VERSION = 1
+NUMBERS = ("q", "s", "k", "m", "error", "jitter", "price")
+WORKER_KEYS = ("name", *NUMBERS, "memory")
+KEYS = ("version", "workers", "gamma", "t_o", "t_u", "measured_on", "gradient_bytes", "total_batch_size", "samples")
+
+
+def record(cluster: Cluster) -> dict[str, Any]:
+    """Return the cluster as :func:`of_record` reads it, in plain values.
+
+    Example:
+        >>> record(Cluster((Worker("a", 0.001, 0.0, 0.002, 0.0),)))["workers"][0]["k"]
+        0.002
+    """
+    t_o, t_u = cluster.link.times(len(cluster.workers))
+    workers = [{name: getattr(worker, name) for name in WORKER_KEYS} for worker in cluster.workers]
+    return {
+        "version": VERSION,
+        "workers": [{name: value for name, value in entry.items() if value is not None} for entry in workers],
+        "gamma": cluster.link.gamma,
+        "t_o": t_o,
+        "t_u": t_u,
+        "gradient_bytes": cluster.link.gradient_bytes,
+        "total_batch_size": cluster.total_batch_size,
+        "samples": cluster.samples,
+    }
+
+
+def of_record(entry: Entry) -> Cluster:
+    """Return the cluster of a recorded file.
+
+    Raises:
+        DocumentError: if something in it is wrong; the line is named.
+    """
+    fields = entry.fields(KEYS, ("version", "workers"))
+    if fields["version"].text() != str(VERSION):
+        raise fields["version"].error(f"version {fields['version'].text()} is unknown; this package reads {VERSION}.")
+    workers = tuple(worker_of(each) for each in fields["workers"].elements())
+    if not workers:
+        raise fields["workers"].error("the list is empty; give one worker at least.")
+    number = {name: fields[name].parsed(parse_number) for name in ("t_o", "t_u", "gradient_bytes") if name in fields}
+    gamma = fields["gamma"].parsed(lambda text: parse_number(text, high=1.0)) if "gamma" in fields else Link().gamma
+    whole = {
+        name: fields[name].parsed(parse_count)
+        for name in ("total_batch_size", "samples", "measured_on")
+        if name in fields
+    }
+    link = Link(
+        number.get("gradient_bytes"),
+        gamma=gamma,
+        t_o=number.get("t_o", 0.0),
+        t_u=number.get("t_u", 0.0),
+        measured_on=whole.get("measured_on", len(workers)) if "t_u" in number or "t_o" in number else 0,
+    )
+    return Cluster(workers, link, whole.get("total_batch_size"), whole.get("samples"), Path(entry.file).stem)
+
+
+def worker_of(entry: Entry) -> Worker:
+    """Return the worker of a mapping with its coefficients.
+
+    Raises:
+        DocumentError: if something in it is wrong.
+    """
+    fields = entry.fields(WORKER_KEYS, ("q", "s", "k", "m"))
+    numbers = {name: fields[name].parsed(parse_number) for name in NUMBERS if name in fields}
+    memory = fields["memory"].parsed(parse_count) if "memory" in fields else None
+    name = fields["name"].text() if "name" in fields else "worker"
+    try:
+        return Worker(name, memory=memory, **numbers)
+    except (TypeError, ValueError) as error:
+        raise entry.error(str(error)) from None
+
+
+def is_planner_state(entry: Entry) -> bool:
+    """Return whether the file holds the state of a planner."""
+    return {"times", "link"} <= set(entry.keys())
+
+
+def of_planner_state(entry: Entry) -> Cluster:
+    """Return the cluster that a planner has learned; its total batch is not part of the state.
+
+    Raises:
+        DocumentError: if it is no such state, or an empty one.
+    """
+    from lightning_hetero.core.timing.filters.time_posterior import TimePosterior
+    from lightning_hetero.core.timing.link_times import LinkTimes
+
+    try:
+        state = json.loads(Path(entry.file).read_text(encoding="utf-8"))
+        posterior, link = TimePosterior.from_state_dict(state["times"]), LinkTimes.from_state_dict(state["link"])
+        times = posterior.times(posterior.names)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise entry.error(f"this is no state of a time model, or an empty one ({error!r}).") from None
+    workers = []
+    for i, name in enumerate(posterior.names):
+        size = float(posterior.seen[i].mean())
+        at = np.array([size, 1.0, size, 1.0])
+        seconds = float(times.mean[i] @ at)
+        off = float(np.sqrt(max(at @ times.covariance[i] @ at, 0.0))) / seconds
+        q, s, k, m = np.maximum(times.mean[i], 0.0).tolist()
+        workers.append(Worker(name, q, s, k, m, error=off, jitter=float(np.sqrt((times.jitter[i] ** 2).mean()))))
+    count = max(link.sync, default=1)
+    t_o, t_u = (level.value for level in link.sync[count]) if link.sync else (0.0, 0.0)
+    gamma = min(max(link.gamma.value, 0.0), 1.0)
+    learned = Link(gamma=gamma, t_o=max(t_o, 0.0), t_u=max(t_u, 0.0), measured_on=count)
+    return Cluster(tuple(workers), learned, name=Path(entry.file).stem)

@@ -1,0 +1,183 @@
+"""``lightning-hetero plan`` and ``simulate`` as a user types them: tables, JSON, pictures, errors, and their speed."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_hetero import cli
+from lightning_hetero.simulate.planning import Given, plan_cluster, read_cluster
+from lightning_hetero.simulate.planning.cluster_file import parse_model
+
+B = ["B", "--workload", "resnet50-imagenet", "--total-batch", "1024", "--link", "10Gbit"]
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command: exit code, what it wrote, and its errors."""
+
+    def _run(*arguments):
+        try:
+            code = cli.main(arguments)
+        except SystemExit as ended:
+            code = ended.code
+        written = capsys.readouterr()
+        return code, written.out, written.err
+
+    return _run
+
+
+def test_a_plan_as_a_table(run):
+    code, text, _ = run("plan", *B, "--price", "2")
+    assert code == 0
+    for words in ("B: 16 workers, total batch 1024", "4 x A100", "8 x RTX6000", "times as fast", "95 % needs", "costs"):
+        assert words in text, text
+
+
+def test_a_plan_as_json_is_that_of_the_python_interface(run):
+    code, text, _ = run("plan", *B, "--json")
+    given = Given(workload="resnet50-imagenet", rate=1.25e9, total_batch_size=1024)
+    assert code == 0
+    assert json.loads(text) == {"plan": plan_cluster(read_cluster("B", given)).to_dict(), "before": None}
+
+
+def test_workers_are_added_and_left_out(run):
+    code, text, _ = run("plan", *B, "--drop", "8xRTX6000", "--add", "2xA100", "--json")
+    found = json.loads(text)
+    assert code == 0
+    names = [worker["name"] for worker in found["plan"]["workers"]]
+    assert names == ["A100"] * 4 + ["V100"] * 4 + ["A100"] * 2
+    assert len(found["before"]["workers"]) == 16
+    code, text, _ = run("plan", *B, "--drop", "8xRTX6000", "--price", "1")
+    assert "before the change: 16 workers" in text
+    assert "an epoch costs" in text
+
+
+def test_a_file_knows_what_added_workers_train(run, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("workload: bert-squad\ntotal_batch_size: 32\nworkers: [A100]\n")
+    code, text, _ = run("plan", str(file), "--add", "2xT4", "--json")
+    assert code == 0
+    assert len(json.loads(text)["plan"]["workers"]) == 3
+
+
+def test_the_size_of_a_model_goes_before_that_of_the_workload(run):
+    _, text, _ = run("plan", *B, "--model", "params=124M", "--json")
+    given = Given("resnet50-imagenet", parse_model("params=124M"), 1.25e9, total_batch_size=1024)
+    assert json.loads(text)["plan"]["step_time"] == plan_cluster(read_cluster("B", given)).step_time
+
+
+def test_a_simulation(run):
+    code, text, _ = run("simulate", *B, "--jitter", "0.03", "--steps", "100")
+    assert code == 0
+    assert "within 5 % of the optimum  after" in text
+    code, again, _ = run("simulate", *B, "--jitter", "0.03", "--steps", "100", "--json")
+    found = json.loads(again)
+    assert found["steps"] == 100
+    assert sum(found["plans"][-1]["local_batch_sizes"]) == 1024
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_a_picture(run, tmp_path, command, ending):
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / f"{name}.{ending}" for name in ("one", "two")]
+    for file in files:
+        assert run(command, *B, "--picture", str(file))[0] == 0
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert files[0].read_bytes().startswith(b"\x89PNG" if ending == "png" else b"<?xml")
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_all_names_are_listed(run, command):
+    code, text, _ = run(command, "--list")
+    assert code == 0
+    assert all(name in text for name in ("RTX 2080 Ti", "gpt2-wikitext103", "HeteroGPU"))
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["which cluster?", "4xA100,8xRTX6000"]),
+        (["3xA10", "--workload", "bert-squad"], ["'A10' is unknown", "Did you mean A100"]),
+        (["A", "--workload", "bert"], ["--workload", "'bert' is unknown", "bert-squad"]),
+        (["A"], ["depends on the model", "--workload"]),
+        (["A", "--workload", "bert-squad", "--total-batch", "2"], ["cannot give each of 3 workers"]),
+        (["A", "--workload", "bert-squad", "--total-batch", "many"], ["--total-batch", "'many'"]),
+        (["A", "--workload", "bert-squad", "--link", "100"], ["--link", "100Mbit"]),
+        (["A", "--workload", "bert-squad", "--model", "124M"], ["--model", "params=124M"]),
+        (["A", "--workload", "bert-squad", "--price", "A100=x"], ["'x' is not a number"]),
+        (["A", "--workload", "bert-squad", "--drop", "A4001"], ["no worker 'A4001'", "Did you mean A4000"]),
+        (["A", "--workload", "bert-squad", "--add", "A4001"], ["'A4001' is unknown", "Did you mean A4000"]),
+        (["A", "--workload", "bert-squad", "--picture", "x.gif"], ["--picture", ".png, .svg, .pdf"]),
+        (["2xA100", "--workload", "cnn-mnist"], ["the total batch size is not known", "--total-batch"]),
+        (["no.yaml"], ["no.yaml: No such file"]),
+    ],
+)
+def test_an_error_says_what_is_allowed(run, command, arguments, words):
+    code, _, errors = run(command, *arguments)
+    assert code == 2
+    assert "Traceback" not in errors
+    text = " ".join(errors.split())
+    assert all(word in text for word in words), text
+
+
+def test_an_unknown_policy_is_refused(run):
+    code, _, errors = run("simulate", *B, "--policy", "best")
+    assert code == 2
+    assert "perf_model" in errors
+
+
+def distinct(path, count):
+    lines = [
+        f"  - {{name: w{i}, q: {1e-3 + i * 1e-7:.6g}, s: 0.01, k: 2e-3, m: 0.01, jitter: 0.03}}" for i in range(count)
+    ]
+    path.write_text(f"model: params=25M\nlink: 100Gbit\ntotal_batch_size: {20 * count}\nworkers:\n" + "\n".join(lines))
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_a_thousand_workers_take_two_seconds_of_the_processor(command, tmp_path):
+    """Start-up included, by the processor's time: the clock's depends on what else runs here."""
+    file = tmp_path / "many.yaml"
+    distinct(file, 1000)
+    code = (
+        "import resource, sys, time; from lightning_hetero.cli import main\n"
+        f"code = main([{command!r}, {str(file)!r}])\n"
+        "assert 'torch' not in sys.modules and 'lightning' not in sys.modules\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF); sys.stderr.write(str(used.ru_utime + used.ru_stime))\n"
+        "sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stderr) < 2.0
+
+
+def test_ten_thousand_workers_take_twenty_seconds(run, tmp_path):
+    file = tmp_path / "many.yaml"
+    distinct(file, 10_000)
+    begin = time.process_time()
+    assert run("plan", str(file))[0] == 0
+    assert time.process_time() - begin < 20
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+SHOWN = re.findall(r"^```console\n\$ lightning-hetero (.+)\n((?s:.*?))^```$", PAGE, re.M)
+SLIP = "workload: resnet50-imagenet\nworkers:\n  - 2 x A100\n  - 4 x RTX600\n"
+
+
+@pytest.mark.parametrize(("command", "shown"), SHOWN, ids=[command for command, _ in SHOWN])
+def test_the_page_shows_what_the_command_writes(run, command, shown, tmp_path, monkeypatch):
+    (tmp_path / "cluster.yaml").write_text(re.search(r"^```yaml\n(.*?)^```$", PAGE, re.M | re.S)[1])
+    (tmp_path / "slip.yaml").write_text(SLIP)
+    monkeypatch.chdir(tmp_path)
+    _, text, errors = run(*command.split())
+    assert (text or errors) == shown
+
+
+def test_the_page_shows_commands():
+    assert len(SHOWN) == 5

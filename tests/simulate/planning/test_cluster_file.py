@@ -1,0 +1,248 @@
+"""What a user writes: files, lists of devices, units; errors name the line, what is allowed, and the nearest."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.policies.base import PlanContext
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
+from lightning_hetero.simulate.planning import Cluster, Given, Link, Worker, plan_cluster, read_cluster, record
+from lightning_hetero.simulate.planning.cluster_file import parse_model, parse_prices
+from lightning_hetero.simulate.planning.document import DocumentError
+from lightning_hetero.simulate.planning.units import (
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    parse_count,
+    parse_number,
+    parse_rate,
+    parse_seconds,
+)
+
+FULL = """\
+name: lab
+workload: resnet50-imagenet
+total_batch_size: 512
+samples: 1.28M
+link: {rate: 10Gbit, latency: 50us, buckets: 4, gamma: 0.2}
+jitter: 0.03
+price: {V100: 2.5, "*": 1}
+workers:
+  - A100
+  - 4 x V100
+  - device: RTX6000@50%
+    count: 2
+    memory: 100
+    price: 0.5
+  - {name: mine, q: 1e-3, s: 0.01, k: 2e-3, m: 0.01, memory: 64, error: 0.02, count: 3}
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    def _file(text, name="cluster.yaml"):
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return _file
+
+
+def test_a_file_says_it_all(file):
+    cluster = read_cluster(file(FULL))
+    assert cluster.name == "lab"
+    assert [w.name for w in cluster.workers] == ["A100"] + ["V100"] * 4 + ["RTX6000@50%"] * 2 + ["mine"] * 3
+    assert [w.price for w in cluster.workers] == [4.097] + [2.5] * 4 + [0.5] * 2 + [1.0] * 3
+    assert [w.memory for w in cluster.workers[5:8]] == [100, 100, 64]
+    assert [w.jitter for w in cluster.workers[:7]] == [0.03] * 7
+    assert cluster.workers[-1] == Worker("mine", 1e-3, 0.01, 2e-3, 0.01, 64, 0.02, price=1.0)
+    assert cluster.link == Link(102_400_000, 1.25e9, pytest.approx(50e-6), 4, 0.2)
+    assert (cluster.total_batch_size, cluster.samples) == (512, 1_280_000)
+
+
+def test_options_go_before_the_file(file):
+    given = Given(
+        workload="bert-squad", gradient_bytes=1e6, rate=1e6, latency=1.0, jitter=0.1, prices={"A100": 9.0},
+        total_batch_size=64, samples=10,
+    )  # fmt: skip
+    cluster = read_cluster(file(FULL), given)
+    assert cluster.workers[0].jitter == 0.1
+    assert cluster.workers[0].price == 9.0
+    assert cluster.workers[0].q == read_cluster("A100", Given(workload="bert-squad")).workers[0].q
+    assert (cluster.link.gradient_bytes, cluster.link.rate, cluster.link.latency) == (1e6, 1e6, 1.0)
+    assert (cluster.total_batch_size, cluster.samples) == (64, 10)
+
+
+def test_a_workload_gives_what_is_not_said():
+    cluster = read_cluster("B", Given(workload="resnet50-imagenet"))
+    assert len(cluster.workers) == 16
+    assert (cluster.total_batch_size, cluster.samples, cluster.link.gradient_bytes) == (100, 1281167, 102_400_000)
+
+
+def test_a_record_is_read_as_it_was_written(file):
+    workers = (Worker("a", 1e-3, 0.01, 2e-3, 0.02, 64, 0.01, 0.02, 1.5), Worker("b", 2e-3, 0.0, 3e-3, 0.0))
+    cluster = Cluster(workers, Link(4e6, 1e8, 1e-3, 4, 0.2), 100, 1000)
+    again = read_cluster(file(json.dumps(record(cluster), indent="\t"), "run.json"))
+    assert again.workers == workers
+    assert (again.total_batch_size, again.samples, again.link.gamma) == (100, 1000, 0.2)
+    assert again.link.times(2) == pytest.approx(cluster.link.times(2))
+    assert again.link.times(3) == pytest.approx([t * (4 / 3) for t in again.link.times(2)])
+    assert again.link.effective_rate() == pytest.approx(4e6 / sum(cluster.link.times(2)))
+    assert plan_cluster(again).step_time == pytest.approx(plan_cluster(cluster).step_time)
+    named = read_cluster(f"2x{file(json.dumps(record(cluster)), 'run.json')}", Given(total_batch_size=100))
+    assert [w.name for w in named.workers] == ["a", "b", "a", "b"]
+    assert (named.link.gradient_bytes, named.link.gamma, named.samples) == (4e6, 0.2, 1000)
+    text = "link: 1Gbit\ntotal_batch_size: 9\nworkers:\n  - profile: run.json\n    count: 2\n    name: mine\n"
+    inside = read_cluster(file(text))
+    assert [w.name for w in inside.workers] == ["mine"] * 4
+    assert (inside.link.gradient_bytes, inside.link.rate, inside.samples) == (4e6, 125e6, 1000)
+
+
+def test_the_state_of_a_planner_is_read(file):
+    true = np.array([[1e-3, 0.01, 2e-3, 0.02], [3e-3, 0.01, 6e-3, 0.02]])
+    rng, planner = np.random.default_rng(0), PerfModelPlanner()
+    for sizes in ([20, 20], [30, 10], [28, 12]):
+        b = np.tile(np.array(sizes, dtype=float), (8, 1)) + 0.0
+        jitter = 1 + 0.01 * rng.standard_normal((8, 2, 2))
+        forward = (true[:, 0] * b + true[:, 1]) * jitter[:, :, 0]
+        backward = (true[:, 2] * b + true[:, 3]) * jitter[:, :, 1]
+        zeros = np.zeros_like(b)
+        seen = StepObservations(b, forward, backward, 0.2 * backward, zeros + 0.004, zeros + 0.002, forward + backward)
+        current = BatchPlan(40, tuple(sizes))
+        planner = planner.decide(seen, current, PlanContext(40, ("one", "two"), (1, 1))).planner or planner
+    cluster = read_cluster(file(json.dumps(planner.state_dict()), "state.json"), Given(total_batch_size=40))
+    assert [w.name for w in cluster.workers] == ["one", "two"]
+    for worker, (q, s, k, m) in zip(cluster.workers, true, strict=True):
+        assert worker.seconds(20) == pytest.approx((q + k) * 20 + s + m, rel=0.03)
+        assert 0 < worker.error < 0.1
+    assert cluster.link.gamma == pytest.approx(0.2, rel=0.05)
+    assert plan_cluster(cluster).step_time > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("", 1, ["the file is empty"]),
+        ("workers: [A100\ntotal: 3", 2, ["no YAML"]),
+        ("workload: bert-squad\nworker:\n  - A100\n", 2, ["unknown key 'worker'", "Did you mean workers", "samples"]),
+        ("workload: bert-squat\nworkers: [A100]\n", 1, ["workload: ", "'bert-squat'", "Did you mean bert-squad"]),
+        ("workload: bert-squad\nworkers:\n  - A100\n  - A10\n", 4, ["workers[1]", "'A10'", "Did you mean A100"]),
+        ("workers:\n  - A100\n", 2, ["workers[0]", "depends on the model", "resnet50-imagenet"]),
+        ("workers:\n  - {q: 1, s: 0, k: 1}\n", 2, ["workers[0]", "'m' is missing", "q, s, k, m"]),
+        ("workers:\n  - q: 1\n    s: -1\n    k: 1\n    m: 0\n", 3, ["workers[0].s", "-1", "out of range"]),
+        ("workers:\n  - {q: 0, s: 1, k: 0, m: 0}\n", 2, ["workers[0]", "q + k"]),
+        ("workers:\n  - {q: 1, s: 0, k: x, m: 0}\n", 2, ["workers[0].k", "'x' is not a number"]),
+        ("workers:\n  - {q: 1, s: 0, k: 1, m: 0, memry: 2}\n", 2, ["'memry'", "Did you mean memory"]),
+        ("workers:\n  - {q: 1, s: 0, k: 1, m: 0, q: 2}\n", 2, ["'q' is given twice"]),
+        ("workers: []\n", 1, ["the list is empty"]),
+        ("workers: A100\n", 1, ["give a list here"]),
+        ("total_batch_size: 3\n", 1, ["'workers' is missing"]),
+        ("link: 100mbit\nworkers: [A100]\nworkload: bert-squad\n", 1, ["link: ", "unit mbit", "Did you mean Mbit"]),
+        ("link: 100\nworkers: [A100]\nworkload: bert-squad\n", 1, ["link: ", "100Mbit"]),
+        ("total_batch_size: 2.5\nworkers: [A100]\nworkload: bert-squad\n", 1, ["whole number"]),
+        ("model: params=124\nlink:\n  rate: 1Gbit\n  t_u: 1ms\nworkers: [{q: 1, s: 0, k: 1, m: 0}]\n", 3, ["t_o, t_u"]),
+        ("model: size=124M\nworkers: [{q: 1, s: 0, k: 1, m: 0}]\n", 1, ["no model", "params=124M"]),
+        ("- A100\n", 1, ["give a mapping here", "workers"]),
+        ("version: 2\nworkers: [{q: 1, s: 0, k: 1, m: 0}]\n", 1, ["version 2 is unknown", "reads 1"]),
+        ("version: 1\nworkers:\n - {q: 1, s: 0, k: 1, m: 0}\nt_oo: 1\n", 4, ["'t_oo'", "Did you mean t_o"]),
+    ],
+)
+def test_an_error_names_the_line_and_what_is_allowed(file, text, line, words):
+    path = file(text)
+    with pytest.raises(DocumentError) as error:
+        read_cluster(path)
+    message = str(error.value)
+    assert message.startswith(f"{path}:{line}: "), message
+    assert all(word in message for word in words), message
+
+
+def test_nothing_in_a_file_is_executed(file):
+    with pytest.raises(DocumentError):
+        read_cluster(file("workers: !!python/object/apply:os.system ['exit 1']\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "words"),
+    [
+        ("nothing.yaml", Given(), ["nothing.yaml: No such file"]),
+        ("3xA10", Given(workload="bert-squad"), ["'A10' is unknown", "Did you mean A100"]),
+        ("3xA100", Given(), ["depends on the model", "lightning-hetero profile"]),
+        (",", Given(), ["names no worker"]),
+    ],
+)
+def test_a_name_that_is_no_cluster_is_refused(text, given, words):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        read_cluster(text, given)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_rate_needs_the_size_of_the_gradients(file):
+    path = file("link: 1Gbit\nworkers:\n  - {q: 1, s: 0, k: 1, m: 0, count: 2}\n")
+    with pytest.raises(ValueError, match="--model params=124M"):
+        read_cluster(path)
+    assert read_cluster(path, Given(gradient_bytes=1e6)).link.times(2) == pytest.approx((0.0064, 0.0016))
+
+
+def test_workers_are_dropped_by_name():
+    cluster = read_cluster("4xA100,2xT4", Given(workload="bert-squad"))
+    assert [w.name for w in cluster.dropped(["2xa100", "T4"]).workers] == ["A100", "A100", "T4"]
+    with pytest.raises(ValueError, match="no worker 'T40'.*Did you mean T4"):
+        cluster.dropped(["T40"])
+    with pytest.raises(ValueError, match="any more"):
+        cluster.dropped(["3xT4"])
+    with pytest.raises(ValueError, match="leave one"):
+        cluster.dropped(["4xA100", "2xT4"])
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        (parse_rate, "100Mbit", 12.5e6),
+        (parse_rate, "10 Gbit/s", 1.25e9),
+        (parse_rate, "100Mbps", 12.5e6),
+        (parse_rate, "3MB/s", 3e6),
+        (parse_rate, "inf", math.inf),
+        (parse_seconds, "1.5ms", 1.5e-3),
+        (parse_bytes, "2GB", 2e9),
+        (parse_count, "1.3B", 1_300_000_000),
+        (parse_count, "123.6M", 123_600_000),
+        (parse_number, "1e-3", 1e-3),
+        (parse_model, "params=124M", 496e6),
+        (parse_model, "bytes = 3MB", 3e6),
+    ],
+)
+def test_units(parse, text, value):
+    assert parse(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        *((parse_rate, text) for text in ("100", "100mbit", "-1Mbit", "0Mbit", "Mbit", "1e999Mbit", "1Mbit/h", "nan")),
+        *((parse_seconds, text) for text in ("1", "1h", "ms")),
+        *((parse_count, text) for text in ("0", "1.5", "-3", "124m", "1e", "", True)),
+        *((parse_number, text) for text in ("-1", "x", "nan", "inf", True, "1 2")),
+        *((parse_model, text) for text in ("124M", "params", "params=", "parameters=124M")),
+    ],
+)
+def test_units_are_strict(parse, text):
+    with pytest.raises(ValueError, match=".*"):
+        parse(text)
+
+
+def test_prices():
+    assert parse_prices(["A100=4.1", "RTX 4090=0.5", "2"]) == {"A100": 4.1, "RTX 4090": 0.5, "*": 2.0}
+    with pytest.raises(ValueError, match="not a number"):
+        parse_prices(["A100=much"])
+
+
+def test_shown_numbers_have_three_digits():
+    assert [format_rate(rate) for rate in (1e3, 12.5e6, 124.9e6, 1e12)] == [
+        "8 kbit/s", "100 Mbit/s", "999 Mbit/s", "8 Tbit/s"
+    ]  # fmt: skip
+    assert [format_seconds(t) for t in (5e-6, 0.0123, 59.0, 900.0, 7200.0)] == [
+        "5 us", "12.3 ms", "59 s", "15 min", "2 h"
+    ]  # fmt: skip
