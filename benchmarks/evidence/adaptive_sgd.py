@@ -39,7 +39,8 @@ def times(rows, column="seconds_1"):
 
 def tuned(record, where):
     """Best time of each method at a place."""
-    return f"Seconds to the target: {times(of(record, best=True, **where))}."
+    rows = [row for row in of(record, best=True, **where) if row["method"] != "mean"]  # with Adam it is elastic
+    return f"Seconds to the target: {times(rows)}."
 
 
 def headline(record):
@@ -104,13 +105,13 @@ def confirmed(record):
     )
 
 
-def by_workers(record, column, unit):
+def by_workers(record, column, unit, form):
     """A figure of the adaptive rule and of ddp by number of workers."""
     parts = []
     for method in ("adaptive", "ddp"):
         rows = [one(record, workers=1, method="ddp", optimizer="Adam")]
         rows += [one(record, workers=count, method=method, optimizer="Adam") for count in (2, 3, 4)]
-        values = [f"{row[column]:.4g}" if row[column] is not None else "never" for row in rows]
+        values = [f"{row[column]:{form}}" if row[column] is not None else "never" for row in rows]
         parts.append(f"{method} {' / '.join(values)} {unit}")
     return f"On 1 / 2 / 3 / 4 workers: {'; '.join(parts)} (Adam, each at its best rate)."
 
@@ -118,7 +119,7 @@ def by_workers(record, column, unit):
 def sizes(record):
     """Sizes at the start and the end, and when they settle."""
     parts = []
-    for method, where in (("adaptive", PAPERS), ("adaptive", HEADLINE), ("adaptive, as printed", PAPERS)):
+    for method, where in (("adaptive", PAPERS), ("adaptive", HEADLINE), ("adaptive, as printed", HEADLINE)):
         rows = of(record, method=method, **where)
         first, last = rows[0], rows[-1]
         spread = [max(u) - min(u) for u in ([int(n) for n in r["updates"].split("/")] for r in rows)]
@@ -221,7 +222,7 @@ ROWS = [
         lambda record: tuned(record, PAPERS),
         "grid",
         "time",
-        note=f"{SET_UP} The best optimizer is Adam for all; the paper has plain SGD only.",
+        note=f"{SET_UP} Tuned with Adam it beats Elastic SGD and CROSSBOW, not ddp; the paper has plain SGD only.",
     ),
     row(
         "Fig. 4, Delicious-200k",
@@ -230,6 +231,7 @@ ROWS = [
         lambda record: tuned(record, {"shape": "delicious", "cluster": "paper"}),
         "grid",
         "time",
+        note="Few merges: the target, a precision of 0.5, is reached in about two mega-batches.",
     ),
     row(
         "Fig. 4, sec. V.A",
@@ -247,6 +249,7 @@ ROWS = [
         efficiencies,
         "curves",
         "curves",
+        note="One seed. Rare exchanges make it faster, but per epoch averaged gradients are ahead, with Adam.",
     ),
     row(
         "Fig. 4, end to end",
@@ -262,18 +265,20 @@ ROWS = [
         "Fig. 5a",
         "With 1, 2 and 4 GPUs, Adaptive SGD reaches an accuracy sooner and ends higher (Amazon-670k; less clear on "
         "Delicious-200k).",
-        "holds",
-        lambda record: by_workers(record, "seconds_1", "s"),
+        "holds in part",
+        lambda record: by_workers(record, "seconds_1", "s", ".1f"),
         "scaling",
         "scaling",
+        note="More workers gain up to three; each of them is slower than the one before, up to 1.32 times.",
     ),
     row(
         "Fig. 5b",
         "More GPUs need fewer epochs on Amazon-670k, and more on Delicious-200k.",
         "does not hold",
-        lambda record: by_workers(record, "samples", "samples"),
+        lambda record: by_workers(record, "samples", "samples", ","),
         "scaling",
         "scaling",
+        note="Contradicts the paper for Amazon-670k: merged replicas need more samples, the more they are.",
     ),
     open_row(
         "Fig. 5, SLIDE",
@@ -295,13 +300,15 @@ ROWS = [
         perturbed,
         "curves",
         "curves",
+        note="The norm over the number of parameters is far below 0.10 for any large model, so it is hardly a condition.",
     ),
     row(
         "sec. V.C",
         "Adaptive SGD reaches the highest accuracy of all methods.",
-        "does not hold",
+        "holds in part",
         highest,
         "curves",
         "curves",
+        note="One seed, 1,000 test samples: differences below 0.02 mean nothing; only the rule as printed is behind.",
     ),
 ]
