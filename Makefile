@@ -59,13 +59,14 @@ bench: venv
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/adaptive.py
-	$(BIN)/python benchmarks/elastic.py
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/convergence.py
 	$(BIN)/python benchmarks/wan.py
 	$(BIN)/python benchmarks/wan.py --trace
 	$(BIN)/python benchmarks/priority.py
 	$(BIN)/python benchmarks/hierarchy.py
+	for command in shapes grid curves scaling confirm; do \
+		$(BIN)/python benchmarks/papers/adaptive_sgd.py $$command || exit; done
 
 docs: venv
 	$(INSTALL) --no-build-isolation -e '.[docs]'
