@@ -523,8 +523,8 @@ ROWS: list[Row] = [
         note=(
             "LB-BSP makes computing times equal, the optimum where the link is the bottleneck makes them equal up to "
             "the first bucket. Both are the same split if every GPU has the same ratio of forward to backward pass, as "
-            "GPUs of our table do. 18 % need GPUs or hosts whose ratios differ by more than a factor of two; the paper "
-            "reports none. LB-BSP is taken at the best split that it passes through, with the better of two steps."
+            "GPUs of our table do. No draw of random coefficients reached 18 %. The paper reports no times of "
+            "its GPUs. LB-BSP is taken at the best split that it passes through, with the better of two steps."
         ),
     ),
     Row(
