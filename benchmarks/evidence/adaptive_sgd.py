@@ -300,7 +300,7 @@ ROWS = [
         perturbed,
         "curves",
         "curves",
-        note="The norm over the number of parameters is far below 0.10 for any large model, so it is hardly a condition.",
+        note="The norm over the number of parameters is far below 0.10 for any large model: hardly a condition.",
     ),
     row(
         "sec. V.C",
