@@ -110,6 +110,7 @@ class Cluster:
         subnet: first three numbers of the nodes' addresses. Clusters do not see each other, so that several can use
             the same one at the same time.
         port: MASTER_PORT, on the address of rank 0.
+        weight: times the processor time that a node gets where one other process of the machine wants it too.
 
     Raises:
         ValueError: if an argument is outside its range.
@@ -120,14 +121,19 @@ class Cluster:
             results = cluster.run([sys.executable, "train.py"])
     """
 
-    def __init__(self, nodes: Sequence[Node], *, subnet: str = "10.78.0", port: int = 29650) -> None:
+    def __init__(
+        self, nodes: Sequence[Node], *, subnet: str = "10.78.0", port: int = 29650, weight: float = 1.0
+    ) -> None:
         if not 1 <= len(nodes) <= 250:
             raise ValueError(f"nodes has {len(nodes)} entries, but a cluster has 1 to 250. Give one Node per rank.")
         if not re.fullmatch(r"\d{1,3}\.\d{1,3}\.\d{1,3}", subnet):
             raise ValueError(f"subnet={subnet!r} must be the first three numbers of an address, such as '10.78.0'.")
         if not 0 < port < 65536:
             raise ValueError(f"port={port} must be between 1 and 65535.")
+        if not 0.01 <= weight <= 100:
+            raise ValueError(f"weight={weight} must be between 0.01 and 100.")
         self._nodes = list(nodes)
+        self._weight = weight
         self._subnet = subnet
         self._port = port
         self._tag = f"lh{os.getpid():x}-{next(_counter) % 10}"  # the name of an interface has at most 15 characters
@@ -237,6 +243,7 @@ class Cluster:
                 self._limit_link(rank, node.mbit)
             cpu.create(namespace)
             cpu.limit(namespace, node.cpu)
+            cpu.prefer(namespace, self._weight)
         self._cpu = cpu
 
     def _tear_down(self, cpu: _CpuController) -> None:
@@ -386,6 +393,13 @@ class _CpuController:
         else:
             self._write(self.root / name / "cpu.cfs_period_us", str(period))
             self._write(self.root / name / "cpu.cfs_quota_us", str(quota))
+
+    def prefer(self, name: str, weight: float) -> None:
+        """Set the weight of a group against other processes of the machine, which have 1."""
+        if self.version == 2:
+            self._write(self.root / name / "cpu.weight", str(round(100 * weight)))
+        else:
+            self._write(self.root / name / "cpu.shares", str(round(1024 * weight)))
 
     def procs_file(self, name: str) -> Path:
         return self.root / name / "cgroup.procs"

@@ -25,7 +25,7 @@ from lightning_hetero.comm.timing.step_rows import FIELDS, match_rows
 from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.batching.plan import PlanEntry
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
-from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeModels, NodeTimeModel
+from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
 from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, LinkProfile
 from lightning_hetero.simulate.cluster.control.replay import RecordingPlanner
 
@@ -57,8 +57,12 @@ def row_of(workers: int) -> dict[str, Any]:
     planner, link = RecordingPlanner(PerfModelPlanner()), LinkProfile(gradient_bytes=102e6, rate=RATE)
     devices, total = devices_of(workers), SAMPLES_PER_WORKER * workers
     begin = time.process_time()
-    result = ClusterSimulator(devices, total, link=link, policy=planner, seed=1).run(STEPS)
+    simulator = ClusterSimulator(devices, total, link=link, policy=planner, seed=1)
+    simulator.advance(STEPS)
     simulated = time.process_time() - begin
+    while workers > 100 and planner.log[-1].observations.num_steps < SETTINGS.max_steps and simulator.step < 2000:
+        simulator.advance(STEPS)  # until a round has full tables, as all have whose interval is as long
+    result = simulator.result
     last = planner.log[-1]
     table = np.full((SETTINGS.max_steps, 1 + FIELDS + link.buckets), np.nan)
     seen = last.observations
@@ -70,11 +74,11 @@ def row_of(workers: int) -> dict[str, Any]:
     tables[:, -rows:, 1 + FIELDS :] = seen.bucket_ends[-rows:].transpose(1, 0, 2)
     before = planner.log[-2].decision.planner if len(planner.log) > 1 else PerfModelPlanner()
     decide = taken(lambda: before.decide(seen, last.current, last.context), 3 if workers < 10_000 else 1)
-    match = taken(lambda: match_rows(tables), 1)
+    match = taken(lambda: match_rows(tables))
     entry = PlanEntry(0, STEPS, result.plans[-1].plan, result.plans[-1].reason)
     message = pickle.dumps(entry)
     send = taken(lambda: pickle.loads(pickle.dumps(entry)))
-    nodes = NodeModels([NodeTimeModel(d.q, d.s, d.k, d.m) for d in devices])
+    nodes = tuple(NodeTimeModel(d.q, d.s, d.k, d.m) for d in devices)
     cluster = ClusterTimeModel(nodes, gamma=link.gamma, t_o=0.1, t_u=0.02)
     solve = taken(lambda: solve_optperf(cluster, total, min_local=(1,) * workers))
     gathered = tables.nbytes

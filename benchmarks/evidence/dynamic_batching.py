@@ -442,7 +442,8 @@ ROWS: list[Row] = [
         ON_CPU,
         "holds in part",
         throughput,
-        note="The MNIST network on one core, by processor time. The rise holds; what follows is flat within 2 %.",
+        note="The MNIST network on one core, by processor time. The rise holds; the decline "
+        "is no more than runs differ on a busy machine.",
         **CURVE,
     ),
     Row("Fig. 5, GPU", "Throughput falls sharply where a GPU's memory ends.", ON_GPU, "open", no_gpu),

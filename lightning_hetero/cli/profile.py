@@ -26,7 +26,7 @@ __all__ = ["fitted", "main"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Time a script's steps and write the device's profile.
+    """Measure the times of a script's steps and write the device's profile.
 
     Args:
         argv: options, the script, and the script's arguments.
@@ -84,6 +84,9 @@ def fitted(report: DeviceReport, name: str | None = None, price: float | None = 
     q, s, k, m = (float(f"{value:.9g}") for value in model.array[0].tolist())
     found = np.concatenate([outside / (q * sizes + s), backward / np.maximum(k * sizes + m, 1e-12)])
     jitter = _typical_deviation(found - np.median(found))
+    middle = float(sizes.mean())
+    a, backward_time = q * middle + s, k * middle + m
+    error = jitter * float(np.hypot(a, backward_time)) / (a + backward_time) / np.sqrt(len(rows))
     worker = Worker(
         name or report.name,
         q,
@@ -91,7 +94,7 @@ def fitted(report: DeviceReport, name: str | None = None, price: float | None = 
         k,
         m,
         memory=report.memory,
-        error=float(f"{jitter * np.sqrt(2.0 / len(rows)):.3g}"),
+        error=float(f"{error:.3g}"),
         jitter=float(f"{jitter:.3g}"),
         price=price,
     )

@@ -132,7 +132,11 @@ def test_a_size_that_does_not_fit_is_the_memory_bound(profile, tmp_path):
     [
         ((), ["0", "2", "hetero_ddp"], "measures one device, and the Trainer has 2 workers"),
         ((), ["0", "1", "auto"], "ended without an answer; does its Trainer fit with strategy='hetero_ddp'?"),
-        (("--sizes", "500,600"), ["0", "1", "hetero_ddp"], "fewer than two of the batch sizes can run: allowed are 1"),
+        (
+            ("--sizes", "500,600"),
+            ["0", "1", "hetero_ddp"],
+            "the batch sizes 500, 600 cannot be timed: give at least two different --sizes from 1 to 128",
+        ),
     ],
 )
 def test_a_training_that_cannot_be_timed(profile, tmp_path, options, arguments, words):

@@ -157,7 +157,9 @@ def sustain(rows: Array, cores: float) -> None:
 
 def common_steps(tables: Array) -> list[float]:
     """Return the numbers of the steps that every rank has reported, sorted; tables as for :func:`match_rows`."""
-    return sorted(set.intersection(*({float(s) for s in t[:, 0] if not np.isnan(s)} for t in tables)))
+    numbers = tables[:, :, 0]
+    steps, ranks = np.unique(numbers[~np.isnan(numbers)], return_counts=True)  # a rank reports a step once
+    return [float(step) for step in steps[ranks == len(tables)]]
 
 
 def match_rows(tables: Array, features: int = 0) -> StepObservations:
@@ -168,7 +170,8 @@ def match_rows(tables: Array, features: int = 0) -> StepObservations:
             ``(ranks, max_steps, 10 + buckets + features)``.
         features: numbers of a step's work.
     """
-    steps = common_steps(tables)
-    rows = [[t[np.flatnonzero(t[:, 0] == step)[0], 1:] for t in tables] for step in steps]
-    values = np.array(rows).reshape(len(steps), len(tables), tables.shape[2] - 1)
+    steps, ranks, numbers = common_steps(tables), np.arange(len(tables)), tables[:, :, 0].copy()
+    values = np.empty((len(steps), len(tables), tables.shape[2] - 1))
+    for row, step in zip(values, steps, strict=True):
+        row[:] = tables[ranks, (numbers == step).argmax(axis=1), 1:]
     return StepObservations.from_array(values, features)

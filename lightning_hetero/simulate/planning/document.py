@@ -41,17 +41,17 @@ class Entry:
 
     @property
     def is_mapping(self) -> bool:
-        """Whether it has keys."""
+        """``True`` if it has keys."""
         return isinstance(self.node, yaml.MappingNode)
 
     @property
     def is_list(self) -> bool:
-        """Whether it has elements."""
+        """``True`` if it has elements."""
         return isinstance(self.node, yaml.SequenceNode)
 
     @property
     def is_null(self) -> bool:
-        """Whether it is empty."""
+        """``True`` if it is empty."""
         return self.node.tag == "tag:yaml.org,2002:null"
 
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""What a policy would do on a cluster: its splits over time, and how close to the optimum they come."""
+"""Course of a policy on a cluster: its splits over time, and how close to the optimum they come."""
 
 import math
 from dataclasses import dataclass

@@ -54,7 +54,7 @@ class SizeSweep(StaticPlanner):
 
     @property
     def done(self) -> bool:
-        """Whether all sizes have their steps."""
+        """``True`` once all sizes have their steps."""
         return self.place >= len(self.sizes)
 
     def initial(self, context: PlanContext) -> Proposal | None:
@@ -119,11 +119,10 @@ class DeviceProbe(ConvergenceProbe):
         most = min(dataset // 2, *(bound or (dataset,)))
         least = self._engine.workers.min_local
         sizes = self.order.sizes or sizes_around(own, max(most, least))
-        sizes = tuple(size for size in sizes if least <= size <= most)
-        if len(set(sizes)) < 2:
+        if len(set(sizes)) < 2 or not all(least <= size <= most for size in sizes):
             raise strategy_of(trainer)._misconfiguration(
-                f"fewer than two of the batch sizes can run: allowed are {least} to {most}. Profile with more data, or "
-                "give other --sizes."
+                f"the batch sizes {', '.join(map(str, sizes))} cannot be timed: give at least two different --sizes "
+                f"from {least} to {most} (half of the dataset, or what fits into memory), or profile with more data."
             )
         self.planner = SizeSweep(sizes=sizes, steps=self.order.steps)
         self._own, self._dataset = own, dataset
@@ -147,24 +146,23 @@ class DeviceProbe(ConvergenceProbe):
         assert self._engine is not None
         self._largest = max(self._largest, self._engine.own_size or 0)
         if isinstance(self.planner, SizeSweep) and self.planner.done:
-            self._answer(trainer, pl_module, None)
+            self._answer(trainer, pl_module, self.planner.rows, None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Answer with what was timed if a larger size does not fit into memory."""
-        timed = {row[0] for row in self.planner.rows} if isinstance(self.planner, SizeSweep) else set()
-        if isinstance(exception, torch.OutOfMemoryError) and len(timed) > 1:
-            self._answer(trainer, pl_module, self._largest)
+        rows = self.planner.rows if isinstance(self.planner, SizeSweep) else ()
+        if isinstance(exception, torch.OutOfMemoryError) and len({row[0] for row in rows}) > 1:
+            self._answer(trainer, pl_module, rows, self._largest)
 
-    def _answer(self, trainer: Trainer, pl_module: LightningModule, memory: int | None) -> None:
+    def _answer(self, trainer: Trainer, pl_module: LightningModule, rows: tuple[Row, ...], memory: int | None) -> None:
         """Answer, and end the script's process with success."""
         assert self._engine is not None
         assert self._engine.workers is not None
-        assert isinstance(self.planner, SizeSweep)
         trained = [p for p in pl_module.parameters() if p.requires_grad]
         bound = self._engine.workers.max_local
         report = DeviceReport(
             name=_device_name(strategy_of(trainer).root_device),
-            rows=[list(row) for row in self.planner.rows],
+            rows=[list(row) for row in rows],
             memory=memory if memory is not None else (bound[0] if bound else None),
             parameters=sum(p.numel() for p in trained),
             gradient_bytes=sum(p.numel() * p.element_size() for p in trained),
