@@ -33,6 +33,7 @@ from hardware import write_table
 from lightning_hetero.data import synthetic_multilabel
 
 RESULTS = Path(__file__).parents[1] / "results"
+RUNS = Path(tempfile.gettempdir()) / "adaptive_sgd_runs"
 RATES = {
     "SGD": (1.0, 2.0, 4.0, 8.0, 16.0),
     "momentum": (0.5, 1.0, 2.0, 4.0, 8.0),
@@ -74,8 +75,7 @@ class Runs:
         due = [spec for spec in specs if _key(spec) not in self.done]
         for shape in {spec["shape"] for spec in due}:
             data(shape, kwargs.get("quick", False))  # before the processes fork
-        # sessions of their own, as a scheduler shares the processor between sessions
-        with ProcessPoolExecutor(JOBS, initializer=os.setsid) as pool, self.path.open("a") as file:
+        with ProcessPoolExecutor(JOBS) as pool, self.path.open("a") as file:
             waiting = [pool.submit(self._run, spec, kwargs) for spec in due]
             for future in as_completed(waiting):
                 record = future.result()
@@ -449,9 +449,7 @@ COMMANDS = {"shapes": shapes, "grid": grid, "curves": curves, "scaling": scaling
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=COMMANDS)
-    parser.add_argument(
-        "--runs", type=Path, default=Path("adaptive_sgd_runs"), help="folder of trainings that are done"
-    )
+    parser.add_argument("--runs", type=Path, default=RUNS, help="folder of trainings that are done")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no training after this time")
     args = parser.parse_args()
     COMMANDS[args.command](args)
