@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from lightning_hetero.comm.noise.window_sums import merge_parts
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.validation import check_number
 
@@ -68,5 +67,7 @@ class NoiseTrajectory:
 
     def estimate(self) -> RunningNoiseScale:
         """End a sync round: return the running estimate of all steps so far."""
+        from lightning_hetero.comm.noise.window_sums import merge_parts  # imports torch, which takes a second
+
         self._running, self._sums = merge_parts(self._running, self._sums[None]), np.zeros(5)
         return self._running

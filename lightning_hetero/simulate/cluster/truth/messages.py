@@ -6,7 +6,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.comm.timing.settings import SETTINGS
-from lightning_hetero.compression.wire_format import message_size
 from lightning_hetero.core.compression.objective import DensityChoice
 from lightning_hetero.core.compression.settings import BlockTopK
 from lightning_hetero.core.link.bandwidth import LinkEstimate
@@ -43,6 +42,8 @@ class MessageExchange:
     """
 
     def __init__(self, settings: BlockTopK, link: LinkProfile, workers: int, *, may_be_stale: bool = False) -> None:
+        from lightning_hetero.compression.wire_format import message_size  # imports torch, which takes a second
+
         if settings.dense_every is not None:
             raise ValueError(f"dense_every={settings.dense_every} is not simulated; leave it out.")
         self.settings, self.link, self.density, self.stale = settings, link, settings.density, False
