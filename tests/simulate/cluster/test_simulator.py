@@ -1,5 +1,8 @@
 """Simulations of whole trainings: what always holds, and what a run of them says."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -167,3 +170,12 @@ def test_the_rate_of_a_link_along_its_trace():
 def test_bad_input_is_named(wrong, error, text):
     with pytest.raises(error, match=text):
         ClusterSimulator(**{"devices": UNEQUAL, "total_batch_size": 300, **wrong})
+
+
+def test_a_simulation_needs_neither_torch_nor_a_trainer():
+    code = (
+        "import sys; from lightning_hetero.simulate import ClusterSimulator, DeviceProfile\n"
+        "ClusterSimulator([DeviceProfile(0.001, 0, 0.002, 0)] * 2, 20).run(20)\n"
+        "sys.exit('torch' in sys.modules or 'lightning' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

@@ -42,6 +42,8 @@ class MessageExchange:
     """
 
     def __init__(self, settings: BlockTopK, link: LinkProfile, workers: int, *, may_be_stale: bool = False) -> None:
+        from lightning_hetero.compression.wire_format import message_size  # imports torch, which takes a second
+
         if settings.dense_every is not None:
             raise ValueError(f"dense_every={settings.dense_every} is not simulated; leave it out.")
         self.settings, self.link, self.density, self.stale = settings, link, settings.density, False
