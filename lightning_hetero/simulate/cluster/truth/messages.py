@@ -49,8 +49,6 @@ class MessageExchange:
         self.settings, self.link, self.density, self.stale = settings, link, settings.density, False
         self.workers, self._may_be_stale, self._sent = workers, may_be_stale, 0
         blocks = max(-(-int(link.gradient_bytes / 4) // settings.block), 1)
-        from lightning_hetero.compression.wire_format import message_size  # which loads torch
-
         self._size = message_size(blocks, settings.block, settings.value_dtype, workers)
         self._times = MessageTimes((LinkEstimate(),) * workers, link.latency)
         self._seen: deque[float] = deque(maxlen=SETTINGS.max_steps)  # seconds of the messages since the last round
