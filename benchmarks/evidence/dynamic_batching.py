@@ -77,6 +77,12 @@ def middle(data: Any, kind: str, name: str, dead_band: float = 0.05) -> float:
     return float(median(row[name] for row in chosen(data, kind=kind, **where)))
 
 
+def quiet(data: Any, kind: str) -> dict[str, Any]:
+    """Row of the seed of median speed, of the runs under Lightning with a dead band of 5 %."""
+    rows = sorted(chosen(data, kind=kind, dead_band=0.05), key=lambda row: row["step_ms"])
+    return rows[len(rows) // 2]
+
+
 # sentences
 
 
@@ -106,7 +112,7 @@ def equation_3(data: Any) -> str:
 
 
 def histograms(data: Any) -> str:
-    even, pid, model = (one(data, kind=kind, dead_band=0.05, seed=0) for kind in ("ddp", "pid", "perf_model"))
+    even, pid, model = (quiet(data, kind) for kind in ("ddp", "pid", "perf_model"))
     return (
         f"5 %/50 %/95 % of each worker's milliseconds under DDP: {even['after_ms']}; under DynamicBatchPIDCallback: "
         f"{pid['after_ms']}; under the time model: {model['after_ms']}. Steps: {middle(data, 'ddp', 'step_ms'):.0f}, "
@@ -406,7 +412,16 @@ ROWS: list[Row] = [
         "text wants all sizes to change by 5 %, the pseudo-code one; the latter is used.",
         **CONTROL,
     ),
-    Row("Fig. 4b", "The same, in a run.", ON_DEVICES, "holds", oscillation_emulated, **EMULATED),
+    Row(
+        "Fig. 4b",
+        "The same, in a run.",
+        ON_DEVICES,
+        "does not hold",
+        oscillation_emulated,
+        note="The host was busy, and single steps late by more than the dead band: with a decision every four steps, "
+        "the printed rule chases them with the dead band too. Ours compares with the jitter that it sees.",
+        **EMULATED,
+    ),
     Row(
         "sec. III-C1, bounds",
         "An upper bound of the batch size, set where throughput fell after a rise, keeps throughput from falling.",
@@ -434,7 +449,8 @@ ROWS: list[Row] = [
         ON_DEVICES,
         "holds",
         changes_cost,
-        note="True of their TensorFlow; here a change only alters what the loader draws.",
+        note="True of their TensorFlow; here a change only alters what the loader draws. Both times are of a busy "
+        "machine of two cores.",
         **EMULATED,
     ),
     Row(
