@@ -72,12 +72,13 @@ docs: venv
 	$(INSTALL) --no-build-isolation -e '.[docs]'
 	$(BIN)/python -m sphinx -W --keep-going docs docs/_build
 
-# Draws the packages from their imports and writes the tables of equations and modules; tests fail when it is due. Needs
-# Python alone.
+# Draws the packages from their imports, writes the tables of equations and modules, and the page of evidence from the
+# results of the benchmarks; tests fail when it is due. Needs Python alone.
 map:
 	$(PYTHON) docs/figures/packages.py
 	$(PYTHON) docs/equations.py
 	$(PYTHON) docs/modules.py
+	$(PYTHON) docs/evidence.py
 
 clean:
 	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

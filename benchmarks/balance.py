@@ -26,7 +26,7 @@ from lightning_hetero.simulate.devices.catalog import cluster_profiles
 
 RESULTS = Path(__file__).parent / "results"
 JITTER = 0.03
-STEPS = {"ddp": 40, "fixed": 40, "static": 40, "perf_model": 150, "pid": 150, "lb_bsp": 300}
+STEPS = {"ddp": 40, "fixed": 40, "static": 40, "perf_model": 150, "pid": 150, "lb_bsp": 200}
 
 
 def device(rate: float, outside: float = 4.0, inside: float = 6.0, backward: float = 0.62) -> DeviceProfile:
