@@ -1,7 +1,11 @@
 """What the paper on dynamic batching reports, checked: sub-commands that each write one result.
 
-python benchmarks/papers/dynamic_batching.py emulated    # Lightning and gloo on emulated devices; about 6 minutes
-
+python benchmarks/papers/dynamic_batching.py levels    # gains at the H-levels, simulated; 45 s of processor time
+python benchmarks/papers/dynamic_batching.py control   # controllers: dead bands, bounds, availability; 85 s
+python benchmarks/papers/dynamic_batching.py mixed     # GPU and CPU, T4 and P4, simulated; 30 s
+python benchmarks/papers/dynamic_batching.py curve     # throughput against batch size; 35 s
+python benchmarks/papers/dynamic_batching.py accuracy  # time to accuracy, clock simulated; two minutes
+python benchmarks/papers/dynamic_batching.py emulated  # Lightning and gloo on emulated devices; ten minutes
 """
 
 import argparse
