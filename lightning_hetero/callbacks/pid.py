@@ -14,8 +14,8 @@ class DynamicBatchPIDCallback(PolicyCallback):
         dead_band: sizes change only if one of them would change by more than this share, 0 to 1.
         decay: weight of the past in the moving average of compute times, 0 to 1.
         start: sizes to begin with: ``"open_loop"``, in proportion to peak half-precision FLOP/s (cores, among equal
-            CPUs), or ``"equal"``. The strategy's ``local_batch_sizes`` take precedence, and so does what an earlier run
-            has learned on the same hardware.
+            CPUs), or ``"equal"``. The sizes of ``HeteroDDPStrategy(policy="pid", local_batch_sizes=[...])`` take
+            precedence, and so does what an earlier run has learned on the same hardware.
 
     Raises:
         TypeError: if an argument has the wrong type.
