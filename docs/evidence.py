@@ -189,6 +189,23 @@ def scaling() -> str:
     return table((*columns, "solver over step"), lines)
 
 
+def contention() -> str:
+    """Return the table of splits found by processes that share cores."""
+    rows = [
+        (
+            row["strategy"],
+            row["split"],
+            f"{row['step_ms']:.0f}",
+            f"{row['over_even']:.2f}x",
+            f"{row['share_of_optimum_%']:.0f} %",
+            number(row.get("steps_to_5%")),
+        )
+        for row in record("contention.json")["rows"]
+    ]
+    columns = ("strategy", "split", "step (ms)", "over equal sizes", "share of the optimum found by search")
+    return table((*columns, "steps to 5 %"), rows)
+
+
 OWN = {
     "Splits found on emulated devices": (
         balance,
@@ -205,6 +222,14 @@ OWN = {
         "Totals over a tenfold range that the model has not seen; it has learned from every other total. A measured "
         "step contains what the host adds to the devices' time.",
         "prediction.json",
+    ),
+    "Processes that share cores": (
+        contention,
+        "python benchmarks/contention.py",
+        "Does real contention break it? Three workers with 1.0, 0.5 and 0.3 of a core compute in earnest, on two cores "
+        "that they share. The optimum is the fastest of about ten splits that take turns, so it is noisy itself, and a "
+        "split is only right for the moment in which it was learned. This is a check and no headline.",
+        "contention.json",
     ),
     "The simulator against emulated devices": (
         validation,

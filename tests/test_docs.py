@@ -448,14 +448,17 @@ def same_when_rounded(cell, *values):
 
 def test_balance_in_the_readme_is_that_of_the_benchmark():
     table, result = quoted("balance")
-    columns = ("step_ms", "over_even", "own_run_over_ddp", "share_of_optimum_%", "steps_to_5%")
-    assert [row["strategy"] for row in result["rows"]] == ["ddp", "exact optimum", "perf_model", "pid"]
-    for (name, split, *cells), row in zip(table, result["rows"], strict=True):
-        words = {"exact optimum": "optimum", "perf_model": "time model", "pid": "proportional"}
-        assert words.get(row["strategy"], row["strategy"]) in name
-        assert split == row["split"]
-        for cell, column in zip(cells, columns, strict=True):
-            same_when_rounded(cell, row.get(column))
+    clusters = {}
+    for row in result["rows"]:
+        clusters.setdefault(row["cluster"], {})[row["policy"]] = row
+    for (name, *gains, share, near, nearer), (cluster, found) in zip(table, clusters.items(), strict=True):
+        assert name.split(":")[0] == cluster.split(":")[0]
+        for cell, policy in zip(gains, ("static", "lb_bsp", "pid", "perf_model", "fixed"), strict=True):
+            same_when_rounded(cell, found[policy]["over_even"])
+        model = found["perf_model"]
+        same_when_rounded(share, model["share_of_optimum_%"], model["least_share_%"])
+        same_when_rounded(near, model["steps_to_5%"], model["most_steps_to_5%"])
+        same_when_rounded(nearer, model["steps_to_1%"], model["most_steps_to_1%"])
 
 
 def test_prediction_in_the_readme_is_that_of_the_benchmark():
