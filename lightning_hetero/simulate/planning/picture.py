@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_hetero.simulate.planning.answer import PlanAnswer
+from lightning_hetero.simulate.planning.answer import PlanAnswer, WorkerAnswer
 from lightning_hetero.simulate.planning.tables import worker_groups
 from lightning_hetero.simulate.planning.units import format_seconds
 
@@ -46,16 +46,19 @@ def draw_plan(answer: PlanAnswer, path: str, title: str = "") -> None:
     idle = 1e3 * (answer.step_time - compute)
     axes.barh(places, idle, left=1e3 * compute, color="#d9d9d9", label="waits or exchanges gradients")
     for place, group in enumerate(groups):
-        axes.text(0, place, f" {group[0].local_batch_size} samples", va="center", color="white", fontsize=8)
+        axes.text(0, place, f" {_samples(group)} samples", va="center", color="white", fontsize=8)
     axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.set_xlabel("ms in a step")
     speed = f"{answer.samples_per_second:.4g} samples/s, {format_seconds(answer.step_time)} a step"
     axes.set_title(f"{title}: {speed}" if title else speed, fontsize=10)
-    axes.legend(
-        fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0.0, -0.28 * 2.2 / figure.get_figheight()), ncols=2
-    )
+    figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=2)
     _save(figure, path)
+
+
+def _samples(group: Sequence[WorkerAnswer]) -> str:
+    sizes = sorted({worker.local_batch_size for worker in group})
+    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]}-{sizes[-1]}"
 
 
 def draw_split(steps: Sequence[int], sizes: Any, shares: Any, names: Sequence[str], path: str, title: str = "") -> None:
@@ -74,10 +77,14 @@ def draw_split(steps: Sequence[int], sizes: Any, shares: Any, names: Sequence[st
     """
     figure, axes = _figure(4.4, rows=2)
     drawn = np.unique(np.asarray(sizes), axis=1, return_index=True)[1][:MOST_BARS]
+    kinds = list(dict.fromkeys(names[worker] for worker in sorted(drawn.tolist())))
     for worker in sorted(drawn.tolist()):
-        axes[0].plot(steps, np.asarray(sizes)[:, worker], drawstyle="steps-post", label=names[worker], linewidth=1.2)
+        color = f"C{kinds.index(names[worker]) % 10}"  # equal devices whose sizes differ have one color
+        axes[0].plot(steps, np.asarray(sizes)[:, worker], drawstyle="steps-post", color=color, linewidth=1.2)
     axes[0].set_ylabel("samples")
-    if len(drawn) <= 8:
+    if len(kinds) <= 8:
+        for place, kind in enumerate(kinds):
+            axes[0].plot([], [], color=f"C{place}", label=kind)
         axes[0].legend(fontsize=8, frameon=False)
     axes[0].set_title(title, fontsize=10)
     axes[1].plot(steps, np.asarray(shares), color="#3b6ea5", linewidth=1.2)
@@ -91,7 +98,7 @@ def draw_split(steps: Sequence[int], sizes: Any, shares: Any, names: Sequence[st
 def _figure(height: float, rows: int = 1) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.0, height), layout="tight")
+    figure = Figure(figsize=(7.0, height), layout="constrained")
     return figure, figure.subplots(rows, sharex=rows > 1)
 
 
