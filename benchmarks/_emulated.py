@@ -16,7 +16,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from _closed_loop import LBBSP
+from _clusters import LBBSP
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
