@@ -27,6 +27,8 @@ from lightning_hetero.simulate.devices.catalog import cluster_profiles
 RESULTS = Path(__file__).parent / "results"
 JITTER = 0.03
 STEPS = {"ddp": 40, "fixed": 40, "static": 40, "perf_model": 150, "pid": 150, "lb_bsp": 200}
+STEPS_16 = {"ddp": 20, "fixed": 20, "static": 20, "perf_model": 100, "pid": 100, "lb_bsp": 100}
+"""Steps of each training, and those of 16 workers, whose steps have to be long against what 16 processes need."""
 
 
 def device(rate: float, outside: float = 4.0, inside: float = 6.0, backward: float = 0.62) -> DeviceProfile:
@@ -37,15 +39,15 @@ def device(rate: float, outside: float = 4.0, inside: float = 6.0, backward: flo
     )
 
 
-def cluster(name: str) -> tuple[DeviceProfile, ...]:
-    """A cluster of Cannikin that trains ResNet-50 on ImageNet."""
-    return tuple(replace(p, jitter=JITTER, memory=None) for p in cluster_profiles(name, "resnet50-imagenet"))
+def cluster(name: str, workload: str = "resnet50-imagenet") -> tuple[DeviceProfile, ...]:
+    """A cluster of Cannikin with one of its workloads."""
+    return tuple(replace(p, jitter=JITTER, memory=None) for p in cluster_profiles(name, workload))
 
 
 CLUSTERS: dict[str, tuple[tuple[DeviceProfile, ...], int, tuple[float, ...]]] = {
     "A": (cluster("A"), 96, (27.8, 19.2, 5.3)),
-    "B": (cluster("B"), 16 * 64, (19.5,) * 4 + (15.7,) * 4 + (16.3,) * 8),
-    "C": (cluster("C"), 16 * 24, (16.3,) * 16),
+    "B": (cluster("B", "bert-squad"), 16 * 32, (19.5,) * 4 + (15.7,) * 4 + (16.3,) * 8),
+    "C": (cluster("C"), 16 * 72, (16.3,) * 16),
     "fixed costs": (
         (device(500), device(350, outside=20.0), device(330, inside=25.0), device(60)),
         128,
@@ -65,11 +67,16 @@ def sizes_of(policy: str, name: str) -> tuple[int, ...] | None:
     return optimum(profiles, total)[1] if policy == "fixed" else None
 
 
+def steps_on(name: str) -> dict[str, int]:
+    """Steps of each policy's training on a cluster."""
+    return STEPS_16 if len(CLUSTERS[name][0]) == 16 else STEPS
+
+
 def jobs_of(name: str, seeds: int) -> list[Job]:
     """Trainings on a cluster: policies that learn with several seeds, splits that are given once."""
     profiles, total, _ = CLUSTERS[name]
     jobs = []
-    for policy, steps in STEPS.items():
+    for policy, steps in steps_on(name).items():
         given = sizes_of(policy, name)
         kind = "fixed" if given else policy
         for seed in range(seeds if policy in ("perf_model", "pid") else 1):
@@ -122,7 +129,8 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     out = []
     for cluster, policy in dict.fromkeys((row["cluster"], row["policy"]) for row in rows):
         of = [row for row in rows if (row["cluster"], row["policy"]) == (cluster, policy)]
-        middle = {key: _median([row[key] for row in of]) for key in of[0] if isinstance(of[0][key], int | float)}
+        numbers = [key for key in of[0] if any(isinstance(row[key], int | float) for row in of)]
+        middle = {key: _median([row[key] for row in of]) for key in numbers}
         out.append(
             {
                 **{key: value for key, value in of[0].items() if key != "plans"},
@@ -138,19 +146,25 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _median(values: list[Any]) -> float | None:
-    return None if None in values else float(np.median(values))
+    """Median, where ``None`` is never."""
+    middle = float(np.median([np.inf if value is None else value for value in values]))
+    return middle if np.isfinite(middle) else None
 
 
 def _most(values: list[Any]) -> Any:
     return None if None in values else max(values)
 
 
-def prediction(name: str, seed: int, *, stretch: int = 24, cycles: int = 2) -> list[dict[str, Any]]:
-    """Predicted against true step times over a 10x range of totals; every other total is learned from."""
+def prediction(name: str, seed: int, *, stretch: int = 24, cycles: int = 1) -> list[dict[str, Any]]:
+    """Predicted against true step times over a 10x range of totals; every other total is learned from.
+
+    A measured time is what the devices take on average, with what the host added in the run: the comparison does not
+    depend on the luck of a few steps.
+    """
     profiles, _, _ = CLUSTERS[name]
     n = len(profiles)
     speeds = [1 / (p.q + p.k) for p in profiles]
-    totals = [int(n * t) for t in np.geomspace(10, 100, 7)]
+    totals = [int(n * t) for t in np.geomspace(24, 240, 7)]
     splits = {total: tuple(proportional_sizes(total, speeds)) for total in totals}
     order = totals * cycles
     script = {i * stretch: splits[total] for i, total in enumerate(order)}
@@ -161,8 +175,9 @@ def prediction(name: str, seed: int, *, stretch: int = 24, cycles: int = 2) -> l
         planner = learned(first["rows"], totals[::2], n)
         for total in totals:
             starts = [i * stretch for i, t in enumerate(order) if t == total]
-            measured = np.mean([second for at in starts for second in first["seconds"][at + 3 : at + stretch]])
+            chosen = [step for at in starts for step in range(at + 3, at + stretch)]
             true = expected_time(profiles, splits[total])
+            measured = true + float(np.mean(np.array(first["seconds"])[chosen] - slowest(results)[chosen]))
             predicted = planner.predict(BatchPlan(total, splits[total]), context_of(total, n))
             rows.append(
                 {

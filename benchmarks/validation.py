@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from balance import CLUSTERS, STEPS
+from balance import CLUSTERS, steps_on
 from hardware import write_table
 
 from lightning_hetero.simulate import ClusterSimulator
@@ -24,9 +24,10 @@ def compared(run: dict[str, Any]) -> dict[str, Any]:
     """One run on emulated devices beside the simulation of the same devices."""
     profiles, total, _ = CLUSTERS[run["cluster"]]
     simulator = ClusterSimulator(profiles, total, policy=run["policy"], seed=100 * run["seed"])
-    result = simulator.run(STEPS[run["policy"]])
+    steps = steps_on(run["cluster"])[run["policy"]]
+    result = simulator.run(steps)
     sizes, simulated = np.array(run["plans"][-1][1]), np.array(result.plans[-1].plan.local_batch_sizes)
-    late = slice(STEPS[run["policy"]] // 2, None)
+    late = slice(steps // 2, None)
     seconds = 1e3 * float(np.mean(result.seconds[late]))
     return {
         "cluster": run["cluster"],

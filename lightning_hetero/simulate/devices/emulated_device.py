@@ -270,6 +270,17 @@ class EmulatedDevice:
         for one in trained:
             self._handles.append(one.register_hook(partial(self._of_parameter, one.numel() / elements)))
 
+    def attach_layers(self, module: nn.Module) -> None:
+        """Let a forward pass that runs take its time in the first layer of a module that it calls.
+
+        Args:
+            module: whose layers these are, itself among them.
+        """
+        self._handles += [layer.register_forward_hook(self._of_layer) for layer in module.modules()]
+
+    def _of_layer(self, layer: nn.Module, inputs: Any, output: Any) -> None:
+        self.end_forward()
+
     def _of_parameter(self, share: float, gradient: torch.Tensor) -> None:
         self.advance_backward(share)
 

@@ -15,8 +15,9 @@ __all__ = ["EmulatedDeviceCallback"]
 class EmulatedDeviceCallback(Callback):
     """Callback that makes each worker of a Trainer as fast as a device of a given profile, with any strategy.
 
-    A micro-batch takes ``a = q b + s`` until its (first) backward pass begins, and ``P = k b + m`` in that pass.
-    Batches of validation, test and prediction take ``a``. See :class:`EmulatedDevice` for what exactly is emulated.
+    A micro-batch takes ``a = q b + s`` until its first layer has run, or at the latest until its first backward pass
+    begins, and ``P = k b + m`` in that pass. Batches of validation, test and prediction take ``a``. See
+    :class:`EmulatedDevice` for what exactly is emulated.
 
     Args:
         profiles: profile of all workers, or one per rank.
@@ -61,8 +62,13 @@ class EmulatedDeviceCallback(Callback):
             self.device = EmulatedDevice(profiles, self.seed + rank)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Pace the gradients of the module's parameters."""
+        """Pace the gradients of the module's parameters, and its forward passes.
+
+        A forward pass ends in its first layer. Lightning calls :meth:`on_before_backward` inside the strategy's
+        ``backward``, all of which the strategy's timers take for the backward pass.
+        """
         self._known.attach_parameters(pl_module.parameters())
+        self._known.attach_layers(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin the forward pass of a micro-batch."""

@@ -154,3 +154,25 @@ def test_a_thin_link_comes_on_top():
     for seconds in run_ranks(_thin, 2):
         assert len(seconds) == 7
         assert min(seconds) >= 0.1 + 0.2 - 0.01  # one bucket, which is ready when the backward pass ends
+
+
+def _observed(rank, own):
+    """Seconds outside of and in the backward pass that the strategy's timers see, and those of the device."""
+    model, seen = Plain(dtype=torch.float32), []
+    model.automatic_optimization = not own
+    if own:
+        model.training_step = lambda batch, batch_idx: Manual.training_step(model, batch, batch_idx)
+    model.on_train_batch_end = lambda *_: seen.append(model.trainer.strategy.observations())
+    device = DeviceProfile(q=0.0, s=0.06, k=0.0, m=0.02)
+    trainer = trainer_of(HeteroDDPStrategy(replan=4), 2, callbacks=[EmulatedDeviceCallback(device)], max_epochs=1)
+    trainer.fit(model, DataLoader(Points(12 * 8, dtype=torch.float32), 4))
+    rows = seen[-1]
+    return float(rows.forward.min()), float(rows.backward.min())
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["automatic", "manual"])
+def test_the_forward_pass_is_timed_as_one(own):
+    """Lightning calls ``on_before_backward`` inside of the strategy's ``backward``: too late for a forward pass."""
+    for forward, backward in run_ranks(_observed, 2, own):
+        assert forward >= 0.06
+        assert backward >= 0.02
