@@ -39,7 +39,7 @@ def test_each_plan_runs_from_its_step_to_the_next(ahead):
         assert (own == entry.plan.local_batch_sizes).all()
 
 
-@pytest.mark.parametrize("ahead", [0, 3])
+@pytest.mark.parametrize("ahead", [0, 3, 4])
 def test_a_round_says_what_is_predicted_of_the_plan_that_runs(ahead):
     result = ClusterSimulator(DEVICES, 300, policy=Restless(), replan=4, ahead=ahead).run(60)
     for round_ in result.rounds:
@@ -92,3 +92,30 @@ def test_a_recording_sees_all_rounds_and_changes_nothing():
     assert [r.predicted for r in result.rounds] == [r.predicted for r in plain.rounds]
     assert len(recording.log) == len(result.rounds)
     assert all(step > 0 for step in np.diff([r.step for r in result.rounds]))
+
+
+class Counting(StaticPlanner):
+    """Counts rounds, of which a checkpoint keeps half."""
+
+    def __init__(self, rounds=0):
+        self.rounds = rounds
+
+    def initial(self, context):
+        return None
+
+    def decide(self, observations, current, context):
+        return Decision(Counting(self.rounds + 1))
+
+    def state_dict(self):
+        return {"rounds": self.rounds // 2}
+
+    def loaded(self, state):
+        return Counting(state["rounds"])
+
+
+def test_a_restart_knows_what_a_checkpoint_keeps():
+    simulator = ClusterSimulator(DEVICES, 300, policy=Counting(), replan=10, events=[Leave(45, "device 2")])
+    simulator.run(45)
+    assert simulator.planner.rounds == 4
+    simulator.run(6)
+    assert simulator.planner.rounds == 2
