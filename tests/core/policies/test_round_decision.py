@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision, PlanContext
 from lightning_hetero.core.policies.round_decision import decide_round
@@ -23,7 +24,8 @@ class Sure(StaticPlanner):
         return Decision(self, kept=f"{observations.num_steps} of {current.total_batch_size}", error=1.0)
 
     def predict(self, plan, context):
-        assert (context.total_batch_size, context.noise) == (plan.total_batch_size, None)
+        conditions = context.total_batch_size, context.noise, context.epoch_begins
+        assert conditions == (plan.total_batch_size, None, False)
         return float(plan.total_batch_size)
 
 
@@ -35,6 +37,8 @@ def test_the_planner_decides_on_the_upcoming_plan_and_predicts_the_running_one()
     decision, predicted = decide_round(Sure(), SEEN, OLD, NEW, context())
     assert (decision.kept, predicted) == ("3 of 8", (4.0, None))
     assert decide_round(Sure(), SEEN, NEW, NEW, context())[1] == (8.0, 1.0)
+    known = context(noise=RunningNoiseScale(), epoch_begins=True)
+    assert decide_round(Sure(), SEEN, OLD, NEW, known)[1] == (4.0, None)
 
 
 def test_no_planner_or_no_plan_has_nothing_to_decide():

@@ -65,6 +65,7 @@ def test_a_slower_link_takes_longer_by_a_factor():
         ({"trace": [(1.0, 2.0, 3.0)]}, TypeError, "must be pairs"),
         ({"trace": [(1.0, 0.0)]}, ValueError, "rate 0 of trace=0.0"),
         ({"trace": [(2.0, 1.0), (1.0, 1.0)]}, ValueError, "increasing order"),
+        ({"trace": [(1.0, 2.0), (1.0, 3.0)]}, ValueError, "each once"),
     ],
 )
 def test_bad_input_is_named(wrong, error, text):

@@ -106,6 +106,22 @@ def test_memory_is_that_of_the_largest_batch_that_a_paper_names():
     assert device_profile("RTX 4090", "bert-squad").memory is None
 
 
+def test_a_share_of_a_device_has_a_share_of_its_memory():
+    whole, half = (device_profile(name, "resnet50-imagenet") for name in ("RTX 4090", "RTX 4090@50%"))
+    assert (whole.memory, half.memory) == (256, 128)
+    assert device_profile("RTX 4090@0.1%", "resnet50-imagenet").memory == 1
+    assert device_profile("12 cores", "resnet50-imagenet").memory is None, "the memory is that of the whole server"
+
+
+def test_a_batch_has_a_fixed_time_for_each_launch_of_a_tensor():
+    profile, rules = device_profile("A100", "resnet50-imagenet"), TABLE["rules"]
+    assert ("A100", "resnet50-imagenet") not in {(e["device"], e["workload"]) for e in TABLE["profiles"]}
+    expected = 2 * workloads()["resnet50-imagenet"].tensors * rules["launch_seconds"]
+    assert (profile.s, profile.m) == pytest.approx((expected, expected))
+    half = device_profile("A100@50%", "resnet50-imagenet")
+    assert (half.s, half.m) == pytest.approx((2 * expected, 2 * expected))
+
+
 def test_shares_and_cores():
     whole, quarter = device_profile("rtx-6000", "bert-squad"), device_profile("RTX6000@25%", "bert-squad")
     assert quarter.seconds(10) == pytest.approx(4 * whole.seconds(10))

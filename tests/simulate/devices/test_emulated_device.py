@@ -1,6 +1,7 @@
 """A module takes exactly the time of a device, on a clock that only moves when somebody sleeps or computes."""
 
 import time
+from collections import UserDict
 
 import pytest
 import torch
@@ -9,25 +10,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.simulate import DeviceProfile, EmulatedDevice
-from lightning_hetero.simulate.devices.emulated_device import HostClock, first_dimension
+from lightning_hetero.simulate.devices.emulated_device import first_dimension
 from tests.helpers import run_ranks
+from tests.simulate.devices.virtual_clock import Clock
 
 PROFILE = DeviceProfile(q=0.001, s=0.01, k=0.002, m=0.02)
-
-
-class Clock:
-    """Time that passes only by sleeping, and by what a test says that the host takes."""
-
-    def __init__(self):
-        self.seconds, self.asleep = 0.0, 0.0
-
-    def sleep(self, seconds):
-        assert seconds > 0.0
-        self.seconds += seconds
-        self.asleep += seconds
-
-    def host(self):
-        return HostClock(lambda: self.seconds, self.sleep)
 
 
 def emulated(profile=PROFILE, **given):
@@ -200,9 +187,56 @@ def test_nothing_is_left_after_it():
         device.attach(net)
 
 
+class Output(UserDict):
+    """Mapping that PyTorch does not know, as the models and tokenizers of other packages use."""
+
+
+def test_a_model_may_take_and_return_mappings_by_name():
+    """The backward pass begins with the gradient of the output, not with the first one of a parameter."""
+    device, clock = emulated()
+    net = model()
+    net.forward = lambda inputs: Output(logits=net[2](net[1](net[0](inputs["x"]))))
+    with device.attach(net):
+        logits = net(inputs=Output(x=torch.zeros(8, 4)))["logits"]
+        logits.register_hook(lambda _: clock.work(0.005))
+        logits.sum().backward()
+    assert [one.batch_size for one in device.times] == [8, 8]
+    assert clock.seconds == pytest.approx(0.018 + 0.036)
+
+
+def test_no_share_of_the_backward_pass_takes_longer_than_the_whole():
+    """A hook of a parameter runs more than once where parts of the model are computed again (checkpointing)."""
+    device, clock = emulated()
+    device.begin_forward(8)
+    device.end_forward()
+    loss = torch.zeros(1, requires_grad=True).square().sum()
+    for _ in range(2):
+        loss.register_hook(lambda _: device.advance_backward(0.7))
+    loss.backward()
+    assert clock.seconds == pytest.approx(0.018 + 0.036)
+
+
+def test_the_newest_times_are_kept():
+    device, _ = emulated(keep=3)
+    with device.attach(net := model()):
+        for size in (1, 2, 3):
+            net(torch.zeros(size, 4)).sum().backward()
+    assert [(one.kind, one.batch_size) for one in device.times] == [("backward", 2), ("forward", 3), ("backward", 3)]
+
+
+def test_a_device_that_is_detached_forgets_the_pass_that_runs():
+    device, clock = emulated()
+    with device.attach(net := model()):
+        net(torch.zeros(8, 4))
+    with device.attach(net):
+        net(torch.zeros(8, 4)).sum().backward()
+    assert clock.seconds == pytest.approx(2 * 0.018 + 0.036)
+
+
 @pytest.mark.parametrize(
     ("inputs", "size"),
     [
+        ((Output(ids=torch.zeros(7, 5)),), 7),
         ((torch.zeros(3, 5),), 3),
         (({"a": 1, "ids": torch.zeros(4, 5)},), 4),
         ((torch.tensor(1.0), [torch.zeros(6)]), 6),

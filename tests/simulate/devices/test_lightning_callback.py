@@ -2,6 +2,7 @@
 
 import time
 from itertools import pairwise
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -9,8 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy
-from lightning_hetero.simulate import DeviceProfile, EmulatedDeviceCallback, ThinLink
+from lightning_hetero.simulate import DeviceProfile, EmulatedDevice, EmulatedDeviceCallback, ThinLink
 from tests.helpers import Points, RankError, Regressor, run_ranks, trainer_of
+from tests.simulate.devices.virtual_clock import Clock
 
 FAST = DeviceProfile(q=0.0005, s=0.001, k=0.0005, m=0.001, name="fast")
 SLOW = DeviceProfile(q=0.0015, s=0.001, k=0.0015, m=0.001, name="slow")
@@ -95,6 +97,7 @@ def test_evaluation_takes_the_forward_pass():
         evaluate(model, loader, **({"verbose": False} if evaluate != trainer.predict else {}))
         assert time.perf_counter() - began >= 2 * 0.13
     assert [one.kind for one in callback.device.times] == ["forward"] * 6
+    assert callback.device.passes == 0, "jitter and slowdowns are those of passes of training"
 
 
 class Manual(Regressor):
@@ -126,6 +129,63 @@ def test_a_second_fit_goes_on_with_the_same_device():
         trainer = trainer_of("auto", 1, callbacks=[callback], max_epochs=1)
         trainer.fit(Regressor(dtype=torch.float32), DataLoader(Points(16, dtype=torch.float32), 8))
     assert callback.device.passes == 4
+
+
+def counted(profile, model, batch=8, samples=32, **given):
+    """Train a model on a device whose clock passes by sleeping only; the callback, and the clock."""
+    clock, callback = Clock(), EmulatedDeviceCallback(profile, **given)
+    callback.device = EmulatedDevice(profile, host=clock.host())
+    model.clock = clock
+    trainer = trainer_of("auto", 1, callbacks=[callback], max_epochs=1)
+    trainer.fit(model, DataLoader(Points(samples, dtype=torch.float32), batch))
+    return callback, clock
+
+
+class Skips(Plain):
+    """Skips the first two batches after their forward pass."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        return None if batch_idx < 2 else loss
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
+def test_a_batch_without_a_backward_pass_takes_its_forward_pass():
+    callback, clock = counted(FAST, Skips(dtype=torch.float32))
+    assert [one.kind for one in callback.device.times] == ["forward"] * 3 + ["backward", "forward", "backward"]
+    assert {one.batch_size for one in callback.device.times} == {8}
+    assert clock.seconds == pytest.approx(4 * FAST.model.forward_time(8) + 2 * FAST.model.backward_time(8))
+
+
+class Slow(Regressor):
+    """Computes for 2 ms between the gradient of its output and those of its parameters."""
+
+    def loss(self, batch):
+        out = self(batch[0])
+        if out.requires_grad:
+            out.register_hook(lambda _: self.clock.work(0.002))
+        return out.square().mean()
+
+
+def test_the_backward_pass_begins_with_the_gradient_of_the_loss():
+    _, clock = counted(FAST, Slow(dtype=torch.float32))
+    assert clock.seconds == pytest.approx(4 * FAST.seconds(8))
+
+
+def test_the_batch_size_is_that_of_the_function():
+    callback, _ = counted(FAST, Regressor(dtype=torch.float32), batch_size=lambda batch: 2 * len(batch[0]))
+    assert {one.batch_size for one in callback.device.times} == {16}
+
+
+def test_each_rank_has_a_seed_of_its_own():
+    profile = DeviceProfile(0.001, 0.0, 0.002, 0.0, jitter=0.2)
+    for rank in range(2):
+        callback = EmulatedDeviceCallback(profile, seed=5)
+        callback.setup(SimpleNamespace(world_size=2, global_rank=rank), None, "fit")
+        callback.device.host = Clock().host()
+        callback.device.begin_forward(8)
+        callback.device.end_forward()
+        assert callback.device.times[0].device == pytest.approx(0.008 * next(profile.times(5 + rank))[0])
 
 
 def test_an_error_leaves_no_hook():

@@ -10,6 +10,7 @@ from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import PlanContext
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
+from lightning_hetero.simulate import DeviceProfile
 from lightning_hetero.simulate.planning import Cluster, Given, Link, Worker, plan_cluster, read_cluster, record
 from lightning_hetero.simulate.planning.cluster_file import parse_model, parse_prices
 from lightning_hetero.simulate.planning.document import DocumentError
@@ -118,7 +119,9 @@ def test_the_state_of_a_planner_is_read(file):
     for worker, (q, s, k, m) in zip(cluster.workers, true, strict=True):
         assert worker.seconds(20) == pytest.approx((q + k) * 20 + s + m, rel=0.03)
         assert 0 < worker.error < 0.1
+        assert worker.jitter == pytest.approx(0.01, rel=0.5)
     assert cluster.link.gamma == pytest.approx(0.2, rel=0.05)
+    assert cluster.link.times(2) == pytest.approx((0.004, 0.002), rel=0.05)
     assert plan_cluster(cluster).step_time > 0
 
 
@@ -146,6 +149,7 @@ def test_the_state_of_a_planner_is_read(file):
         ("model: params=124\nlink:\n  rate: 1Gbit\n  t_u: 1ms\nworkers: [{q: 1, s: 0, k: 1, m: 0}]\n", 3, ["t_o, t_u"]),
         ("model: size=124M\nworkers: [{q: 1, s: 0, k: 1, m: 0}]\n", 1, ["no model", "params=124M"]),
         ("- A100\n", 1, ["give a mapping here", "workers"]),
+        ("link:\n  gamma: 1.5\nworkers: [{q: 1, s: 0, k: 1, m: 0}]\n", 2, ["link.gamma", "from 0 to 1"]),
         ("version: 2\nworkers: [{q: 1, s: 0, k: 1, m: 0}]\n", 1, ["version 2 is unknown", "reads 1"]),
         ("version: 1\nworkers:\n - {q: 1, s: 0, k: 1, m: 0}\nt_oo: 1\n", 4, ["'t_oo'", "Did you mean t_o"]),
     ],
@@ -195,6 +199,36 @@ def test_workers_are_dropped_by_name():
         cluster.dropped(["3xT4"])
     with pytest.raises(ValueError, match="leave one"):
         cluster.dropped(["4xA100", "2xT4"])
+    small, large = Worker("a", 1, 0, 1, 0, memory=1), Worker("a", 1, 0, 1, 0, memory=2)
+    assert Cluster((small, large)).dropped(["a"]).workers == (small,)
+
+
+TIMES = "workers: [{q: 1, s: 0, k: 1, m: 0, count: 3}]\n"
+
+
+def test_a_link_of_measured_times_is_that_of_the_workers_there(file):
+    link = read_cluster(file("link: {t_o: 30ms, t_u: 10ms}\n" + TIMES)).link
+    assert link.times(3) == (0.03, 0.01)
+    assert link.times(2) == pytest.approx((0.0225, 0.0075))
+    text = {"version": 1, "workers": [{"q": 1, "s": 0, "k": 1, "m": 0}] * 2, "t_o": 0.03}
+    assert read_cluster(file(json.dumps(text), "run.json")).link.times(2) == (0.03, 0.0)
+    assert read_cluster(file(json.dumps({**text, "measured_on": 3}), "run.json")).link.times(3) == (0.03, 0.0)
+
+
+def test_what_is_empty_in_a_file_is_not_given(file):
+    cluster = read_cluster(file("total_batch_size:\nsamples: 100\nprice: 2\nlink:\n" + TIMES))
+    assert (cluster.total_batch_size, cluster.samples, cluster.link) == (None, 100, Link())
+    assert [worker.price for worker in cluster.workers] == [2.0] * 3
+
+
+def test_a_record_takes_the_workload_of_the_options(file):
+    path = file(json.dumps({"version": 1, "workers": [{"q": 1, "s": 0, "k": 1, "m": 0}]}), "run.json")
+    cluster = read_cluster(path, Given(workload="bert-squad"))
+    assert (cluster.workload, cluster.total_batch_size) == ("bert-squad", 9)
+
+
+def test_the_jitter_of_a_worker_is_that_of_its_profile():
+    assert Worker("a", 1, 0, 1, 0, 8, jitter=0.1).profile() == DeviceProfile(1, 0, 1, 0, 8, 0.1, name="a")
 
 
 @pytest.mark.parametrize(
@@ -206,6 +240,8 @@ def test_workers_are_dropped_by_name():
         (parse_rate, "3MB/s", 3e6),
         (parse_rate, "inf", math.inf),
         (parse_seconds, "1.5ms", 1.5e-3),
+        (parse_seconds, "1e-3s", 1e-3),
+        (parse_seconds, "2E+1 us", 2e-5),
         (parse_bytes, "2GB", 2e9),
         (parse_count, "1.3B", 1_300_000_000),
         (parse_count, "123.6M", 123_600_000),
@@ -240,8 +276,8 @@ def test_prices():
 
 
 def test_shown_numbers_have_three_digits():
-    assert [format_rate(rate) for rate in (1e3, 12.5e6, 124.9e6, 1e12)] == [
-        "8 kbit/s", "100 Mbit/s", "999 Mbit/s", "8 Tbit/s"
+    assert [format_rate(rate) for rate in (1e3, 12.5e6, 124.9e6, 124.95e6, 1e12)] == [
+        "8 kbit/s", "100 Mbit/s", "999 Mbit/s", "1 Gbit/s", "8 Tbit/s"
     ]  # fmt: skip
     assert [format_seconds(t) for t in (5e-6, 0.0123, 59.0, 900.0, 7200.0)] == [
         "5 us", "12.3 ms", "59 s", "15 min", "2 h"

@@ -1,10 +1,12 @@
 """Figures of a plan against another transcription of the equations, which tries all splits of small clusters."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from lightning_hetero.simulate.planning import without_one as leaving_out
 from lightning_hetero.simulate.planning.cluster import Cluster, Link, Worker
 from lightning_hetero.simulate.planning.figures import plan_cluster
 from lightning_hetero.simulate.planning.without_one import step_time_without, times_without_one
@@ -124,6 +126,7 @@ def needed_rate(answer, workers, total, link, optimum):
     if math.isinf(link.rate):
         assert answer.link.share == 1
         assert answer.link.factor_needed is None
+        assert (answer.link.rate_needed is None) == (len(workers) == 1)
     else:
         assert answer.link.share == pytest.approx(fastest / optimum)
     rate = answer.link.rate_needed
@@ -176,6 +179,10 @@ def test_jitter_and_errors_make_steps_longer():
     assert answer.expected_step_time == pytest.approx(steps.mean(), rel=2e-3)
     assert answer.step_time_error == pytest.approx(steps.std(), rel=0.03)
     assert answer.step_time < answer.expected_step_time
+    assert answer.samples_per_second == pytest.approx(160 / answer.expected_step_time)
+    assert [w.idle_share for w in answer.workers] == pytest.approx(1 - (a + p) / answer.step_time)
+    epoch = plan_cluster(Cluster(workers), 160, samples=1000).epoch
+    assert epoch.seconds == pytest.approx(1000 / 160 * answer.expected_step_time)
     one = plan_cluster(Cluster((Worker("w", 0.001, 0.01, 0.002, 0.01, error=0.1),)), 10)
     assert one.step_time_error == pytest.approx(0.1 * one.step_time, rel=5e-3)
 
@@ -195,3 +202,37 @@ def test_a_total_that_cannot_run_is_refused(total, words):
     workers = (Worker("a", 0.001, 0, 0.002, 0, memory=10),) * 2
     with pytest.raises(ValueError, match=words):
         plan_cluster(Cluster(workers), total)
+
+
+def test_a_measured_link_answers_as_the_rate_that_its_times_amount_to():
+    workers = many(3, np.random.default_rng(2))
+    rated = Link(4e6, 1e8, buckets=4)
+    t_o, t_u = rated.times(2)
+    measured = Link(4e6, buckets=4, t_o=t_o, t_u=t_u, measured_on=2)
+    for factor in (0.5, 1.0, 3.0):
+        assert measured.scaled(factor).times(3) == pytest.approx(rated.scaled(factor).times(3))
+        assert measured.at_rate(1e8 * factor).times(3) == pytest.approx(rated.at_rate(1e8 * factor).times(3))
+    one, other = (plan_cluster(Cluster(workers, link), 60).link for link in (measured, rated))
+    assert one.share == pytest.approx(other.share)
+    assert one.share < 1
+    assert one.rate == pytest.approx(other.rate)
+    assert one.rate_needed == pytest.approx(other.rate_needed, rel=1e-3)
+
+
+def test_the_times_of_one_worker_say_nothing_of_a_rate():
+    link = Link(4e6, t_o=0.3, t_u=0.1, measured_on=1)
+    assert link.times(2) == (0.3, 0.1)
+    assert link.effective_rate() is None
+    assert plan_cluster(Cluster(many(2, np.random.default_rng(2)), link), 60).link.rate_needed is None
+
+
+def test_where_the_others_are_too_small_nobody_of_very_many_kinds_is_left_out(monkeypatch):
+    rng = np.random.default_rng(0)
+    workers = [replace(worker, memory=10) for worker in many(5, rng)]
+    workers[2] = replace(workers[2], memory=30)
+    cluster = Cluster(tuple(workers), Link(4e6, 1e9))
+    exact = times_without_one(cluster, 45)[1]
+    monkeypatch.setattr(leaving_out, "EXACT", 0)
+    found = times_without_one(cluster, 45)[1]
+    assert np.isinf(exact).tolist() == np.isinf(found).tolist() == [False, False, True, False, False]
+    assert found[[0, 1, 3, 4]] == pytest.approx(exact[[0, 1, 3, 4]], rel=0.2)

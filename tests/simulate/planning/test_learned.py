@@ -75,3 +75,10 @@ def test_text_and_json_have_the_plans():
     plain = json.loads(json.dumps(answer.to_dict()))
     assert plain["plans"][-1]["local_batch_sizes"] == list(answer.plans[-1].local_batch_sizes)
     assert "result" not in plain
+
+
+def test_the_seed_is_that_of_the_jitter():
+    cluster = read_cluster("A", Given(workload="bert-squad", jitter=0.1, total_batch_size=32, rate=1e12))
+    one, other, again = (simulate_cluster(cluster, steps=5, seed=seed).result.seconds for seed in (1, 2, 1))
+    assert (one == again).all()
+    assert (one != other).all()

@@ -80,6 +80,13 @@ class VirtualTimer:
         rows, self._rows, self._interrupted = self._rows, [], True
         if not rows:
             return StepObservations.empty(self._workers)
-        names = (*StepObservations.FIELDS, "bucket_ends")
         kept = self._settings.max_steps
-        return StepObservations(**{name: np.concatenate([getattr(r, name) for r in rows])[-kept:] for name in names})
+        fields = {n: np.concatenate([getattr(r, n) for r in rows])[-kept:] for n in StepObservations.FIELDS}
+        return StepObservations(**fields, bucket_ends=_joined([r.bucket_ends for r in rows])[-kept:])
+
+
+def _joined(ends: Sequence[Array]) -> Array:
+    """Return the ends of all steps' buckets, with NaN for a bucket that a step did not have."""
+    most = max(own.shape[2] for own in ends)
+    missing = [((0, 0), (0, 0), (0, most - own.shape[2])) for own in ends]
+    return np.concatenate([np.pad(own, m, constant_values=np.nan) for own, m in zip(ends, missing, strict=True)])

@@ -5,6 +5,7 @@ import pytest
 
 from lightning_hetero.core.policies.goodput import GoodputPlanner
 from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, LinkProfile, NoiseTrajectory
+from lightning_hetero.simulate.cluster.control.replay import RecordingPlanner
 
 DEVICES = [DeviceProfile(q=0.35e-3 / v, s=0.01, k=0.65e-3 / v, m=0.01, jitter=0.02) for v in (1.0, 0.5, 0.25)]
 LINK = LinkProfile(gradient_bytes=25e6, rate=1.25e9)
@@ -58,3 +59,33 @@ def test_bad_input_is_named(wrong, error, text):
 def test_a_noise_scale_below_zero_is_named():
     with pytest.raises(ValueError, match=r"noise_scale\(...\)=-5.0 is out of range"):
         simulated(lambda samples: -5.0)
+
+
+@pytest.mark.parametrize("errors", [(0.4, 0.0), (0.0, 0.1)])
+def test_the_error_of_a_single_step_is_that_given(errors):
+    """With a total so large that the measured gradient is the true one, up to its error."""
+    found = []
+    for seed in range(400):
+        noise = NoiseTrajectory(lambda samples: 100.0, errors=errors)
+        noise.begin(seed)
+        noise.see(total=10**9, steps=1, samples=0)
+        found.append(noise.estimate().noise_scale / 100.0)
+    assert np.std(found) == pytest.approx(max(errors), rel=0.15)
+    assert np.mean(found) == pytest.approx(1.0, abs=0.05)
+
+
+def test_the_seed_is_that_of_the_errors():
+    estimates = []
+    for seed in (1, 2, 1):
+        recording = RecordingPlanner(GoodputPlanner(max_total_batch_size=20_000, initial_total=60))
+        devices = [DeviceProfile(0.001, 0.01, 0.002, 0.01), DeviceProfile(0.002, 0.01, 0.004, 0.01)]
+        ClusterSimulator(devices, 60, policy=recording, noise_scale=lambda samples: 2000.0, seed=seed).run(20)
+        estimates.append(recording.log[0].context.noise)
+    assert estimates[0] == estimates[2] != estimates[1]
+
+
+def test_a_planner_that_is_recorded_moves_the_total():
+    recording = RecordingPlanner(GoodputPlanner(max_total_batch_size=20_000, initial_total=60))
+    result = ClusterSimulator(DEVICES, 60, link=LINK, policy=recording, noise_scale=lambda samples: 2000.0).run(60)
+    assert recording.moves_total
+    assert result.totals[-1] > 60

@@ -88,6 +88,10 @@ def test_another_planner_or_other_conditions_are_not_the_run():
     other = replace(recording.log[0], context=replace(recording.log[0].context, total_batch_size=201))
     with pytest.raises(ValueError, match="round 0 of the run decided on"):
         replay([other], POLICIES["perf_model"].factory())
+    first, second, *_ = recording.log
+    other = replace(second, context=replace(second.context, hysteresis=0.3))
+    with pytest.raises(ValueError, match="round 1 of the run decided on"):
+        replay([first, other], POLICIES["perf_model"].factory())
 
 
 def test_nothing_recorded_is_no_plan():

@@ -33,3 +33,6 @@ def test_the_link_has_numbers_of_its_own():
     assert link.mean() == pytest.approx(1.0, abs=0.005)
     assert link.std() == pytest.approx(0.1, abs=0.005)
     assert (ProfileFactors(PROFILES[:1], [0]).take(5).link == 1.0).all()
+    one, other, again = (ProfileFactors([], [], 0.1, seed).take(5).link for seed in (1, 2, 1))
+    assert (one == again).all()
+    assert (one != other).all()

@@ -91,12 +91,86 @@ def test_bad_input_is_named(wrong, error, text):
         ClusterSimulator(**{"devices": DEVICES, "total_batch_size": 100, **wrong})
 
 
+@pytest.mark.parametrize("rate", [SLOW, FAST])
 @pytest.mark.parametrize("stale", [False, True])
-def test_without_jitter_steps_take_what_is_said_to_be_exact(stale):
+def test_without_jitter_steps_take_what_is_said_to_be_exact(stale, rate):
     devices = [DeviceProfile(1e-3, 0.01, 2e-3, 0.01), DeviceProfile(2e-3, 0.01, 4e-3, 0.01)]
-    link = LinkProfile(gradient_bytes=100e6, rate=FAST, latency=1e-3)
-    simulator = ClusterSimulator(devices, 60, link=link, policy="even", compression=BlockTopK(density=0.3))
+    link = LinkProfile(gradient_bytes=100e6, rate=rate, latency=1e-3)
+    simulator = ClusterSimulator(devices, 60, link=link, policy="even", compression=BlockTopK(density=0.3), replan=1000)
     simulator.run(3)
     simulator._steps.messages.stale = stale
     result = simulator.run(30)
     np.testing.assert_allclose(result.seconds[10:], result.exact[10:], rtol=1e-6)
+
+
+def crossing(seconds, workers=2, latency=0.0):
+    """Exchange whose messages take so many seconds."""
+    exchange = MessageExchange(BlockTopK(density=0.1), LinkProfile(gradient_bytes=4e6), workers, may_be_stale=True)
+    exchange.change_link(LinkProfile(4e6, exchange.bytes_now / (seconds - latency), latency))
+    return exchange
+
+
+def test_the_factor_of_the_link_is_one_on_latency_and_bytes():
+    ends, begins = crossing(3.0, latency=1.0).run(np.ones((3, 2)), np.array([1.0, 2.0, 0.5]), clock=0.0)
+    np.testing.assert_allclose(ends, [1 + 3, 1 + 6, 1 + 1.5])
+    np.testing.assert_allclose(begins, [0, 4, 11])
+
+
+def test_a_message_is_seen_to_take_from_the_last_gradient_on():
+    """A stale one waits for the one before, too; the median counts, and each round sees its own messages."""
+    exchange = crossing(3.0)
+    exchange.stale = True
+    exchange.run(np.ones((3, 2)), np.ones(3), clock=0.0)
+    assert exchange.see().seconds == pytest.approx(5.0)
+    assert exchange.see().seconds is None
+    exchange = crossing(1.0)
+    exchange.run(np.ones((3, 2)), np.array([1.0, 2.0, 4.0]), clock=0.0)
+    assert exchange.see().seconds == pytest.approx(2.0)
+    exchange.run(np.ones((1, 2)), np.array([7.0]), clock=10.0)
+    assert exchange.see().seconds == pytest.approx(7.0)
+    assert exchange.see().step == 4
+
+
+def test_a_message_goes_at_the_rate_of_the_second_in_which_it_leaves():
+    exchange = crossing(3.0)
+    rate = exchange.bytes_now / 3.0
+    exchange.change_link(LinkProfile(4e6, rate, trace=[(0.5, rate / 2)]))
+    ends, _ = exchange.run(np.ones((1, 2)), np.ones(1), clock=0.0)
+    np.testing.assert_allclose(ends, [1 + 6])
+
+
+def test_a_round_between_two_steps_is_no_part_of_either():
+    link = LinkProfile(gradient_bytes=100e6, rate=FAST, latency=1e-3)
+    settings = {"link": link, "policy": "even", "compression": BlockTopK(density=0.3), "seed": 3, "replan": 8}
+    short, long = (ClusterSimulator(DEVICES, 60, round_seconds=own, **settings).run(40) for own in (0.0, 5.0))
+    np.testing.assert_allclose(long.seconds, short.seconds)
+    assert long.clock[-1] - short.clock[-1] == pytest.approx(4 * 5.0)
+
+
+@pytest.mark.parametrize("dense", [0, 2, 5])
+def test_the_first_steps_are_dense(dense):
+    settings = BlockTopK(density=0.3, warmup_steps=dense)
+    link = LinkProfile(gradient_bytes=100e6, rate=FAST)
+    result = ClusterSimulator(DEVICES, 60, link=link, policy="even", compression=settings).run(20)
+    assert result.densities.tolist() == [1.0] * dense + [0.3] * (20 - dense)
+
+
+def test_a_link_that_slows_down_slows_messages_down():
+    devices = [DeviceProfile(0.0, 0.1, 0.0, 0.1)] * 2
+    link = LinkProfile(gradient_bytes=100e6, rate=FAST, latency=1e-3)
+    simulator = ClusterSimulator(devices, 60, link=link, policy="even", compression=BlockTopK(density=0.3))
+    simulator.run(7)
+    simulator.slow_down(1.0, link=3.0)
+    seconds = simulator.run(7).seconds
+    np.testing.assert_allclose(seconds[7:] - 0.2, 3 * (seconds[6] - 0.2))
+
+
+def test_the_optimum_follows_the_density():
+    link = LinkProfile(gradient_bytes=100e6, rate=SLOW)
+    devices = [DeviceProfile(1e-3, 0.01, 2e-3, 0.01), DeviceProfile(2e-3, 0.01, 4e-3, 0.01)]
+    simulator = ClusterSimulator(devices, 60, link=link, policy="even", compression=BlockTopK(density=0.3))
+    simulator.run(5)
+    simulator._steps.messages.density = 0.01
+    result = simulator.run(5)
+    np.testing.assert_allclose(result.exact, result.seconds)
+    assert result.optimum[-1] < 0.1 * result.optimum[4]

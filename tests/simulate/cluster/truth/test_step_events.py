@@ -65,3 +65,12 @@ def test_a_noisy_first_bucket_is_one_of_the_measurement_only():
     )
     np.testing.assert_allclose(noisy.first_bucket, 2 * exact.first_bucket)
     np.testing.assert_allclose(noisy.step_time, exact.step_time)
+
+
+def test_rows_have_the_samples_that_ran():
+    """A worker that is left out runs its minimum, whose time says what it takes."""
+    a, p, shares = np.ones((2, 2)), np.ones((2, 2)), np.ones(1)
+    done = bucket_times(a, p, shares, np.zeros((2, 1)))
+    times = StepTimes(np.array([6.0, 1.0]), a, p, shares, done, planned=np.array([6.0, 0.0]))
+    assert times.observed().local_batch_sizes.tolist() == [[6.0, 1.0]] * 2
+    assert times.planned.tolist() == [6.0, 0.0]

@@ -1,0 +1,58 @@
+"""Steps on the clock of a simulation: the link's jitter and trace, samples that do not count, speeds without jitter."""
+
+import numpy as np
+import pytest
+
+from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, LinkProfile
+from lightning_hetero.simulate.cluster.truth.factors import ProfileFactors
+
+NO_TIME = DeviceProfile(0.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("trace", [(), [(0.0, 1e6)]], ids=["constant", "trace"])
+def test_the_jitter_of_the_link_is_on_latency_and_bytes(trace):
+    link = LinkProfile(gradient_bytes=1e6, rate=1e6, latency=0.1, jitter=0.2, trace=trace)
+    seconds = ClusterSimulator([NO_TIME] * 2, 20, link=link, policy="even", seed=3).run(20).seconds
+    factors = ProfileFactors([], [], link.jitter, 3).take(20).link
+    assert np.ptp(factors) > 0.1
+    np.testing.assert_allclose(seconds, factors * link.seconds(2).sum())
+
+
+def test_bytes_are_sent_at_the_rate_of_the_second_in_which_they_leave():
+    device = DeviceProfile(0.0, 1.0, 0.0, 0.0)
+    link = LinkProfile(gradient_bytes=1e6, rate=1e6, buckets=1, trace=[(0.5, 1e5)])
+    assert ClusterSimulator([device] * 2, 20, link=link, policy="even").run(1).seconds.tolist() == [1.0 + 10.0]
+
+
+@pytest.mark.parametrize("trace", [(), [(0.5, 1e5)]], ids=["constant", "trace"])
+def test_one_worker_sends_nothing(trace):
+    link = LinkProfile(gradient_bytes=1e6, rate=1e6, latency=0.1, trace=trace)
+    result = ClusterSimulator([DeviceProfile(0.0, 1.0, 0.0, 0.0)], 20, link=link, policy="even").run(3)
+    np.testing.assert_allclose(result.seconds, 1.0)
+    np.testing.assert_allclose(result.exact, 1.0)
+
+
+def test_a_worker_that_is_left_out_runs_its_minimum():
+    devices = [DeviceProfile(0.001, 0.0, 0.002, 0.0), DeviceProfile(0.1, 1.0, 0.2, 0.0)]
+    simulator = ClusterSimulator(devices, 20, policy=None, min_local=2)
+    simulator.adopt(BatchPlan(20, (20, 0)))
+    result = simulator.run(3)
+    np.testing.assert_allclose(result.seconds, 2 * 0.3 + 1.0)
+    assert result.sizes[0].tolist() == [20, 0]
+    assert result.totals.tolist() == [20] * 3
+
+
+def test_coefficients_and_times_are_those_at_the_newest_speeds_without_jitter():
+    devices = [
+        DeviceProfile(0.001, 0.01, 0.002, 0.02, jitter=0.1, slowdown={5: 2.0}),
+        DeviceProfile(0.001, 0, 0.002, 0),
+    ]
+    link = LinkProfile(gradient_bytes=1e6, rate=1e8)
+    simulator = ClusterSimulator(devices, 20, link=link, policy="even")
+    for steps, slow in ((5, 1.0), (5, 2.0)):
+        result = simulator.run(steps)
+        np.testing.assert_allclose(simulator.coefficients()[:, 0], slow * np.array([0.001, 0.01, 0.002, 0.02]))
+        np.testing.assert_allclose(simulator.coefficients()[:, 1], [0.001, 0, 0.002, 0])
+        assert simulator.time(simulator.plan) == pytest.approx(result.exact[-1])
+        assert simulator.time(BatchPlan(20, (19, 1))) > simulator.time(simulator.plan)
