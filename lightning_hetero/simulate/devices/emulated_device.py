@@ -18,9 +18,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.validation import check_int
+from lightning_hetero.simulate.devices.batch_size import check_size_function, first_dimension, size_of
 from lightning_hetero.simulate.devices.device_profile import DeviceProfile
+from lightning_hetero.simulate.devices.module_hook import ModuleHook
 
-__all__ = ["EmulatedDevice", "HostClock", "PassTimes", "first_dimension"]
+__all__ = ["EmulatedDevice", "HostClock", "PassTimes"]
 
 
 @dataclass(frozen=True)
@@ -47,30 +49,6 @@ class PassTimes:
     def taken(self) -> float:
         """Seconds that the pass took."""
         return self.device + self.host
-
-
-def first_dimension(*inputs: Any) -> int:
-    """Return the first dimension of the first tensor among the inputs, which is the batch size by convention.
-
-    Args:
-        inputs: arguments of a module, or a batch: tensors, or containers of tensors.
-
-    Raises:
-        ValueError: if there is no tensor with a dimension.
-
-    Example:
-        >>> first_dimension({"ids": torch.zeros(3, 5)}), first_dimension([torch.zeros(2), 7])
-        (3, 2)
-    """
-    leaves = tree_leaves([dict(one) if hasattr(one, "keys") else one for one in inputs])
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            return len(leaf)
-    types = ", ".join(type(one).__name__ for one in inputs) or "none"
-    raise ValueError(
-        f"No tensor with a dimension is among the inputs ({types}), so the batch size is not known. Give batch_size=, "
-        "a function of the inputs."
-    )
 
 
 @dataclass(frozen=True)
@@ -140,7 +118,7 @@ class EmulatedDevice:
     ) -> None:
         if not isinstance(profile, DeviceProfile):
             raise TypeError(f"profile={profile!r} must be a DeviceProfile, such as DeviceProfile(1e-3, 0, 2e-3, 0).")
-        self.profile, self.host, self.passes = profile, host, 0
+        self.profile, self.seed, self.host, self.passes = profile, seed, host, 0
         self.times: deque[PassTimes] = deque(maxlen=check_int("keep", keep, minimum=1))
         self._factors = profile.times(seed)
         self._forward: _Pass | None = None
@@ -149,7 +127,22 @@ class EmulatedDevice:
         self._done = 0.0  # share of the running backward pass
         self._handles: list[Any] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but the hooks and the running passes: a copy is attached to nothing."""
+        return {"profile": self.profile, "seed": self.seed, "host": self.host, "times": self.times, "at": self.passes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["profile"], state["seed"], keep=state["times"].maxlen, host=state["host"])  # type: ignore[misc]
+        self.times.extend(state["times"])
+        self.skip(state["at"])
+
     # passes
+
+    def skip(self, passes: int) -> None:
+        """Go on as after some more passes with gradients, in a resumed training."""
+        for _ in range(check_int("passes", passes, minimum=0)):
+            next(self._factors)
+        self.passes += passes
 
     def begin_forward(self, batch_size: int, *, gradients: bool = True) -> None:
         """Begin a forward pass.
@@ -227,18 +220,25 @@ class EmulatedDevice:
     def attach(self, module: nn.Module, *, batch_size: Callable[..., int] = first_dimension) -> "EmulatedDevice":
         """Let the passes of a module take the device's time, until :meth:`detach` or the end of a ``with`` block.
 
+        A copy of the module, as a saved one, runs on no device. Attach before the first call of a compiled module.
+
         Args:
             module: model whose forward passes are the device's.
             batch_size: function of the module's arguments that returns the batch size.
 
         Raises:
+            TypeError: if an argument has the wrong type.
             RuntimeError: if the device is attached already.
         """
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module={module!r} must be a torch.nn.Module, the model whose passes take the time.")
+        check_size_function(batch_size)
         self.attach_parameters(module.parameters())
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.forget_unfinished()
-            self.begin_forward(batch_size(*args, *kwargs.values()), gradients=torch.is_grad_enabled())
+            if self._forward is not None or self._backward is not None:  # of a step that failed
+                self.forget()
+            self.begin_forward(size_of(batch_size, *args, *kwargs.values()), gradients=torch.is_grad_enabled())
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
             self.end_forward()
@@ -247,8 +247,8 @@ class EmulatedDevice:
                     leaf.register_hook(self.begin_backward)
 
         self._handles += [
-            module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
-            module.register_forward_hook(end),
+            module.register_forward_pre_hook(ModuleHook(begin), with_kwargs=True, prepend=True),
+            module.register_forward_hook(ModuleHook(end)),
         ]
         return self
 
@@ -276,18 +276,13 @@ class EmulatedDevice:
         Args:
             module: whose layers these are, itself among them.
         """
-        self._handles += [layer.register_forward_hook(self._of_layer) for layer in module.modules()]
+        self._handles += [layer.register_forward_hook(ModuleHook(self._of_layer)) for layer in module.modules()]
 
     def _of_layer(self, layer: nn.Module, inputs: Any, output: Any) -> None:
         self.end_forward()
 
     def _of_parameter(self, share: float, gradient: torch.Tensor) -> None:
         self.advance_backward(share)
-
-    def forget_unfinished(self) -> None:
-        """Forget the passes of a step that failed before this one."""
-        if self._forward is not None or self._backward is not None:
-            self.forget()
 
     def detach(self) -> None:
         """Remove all hooks; what runs afterwards takes its own time."""

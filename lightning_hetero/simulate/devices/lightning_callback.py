@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from lightning_hetero.callbacks._lightning import Callback, LightningModule, Trainer
+from lightning_hetero.simulate.devices.batch_size import check_size_function, first_dimension, size_of
 from lightning_hetero.simulate.devices.device_profile import DeviceProfile
-from lightning_hetero.simulate.devices.emulated_device import EmulatedDevice, first_dimension
+from lightning_hetero.simulate.devices.emulated_device import EmulatedDevice
 
 __all__ = ["EmulatedDeviceCallback"]
 
@@ -41,10 +42,13 @@ class EmulatedDeviceCallback(Callback):
         seed: int = 0,
         batch_size: Callable[[Any], int] = first_dimension,
     ) -> None:
-        self.profiles = profiles if isinstance(profiles, DeviceProfile) else tuple(profiles)
-        self.seed, self.batch_size = seed, batch_size
-        for profile in [profiles] if isinstance(profiles, DeviceProfile) else profiles:
+        given = [profiles] if isinstance(profiles, DeviceProfile) else profiles
+        if not isinstance(given, Sequence) or not given:
+            raise TypeError(f"profiles={profiles!r} must be a DeviceProfile, or a list of one for each rank.")
+        for profile in given:
             EmulatedDevice(profile, seed)
+        self.profiles = profiles if isinstance(profiles, DeviceProfile) else tuple(profiles)
+        self.seed, self.batch_size, self._resumed = seed, check_size_function(batch_size), 0
         self.device: EmulatedDevice | None = None
         """The device of this rank, from the start of a run on."""
 
@@ -61,19 +65,28 @@ class EmulatedDeviceCallback(Callback):
         if self.device is None:
             self.device = EmulatedDevice(profiles, self.seed + rank)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the passes so far: a resumed training goes on with the jitter and the slowdown of the next one."""
+        return {"passes": 0 if self.device is None else self.device.passes}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up the passes of an earlier training."""
+        self._resumed = int(state_dict["passes"])
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pace the gradients of the module's parameters, and its forward passes.
 
         A forward pass ends in its first layer. Lightning calls :meth:`on_before_backward` inside the strategy's
         ``backward``, all of which the strategy's timers take for the backward pass.
         """
+        self._known.skip(max(self._resumed - self._known.passes, 0))
         self._known.attach_parameters(pl_module.parameters())
         self._known.attach_layers(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin the forward pass of a micro-batch."""
         self._known.forget()
-        self._known.begin_forward(self.batch_size(batch))
+        self._known.begin_forward(size_of(self.batch_size, batch))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """End the forward pass, and begin the backward pass when its first gradient is there."""
@@ -91,7 +104,7 @@ class EmulatedDeviceCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Begin the forward pass of a batch of validation, test or prediction."""
-        self._known.begin_forward(self.batch_size(batch), gradients=False)
+        self._known.begin_forward(size_of(self.batch_size, batch), gradients=False)
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
         """End the forward pass of a batch of validation, test or prediction."""

@@ -1,5 +1,7 @@
 """A module takes exactly the time of a device, on a clock that only moves when somebody sleeps or computes."""
 
+import copy
+import pickle
 import time
 from collections import UserDict
 
@@ -9,6 +11,7 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_hetero.comm.agreement.group_lifetime import free_group_last
 from lightning_hetero.simulate import DeviceProfile, EmulatedDevice
 from lightning_hetero.simulate.devices.emulated_device import first_dimension
 from tests.helpers import run_ranks
@@ -296,6 +299,7 @@ def _buckets(rank):
     net = nn.Sequential(*[nn.Linear(100, 100, bias=False) for _ in range(6)])
     device.attach(net)
     wrapped, ready = DistributedDataParallel(net, bucket_cap_mb=0.05), []
+    free_group_last(wrapped)
 
     def hook(state, bucket):
         ready.append(clock.seconds)
@@ -316,3 +320,41 @@ def test_ddp_gets_its_buckets_one_after_the_other():
         assert shares == pytest.approx([i / len(shares) for i in range(1, len(shares) + 1)])
         assert len(shares) > 2
         assert seconds == pytest.approx(0.054)
+
+
+def test_a_copy_runs_on_no_device():
+    device, clock = emulated()
+    device.attach(net := model())
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        other(torch.zeros(8, 4)).sum().backward()
+    assert clock.seconds == device.passes == 0
+    device.detach()
+
+
+def test_a_copied_device_goes_on_where_it_was():
+    device = EmulatedDevice(DeviceProfile(0.0, 1e-4, 0.0, 1e-4, jitter=0.3), seed=2)
+    with device.attach(net := model()):
+        net(torch.zeros(8, 4)).sum().backward()
+    for other in (copy.deepcopy(device), pickle.loads(pickle.dumps(device))):
+        assert (other.passes, list(other.times)) == (1, list(device.times))
+        with other.attach(net):
+            net(torch.zeros(8, 4))
+        factors = device.profile.times(2)
+        next(factors)
+        assert other.times[-1].device == pytest.approx(1e-4 * next(factors)[0])
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, None, True])
+def test_a_batch_size_is_a_number_of_samples(wrong):
+    device, _ = emulated()
+    with device.attach(net := model(), batch_size=lambda x: wrong), pytest.raises((TypeError, ValueError)) as info:
+        net(torch.zeros(8, 4))
+    assert "batch_size() returned" in str(info.value)
+
+
+def test_what_cannot_be_attached_is_refused():
+    device, _ = emulated()
+    with pytest.raises(TypeError, match="module=None"):
+        device.attach(None)
+    with pytest.raises(TypeError, match="batch_size=3"):
+        device.attach(model(), batch_size=3)

@@ -79,7 +79,7 @@ def test_a_wrong_number_of_profiles_is_an_error_on_every_rank():
     assert all("3 profiles for 2 ranks" in message for _, _, message in info.value.errors)
 
 
-@pytest.mark.parametrize("wrong", [3, [FAST, 3], "A100"])
+@pytest.mark.parametrize("wrong", [3, [FAST, 3], "A100", None, []])
 def test_what_is_no_profile_is_refused_when_it_is_made(wrong):
     with pytest.raises(TypeError):
         EmulatedDeviceCallback(wrong)
@@ -236,3 +236,19 @@ def test_the_forward_pass_is_timed_as_one(own):
     for forward, backward in run_ranks(_observed, 2, own):
         assert forward >= 0.06
         assert backward >= 0.02
+
+
+def test_a_resumed_training_goes_on_with_the_next_pass(tmp_path):
+    profile = DeviceProfile(q=0.0, s=1e-4, k=0.0, m=1e-4, jitter=0.3, slowdown={2: 3.0})
+    callback = EmulatedDeviceCallback(profile)
+    loader = DataLoader(Points(16, dtype=torch.float32), 8)
+    trainer = trainer_of("auto", 1, callbacks=[callback], max_epochs=1)
+    trainer.fit(Plain(dtype=torch.float32), loader)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    again = EmulatedDeviceCallback(profile)
+    trainer_of("auto", 1, callbacks=[again], max_epochs=2).fit(
+        Plain(dtype=torch.float32), loader, ckpt_path=tmp_path / "last.ckpt"
+    )
+    factors = profile.times(0)
+    expected = [1e-4 * factor for _ in range(4) for factor in next(factors)]
+    assert [one.device for one in again.device.times] == pytest.approx(expected[4:])
