@@ -52,6 +52,17 @@ def test_gradients_become_ready_by_the_elements_of_their_parameters():
     assert max(of) == pytest.approx(0.018 + 0.036)
 
 
+def test_frozen_parameters_have_no_share_of_the_backward_pass():
+    device, clock = emulated()
+    net, ready = model(), []
+    net[0].requires_grad_(False)
+    with device.attach(net):
+        for parameter in net[2].parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: ready.append(clock.seconds))
+        net(torch.zeros(8, 4)).sum().backward()
+    assert ready[-1] == pytest.approx(0.018 + 0.036)
+
+
 def test_what_the_host_computes_is_a_part_of_the_device_time():
     device, clock = emulated()
     net = model()
