@@ -6,7 +6,7 @@ import pytest
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.policies.base import Decision, PlanContext
+from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
 from lightning_hetero.core.policies.round_decision import decide_round
 from lightning_hetero.core.policies.static import StaticPlanner
 
@@ -54,3 +54,17 @@ def test_no_planner_or_no_plan_has_nothing_to_decide():
 def test_without_observations_only_a_new_epoch_asks_a_planner_that_moves_the_total(moves, begins, asked):
     decision, _ = decide_round(Sure(moves), StepObservations.empty(2), OLD, OLD, context(epoch_begins=begins))
     assert decision.kept == ("0 of 4" if asked else "too few observations: no timed step")
+
+
+@pytest.mark.parametrize("total", [4, 8])
+def test_the_total_that_has_to_stay_is_that_of_the_upcoming_plan(total):
+    class Proposes(Sure):
+        def decide(self, observations, current, context):
+            return Decision(self, Proposal(BatchPlan(total, (total - 1, 1)), "better"))
+
+    if total == NEW.total_batch_size:
+        decision, _ = decide_round(Proposes(), SEEN, OLD, NEW, context())
+        assert decision.proposal.plan.local_batch_sizes == (7, 1)
+    else:
+        with pytest.raises((RuntimeError, ValueError), match="total"):
+            decide_round(Proposes(), SEEN, OLD, NEW, context())
