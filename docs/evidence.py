@@ -212,8 +212,8 @@ OWN = {
         "python benchmarks/balance.py",
         "Runs through Lightning and gloo, one process per device ([emulated devices](emulation.md)), 3 % jitter. "
         "Clusters A, B and C are Cannikin's, with ResNet-50 or BERT; *fixed costs* has four devices, two of them with "
-        "long fixed times; *25:1* is two devices, of which one is 25 times as fast. Policies that learn have several seeds: "
-        "medians, and in parentheses the worst of them.",
+        "long fixed times; *25:1* is two devices, of which one is 25 times as fast. Policies that learn have several "
+        "seeds: medians, and in parentheses the worst of them.",
         "balance.json",
     ),
     "Predicted step times": (
