@@ -426,11 +426,11 @@ ROWS: list[Row] = [
     ),
     Row(
         where="Fig. 6 (long version)",
-        reported="The overlap ratio, measured on three kinds of GPU, scatters differently on each.",
+        reported="The overlap ratio, measured on three kinds of GPU, varies differently on each.",
         how="needs a GPU",
         verdict="open",
-        ours=gpu("The scatter is that of real GPUs."),
-        note="How much a scatter of one worker matters for the prediction: see the second row of sec. 5.3.",
+        ours=gpu("The noise is that of real GPUs."),
+        note="How much the noise of one worker matters for the prediction: see the second row of sec. 5.3.",
     ),
     Row(
         where="Sec. 5.1",
@@ -562,7 +562,7 @@ ROWS: list[Row] = [
             "Weighting never hurts, but the overlap ratio alone does not make 21 % here: computing bounds cluster A at "
             "most totals. Averaged link times do, which the paper avoids by the minimum over workers. Delays as long "
             "as the backward pass mislead our estimate in single runs, and not the paper's. The paper does not say "
-            "how large its scatter was. NeuMF is left out: most of its time is fixed."
+            "how large its noise was. NeuMF is left out: most of its time is fixed."
         ),
     ),
     Row(
